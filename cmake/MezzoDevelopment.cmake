@@ -1,0 +1,19 @@
+# What mezzo's own tests, examples and benchmarks are compiled with; no user of the library sees it.
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+
+find_program(MEZZO_CCACHE ccache)
+if(MEZZO_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # With these two, ccache sees through precompiled headers.
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+      ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+      ${MEZZO_CCACHE})
+  add_compile_options($<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fpch-preprocess>)
+endif()
+
+add_library(mezzo_warnings INTERFACE)
+target_compile_options(mezzo_warnings INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wconversion -Wshadow -Werror>)
