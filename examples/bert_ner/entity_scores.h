@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace bert_ner {
+
+/// Entity-level scores: an entity counts only if its type, first and last word are all right.
+/// Ratios without a denominator are 0.
+struct Score {
+  double precision = 0;      ///< correct / predicted
+  double recall = 0;         ///< correct / support
+  double f1 = 0;             ///< their harmonic mean
+  std::int64_t support = 0;  ///< entities in the truth
+  std::int64_t predicted = 0;
+  std::int64_t correct = 0;
+};
+
+/// One list of BIO tags a sentence.
+using TagSequences = std::vector<std::vector<std::string>>;
+
+/// Micro average over all types: the answers of seqeval's precision_score, recall_score and
+/// f1_score in their default mode, which reads tags as conlleval does (an I- after O, or after
+/// another type, begins an entity). Throws std::invalid_argument if the two differ in the number of
+/// sentences or of words in one.
+Score entity_scores(const TagSequences& truth, const TagSequences& predicted);
+
+/// The same for each type that the truth or the prediction has.
+std::map<std::string, Score> entity_scores_by_type(const TagSequences& truth,
+                                                   const TagSequences& predicted);
+
+}  // namespace bert_ner
