@@ -1,0 +1,258 @@
+#pragma once
+
+#include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/detail/kernels/unscale.h>
+#include <mezzo/detail/kernels/update_scale.h>
+#include <mezzo/grad_scaler.h>
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <charconv>
+#include <iostream>
+#include <iterator>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A scale as Python prints it: "32768.0", "3.0517578125e-05".
+inline std::string python_float(double value) {
+  char text[64];
+  const bool is_fixed = value == 0 || (value >= 1e-4 && value < 1e16);
+  const auto format = is_fixed ? std::chars_format::fixed : std::chars_format::scientific;
+  const auto end = std::to_chars(std::begin(text), std::end(text), value, format).ptr;
+  std::string result(text, end);
+  if (is_fixed && result.find('.') == std::string::npos) result += ".0";
+  return result;
+}
+
+/// A closure in the arguments of `optimizer.step` is refused; no closure, said aloud, is not one.
+template <class Argument>
+void refuse_closure(const Argument& argument) {
+  using LossClosure = torch::optim::Optimizer::LossClosure;
+  if constexpr (std::is_convertible_v<const Argument&, LossClosure>) {
+    TORCH_CHECK(LossClosure(argument) == nullptr,
+                "Closure use is not currently supported if GradScaler is enabled.");
+  }
+}
+
+inline constexpr const char* kNoneHasNoNewScale =
+    "update(new_scale): this scaler has LossScaleKind::none, whose scale is 1 for good; make it "
+    "fixed or dynamic";
+
+}  // namespace detail
+
+inline GradScalerOptions::GradScalerOptions(const LossScale& rule)
+    : init_scale_(rule.init_scale()),
+      growth_factor_(rule.growth_factor()),
+      backoff_factor_(rule.backoff_factor()),
+      growth_interval_(rule.growth_interval()),
+      min_scale_(rule.min_scale()),
+      max_scale_(rule.max_scale()),
+      hysteresis_(rule.hysteresis()),
+      loss_scale_(rule.kind()) {}
+
+inline LossScale GradScalerOptions::rule() const {
+  const LossScale dynamic = LossScale::dynamic({.init_scale = init_scale_,
+                                                .growth_factor = growth_factor_,
+                                                .backoff_factor = backoff_factor_,
+                                                .growth_interval = growth_interval_,
+                                                .min_scale = min_scale_,
+                                                .max_scale = max_scale_,
+                                                .hysteresis = hysteresis_});
+  switch (loss_scale_) {
+    case LossScaleKind::none:
+      return LossScale::none();
+    case LossScaleKind::fixed:
+      return LossScale::fixed(init_scale_);
+    case LossScaleKind::dynamic:
+      return dynamic;
+  }
+  TORCH_CHECK(false, "loss_scale is no LossScaleKind; use none, fixed or dynamic");
+}
+
+inline std::string SkippedStep::message() const {
+  const char* verb = next_scale < scale    ? " reducing loss scale to "
+                     : next_scale == scale ? " keeping loss scale at "
+                                           : " setting loss scale to ";
+  return "Gradient overflow.  Skipping step, loss scaler " + std::to_string(loss_id) + verb +
+         detail::python_float(next_scale);
+}
+
+inline GradScaler::GradScaler(const GradScalerOptions& options)
+    : rule_(options.rule()),
+      initial_state_(rule_.initial_state()),
+      enabled_(options.enabled()),
+      recheck_(options.recheck()),
+      allow_fp16_gradients_(options.allow_fp16_gradients()),
+      loss_id_(options.loss_id()),
+      on_skip_([](const SkippedStep& skipped) { std::cerr << skipped.message() + "\n"; }) {}
+
+template <class Outputs>
+std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
+  if (!enabled_) return outputs;
+  return detail::scaled_outputs(outputs, [this](const at::Tensor& output) -> at::Tensor {
+    const at::Tensor& scale = scale_on(output.device());
+    return rule_.kind() == LossScaleKind::none ? output : output.mul(scale);
+  });
+}
+
+inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  if (!enabled_) return;
+  require_scale("unscale_");
+  detail::OptimizerRecord& record = records_.of(optimizer);
+  TORCH_CHECK(record.stage != detail::Stage::unscaled,
+              "unscale_() has already been called on this optimizer since the last update().");
+  TORCH_CHECK(record.stage != detail::Stage::stepped, "unscale_() is being called after step().");
+  unscale_into(record, optimizer);
+}
+
+inline void GradScaler::unscale_into(detail::OptimizerRecord& record,
+                                     torch::optim::Optimizer& optimizer) {
+  c10::NoGradGuard no_grad;
+  auto gradients = detail::gradients_by_device(optimizer, allow_fp16_gradients_);
+  const at::Tensor& scale = scale_.original();
+  detail::DeviceCopies inverse(detail::inverse_scale(scale));
+  record.found_inf.clear();
+  for (auto& [device, tensors] : gradients) {
+    at::Tensor found_inf = at::zeros({}, scale.options().device(device));
+    detail::unscale_and_check_(tensors, found_inf, inverse.on(device));
+    record.found_inf.push_back(std::move(found_inf));
+  }
+  record.stage = detail::Stage::unscaled;
+}
+
+template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
+StepResult GradScaler::step(OptimizerType& optimizer, Args&&... args) {
+  const auto call_step = [&]() -> at::Tensor { return optimizer.step(std::forward<Args>(args)...); };
+  if (!enabled_) return StepResult(StepOutcome{.ran = true, .value = call_step()});
+  (detail::refuse_closure(args), ...);
+  return step_if_finite(optimizer, call_step);
+}
+
+inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
+                                             const StepFunction& step) {
+  require_scale("step");
+  detail::OptimizerRecord& record = records_.of(optimizer);
+  TORCH_CHECK(record.stage != detail::Stage::stepped,
+              "step() has already been called since the last update().");
+  if (record.stage == detail::Stage::ready) {
+    unscale_into(record, optimizer);
+  } else if (recheck_) {
+    c10::NoGradGuard no_grad;
+    detail::recheck(detail::gradients_by_device(optimizer, /*allow_fp16=*/true), record.found_inf);
+  }
+  TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
+  StepOutcome outcome = read_checks(record);
+  if (!outcome.found_inf) {
+    outcome.value = step();
+    outcome.ran = true;
+  }
+  if (!outcome.ran) skipped_scale_ = outcome.scale;
+  record.stage = detail::Stage::stepped;
+  return StepResult(std::move(outcome));
+}
+
+// The one place where the host waits: what was found and the scale come over together.
+inline StepOutcome GradScaler::read_checks(const detail::OptimizerRecord& record) const {
+  c10::NoGradGuard no_grad;
+  const at::Device device = scale_.original().device();
+  std::vector<at::Tensor> values{scale_.original()};
+  for (const at::Tensor& found_inf : record.found_inf) {
+    values.push_back(found_inf.to(device, at::kFloat, /*non_blocking=*/true));
+  }
+  const at::Tensor on_host = at::stack(values).to(at::kCPU);
+  const float* value = on_host.const_data_ptr<float>();
+  StepOutcome outcome{.scale = value[0]};
+  for (int64_t i = 1; i < on_host.numel(); ++i) outcome.found_inf |= value[i] != 0.0F;
+  return outcome;
+}
+
+inline void GradScaler::update() {
+  if (!enabled_) return;
+  require_scale("update");
+  advance_scale();
+  finish_iteration();
+}
+
+inline void GradScaler::update(double new_scale) {
+  if (!enabled_) return;
+  require_scale("update");
+  check_new_scale(new_scale);
+  at::Tensor scale = scale_.original();
+  scale.fill_(new_scale);
+  finish_iteration();
+}
+
+inline void GradScaler::update(const at::Tensor& new_scale) {
+  if (!enabled_) return;
+  require_scale("update");
+  TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
+              "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+              "torch.FloatTensor with requires_grad=False.");
+  TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  c10::NoGradGuard no_grad;
+  at::Tensor scale = scale_.original();
+  scale.copy_(new_scale.reshape({}));
+  scale.clamp_(rule_.min_scale(), rule_.max_scale());
+  finish_iteration();
+}
+
+inline void GradScaler::check_new_scale(double new_scale) const {
+  TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
+  detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
+}
+
+inline void GradScaler::advance_scale() {
+  const std::vector<at::Tensor> checks = records_.found_inf();
+  TORCH_CHECK(!checks.empty(), "No inf checks were recorded prior to update.");
+  c10::NoGradGuard no_grad;
+  const at::Device device = scale_.original().device();
+  const auto on_scale_device = [&](const at::Tensor& check) {
+    return check.to(device, at::kFloat, /*non_blocking=*/true);
+  };
+  at::Tensor found_inf = on_scale_device(checks.front());
+  for (std::size_t i = 1; i < checks.size(); ++i) {
+    found_inf = found_inf.add(on_scale_device(checks[i]));
+  }
+  detail::update_scale_(rule_, scale_.original(), growth_tracker_, hysteresis_left_, found_inf);
+}
+
+inline void GradScaler::finish_iteration() {
+  records_.clear();
+  scale_.drop_copies();
+  if (!skipped_scale_) return;
+  const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
+  if (!on_skip_) return;
+  on_skip_({.loss_id = loss_id_,
+            .scale = overflowed,
+            .next_scale = scale_.original().item<float>()});
+}
+
+inline void GradScaler::require_scale(const char* call) const {
+  TORCH_CHECK(scale_.defined(), "Attempted ", call,
+              " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
+              "outputs) earlier in the iteration.");
+}
+
+inline const at::Tensor& GradScaler::scale_on(at::Device device) {
+  if (!scale_.defined()) create_scale(device);
+  return scale_.on(device);
+}
+
+inline void GradScaler::create_scale(at::Device device) {
+  detail::require_update_kernel(rule_, device);
+  c10::NoGradGuard no_grad;
+  const auto on_device = at::TensorOptions().device(device);
+  const auto count = on_device.dtype(at::kInt);
+  growth_tracker_ = at::full({}, initial_state_.growth_tracker, count);
+  hysteresis_left_ = at::full({}, initial_state_.hysteresis_left, count);
+  scale_ = detail::DeviceCopies(at::full({}, initial_state_.scale, on_device.dtype(at::kFloat)));
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

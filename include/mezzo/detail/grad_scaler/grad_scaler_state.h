@@ -1,0 +1,162 @@
+#pragma once
+
+#include <mezzo/grad_scaler.h>
+
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <cmath>
+#include <string_view>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline constexpr std::array<std::string_view, 5> kTorchStateKeys{
+    "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"};
+inline constexpr std::array<std::string_view, 5> kMezzoStateKeys{
+    "min_scale", "max_scale", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
+
+/// Reads a state dictionary, with a default for keys that torch.amp does not write.
+class StateReader {
+ public:
+  explicit StateReader(const std::map<std::string, double>& state) : state_(state) {}
+
+  double value(const char* key) const {
+    const auto found = state_.find(key);
+    TORCH_CHECK(found != state_.end(), "The source state dict lacks \"", key,
+                "\"; it should be what state_dict() of a GradScaler returned");
+    return found->second;
+  }
+  double value(const char* key, double fallback) const {
+    const auto found = state_.find(key);
+    return found == state_.end() ? fallback : found->second;
+  }
+  int64_t count(const char* key) const { return whole(key, value(key)); }
+  int64_t count(const char* key, int64_t fallback) const {
+    return whole(key, value(key, static_cast<double>(fallback)));
+  }
+
+ private:
+  static int64_t whole(const char* key, double value) {
+    constexpr double kLargest = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK(is_finite(value) && value >= 0 && value <= kLargest && value == std::floor(value),
+                "The source state dict has ", key, " = ", value,
+                "; it should be a whole number from 0 to ", kLargest);
+    return static_cast<int64_t>(value);
+  }
+
+  const std::map<std::string, double>& state_;
+};
+
+}  // namespace detail
+
+inline double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
+
+inline void GradScaler::set_growth_factor(double growth_factor) {
+  auto options = GradScalerOptions(rule_);
+  rule_ = options.growth_factor(growth_factor).rule();
+}
+
+inline void GradScaler::set_backoff_factor(double backoff_factor) {
+  auto options = GradScalerOptions(rule_);
+  rule_ = options.backoff_factor(backoff_factor).rule();
+}
+
+inline void GradScaler::set_growth_interval(int64_t growth_interval) {
+  auto options = GradScalerOptions(rule_);
+  rule_ = options.growth_interval(growth_interval).rule();
+}
+
+inline LossScaleState GradScaler::read_state() const {
+  if (!scale_.defined()) return initial_state_;
+  return {.scale = scale_.original().item<float>(),
+          .growth_tracker = growth_tracker_.item<int32_t>(),
+          .hysteresis_left = hysteresis_left_.item<int32_t>()};
+}
+
+inline void GradScaler::write_state(const LossScaleState& state) {
+  initial_state_ = state;
+  if (!scale_.defined()) return;
+  c10::NoGradGuard no_grad;
+  at::Tensor scale = scale_.original();
+  scale.fill_(state.scale);
+  growth_tracker_.fill_(state.growth_tracker);
+  hysteresis_left_.fill_(state.hysteresis_left);
+  scale_.drop_copies();
+}
+
+inline GradScaler::StateDict GradScaler::state_dict() const {
+  if (!enabled_) return {};
+  const LossScaleState state = read_state();
+  return {{"scale", state.scale},
+          {"growth_factor", rule_.growth_factor()},
+          {"backoff_factor", rule_.backoff_factor()},
+          {"growth_interval", static_cast<double>(rule_.growth_interval())},
+          {"_growth_tracker", state.growth_tracker},
+          {"min_scale", rule_.min_scale()},
+          {"max_scale", rule_.max_scale()},
+          {"hysteresis", rule_.hysteresis()},
+          {"_hysteresis_left", state.hysteresis_left},
+          {"_loss_scale_kind", static_cast<double>(rule_.kind())}};
+}
+
+inline void GradScaler::load_state_dict(const StateDict& state) {
+  if (!enabled_) return;
+  TORCH_CHECK(!state.empty(),
+              "The source state dict is empty, possibly because it was saved from a disabled "
+              "instance of GradScaler.");
+  const detail::StateReader reader(state);
+  const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind()));
+  TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
+              "The source state dict has _loss_scale_kind = ", kind,
+              "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
+  const LossScale rule = GradScalerOptions()
+                             .loss_scale(static_cast<LossScaleKind>(kind))
+                             .init_scale(reader.value("scale"))
+                             .growth_factor(reader.value("growth_factor"))
+                             .backoff_factor(reader.value("backoff_factor"))
+                             .growth_interval(reader.count("growth_interval"))
+                             .min_scale(reader.value("min_scale", rule_.min_scale()))
+                             .max_scale(reader.value("max_scale", rule_.max_scale()))
+                             .hysteresis(reader.count("hysteresis", rule_.hysteresis()))
+                             .rule();
+  LossScaleState next = rule.initial_state();
+  next.growth_tracker = static_cast<int32_t>(reader.count("_growth_tracker"));
+  next.hysteresis_left =
+      static_cast<int32_t>(reader.count("_hysteresis_left", next.hysteresis_left));
+  if (scale_.defined()) detail::require_update_kernel(rule, scale_.original().device());
+  rule_ = rule;
+  write_state(next);
+}
+
+// The archives' headers take 14 s to compile, so that these are templates: who saves or loads has
+// included them anyway.
+template <class Archive>
+  requires std::same_as<Archive, torch::serialize::OutputArchive>
+Archive& operator<<(Archive& archive, const GradScaler& scaler) {
+  TORCH_CHECK(scaler.records_.empty(),
+              "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
+              "end after scaler.update().");
+  for (const auto& [key, value] : scaler.state_dict()) {
+    archive.write(key, at::scalar_tensor(value, at::kDouble), /*is_buffer=*/true);
+  }
+  return archive;
+}
+
+template <class Archive>
+  requires std::same_as<Archive, torch::serialize::InputArchive>
+Archive& operator>>(Archive& archive, GradScaler& scaler) {
+  GradScaler::StateDict state;
+  const auto read = [&](std::string_view name) {
+    const std::string key(name);
+    at::Tensor value;
+    if (archive.try_read(key, value, /*is_buffer=*/true)) state[key] = value.template item<double>();
+  };
+  for (const std::string_view key : detail::kTorchStateKeys) read(key);
+  for (const std::string_view key : detail::kMezzoStateKeys) read(key);
+  scaler.load_state_dict(state);
+  return archive;
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <deque>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+enum class Stage : uint8_t { ready, unscaled, stepped };
+
+/// What this iteration knows about one optimizer.
+struct OptimizerRecord {
+  Stage stage = Stage::ready;
+  std::vector<at::Tensor> found_inf;  ///< one float of one element a device: 0, or 1 for an inf
+};
+
+/// The records of one iteration. An optimizer is known by its address together with its first
+/// parameter, which the record keeps alive: within an iteration neither a dead optimizer's address
+/// nor its parameter's can come back as those of another, so nobody inherits a stranger's stage.
+class OptimizerRecords {
+ public:
+  OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
+    const at::Tensor parameter = first_parameter(optimizer);
+    for (Entry& entry : entries_) {
+      if (entry.optimizer == &optimizer && entry.parameter.is_same(parameter)) return entry.record;
+    }
+    return entries_.emplace_back(&optimizer, parameter, OptimizerRecord{}).record;
+  }
+
+  bool empty() const noexcept { return entries_.empty(); }
+  void clear() noexcept { entries_.clear(); }
+
+  std::vector<at::Tensor> found_inf() const {
+    std::vector<at::Tensor> all;
+    for (const Entry& entry : entries_) {
+      all.insert(all.end(), entry.record.found_inf.begin(), entry.record.found_inf.end());
+    }
+    return all;
+  }
+
+ private:
+  struct Entry {
+    Entry(const torch::optim::Optimizer* optimizer_in, at::Tensor parameter_in, OptimizerRecord r)
+        : optimizer(optimizer_in), parameter(std::move(parameter_in)), record(std::move(r)) {}
+    const torch::optim::Optimizer* optimizer;
+    at::Tensor parameter;
+    OptimizerRecord record;
+  };
+
+  static at::Tensor first_parameter(const torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups()) {
+      if (!group.params().empty()) return group.params().front();
+    }
+    return {};
+  }
+
+  std::deque<Entry> entries_;  // a deque: references to records stay valid as others are added
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <c10/macros/Macros.h>
+
+#include <cstdint>
+
+// Questions about floats asked of their bits. A caller may compile with -ffast-math, where the
+// compiler takes `x != x` and std::isfinite(x) for constants; integers it leaves alone.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// The bits of `from` as a `To` of the same size: lanes or scalars, host or device.
+template <class To, class From>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void reinterpret_bits(const From& from, To& to) {
+  static_assert(sizeof(To) == sizeof(From));
+  __builtin_memcpy(&to, &from, sizeof(To));
+}
+
+C10_HOST_DEVICE inline bool nonfinite_bits(float value) {
+  uint32_t bits = 0;
+  reinterpret_bits(value, bits);
+  return (bits & 0x7F800000U) == 0x7F800000U;
+}
+
+C10_HOST_DEVICE inline bool nonfinite_bits(double value) {
+  uint64_t bits = 0;
+  reinterpret_bits(value, bits);
+  return (bits & 0x7FF0000000000000U) == 0x7FF0000000000000U;
+}
+
+inline bool is_positive_infinity(double value) {
+  uint64_t bits = 0;
+  reinterpret_bits(value, bits);
+  return bits == 0x7FF0000000000000U;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

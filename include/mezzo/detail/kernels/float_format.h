@@ -1,0 +1,114 @@
+#pragma once
+
+#include <mezzo/detail/kernels/float_bits.h>
+#include <mezzo/version.h>
+
+#include <c10/macros/Macros.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+
+// How each dtype is stored, and how it is computed with. Everything is written for one lane or many:
+// `Bits` is an unsigned integer and `Value` a float of the same width, or vectors of such. Vectors are
+// passed by reference, for a 64-byte vector by value has another ABI in each translation unit.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A dtype that is computed with as it is stored.
+template <class ValueT, class BitsT, BitsT kExponentBits>
+struct NativeFormat {
+  using Value = ValueT;
+  using Bits = BitsT;
+  using Stored = BitsT;  ///< what lies in memory, the bits of one element
+  static constexpr Bits kExponent = kExponentBits;  ///< all set: inf or NaN
+
+  template <class BitLanes, class ValueLanes>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void widen(const BitLanes& bits, ValueLanes& value) {
+    reinterpret_bits(bits, value);
+  }
+  template <class ValueLanes, class BitLanes>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void narrow(const ValueLanes& value, BitLanes& bits) {
+    reinterpret_bits(value, bits);
+  }
+};
+
+template <class Element>
+struct FloatFormat;
+
+template <>
+struct FloatFormat<float> : NativeFormat<float, uint32_t, 0x7F800000U> {};
+
+template <>
+struct FloatFormat<double> : NativeFormat<double, uint64_t, 0x7FF0000000000000U> {};
+
+/// bfloat16: the upper half of a float; rounds to nearest, ties to even, and keeps NaN a NaN.
+template <>
+struct FloatFormat<c10::BFloat16> {
+  using Value = float;
+  using Bits = uint32_t;
+  using Stored = uint16_t;
+  static constexpr Bits kExponent = 0x7F80U;
+
+  template <class BitLanes, class ValueLanes>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void widen(const BitLanes& bits, ValueLanes& value) {
+    const BitLanes upper = bits << 16;
+    reinterpret_bits(upper, value);
+  }
+  template <class ValueLanes, class BitLanes>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void narrow(const ValueLanes& value, BitLanes& bits) {
+    BitLanes wide;
+    reinterpret_bits(value, wide);
+    const BitLanes rounded = (wide + 0x7FFFU + ((wide >> 16) & 1U)) >> 16;
+    const BitLanes quiet_nan = (wide >> 16) | 0x40U;
+    bits = (wide & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : rounded;
+  }
+};
+
+/// IEEE half, by integers and one float addition: no subnormal float is ever touched, so that it is
+/// exact under flush-to-zero too, and needs no instruction that a CPU may lack.
+template <>
+struct FloatFormat<c10::Half> {
+  using Value = float;
+  using Bits = uint32_t;
+  using Stored = uint16_t;
+  static constexpr Bits kExponent = 0x7C00U;
+  static constexpr Bits kOneHalf = 0x3F000000U;  ///< 0.5F, whose ulp is half's smallest subnormal
+
+  template <class BitLanes, class ValueLanes>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void widen(const BitLanes& bits, ValueLanes& value) {
+    const BitLanes magnitude = bits & 0x7FFFU;
+    const BitLanes normal = (magnitude << 13) + 0x38000000U;     // rebias the exponent by 127 - 15
+    const BitLanes nonfinite = (magnitude << 13) + 0x70000000U;  // all exponent bits stay set
+    const BitLanes shifted = magnitude + kOneHalf;               // 0.5 + the subnormal's value
+    ValueLanes subnormal_value;
+    reinterpret_bits(shifted, subnormal_value);
+    subnormal_value = subnormal_value - 0.5F;
+    BitLanes subnormal;
+    reinterpret_bits(subnormal_value, subnormal);
+    BitLanes wide = magnitude >= kExponent ? nonfinite : normal;
+    wide = magnitude < 0x0400U ? subnormal : wide;
+    wide = wide | ((bits & 0x8000U) << 16);
+    reinterpret_bits(wide, value);
+  }
+  template <class ValueLanes, class BitLanes>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void narrow(const ValueLanes& value, BitLanes& bits) {
+    BitLanes wide;
+    reinterpret_bits(value, wide);
+    const BitLanes magnitude = wide & 0x7FFFFFFFU;
+    const BitLanes rounded = (magnitude - 0x38000000U + 0x0FFFU + ((magnitude >> 13) & 1U)) >> 13;
+    ValueLanes small_value;
+    reinterpret_bits(magnitude, small_value);
+    small_value = small_value + 0.5F;  // rounds to a multiple of the smallest subnormal
+    BitLanes small;
+    reinterpret_bits(small_value, small);
+    small = small - kOneHalf;
+    BitLanes narrow = magnitude < 0x38800000U ? small : rounded;           // below 2^-14
+    narrow = magnitude >= 0x47800000U ? (narrow & 0U) + kExponent : narrow;  // 65536 and more
+    narrow = magnitude > 0x7F800000U ? (narrow & 0U) + 0x7E00U : narrow;   // NaN
+    bits = narrow | ((wide >> 16) & 0x8000U);
+  }
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

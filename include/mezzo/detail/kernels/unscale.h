@@ -1,0 +1,92 @@
+#pragma once
+
+#include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/detail/kernels/unscale_cpu.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <vector>
+
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/detail/kernels/cuda_launch.h>
+#endif
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// 1 / scale, rounded once, as torch.amp computes it.
+inline at::Tensor inverse_scale(const at::Tensor& scale) {
+  if (scale.is_mps()) return scale.reciprocal();  // which has no double
+  return scale.to(at::kDouble).reciprocal().to(at::kFloat);
+}
+
+/// ATen's kernel takes tensors of one dtype and tests what comes in.
+inline void unscale_with_aten_(std::vector<at::Tensor> gradients, at::Tensor found_inf,
+                               const at::Tensor& inv_scale) {
+  while (!gradients.empty()) {
+    const at::ScalarType dtype = gradients.front().scalar_type();
+    const auto rest = std::stable_partition(
+        gradients.begin(), gradients.end(),
+        [&](const at::Tensor& gradient) { return gradient.scalar_type() == dtype; });
+    const at::TensorList same_dtype(gradients.data(),
+                                    static_cast<std::size_t>(rest - gradients.begin()));
+    at::_amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale);
+    gradients.erase(gradients.begin(), rest);
+  }
+}
+
+/// Sets `found_inf` to 1 if a gradient is inf or NaN, and leaves it otherwise. All on one device.
+inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
+  if (found_inf.is_cpu()) {
+    if (any_nonfinite_cpu(gradients)) found_inf.fill_(1.0);
+    return;
+  }
+#ifdef MEZZO_WITH_CUDA
+  if (found_inf.is_cuda()) {
+    cuda::check_(gradients, found_inf);
+    return;
+  }
+#endif
+  unscale_with_aten_(gradients, found_inf, at::full_like(found_inf, 1.0));
+}
+
+/// Multiplies gradients by `inv_scale` in place; sets `found_inf` to 1 if a product is inf or NaN. All
+/// on one device. Once more over the gradients with ATen's kernel, which tests before it multiplies.
+inline void unscale_and_check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf,
+                               const at::Tensor& inv_scale) {
+  if (found_inf.is_cpu()) {
+    if (unscale_cpu_(gradients, *inv_scale.const_data_ptr<float>())) found_inf.fill_(1.0);
+    return;
+  }
+#ifdef MEZZO_WITH_CUDA
+  if (found_inf.is_cuda()) {
+    cuda::unscale_and_check_(gradients, found_inf, inv_scale);
+    return;
+  }
+#endif
+  unscale_with_aten_(gradients, found_inf, inv_scale);
+  check_(gradients, found_inf);
+}
+
+/// Checks again, and adds what it finds to what an earlier check, if there was one, found.
+inline void recheck(const std::vector<DeviceGradients>& by_device,
+                    std::vector<at::Tensor>& found_inf) {
+  if (found_inf.empty()) return;
+  for (const DeviceGradients& gradients : by_device) {
+    auto found = found_inf.begin();
+    while (found != found_inf.end() && found->device() != gradients.device) ++found;
+    if (found == found_inf.end()) {
+      const auto options = found_inf.front().options().device(gradients.device);
+      found = found_inf.insert(found, at::zeros({}, options));
+    }
+    check_(gradients.tensors, *found);
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

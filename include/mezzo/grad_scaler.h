@@ -1,0 +1,239 @@
+/// \file
+/// Dynamic loss scaling: what `torch.amp.GradScaler` is in Python, for any `torch::optim::Optimizer`.
+#pragma once
+
+#include <mezzo/loss_scale.h>
+#include <mezzo/step_result.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include <mezzo/detail/grad_scaler/device_copies.h>
+#include <mezzo/detail/grad_scaler/optimizer_records.h>
+#include <mezzo/detail/grad_scaler/scaled_outputs.h>
+
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What a GradScaler is made of, in libtorch's option style; the defaults are torch.amp's.
+struct GradScalerOptions {
+  GradScalerOptions() = default;
+
+  /// A scaler that follows `rule`: `GradScaler(LossScale::fixed(128.))`.
+  GradScalerOptions(const LossScale& rule);  // NOLINT(google-explicit-constructor)
+
+  /// The scale before the first iteration, and for good when `loss_scale` is fixed.
+  TORCH_ARG(double, init_scale) = kDefaultInitScale;
+  /// The scale is multiplied by this after `growth_interval` clean iterations in a row; > 1.
+  TORCH_ARG(double, growth_factor) = kDefaultGrowthFactor;
+  /// The scale is multiplied by this after an iteration with an inf or NaN; between 0 and 1.
+  TORCH_ARG(double, backoff_factor) = kDefaultBackoffFactor;
+  TORCH_ARG(int64_t, growth_interval) = kDefaultGrowthInterval;
+  /// `false`: every call passes through, `get_scale()` is 1 and `step` just steps.
+  TORCH_ARG(bool, enabled) = true;
+  /// The scale never goes below. 0 is torch's behaviour: a scale that reaches 0 stays there.
+  TORCH_ARG(double, min_scale) = kDefaultMinScale;
+  /// The scale never goes above; `kApexMaxScale` is Apex's 2^24.
+  TORCH_ARG(double, max_scale) = kNoMaxScale;
+  /// How many overflows in a row it takes to back off (all of them skip their step).
+  TORCH_ARG(int64_t, hysteresis) = 1;
+  /// `step` after an explicit `unscale_` looks at the gradients once more, since clipping or the
+  /// user may have broken them meanwhile: one read of them. `false` is torch's behaviour.
+  TORCH_ARG(bool, recheck) = true;
+  /// `none` and `fixed` keep the scale (1, or init_scale) and still skip a step with inf or NaN.
+  TORCH_ARG(LossScaleKind, loss_scale) = LossScaleKind::dynamic;
+  /// Unscale fp16 gradients too (parameters in fp16 without master weights); they underflow easily,
+  /// which is why torch.amp refuses them.
+  TORCH_ARG(bool, allow_fp16_gradients) = false;
+  /// The number that the line about a skipped step names, for programs with several scalers.
+  TORCH_ARG(int64_t, loss_id) = 0;
+
+ public:
+  /// The rule that these options describe.
+  /// \throws c10::Error naming the option, its value and what is allowed
+  LossScale rule() const;
+};
+
+/// What the scaler tells about an iteration in which it skipped a step, at `update`.
+struct SkippedStep {
+  int64_t loss_id = 0;
+  float scale = 1.0F;       ///< the scale that overflowed
+  float next_scale = 1.0F;  ///< the scale from here on
+
+  /// One line: "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+  /// (Apex's words), or "... keeping loss scale at 128.0" where the scale did not move.
+  std::string message() const;
+};
+
+/// Multiplies the loss so that small gradients survive in fp16, divides the gradients again, and
+/// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words of
+/// their errors are those of `torch.amp.GradScaler`:
+///
+/// \code
+///   mezzo::GradScaler scaler;
+///   for (auto& batch : *loader) {
+///     optimizer.zero_grad();
+///     auto loss = ...;                               // under mezzo::Autocast
+///     scaler.scale(loss).backward();
+///     scaler.unscale_(optimizer);                    // optional: to clip true gradients
+///     torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+///     auto result = scaler.step(optimizer);
+///     scaler.update();
+///     if (result.ran()) schedule.step();
+///   }
+/// \endcode
+///
+/// Several optimizers share a scale: each that finds an inf skips its own step, and `update`, called
+/// once when all have stepped, backs the shared scale off once.
+///
+/// Beyond torch: gradients are checked *after* unscaling (a product can overflow where its factors
+/// do not), and once more in `step` after an explicit `unscale_`; the scale has a floor above 0, an
+/// optional ceiling, and hysteresis; skipped steps are told to a callback.
+///
+/// The scale lives on the device of the first tensor that `scale` sees. On CUDA, with the target
+/// `mezzo::cuda` or with ATen's kernels, nothing but `step` (whether to step is the host's decision,
+/// as in torch.amp), `get_scale`, `state_dict` and the line about a skip waits for the device.
+///
+/// Threads: a scaler is used from one thread at a time. What is remembered about an optimizer ends
+/// with `update`; in between, do not move it to another address.
+class GradScaler {
+ public:
+  using StateDict = std::map<std::string, double>;
+  using SkipCallback = std::function<void(const SkippedStep&)>;
+
+  /// \throws c10::Error if an option is out of range (it is named, with the range), enabled or not
+  explicit GradScaler(const GradScalerOptions& options = {});
+  GradScaler(GradScaler&&) = default;
+  GradScaler& operator=(GradScaler&&) = default;
+  GradScaler(const GradScaler&) = delete;  // two scalers would share the tensors of one scale
+  GradScaler& operator=(const GradScaler&) = delete;
+  ~GradScaler() = default;
+
+  /// `outputs` times the scale, of the same type: a tensor, or a std::vector, array, pair, tuple,
+  /// map, unordered_map or optional of such, nested as you like. Tensors may lie on several devices.
+  /// Differentiable; never mutates its argument; no host sync.
+  template <class Outputs>
+  [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs);
+
+  /// Divides the gradients of all of `optimizer`'s parameters by the scale, in place, and notes
+  /// whether any quotient is inf or NaN. Undefined gradients are left out, sparse ones coalesced
+  /// first (`.grad` is replaced). No host sync.
+  /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
+  ///   for fp16 gradients (see `allow_fp16_gradients`)
+  void unscale_(torch::optim::Optimizer& optimizer);
+
+  /// Calls `unscale_` unless that has been done, then `optimizer.step(args...)` unless an inf or NaN
+  /// was found. Waits for the device to know which.
+  /// \throws c10::Error when called twice in an iteration, before any `scale`, when no parameter has
+  ///   a gradient, or when given a closure while enabled
+  template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
+  StepResult step(OptimizerType& optimizer, Args&&... args);
+
+  /// Ends the iteration: the next scale, from what the checks found; forgets the optimizers.
+  /// No host sync, unless a step was skipped and a callback wants to know the new scale.
+  /// \throws c10::Error if no optimizer was checked since the last `update`
+  void update();
+
+  /// Ends the iteration with a scale of your choice; growth tracker and hysteresis stay.
+  /// \throws c10::Error unless positive and within [min_scale, max_scale]
+  void update(double new_scale);
+
+  /// The same from a one-element tensor without grad, whose value is copied, clamped to
+  /// [min_scale, max_scale] and not otherwise looked at (no host sync).
+  void update(const at::Tensor& new_scale);
+
+  /// The present scale; 1 when disabled. Waits for the device.
+  double get_scale() const;
+  double get_growth_factor() const noexcept { return rule_.growth_factor(); }
+  double get_backoff_factor() const noexcept { return rule_.backoff_factor(); }
+  int64_t get_growth_interval() const noexcept { return rule_.growth_interval(); }
+
+  /// They take effect at the next `update`, and throw c10::Error for values that the options refuse.
+  void set_growth_factor(double growth_factor);
+  void set_backoff_factor(double backoff_factor);
+  void set_growth_interval(int64_t growth_interval);
+
+  bool is_enabled() const noexcept { return enabled_; }
+
+  /// The rule that the scale follows.
+  const LossScale& rule() const noexcept { return rule_; }
+
+  /// `callback` hears of every iteration with a skipped step, at its `update`, in place of the line
+  /// that is written to std::cerr by default. A null callback silences it.
+  void on_skip(SkipCallback callback) { on_skip_ = std::move(callback); }
+
+  /// The whole state under torch's keys (scale, growth_factor, backoff_factor, growth_interval,
+  /// _growth_tracker), which torch.amp's `load_state_dict` accepts, and mezzo's own (min_scale,
+  /// max_scale, hysteresis, _hysteresis_left, _loss_scale_kind). Empty when disabled. Waits for the
+  /// device. Call it after `update`.
+  StateDict state_dict() const;
+
+  /// Restores what `state_dict` gave, torch.amp's included: of mezzo's own keys those that are missing
+  /// leave this scaler's values. All or nothing; does nothing when disabled.
+  /// \throws c10::Error if a key of torch's is missing or a value is out of range
+  void load_state_dict(const StateDict& state);
+
+ private:
+  using StepFunction = std::function<at::Tensor()>;
+
+  StepResult step_if_finite(torch::optim::Optimizer& optimizer, const StepFunction& step);
+  void unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
+  StepOutcome read_checks(const detail::OptimizerRecord& record) const;
+  void require_scale(const char* call) const;
+  void create_scale(at::Device device);
+  const at::Tensor& scale_on(at::Device device);
+  LossScaleState read_state() const;
+  void write_state(const LossScaleState& state);
+  void advance_scale();
+  void finish_iteration();
+  void check_new_scale(double new_scale) const;
+
+  LossScale rule_;
+  LossScaleState initial_state_;
+  bool enabled_;
+  bool recheck_;
+  bool allow_fp16_gradients_;
+  int64_t loss_id_;
+  SkipCallback on_skip_;
+  std::optional<float> skipped_scale_;  // set by a skipped step until `update` has told it
+
+  // Undefined until the first `scale`; then on its device: float, int32 and int32 of one element.
+  detail::DeviceCopies scale_;
+  at::Tensor growth_tracker_;
+  at::Tensor hysteresis_left_;
+  detail::OptimizerRecords records_;
+
+  template <class Archive>
+    requires std::same_as<Archive, torch::serialize::OutputArchive>
+  friend Archive& operator<<(Archive& archive, const GradScaler& scaler);
+};
+
+/// `torch::save(scaler, path)` and `torch::load(scaler, path)`: `state_dict` in an archive (include
+/// <torch/serialize.h>). A disabled scaler saves nothing, and leaves what it is given alone.
+/// \throws c10::Error in the middle of an iteration: save it after `update`
+template <class Archive>
+  requires std::same_as<Archive, torch::serialize::OutputArchive>
+Archive& operator<<(Archive& archive, const GradScaler& scaler);
+
+template <class Archive>
+  requires std::same_as<Archive, torch::serialize::InputArchive>
+Archive& operator>>(Archive& archive, GradScaler& scaler);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/grad_scaler/grad_scaler_impl.h>  // IWYU pragma: export
+#include <mezzo/detail/grad_scaler/grad_scaler_state.h>  // IWYU pragma: export

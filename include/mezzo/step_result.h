@@ -1,0 +1,91 @@
+/// \file
+/// What became of one `GradScaler::step`.
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// The facts about one step, once they are known.
+struct StepOutcome {
+  bool ran = false;                 ///< whether `optimizer.step` was called
+  bool found_inf = false;           ///< whether a gradient was inf or NaN
+  float scale = 1.0F;               ///< the loss scale that this step's gradients carried
+  std::optional<at::Tensor> value = std::nullopt;  ///< what `optimizer.step` returned, if it ran
+};
+
+/// Where an outcome arrives. Who decides a step elsewhere than on the host (a fused kernel) derives
+/// from it and answers `ready` without waiting and `outcome` by waiting.
+class StepSlot {
+ public:
+  StepSlot() = default;
+  StepSlot(const StepSlot&) = delete;
+  StepSlot& operator=(const StepSlot&) = delete;
+  virtual ~StepSlot() = default;
+  virtual bool ready() const noexcept = 0;
+  virtual const StepOutcome& outcome() = 0;
+};
+
+/// A handle to the outcome of a step. It owns (shares) its slot, so it may be kept across iterations
+/// and outlive scaler and optimizer; copies ask the same slot.
+///
+/// With the optimizers of `torch::optim` the host itself decides whether to step, as torch.amp does,
+/// so that `step` has already waited for the device and the outcome is ready when it returns.
+/// Ask from one thread at a time.
+class StepResult {
+ public:
+  /// An outcome that is known already.
+  explicit StepResult(StepOutcome outcome);
+
+  /// An outcome that will arrive in `slot`.
+  /// \throws c10::Error if `slot` is null
+  explicit StepResult(std::shared_ptr<StepSlot> slot);
+
+  /// Whether the questions below can be answered without waiting. Never waits.
+  bool ready() const noexcept { return slot_->ready(); }
+
+  /// Whether `optimizer.step` ran. May wait for the device.
+  bool ran() const { return slot_->outcome().ran; }
+
+  /// Whether an inf or NaN was found. May wait for the device.
+  bool found_inf() const { return slot_->outcome().found_inf; }
+
+  /// The loss scale that the gradients carried; 1 from a disabled scaler. May wait for the device.
+  float scale() const { return slot_->outcome().scale; }
+
+  /// What `optimizer.step` returned, none when it was skipped. torch::optim returns an undefined
+  /// tensor unless it was given a closure. May wait for the device.
+  const std::optional<at::Tensor>& value() const { return slot_->outcome().value; }
+
+ private:
+  std::shared_ptr<StepSlot> slot_;
+};
+
+namespace detail {
+
+class KnownStepSlot final : public StepSlot {
+ public:
+  explicit KnownStepSlot(StepOutcome outcome) : outcome_(std::move(outcome)) {}
+  bool ready() const noexcept override { return true; }
+  const StepOutcome& outcome() override { return outcome_; }
+
+ private:
+  StepOutcome outcome_;
+};
+
+}  // namespace detail
+
+inline StepResult::StepResult(StepOutcome outcome)
+    : slot_(std::make_shared<detail::KnownStepSlot>(std::move(outcome))) {}
+
+inline StepResult::StepResult(std::shared_ptr<StepSlot> slot) : slot_(std::move(slot)) {
+  TORCH_CHECK(slot_ != nullptr, "StepResult: slot is null; pass the slot that the step will fill");
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
