@@ -4,7 +4,7 @@ include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 
 set(mezzo_package_dir "${CMAKE_INSTALL_DATADIR}/cmake/mezzo")
-install(TARGETS mezzo EXPORT mezzo-targets)
+install(TARGETS mezzo EXPORT mezzo-targets INCLUDES DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(EXPORT mezzo-targets NAMESPACE mezzo:: DESTINATION "${mezzo_package_dir}")
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/mezzo" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/mezzo-config.cmake.in"
@@ -12,6 +12,6 @@ configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/mezzo-config.cmake.in
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/mezzo-config-version.cmake"
   COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
 install(FILES "${PROJECT_BINARY_DIR}/mezzo-config.cmake" "${PROJECT_BINARY_DIR}/mezzo-config-version.cmake"
-              "${PROJECT_SOURCE_DIR}/cmake/MezzoTorch.cmake"
+              "${PROJECT_SOURCE_DIR}/cmake/MezzoTorch.cmake" "${PROJECT_SOURCE_DIR}/cmake/MezzoCuda.cmake"
         DESTINATION "${mezzo_package_dir}")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DATADIR}/licenses/mezzo")

@@ -1,9 +1,15 @@
-# mezzo::mezzo, the headers and libtorch; it builds with the host compiler alone.
-# mezzo::cuda adds the kernels: an interface source that the program linking it compiles with nvcc, once.
+# mezzo::mezzo, the headers and libtorch, builds with the host compiler alone; mezzo::cuda adds the kernels.
 
 add_library(mezzo INTERFACE)
 add_library(mezzo::mezzo ALIAS mezzo)
 target_compile_features(mezzo INTERFACE cxx_std_20)
 target_include_directories(mezzo INTERFACE
-  $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
+  "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>")
 target_link_libraries(mezzo INTERFACE mezzo::libtorch)
+
+if(MEZZO_TORCH_CUDA AND (PROJECT_IS_TOP_LEVEL OR "CUDA" IN_LIST mezzo_outer_languages))
+  include(MezzoCuda)
+  mezzo_add_cuda("${PROJECT_SOURCE_DIR}/include")
+elseif(MEZZO_TORCH_CUDA)
+  message(STATUS "mezzo: without mezzo::cuda, since the project that adds mezzo has not enabled CUDA before")
+endif()

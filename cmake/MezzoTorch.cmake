@@ -1,18 +1,41 @@
 # Finds libtorch and provides the target mezzo::libtorch, in mezzo's own build and in its installed package.
 #
-#   Torch_DIR, CMAKE_PREFIX_PATH   where libtorch is (a libtorch archive, or the folder `torch` of a Python wheel)
-#   MEZZO_CUDA                     AUTO (default), ON or OFF: whether to use libtorch's CUDA half
+#   Torch_DIR, Torch_ROOT, CMAKE_PREFIX_PATH   where libtorch is: an unpacked archive, or the folder `torch` of a wheel
+#   TORCH_CUDA_ARCH_LIST                       the GPU architectures to compile for, as libtorch writes them: 8.0;9.0+PTX
+#   MEZZO_CUDA                                 whether to use libtorch's CUDA half, and so mezzo::cuda:
+#     AUTO (default)  where it can be
+#     ON              or stop and say why it cannot
+#     OFF             never
+#     COMPILE_ONLY    even where CUDA's own libraries are missing: programs link, to check that they do, but do not run
 #
-# Sets MEZZO_TORCH_VERSION, MEZZO_TORCH_PREFIX, MEZZO_TORCH_CUDA (whether mezzo::libtorch carries CUDA) and, where it
-# does not, MEZZO_TORCH_CUDA_WHY_NOT in words.
+# Sets MEZZO_TORCH_CUDA (whether mezzo::libtorch carries CUDA) and, where it does not, MEZZO_TORCH_CUDA_WHY_NOT in words.
 #
 # find_package(Torch) of a CUDA wheel stops with a fatal error where there is no CUDA toolkit, and its libraries do
 # not link where CUDA's own (cuDNN, NCCL, ...) are missing. The CPU half works all the same, so mezzo::libtorch is
 # libtorch_cpu and c10 alone there.
 
-set(MEZZO_CUDA "AUTO" CACHE STRING "Use libtorch's CUDA half and mezzo's CUDA kernels: AUTO, ON or OFF")
-set_property(CACHE MEZZO_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(MEZZO_CUDA "AUTO" CACHE STRING "Use libtorch's CUDA half: AUTO, ON, OFF or COMPILE_ONLY")
+set_property(CACHE MEZZO_CUDA PROPERTY STRINGS AUTO ON OFF COMPILE_ONLY)
 set(MEZZO_MINIMUM_TORCH_VERSION 2.4)
+
+# Torch_DIR, MEZZO_TORCH_PREFIX and MEZZO_TORCH_VERSION.
+macro(mezzo_locate_torch)
+  find_path(Torch_DIR TorchConfig.cmake HINTS ENV Torch_DIR ${Torch_ROOT} ENV Torch_ROOT
+            PATH_SUFFIXES share/cmake/Torch Torch torch/share/cmake/Torch)
+  if(NOT Torch_DIR)
+    message(FATAL_ERROR
+      "mezzo needs libtorch ${MEZZO_MINIMUM_TORCH_VERSION} or newer and found none. Set CMAKE_PREFIX_PATH to it: an "
+      "unpacked libtorch archive, or what `python3 -c 'import torch; print(torch.utils.cmake_prefix_path)'` prints. "
+      "In mezzo's own checkout, ./bootstrap downloads one.")
+  endif()
+  get_filename_component(MEZZO_TORCH_PREFIX "${Torch_DIR}/../../.." REALPATH)
+  file(STRINGS "${Torch_DIR}/TorchConfigVersion.cmake" MEZZO_TORCH_VERSION REGEX "set\\(PACKAGE_VERSION ")
+  string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" MEZZO_TORCH_VERSION "${MEZZO_TORCH_VERSION}")
+  if(MEZZO_TORCH_VERSION VERSION_LESS MEZZO_MINIMUM_TORCH_VERSION)
+    message(FATAL_ERROR "mezzo needs libtorch ${MEZZO_MINIMUM_TORCH_VERSION} or newer; ${MEZZO_TORCH_PREFIX} holds "
+                        "${MEZZO_TORCH_VERSION}.")
+  endif()
+endmacro()
 
 # The libraries that LIBRARY wants and the loader cannot find.
 function(mezzo_missing_libraries library out)
@@ -23,9 +46,27 @@ function(mezzo_missing_libraries library out)
   set(${out} "${missing}" PARENT_SCOPE)
 endfunction()
 
-# The architectures to build kernels for, as TORCH_CUDA_ARCH_LIST has them: the user's choice, else those of the GPUs
-# in this machine, else every one since tensor cores came that this nvcc accepts. (libtorch's own default begins with
-# sm_50, which nvcc 13 refuses.)
+# Why CUDA cannot be used with this libtorch, in words; empty where it can.
+function(mezzo_why_not_cuda out)
+  set(why_not "")
+  if(MEZZO_CUDA STREQUAL "OFF")
+    set(why_not "MEZZO_CUDA is OFF")
+  elseif(NOT EXISTS "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so")
+    set(why_not "this libtorch was built without CUDA")
+  elseif(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
+    set(why_not "no CUDA toolkit was found: neither nvcc on PATH nor CUDAToolkit_ROOT")
+  elseif(NOT MEZZO_CUDA STREQUAL "COMPILE_ONLY")
+    mezzo_missing_libraries("${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" missing)
+    if(missing)
+      list(JOIN missing ", " missing)
+      set(why_not "libtorch_cuda.so lacks ${missing}")
+    endif()
+  endif()
+  set(${out} "${why_not}" PARENT_SCOPE)
+endfunction()
+
+# The architectures to compile for: the user's choice, else those of the GPUs in this machine, else DEFAULTS as far as
+# this nvcc accepts them. (libtorch's own default begins with sm_50, which nvcc 13 refuses.)
 function(mezzo_cuda_architectures out)
   if(DEFINED TORCH_CUDA_ARCH_LIST)
     set(list "${TORCH_CUDA_ARCH_LIST}")
@@ -33,96 +74,117 @@ function(mezzo_cuda_architectures out)
     set(list "$ENV{TORCH_CUDA_ARCH_LIST}")
   else()
     execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
-                    OUTPUT_VARIABLE list ERROR_QUIET RESULT_VARIABLE failed)
-    string(REGEX MATCHALL "[0-9]+\\.[0-9]" list "${list}")
+                    OUTPUT_VARIABLE installed ERROR_QUIET RESULT_VARIABLE failed)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" list "${installed}")
     if(failed OR NOT list)
+      execute_process(COMMAND "${CUDAToolkit_NVCC_EXECUTABLE}" --list-gpu-arch OUTPUT_VARIABLE known)
       set(list "")
-      execute_process(COMMAND "${CUDAToolkit_NVCC_EXECUTABLE}" --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
-      foreach(arch IN ITEMS 7.0 7.5 8.0 8.6 8.9 9.0 10.0 12.0)
-        string(REPLACE "." "" digits ${arch})
+      foreach(architecture IN LISTS ARGN)
+        string(REPLACE "." "" digits ${architecture})
         if(known MATCHES "compute_${digits}(\n|$)")
-          list(APPEND list ${arch})
+          list(APPEND list ${architecture})
         endif()
       endforeach()
     endif()
     list(REMOVE_DUPLICATES list)
   endif()
+  string(REGEX REPLACE "[ ,]+" ";" list "${list}")
   set(${out} "${list}" PARENT_SCOPE)
 endfunction()
 
-# Why CUDA cannot be used with the libtorch at PREFIX, in words; empty where it can.
-function(mezzo_why_not_cuda prefix out)
-  set(${out} "" PARENT_SCOPE)
-  if(MEZZO_CUDA STREQUAL "OFF")
-    set(${out} "MEZZO_CUDA is OFF" PARENT_SCOPE)
-  elseif(NOT EXISTS "${prefix}/lib/libtorch_cuda.so")
-    set(${out} "this libtorch was built without CUDA" PARENT_SCOPE)
-  elseif(NOT CUDAToolkit_FOUND)
-    set(${out} "no CUDA toolkit was found (nvcc on PATH, or CUDAToolkit_ROOT)" PARENT_SCOPE)
-  else()
-    mezzo_missing_libraries("${prefix}/lib/libtorch_cuda.so" missing)
-    if(missing)
-      list(JOIN missing ", " missing)
-      set(${out} "libtorch_cuda.so lacks ${missing}" PARENT_SCOPE)
+# libtorch's list as CMake writes it: 8.0;9.0+PTX becomes 80-real;90.
+function(mezzo_cmake_architectures out)
+  set(list "")
+  foreach(architecture IN LISTS ARGN)
+    if(NOT architecture MATCHES "^([0-9]+)\\.([0-9]+[a-z]?)(\\+PTX)?$")
+      message(FATAL_ERROR "mezzo: TORCH_CUDA_ARCH_LIST holds ${architecture}, which is not of the form 9.0 or 9.0+PTX.")
+    elseif(CMAKE_MATCH_3)
+      list(APPEND list "${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
+    else()
+      list(APPEND list "${CMAKE_MATCH_1}${CMAKE_MATCH_2}-real")
     endif()
-  endif()
+  endforeach()
+  set(${out} "${list}" PARENT_SCOPE)
 endfunction()
 
-# libtorch_cpu and c10 of PREFIX. Operators register themselves when the library loads, so it is linked even where
-# no symbol of it is named.
-function(mezzo_add_cpu_libtorch prefix)
+# mezzo::libtorch from libtorch_cpu and c10, with the definitions that libtorch's own package would give.
+function(mezzo_add_cpu_libtorch)
+  file(READ "${Torch_DIR}/../Caffe2/Caffe2Targets.cmake" targets)
+  string(REGEX MATCH "set_target_properties\\(torch_cpu PROPERTIES[^)]*INTERFACE_COMPILE_DEFINITIONS \"([^\"]*)\""
+         definitions "${targets}")
+  set(definitions "${CMAKE_MATCH_1}")
+  file(READ "${Torch_DIR}/TorchConfig.cmake" config)
+  string(REGEX MATCH "_GLIBCXX_USE_CXX11_ABI=[01]" cxx11_abi "${config}")  # wheels before 2.6 have the old one
+
   add_library(mezzo::libtorch INTERFACE IMPORTED GLOBAL)
+  target_compile_definitions(mezzo::libtorch INTERFACE ${definitions} ${cxx11_abi})
   target_include_directories(mezzo::libtorch SYSTEM INTERFACE
-    "${prefix}/include" "${prefix}/include/torch/csrc/api/include")
+    "${MEZZO_TORCH_PREFIX}/include" "${MEZZO_TORCH_PREFIX}/include/torch/csrc/api/include")
+  # Operators register themselves when the library loads, so it is linked even where no symbol of it is named.
   target_link_libraries(mezzo::libtorch INTERFACE
-    "-Wl,--push-state,--no-as-needed" "${prefix}/lib/libtorch_cpu.so" "${prefix}/lib/libc10.so" "-Wl,--pop-state")
+    "-Wl,--push-state,--no-as-needed" "${MEZZO_TORCH_PREFIX}/lib/libtorch_cpu.so"
+    "${MEZZO_TORCH_PREFIX}/lib/libc10.so" "-Wl,--pop-state")
 endfunction()
+
+# The CPU half and, for COMPILE_ONLY, the CUDA half without the libraries that it wants.
+macro(mezzo_add_compile_only_libtorch)
+  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+    mezzo_cuda_architectures(mezzo_architectures 8.0 9.0)
+    mezzo_cmake_architectures(CMAKE_CUDA_ARCHITECTURES ${mezzo_architectures})
+  endif()
+  enable_language(CUDA)
+  mezzo_add_cpu_libtorch()
+  target_link_libraries(mezzo::libtorch INTERFACE
+    "-Wl,--unresolved-symbols=ignore-in-shared-libs" "-Wl,--push-state,--no-as-needed"
+    "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" "${MEZZO_TORCH_PREFIX}/lib/libc10_cuda.so" "-Wl,--pop-state"
+    CUDA::cudart)
+endmacro()
 
 if(NOT TARGET mezzo::libtorch)
-  if(NOT TARGET torch)
-    find_path(Torch_DIR TorchConfig.cmake PATH_SUFFIXES share/cmake/Torch torch/share/cmake/Torch)
-    if(NOT Torch_DIR)
-      message(FATAL_ERROR
-        "mezzo needs libtorch ${MEZZO_MINIMUM_TORCH_VERSION} or newer and found none. Set CMAKE_PREFIX_PATH to it: an "
-        "unpacked libtorch archive, or what `python3 -c 'import torch; print(torch.utils.cmake_prefix_path)'` prints. "
-        "In mezzo's own checkout, ./bootstrap downloads one.")
-    endif()
-  endif()
-  get_filename_component(MEZZO_TORCH_PREFIX "${Torch_DIR}/../../.." ABSOLUTE)
-  file(STRINGS "${Torch_DIR}/TorchConfigVersion.cmake" MEZZO_TORCH_VERSION REGEX "set\\(PACKAGE_VERSION ")
-  string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" MEZZO_TORCH_VERSION "${MEZZO_TORCH_VERSION}")
-  if(MEZZO_TORCH_VERSION VERSION_LESS MEZZO_MINIMUM_TORCH_VERSION)
-    message(FATAL_ERROR "mezzo needs libtorch ${MEZZO_MINIMUM_TORCH_VERSION} or newer; ${MEZZO_TORCH_PREFIX} holds "
-                        "${MEZZO_TORCH_VERSION}.")
-  endif()
-
+  mezzo_locate_torch()
   find_package(CUDAToolkit QUIET)
-  if(TARGET torch)
+  if(TARGET torch)  # The user's own find_package(Torch) came first.
+    set(MEZZO_TORCH_CUDA_WHY_NOT "")
     if(NOT TARGET torch_cuda)
       set(MEZZO_TORCH_CUDA_WHY_NOT "the libtorch that this project found was built without CUDA")
     endif()
   else()
-    mezzo_why_not_cuda("${MEZZO_TORCH_PREFIX}" MEZZO_TORCH_CUDA_WHY_NOT)
-    if(NOT MEZZO_TORCH_CUDA_WHY_NOT)
-      mezzo_cuda_architectures(TORCH_CUDA_ARCH_LIST)
-      find_package(Torch REQUIRED)
-    endif()
+    mezzo_why_not_cuda(MEZZO_TORCH_CUDA_WHY_NOT)
   endif()
-  if(TARGET torch)
-    add_library(mezzo::libtorch INTERFACE IMPORTED GLOBAL)
-    target_link_libraries(mezzo::libtorch INTERFACE "-Wl,--no-as-needed" ${TORCH_LIBRARIES} "-Wl,--as-needed")
-  else()
-    mezzo_add_cpu_libtorch("${MEZZO_TORCH_PREFIX}")
+  if(MEZZO_TORCH_CUDA_WHY_NOT AND MEZZO_CUDA MATCHES "^(ON|COMPILE_ONLY)$")
+    message(FATAL_ERROR "mezzo: MEZZO_CUDA is ${MEZZO_CUDA}, but ${MEZZO_TORCH_CUDA_WHY_NOT}.")
   endif()
 
-  if(NOT MEZZO_TORCH_CUDA_WHY_NOT)
-    set(MEZZO_TORCH_CUDA TRUE)
-    message(STATUS "mezzo: libtorch ${MEZZO_TORCH_VERSION} with CUDA, in ${MEZZO_TORCH_PREFIX}")
-  elseif(MEZZO_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "mezzo: MEZZO_CUDA is ON, but ${MEZZO_TORCH_CUDA_WHY_NOT}.")
+  if(NOT TARGET torch AND MEZZO_TORCH_CUDA_WHY_NOT)
+    mezzo_add_cpu_libtorch()
+  elseif(NOT TARGET torch AND MEZZO_CUDA STREQUAL "COMPILE_ONLY")
+    mezzo_add_compile_only_libtorch()
   else()
-    set(MEZZO_TORCH_CUDA FALSE)
+    if(NOT TARGET torch)
+      mezzo_cuda_architectures(TORCH_CUDA_ARCH_LIST 7.5 8.0 8.6 8.9 9.0 10.0 12.0)
+      # mezzo::libtorch is global, for a project that adds mezzo as a subdirectory: so must be what it stands for.
+      set(mezzo_targets_global "${CMAKE_FIND_PACKAGE_TARGETS_GLOBAL}")
+      set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)
+      find_package(Torch REQUIRED)
+      set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL "${mezzo_targets_global}")
+    endif()
+    add_library(mezzo::libtorch INTERFACE IMPORTED GLOBAL)
+    target_link_libraries(mezzo::libtorch INTERFACE ${TORCH_LIBRARIES})
+  endif()
+
+  set_target_properties(mezzo::libtorch PROPERTIES MEZZO_CUDA_WHY_NOT "${MEZZO_TORCH_CUDA_WHY_NOT}")
+  if(MEZZO_TORCH_CUDA_WHY_NOT)
     message(STATUS
       "mezzo: libtorch ${MEZZO_TORCH_VERSION}, CPU only (${MEZZO_TORCH_CUDA_WHY_NOT}), in ${MEZZO_TORCH_PREFIX}")
+  else()
+    message(STATUS "mezzo: libtorch ${MEZZO_TORCH_VERSION} with CUDA, in ${MEZZO_TORCH_PREFIX}")
   endif()
+endif()
+
+# Asked of the target, which another folder of the project may have made.
+get_target_property(MEZZO_TORCH_CUDA_WHY_NOT mezzo::libtorch MEZZO_CUDA_WHY_NOT)
+if(MEZZO_TORCH_CUDA_WHY_NOT)
+  set(MEZZO_TORCH_CUDA FALSE)
+else()
+  set(MEZZO_TORCH_CUDA TRUE)
 endif()
