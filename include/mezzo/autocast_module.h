@@ -1,0 +1,115 @@
+/// \file
+/// Modules that run their forward pass under autocast, in whatever thread calls them. Separate from
+/// autocast.h because libtorch's modules take twelve seconds to compile.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <mezzo/autocast.h>
+#include <mezzo/detail/autocast/module_forward.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What AutocastModule holds: a module around an `Impl`, with the same parameters, buffers,
+/// children and state-dict names, whose `forward` has Impl's signature. Use AutocastModule.
+template <class Impl>
+class AutocastModuleImpl : public torch::nn::Module,
+                           public detail::ForwardLike<AutocastModuleImpl<Impl>,
+                                                      typename detail::ForwardPointer<Impl>::type> {
+  static_assert(detail::HasOneForward<Impl>,
+                "mezzo::AutocastModule<M>: M needs exactly one forward, neither a template nor "
+                "overloaded; wrap the call instead: mezzo::autocast<Device>(lambda)");
+
+ public:
+  AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting);
+
+  /// Calls `module()->forward(args...)` under the setting; Impl's default arguments may be left
+  /// out.
+  template <class... Args>
+  decltype(auto) call(Args&&... args) {
+    const detail::Region region(region_);
+    return module_->forward(std::forward<Args>(args)...);
+  }
+
+  /// The wrapped module, for its other members.
+  const std::shared_ptr<Impl>& module() const noexcept { return module_; }
+
+  /// torch::nn::Module's virtual members do what the wrapped module's do.
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override;
+  void train(bool on = true) override;
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+  void zero_grad(bool set_to_none = true) override { module_->zero_grad(set_to_none); }
+  void save(torch::serialize::OutputArchive& archive) const override { module_->save(archive); }
+  void load(torch::serialize::InputArchive& archive) override { module_->load(archive); }
+  bool is_serializable() const override { return module_->is_serializable(); }
+  void pretty_print(std::ostream& stream) const override;
+
+ private:
+  template <typename ModuleType, typename... ArgumentTypes>
+  friend struct torch::nn::AnyModuleHolder;
+
+  bool _forward_has_default_args() override;
+  unsigned int _forward_num_required_args() override;
+  std::vector<torch::nn::AnyValue> _forward_populate_default_args(
+      std::vector<torch::nn::AnyValue>&& arguments) override;
+
+  void adopt_names();
+
+  std::shared_ptr<Impl> module_;
+  detail::RegionState region_;
+};
+
+/// A module whose forward runs under autocast, also in threads that know nothing of it: those of
+/// torch::nn::parallel::parallel_apply and data_parallel, where a guard around the call does not
+/// reach.
+///
+///     mezzo::AutocastModule net(Net(), {.device = torch::kCUDA});
+///     torch::Tensor out = net(images);                          // Net's forward, every argument,
+///     its result torch::nn::Sequential layers(mezzo::AutocastModule(conv, setting), ReLU());
+///
+/// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE), a std::shared_ptr to a module, or
+/// a module class. It is shared, not copied: parameters(), state dict, to(), train(), torch::save
+/// and torch::load see M's own tensors under M's own names, with no prefix, so a checkpoint fits
+/// with and without the wrapper; clone() gives a wrapped copy. Two things differ: what M registers
+/// after it was wrapped is not listed, and apply(f) meets this class in M's place (M's children as
+/// ever): initialise M before.
+///
+/// Throws c10::Error for an empty holder and for a setting that AutocastGuard refuses.
+template <class M>
+class AutocastModule
+    : public torch::nn::ModuleHolder<AutocastModuleImpl<detail::module_impl_of<M>>> {
+  using Impl = detail::module_impl_of<M>;
+  using Holder = torch::nn::ModuleHolder<AutocastModuleImpl<Impl>>;
+
+ public:
+  AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastSetting& setting)
+      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting) {}
+  AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting)
+      : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting)) {}
+  /// An empty holder, as `torch::nn::Linear(nullptr)` is.
+  AutocastModule(std::nullptr_t) : Holder(nullptr) {}
+
+  /// As M's own call operator, default arguments included.
+  template <class... Args>
+  decltype(auto) operator()(Args&&... args) {
+    return this->get()->call(std::forward<Args>(args)...);
+  }
+};
+
+template <class M>
+AutocastModule(M, AutocastSetting) -> AutocastModule<M>;
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/autocast/module.h>

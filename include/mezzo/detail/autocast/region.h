@@ -1,0 +1,85 @@
+/// \file
+/// The part that all guards share: enter a region, and leave it with everything as it was.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <mezzo/detail/autocast/libtorch_state.h>
+#include <mezzo/precision.h>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Throws unless libtorch can autocast on `device` to `dtype`; also for a disabled region, whose
+/// dtype an enabled one inside it or a later change of the flag would bring to light.
+inline void check_autocast(c10::DeviceType device, at::ScalarType dtype) {
+  TORCH_CHECK(default_autocast_dtype(device) != at::ScalarType::Undefined,
+              "device: no autocast on ", device, "; use cpu or cuda");
+  TORCH_CHECK(autocast_accepts(device, dtype), "dtype: autocast on ", device, " cannot lower to ",
+              dtype, "; use Half or BFloat16, or a disabled region for full precision");
+}
+
+/// What one device's region consists of, cheap enough to be copied at every call of a wrapped
+/// function.
+struct RegionState {
+  c10::DeviceType device;
+  at::ScalarType dtype;
+  bool enabled;
+  bool cache_enabled;
+};
+
+inline RegionState checked_region(const AutocastSetting& setting) {
+  check_autocast(setting.device, setting.dtype);
+  return {setting.device, setting.dtype, setting.enabled, setting.cache_enabled};
+}
+
+/// Counts this thread's regions, as libtorch does, and drops the cached weight casts at the
+/// outermost exit. They are also dropped where an inner region begins or ends with another dtype
+/// than the one around it: the cache is keyed by the weight alone and would hand out the wrong
+/// dtype.
+class Nesting {
+ public:
+  explicit Nesting(bool dtype_changes) noexcept
+      : drops_casts_(at::autocast::increment_nesting() > 1 && dtype_changes) {
+    if (drops_casts_) {
+      at::autocast::clear_cache();
+    }
+  }
+  ~Nesting() {
+    if (at::autocast::decrement_nesting() == 0 || drops_casts_) {
+      at::autocast::clear_cache();
+    }
+  }
+  Nesting(const Nesting&) = delete;
+  Nesting& operator=(const Nesting&) = delete;
+
+ private:
+  bool drops_casts_;
+};
+
+/// A region of one device type in this thread.
+class Region {
+ public:
+  explicit Region(const RegionState& region) noexcept
+      : found_{region.device, at::autocast::get_autocast_dtype(region.device),
+               at::autocast::is_autocast_enabled(region.device),
+               at::autocast::is_autocast_cache_enabled()},
+        nesting_(region.dtype != found_.dtype) {
+    install(region);
+  }
+  ~Region() { install(found_); }
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+ private:
+  static void install(const RegionState& region) noexcept {
+    at::autocast::set_autocast_enabled(region.device, region.enabled);
+    at::autocast::set_autocast_dtype(region.device, region.dtype);
+    at::autocast::set_autocast_cache_enabled(region.cache_enabled);
+  }
+
+  RegionState found_;
+  Nesting nesting_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,198 @@
+#include <torch/torch.h>
+
+#include <ATen/autocast_mode.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+
+#include <stdexcept>
+#include <thread>
+#include <type_traits>
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::AutocastGuard;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+/// Everything that a guard may change in this thread, as values that can be compared.
+struct Found {
+  bool cpu = at::autocast::is_autocast_enabled(torch::kCPU);
+  bool cuda = at::autocast::is_autocast_enabled(torch::kCUDA);
+  torch::ScalarType cpu_dtype = at::autocast::get_autocast_dtype(torch::kCPU);
+  torch::ScalarType cuda_dtype = at::autocast::get_autocast_dtype(torch::kCUDA);
+  bool cache = at::autocast::is_autocast_cache_enabled();
+  int nesting = read_nesting();
+
+  static int read_nesting() {
+    at::autocast::increment_nesting();
+    return at::autocast::decrement_nesting();
+  }
+  bool operator==(const Found&) const = default;
+};
+
+torch::ScalarType dtype_of_product() {
+  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
+}
+
+static_assert(!std::is_copy_constructible_v<Autocast<torch::kCPU>>);
+static_assert(!std::is_move_constructible_v<Autocast<torch::kCPU>>);
+static_assert(!std::is_copy_assignable_v<Autocast<torch::kCPU>>);
+static_assert(!std::is_move_assignable_v<Autocast<torch::kCPU>>);
+static_assert(std::is_nothrow_destructible_v<Autocast<torch::kCPU>>);
+static_assert(!std::is_copy_constructible_v<AutocastGuard>);
+static_assert(!std::is_move_constructible_v<AutocastGuard>);
+static_assert(!std::is_move_assignable_v<AutocastGuard>);
+static_assert(std::is_nothrow_destructible_v<AutocastGuard>);
+static_assert(std::is_same_v<Autocast<torch::kCUDA>, Autocast<torch::kCUDA, torch::kHalf>>);
+static_assert(std::is_same_v<Autocast<torch::kCPU>, Autocast<torch::kCPU, torch::kBFloat16>>);
+
+TEST(Autocast, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
+  {
+    const Autocast<torch::kCPU> autocast;
+    EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  }
+  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+}
+
+TEST(Autocast, LowersToTheDtypeInItsType) {
+  const Autocast<torch::kCPU, torch::kHalf> autocast;
+  EXPECT_EQ(dtype_of_product(), torch::kHalf);
+}
+
+TEST(Autocast, DefaultsToHalfOnCudaAndLeavesTheCpuAlone) {
+  const Autocast<torch::kCUDA> autocast;
+  EXPECT_TRUE(at::autocast::is_autocast_enabled(torch::kCUDA));
+  EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
+  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+}
+
+TEST(Autocast, NestsAndRestoresTheOuterRegionAtEachExit) {
+  const Found before;
+  {
+    const Autocast<torch::kCPU> outer;
+    const Found in_outer;
+    {
+      const Autocast<torch::kCPU, torch::kHalf> inner({.cache_enabled = false});
+      EXPECT_EQ(dtype_of_product(), torch::kHalf);
+      EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+      EXPECT_EQ(Found::read_nesting(), before.nesting + 2);
+    }
+    EXPECT_EQ(Found(), in_outer);
+    EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  }
+  EXPECT_EQ(Found(), before);
+}
+
+TEST(Autocast, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
+  const Autocast<torch::kCPU> outer;
+  {
+    const Autocast<torch::kCPU> exact({.enabled = false});
+    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    {
+      const Autocast<torch::kCPU> again;
+      EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+    }
+    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  }
+  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+}
+
+TEST(Autocast, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
+  const Found before;
+  const auto mismatched = [] {
+    const Autocast<torch::kCPU, torch::kHalf> autocast({.cache_enabled = false});
+    torch::mm(torch::ones({2, 3}), torch::ones({2, 3}));
+  };
+  EXPECT_THROW(mismatched(), c10::Error);
+  EXPECT_EQ(Found(), before);
+}
+
+TEST(Autocast, RestoresWhatItFoundOnAnEarlyReturn) {
+  const Found before;
+  const auto early = [](bool leave) {
+    const Autocast<torch::kCUDA, torch::kBFloat16> autocast({.cache_enabled = false});
+    if (leave) {
+      return 1;
+    }
+    return 2;
+  };
+  EXPECT_EQ(early(true), 1);
+  EXPECT_EQ(Found(), before);
+}
+
+TEST(Autocast, RestoresAStateThatOthersHadSetByHand) {
+  at::autocast::set_autocast_enabled(torch::kCPU, true);
+  at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
+  at::autocast::set_autocast_cache_enabled(false);
+  const Found by_hand;
+  { const Autocast<torch::kCPU> autocast({.enabled = false}); }
+  EXPECT_EQ(Found(), by_hand);
+  at::autocast::set_autocast_enabled(torch::kCPU, false);
+  at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
+  at::autocast::set_autocast_cache_enabled(true);
+}
+
+TEST(Autocast, HoldsInItsOwnThreadOnly) {
+  const Autocast<torch::kCPU> autocast;
+  torch::ScalarType elsewhere = torch::kHalf;
+  std::thread([&elsewhere] { elsewhere = dtype_of_product(); }).join();
+  EXPECT_EQ(elsewhere, torch::kFloat);
+}
+
+TEST(AutocastGuard, TakesTheDeviceDefaultWithoutADtype) {
+  const AutocastGuard guard(torch::kCPU);
+  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+  const AutocastGuard on_cuda(torch::kCUDA);
+  EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
+}
+
+TEST(AutocastGuard, TakesDtypeAndOptionsAtRunTimeAndRestoresThem) {
+  const Found before;
+  {
+    const AutocastGuard guard(torch::kCPU, torch::kHalf, {.cache_enabled = false});
+    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+    EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+    const AutocastGuard exact(torch::kCPU, torch::kBFloat16, {.enabled = false});
+    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+  }
+  EXPECT_EQ(Found(), before);
+}
+
+TEST(AutocastGuard, TakesASetting) {
+  const AutocastGuard guard({.device = torch::kCPU, .dtype = torch::kHalf});
+  EXPECT_EQ(dtype_of_product(), torch::kHalf);
+}
+
+TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
+  const Found before;
+  for (const bool enabled : {true, false}) {
+    EXPECT_THAT([&] { AutocastGuard guard(torch::kCPU, torch::kFloat, {.enabled = enabled}); },
+                ThrowsMessage<c10::Error>(
+                    HasSubstr("dtype: autocast on cpu cannot lower to Float; use Half "
+                              "or BFloat16")));
+    EXPECT_EQ(Found(), before);
+  }
+  EXPECT_THROW(AutocastGuard guard(torch::kCUDA, torch::kDouble), c10::Error);
+  EXPECT_EQ(Found(), before);
+}
+
+TEST(AutocastGuard, RefusesADeviceTypeWithoutAutocast) {
+  EXPECT_THAT([] { AutocastGuard guard(torch::kMeta); },
+              ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu or cuda")));
+  EXPECT_THROW(AutocastGuard guard(torch::kMeta, torch::kHalf), c10::Error);
+}
+
+// mezzo declares these functions itself; the same declarations must be libtorch's.
+TEST(Autocast, KnowsTheDeviceTypesForWhichLibtorchKeepsState) {
+  const auto& theirs = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
+  EXPECT_THAT(mezzo::detail::kAutocastDeviceTypes, testing::UnorderedElementsAreArray(theirs));
+  static_assert(std::is_same_v<decltype(&at::autocast::set_autocast_dtype),
+                               void (*)(c10::DeviceType, c10::ScalarType)>);
+  static_assert(std::is_same_v<decltype(&at::autocast::set_autocast_enabled),
+                               void (*)(c10::DeviceType, bool)>);
+}
+
+}  // namespace

@@ -1,0 +1,211 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast_module.h>
+
+#include <memory>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using mezzo::AutocastModule;
+using mezzo::AutocastSetting;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+using torch::Tensor;
+
+const AutocastSetting kBf16{.device = torch::kCPU};
+
+/// Several arguments, a default one, a child, a buffer, and a child that must stay in eval mode.
+struct GatedImpl : torch::nn::Cloneable<GatedImpl> {
+  GatedImpl() { reset(); }
+  void reset() override {
+    linear = register_module("linear", torch::nn::Linear(4, 4));
+    frozen = register_module("frozen", torch::nn::Dropout(0.5));
+    gate = register_parameter("gate", torch::ones({4}));
+    offset = register_parameter("offset", torch::zeros({4}), /*requires_grad=*/false);
+    seen = register_buffer("seen", torch::zeros({1}));
+  }
+  void train(bool on = true) override {
+    Module::train(on);
+    frozen->eval();
+  }
+  Tensor forward(Tensor x, double factor = 2.0) {
+    return frozen(linear(x)) * gate.to(torch::kBFloat16) * factor + offset.to(torch::kBFloat16);
+  }
+
+  torch::nn::Linear linear{nullptr};
+  torch::nn::Dropout frozen{nullptr};
+  Tensor gate, offset, seen;
+
+ protected:
+  FORWARD_HAS_DEFAULT_ARGS({1, torch::nn::AnyValue(2.0)})
+};
+TORCH_MODULE(Gated);
+
+struct PairImpl : torch::nn::Module {
+  std::pair<Tensor, int> forward(const Tensor& x, std::unique_ptr<int> number) const noexcept {
+    return {torch::mm(x, x), *number};
+  }
+};
+
+static_assert(
+    std::is_same_v<decltype(&mezzo::AutocastModuleImpl<GatedImpl>::forward),
+                   Tensor (mezzo::detail::ForwardLike<mezzo::AutocastModuleImpl<GatedImpl>,
+                                                      Tensor (GatedImpl::*)(Tensor, double)>::*)(
+                       Tensor, double)>);
+
+std::vector<std::string> keys(const torch::OrderedDict<std::string, Tensor>& dict) {
+  return dict.keys();
+}
+
+TEST(AutocastModule, RunsForwardUnderTheSettingAndNothingElse) {
+  AutocastModule<torch::nn::Linear> wrapped(torch::nn::Linear(4, 2), kBf16);
+  EXPECT_EQ(wrapped(torch::rand({3, 4})).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(wrapped->forward(torch::rand({3, 4})).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(torch::mm(torch::rand({2, 2}), torch::rand({2, 2})).scalar_type(), torch::kFloat);
+}
+
+TEST(AutocastModule, RunsInFullPrecisionWhenDisabledInsideARegion) {
+  AutocastModule wrapped(torch::nn::Linear(4, 2), {.device = torch::kCPU, .enabled = false});
+  const mezzo::Autocast<torch::kCPU> autocast;
+  EXPECT_EQ(wrapped(torch::rand({3, 4})).scalar_type(), torch::kFloat);
+}
+
+TEST(AutocastModule, PassesEveryArgumentOnAndKnowsTheDefaultOnes) {
+  torch::manual_seed(1);
+  AutocastModule wrapped(Gated(), kBf16);
+  wrapped->eval();
+  const Tensor x = torch::rand({2, 4});
+  const Tensor doubled = wrapped(x);
+  EXPECT_TRUE(torch::equal(wrapped(x, 2.0), doubled));
+  EXPECT_TRUE(torch::equal(wrapped(x, 4.0), doubled * 2));
+  EXPECT_TRUE(torch::equal(wrapped->forward(x, 4.0), doubled * 2));
+}
+
+TEST(AutocastModule, ForwardsReferencesMoveOnlyArgumentsAndAnyResult) {
+  AutocastModule<PairImpl> wrapped(std::make_shared<PairImpl>(), kBf16);
+  const Tensor x = torch::rand({2, 2});
+  const std::pair<Tensor, int> result = wrapped->forward(x, std::make_unique<int>(7));
+  EXPECT_EQ(result.first.scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(result.second, 7);
+}
+
+TEST(AutocastModule, FitsIntoSequentialWithAndWithoutDefaultArguments) {
+  torch::nn::Sequential layers(AutocastModule(Gated(), kBf16), torch::nn::ReLU(),
+                               AutocastModule<torch::nn::Linear>(torch::nn::Linear(4, 2), kBf16));
+  EXPECT_EQ(layers->forward(torch::rand({3, 4})).scalar_type(), torch::kBFloat16);
+  torch::nn::Sequential gated(AutocastModule(Gated(), kBf16));
+  EXPECT_EQ(gated->forward(torch::rand({3, 4}), 3.0).scalar_type(), torch::kBFloat16);
+  EXPECT_THAT(keys(layers->named_parameters()), ElementsAre("0.gate", "0.offset", "0.linear.weight",
+                                                            "0.linear.bias", "2.weight", "2.bias"));
+}
+
+TEST(AutocastModule, SharesItsModulesTensorsUnderItsOwnNames) {
+  Gated plain;
+  AutocastModule wrapped(plain, kBf16);
+  EXPECT_EQ(keys(wrapped->named_parameters()), keys(plain->named_parameters()));
+  EXPECT_EQ(keys(wrapped->named_buffers()), keys(plain->named_buffers()));
+  for (const auto& item : plain->named_parameters()) {
+    const Tensor& ours = wrapped->named_parameters()[item.key()];
+    EXPECT_TRUE(ours.is_same(item.value())) << item.key();
+    EXPECT_EQ(ours.requires_grad(), item.key() != "offset") << item.key();
+  }
+  EXPECT_TRUE(wrapped->named_buffers()["seen"].is_same(plain->seen));
+}
+
+TEST(AutocastModule, SwitchesTrainingAndEvaluationOfTheModuleItself) {
+  Gated plain;
+  plain->linear->eval();
+  AutocastModule wrapped(plain, kBf16);
+  EXPECT_TRUE(wrapped->is_training());
+  EXPECT_FALSE(plain->linear->is_training()) << "wrapping must not switch children";
+  wrapped->eval();
+  EXPECT_FALSE(wrapped->is_training());
+  EXPECT_FALSE(plain->is_training());
+  wrapped->train();
+  EXPECT_TRUE(plain->is_training());
+  EXPECT_TRUE(plain->linear->is_training());
+  EXPECT_FALSE(plain->frozen->is_training()) << "the module's own train() has the last word";
+  plain->eval();
+  EXPECT_FALSE(AutocastModule(plain, kBf16)->is_training());
+}
+
+TEST(AutocastModule, MovesTheModuleToADtype) {
+  Gated plain;
+  AutocastModule wrapped(plain, kBf16);
+  wrapped->to(torch::kDouble);
+  EXPECT_EQ(plain->gate.scalar_type(), torch::kDouble);
+  EXPECT_EQ(plain->linear->weight.scalar_type(), torch::kDouble);
+  EXPECT_EQ(wrapped->named_parameters()["gate"].scalar_type(), torch::kDouble);
+}
+
+TEST(AutocastModule, TrainsTheModulesOwnParameters) {
+  torch::nn::Linear plain(4, 1);
+  AutocastModule wrapped(plain, kBf16);
+  torch::optim::SGD optimizer(wrapped->parameters(), 0.1);
+  const Tensor before = plain->weight.detach().clone();
+  wrapped(torch::ones({2, 4})).to(torch::kFloat).sum().backward();
+  optimizer.step();
+  EXPECT_FALSE(torch::equal(plain->weight, before));
+  wrapped->zero_grad();
+  EXPECT_FALSE(plain->weight.grad().defined());
+}
+
+TEST(AutocastModule, ReadsAndWritesTheModulesOwnCheckpoints) {
+  torch::manual_seed(2);
+  const Gated plain;
+  AutocastModule wrapped(Gated(), kBf16);
+  std::stringstream from_plain;
+  torch::save(plain, from_plain);
+  torch::load(wrapped, from_plain);
+  EXPECT_TRUE(torch::equal(wrapped->module()->linear->weight, plain->linear->weight));
+
+  std::stringstream from_wrapped;
+  torch::save(wrapped, from_wrapped);
+  Gated restored;
+  torch::load(restored, from_wrapped);
+  EXPECT_TRUE(torch::equal(restored->linear->weight, plain->linear->weight));
+}
+
+TEST(AutocastModule, ClonesIntoAWrappedCopyOfItsOwn) {
+  AutocastModule wrapped(Gated(), {.device = torch::kCPU, .dtype = torch::kBFloat16});
+  wrapped->eval();
+  const auto copy =
+      std::dynamic_pointer_cast<mezzo::AutocastModuleImpl<GatedImpl>>(wrapped->clone());
+  ASSERT_NE(copy, nullptr);
+  const Tensor x = torch::rand({2, 4});
+  copy->eval();
+  EXPECT_TRUE(torch::equal(copy->forward(x, 2.0), wrapped(x)));
+  EXPECT_FALSE(copy->module()->gate.is_same(wrapped->module()->gate));
+}
+
+TEST(AutocastModule, PrintsTheModuleThatItWraps) {
+  std::ostringstream text;
+  text << *AutocastModule(torch::nn::Linear(4, 2), kBf16);
+  EXPECT_THAT(text.str(), HasSubstr("mezzo::AutocastModule(torch::nn::Linear(in_features=4"));
+}
+
+TEST(AutocastModule, RefusesAnEmptyHolderAndADtypeThatAutocastCannotTake) {
+  EXPECT_THAT([] { AutocastModule(torch::nn::Linear(nullptr), kBf16); },
+              ThrowsMessage<c10::Error>(HasSubstr("module: AutocastModule needs a module")));
+  EXPECT_THAT(
+      [] {
+        AutocastModule(torch::nn::Linear(2, 2), {.device = torch::kCPU, .dtype = torch::kFloat});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("dtype: autocast on cpu cannot lower to Float")));
+}
+
+TEST(AutocastModule, MayBeEmptyLikeAnyHolder) {
+  AutocastModule<torch::nn::Linear> later = nullptr;
+  EXPECT_FALSE(static_cast<bool>(later));
+  later = AutocastModule(torch::nn::Linear(2, 2), kBf16);
+  EXPECT_TRUE(static_cast<bool>(later));
+}
+
+}  // namespace

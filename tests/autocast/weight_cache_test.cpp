@@ -1,0 +1,111 @@
+#include <torch/torch.h>
+
+#include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+
+#include <optional>
+
+namespace {
+
+using mezzo::Autocast;
+using torch::Tensor;
+
+Tensor weight() { return torch::rand({4, 4}).requires_grad_(); }
+
+/// The low-precision copy that an op of this region would read: the cached one, or a new one.
+Tensor cast(const Tensor& tensor, torch::ScalarType dtype = torch::kBFloat16) {
+  return at::autocast::cached_cast(dtype, tensor, torch::kCPU);
+}
+
+TEST(AutocastWeightCache, CastsAWeightOnceARegion) {
+  const Tensor w = weight();
+  const Autocast<torch::kCPU> autocast;
+  EXPECT_TRUE(cast(w).is_same(cast(w)));
+}
+
+TEST(AutocastWeightCache, CastsAtEveryUseWhenItIsDisabled) {
+  const Tensor w = weight();
+  const Autocast<torch::kCPU> autocast({.cache_enabled = false});
+  EXPECT_FALSE(cast(w).is_same(cast(w)));
+}
+
+TEST(AutocastWeightCache, IsClearedAtTheOutermostExit) {
+  const Tensor w = weight();
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> copy;
+  {
+    const Autocast<torch::kCPU> outer;
+    {
+      const Autocast<torch::kCPU> inner;
+      copy.emplace(cast(w).getIntrusivePtr());
+    }
+    EXPECT_FALSE(copy->expired());
+  }
+  EXPECT_TRUE(copy->expired());
+}
+
+TEST(AutocastWeightCache, OutlivesAnInnerRegionOfTheSameDtype) {
+  const Tensor w = weight();
+  const Autocast<torch::kCPU> outer;
+  const Tensor before = cast(w);
+  { const Autocast<torch::kCPU> inner; }
+  { const Autocast<torch::kCPU> exact({.enabled = false}); }
+  { const Autocast<torch::kCUDA> elsewhere; }
+  EXPECT_TRUE(cast(w).is_same(before));
+}
+
+TEST(AutocastWeightCache, NeverHandsAnInnerRegionTheOuterDtype) {
+  const Tensor w = weight();
+  const Tensor x = torch::rand({4, 4});
+  const Autocast<torch::kCPU> outer;
+  EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kBFloat16);
+  {
+    const Autocast<torch::kCPU, torch::kHalf> inner;
+    EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kHalf);
+    {
+      const Autocast<torch::kCPU> innermost;
+      EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kBFloat16);
+    }
+    EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kHalf);
+  }
+  EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kBFloat16);
+}
+
+// The trap that nested regions of plain libtorch fall into: the reason for the test above.
+TEST(AutocastWeightCache, OfLibtorchAloneMixesDtypes) {
+  const Tensor w = weight();
+  const Autocast<torch::kCPU> autocast;
+  cast(w);
+  at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
+  EXPECT_EQ(cast(w, torch::kHalf).scalar_type(), torch::kBFloat16);
+  at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
+}
+
+TEST(AutocastWeightCache, IsClearedWhenAnExceptionEndsTheRegion) {
+  const Tensor w = weight();
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> copy;
+  try {
+    const Autocast<torch::kCPU> autocast;
+    copy.emplace(cast(w).getIntrusivePtr());
+    TORCH_CHECK(false, "out of here");
+  } catch (const c10::Error&) {
+  }
+  EXPECT_TRUE(copy->expired());
+}
+
+TEST(AutocastWeightCache, NeverCarriesAStaleWeightIntoTheNextRegion) {
+  const Tensor w = torch::ones({2, 2}).requires_grad_();
+  const Tensor x = torch::ones({2, 2});
+  const auto product = [&] {
+    const Autocast<torch::kCPU> autocast;
+    return torch::mm(x, w).sum().item<float>();
+  };
+  EXPECT_EQ(product(), 8.0F);
+  {
+    const torch::NoGradGuard no_grad;
+    w.add_(1);
+  }
+  EXPECT_EQ(product(), 16.0F);
+}
+
+}  // namespace
