@@ -29,12 +29,13 @@ struct DtypeEntry {
   std::string_view name;
   std::size_t size;
 };
+// From the smallest to the largest, in the order of Hugging Face's own writer.
 constexpr std::array kDtypes{
-    DtypeEntry{Dtype::f64, "F64", 8}, DtypeEntry{Dtype::f32, "F32", 4},
-    DtypeEntry{Dtype::f16, "F16", 2}, DtypeEntry{Dtype::bf16, "BF16", 2},
-    DtypeEntry{Dtype::i64, "I64", 8}, DtypeEntry{Dtype::i32, "I32", 4},
-    DtypeEntry{Dtype::i16, "I16", 2}, DtypeEntry{Dtype::i8, "I8", 1},
-    DtypeEntry{Dtype::u8, "U8", 1},   DtypeEntry{Dtype::boolean, "BOOL", 1},
+    DtypeEntry{Dtype::boolean, "BOOL", 1}, DtypeEntry{Dtype::u8, "U8", 1},
+    DtypeEntry{Dtype::i8, "I8", 1},        DtypeEntry{Dtype::i16, "I16", 2},
+    DtypeEntry{Dtype::f16, "F16", 2},      DtypeEntry{Dtype::bf16, "BF16", 2},
+    DtypeEntry{Dtype::i32, "I32", 4},      DtypeEntry{Dtype::f32, "F32", 4},
+    DtypeEntry{Dtype::f64, "F64", 8},      DtypeEntry{Dtype::i64, "I64", 8},
 };
 
 const DtypeEntry& entry_of(Dtype dtype) {
@@ -230,9 +231,10 @@ void check_writable(std::span<const TensorView> tensors) {
 std::vector<const TensorView*> in_file_order(std::span<const TensorView> tensors) {
   std::vector<const TensorView*> order;
   for (const TensorView& view : tensors) order.push_back(&view);
+  // Entries lie in one array, so the address of an entry is its rank.
   std::sort(order.begin(), order.end(), [](const TensorView* left, const TensorView* right) {
-    const auto left_size = size_of(left->dtype), right_size = size_of(right->dtype);
-    return left_size != right_size ? left_size > right_size : left->name < right->name;
+    const auto *left_rank = &entry_of(left->dtype), *right_rank = &entry_of(right->dtype);
+    return left_rank != right_rank ? left_rank > right_rank : left->name < right->name;
   });
   return order;
 }

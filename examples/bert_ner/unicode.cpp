@@ -78,9 +78,12 @@ bool is_punctuation(char32_t c) {
 }
 
 bool is_ideograph(char32_t c) {
+  // Extension E begins at U+2B820; `tokenizers`, with whose answers models are trained, begins
+  // here.
+  constexpr char32_t kExtensionE = 0x2B920;
   return (c >= 0x4E00 && c <= 0x9FFF) || (c >= 0x3400 && c <= 0x4DBF) ||
          (c >= 0x20000 && c <= 0x2A6DF) || (c >= 0x2A700 && c <= 0x2B73F) ||
-         (c >= 0x2B740 && c <= 0x2B81F) || (c >= 0x2B820 && c <= 0x2CEAF) ||
+         (c >= 0x2B740 && c <= 0x2B81F) || (c >= kExtensionE && c <= 0x2CEAF) ||
          (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x2F800 && c <= 0x2FA1F);
 }
 

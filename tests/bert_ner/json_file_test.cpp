@@ -1,0 +1,51 @@
+#include "json_file.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "input_error.h"
+#include "scratch_folder.h"
+
+namespace bert_ner {
+namespace {
+
+std::string error_of(std::string_view text) {
+  try {
+    parse_json(text, "config.json");
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(JsonFile, IsParsed) {
+  const test::ScratchFolder folder;
+  const auto json =
+      read_json(folder.write("config.json", R"({"a": [1, {"a": 2}], "b": {"a": 3}})"));
+  EXPECT_EQ(json["a"][1]["a"], 2);
+  EXPECT_EQ(json["b"]["a"], 3);
+}
+
+TEST(JsonFile, IsRefusedIfAKeyStandsTwiceInOneObject) {
+  EXPECT_EQ(error_of(R"({"a": {"hidden": 1, "hidden": 2}})"),
+            "config.json: the JSON key \"hidden\" stands twice in one object; remove one of them");
+  EXPECT_TRUE(error_of(R"({"a": {"b": 1}, "a": 1})").find("\"a\" stands twice") !=
+              std::string::npos);
+  EXPECT_TRUE(error_of(R"({"a": 1, "\u0061": 1})").find("\"a\" stands twice") != std::string::npos);
+}
+
+TEST(JsonFile, IsRefusedWithTheLineOfAMistake) {
+  EXPECT_TRUE(error_of("{\n\"a\": 1,\n\"b\" 2}").starts_with("config.json:3: is no valid JSON"))
+      << error_of("{\n\"a\": 1,\n\"b\" 2}");
+  EXPECT_TRUE(error_of("").starts_with("config.json:1: is no valid JSON"));
+  EXPECT_TRUE(error_of("{\n\"\xC3\x28\"}").starts_with("config.json:2: byte 3 is not UTF-8"));
+}
+
+TEST(JsonFile, IsRefusedIfItIsNestedWithoutEnd) {
+  EXPECT_TRUE(error_of(std::string(1 << 20, '[')).find("nested deeper") != std::string::npos);
+  EXPECT_TRUE(error_of(std::string(60, '[') + std::string(60, ']')) == "no error");
+}
+
+}  // namespace
+}  // namespace bert_ner
