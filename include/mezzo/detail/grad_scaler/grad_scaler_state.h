@@ -133,11 +133,12 @@ inline void GradScaler::load_state_dict(const StateDict& state) {
 // The archives' headers take 14 s to compile, so that these are templates: who saves or loads has
 // included them anyway.
 template <class Archive>
-  requires std::same_as<Archive, torch::serialize::OutputArchive>
-Archive& operator<<(Archive& archive, const GradScaler& scaler) {
-  TORCH_CHECK(scaler.records_.empty(),
-              "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-              "end after scaler.update().");
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const GradScaler& scaler) {
+  TORCH_CHECK(
+      scaler.records_.empty(),
+      "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
+      "end after scaler.update().");
   for (const auto& [key, value] : scaler.state_dict()) {
     archive.write(key, at::scalar_tensor(value, at::kDouble), /*is_buffer=*/true);
   }
@@ -145,13 +146,14 @@ Archive& operator<<(Archive& archive, const GradScaler& scaler) {
 }
 
 template <class Archive>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-Archive& operator>>(Archive& archive, GradScaler& scaler) {
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, GradScaler& scaler) {
   GradScaler::StateDict state;
   const auto read = [&](std::string_view name) {
     const std::string key(name);
     at::Tensor value;
-    if (archive.try_read(key, value, /*is_buffer=*/true)) state[key] = value.template item<double>();
+    if (archive.try_read(key, value, /*is_buffer=*/true))
+      state[key] = value.template item<double>();
   };
   for (const std::string_view key : detail::kTorchStateKeys) read(key);
   for (const std::string_view key : detail::kMezzoStateKeys) read(key);
