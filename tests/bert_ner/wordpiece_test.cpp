@@ -47,6 +47,13 @@ TEST_F(WordPieceFolder, GivesTheLongestPiecesAndWhereTheyStand) {
   EXPECT_EQ(encoding.offsets, offsets);
 }
 
+TEST_F(WordPieceFolder, KeepsTheBytesOfAMarkThatCanonicalOrderingMoves) {
+  // U+302D has the lower combining class and goes first; being non-spacing it is then stripped.
+  const auto encoding = load().encode("\u302f\u302d", /*add_special_tokens=*/false);
+  ASSERT_EQ(encoding.offsets.size(), 1u);
+  EXPECT_EQ(encoding.offsets[0], (std::pair<std::size_t, std::size_t>{0, 3}));
+}
+
 TEST_F(WordPieceFolder, MakesAWordUnknownAsAWhole) {
   EXPECT_EQ(load().encode("empirestate 'm", false).tokens, (Strings{"[UNK]", "'", "m"}));
 }
