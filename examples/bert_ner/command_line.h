@@ -2,6 +2,7 @@
 /// The flags, checked.
 #pragma once
 
+#include <stdexcept>
 #include <string>
 #include <variant>
 #include <vector>
