@@ -80,7 +80,8 @@ struct BertModelImpl : torch::nn::Module {
 
   /// \param ids token ids, int64 [batch, length], length <= max_position_embeddings
   /// \param mask true where a token is real, bool [batch, length]; undefined where nothing is
-  /// padded \returns hidden states [batch, length, hidden_size]
+  ///   padded
+  /// \returns hidden states [batch, length, hidden_size]
   torch::Tensor forward(const torch::Tensor& ids, const torch::Tensor& mask = {});
 
   BertEmbeddings embeddings{nullptr};

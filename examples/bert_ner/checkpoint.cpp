@@ -85,12 +85,16 @@ std::string free_name(const fs::path& dir, const std::string& name) {
   return candidate;
 }
 
+void refuse_folder_named_latest(const fs::path& dir) {
+  const auto link = dir / kLatest;
+  if (!fs::exists(fs::symlink_status(link)) || fs::is_symlink(link)) return;
+  throw InputError(link.string() +
+                   ": is in the way of the link to the newest checkpoint; move it elsewhere");
+}
+
 void point_latest_to(const fs::path& dir, const std::string& name) {
   const auto link = dir / kLatest, scratch = dir / ".latest.new";
-  if (fs::exists(fs::symlink_status(link)) && !fs::is_symlink(link)) {
-    throw InputError(link.string() +
-                     ": is in the way of the link to the newest checkpoint; move it elsewhere");
-  }
+  refuse_folder_named_latest(dir);
   std::error_code error;
   fs::remove(scratch, error);
   fs::create_symlink(name, scratch, error);
@@ -101,11 +105,21 @@ void point_latest_to(const fs::path& dir, const std::string& name) {
 /// Removes checkpoints other than `kept`, and what a killed process left half written.
 void remove_others(const fs::path& dir, const std::string& kept) {
   std::error_code ignored;
+  std::vector<fs::path> partial, checkpoints;
   for (const auto& entry : fs::directory_iterator(dir)) {
     const auto name = entry.path().filename().string();
-    const bool partial = name.starts_with(".partial-");
-    const bool checkpoint = name.starts_with("step-") && fs::exists(entry.path() / kStateJson);
-    if (partial || (checkpoint && name != kept)) fs::remove_all(entry.path(), ignored);
+    if (name.starts_with(".partial-")) {
+      partial.push_back(entry.path());
+    } else if (name.starts_with("step-") && name != kept && fs::exists(entry.path() / kStateJson)) {
+      checkpoints.push_back(entry.path());
+    }
+  }
+  for (const auto& path : partial) fs::remove_all(path, ignored);
+  for (const auto& path : checkpoints) {
+    // It loses its name first, so that what a kill leaves of it is swept up by the next save.
+    const auto old = dir / (".partial-old-" + path.filename().string());
+    fs::rename(path, old, ignored);
+    fs::remove_all(old, ignored);
   }
 }
 
@@ -150,6 +164,7 @@ void write_state(const fs::path& folder, const Trainer& trainer, const RunRecord
   for (const auto& [name, tensor] : tensors) views.push_back(view_of(name, tensor));
   static_cast<void>(write_safetensors(folder / kStateTensors, views));
   const json state = {{"format", kFormat},
+                      {"model", record.model},
                       {"data", record.data},
                       {"training", record.training},
                       {"device", record.device},
@@ -225,12 +240,53 @@ void load_random_state(const StateReader& reader, torch::Device device) {
   generator.set_state(state);
 }
 
+/// The ranges that the command line keeps; someone may have edited the file since.
+void check(const RunRecord& record, const fs::path& path) {
+  const auto require = [&](bool in_range, const char* field) {
+    if (in_range) return;
+    throw InputError(path.string() + ": \"" + field +
+                     "\" is out of range; resume from a folder that --save wrote");
+  };
+  const auto& training = record.training;
+  constexpr int64_t kMost = 1'000'000'000;
+  const auto is_count = [](int64_t value) { return value >= 1 && value <= kMost; };
+  const auto is_within = [](double value, double low, double high) {
+    return value >= low && value <= high;
+  };
+  require(is_count(training.epochs), "epochs");
+  require(is_count(training.batch_size), "batch_size");
+  require(is_count(training.accumulate), "accumulate");
+  require(is_within(training.learning_rate, 0, 10), "learning_rate");
+  require(is_within(training.warmup, 0, 1), "warmup");
+  require(is_within(training.dropout, 0, 0.99), "dropout");
+  require(is_within(training.max_grad_norm, 1e-9, 1e9), "max_grad_norm");
+  require(is_within(training.weight_decay, 0, 1), "weight_decay");
+  require(is_within(record.data.held_out, 0, 1), "held_out");
+  const auto& position = record.position;
+  require(position.epoch >= 0 && position.epoch <= training.epochs, "epoch");
+  require(position.group >= 0, "group");
+  require(position.steps >= 0, "steps");
+  require(position.skipped >= 0 && position.skipped <= position.steps, "skipped");
+}
+
 }  // namespace
 
 fs::path latest_checkpoint(const fs::path& dir) {
   const auto link = dir / kLatest;
+  std::error_code error;
+  const bool found = fs::exists(link, error);
   // Resolved once: a run that saves to the folder it resumed from moves the link under its feet.
-  return fs::exists(link) ? fs::canonical(link) : dir;
+  const auto folder = found && !error ? fs::canonical(link, error) : dir;
+  if (error) {
+    throw InputError(link.string() + ": cannot be followed: " + error.message() +
+                     "; point it to a checkpoint's folder, or name that folder itself");
+  }
+  return folder;
+}
+
+void prepare_checkpoints(const fs::path& dir) {
+  const ScratchFolder probe(dir / ".partial-probe");
+  refuse_folder_named_latest(dir);
 }
 
 AtomicFile::Durability replace_checkpoint(const fs::path& dir, const std::string& name,
@@ -275,8 +331,13 @@ RunRecord read_run_record(const fs::path& folder) {
   }
   const auto state = read_json(path);
   try {
-    if (state.at("format") != kFormat) throw InputError(path.string() + ": is of another version");
+    if (state.at("format") != kFormat) {
+      throw InputError(path.string() + ": is of another version of this program (format " +
+                       state.at("format").dump() + ", here " + std::to_string(kFormat) +
+                       "); resume it with that one, or start a run with --model");
+    }
     RunRecord record;
+    state.at("model").get_to(record.model);
     state.at("data").get_to(record.data);
     state.at("training").get_to(record.training);
     state.at("device").get_to(record.device);
@@ -286,6 +347,7 @@ RunRecord read_run_record(const fs::path& folder) {
     state.at("group").get_to(record.position.group);
     state.at("steps").get_to(record.position.steps);
     state.at("skipped").get_to(record.position.skipped);
+    check(record, path);
     return record;
   } catch (const json::exception& error) {
     throw InputError(path.string() + ": is no state of a run (" + error.what() +

@@ -1,9 +1,9 @@
 /// \file
 /// Checkpoints: everything a run needs to go on bit for bit, in a folder that is also a model.
 ///
-///     DIR/latest -> step-000240             a symbolic link, renamed into place: never half a
-///     change DIR/step-000240/config.json, vocab.txt, model.safetensors, ...   as Hugging Face has
-///     them DIR/step-000240/training_state.json, training_state.safetensors  everything else
+/// - `DIR/latest` is a symbolic link to `step-000240`, renamed into place: never half a change;
+/// - `DIR/step-000240/` has config.json, vocab.txt, model.safetensors, ... as Hugging Face has them;
+/// - and everything else in training_state.json and training_state.safetensors.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,8 @@ namespace bert_ner {
 
 /// What a checkpoint holds besides tensors.
 struct RunRecord {
-  DataOptions data;  ///< with absolute paths
+  std::string model;  ///< the folder that the run began with, as an absolute path
+  DataOptions data;   ///< with absolute paths
   TrainingOptions training;
   std::string device;     ///< cpu or cuda
   std::string precision;  ///< what autocast does: "bfloat16", or "off"
@@ -40,6 +41,9 @@ std::filesystem::path latest_checkpoint(const std::filesystem::path& dir);
 [[nodiscard]] AtomicFile::Durability replace_checkpoint(
     const std::filesystem::path& dir, const std::string& name,
     const std::function<void(const std::filesystem::path&)>& write);
+
+/// Creates `dir` if need be and tries it out. \throws InputError if checkpoints cannot be put there
+void prepare_checkpoints(const std::filesystem::path& dir);
 
 /// Writes the model, optimizer, scaler, schedule, random state and `record` into `dir`, as above.
 [[nodiscard]] AtomicFile::Durability save_checkpoint(const std::filesystem::path& dir,

@@ -2,8 +2,13 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
+#include <cstdint>
 #include <map>
 #include <sstream>
+#include <thread>
+
+#include "unicode.h"
 
 namespace bert_ner {
 namespace {
@@ -20,12 +25,29 @@ CLI::Validator between(double low, double high) {
   return {check, "", "between"};
 }
 
-/// CLI11 reads "-3" into an unsigned number.
-CLI::Validator not_negative() {
+/// CLI11 reads "-3" and 2^64 into an unsigned number.
+CLI::Validator a_seed() {
   const auto check = [](const std::string& text) -> std::string {
-    return text.starts_with('-') ? text + " is no whole number from 0 up" : "";
+    uint64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, value);
+    return error == std::errc() && stop == end ? "" : text + " is no whole number from 0 to 2^64-1";
   };
-  return {check, "", "not_negative"};
+  return {check, "", "a_seed"};
+}
+
+/// An empty path is a variable that a script forgot to set.
+CLI::Validator a_path() {
+  const auto check = [](const std::string& text) -> std::string {
+    return text.empty() ? "is empty; name a file or a folder" : "";
+  };
+  return {check, "", "a_path"};
+}
+
+/// Far more threads than cores only wait for each other, for hours.
+CLI::Validator some_threads() {
+  constexpr unsigned kPerCore = 4, kAlwaysFine = 16;
+  return between(1, std::max(kAlwaysFine, kPerCore * std::thread::hardware_concurrency()));
 }
 
 CLI::Validator at_least_1() { return between(1.0, 1e9); }
@@ -36,15 +58,19 @@ CLI::Validator a_device() { return CLI::IsMember({"cpu", "cuda"}).description(""
 void add_run_flags(CLI::App& app, RunOptions& run) {
   app.add_option("--device", run.device, "cpu or cuda")->check(a_device());
   app.add_option("--threads", run.threads, "CPU threads (default: libtorch's choice)")
-      ->check(between(1, 4096));
+      ->check(some_threads());
   app.add_option("--max-steps", run.max_steps, "stop after so many steps; the schedule stays")
       ->check(at_least_1());
-  app.add_option("--save", run.save, "folder for checkpoints, written at the end");
+  app.add_option("--save", run.save, "folder for checkpoints, written at the end")
+      ->check(a_path());
   app.add_option("--save-every", run.save_every, "steps between checkpoints")
       ->check(at_least_1())
       ->needs("--save");
-  app.add_option("--resume", run.resume, "go on with the run whose checkpoints are in this folder");
-  app.add_option("--json", run.json, "write the results to this file")->take_last();
+  app.add_option("--resume", run.resume, "go on with the run whose checkpoints are in this folder")
+      ->check(a_path());
+  app.add_option("--json", run.json, "write the results to this file (-: standard output)")
+      ->check(a_path())
+      ->take_last();
   app.add_flag("--quiet", run.quiet, "no progress on standard error");
 }
 
@@ -56,11 +82,17 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
       {"amp", Precision::amp}};
   auto& data = run.data;
   auto& training = run.training;
-  app.add_option("--model", run.model, "Hugging Face BERT folder");
-  app.add_option("--data", data.data, "one CoNLL file, split by --held-out and --seed");
-  app.add_option("--train", data.train, "or a CoNLL file for each part")->excludes("--data");
-  app.add_option("--valid", data.valid, "scored after each epoch")->excludes("--data");
-  app.add_option("--test", data.test, "scored at the end, in place of the validation part");
+  app.add_option("--model", run.model, "Hugging Face BERT folder")->check(a_path());
+  app.add_option("--data", data.data, "one CoNLL file, split by --held-out and --seed")
+      ->check(a_path());
+  app.add_option("--train", data.train, "or a CoNLL file for each part")
+      ->check(a_path())
+      ->excludes("--data");
+  app.add_option("--valid", data.valid, "scored after each epoch")
+      ->check(a_path())
+      ->excludes("--data");
+  app.add_option("--test", data.test, "scored at the end, in place of the validation part")
+      ->check(a_path());
   app.add_option("--held-out", data.held_out, "part of --data that is kept for the scores")
       ->check(between(0.0, 1.0))
       ->needs("--data");
@@ -69,7 +101,7 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
       ->option_text("TEXT")
       ->take_last();
   app.add_option("--seed", training.seed, "of split, order, classifier and dropout")
-      ->check(not_negative());
+      ->check(a_seed());
   app.add_option("--epochs", training.epochs)->check(at_least_1());
   app.add_option("--batch-size", training.batch_size)->check(at_least_1());
   app.add_option("--accumulate", training.accumulate, "batches a step")->check(at_least_1());
@@ -88,18 +120,30 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
 
 CLI::App* add_predict(CLI::App& app, PredictOptions& predict) {
   auto* command = app.add_subcommand("predict", "label text with a saved model");
-  command->add_option("--saved", predict.saved, "folder that --save wrote")->required();
+  command->add_option("--saved", predict.saved, "folder that --save wrote")
+      ->check(a_path())
+      ->required();
   auto* text = command->add_option("TEXT", predict.text, "a sentence");
   command->add_option("--file", predict.file, "a file with a sentence on each line")
+      ->check(a_path())
       ->excludes(text);
   command->add_option("--device", predict.device)->check(a_device());
-  command->add_option("--threads", predict.threads)->check(between(1, 4096));
+  command->add_option("--threads", predict.threads)->check(some_threads());
   command->add_option("--batch-size", predict.batch_size)->check(at_least_1());
   return command;
 }
 
 void require(bool condition, const std::string& message) {
   if (!condition) throw UsageError(message);
+}
+
+/// Paths go into JSON files, which are UTF-8.
+void check_encoding(const std::vector<std::string>& arguments) {
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    require(!first_invalid_utf8(arguments[i]),
+            "argument " + std::to_string(i + 1) + (i > 0 ? ", after " + arguments[i - 1] : "") +
+                ", is not UTF-8; rename the file, or write the text as UTF-8");
+  }
 }
 
 /// What CLI11 cannot say about single flags.
@@ -122,6 +166,7 @@ void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& r
 }  // namespace
 
 Request parse_command_line(const std::vector<std::string>& arguments) {
+  check_encoding(arguments);
   RunOptions run;
   PredictOptions predict;
   CLI::App app(

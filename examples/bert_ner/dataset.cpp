@@ -23,6 +23,14 @@ void check_labels(const std::vector<Sentence>& sentences, const std::string& fil
   }
 }
 
+Split split_file(const DataOptions& options, std::vector<Sentence> sentences, uint64_t seed) {
+  try {
+    return split_by_seed(std::move(sentences), options.held_out, seed);
+  } catch (const InputError& error) {
+    throw InputError(options.data + ": " + error.what());
+  }
+}
+
 /// FNV-1a
 void mix(uint64_t& hash, std::string_view text) {
   for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
@@ -48,7 +56,7 @@ Dataset load_dataset(const DataOptions& options, uint64_t seed) {
   if (!options.data.empty()) {
     auto sentences = read_conll(options.data);
     dataset.labels = Labels::of(sentences);
-    auto split = split_by_seed(std::move(sentences), options.held_out, seed);
+    auto split = split_file(options, std::move(sentences), seed);
     dataset.train = std::move(split.train);
     dataset.valid = std::move(split.valid);
   } else {

@@ -21,10 +21,12 @@ std::string_view trim(std::string_view text, std::string_view edges = " \t") {
 double parse_weight(std::string_view text, const std::string& origin) {
   double weight = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), weight);
-  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(weight) ||
-      weight <= 0) {
+  // The loss is computed in float32: a weight that is 0 or infinite there is none.
+  const auto in_loss = static_cast<float>(weight);
+  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(in_loss) ||
+      in_loss <= 0) {
     throw InputError(origin + ": the weight \"" + std::string(text) +
-                     "\" is no number above 0; write one such as 2.5");
+                     "\" is no number above 0 that float32 holds; write one such as 2.5");
   }
   return weight;
 }

@@ -38,7 +38,7 @@ class Labels {
 /// The weight of each label in the loss, by id: 1 unless `spec` says otherwise.
 /// \param spec "B-person=2,O=0.5", or the name of a file with a label and a weight on each line;
 ///   empty for none
-/// \throws InputError for an unknown label or a weight that is no finite number above 0
+/// \throws InputError for an unknown label or a weight that is no finite number above 0 in float32
 ///   (a batch of nothing but labels of weight 0 would have no mean), naming it
 std::vector<double> parse_class_weights(const std::string& spec, const Labels& labels);
 

@@ -1,10 +1,13 @@
 /// \file
 /// bert_ner: fine-tunes BERT for named-entity recognition in mixed precision. See README.md.
+#include <fcntl.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <exception>
 #include <iostream>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -12,6 +15,7 @@
 #include "atomic_file.h"
 #include "command_line.h"
 #include "input_error.h"
+#include "machine.h"
 #include "predict.h"
 #include "run.h"
 #include "table.h"
@@ -26,27 +30,53 @@ struct Overloaded : Cases... {
   using Cases::operator()...;
 };
 
-void write_results(const std::vector<bert_ner::RunResult>& rows,
-                   const bert_ner::RunOptions& options) {
-  if (options.json.empty()) return;
-  bert_ner::AtomicFile file(options.json);
-  file.write(bert_ner::table_json(rows, options).dump(2) + "\n");
-  static_cast<void>(file.commit());
-}
+/// Where the results go: a table for a person on standard output and, if --json names one, a file,
+/// which is opened before the hours of training; or, with "--json -", JSON on standard output.
+class Results {
+ public:
+  explicit Results(const bert_ner::RunOptions& options) : options_(options) {
+    if (!options.json.empty() && options.json != kStandardOutput) file_.emplace(options.json);
+  }
+
+  void write(const std::vector<bert_ner::RunResult>& rows) {
+    const std::string json = bert_ner::table_json(rows, options_).dump(2) + "\n";
+    std::cout << (options_.json == kStandardOutput ? json : bert_ner::format_table(rows))
+              << std::flush;
+    if (!file_) return;
+    file_->write(json);
+    static_cast<void>(file_->commit());
+  }
+
+ private:
+  static constexpr const char* kStandardOutput = "-";
+  bert_ner::RunOptions options_;
+  std::optional<bert_ner::AtomicFile> file_;
+};
 
 void run_one(const bert_ner::RunOptions& options) {
-  const std::vector rows{bert_ner::run_training(options)};
-  write_results(rows, options);
-  // A row of the table has its result read from the file; a person wants to see it.
-  if (options.json.empty()) std::cout << bert_ner::format_table(rows) << std::flush;
+  Results results(bert_ner::options_in_effect(options));
+  results.write({bert_ner::run_training(options)});
 }
 
 void run_table(const bert_ner::TableRequest& request) {
+  Results results(bert_ner::options_in_effect(request.options));
+  bert_ner::set_threads(request.options.threads);  // as the rows do, and the results say
   const auto warning = bert_ner::slow_autocast_warning(request.options);
   if (!warning.empty()) std::cerr << "note: " << warning << std::endl;
-  const auto rows = bert_ner::run_rows(request.arguments);
-  write_results(rows, request.options);
-  std::cout << bert_ner::format_table(rows) << std::flush;
+  results.write(bert_ner::run_rows(request.arguments));
+}
+
+void require_standard_output() {
+  if (fcntl(STDOUT_FILENO, F_GETFD) >= 0) return;
+  // The next file to be opened would take its place.
+  throw bert_ner::InputError("standard output: is closed; send it to a file or to /dev/null");
+}
+
+void flush_standard_output() {
+  std::cout.flush();
+  if (std::cout) return;
+  throw bert_ner::InputError(
+      "standard output: cannot be written; make room where it goes and try again");
 }
 
 void answer(const bert_ner::Request& request) {
@@ -69,8 +99,12 @@ int fail(const std::string& message, int status) {
 int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error that says which file
   try {
+    require_standard_output();
     answer(bert_ner::parse_command_line({argv + 1, argv + argc}));
+    flush_standard_output();
     return 0;
+  } catch (const bert_ner::RowFailed& failure) {
+    return failure.status;
   } catch (const bert_ner::UsageError& error) {
     return fail(std::string(error.what()) + " (bert_ner --help lists the flags)", kUsage);
   } catch (const c10::Error& error) {

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <fstream>
-#include <iterator>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -11,6 +9,7 @@
 #include "atomic_file.h"
 #include "input_error.h"
 #include "json_file.h"
+#include "mapped_file.h"
 #include "safetensors.h"
 #include "tensor_views.h"
 
@@ -24,10 +23,9 @@ constexpr std::array kTokenizerFiles = {"tokenizer.json", "tokenizer_config.json
                                         "special_tokens_map.json"};
 
 std::string read_text(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file) throw InputError(path.string() + ": cannot be read; check the file's permissions");
-  return text;
+  const MappedFile file(path);
+  const auto bytes = file.bytes();
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
 /// One field of config.json, checked.
@@ -211,6 +209,10 @@ BertConfig bert_config_of(const ModelFiles& files) {
   config.initializer_range = read.number("initializer_range", config.initializer_range, 0, 10);
   config.hidden_act =
       read.one_of("hidden_act", "gelu", {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"});
+  constexpr int64_t kShortest = 3;
+  if (config.max_position_embeddings < kShortest) {
+    read.fail("max_position_embeddings", "must be 3 or more, for [CLS], a piece and [SEP]");
+  }
   if (config.hidden_size % config.num_attention_heads != 0) {
     read.fail("hidden_size", "must be a multiple of num_attention_heads, " +
                                  std::to_string(config.num_attention_heads));
@@ -243,6 +245,29 @@ Labels labels_of(const ModelFiles& files) {
                      "that was saved with --save");
   }
   return Labels(std::move(names));
+}
+
+void check_sizes(const BertConfig& config, const fs::path& folder) {
+  const auto path = weights_file(folder);
+  const SafetensorsFile file(path);
+  std::map<std::string, std::vector<int64_t>> shapes;
+  for (const auto& view : file.tensors()) shapes[name_in_model(view.name)] = view.shape;
+  const std::string advice = "; are config.json and model.safetensors of the same model?";
+  const auto expect = [&](const std::string& name, const std::vector<int64_t>& shape) {
+    const auto found = shapes.find(name);
+    if (found == shapes.end()) throw InputError(path.string() + ": lacks " + name + advice);
+    if (found->second == shape) return;
+    throw InputError(path.string() + ": " + name + " is " + shape_text(found->second) +
+                     " where config.json makes it " + shape_text(shape) + advice);
+  };
+  const auto hidden = config.hidden_size;
+  expect("bert.embeddings.word_embeddings.weight", {config.vocab_size, hidden});
+  expect("bert.embeddings.position_embeddings.weight", {config.max_position_embeddings, hidden});
+  expect("bert.embeddings.token_type_embeddings.weight", {config.type_vocab_size, hidden});
+  expect("bert.encoder.layer.0.intermediate.dense.weight", {config.intermediate_size, hidden});
+  const std::string last = std::to_string(config.num_hidden_layers - 1);
+  expect("bert.encoder.layer." + last + ".intermediate.dense.weight",
+         {config.intermediate_size, hidden});
 }
 
 std::vector<std::string> load_weights(BertForTokenClassification& model, const fs::path& folder,

@@ -38,6 +38,10 @@ Labels labels_of(const ModelFiles& files);
 /// Whether the classifier's weights come from the file or keep their fresh start.
 enum class Head { fresh, from_file };
 
+/// Compares the sizes in config.json with `folder/model.safetensors`, before memory is taken for a
+/// model of them. \throws InputError naming the tensor that is missing or misshapen
+void check_sizes(const BertConfig& config, const std::filesystem::path& folder);
+
 /// Fills `model` from `folder/model.safetensors`. Names may carry the prefix `bert.` or not and may
 /// end in the older `gamma` and `beta`; all floating-point dtypes are converted to float32.
 /// \returns the names of the tensors of other heads (pooler, language model), which are left alone.

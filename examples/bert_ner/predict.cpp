@@ -82,6 +82,7 @@ void predict(const PredictOptions& options, std::ostream& out) {
   const auto config = bert_config_of(files);
   const auto tokenizer = load_tokenizer(files, config);
   const auto sentences = read_sentences(options);
+  check_sizes(config, folder);
   BertForTokenClassification model(config, static_cast<int64_t>(labels.size()));
   load_weights(model, folder, Head::from_file);
   model->to(device);
@@ -89,7 +90,7 @@ void predict(const PredictOptions& options, std::ostream& out) {
   const auto examples = make_examples(sentences, tokenizer, labels, config.max_position_embeddings);
   const auto tags =
       tag_sentences(model, examples, sentences.size(), labels, {tokenizer.pad_id()},
-                    config.max_position_embeddings, options.batch_size, mezzo::recommended(device));
+                    config.max_position_embeddings, options.batch_size, setting_for(Precision::amp, device));
   for (std::size_t i = 0; i < sentences.size(); ++i) {
     for (std::size_t word = 0; word < sentences[i].words.size(); ++word) {
       out << sentences[i].words[word] << '\t' << tags[i][word] << '\n';

@@ -34,11 +34,12 @@ std::string absolute(const std::string& path) {
 /// A resumed run goes on as it began: what decides its outcome comes from its record.
 RunOptions with_saved_choices(RunOptions options, const std::optional<RunRecord>& record) {
   if (record) {
+    options.model = record->model;
     options.data = record->data;
     options.training = record->training;
   } else {
     auto& data = options.data;
-    for (auto* path : {&data.data, &data.train, &data.valid, &data.test}) *path = absolute(*path);
+    for (auto* path : {&options.model, &data.data, &data.train, &data.valid, &data.test}) *path = absolute(*path);
   }
   return options;
 }
@@ -67,6 +68,7 @@ class Run {
  private:
   BertForTokenClassification load_model();
   void check_record() const;
+  void note_labels_to_guess();
   bool after_step(const StepReport& report, Progress& progress);
   void train(Progress& progress);
   void save(Progress& progress);
@@ -120,6 +122,7 @@ Run::Run(const RunOptions& options)
       epoch_steps_(steps_per_epoch(batches_.size(), options_.training.accumulate)),
       trainer_(load_model(), options_.training, precision_,
                parse_class_weights(options_.training.class_weights, data_.labels), epoch_steps_) {
+  note_labels_to_guess();
   if (record_) {
     check_record();
     load_training_state(folder_, *record_, trainer_);
@@ -127,6 +130,7 @@ Run::Run(const RunOptions& options)
 }
 
 BertForTokenClassification Run::load_model() {
+  check_sizes(config_, folder_);
   torch::manual_seed(options_.training.seed);
   BertForTokenClassification model(config_, static_cast<int64_t>(data_.labels.size()));
   const auto left_alone = load_weights(model, folder_, record_ ? Head::from_file : Head::fresh);
@@ -139,11 +143,27 @@ BertForTokenClassification Run::load_model() {
   return model;
 }
 
+/// The labels of --data are those of the whole file; by chance, training may see none of one.
+void Run::note_labels_to_guess() {
+  const auto seen = Labels::of(data_.train);
+  std::string names;
+  for (const auto& name : data_.labels.names()) {
+    if (!seen.id(name)) names += (names.empty() ? "" : ", ") + name;
+  }
+  if (!names.empty()) log_.push_back("note: no sentence to learn from has " + names);
+}
+
 /// Whether the run can go on here exactly as it would have gone on there.
 void Run::check_record() const {
   const std::string origin = folder_.string() + ": the run ";
   if (record_->data_fingerprint != data_.fingerprint() || labels_of(files_) != data_.labels) {
     throw InputError(origin + "had other sentences; put back the data it began with");
+  }
+  const auto& position = record_->position;
+  if (position.group > epoch_steps_ ||
+      position.steps != position.epoch * epoch_steps_ + position.group) {
+    throw InputError(origin + "cannot have been at this place: its epoch, group and steps do not "
+                     "fit together; resume from a folder that --save wrote");
   }
   if (record_->device != options_.device) {
     throw InputError(origin + "was on " + record_->device + "; pass --device " + record_->device);
@@ -167,6 +187,7 @@ RunResult Run::execute() {
                std::to_string(data_.valid.size()) + " to be scored on, " +
                std::to_string(data_.labels.size()) + " labels");
   for (const auto& line : log_) progress.say(line);
+  if (!options_.save.empty()) prepare_checkpoints(options_.save);
   train(progress);
   if (!options_.save.empty() && saved_at_ != trainer_.position.steps) save(progress);
   Score final_score = valid_score_;
@@ -205,7 +226,8 @@ bool Run::after_step(const StepReport& report, Progress& progress) {
 }
 
 void Run::save(Progress& progress) {
-  const RunRecord record{.data = options_.data,
+  const RunRecord record{.model = options_.model,
+                         .data = options_.data,
                          .training = options_.training,
                          .device = options_.device,
                          .precision = describe(precision_),
@@ -282,6 +304,11 @@ void from_json(const nlohmann::json& json, RunResult& result) {
   json.at("steps").get_to(result.steps);
   json.at("skipped_steps").get_to(result.skipped_steps);
   json.at("loss_scale").get_to(result.loss_scale);
+}
+
+RunOptions options_in_effect(const RunOptions& options) {
+  if (options.resume.empty()) return with_saved_choices(options, std::nullopt);
+  return with_saved_choices(options, read_run_record(latest_checkpoint(options.resume)));
 }
 
 RunResult run_training(const RunOptions& options) {

@@ -28,6 +28,10 @@ struct RunResult {
 void to_json(nlohmann::json& json, const RunResult& result);
 void from_json(const nlohmann::json& json, RunResult& result);
 
+/// The options as the run will have them: paths to the model and the data are absolute, and what
+/// decides the outcome of a resumed run comes from its checkpoint. \throws InputError
+RunOptions options_in_effect(const RunOptions& options);
+
 /// Trains as the options say, or goes on with the run that `options.resume` holds, and scores the
 /// test part, or the validation part where there is none. Sets the number of threads and draws from
 /// torch's default generators; progress and scores by type go to standard error.

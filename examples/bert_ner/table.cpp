@@ -1,6 +1,8 @@
 #include "table.h"
 
-#include <spawn.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,7 +14,6 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "input_error.h"
 #include "json_file.h"
 #include "machine.h"
 
@@ -46,44 +47,68 @@ Cells cells_of(const RunResult& row, const RunResult& first) {
           format("%.2f", relative_speed(row, first))};
 }
 
-/// A folder for the results of other processes, gone when this one is done with them.
-class TemporaryFolder {
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+/// This very program, run with other arguments; its standard output comes through a pipe. It ends
+/// with this process, however this one ends.
+class Row {
  public:
-  TemporaryFolder() {
-    std::string pattern = (fs::temp_directory_path() / "bert_ner.XXXXXX").string();
-    if (mkdtemp(pattern.data()) == nullptr) {
-      throw InputError(pattern + ": cannot be created: " + std::generic_category().message(errno) +
-                       "; set TMPDIR to a folder that can be written");
+  explicit Row(const std::vector<std::string>& arguments) {
+    const std::string self = fs::read_symlink("/proc/self/exe").string();
+    std::vector<char*> pointers{const_cast<char*>(self.c_str())};
+    for (const auto& argument : arguments) pointers.push_back(const_cast<char*>(argument.c_str()));
+    pointers.push_back(nullptr);
+    std::array<int, 2> ends{};
+    if (pipe2(ends.data(), O_CLOEXEC) != 0) fail("cannot make a pipe");
+    output_ = ends[0];
+    const pid_t parent = getpid();
+    child_ = fork();
+    if (child_ < 0) fail("cannot start a run");
+    if (child_ == 0) become(self.c_str(), pointers.data(), ends[1], parent);
+    close(ends[1]);
+  }
+  ~Row() { close(output_); }
+  Row(const Row&) = delete;
+  Row& operator=(const Row&) = delete;
+
+  /// All that it prints.
+  std::string read_all() const {
+    std::string text;
+    std::array<char, 4096> buffer;
+    while (true) {
+      const auto count = read(output_, buffer.data(), buffer.size());
+      if (count == 0) return text;
+      if (count > 0) text.append(buffer.data(), static_cast<std::size_t>(count));
+      if (count < 0 && errno != EINTR) fail("cannot read the results of a run");
     }
-    path_ = pattern;
   }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
+
+  /// Waits for its end. \returns as waitpid does
+  int wait() const {
+    int status = 0;
+    while (waitpid(child_, &status, 0) < 0) {
+      if (errno != EINTR) fail("waitpid");
+    }
+    return status;
   }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  const fs::path& path() const { return path_; }
 
  private:
-  fs::path path_;
-};
-
-/// Runs this very program with other arguments and waits for it. \returns its exit status
-int run_self(const std::vector<std::string>& arguments) {
-  const std::string self = fs::read_symlink("/proc/self/exe").string();
-  std::vector<char*> pointers{const_cast<char*>(self.c_str())};
-  for (const auto& argument : arguments) pointers.push_back(const_cast<char*>(argument.c_str()));
-  pointers.push_back(nullptr);
-  pid_t child = 0;
-  const int error = posix_spawn(&child, self.c_str(), nullptr, nullptr, pointers.data(), environ);
-  if (error != 0) throw std::system_error(error, std::generic_category(), "cannot start " + self);
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0) {
-    if (errno != EINTR) throw std::system_error(errno, std::generic_category(), "waitpid");
+  /// In the child, where only what is safe in a signal handler may be called.
+  [[noreturn]] static void become(const char* self, char* const* arguments, int output,
+                                  pid_t parent) {
+    constexpr int kCannotRun = 127;
+    prctl(PR_SET_PDEATHSIG, SIGTERM);
+    if (getppid() != parent) _exit(kCannotRun);  // it ended before we asked
+    dup2(output, STDOUT_FILENO);
+    execv(self, arguments);
+    _exit(kCannotRun);
   }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
+
+  int output_ = -1;
+  pid_t child_ = -1;
+};
 
 }  // namespace
 
@@ -131,18 +156,20 @@ std::string slow_autocast_warning(const RunOptions& options) {
 }
 
 std::vector<RunResult> run_rows(const std::vector<std::string>& arguments) {
-  const TemporaryFolder folder;
   std::vector<RunResult> rows;
   for (const auto precision : {Precision::fp32, Precision::amp_no_scale, Precision::amp}) {
-    const auto file = folder.path() / (flag_of(precision) + ".json");
     auto row_arguments = arguments;
-    row_arguments.insert(row_arguments.end(), {"--precision", flag_of(precision), "--json", file});
-    const int status = run_self(row_arguments);
-    if (status != 0) {
-      throw std::runtime_error("the run of " + title_of(precision) + " ended with status " +
-                               std::to_string(status));
+    row_arguments.insert(row_arguments.end(), {"--precision", flag_of(precision), "--json", "-"});
+    const Row row(row_arguments);
+    const auto results = row.read_all();
+    const int status = row.wait();
+    const auto name = "the run of " + title_of(precision);
+    if (WIFSIGNALED(status)) {
+      throw std::runtime_error(name + " was ended by signal " + std::to_string(WTERMSIG(status)) +
+                               "; run it alone with --precision " + flag_of(precision));
     }
-    rows.push_back(read_json(file).at("rows").at(0).get<RunResult>());
+    if (WEXITSTATUS(status) != 0) throw RowFailed{WEXITSTATUS(status)};
+    rows.push_back(parse_json(results, name).at("rows").at(0).get<RunResult>());
   }
   return rows;
 }

@@ -25,10 +25,16 @@ nlohmann::json table_json(std::span<const RunResult> rows, const RunOptions& opt
 /// empty. The speed column will then disappoint, so it is said before the runs begin.
 std::string slow_autocast_warning(const RunOptions& options);
 
+/// One of the three runs failed, and has said why on standard error.
+struct RowFailed {
+  int status;  ///< that it ended with
+};
+
 /// Runs fp32, amp no scale and amp dynamic scale, each in a process of its own, since the peak
 /// memory of one process would be that of its largest run. \param arguments this program's own,
-/// which the three processes get too, plus their --precision \throws std::runtime_error if one of
-/// them fails; it has said why on standard error
+/// which the three processes get too, plus their --precision. They end with this process.
+/// \throws RowFailed if one of them fails; it has said why on standard error
+/// \throws std::runtime_error if one of them is ended by a signal
 std::vector<RunResult> run_rows(const std::vector<std::string>& arguments);
 
 }  // namespace bert_ner

@@ -29,7 +29,7 @@ struct TrainingPosition {
 
 /// What one step did.
 struct StepReport {
-  torch::Tensor loss;  ///< the mean over the step's tokens, on the device, without a gradient
+  torch::Tensor loss;  ///< mean of the batches' means, on the device, without a gradient
   int64_t tokens = 0;  ///< that were read
   double scale = 1;    ///< the loss scale it was done with
   bool ran = false;    ///< false: skipped for an inf or NaN

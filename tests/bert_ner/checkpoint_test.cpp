@@ -194,6 +194,63 @@ TEST_F(Checkpoint, ThatWasTamperedWithIsRefused) {
   EXPECT_THROW(run_training(more), InputError);
 }
 
+TEST_F(Checkpoint, WithAValueOutOfRangeIsRefusedByName) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run.max_steps = 1;
+  run_training(run);
+  const auto file = latest_checkpoint(run.save) / "training_state.json";
+  const auto good = read_json(file);
+  const auto error_with = [&](const char* pointer, const nlohmann::json& value) -> std::string {
+    auto state = good;
+    state[nlohmann::json::json_pointer(pointer)] = value;
+    std::ofstream(file) << state.dump();
+    RunOptions more;
+    more.resume = run.save;
+    more.quiet = true;
+    try {
+      run_training(more);
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  for (const char* field : {"accumulate", "batch_size", "epochs"}) {
+    EXPECT_THAT(error_with((std::string("/training/") + field).c_str(), 0),
+                AllOf(HasSubstr("training_state.json: \"" + std::string(field) + "\"")));
+  }
+  for (const char* field : {"epoch", "group", "steps", "skipped"}) {
+    EXPECT_THAT(error_with((std::string("/") + field).c_str(), -3),
+                HasSubstr("training_state.json: \"" + std::string(field) + "\""));
+  }
+  EXPECT_THAT(error_with("/group", 100000), HasSubstr("do not fit together"));
+  EXPECT_THAT(error_with("/format", 99), HasSubstr("format 99, here 1"));
+}
+
+TEST_F(Checkpoint, KnowsTheModelAndTheChoicesOfItsRun) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run.max_steps = 1;
+  run_training(run);
+  RunOptions more;
+  more.resume = run.save;
+  const auto resumed = options_in_effect(more);
+  EXPECT_EQ(resumed.model, run.model);
+  EXPECT_EQ(resumed.data.data, run.data.data);
+  EXPECT_EQ(resumed.training.batch_size, 4);
+}
+
+TEST(Checkpoints, OfALoopingLinkAreRefusedByName) {
+  const ScratchFolder scratch;
+  fs::create_symlink("latest", scratch / "latest");
+  try {
+    latest_checkpoint(scratch.path());
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("latest: cannot be followed"));
+  }
+}
+
 TEST(ReplaceCheckpoint, RefusesToStandInForAFolderNamedLatest) {
   const ScratchFolder scratch;
   fs::create_directories(scratch / "latest");

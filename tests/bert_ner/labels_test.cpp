@@ -52,7 +52,8 @@ TEST(ClassWeights, ComeFromAFileToo) {
 
 TEST(ClassWeights, SayWhatTheyCannotRead) {
   EXPECT_THAT(weight_error("B-y=2"), HasSubstr("no label \"B-y\"; it has O, B-x, I-x"));
-  for (const char* bad : {"B-x=", "B-x=two", "B-x=2x", "B-x=-1", "B-x=0", "B-x=inf", "B-x=nan"}) {
+  for (const char* bad : {"B-x=", "B-x=two", "B-x=2x", "B-x=-1", "B-x=0", "B-x=inf", "B-x=nan",
+                          "B-x=1e-46", "B-x=1e300"}) {
     EXPECT_THAT(weight_error(bad), HasSubstr("is no number above 0")) << bad;
   }
   EXPECT_THAT(weight_error("B-x=2,O"), HasSubstr("\"O\" has no weight"));

@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <fstream>
 #include <functional>
@@ -160,6 +161,7 @@ TEST(ModelFiles, SaysWhatIsWrongWithTheConfiguration) {
       {"vocab_size", 7, "vocab.txt: has 82 tokens, config.json's vocab_size is 7"},
       {"hidden_dropout_prob", 2.5, "must be a number from 0 to 1"},
       {"hidden_act", "swish", "must be one of: gelu, gelu_new, gelu_pytorch_tanh, relu"},
+      {"max_position_embeddings", 2, "must be 3 or more"},
       {"model_type", "roberta", "must be one of: bert"},
       {"position_embedding_type", "relative_key", "must be one of: absolute"}};
   for (const auto& [field, value, message] : cases) {
@@ -172,6 +174,33 @@ TEST(ModelFiles, SaysWhatIsWrongWithTheConfiguration) {
     });
     EXPECT_THAT(error, AllOf(HasSubstr(folder.string()), HasSubstr(message))) << field;
   }
+}
+
+TEST(ModelFiles, ComparesSizesBeforeItTakesMemoryForThem) {
+  const std::vector<std::pair<const char*, const char*>> cases{
+      {"num_hidden_layers", "lacks bert.encoder.layer.999999.intermediate.dense.weight"},
+      {"hidden_size", "bert.embeddings.word_embeddings.weight is"},
+      {"vocab_size", "bert.embeddings.word_embeddings.weight is"},
+      {"max_position_embeddings", "bert.embeddings.position_embeddings.weight is"},
+      {"type_vocab_size", "bert.embeddings.token_type_embeddings.weight is"},
+      {"intermediate_size", "bert.encoder.layer.0.intermediate.dense.weight is"}};
+  for (const auto& [field, message] : cases) {
+    const ScratchFolder scratch;
+    const auto folder = copy_tiny_bert(scratch);
+    const auto check = [&] { check_sizes(bert_config_of(read_model_files(folder)), folder); };
+    EXPECT_EQ(error_of(check), "no error");
+    change_config(folder, field, 1'000'000);
+    EXPECT_THAT(error_of(check), AllOf(HasSubstr("model.safetensors: "), HasSubstr(message)));
+  }
+}
+
+TEST(ModelFiles, RefusesWhatIsNoFileInTheVocabularysPlace) {
+  const ScratchFolder scratch;
+  const auto folder = copy_tiny_bert(scratch);
+  std::filesystem::remove(folder / "vocab.txt");
+  ASSERT_EQ(mkfifo((folder / "vocab.txt").c_str(), 0600), 0);  // nobody will write to it
+  EXPECT_THAT(error_of([&] { read_model_files(folder); }),
+              HasSubstr("vocab.txt: is no regular file"));
 }
 
 TEST(ModelFiles, SaysWhatIsMissing) {

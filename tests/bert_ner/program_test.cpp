@@ -49,6 +49,7 @@ class Program : public testing::Test {
     constexpr mode_t kMode = 0600;
     dup2(open(out.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDOUT_FILENO);
     dup2(open(err.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDERR_FILENO);
+    if (stdout_ != nullptr) dup2(open(stdout_, O_WRONLY), STDOUT_FILENO);
     const rlimit limit{largest_file, RLIM_INFINITY};
     setrlimit(RLIMIT_FSIZE, &limit);
     execv(pointers.front(), pointers.data());
@@ -85,6 +86,7 @@ class Program : public testing::Test {
                                           "bert_ner: [^\n]+\n"));
   }
 
+  const char* stdout_ = nullptr;  ///< in place of the scratch folder's file
   test::ScratchFolder scratch_;
   fs::path corpus_ = test::write_tiny_corpus(scratch_, "corpus.txt", 36);
 };
@@ -163,7 +165,7 @@ TEST_F(Program, SaysWhichFileAndLineIsWrong) {
   refused("alice\tB-person\nlives\tX-verb\n\n", {"bad.txt:2: ", "X-verb"});
   refused("alice\tB-person\n\xff\xfe\tO\n\n", {"bad.txt:2: ", "UTF-8"});
   refused("", {"bad.txt"});
-  refused("alice\tB-person\n\n", {"1"});  // one sentence cannot be split
+  refused("alice\tB-person\n\n", {"bad.txt: ", "of 1 sentences"});  // one sentence cannot be split
 }
 
 TEST_F(Program, SaysWhichLabelTrainingNeverSaw) {
@@ -197,6 +199,65 @@ TEST_F(Program, SaysWhatIsWrongWithAModel) {
   std::ofstream(other_shape / "config.json") << config;
   expect_failure(run(with_model(other_shape)), 1,
                  {"other_shape/model.safetensors", "[24, 16]", "[32, 16]"});
+}
+
+TEST_F(Program, RefusesBeforeItTrainsWhatItCouldNotWriteAfterwards) {
+  const auto json = (scratch_ / "nowhere" / "r.json").string();
+  for (const Arguments& flags : {Arguments{"--json", json},
+                                 Arguments{"--precision", "amp", "--json", json},
+                                 Arguments{"--precision", "amp", "--save", corpus_.string()},
+                                 Arguments{"--precision", "amp", "--save", "/proc/nowhere"}}) {
+    const auto outcome = run(training(flags));
+    expect_failure(outcome, 1, {flags.back()});
+    EXPECT_THAT(outcome.err, Not(HasSubstr("epoch")));
+  }
+}
+
+TEST_F(Program, FailsWhenItsOutputIsLost) {
+  stdout_ = "/dev/full";
+  const auto outcome = run(training({"--precision", "amp", "--max-steps", "1", "--quiet"}));
+  expect_failure(outcome, 1, {"standard output: cannot be written"});
+}
+
+TEST_F(Program, SaysOnceWhatStoppedItsRows) {
+  expect_failure(run({"--model", (scratch_ / "nowhere").string(), "--data", corpus_.string()}), 1,
+                 {"nowhere: is no folder"});
+}
+
+TEST_F(Program, PrintsItsResultsForProgramsToo) {
+  const auto outcome = run(training({"--precision", "fp32", "--max-steps", "1", "--quiet",
+                                     "--threads", "1", "--json", "-"}));
+  EXPECT_EQ(outcome.status, 0) << outcome.err;
+  const auto results = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(results.at("rows").size(), 1U);
+  EXPECT_EQ(results.at("threads"), 1);
+}
+
+TEST_F(Program, TakesItsRowsAlongWhenItIsEnded) {
+  auto arguments = training({});
+  *(std::find(arguments.begin(), arguments.end(), "--epochs") + 1) = "100000";
+  const pid_t parent = start(arguments);
+  const auto list = "/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) +
+                    "/children";
+  std::string child;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  // It is another process only once its own lines appear.
+  while (test::read_bytes(scratch_ / "stderr").find("fp32: ") == std::string::npos &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  std::ifstream(list) >> child;
+  ASSERT_NE(child, "");
+  kill(parent, SIGTERM);
+  waitpid(parent, nullptr, 0);
+  const auto is_alive = [&] {
+    const auto status = test::read_bytes("/proc/" + child + "/status");
+    return !status.empty() && status.find("State:\tZ") == std::string::npos;
+  };
+  while (is_alive() && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_FALSE(is_alive());
 }
 
 TEST_F(Program, SaysSoWhenTheDiskIsFullAndKeepsTheCheckpoint) {
@@ -247,6 +308,10 @@ TEST_F(Program, SurvivesKillsWhileItSaves) {
     const auto latest = latest_checkpoint(saved);
     ASSERT_GT(read_run_record(latest).position.steps, round);
     test::load_tiny_bert(latest);
+    for (const auto& entry : fs::directory_iterator(saved)) {  // no torso under a whole one's name
+      if (!entry.path().filename().string().starts_with("step-")) continue;
+      EXPECT_TRUE(fs::exists(entry.path() / "training_state.json")) << entry.path();
+    }
     arguments = flags;
     arguments.insert(arguments.end(), {"--resume", saved.string()});
   }
