@@ -33,6 +33,7 @@ struct Recomputation {
   std::vector<WatchedTensor> watched;
   std::vector<std::size_t> results{};  ///< which of the result's tensors the node stands for
   GraphTrace ops{};                    ///< what the first run did
+  torch::autograd::edge_list uses{};   ///< where its boundary edges led
 };
 
 /// The gradient edges of the results that the node stands for.
@@ -50,12 +51,13 @@ inline torch::autograd::edge_list result_edges(const std::vector<at::Tensor>& te
 
 /// Its inputs are the results of the call. It has one next edge for each *use* of a tensor from outside,
 /// in the order in which the call's own graph would deliver the gradients: they are then summed up in
-/// that order too, and come out the same to the bit.
+/// that order too, and come out the same to the bit. (Inside another checkpoint its own next edges are
+/// replaced for a while, which is why the uses are kept apart from them.)
 class CheckpointNode final : public torch::autograd::Node {
  public:
-  CheckpointNode(Recomputation recomputation, const torch::autograd::edge_list& uses)
+  explicit CheckpointNode(Recomputation recomputation)
       : recomputation_(std::make_shared<Recomputation>(std::move(recomputation))) {
-    for (const auto& use : uses) add_next_edge(use);
+    for (const auto& use : recomputation_->uses) add_next_edge(use);
   }
 
   std::string name() const override { return "mezzo::checkpoint"; }
@@ -100,7 +102,7 @@ class CheckpointNode final : public torch::autograd::Node {
     roots = result_edges(again.call->result_tensors(), again.results);
     RunGraph graph(roots, start);
     check_same_ops(again.ops, trace(graph));
-    check_same_targets(next_edges(), targets(graph));
+    check_same_targets(again.uses, targets(graph));
     return graph;
   }
 

@@ -41,11 +41,11 @@ inline void replace_graph(const std::vector<at::Tensor*>& results, const GraphMa
   }
   if (roots.empty()) return;
   const RunGraph graph(roots, start);
-  const auto uses = targets(graph);
   recomputation.ops = trace(graph);
-  watch_leaves(uses, recomputation.watched);
+  recomputation.uses = targets(graph);
+  watch_leaves(recomputation.uses, recomputation.watched);
   const auto replaced = recomputation.results;
-  const std::shared_ptr<CheckpointNode> node(new CheckpointNode(std::move(recomputation), uses),
+  const std::shared_ptr<CheckpointNode> node(new CheckpointNode(std::move(recomputation)),
                                              torch::autograd::deleteNode);
   for (const auto i : replaced) {
     at::Tensor result = results[i]->detach();

@@ -47,7 +47,7 @@ struct BoundaryEdge {
   torch::autograd::Node* source;
   std::size_t index;
 
-  torch::autograd::Edge& edge() const { return source->next_edges()[index]; }
+  const torch::autograd::Edge& edge() const { return source->next_edge(index); }
 };
 
 /// What there is to know of an op in order to see that another run did the same: its backward node's

@@ -7,10 +7,12 @@
 #include <mezzo/version.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/input_metadata.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <ranges>
 #include <unordered_set>
@@ -20,6 +22,16 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// Sets an edge of `node`. An in-place op on a view is a node with the op's own node inside, which has the
+/// same edges but for the first, and the engine insists on that.
+inline void set_edge(torch::autograd::Node& node, std::size_t index, torch::autograd::Edge edge) {
+  auto* const copy_slices = dynamic_cast<torch::autograd::CopySlices*>(&node);
+  if (copy_slices != nullptr && copy_slices->fn != nullptr && index > 0) {
+    copy_slices->fn->next_edges()[index] = edge;
+  }
+  node.next_edges()[index] = std::move(edge);
+}
+
 /// Lets the edges of a run's graph be changed, and puts them back: the graph of a backward pass with
 /// create_graph lives on, and is differentiated through its own edges.
 class TemporaryEdges {
@@ -28,8 +40,10 @@ class TemporaryEdges {
     for (const auto* node : graph.nodes) found_.push_back(node->next_edges());
   }
   ~TemporaryEdges() {
-    for (std::size_t i = 0; i < found_.size(); ++i) {
-      graph_.nodes[i]->next_edges() = std::move(found_[i]);
+    for (std::size_t n = 0; n < found_.size(); ++n) {
+      for (std::size_t i = 0; i < found_[n].size(); ++i) {
+        set_edge(*graph_.nodes[n], i, std::move(found_[n][i]));
+      }
     }
   }
   TemporaryEdges(const TemporaryEdges&) = delete;
@@ -41,14 +55,14 @@ class TemporaryEdges {
   void drop_unwanted(const std::vector<bool>& wanted) {
     if (std::ranges::all_of(wanted, std::identity{})) return;
     for (std::size_t i = 0; i < wanted.size(); ++i) {
-      if (!wanted[i]) boundary()[i].edge() = {};
+      if (!wanted[i]) set_edge(*boundary()[i].source, boundary()[i].index, {});
     }
     std::unordered_set<const torch::autograd::Node*> idle;
     for (auto* node : graph_.nodes | std::views::reverse) {
       bool leads_on = false;
-      for (auto& edge : node->next_edges()) {
-        if (idle.contains(edge.function.get())) edge = {};
-        leads_on = leads_on || edge.is_valid();
+      for (std::size_t i = 0; i < node->num_outputs(); ++i) {
+        if (idle.contains(node->next_edge(i).function.get())) set_edge(*node, i, {});
+        leads_on = leads_on || node->next_edge(i).is_valid();
       }
       if (!leads_on) idle.insert(node);
     }
@@ -87,7 +101,7 @@ class GradientTaps {
       auto& tap = taps_.emplace_back();
       if (!boundary.edge().is_valid()) continue;
       tap = std::make_shared<GradientTap>(boundary.edge());
-      boundary.edge() = {tap, 0};
+      set_edge(*boundary.source, boundary.index, {tap, 0});
     }
   }
 
