@@ -204,6 +204,7 @@ class GradScaler {
   void advance_scale();
   void finish_iteration();
   void check_new_scale(double new_scale) const;
+  GradScalerOptions dynamic_options(const char* option) const;
 
   LossScale rule_;
   LossScaleState initial_state_;

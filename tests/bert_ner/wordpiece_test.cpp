@@ -68,6 +68,11 @@ TEST_F(WordPieceFolder, SplitsNormalisedTextIntoWords) {
             (Strings{"cafe", ",", "a", "-", "中", "文", "!"}));
 }
 
+TEST_F(WordPieceFolder, PutsMarksInCanonicalOrder) {
+  // Combining classes 224 and 216; both are spacing marks, so neither is stripped.
+  EXPECT_EQ(load().pre_tokenize("a\u302f\U0001d165b"), Strings{"a\U0001d165\u302fb"});
+}
+
 TEST_F(WordPieceFolder, FollowsTheConfiguration) {
   EXPECT_EQ(load().pre_tokenize("Café"), Strings{"cafe"});
   EXPECT_EQ(load(kVocabulary, R"({"do_lower_case": false})").pre_tokenize("Café"), Strings{"Café"});

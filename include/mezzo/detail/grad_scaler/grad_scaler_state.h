@@ -53,19 +53,23 @@ class StateReader {
 
 inline double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
+inline GradScalerOptions GradScaler::dynamic_options(const char* option) const {
+  TORCH_CHECK(rule_.kind() == LossScaleKind::dynamic, option,
+              " belongs to a dynamic loss scale, and this scaler's is constant; make it with "
+              "loss_scale(LossScaleKind::dynamic)");
+  return GradScalerOptions(rule_);
+}
+
 inline void GradScaler::set_growth_factor(double growth_factor) {
-  auto options = GradScalerOptions(rule_);
-  rule_ = options.growth_factor(growth_factor).rule();
+  rule_ = dynamic_options("growth_factor").growth_factor(growth_factor).rule();
 }
 
 inline void GradScaler::set_backoff_factor(double backoff_factor) {
-  auto options = GradScalerOptions(rule_);
-  rule_ = options.backoff_factor(backoff_factor).rule();
+  rule_ = dynamic_options("backoff_factor").backoff_factor(backoff_factor).rule();
 }
 
 inline void GradScaler::set_growth_interval(int64_t growth_interval) {
-  auto options = GradScalerOptions(rule_);
-  rule_ = options.growth_interval(growth_interval).rule();
+  rule_ = dynamic_options("growth_interval").growth_interval(growth_interval).rule();
 }
 
 inline LossScaleState GradScaler::read_state() const {
