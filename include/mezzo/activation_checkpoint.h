@@ -3,7 +3,7 @@
 /// needs of it a second time, during backward. Memory for time (Chen et al. 2016, "Training Deep Nets with
 /// Sublinear Memory Cost"). What Python calls torch.utils.checkpoint.
 ///
-/// Brings in libtorch's autograd engine, which takes over ten seconds to compile.
+/// Brings in libtorch's autograd engine, about nine seconds of compile time.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -30,7 +30,7 @@ struct CheckpointOptions {
 /// Calls `function(args...)` and returns its result, but keeps only the arguments and the function until
 /// backward, which calls it again to get the activations back.
 ///
-///     x = mezzo::checkpoint(block, x);                    // a module of libtorch, or any callable
+///     x = mezzo::checkpoint(block, x);                     // a module (holder or pointer), any callable
 ///     auto [hidden, attention] = mezzo::checkpoint([&](const torch::Tensor& h) { ... }, x);
 ///     x = mezzo::checkpoint({.preserve_random_state = false}, block, x, mask);
 ///

@@ -34,22 +34,40 @@ std::vector<at::Tensor> tensors_in(T& value) {
   return tensors;
 }
 
+/// A module holder or a pointer to a module: Sequential, for one, has no call operator that works.
+template <class F, class... Args>
+concept PointsToModule = requires(F& function, Args&... args) { function->forward(args...); };
+
+template <class F, class... Args>
+concept CallableTwice = PointsToModule<F, Args...> || std::is_invocable_v<F&, Args&...>;
+
+template <class F, class... Args>
+  requires CallableTwice<F, Args...>
+decltype(auto) call_stored(F& function, Args&... args) {
+  if constexpr (PointsToModule<F, Args...>) {
+    return function->forward(args...);
+  } else {
+    return std::invoke(function, args...);
+  }
+}
+
 /// The result of a call as a value; void where there is no such call, for others to complain about.
-template <bool Callable, class F, class... Args>
+template <class F, class... Args>
 struct ValueResult {
   using Type = void;
 };
 template <class F, class... Args>
-struct ValueResult<true, F, Args...> {
-  using Type = std::decay_t<std::invoke_result_t<F&, Args&...>>;
+  requires CallableTwice<F, Args...>
+struct ValueResult<F, Args...> {
+  using Type = std::decay_t<decltype(call_stored(std::declval<F&>(), std::declval<Args&>()...))>;
 };
 
 /// The arguments are stored as std::bind_front stores them, but for a TensorList, which would dangle.
 template <class F, class... Args>
 class StoredCall final : public CheckpointedCall {
  public:
-  static constexpr bool kCallable = std::is_invocable_v<F&, Args&...>;
-  using Result = typename ValueResult<kCallable, F, Args...>::Type;
+  static constexpr bool kCallable = CallableTwice<F, Args...>;
+  using Result = typename ValueResult<F, Args...>::Type;
 
   template <class G, class... GivenArgs>
   explicit StoredCall(G&& function, GivenArgs&&... args)
@@ -57,8 +75,7 @@ class StoredCall final : public CheckpointedCall {
 
   /// Calls the function with the stored arguments as lvalues, which leaves them for the next call.
   Result operator()() {
-    return std::apply([this](Args&... args) -> Result { return std::invoke(function_, args...); },
-                      args_);
+    return std::apply([this](Args&... args) -> Result { return detail::call_stored(function_, args...); }, args_);
   }
 
   std::vector<at::Tensor> result_tensors() override {
