@@ -75,7 +75,8 @@ TEST_F(CheckpointArguments, ThatRequireGradAreFoundWhereverTheyAre) {
 
 TEST_F(CheckpointArguments, MayBeUndefinedTensors) {
   const auto y = mezzo::checkpoint(
-      [](const Tensor& x, const Tensor& bias) { return bias.defined() ? x + bias : x * 2; }, x_, Tensor());
+      [](const Tensor& x, const Tensor& bias) { return bias.defined() ? x + bias : x * 2; }, x_,
+      Tensor());
   expect_gradient(y, 2);
 }
 
@@ -84,8 +85,8 @@ TEST_F(CheckpointArguments, MayBeTensorsOfInferenceMode) {
     const c10::InferenceMode inference;
     return torch::full({3}, 2.0);
   }();
-  expect_gradient(mezzo::checkpoint(
-                      [](const Tensor& x, const Tensor& c) { return x * c.clone(); }, x_, constant),
+  expect_gradient(mezzo::checkpoint([](const Tensor& x, const Tensor& c) { return x * c.clone(); },
+                                    x_, constant),
                   2);
 }
 
@@ -102,7 +103,10 @@ TEST_F(CheckpointArguments, GoToEveryKindOfCallable) {
   expect_gradient(mezzo::checkpoint(Scale{3}, x_), 3);
   expect_gradient(mezzo::checkpoint(&Scale::by, Scale{3}, x_, 2.0), 6);
   expect_gradient(mezzo::checkpoint(&Scale::by, std::make_shared<Scale>(3), x_, 2.0), 6);
-  expect_gradient(mezzo::checkpoint([owned = std::make_unique<int>(7)](const Tensor& x) { return x * *owned; }, x_), 7);
+  expect_gradient(
+      mezzo::checkpoint([owned = std::make_unique<int>(7)](const Tensor& x) { return x * *owned; },
+                        x_),
+      7);
 }
 
 TEST_F(CheckpointArguments, GoToModulesByHolderAndByPointer) {
@@ -112,11 +116,13 @@ TEST_F(CheckpointArguments, GoToModulesByHolderAndByPointer) {
 }
 
 TEST_F(CheckpointArguments, GoToASequential) {
-  torch::nn::Sequential sequential(torch::nn::Linear(3, 5), torch::nn::GELU(), torch::nn::Linear(5, 3));
+  torch::nn::Sequential sequential(torch::nn::Linear(3, 5), torch::nn::GELU(),
+                                   torch::nn::Linear(5, 3));
   const auto input = torch::randn({2, 3});
   mezzo::checkpoint(sequential, input).pow(2).sum().backward();
   std::vector<Tensor> gradients;
-  for (const auto& parameter : sequential->parameters()) gradients.push_back(parameter.grad().clone());
+  for (const auto& parameter : sequential->parameters())
+    gradients.push_back(parameter.grad().clone());
   sequential->zero_grad();
   sequential->forward(input).pow(2).sum().backward();
   for (std::size_t i = 0; i < gradients.size(); ++i) {
@@ -131,12 +137,17 @@ struct Output {
 };
 
 TEST_F(CheckpointArguments, ResultsMayBeAnyContainerOfTensors) {
-  const auto checkpoint = [&](auto wrap) { return mezzo::checkpoint([wrap](const Tensor& x) { return wrap(x * 2); }, x_); };
+  const auto checkpoint = [&](auto wrap) {
+    return mezzo::checkpoint([wrap](const Tensor& x) { return wrap(x * 2); }, x_);
+  };
   expect_gradient(*checkpoint([](const Tensor& t) { return std::optional(t); }), 2);
   expect_gradient(checkpoint([](const Tensor& t) { return std::vector{t, t}; })[1], 2);
   expect_gradient(checkpoint([](const Tensor& t) { return std::array{t, t}; })[1], 2);
   expect_gradient(std::get<1>(checkpoint([](const Tensor& t) { return std::tuple{1, t}; })), 2);
-  expect_gradient(checkpoint([](const Tensor& t) { return std::map<int, Tensor>{{3, t}}; }).at(3), 2);
+  expect_gradient(checkpoint([](const Tensor& t) {
+                    return std::map<int, Tensor>{{3, t}};
+                  }).at(3),
+                  2);
   const auto output = checkpoint([](const Tensor& t) { return Output{Tensor(), t, 8}; });
   expect_gradient(output.second, 2);
   EXPECT_EQ(output.label, 8);

@@ -65,7 +65,9 @@ TEST_P(CheckpointAutocast, RecomputesWithoutAutocastWhatRanWithoutIt) {
 
 TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
   const auto u = torch::randn({8, 8}).requires_grad_();
-  const auto model = [&](const Tensor& x) { return torch::softmax(torch::gelu(x.mm(w_)).mm(u), -1); };
+  const auto model = [&](const Tensor& x) {
+    return torch::softmax(torch::gelu(x.mm(w_)).mm(u), -1);
+  };
   const auto loss = [&](auto&& forward) {
     return loss_and_gradients({x_, w_, u}, [&] {
       const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
@@ -75,8 +77,8 @@ TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
   expect_same_bits(loss([&](const Tensor& x) { return mezzo::checkpoint(model, x); }), loss(model));
 }
 
-// The cached cast of a weight is gone at the time of the recomputation, or there is one where there was
-// none: the graphs of the two runs must not depend on it.
+// The cached cast of a weight is gone at the time of the recomputation, or there is one where there
+// was none: the graphs of the two runs must not depend on it.
 TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
   const auto loss = [&](bool cached_before, bool cached_at_backward) {
     return loss_and_gradients({x_, w_}, [&] {

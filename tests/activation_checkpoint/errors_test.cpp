@@ -41,16 +41,18 @@ class CheckpointErrors : public testing::Test {
 };
 
 TEST_F(CheckpointErrors, NameTheOpWhoseShapeDiffers) {
-  EXPECT_THAT(error_when_it_changes([](const Tensor& x) { return x.narrow(0, 0, 2).exp().sum(); },
-                                    [](const Tensor& x) { return x.narrow(0, 0, 3).exp().sum(); }),
-              HasSubstr("op 1, counted from the end, was ExpBackward0 Float[2, 4] in the first run and "
-                        "is ExpBackward0 Float[3, 4] in the recomputation"));
+  EXPECT_THAT(
+      error_when_it_changes([](const Tensor& x) { return x.narrow(0, 0, 2).exp().sum(); },
+                            [](const Tensor& x) { return x.narrow(0, 0, 3).exp().sum(); }),
+      HasSubstr("op 1, counted from the end, was ExpBackward0 Float[2, 4] in the first run and "
+                "is ExpBackward0 Float[3, 4] in the recomputation"));
 }
 
 TEST_F(CheckpointErrors, NameTheOpWhoseDtypeDiffers) {
-  EXPECT_THAT(error_when_it_changes([](const Tensor& x) { return x.to(at::kHalf).exp().sum(); },
-                                    [](const Tensor& x) { return x.to(at::kBFloat16).exp().sum(); }),
-              HasSubstr("was SumBackward0 Half[] in the first run and is SumBackward0 BFloat16[]"));
+  EXPECT_THAT(
+      error_when_it_changes([](const Tensor& x) { return x.to(at::kHalf).exp().sum(); },
+                            [](const Tensor& x) { return x.to(at::kBFloat16).exp().sum(); }),
+      HasSubstr("was SumBackward0 Half[] in the first run and is SumBackward0 BFloat16[]"));
 }
 
 TEST_F(CheckpointErrors, NameTheOpThatDiffers) {
@@ -95,11 +97,13 @@ TEST_F(CheckpointErrors, SayWhatAFunctionMustDo) {
 
 TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
   const auto mask = torch::ones({4, 4});
-  const auto y = mezzo::checkpoint([](const Tensor& x, const Tensor& m) { return (x * m).exp(); }, x_, mask);
+  const auto y =
+      mezzo::checkpoint([](const Tensor& x, const Tensor& m) { return (x * m).exp(); }, x_, mask);
   mask.zero_();
-  EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-              HasSubstr("a tensor argument, Float[4, 4], was modified in place between its forward and "
-                        "its backward"));
+  EXPECT_THAT(
+      error_of([&] { y.sum().backward(); }),
+      HasSubstr("a tensor argument, Float[4, 4], was modified in place between its forward and "
+                "its backward"));
 }
 
 TEST_F(CheckpointErrors, NoticeAParameterModifiedBeforeBackward) {
@@ -113,17 +117,18 @@ TEST_F(CheckpointErrors, NoticeAParameterModifiedBeforeBackward) {
 }
 
 TEST_F(CheckpointErrors, NoticeAFunctionThatModifiesItsArgument) {
-  EXPECT_THAT(error_of([&] {
-                mezzo::checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_));
-              }),
-              HasSubstr("a tensor argument, Float[4, 4], was modified in place by the function itself"));
+  EXPECT_THAT(
+      error_of([&] { mezzo::checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_)); }),
+      HasSubstr("a tensor argument, Float[4, 4], was modified in place by the function itself"));
 }
 
 TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
-  EXPECT_THROW(mezzo::checkpoint([](const Tensor& x) -> Tensor {
-                 if (x.defined()) throw std::logic_error("no");
-                 return x;
-               }, x_),
+  EXPECT_THROW(mezzo::checkpoint(
+                   [](const Tensor& x) -> Tensor {
+                     if (x.defined()) throw std::logic_error("no");
+                     return x;
+                   },
+                   x_),
                std::logic_error);
   bool again = false;
   const auto y = mezzo::checkpoint(
@@ -138,8 +143,9 @@ TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
 
 TEST_F(CheckpointErrors, LeaveBackwardUsableOnceTheFunctionIsItselfAgain) {
   int runs = 0;
-  const auto y = mezzo::checkpoint(
-      [&](const Tensor& x) { return ++runs == 2 ? x.tanh() : x.exp(); }, x_).sum();
+  const auto y =
+      mezzo::checkpoint([&](const Tensor& x) { return ++runs == 2 ? x.tanh() : x.exp(); }, x_)
+          .sum();
   EXPECT_THROW(torch::autograd::grad({y}, {x_}, {}, /*retain_graph=*/true), c10::Error);
   EXPECT_TRUE(torch::equal(torch::autograd::grad({y}, {x_})[0], x_.exp()));
 }

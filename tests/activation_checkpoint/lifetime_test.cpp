@@ -57,8 +57,8 @@ TEST(CheckpointLifetime, FreesFunctionAndArgumentsAfterBackward) {
 TEST(CheckpointLifetime, KeepsNothingWhenNothingRequiresGrad) {
   auto token = std::make_shared<int>(2);
   const std::weak_ptr<int> function = token;
-  const auto y = mezzo::checkpoint([token = std::move(token)](const Tensor& t) { return t * *token; },
-                                   torch::ones({8}));
+  const auto y = mezzo::checkpoint(
+      [token = std::move(token)](const Tensor& t) { return t * *token; }, torch::ones({8}));
   EXPECT_TRUE(function.expired());
 }
 
@@ -70,7 +70,8 @@ void* destroy(void* tensor) {
 TEST(CheckpointLifetime, OfALongChainEndsWithoutRecursion) {
   auto y = torch::ones({1}).requires_grad_();
   for (int i = 0; i < 5'000; ++i) {
-    y = mezzo::checkpoint({.preserve_random_state = false}, [](const Tensor& t) { return t + 1; }, y);
+    y = mezzo::checkpoint(
+        {.preserve_random_state = false}, [](const Tensor& t) { return t + 1; }, y);
   }
   EXPECT_EQ(y.item<float>(), 5'001);
   // In a thread whose stack overflows when each node destroys the next.
@@ -87,10 +88,13 @@ TEST(CheckpointLifetime, OfALongChainEndsWithoutRecursion) {
 TEST(CheckpointThreads, BackwardMayRunInAnotherThread) {
   const auto x = torch::randn({8, 8}).requires_grad_();
   const auto w = torch::randn({8, 8}).requires_grad_();
-  // A captured tensor with a node of this thread, numbered higher than what the other thread will make.
+  // A captured tensor with a node of this thread, numbered higher than what the other thread will
+  // make.
   for (int i = 0; i < 100; ++i) w.exp();
   const auto scale = w.exp();
-  const auto block = [w, scale](const Tensor& t) { return torch::dropout(t.mm(w) * scale, 0.5, true); };
+  const auto block = [w, scale](const Tensor& t) {
+    return torch::dropout(t.mm(w) * scale, 0.5, true);
+  };
   std::vector<Tensor> gradients;
   const auto y = mezzo::checkpoint(block, x).sum();
   std::thread([&] { gradients = torch::autograd::grad({y}, {x, w}); }).join();
@@ -121,7 +125,8 @@ TEST(CheckpointThreads, OneGraphMayBeUsedByManyAtOnce) {
   std::vector<std::thread> threads;
   for (auto& mine : gradients) {
     threads.emplace_back([&] {
-      for (int i = 0; i < 20; ++i) mine = torch::autograd::grad({y}, {x, w}, {}, /*retain_graph=*/true);
+      for (int i = 0; i < 20; ++i)
+        mine = torch::autograd::grad({y}, {x, w}, {}, /*retain_graph=*/true);
     });
   }
   for (auto& thread : threads) thread.join();

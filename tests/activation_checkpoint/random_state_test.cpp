@@ -74,7 +74,8 @@ TEST_F(CheckpointRandomState, OfEachCheckpointIsItsOwn) {
 
 TEST_F(CheckpointRandomState, InsideAnotherCheckpointIsTheInnerOnesOwn) {
   const auto inner = [](const Tensor& x) { return drop(x); };
-  const auto y = mezzo::checkpoint([&](const Tensor& x) { return mezzo::checkpoint(inner, drop(x)); }, x_);
+  const auto y =
+      mezzo::checkpoint([&](const Tensor& x) { return mezzo::checkpoint(inner, drop(x)); }, x_);
   torch::manual_seed(99);
   y.sum().backward();
   EXPECT_TRUE(torch::equal(x_.grad(), y.detach()));

@@ -8,8 +8,8 @@
 
 namespace activation_checkpoint_test {
 
-/// The loss that `make_loss()` returns, and its gradients for `leaves`, which are reset before. Each call
-/// starts from the same random state.
+/// The loss that `make_loss()` returns, and its gradients for `leaves`, which are reset before.
+/// Each call starts from the same random state.
 template <class MakeLoss>
 std::vector<torch::Tensor> loss_and_gradients(const std::vector<torch::Tensor>& leaves,
                                               const MakeLoss& make_loss) {

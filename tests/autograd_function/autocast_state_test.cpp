@@ -87,7 +87,8 @@ TEST_P(AutocastFunction, ABackwardThatIsNotWrappedSeesTheCallersState) {
   Tensor c;
   {
     const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
-    c = TheirMultiply::apply(a_.detach().to(GetParam()).requires_grad_(), b_.detach().to(GetParam()));
+    c = TheirMultiply::apply(a_.detach().to(GetParam()).requires_grad_(),
+                             b_.detach().to(GetParam()));
   }
   c.sum().backward();
   EXPECT_FALSE(seen_in_backward.enabled);
@@ -122,7 +123,8 @@ TEST_P(AutocastFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
     const mezzo::AutocastGuard autocast(at::kCPU, GetParam(), {.cache_enabled = false});
     return torch::autograd::grad({multiply(a_, b_).to(at::kFloat).pow(2).sum()}, {a_, b_});
   };
-  const auto ours = gradients([](const Tensor& a, const Tensor& b) { return Multiply::apply(a, b); });
+  const auto ours =
+      gradients([](const Tensor& a, const Tensor& b) { return Multiply::apply(a, b); });
   const auto theirs = gradients([](const Tensor& a, const Tensor& b) { return a.mm(b); });
   EXPECT_EQ(ours[0].scalar_type(), at::kFloat);
   EXPECT_TRUE(torch::equal(ours[0], theirs[0]));

@@ -1,4 +1,5 @@
-// What custom_fwd(cast_inputs=...) promises: converted arguments, autocast off in forward and backward.
+// What custom_fwd(cast_inputs=...) promises: converted arguments, autocast off in forward and
+// backward.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -112,10 +113,10 @@ TEST(CastInputs, ReachesTensorsInNestedContainers) {
   const auto x = torch::ones(1);
   const std::vector<Tensor> two{x, x};
   const std::optional<Tensor> none;
-  apply_under_autocast<Note>(
-      std::optional(x), none, two, at::TensorList(two), std::array{x},
-      std::map<std::string, std::vector<Tensor>>{{"a", {x}}, {"b", {x, x}}},
-      std::tuple{1, x, std::pair{x, "text"}}, std::vector<std::optional<Pair>>{Pair{x, x}});
+  apply_under_autocast<Note>(std::optional(x), none, two, at::TensorList(two), std::array{x},
+                             std::map<std::string, std::vector<Tensor>>{{"a", {x}}, {"b", {x, x}}},
+                             std::tuple{1, x, std::pair{x, "text"}},
+                             std::vector<std::optional<Pair>>{Pair{x, x}});
   EXPECT_EQ(dtypes_seen, std::vector(13, at::kHalf));
   EXPECT_EQ(two[0].scalar_type(), at::kFloat) << "the caller's own containers stay as they are";
 }

@@ -42,17 +42,19 @@ inline torch::autograd::edge_list result_edges(const std::vector<at::Tensor>& te
   torch::autograd::edge_list edges;
   for (const auto i : results) {
     TORCH_CHECK(i < tensors.size() && tensors[i].defined() && tensors[i].requires_grad(),
-                "checkpoint: result ", i, " of the first run is missing from the recomputation, or "
-                "does not require grad there.", kSameEachTime);
+                "checkpoint: result ", i,
+                " of the first run is missing from the recomputation, or "
+                "does not require grad there.",
+                kSameEachTime);
     edges.push_back(torch::autograd::impl::gradient_edge(tensors[i]));
   }
   return edges;
 }
 
-/// Its inputs are the results of the call. It has one next edge for each *use* of a tensor from outside,
-/// in the order in which the call's own graph would deliver the gradients: they are then summed up in
-/// that order too, and come out the same to the bit. (Inside another checkpoint its own next edges are
-/// replaced for a while, which is why the uses are kept apart from them.)
+/// Its inputs are the results of the call. It has one next edge for each *use* of a tensor from
+/// outside, in the order in which the call's own graph would deliver the gradients: they are then
+/// summed up in that order too, and come out the same to the bit. (Inside another checkpoint its
+/// own next edges are replaced for a while, which is why the uses are kept apart from them.)
 class CheckpointNode final : public torch::autograd::Node {
  public:
   explicit CheckpointNode(Recomputation recomputation)
@@ -62,8 +64,9 @@ class CheckpointNode final : public torch::autograd::Node {
 
   std::string name() const override { return "mezzo::checkpoint"; }
 
-  /// Runs the call again and sends the gradients through its graph. The engine calls this, in the thread
-  /// of the node's device; another call of the engine inside is what libtorch calls a reentrant backward.
+  /// Runs the call again and sends the gradients through its graph. The engine calls this, in the
+  /// thread of the node's device; another call of the engine inside is what libtorch calls a
+  /// reentrant backward.
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     const auto again = recomputation();
     if (std::ranges::none_of(gradients, &at::Tensor::defined)) {
@@ -87,8 +90,8 @@ class CheckpointNode final : public torch::autograd::Node {
   }
 
  private:
-  /// Shared with the caller: nothing is locked while the user's function runs, since a device thread may
-  /// meet this node again, for another backward pass, while it waits for this one.
+  /// Shared with the caller: nothing is locked while the user's function runs, since a device
+  /// thread may meet this node again, for another backward pass, while it waits for this one.
   std::shared_ptr<Recomputation> recomputation() {
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(recomputation_ != nullptr, torch::autograd::ERR_BACKWARD_TWICE);

@@ -36,13 +36,15 @@ std::vector<at::Tensor> tensors_in(T& value) {
 
 /// A module holder or a pointer to a module: Sequential, for one, has no call operator that works.
 template <class F, class... Args>
-concept PointsToModule = requires(F& function, Args&... args) { function->forward(args...); };
+concept PointsToModule = requires(F& function, Args&... args) {
+  function->forward(args...);
+};
 
 template <class F, class... Args>
 concept CallableTwice = PointsToModule<F, Args...> || std::is_invocable_v<F&, Args&...>;
 
 template <class F, class... Args>
-  requires CallableTwice<F, Args...>
+requires CallableTwice<F, Args...>
 decltype(auto) call_stored(F& function, Args&... args) {
   if constexpr (PointsToModule<F, Args...>) {
     return function->forward(args...);
@@ -57,12 +59,13 @@ struct ValueResult {
   using Type = void;
 };
 template <class F, class... Args>
-  requires CallableTwice<F, Args...>
+requires CallableTwice<F, Args...>
 struct ValueResult<F, Args...> {
   using Type = std::decay_t<decltype(call_stored(std::declval<F&>(), std::declval<Args&>()...))>;
 };
 
-/// The arguments are stored as std::bind_front stores them, but for a TensorList, which would dangle.
+/// The arguments are stored as std::bind_front stores them, but for a TensorList, which would
+/// dangle.
 template <class F, class... Args>
 class StoredCall final : public CheckpointedCall {
  public:
@@ -75,7 +78,8 @@ class StoredCall final : public CheckpointedCall {
 
   /// Calls the function with the stored arguments as lvalues, which leaves them for the next call.
   Result operator()() {
-    return std::apply([this](Args&... args) -> Result { return detail::call_stored(function_, args...); }, args_);
+    return std::apply(
+        [this](Args&... args) -> Result { return detail::call_stored(function_, args...); }, args_);
   }
 
   std::vector<at::Tensor> result_tensors() override {

@@ -14,8 +14,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Starts watching. Materialises the gradient edges too: autograd renews the node of a view whose base was
-/// modified when it is first asked for it, and that must not happen during the run.
+/// Starts watching. Materialises the gradient edges too: autograd renews the node of a view whose
+/// base was modified when it is first asked for it, and that must not happen during the run.
 inline std::vector<WatchedTensor> watch_arguments(const std::vector<at::Tensor>& tensors) {
   std::vector<WatchedTensor> watched;
   for (const auto& tensor : tensors) {
@@ -26,9 +26,9 @@ inline std::vector<WatchedTensor> watch_arguments(const std::vector<at::Tensor>&
   return watched;
 }
 
-/// Puts one node in the place of the graph that the run since `start` made behind `results`, whose tensors
-/// are replaced by ones without that graph. Results that the run did not compute from a tensor that
-/// requires grad, or that are such a tensor themselves, stay as they are.
+/// Puts one node in the place of the graph that the run since `start` made behind `results`, whose
+/// tensors are replaced by ones without that graph. Results that the run did not compute from a
+/// tensor that requires grad, or that are such a tensor themselves, stay as they are.
 inline void replace_graph(const std::vector<at::Tensor*>& results, const GraphMark& start,
                           Recomputation recomputation) {
   torch::autograd::edge_list roots;

@@ -1,5 +1,6 @@
 /// \file
-/// What a run depends on beside its arguments, taken at the first run and put in place for the second.
+/// What a run depends on beside its arguments, taken at the first run and put in place for the
+/// second.
 #pragma once
 
 #include <ATen/Context.h>
@@ -16,8 +17,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Leaves libtorch's cache of weight casts unread and unwritten. A cast that was cached before the first
-/// run is gone by the second, so that the two runs would have different graphs.
+/// Leaves libtorch's cache of weight casts unread and unwritten. A cast that was cached before the
+/// first run is gone by the second, so that the two runs would have different graphs.
 class WeightCastsUncached {
  public:
   WeightCastsUncached() noexcept : found_(at::autocast::is_autocast_cache_enabled()) {
@@ -45,7 +46,8 @@ class RunConditions {
     if (with_random_state) random_.emplace();
   }
 
-  /// Runs the calling thread under `conditions`, recording for autograd, and restores what was there.
+  /// Runs the calling thread under `conditions`, recording for autograd, and restores what was
+  /// there.
   class Scope {
    public:
     explicit Scope(const RunConditions& conditions)

@@ -1,6 +1,6 @@
 /// \file
-/// The part of autograd's graph that one run of a function adds, and the edges by which it hangs on the
-/// rest: on arguments, on parameters and on whatever else the function captures.
+/// The part of autograd's graph that one run of a function adds, and the edges by which it hangs on
+/// the rest: on arguments, on parameters and on whatever else the function captures.
 #pragma once
 
 #include <ATen/SequenceNumber.h>
@@ -28,8 +28,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A moment in a thread, which tells the nodes made there since from all others. Nodes of one thread are
-/// numbered as they are made; those that accumulate into leaves have the highest number of all.
+/// A moment in a thread, which tells the nodes made there since from all others. Nodes of one
+/// thread are numbered as they are made; those that accumulate into leaves have the highest number
+/// of all.
 class GraphMark {
  public:
   bool made_since(const torch::autograd::Node& node) const {
@@ -50,8 +51,8 @@ struct BoundaryEdge {
   const torch::autograd::Edge& edge() const { return source->next_edge(index); }
 };
 
-/// What there is to know of an op in order to see that another run did the same: its backward node's
-/// type, and dtype and sizes of its results.
+/// What there is to know of an op in order to see that another run did the same: its backward
+/// node's type, and dtype and sizes of its results.
 struct OpTrace {
   std::type_index type;
   std::vector<std::pair<at::ScalarType, std::vector<int64_t>>> results;
@@ -82,8 +83,8 @@ inline std::ostream& operator<<(std::ostream& out, const OpTrace& op) {
   return out;
 }
 
-/// The nodes that a run made and its results depend on, last made first: the order in which the engine
-/// runs them, and so the order in which gradients arrive at the boundary edges.
+/// The nodes that a run made and its results depend on, last made first: the order in which the
+/// engine runs them, and so the order in which gradients arrive at the boundary edges.
 struct RunGraph {
   std::vector<torch::autograd::Node*> nodes;
   std::vector<BoundaryEdge> boundary;
@@ -131,15 +132,17 @@ inline torch::autograd::edge_list targets(const RunGraph& graph) {
 }
 
 inline constexpr const char* kSameEachTime =
-    " A function passed to mezzo::checkpoint runs again during backward and must do the same then: it "
+    " A function passed to mezzo::checkpoint runs again during backward and must do the same then: "
+    "it "
     "may depend on its arguments, on captured values that do not change until backward, and on "
     "libtorch's default random generators.";
 
 /// Throws unless `second`, a recomputation, made the ops of the first run.
 inline void check_same_ops(const GraphTrace& first, const GraphTrace& second) {
   for (std::size_t i = 0; i < std::min(first.size(), second.size()); ++i) {
-    TORCH_CHECK(first[i] == second[i], "checkpoint: op ", i, ", counted from the end, was ", first[i],
-                " in the first run and is ", second[i], " in the recomputation.", kSameEachTime);
+    TORCH_CHECK(first[i] == second[i], "checkpoint: op ", i, ", counted from the end, was ",
+                first[i], " in the first run and is ", second[i], " in the recomputation.",
+                kSameEachTime);
   }
   TORCH_CHECK(first.size() == second.size(), "checkpoint: the first run made ", first.size(),
               " differentiable ops, the recomputation ", second.size(), ".", kSameEachTime);

@@ -22,8 +22,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Sets an edge of `node`. An in-place op on a view is a node with the op's own node inside, which has the
-/// same edges but for the first, and the engine insists on that.
+/// Sets an edge of `node`. An in-place op on a view is a node with the op's own node inside, which
+/// has the same edges but for the first, and the engine insists on that.
 inline void set_edge(torch::autograd::Node& node, std::size_t index, torch::autograd::Edge edge) {
   auto* const copy_slices = dynamic_cast<torch::autograd::CopySlices*>(&node);
   if (copy_slices != nullptr && copy_slices->fn != nullptr && index > 0) {
@@ -32,8 +32,8 @@ inline void set_edge(torch::autograd::Node& node, std::size_t index, torch::auto
   node.next_edges()[index] = std::move(edge);
 }
 
-/// Lets the edges of a run's graph be changed, and puts them back: the graph of a backward pass with
-/// create_graph lives on, and is differentiated through its own edges.
+/// Lets the edges of a run's graph be changed, and puts them back: the graph of a backward pass
+/// with create_graph lives on, and is differentiated through its own edges.
 class TemporaryEdges {
  public:
   explicit TemporaryEdges(const RunGraph& graph) : graph_(graph) {
@@ -73,8 +73,8 @@ class TemporaryEdges {
   std::vector<torch::autograd::edge_list> found_;
 };
 
-/// Takes one gradient and passes nothing on. To the engine it looks like the node it stands in for: same
-/// shape, dtype, device and stream.
+/// Takes one gradient and passes nothing on. To the engine it looks like the node it stands in for:
+/// same shape, dtype, device and stream.
 class GradientTap final : public torch::autograd::Node {
  public:
   explicit GradientTap(const torch::autograd::Edge& target) {
@@ -92,8 +92,8 @@ class GradientTap final : public torch::autograd::Node {
   at::Tensor gradient_;
 };
 
-/// A tap at every boundary edge that is left. One for each edge, and not for each target, where the engine
-/// would add up what should be added to other gradients one by one.
+/// A tap at every boundary edge that is left. One for each edge, and not for each target, where the
+/// engine would add up what should be added to other gradients one by one.
 class GradientTaps {
  public:
   explicit GradientTaps(TemporaryEdges& edges) {

@@ -15,7 +15,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A tensor as it was when this was made. Tensors of inference mode have no version and pass unwatched.
+/// A tensor as it was when this was made. Tensors of inference mode have no version and pass
+/// unwatched.
 class WatchedTensor {
  public:
   WatchedTensor(at::Tensor tensor, std::string role)
@@ -26,11 +27,12 @@ class WatchedTensor {
 
   /// Throws when the tensor has been modified since.
   void check(const char* when) const {
-    TORCH_CHECK(tensor_.is_inference() || tensor_._version() == version_, "checkpoint: ", role_,
-                ", ", tensor_.scalar_type(), tensor_.sizes(), ", was modified in place ", when,
-                " (version ", tensor_._version(), ", expected ", version_,
-                "), so that running the function again would compute something else. Clone it first, "
-                "or modify it after backward.");
+    TORCH_CHECK(
+        tensor_.is_inference() || tensor_._version() == version_, "checkpoint: ", role_, ", ",
+        tensor_.scalar_type(), tensor_.sizes(), ", was modified in place ", when, " (version ",
+        tensor_._version(), ", expected ", version_,
+        "), so that running the function again would compute something else. Clone it first, "
+        "or modify it after backward.");
   }
 
  private:

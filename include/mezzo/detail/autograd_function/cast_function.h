@@ -1,5 +1,6 @@
 /// \file
-/// The function that autograd sees in place of the user's: it sets autocast, converts, and calls theirs.
+/// The function that autograd sees in place of the user's: it sets autocast, converts, and calls
+/// theirs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +21,8 @@ struct AutocastOff {
   c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
 };
 
-/// Whether autocast would convert `tensor` in a thread where its keys `active` are on: floating point on
-/// a device with autocast, double left alone.
+/// Whether autocast would convert `tensor` in a thread where its keys `active` are on: floating
+/// point on a device with autocast, double left alone.
 inline bool is_eligible(const at::Tensor& tensor, c10::DispatchKeySet active) {
   return tensor.defined() && tensor.is_floating_point() &&
          tensor.scalar_type() != at::ScalarType::Double && tensor.key_set().has_any(active);

@@ -1,6 +1,6 @@
 /// \file
-/// The tensors inside a value: in optionals, pairs, tuples, arrays, vectors, maps, nested as deep as you
-/// like, and in a struct that lists its own:
+/// The tensors inside a value: in optionals, pairs, tuples, arrays, vectors, maps, nested as deep
+/// as you like, and in a struct that lists its own:
 ///
 ///     struct Output {
 ///       torch::Tensor logits, loss;
@@ -26,15 +26,19 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 template <class T>
-concept ListsTensors = requires(T& value) { value.tensors(); };
+concept ListsTensors = requires(T& value) {
+  value.tensors();
+};
 
 template <class T>
-concept TupleLike = requires { std::tuple_size<T>::value; };
+concept TupleLike = requires {
+  std::tuple_size<T>::value;
+};
 
 /// A range whose elements are something else than the range itself, as a path's are not.
 template <class T>
 concept Collection = std::ranges::input_range<T> &&
-                     !std::same_as<std::remove_cvref_t<std::ranges::range_reference_t<T>>, T>;
+    !std::same_as<std::remove_cvref_t<std::ranges::range_reference_t<T>>, T>;
 
 template <class T>
 inline constexpr bool kIsOptional = false;
@@ -58,8 +62,7 @@ consteval bool carries_tensors() {
   } else if constexpr (kIsOptional<Value>) {
     return carries_tensors<typename Value::value_type>();
   } else if constexpr (TupleLike<Value>) {
-    return any_element_carries_tensors<Value>(
-        std::make_index_sequence<std::tuple_size_v<Value>>());
+    return any_element_carries_tensors<Value>(std::make_index_sequence<std::tuple_size_v<Value>>());
   } else if constexpr (Collection<Value>) {
     return carries_tensors<std::ranges::range_reference_t<Value>>();
   } else {
@@ -67,7 +70,8 @@ consteval bool carries_tensors() {
   }
 }
 
-/// Calls `visit(tensor)` for every tensor in `value`, undefined ones too, in the order they stand in.
+/// Calls `visit(tensor)` for every tensor in `value`, undefined ones too, in the order they stand
+/// in.
 template <class T, class Visit>
 void for_each_tensor(T& value, const Visit& visit) {
   using Value = std::remove_cv_t<T>;
