@@ -38,8 +38,7 @@ struct AutocastOptions {
 ///     mezzo::Autocast<torch::kCUDA> autocast;                     // half on CUDA
 ///     mezzo::Autocast<torch::kCPU> autocast;                      // bfloat16 on the CPU
 ///     mezzo::Autocast<torch::kCUDA, torch::kBFloat16> autocast;   // or as said
-///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision inside a
-///     region
+///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision in a region
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
@@ -99,9 +98,9 @@ class AutocastGuard {
 /// it is, references included, overloads, const and noexcept are kept. What Python does by
 /// decorating `forward`.
 ///
-///     auto forward = mezzo::autocast<torch::kCPU>([&](torch::Tensor x) { return model->forward(x);
-///     }); auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device));   //
-///     step(trainer, batch)
+///     auto forward = mezzo::autocast<torch::kCPU>([&](torch::Tensor x) { return net->forward(x); });
+///     auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device));
+///     step(trainer, batch);
 ///
 /// A lvalue `function` is copied, as by std::bind_front; pass std::ref(function) to keep a
 /// reference.
