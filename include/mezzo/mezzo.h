@@ -1,10 +1,13 @@
 /// \file
 /// All of mezzo. Include the single headers instead where compile time counts: autocast_module.h
-/// brings in libtorch's modules, grad_scaler.h its optimizers, the others little more than c10.
+/// brings in libtorch's modules, grad_scaler.h its optimizers, activation_checkpoint.h and
+/// autograd_function.h its autograd engine, the others little more than c10.
 #pragma once
 
+#include <mezzo/activation_checkpoint.h>
 #include <mezzo/autocast.h>
 #include <mezzo/autocast_module.h>
+#include <mezzo/autograd_function.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/loss_scale.h>
 #include <mezzo/precision.h>
