@@ -17,9 +17,10 @@ struct Sentence {
 
 /// What a line of the file holds.
 enum class Columns {
-  words_and_tags,  ///< the first column is the word, the last the tag (CoNLL-2003 has more in
-                   ///< between)
-  words            ///< the first column is the word; the rest, if any, is passed over
+  /// The first column is the word, the last the tag (CoNLL-2003 has more in between).
+  words_and_tags,
+  /// The first column is the word; the rest, if any, is passed over.
+  words
 };
 
 /// Sentences of a CoNLL file: a word a line, columns parted by tabs (or, on a line without one, by

@@ -13,6 +13,7 @@
 
 #include "input_error.h"
 #include "json_file.h"
+#include "unicode.h"
 
 namespace bert_ner {
 namespace {
@@ -90,8 +91,11 @@ class HeaderReader {
     fail("tensor \"" + name + "\" " + what, "fetch the file again or write it anew");
   }
 
+  // For a word on what to do. A safetensors file may begin with any of these bytes (they count
+  // those of its header), but goes on with a brace.
   void refuse_other_formats() const {
     const auto text = as_text(file_);
+    if (text.size() > kLengthBytes && text[kLengthBytes] == '{') return;
     if (text.starts_with("PK\x03\x04") || text.starts_with("\x80\x02") ||
         text.starts_with("\x80\x04")) {
       fail("is a PyTorch pickle, which can run code when it is read",
@@ -214,9 +218,17 @@ class HeaderReader {
   std::span<const std::byte> file_, data_;
 };
 
-void check_writable(std::span<const TensorView> tensors) {
+void check_text(std::string_view text) {
+  if (first_invalid_utf8(text)) {
+    throw std::invalid_argument("write_safetensors: a name or a metadata string is not UTF-8");
+  }
+}
+
+void check_writable(std::span<const TensorView> tensors,
+                    const std::map<std::string, std::string>& metadata) {
   std::set<std::string_view> names{kMetadataKey};
   for (const TensorView& view : tensors) {
+    check_text(view.name);
     if (!names.insert(view.name).second) {
       throw std::invalid_argument("write_safetensors: the name \"" + view.name +
                                   "\" is reserved or given twice");
@@ -225,6 +237,10 @@ void check_writable(std::span<const TensorView> tensors) {
       throw std::invalid_argument("write_safetensors: the bytes of \"" + view.name +
                                   "\" do not fit its shape and dtype");
     }
+  }
+  for (const auto& [key, value] : metadata) {
+    check_text(key);
+    check_text(value);
   }
 }
 
@@ -251,6 +267,9 @@ std::string make_header(std::span<const TensorView* const> order,
     offset = end;
   }
   std::string header = json.dump();
+  if (header.size() > kMaxHeaderBytes - kAlignment) {
+    throw std::invalid_argument("write_safetensors: the header would pass 100 MB");
+  }
   header.append((kAlignment - header.size() % kAlignment) % kAlignment, ' ');
   return header;
 }
@@ -274,7 +293,7 @@ const TensorView* SafetensorsFile::find(std::string_view name) const {
 AtomicFile::Durability write_safetensors(const std::filesystem::path& path,
                                          std::span<const TensorView> tensors,
                                          const std::map<std::string, std::string>& metadata) {
-  check_writable(tensors);
+  check_writable(tensors, metadata);
   const auto order = in_file_order(tensors);
   const std::string header = make_header(order, metadata);
   const std::uint64_t length = header.size();

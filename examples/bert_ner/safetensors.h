@@ -63,10 +63,11 @@ class SafetensorsFile {
 };
 
 /// Writes the tensors to `path`, whole or not at all (see AtomicFile): byte for byte the file of
-/// Hugging Face's own writer. The largest dtypes come first, then names in order, behind a header
+/// Hugging Face's own writer (but for the order of the metadata, which it leaves open and which
+/// here follows their keys). The largest dtypes come first, then names in order, behind a header
 /// padded to 8 bytes: every tensor is aligned for its dtype, and equal tensors give equal files
 /// whatever their order. Throws std::invalid_argument for tensors that make no file (a name twice,
-/// bytes that do not fit the shape) and InputError if the system refuses.
+/// bytes that do not fit the shape, a name that is no UTF-8) and InputError if the system refuses.
 AtomicFile::Durability write_safetensors(const std::filesystem::path& path,
                                          std::span<const TensorView> tensors,
                                          const std::map<std::string, std::string>& metadata = {});

@@ -33,9 +33,10 @@ struct WordPieceOptions {
 };
 
 /// BERT's tokenizer: clean, split and lower-case the text, then cover each word greedily with the
-/// longest pieces of the vocabulary. Token for token the answers of Hugging Face's `tokenizers`;
-/// the code points on which the two differ (the Unicode tables are of different age) are listed
-/// with the tests.
+/// longest pieces of the vocabulary. Piece for piece and offset for offset the answers of Hugging
+/// Face's `tokenizers`, but for the code points that the tests list (the Unicode tables of the two
+/// are of different age) and one kind of offset: a mark that canonical ordering moves keeps its own
+/// bytes here, and gets those of its new place there.
 ///
 /// Immutable after construction: any thread may encode. Text that is no UTF-8 throws InputError.
 class WordPiece {

@@ -1,5 +1,6 @@
 /// \file
-/// Dynamic loss scaling: what `torch.amp.GradScaler` is in Python, for any `torch::optim::Optimizer`.
+/// Dynamic loss scaling: what `torch.amp.GradScaler` is in Python, for any
+/// `torch::optim::Optimizer`.
 #pragma once
 
 #include <mezzo/loss_scale.h>
@@ -80,8 +81,8 @@ struct SkippedStep {
 };
 
 /// Multiplies the loss so that small gradients survive in fp16, divides the gradients again, and
-/// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words of
-/// their errors are those of `torch.amp.GradScaler`:
+/// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words
+/// of their errors are those of `torch.amp.GradScaler`:
 ///
 /// \code
 ///   mezzo::GradScaler scaler;
@@ -97,16 +98,17 @@ struct SkippedStep {
 ///   }
 /// \endcode
 ///
-/// Several optimizers share a scale: each that finds an inf skips its own step, and `update`, called
-/// once when all have stepped, backs the shared scale off once.
+/// Several optimizers share a scale: each that finds an inf skips its own step, and `update`,
+/// called once when all have stepped, backs the shared scale off once.
 ///
 /// Beyond torch: gradients are checked *after* unscaling (a product can overflow where its factors
 /// do not), and once more in `step` after an explicit `unscale_`; the scale has a floor above 0, an
 /// optional ceiling, and hysteresis; skipped steps are told to a callback.
 ///
 /// The scale lives on the device of the first tensor that `scale` sees. On CUDA, with the target
-/// `mezzo::cuda` or with ATen's kernels, nothing but `step` (whether to step is the host's decision,
-/// as in torch.amp), `get_scale`, `state_dict` and the line about a skip waits for the device.
+/// `mezzo::cuda` or with ATen's kernels, nothing but `step` (whether to step is the host's
+/// decision, as in torch.amp), `get_scale`, `state_dict` and the line about a skip waits for the
+/// device.
 ///
 /// Threads: a scaler is used from one thread at a time. What is remembered about an optimizer ends
 /// with `update`; in between, do not move it to another address.
@@ -124,8 +126,8 @@ class GradScaler {
   ~GradScaler() = default;
 
   /// `outputs` times the scale, of the same type: a tensor, or a std::vector, array, pair, tuple,
-  /// map, unordered_map or optional of such, nested as you like. Tensors may lie on several devices.
-  /// Differentiable; never mutates its argument; no host sync.
+  /// map, unordered_map or optional of such, nested as you like. Tensors may lie on several
+  /// devices. Differentiable; never mutates its argument; no host sync.
   template <class Outputs>
   [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs);
 
@@ -136,9 +138,9 @@ class GradScaler {
   ///   for fp16 gradients (see `allow_fp16_gradients`)
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  /// Calls `unscale_` unless that has been done, then `optimizer.step(args...)` unless an inf or NaN
-  /// was found. Waits for the device to know which.
-  /// \throws c10::Error when called twice in an iteration, before any `scale`, when no parameter has
+  /// Calls `unscale_` unless that has been done, then `optimizer.step(args...)` unless an inf or
+  /// NaN was found. Waits for the device to know which. \throws c10::Error when called twice in an
+  /// iteration, before any `scale`, when no parameter has
   ///   a gradient, or when given a closure while enabled
   template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
   StepResult step(OptimizerType& optimizer, Args&&... args);
@@ -162,7 +164,8 @@ class GradScaler {
   double get_backoff_factor() const noexcept { return rule_.backoff_factor(); }
   int64_t get_growth_interval() const noexcept { return rule_.growth_interval(); }
 
-  /// They take effect at the next `update`, and throw c10::Error for values that the options refuse.
+  /// They take effect at the next `update`, and throw c10::Error for values that the options
+  /// refuse.
   void set_growth_factor(double growth_factor);
   void set_backoff_factor(double backoff_factor);
   void set_growth_interval(int64_t growth_interval);
@@ -182,9 +185,9 @@ class GradScaler {
   /// device. Call it after `update`.
   StateDict state_dict() const;
 
-  /// Restores what `state_dict` gave, torch.amp's included: of mezzo's own keys those that are missing
-  /// leave this scaler's values. All or nothing; does nothing when disabled.
-  /// \throws c10::Error if a key of torch's is missing or a value is out of range
+  /// Restores what `state_dict` gave, torch.amp's included: of mezzo's own keys those that are
+  /// missing leave this scaler's values. All or nothing; does nothing when disabled. \throws
+  /// c10::Error if a key of torch's is missing or a value is out of range
   void load_state_dict(const StateDict& state);
 
  private:
@@ -201,6 +204,7 @@ class GradScaler {
   void advance_scale();
   void finish_iteration();
   void check_new_scale(double new_scale) const;
+  GradScalerOptions dynamic_options(const char* option) const;
 
   LossScale rule_;
   LossScaleState initial_state_;
@@ -218,7 +222,7 @@ class GradScaler {
   detail::OptimizerRecords records_;
 
   template <class Archive>
-    requires std::same_as<Archive, torch::serialize::OutputArchive>
+  requires std::same_as<Archive, torch::serialize::OutputArchive>
   friend Archive& operator<<(Archive& archive, const GradScaler& scaler);
 };
 
@@ -226,14 +230,14 @@ class GradScaler {
 /// <torch/serialize.h>). A disabled scaler saves nothing, and leaves what it is given alone.
 /// \throws c10::Error in the middle of an iteration: save it after `update`
 template <class Archive>
-  requires std::same_as<Archive, torch::serialize::OutputArchive>
-Archive& operator<<(Archive& archive, const GradScaler& scaler);
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const GradScaler& scaler);
 
 template <class Archive>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-Archive& operator>>(Archive& archive, GradScaler& scaler);
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, GradScaler& scaler);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/grad_scaler/grad_scaler_impl.h>  // IWYU pragma: export
+#include <mezzo/detail/grad_scaler/grad_scaler_impl.h>   // IWYU pragma: export
 #include <mezzo/detail/grad_scaler/grad_scaler_state.h>  // IWYU pragma: export

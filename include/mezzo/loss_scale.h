@@ -1,6 +1,7 @@
 /// \file
 /// The loss scale's state machine as a value: what the next scale is, given whether this iteration
-/// overflowed. It knows no tensor, no optimizer and no device, and runs on the host and in a kernel.
+/// overflowed. It knows no tensor, no optimizer and no device, and runs on the host and in a
+/// kernel.
 #pragma once
 
 #include <mezzo/version.h>

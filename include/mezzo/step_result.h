@@ -14,9 +14,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// The facts about one step, once they are known.
 struct StepOutcome {
-  bool ran = false;                 ///< whether `optimizer.step` was called
-  bool found_inf = false;           ///< whether a gradient was inf or NaN
-  float scale = 1.0F;               ///< the loss scale that this step's gradients carried
+  bool ran = false;        ///< whether `optimizer.step` was called
+  bool found_inf = false;  ///< whether a gradient was inf or NaN
+  float scale = 1.0F;      ///< the loss scale that this step's gradients carried
   std::optional<at::Tensor> value = std::nullopt;  ///< what `optimizer.step` returned, if it ran
 };
 
@@ -32,11 +32,11 @@ class StepSlot {
   virtual const StepOutcome& outcome() = 0;
 };
 
-/// A handle to the outcome of a step. It owns (shares) its slot, so it may be kept across iterations
-/// and outlive scaler and optimizer; copies ask the same slot.
+/// A handle to the outcome of a step. It owns (shares) its slot, so it may be kept across
+/// iterations and outlive scaler and optimizer; copies ask the same slot.
 ///
-/// With the optimizers of `torch::optim` the host itself decides whether to step, as torch.amp does,
-/// so that `step` has already waited for the device and the outcome is ready when it returns.
+/// With the optimizers of `torch::optim` the host itself decides whether to step, as torch.amp
+/// does, so that `step` has already waited for the device and the outcome is ready when it returns.
 /// Ask from one thread at a time.
 class StepResult {
  public:

@@ -185,14 +185,15 @@ TEST(AutocastGuard, RefusesADeviceTypeWithoutAutocast) {
   EXPECT_THROW(AutocastGuard guard(torch::kMeta, torch::kHalf), c10::Error);
 }
 
-// mezzo declares these functions itself; the same declarations must be libtorch's.
-TEST(Autocast, KnowsTheDeviceTypesForWhichLibtorchKeepsState) {
-  const auto& theirs = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
-  EXPECT_THAT(mezzo::detail::kAutocastDeviceTypes, testing::UnorderedElementsAreArray(theirs));
-  static_assert(std::is_same_v<decltype(&at::autocast::set_autocast_dtype),
-                               void (*)(c10::DeviceType, c10::ScalarType)>);
-  static_assert(std::is_same_v<decltype(&at::autocast::set_autocast_enabled),
-                               void (*)(c10::DeviceType, bool)>);
-}
+// mezzo declares libtorch's functions itself: an overload of its own would make these ambiguous.
+static_assert(std::is_same_v<decltype(&at::autocast::set_autocast_dtype),
+                             void (*)(c10::DeviceType, c10::ScalarType)>);
+static_assert(std::is_same_v<decltype(&at::autocast::get_autocast_dtype),
+                             c10::ScalarType (*)(c10::DeviceType)>);
+static_assert(
+    std::is_same_v<decltype(&at::autocast::set_autocast_enabled), void (*)(c10::DeviceType, bool)>);
+static_assert(
+    std::is_same_v<decltype(&at::autocast::is_autocast_enabled), bool (*)(c10::DeviceType)>);
+static_assert(std::is_same_v<decltype(&at::autocast::set_autocast_cache_enabled), void (*)(bool)>);
 
 }  // namespace

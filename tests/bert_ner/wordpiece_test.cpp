@@ -47,6 +47,13 @@ TEST_F(WordPieceFolder, GivesTheLongestPiecesAndWhereTheyStand) {
   EXPECT_EQ(encoding.offsets, offsets);
 }
 
+TEST_F(WordPieceFolder, KeepsTheBytesOfAMarkThatCanonicalOrderingMoves) {
+  // U+302D has the lower combining class and goes first; being non-spacing it is then stripped.
+  const auto encoding = load().encode("\u302f\u302d", /*add_special_tokens=*/false);
+  ASSERT_EQ(encoding.offsets.size(), 1u);
+  EXPECT_EQ(encoding.offsets[0], (std::pair<std::size_t, std::size_t>{0, 3}));
+}
+
 TEST_F(WordPieceFolder, MakesAWordUnknownAsAWhole) {
   EXPECT_EQ(load().encode("empirestate 'm", false).tokens, (Strings{"[UNK]", "'", "m"}));
 }
@@ -59,6 +66,11 @@ TEST_F(WordPieceFolder, ReadsSpecialTokensSpelledOutInTheText) {
 TEST_F(WordPieceFolder, SplitsNormalisedTextIntoWords) {
   EXPECT_EQ(load().pre_tokenize(" Café,\tÀ-中文\u200b!"),
             (Strings{"cafe", ",", "a", "-", "中", "文", "!"}));
+}
+
+TEST_F(WordPieceFolder, PutsMarksInCanonicalOrder) {
+  // Combining classes 224 and 216; both are spacing marks, so neither is stripped.
+  EXPECT_EQ(load().pre_tokenize("a\u302f\U0001d165b"), Strings{"a\U0001d165\u302fb"});
 }
 
 TEST_F(WordPieceFolder, FollowsTheConfiguration) {

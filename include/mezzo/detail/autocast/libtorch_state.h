@@ -8,9 +8,6 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Export.h>
-#include <mezzo/version.h>
-
-#include <array>
 
 namespace at::autocast {
 
@@ -25,16 +22,3 @@ TORCH_API int decrement_nesting();
 TORCH_API void clear_cache();
 
 }  // namespace at::autocast
-
-namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
-
-/// The device types for which libtorch keeps autocast state; it throws when asked about any other.
-inline constexpr std::array<c10::DeviceType, 10> kAutocastDeviceTypes = {
-    c10::DeviceType::CPU,  c10::DeviceType::CUDA, c10::DeviceType::MTIA,
-    c10::DeviceType::MAIA, c10::DeviceType::XPU,  c10::DeviceType::IPU,
-    c10::DeviceType::HPU,  c10::DeviceType::XLA,  c10::DeviceType::PrivateUse1,
-    c10::DeviceType::MPS};
-
-}  // namespace detail
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -2,6 +2,8 @@
 /// All of a thread's autocast state as a value, and its installation in another thread.
 #pragma once
 
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <mezzo/detail/autocast/libtorch_state.h>
 #include <mezzo/detail/autocast/region.h>
 
@@ -11,26 +13,32 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// libtorch keeps "autocast is off for this device type" as an excluded dispatch key, and asking it
+/// type by type throws for those that its version has no autocast for; the keys and dtypes are
+/// there for all.
 struct ThreadState {
-  std::array<bool, kAutocastDeviceTypes.size()> enabled;
-  std::array<at::ScalarType, kAutocastDeviceTypes.size()> dtypes;
+  c10::DispatchKeySet disabled;
+  std::array<at::ScalarType, c10::COMPILE_TIME_MAX_DEVICE_TYPES> dtypes;
   bool cache_enabled;
 };
 
 inline ThreadState this_thread_state() noexcept {
-  ThreadState state{
-      .enabled = {}, .dtypes = {}, .cache_enabled = at::autocast::is_autocast_cache_enabled()};
-  for (std::size_t i = 0; i < kAutocastDeviceTypes.size(); ++i) {
-    state.enabled[i] = at::autocast::is_autocast_enabled(kAutocastDeviceTypes[i]);
-    state.dtypes[i] = at::autocast::get_autocast_dtype(kAutocastDeviceTypes[i]);
+  const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  ThreadState state{.disabled = excluded & c10::autocast_dispatch_keyset,
+                    .dtypes = {},
+                    .cache_enabled = at::autocast::is_autocast_cache_enabled()};
+  for (std::size_t i = 0; i < state.dtypes.size(); ++i) {
+    state.dtypes[i] = at::autocast::get_autocast_dtype(static_cast<c10::DeviceType>(i));
   }
   return state;
 }
 
 inline void install_in_this_thread(const ThreadState& state) noexcept {
-  for (std::size_t i = 0; i < kAutocastDeviceTypes.size(); ++i) {
-    at::autocast::set_autocast_enabled(kAutocastDeviceTypes[i], state.enabled[i]);
-    at::autocast::set_autocast_dtype(kAutocastDeviceTypes[i], state.dtypes[i]);
+  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  keys.excluded_ = (keys.excluded_ - c10::autocast_dispatch_keyset) | state.disabled;
+  c10::impl::_force_tls_local_dispatch_key_set(keys);
+  for (std::size_t i = 0; i < state.dtypes.size(); ++i) {
+    at::autocast::set_autocast_dtype(static_cast<c10::DeviceType>(i), state.dtypes[i]);
   }
   at::autocast::set_autocast_cache_enabled(state.cache_enabled);
 }

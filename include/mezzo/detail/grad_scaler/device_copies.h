@@ -10,8 +10,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A tensor and its copies on other devices, made when first asked for and dropped when the original
-/// changes.
+/// A tensor and its copies on other devices, made when first asked for and dropped when the
+/// original changes.
 class DeviceCopies {
  public:
   DeviceCopies() = default;

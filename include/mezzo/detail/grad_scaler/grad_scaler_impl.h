@@ -128,7 +128,9 @@ inline void GradScaler::unscale_into(detail::OptimizerRecord& record,
 
 template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
 StepResult GradScaler::step(OptimizerType& optimizer, Args&&... args) {
-  const auto call_step = [&]() -> at::Tensor { return optimizer.step(std::forward<Args>(args)...); };
+  const auto call_step = [&]() -> at::Tensor {
+    return optimizer.step(std::forward<Args>(args)...);
+  };
   if (!enabled_) return StepResult(StepOutcome{.ran = true, .value = call_step()});
   (detail::refuse_closure(args), ...);
   return step_if_finite(optimizer, call_step);
@@ -229,15 +231,15 @@ inline void GradScaler::finish_iteration() {
   if (!skipped_scale_) return;
   const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
   if (!on_skip_) return;
-  on_skip_({.loss_id = loss_id_,
-            .scale = overflowed,
-            .next_scale = scale_.original().item<float>()});
+  on_skip_(
+      {.loss_id = loss_id_, .scale = overflowed, .next_scale = scale_.original().item<float>()});
 }
 
 inline void GradScaler::require_scale(const char* call) const {
-  TORCH_CHECK(scale_.defined(), "Attempted ", call,
-              " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
-              "outputs) earlier in the iteration.");
+  TORCH_CHECK(
+      scale_.defined(), "Attempted ", call,
+      " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
+      "outputs) earlier in the iteration.");
 }
 
 inline const at::Tensor& GradScaler::scale_on(at::Device device) {

@@ -53,19 +53,23 @@ class StateReader {
 
 inline double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
+inline GradScalerOptions GradScaler::dynamic_options(const char* option) const {
+  TORCH_CHECK(rule_.kind() == LossScaleKind::dynamic, option,
+              " belongs to a dynamic loss scale, and this scaler's is constant; make it with "
+              "loss_scale(LossScaleKind::dynamic)");
+  return GradScalerOptions(rule_);
+}
+
 inline void GradScaler::set_growth_factor(double growth_factor) {
-  auto options = GradScalerOptions(rule_);
-  rule_ = options.growth_factor(growth_factor).rule();
+  rule_ = dynamic_options("growth_factor").growth_factor(growth_factor).rule();
 }
 
 inline void GradScaler::set_backoff_factor(double backoff_factor) {
-  auto options = GradScalerOptions(rule_);
-  rule_ = options.backoff_factor(backoff_factor).rule();
+  rule_ = dynamic_options("backoff_factor").backoff_factor(backoff_factor).rule();
 }
 
 inline void GradScaler::set_growth_interval(int64_t growth_interval) {
-  auto options = GradScalerOptions(rule_);
-  rule_ = options.growth_interval(growth_interval).rule();
+  rule_ = dynamic_options("growth_interval").growth_interval(growth_interval).rule();
 }
 
 inline LossScaleState GradScaler::read_state() const {
@@ -133,11 +137,12 @@ inline void GradScaler::load_state_dict(const StateDict& state) {
 // The archives' headers take 14 s to compile, so that these are templates: who saves or loads has
 // included them anyway.
 template <class Archive>
-  requires std::same_as<Archive, torch::serialize::OutputArchive>
-Archive& operator<<(Archive& archive, const GradScaler& scaler) {
-  TORCH_CHECK(scaler.records_.empty(),
-              "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-              "end after scaler.update().");
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const GradScaler& scaler) {
+  TORCH_CHECK(
+      scaler.records_.empty(),
+      "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
+      "end after scaler.update().");
   for (const auto& [key, value] : scaler.state_dict()) {
     archive.write(key, at::scalar_tensor(value, at::kDouble), /*is_buffer=*/true);
   }
@@ -145,13 +150,14 @@ Archive& operator<<(Archive& archive, const GradScaler& scaler) {
 }
 
 template <class Archive>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-Archive& operator>>(Archive& archive, GradScaler& scaler) {
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, GradScaler& scaler) {
   GradScaler::StateDict state;
   const auto read = [&](std::string_view name) {
     const std::string key(name);
     at::Tensor value;
-    if (archive.try_read(key, value, /*is_buffer=*/true)) state[key] = value.template item<double>();
+    if (archive.try_read(key, value, /*is_buffer=*/true))
+      state[key] = value.template item<double>();
   };
   for (const std::string_view key : detail::kTorchStateKeys) read(key);
   for (const std::string_view key : detail::kMezzoStateKeys) read(key);

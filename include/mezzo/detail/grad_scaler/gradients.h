@@ -35,10 +35,9 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
 
 inline void check_gradient_dtype(at::ScalarType dtype, bool allow_fp16) {
   TORCH_CHECK(allow_fp16 || dtype != at::kHalf, "Attempting to unscale FP16 gradients.");
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 ||
-                  dtype == at::kHalf,
-              "A gradient has the dtype ", dtype,
-              "; GradScaler takes float, double, bfloat16 and half");
+  TORCH_CHECK(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+      "A gradient has the dtype ", dtype, "; GradScaler takes float, double, bfloat16 and half");
 }
 
 /// All gradients that there are, of all parameter groups. Checks all before it coalesces any.

@@ -10,8 +10,8 @@ namespace detail {
 
 inline constexpr double kLargestFloat = std::numeric_limits<float>::max();
 
-// Comparisons written so that NaN fails them, and true under -ffast-math as well, where the compiler
-// may assume that no NaN comes by: the bits are asked first.
+// Comparisons written so that NaN fails them, and true under -ffast-math as well, where the
+// compiler may assume that no NaN comes by: the bits are asked first.
 inline bool is_finite(double value) noexcept { return !nonfinite_bits(value); }
 
 inline void check_scale_value(const char* name, double value, double low, double high) {

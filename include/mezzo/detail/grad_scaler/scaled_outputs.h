@@ -56,7 +56,8 @@ struct ScaledOutputs<std::array<T, kSize>> {
   static std::array<T, kSize> apply(const std::array<T, kSize>& outputs, const F& f) {
     return [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
       return std::array<T, kSize>{scaled_outputs(outputs[kIndex], f)...};
-    }(std::make_index_sequence<kSize>{});
+    }
+    (std::make_index_sequence<kSize>{});
   }
 };
 

@@ -9,9 +9,10 @@
 
 #include <cstdint>
 
-// How each dtype is stored, and how it is computed with. Everything is written for one lane or many:
-// `Bits` is an unsigned integer and `Value` a float of the same width, or vectors of such. Vectors are
-// passed by reference, for a 64-byte vector by value has another ABI in each translation unit.
+// How each dtype is stored, and how it is computed with. Everything is written for one lane or
+// many: `Bits` is an unsigned integer and `Value` a float of the same width, or vectors of such.
+// Vectors are passed by reference, for a 64-byte vector by value has another ABI in each
+// translation unit.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -103,9 +104,9 @@ struct FloatFormat<c10::Half> {
     BitLanes small;
     reinterpret_bits(small_value, small);
     small = small - kOneHalf;
-    BitLanes narrow = magnitude < 0x38800000U ? small : rounded;           // below 2^-14
+    BitLanes narrow = magnitude < 0x38800000U ? small : rounded;             // below 2^-14
     narrow = magnitude >= 0x47800000U ? (narrow & 0U) + kExponent : narrow;  // 65536 and more
-    narrow = magnitude > 0x7F800000U ? (narrow & 0U) + 0x7E00U : narrow;   // NaN
+    narrow = magnitude > 0x7F800000U ? (narrow & 0U) + 0x7E00U : narrow;     // NaN
     bits = narrow | ((wide >> 16) & 0x8000U);
   }
 };

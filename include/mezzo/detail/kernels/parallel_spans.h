@@ -15,9 +15,9 @@ namespace detail {
 
 /// Runs `work(item)` for each of `items`, on libtorch's own intra-op threads.
 ///
-/// at::parallel_for will not do in a header: it is a template, and runs serially in a caller that is
-/// compiled without -fopenmp. TensorIterator's loop over elements lives in libtorch itself; here the
-/// items are its elements, seen as bytes that lie sizeof(Item) apart.
+/// at::parallel_for will not do in a header: it is a template, and runs serially in a caller that
+/// is compiled without -fopenmp. TensorIterator's loop over elements lives in libtorch itself; here
+/// the items are its elements, seen as bytes that lie sizeof(Item) apart.
 template <class Item, class Work>
 void parallel_for_each(std::vector<Item>& items, const Work& work) {
   if (items.size() < 2) {
@@ -28,7 +28,7 @@ void parallel_for_each(std::vector<Item>& items, const Work& work) {
   const at::Tensor bytes = at::from_blob(items.data(), at::IntArrayRef(count),
                                          at::IntArrayRef(static_cast<int64_t>(sizeof(Item))),
                                          at::TensorOptions().dtype(at::kByte));
-  auto iterator = at::TensorIteratorConfig().add_borrowed_output(bytes).build();
+  auto iterator = at::TensorIteratorConfig().add_borrowed_const_input(bytes).build();
   const auto loop = [&](char** data, const int64_t* strides, int64_t inner, int64_t outer) {
     for (int64_t j = 0; j < outer; ++j) {
       for (int64_t i = 0; i < inner; ++i) {

@@ -55,8 +55,9 @@ inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_i
   unscale_with_aten_(gradients, found_inf, at::full_like(found_inf, 1.0));
 }
 
-/// Multiplies gradients by `inv_scale` in place; sets `found_inf` to 1 if a product is inf or NaN. All
-/// on one device. Once more over the gradients with ATen's kernel, which tests before it multiplies.
+/// Multiplies gradients by `inv_scale` in place; sets `found_inf` to 1 if a product is inf or NaN.
+/// All on one device. Once more over the gradients with ATen's kernel, which tests before it
+/// multiplies.
 inline void unscale_and_check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
   if (found_inf.is_cpu()) {

@@ -54,8 +54,8 @@ inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
   });
 }
 
-/// Multiplies all gradients by `inv_scale` in place; whether a product is inf or NaN. An `inv_scale` of
-/// 1 writes nothing.
+/// Multiplies all gradients by `inv_scale` in place; whether a product is inf or NaN. An
+/// `inv_scale` of 1 writes nothing.
 inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
   if (inv_scale == 1.0F) return any_nonfinite_cpu(gradients);
   UnscaleSpans spans;

@@ -23,10 +23,10 @@ inline bool has_own_kernels(at::Device device) {
 
 /// Throws where `rule` asks for what ATen's kernel lacks and mezzo has none of its own.
 inline void require_update_kernel(const LossScale& rule, at::Device device) {
-  TORCH_CHECK(rule.hysteresis() == 1 || rule.kind() != LossScaleKind::dynamic ||
-                  has_own_kernels(device),
-              "hysteresis is ", rule.hysteresis(), ", which ATen's kernel for ", device.type(),
-              " lacks; link the target mezzo::cuda, or set hysteresis(1)");
+  TORCH_CHECK(
+      rule.hysteresis() == 1 || rule.kind() != LossScaleKind::dynamic || has_own_kernels(device),
+      "hysteresis is ", rule.hysteresis(), ", which ATen's kernel for ", device.type(),
+      " lacks; link the target mezzo::cuda, or set hysteresis(1)");
 }
 
 inline void update_scale_on_host_(const LossScale& rule, const at::Tensor& scale,

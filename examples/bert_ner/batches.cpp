@@ -1,0 +1,132 @@
+#include "batches.h"
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+
+#include "shuffle.h"
+
+namespace bert_ner {
+namespace {
+
+/// The id of the tag of word `index`, for a sentence that has tags.
+int64_t label_of(const Sentence& sentence, std::size_t index, const Labels& labels) {
+  const auto id = labels.id(sentence.tags[index]);
+  if (!id) throw std::out_of_range("unknown label " + sentence.tags[index]);
+  return *id;
+}
+
+/// Examples of one sentence, begun and closed as its words arrive.
+class ExampleBuilder {
+ public:
+  ExampleBuilder(std::vector<Example>& examples, const WordPiece& tokenizer, int64_t max_length,
+                 std::size_t sentence)
+      : examples_(examples),
+        tokenizer_(tokenizer),
+        room_(static_cast<std::size_t>(max_length) - 2),
+        sentence_(sentence) {
+    begin();
+  }
+
+  /// Adds a word, in a new example if this one has no room for it.
+  Example& add(const std::string& word) {
+    auto pieces = tokenizer_.encode_word(word);
+    pieces.resize(std::min(pieces.size(), room_));
+    if (current().ids.size() - 1 + pieces.size() > room_) {
+      close();
+      begin();
+    }
+    auto& example = current();
+    example.first_pieces.push_back(static_cast<int64_t>(example.ids.size()));
+    example.ids.insert(example.ids.end(), pieces.begin(), pieces.end());
+    return example;
+  }
+
+  void close() { current().ids.push_back(tokenizer_.sep_id()); }
+
+ private:
+  Example& current() { return examples_.back(); }
+  void begin() { examples_.push_back({{tokenizer_.cls_id()}, {}, {}, sentence_}); }
+
+  std::vector<Example>& examples_;
+  const WordPiece& tokenizer_;
+  std::size_t room_;
+  std::size_t sentence_;
+};
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
+std::vector<Example> make_examples(std::span<const Sentence> sentences, const WordPiece& tokenizer,
+                                   const Labels& labels, int64_t max_length) {
+  TORCH_CHECK(max_length >= 3, "max_length must leave room for [CLS], a piece and [SEP], got ",
+              max_length);
+  std::vector<Example> examples;
+  for (std::size_t i = 0; i < sentences.size(); ++i) {
+    const auto& sentence = sentences[i];
+    ExampleBuilder builder(examples, tokenizer, max_length, i);
+    for (std::size_t word = 0; word < sentence.words.size(); ++word) {
+      auto& example = builder.add(sentence.words[word]);
+      if (!sentence.tags.empty()) example.labels.push_back(label_of(sentence, word, labels));
+    }
+    builder.close();
+  }
+  return examples;
+}
+
+BatchList length_sorted_batches(std::span<const Example> examples, int64_t batch_size) {
+  TORCH_CHECK(batch_size >= 1, "batch_size must be at least 1, got ", batch_size);
+  std::vector<std::size_t> order(examples.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return examples[a].ids.size() < examples[b].ids.size();
+  });
+  BatchList batches;
+  for (std::size_t begin = 0; begin < order.size(); begin += static_cast<std::size_t>(batch_size)) {
+    const auto end = std::min(begin + static_cast<std::size_t>(batch_size), order.size());
+    batches.emplace_back(order.begin() + static_cast<std::ptrdiff_t>(begin),
+                         order.begin() + static_cast<std::ptrdiff_t>(end));
+  }
+  return batches;
+}
+
+BatchList shuffled(const BatchList& batches, uint64_t seed, int64_t epoch) {
+  std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+                      static_cast<uint32_t>(epoch)};
+  std::mt19937_64 generator(words);
+  BatchList result;
+  result.reserve(batches.size());
+  for (const auto i : shuffled_indices(batches.size(), generator)) result.push_back(batches[i]);
+  return result;
+}
+
+Batch collate(std::span<const Example> examples, std::span<const std::size_t> positions,
+              Padding padding, int64_t max_length, torch::Device device) {
+  int64_t longest = 0, tokens = 0;
+  for (const auto position : positions) {
+    const auto length = static_cast<int64_t>(examples[position].ids.size());
+    longest = std::max(longest, length);
+    tokens += length;
+  }
+  const auto rows = static_cast<int64_t>(positions.size());
+  const auto length = std::min(round_up(longest, padding.multiple), std::max(longest, max_length));
+  auto ids = torch::full({rows, length}, padding.id, torch::kInt64);
+  auto labels = torch::full({rows, length}, kIgnoredLabel, torch::kInt64);
+  auto mask = torch::zeros({rows, length}, torch::kBool);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto& example = examples[positions[static_cast<std::size_t>(row)]];
+    std::copy(example.ids.begin(), example.ids.end(), ids.data_ptr<int64_t>() + row * length);
+    std::fill_n(mask.data_ptr<bool>() + row * length, example.ids.size(), true);
+    for (std::size_t word = 0; word < example.labels.size(); ++word) {
+      labels.data_ptr<int64_t>()[row * length + example.first_pieces[word]] = example.labels[word];
+    }
+  }
+  if (tokens == rows * length) mask = torch::Tensor();
+  return {ids.to(device), mask.defined() ? mask.to(device) : mask, labels.to(device), tokens};
+}
+
+}  // namespace bert_ner

@@ -1,0 +1,137 @@
+#include "command_line.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <map>
+
+namespace bert_ner {
+namespace {
+
+/// Without the words that CLI11 would add to each line of the help; its errors name the range.
+CLI::Validator between(double low, double high) { return CLI::Range(low, high).description(""); }
+
+CLI::Validator at_least_1() { return between(1.0, 1e9); }
+
+CLI::Validator a_device() { return CLI::IsMember({"cpu", "cuda"}).description(""); }
+
+/// Flags that say where and how a run goes, and may be given with --resume.
+void add_run_flags(CLI::App& app, RunOptions& run) {
+  app.add_option("--device", run.device, "cpu or cuda")->check(a_device());
+  app.add_option("--threads", run.threads, "CPU threads (default: libtorch's choice)")
+      ->check(between(1, 4096));
+  app.add_option("--max-steps", run.max_steps, "stop after so many steps; the schedule stays")
+      ->check(at_least_1());
+  app.add_option("--save", run.save, "folder for checkpoints, written at the end");
+  app.add_option("--save-every", run.save_every, "steps between checkpoints")
+      ->check(at_least_1())
+      ->needs("--save");
+  app.add_option("--resume", run.resume, "go on with the run whose checkpoints are in this folder");
+  app.add_option("--json", run.json, "write the results to this file")->take_last();
+  app.add_flag("--quiet", run.quiet, "no progress on standard error");
+}
+
+/// Flags that decide a run's outcome; a resumed run has them from its checkpoint.
+void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
+  static const std::map<std::string, Precision> kPrecisions{
+      {"fp32", Precision::fp32},
+      {"amp-no-scale", Precision::amp_no_scale},
+      {"amp", Precision::amp}};
+  auto& data = run.data;
+  auto& training = run.training;
+  app.add_option("--model", run.model, "Hugging Face BERT folder");
+  app.add_option("--data", data.data, "one CoNLL file, split by --held-out and --seed");
+  app.add_option("--train", data.train, "or a CoNLL file for each part")->excludes("--data");
+  app.add_option("--valid", data.valid, "scored after each epoch")->excludes("--data");
+  app.add_option("--test", data.test, "scored at the end, in place of the validation part");
+  app.add_option("--held-out", data.held_out, "part of --data that is kept for the scores")
+      ->check(between(0.0, 1.0))
+      ->needs("--data");
+  app.add_option("--precision", precision, "one run only: fp32, amp-no-scale or amp")
+      ->transform(CLI::CheckedTransformer(kPrecisions))
+      ->option_text("TEXT")
+      ->take_last();
+  app.add_option("--seed", training.seed, "of split, order, classifier and dropout");
+  app.add_option("--epochs", training.epochs)->check(at_least_1());
+  app.add_option("--batch-size", training.batch_size)->check(at_least_1());
+  app.add_option("--accumulate", training.accumulate, "batches a step")->check(at_least_1());
+  app.add_option("--learning-rate", training.learning_rate, "at its highest")
+      ->check(between(0.0, 10.0));
+  app.add_option("--warmup", training.warmup, "part of the steps over which the rate rises")
+      ->check(between(0.0, 1.0));
+  app.add_option("--class-weights", training.class_weights,
+                 "weights in the loss: B-person=2,O=0.5 or a file");
+  app.add_option("--dropout", training.dropout, "in place of the model's own")
+      ->check(between(0.0, 0.99));
+  app.add_option("--max-grad-norm", training.max_grad_norm, "gradients are clipped to it")
+      ->check(between(1e-9, 1e9));
+  app.add_option("--weight-decay", training.weight_decay)->check(between(0.0, 1.0));
+}
+
+CLI::App* add_predict(CLI::App& app, PredictOptions& predict) {
+  auto* command = app.add_subcommand("predict", "label text with a saved model");
+  command->add_option("--saved", predict.saved, "folder that --save wrote")->required();
+  auto* text = command->add_option("TEXT", predict.text, "a sentence");
+  command->add_option("--file", predict.file, "a file with a sentence on each line")
+      ->excludes(text);
+  command->add_option("--device", predict.device)->check(a_device());
+  command->add_option("--threads", predict.threads)->check(between(1, 4096));
+  command->add_option("--batch-size", predict.batch_size)->check(at_least_1());
+  return command;
+}
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw UsageError(message);
+}
+
+/// What CLI11 cannot say about single flags.
+void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& run) {
+  if (!run.resume.empty()) {
+    for (const auto* option : outcome.get_options()) {
+      require(option->count() == 0 || option->get_name() == "--help",
+              option->get_name() + ": a resumed run keeps what it began with; leave the flag out");
+    }
+    return;
+  }
+  require(!run.model.empty(), "--model: name the folder of a BERT model");
+  const bool parts = !run.data.train.empty() && !run.data.valid.empty();
+  require(!run.data.data.empty() || parts,
+          "--data: name a CoNLL file, or give --train and --valid");
+  require(app.count("--precision") > 0 || run.save.empty(),
+          "--save: keeps one run; choose it with --precision amp, amp-no-scale or fp32");
+}
+
+}  // namespace
+
+Request parse_command_line(const std::vector<std::string>& arguments) {
+  RunOptions run;
+  PredictOptions predict;
+  CLI::App app(
+      "Fine-tunes BERT for named entities in three precisions and prints how they compare;\n"
+      "with --precision, in one.",
+      "bert_ner");
+  app.option_defaults()->always_capture_default();
+  app.get_formatter()->column_width(34);
+  auto* outcome = app.add_option_group("what decides the outcome");
+  add_outcome_flags(*outcome, run, run.training.precision);
+  add_run_flags(app, run);
+  const auto* predict_command = add_predict(app, predict);
+  try {
+    auto reversed = arguments;
+    std::reverse(reversed.begin(), reversed.end());  // as CLI11 wants it
+    app.parse(reversed);
+  } catch (const CLI::CallForHelp&) {
+    return HelpRequest{(predict_command->parsed() ? predict_command : &app)->help()};
+  } catch (const CLI::ParseError& error) {
+    throw UsageError(error.what());
+  }
+  if (predict_command->parsed()) {
+    require(predict.text.empty() != predict.file.empty(),
+            "predict: give a sentence, or a file of them with --file");
+    return predict;
+  }
+  check_run(app, *outcome, run);
+  if (run.resume.empty() && app.count("--precision") == 0) return TableRequest{run, arguments};
+  return run;
+}
+
+}  // namespace bert_ner

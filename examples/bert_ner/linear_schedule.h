@@ -1,0 +1,66 @@
+/// \file
+/// The learning rate of BERT's fine-tuning: up in a straight line, then down to 0.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace bert_ner {
+
+/// Multiplies each group's initial learning rate by a function of the steps that were applied: a
+/// step that the scaler skipped does not count, so a rate is never spent on nothing.
+class LinearSchedule {
+ public:
+  struct Options {
+    int64_t warmup_steps = 0;  ///< the rate rises over these, from 1 / (warmup_steps + 1) of it
+    int64_t total_steps = 0;   ///< and reaches 0 after these
+  };
+
+  /// Sets the rate of the first step. The optimizer must outlive the schedule.
+  LinearSchedule(torch::optim::Optimizer& optimizer, Options options)
+      : optimizer_(optimizer), options_(options) {
+    TORCH_CHECK(options.warmup_steps >= 0 && options.warmup_steps <= options.total_steps,
+                "warmup_steps must be from 0 to total_steps (", options.total_steps, "), got ",
+                options.warmup_steps);
+    for (auto& group : optimizer.param_groups()) {
+      initial_rates_.push_back(group.options().get_lr());
+    }
+    set_applied_steps(0);
+  }
+
+  /// To be called after each optimizer step, with whether it ran.
+  void step(bool ran) {
+    if (ran) set_applied_steps(applied_steps_ + 1);
+  }
+
+  int64_t applied_steps() const { return applied_steps_; }
+
+  /// Moves to where `steps` applied steps lead, as when a run is resumed.
+  void set_applied_steps(int64_t steps) {
+    applied_steps_ = steps;
+    auto& groups = optimizer_.param_groups();
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      groups[i].options().set_lr(initial_rates_[i] * factor());
+    }
+  }
+
+ private:
+  double factor() const {
+    const auto [warmup, total] = options_;
+    if (applied_steps_ < warmup) {
+      return static_cast<double>(applied_steps_ + 1) / static_cast<double>(warmup + 1);
+    }
+    return static_cast<double>(std::max<int64_t>(total - applied_steps_, 0)) /
+           static_cast<double>(std::max<int64_t>(total - warmup, 1));
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  Options options_;
+  std::vector<double> initial_rates_;
+  int64_t applied_steps_ = 0;
+};
+
+}  // namespace bert_ner

@@ -1,0 +1,32 @@
+/// \file
+/// The device a run is on: chosen, described and measured.
+#pragma once
+
+#include <mezzo/precision.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <string>
+
+#include "options.h"
+
+namespace bert_ner {
+
+/// "cpu" or "cuda". \throws InputError where there is no CUDA device, with what to do
+torch::Device find_device(const std::string& name);
+
+/// Sets libtorch's number of threads; 0 leaves its own choice.
+void set_threads(int threads);
+
+/// What autocast does in a row of the table. `MEZZO_AUTOCAST` (off, bf16, fp16, auto) has the last
+/// word on those that use it; otherwise the device's default, bfloat16 on CPU and float16 on CUDA.
+mezzo::AutocastSetting setting_for(Precision precision, torch::Device device);
+
+/// "off", "bfloat16", "float16"
+std::string describe(const mezzo::AutocastSetting& setting);
+
+/// The most memory this process has held: on the CPU its resident set, libraries and mapped files
+/// included; on CUDA what libtorch's allocator gave out to tensors.
+int64_t peak_memory_bytes(torch::Device device);
+
+}  // namespace bert_ner

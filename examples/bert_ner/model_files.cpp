@@ -1,0 +1,295 @@
+#include "model_files.h"
+
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "atomic_file.h"
+#include "input_error.h"
+#include "json_file.h"
+#include "safetensors.h"
+#include "tensor_views.h"
+
+namespace bert_ner {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+constexpr std::array kTokenizerFiles = {"tokenizer.json", "tokenizer_config.json",
+                                        "special_tokens_map.json"};
+
+std::string read_text(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file) throw InputError(path.string() + ": cannot be read; check the file's permissions");
+  return text;
+}
+
+/// One field of config.json, checked.
+class ConfigReader {
+ public:
+  explicit ConfigReader(const ModelFiles& files)
+      : config_(files.config), origin_((files.folder / "config.json").string()) {}
+
+  int64_t size(const char* name) const {
+    const auto& value = required(name);
+    constexpr int64_t kLargest = int64_t{1} << 31;
+    if (!value.is_number_integer() || value.get<double>() < 1 ||
+        value.get<double>() > static_cast<double>(kLargest)) {
+      fail(name, "must be a whole number from 1 to 2^31");
+    }
+    return value.get<int64_t>();
+  }
+
+  double number(const char* name, double fallback, double low, double high) const {
+    const auto found = config_.find(name);
+    if (found == config_.end()) return fallback;
+    const double value = found->is_number() ? found->get<double>() : low - 1;
+    if (!(value >= low && value <= high)) {
+      std::ostringstream range;
+      range << "must be a number from " << low << " to " << high;
+      fail(name, range.str());
+    }
+    return value;
+  }
+
+  std::string one_of(const char* name, const std::string& fallback,
+                     std::initializer_list<const char*> accepted) const {
+    const auto found = config_.find(name);
+    if (found == config_.end()) return fallback;
+    std::string list;
+    for (const char* word : accepted) {
+      if (*found == word) return word;
+      list += (list.empty() ? "" : ", ") + std::string(word);
+    }
+    fail(name, "must be one of: " + list);
+  }
+
+  [[noreturn]] void fail(const char* name, const std::string& what) const {
+    const auto found = config_.find(name);
+    throw InputError(origin_ + ": \"" + name + "\" is " +
+                     (found == config_.end() ? "missing" : found->dump().substr(0, 60)) + "; it " +
+                     what);
+  }
+
+ private:
+  const json& required(const char* name) const {
+    const auto found = config_.find(name);
+    if (found == config_.end()) fail(name, "is needed: use the config.json of a BERT model");
+    return *found;
+  }
+
+  const json& config_;
+  std::string origin_;
+};
+
+/// The name that a tensor of the file has in our model; the older names of layer norms included.
+std::string name_in_model(std::string name) {
+  const auto replace_ending = [&](std::string_view from, std::string_view to) {
+    if (name.ends_with(from)) name.replace(name.size() - from.size(), from.size(), to);
+  };
+  replace_ending("LayerNorm.gamma", "LayerNorm.weight");
+  replace_ending("LayerNorm.beta", "LayerNorm.bias");
+  if (name.starts_with("embeddings.") || name.starts_with("encoder.")) name.insert(0, "bert.");
+  return name;
+}
+
+bool belongs_to_encoder(const std::string& name) {
+  return name.starts_with("bert.embeddings.") || name.starts_with("bert.encoder.");
+}
+
+std::string shape_text(at::IntArrayRef shape) {
+  std::ostringstream text;
+  text << shape;
+  return text.str();
+}
+
+/// "a, b, c and 4 more"
+std::string join(const std::vector<std::string>& names) {
+  constexpr std::size_t kShown = 5;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
+  return text;
+}
+
+/// Copies one tensor of the file over `parameter`. \returns what does not fit, or nothing.
+std::string copy_tensor(const TensorView& view, torch::Tensor& parameter) {
+  const auto tensor = to_tensor(view);
+  if (!tensor.is_floating_point()) {
+    return view.name + " is of dtype " + std::string(name_of(view.dtype));
+  }
+  if (tensor.sizes() != parameter.sizes()) {
+    return view.name + " is " + shape_text(tensor.sizes()) + " where config.json makes it " +
+           shape_text(parameter.sizes());
+  }
+  parameter.copy_(tensor);
+  return {};
+}
+
+fs::path weights_file(const fs::path& folder) {
+  const auto path = folder / "model.safetensors";
+  if (fs::exists(path)) return path;
+  if (fs::exists(folder / "model.safetensors.index.json")) {
+    throw InputError(
+        path.string() +
+        ": is split into several files; join them, with `transformers`: "
+        "AutoModel.from_pretrained(...).save_pretrained(..., max_shard_size=\"50GB\")");
+  }
+  if (fs::exists(folder / "pytorch_model.bin")) {
+    throw InputError(
+        path.string() +
+        ": is missing, and pytorch_model.bin is a pickle, which can run "
+        "code when read; convert it once with `transformers`: "
+        "AutoModel.from_pretrained(...).save_pretrained(..., safe_serialization=True)");
+  }
+  throw InputError(path.string() +
+                   ": no such file; point to a folder with config.json, vocab.txt and "
+                   "model.safetensors");
+}
+
+void write_text(const fs::path& path, std::string_view text) {
+  AtomicFile file(path);
+  file.write(text);
+  static_cast<void>(file.commit());  // the checkpoint reports durability once, for the whole folder
+}
+
+json config_with_labels(json config, const Labels& labels) {
+  config["architectures"] = {"BertForTokenClassification"};
+  json id2label = json::object(), label2id = json::object();
+  for (std::size_t i = 0; i < labels.size(); ++i) {
+    id2label[std::to_string(i)] = labels.names()[i];
+    label2id[labels.names()[i]] = i;
+  }
+  config["id2label"] = std::move(id2label);
+  config["label2id"] = std::move(label2id);
+  return config;
+}
+
+}  // namespace
+
+ModelFiles read_model_files(const fs::path& folder) {
+  if (!fs::is_directory(folder)) {
+    throw InputError(folder.string() +
+                     ": is no folder; point to one with config.json, vocab.txt and "
+                     "model.safetensors");
+  }
+  ModelFiles files{folder, read_json(folder / "config.json"), {}};
+  if (!files.config.is_object()) {
+    throw InputError((folder / "config.json").string() + ": must hold a JSON object");
+  }
+  files.texts["vocab.txt"] = read_text(folder / "vocab.txt");
+  for (const char* name : kTokenizerFiles) {
+    if (fs::exists(folder / name)) files.texts[name] = read_text(folder / name);
+  }
+  return files;
+}
+
+BertConfig bert_config_of(const ModelFiles& files) {
+  const ConfigReader read(files);
+  read.one_of("model_type", "bert", {"bert"});
+  read.one_of("position_embedding_type", "absolute", {"absolute"});
+  BertConfig config;
+  config.vocab_size = read.size("vocab_size");
+  config.hidden_size = read.size("hidden_size");
+  config.num_hidden_layers = read.size("num_hidden_layers");
+  config.num_attention_heads = read.size("num_attention_heads");
+  config.intermediate_size = read.size("intermediate_size");
+  config.max_position_embeddings = read.size("max_position_embeddings");
+  config.type_vocab_size = read.size("type_vocab_size");
+  config.layer_norm_eps = read.number("layer_norm_eps", config.layer_norm_eps, 0, 1);
+  config.hidden_dropout = read.number("hidden_dropout_prob", config.hidden_dropout, 0, 1);
+  config.attention_dropout =
+      read.number("attention_probs_dropout_prob", config.attention_dropout, 0, 1);
+  config.initializer_range = read.number("initializer_range", config.initializer_range, 0, 10);
+  config.hidden_act =
+      read.one_of("hidden_act", "gelu", {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"});
+  if (config.hidden_size % config.num_attention_heads != 0) {
+    read.fail("hidden_size", "must be a multiple of num_attention_heads, " +
+                                 std::to_string(config.num_attention_heads));
+  }
+  return config;
+}
+
+WordPiece load_tokenizer(const ModelFiles& files, const BertConfig& config) {
+  auto tokenizer = WordPiece::from_folder(files.folder);
+  if (static_cast<int64_t>(tokenizer.size()) > config.vocab_size) {
+    throw InputError((files.folder / "vocab.txt").string() + ": has " +
+                     std::to_string(tokenizer.size()) + " tokens, config.json's vocab_size is " +
+                     std::to_string(config.vocab_size) + "; are they of the same model?");
+  }
+  return tokenizer;
+}
+
+Labels labels_of(const ModelFiles& files) {
+  const std::string origin = (files.folder / "config.json").string();
+  const auto map = files.config.value("id2label", json());
+  std::vector<std::string> names;
+  for (std::size_t i = 0; map.is_object() && i < map.size(); ++i) {
+    const auto found = map.find(std::to_string(i));
+    if (found == map.end() || !found->is_string()) break;
+    names.push_back(found->get<std::string>());
+  }
+  if (names.empty() || names.size() != map.size()) {
+    throw InputError(origin +
+                     ": has no \"id2label\" with the labels 0, 1, 2, ...; point to a model "
+                     "that was saved with --save");
+  }
+  return Labels(std::move(names));
+}
+
+std::vector<std::string> load_weights(BertForTokenClassification& model, const fs::path& folder,
+                                      Head head) {
+  const torch::NoGradGuard no_grad;
+  const SafetensorsFile file(weights_file(folder));
+  auto parameters = model->named_parameters();
+  std::vector<std::string> missing, misfits, unknown, other_heads;
+  std::set<std::string> loaded;
+  for (const auto& view : file.tensors()) {
+    const auto name = name_in_model(view.name);
+    auto* parameter = parameters.find(name);
+    const bool is_head = name.starts_with("classifier.");
+    if (name == "bert.embeddings.position_ids") continue;  // 0, 1, 2, ...: carries nothing
+    if (parameter == nullptr || (is_head && head == Head::fresh)) {
+      (belongs_to_encoder(name) ? unknown : other_heads).push_back(view.name);
+      continue;
+    }
+    if (auto misfit = copy_tensor(view, *parameter); !misfit.empty()) misfits.push_back(misfit);
+    loaded.insert(name);
+  }
+  for (const auto& parameter : parameters) {
+    const bool wanted = head == Head::from_file || !parameter.key().starts_with("classifier.");
+    if (wanted && !loaded.contains(parameter.key())) missing.push_back(parameter.key());
+  }
+  const std::string origin = (folder / "model.safetensors").string();
+  const std::string advice = "; are config.json and model.safetensors of the same model?";
+  if (!misfits.empty()) throw InputError(origin + ": " + join(misfits) + advice);
+  if (!missing.empty()) throw InputError(origin + ": lacks " + join(missing) + advice);
+  if (!unknown.empty()) {
+    throw InputError(
+        origin + ": has tensors that config.json does not provide for: " + join(unknown) + advice);
+  }
+  return other_heads;
+}
+
+void write_model_folder(const fs::path& folder, const ModelFiles& files,
+                        const BertForTokenClassification& model, const Labels& labels) {
+  for (const auto& [name, text] : files.texts) write_text(folder / name, text);
+  write_text(folder / "config.json", config_with_labels(files.config, labels).dump(2) + "\n");
+  std::vector<torch::Tensor> tensors;
+  std::vector<TensorView> views;
+  for (const auto& parameter : model->named_parameters()) {
+    tensors.push_back(parameter.value().detach().cpu().contiguous());
+    views.push_back(view_of(parameter.key(), tensors.back()));
+  }
+  static_cast<void>(write_safetensors(folder / "model.safetensors", views, {{"format", "pt"}}));
+}
+
+}  // namespace bert_ner

@@ -1,0 +1,73 @@
+/// \file
+/// What a run is told, as values. Those that decide its outcome are saved with every checkpoint.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace bert_ner {
+
+/// The rows of the table.
+enum class Precision {
+  fp32,
+  amp_no_scale,  ///< autocast, the loss as it is
+  amp            ///< autocast and a dynamic loss scale
+};
+
+/// "fp32", "amp-no-scale", "amp": what --precision takes.
+const std::string& flag_of(Precision precision);
+/// "fp32", "amp no scale", "amp dynamic scale": what the table says.
+const std::string& title_of(Precision precision);
+
+/// Where the sentences are: one file that is split, or a file for each part.
+struct DataOptions {
+  std::string data, train, valid, test;
+  double held_out = 0.2;  ///< the part of `data` that is kept for the scores
+};
+
+struct TrainingOptions {
+  Precision precision = Precision::amp;
+  double learning_rate = 4e-4;
+  int64_t epochs = 1;
+  int64_t batch_size = 8;
+  int64_t accumulate = 1;  ///< batches a step
+  double warmup = 0.1;     ///< the part of all steps over which the learning rate rises
+  double max_grad_norm = 1.0;
+  double weight_decay = 0.01;
+  std::optional<double> dropout;  ///< in place of the model's own
+  std::string class_weights;      ///< as parse_class_weights takes them
+  uint64_t seed = 1;              ///< of the split, the batches' order, the classifier and dropout
+};
+
+/// Where and how a run goes; may change when it is resumed.
+struct RunOptions {
+  std::string model;
+  DataOptions data;
+  TrainingOptions training;
+  std::string device = "cpu";  ///< cpu or cuda
+  int threads = 0;             ///< 0: as many as libtorch takes by itself
+  int64_t max_steps = 0;       ///< stop early, the schedule unchanged; 0: run to the end
+  std::string save, resume;    ///< folders of checkpoints
+  int64_t save_every = 0;      ///< steps; 0: only at the end
+  std::string json;            ///< a file for the results
+  bool quiet = false;          ///< no progress
+};
+
+struct PredictOptions {
+  std::string saved;  ///< a folder of checkpoints, or a model folder
+  std::string text;   ///< one sentence
+  std::string file;   ///< or a file with one a line
+  std::string device = "cpu";
+  int threads = 0;
+  int64_t batch_size = 32;
+};
+
+void to_json(nlohmann::json& json, const DataOptions& options);
+void from_json(const nlohmann::json& json, DataOptions& options);
+void to_json(nlohmann::json& json, const TrainingOptions& options);
+void from_json(const nlohmann::json& json, TrainingOptions& options);
+
+}  // namespace bert_ner

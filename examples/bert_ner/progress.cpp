@@ -1,0 +1,129 @@
+#include "progress.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <ostream>
+
+namespace bert_ner {
+namespace {
+
+constexpr auto kBarInterval = std::chrono::milliseconds(200);
+constexpr auto kLineInterval = std::chrono::seconds(5);
+
+template <typename... Numbers>
+std::string format(const char* pattern, Numbers... numbers) {
+  char text[160];
+  std::snprintf(text, sizeof text, pattern, numbers...);
+  return text;
+}
+
+/// 3725 -> "1:02:05"
+std::string clock_text(double seconds) {
+  const long long whole = std::llround(std::max(seconds, 0.0));
+  const long long hours = whole / 3600, minutes = whole / 60 % 60;
+  if (hours > 0) return format("%lld:%02lld:%02lld", hours, minutes, whole % 60);
+  return format("%lld:%02lld", minutes, whole % 60);
+}
+
+int terminal_width() {
+  winsize size{};
+  const bool known = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+  return known ? size.ws_col : 80;
+}
+
+}  // namespace
+
+std::string progress_text(const ProgressStatus& status) {
+  return format("epoch %lld/%lld  step %lld/%lld  loss %.4f  scale %g  skipped %lld  ",
+                static_cast<long long>(status.epoch), static_cast<long long>(status.epochs),
+                static_cast<long long>(status.step), static_cast<long long>(status.steps),
+                status.loss, status.scale, static_cast<long long>(status.skipped)) +
+         format("%.0f tokens/s  ", status.tokens_per_second) + clock_text(status.seconds_left) +
+         " left";
+}
+
+std::string progress_bar(const ProgressStatus& status, int width) {
+  constexpr int kShortestBar = 8, kLongestBar = 40, kBrackets = 4;
+  std::string text = progress_text(status);
+  const int room = width - static_cast<int>(text.size()) - kBrackets;
+  if (room >= kShortestBar) {
+    const int length = std::min(room, kLongestBar);
+    const double part = status.steps > 0
+                            ? static_cast<double>(status.step) / static_cast<double>(status.steps)
+                            : 1.0;
+    const auto done =
+        static_cast<std::size_t>(std::clamp(static_cast<int>(part * length), 0, length));
+    std::string bar(static_cast<std::size_t>(length), ' ');
+    std::fill_n(bar.begin(), done, '=');
+    if (done < bar.size()) bar[done] = '>';
+    text = "[" + bar + "]  " + text;
+  }
+  return text.substr(0, static_cast<std::size_t>(std::max(width, 0)));
+}
+
+Progress::Style Progress::style_for_stderr(bool quiet) {
+  if (quiet) return Style::none;
+  return isatty(STDERR_FILENO) == 1 ? Style::bar : Style::lines;
+}
+
+Progress::Progress(std::ostream& out, Style style, int64_t epochs, int64_t steps,
+                   int64_t first_step)
+    : out_(out),
+      style_(style),
+      epochs_(epochs),
+      steps_(steps),
+      first_step_(first_step),
+      step_began_(Clock::now()),
+      last_shown_(step_began_) {}
+
+Progress::~Progress() {
+  if (bar_is_open_) out_ << std::endl;
+}
+
+void Progress::on_step(const StepReport& report, const TrainingPosition& position) {
+  loss_sum_ = losses_ == 0 ? report.loss : loss_sum_ + report.loss;
+  ++losses_;
+  tokens_ += report.tokens;
+  const auto now = Clock::now();
+  seconds_ += std::chrono::duration<double>(now - step_began_).count();
+  step_began_ = now;
+  const auto interval = style_ == Style::bar ? Clock::duration(kBarInterval) : kLineInterval;
+  if (style_ == Style::none || (now - last_shown_ < interval && position.steps != steps_)) return;
+  last_shown_ = now;
+  const double a_step = seconds_ / static_cast<double>(position.steps - first_step_);
+  show({.epoch = std::min(position.epoch + 1, epochs_),
+        .epochs = epochs_,
+        .step = position.steps,
+        .steps = steps_,
+        .loss = loss_sum_.item<double>() / static_cast<double>(losses_),
+        .scale = report.scale,
+        .skipped = position.skipped,
+        .tokens_per_second = static_cast<double>(tokens_) / seconds_,
+        .seconds_left = a_step * static_cast<double>(steps_ - position.steps)});
+  losses_ = 0;
+}
+
+void Progress::show(const ProgressStatus& status) {
+  if (style_ == Style::lines) {
+    out_ << progress_text(status) << std::endl;
+    return;
+  }
+  constexpr const char* kEraseLine = "\r\x1b[K";
+  out_ << kEraseLine << progress_bar(status, terminal_width() - 1) << std::flush;
+  bar_is_open_ = true;
+}
+
+void Progress::say(const std::string& line) {
+  if (style_ == Style::none) return;
+  if (bar_is_open_) out_ << "\r\x1b[K";
+  bar_is_open_ = false;
+  out_ << line << std::endl;
+}
+
+void Progress::restart_clock() { step_began_ = Clock::now(); }
+
+}  // namespace bert_ner

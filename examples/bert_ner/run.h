@@ -1,0 +1,37 @@
+/// \file
+/// One row of the table: a whole run in one precision, from files to scores.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "options.h"
+
+namespace bert_ner {
+
+/// What a run measured.
+struct RunResult {
+  std::string name;          ///< "fp32", "amp no scale", "amp dynamic scale"
+  std::string autocast;      ///< "off", "bfloat16" or "float16"
+  double learning_rate = 0;  ///< the schedule's highest
+  double f1 = 0, precision = 0, recall = 0;
+  int64_t peak_memory_bytes = 0;
+  double tokens_per_second = 0;  ///< of training alone; padding does not count
+  double train_seconds = 0;
+  int64_t steps = 0, skipped_steps = 0;
+  double loss_scale = 1;  ///< at the end
+
+  friend bool operator==(const RunResult&, const RunResult&) = default;
+};
+
+void to_json(nlohmann::json& json, const RunResult& result);
+void from_json(const nlohmann::json& json, RunResult& result);
+
+/// Trains as the options say, or goes on with the run that `options.resume` holds, and scores the
+/// test part, or the validation part where there is none. Sets the number of threads and draws from
+/// torch's default generators; progress and scores by type go to standard error.
+/// \throws InputError for files and values that cannot be used
+RunResult run_training(const RunOptions& options);
+
+}  // namespace bert_ner

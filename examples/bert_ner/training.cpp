@@ -1,0 +1,105 @@
+#include "training.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace bert_ner {
+namespace {
+
+/// Weights are decayed, biases and layer norms are not.
+std::vector<torch::optim::OptimizerParamGroup> parameter_groups(
+    const BertForTokenClassification& model, const TrainingOptions& options) {
+  std::vector<torch::Tensor> decayed, others;
+  for (const auto& parameter : model->parameters()) {
+    (parameter.dim() > 1 ? decayed : others).push_back(parameter);
+  }
+  const auto adamw = torch::optim::AdamWOptions(options.learning_rate);
+  const auto group = [&](std::vector<torch::Tensor> parameters, double weight_decay) {
+    return torch::optim::OptimizerParamGroup(
+        std::move(parameters), std::make_unique<torch::optim::AdamWOptions>(
+                                   torch::optim::AdamWOptions(adamw).weight_decay(weight_decay)));
+  };
+  return {group(std::move(decayed), options.weight_decay), group(std::move(others), 0.0)};
+}
+
+LinearSchedule::Options schedule_options(const TrainingOptions& options, int64_t epoch_steps) {
+  const int64_t total = options.epochs * epoch_steps;
+  return {.warmup_steps = std::llround(options.warmup * static_cast<double>(total)),
+          .total_steps = total};
+}
+
+torch::nn::CrossEntropyLoss weighted_loss(const std::vector<double>& class_weights,
+                                          torch::Device device) {
+  const auto weights = torch::tensor(class_weights, torch::kFloat64).to(device, torch::kFloat32);
+  return torch::nn::CrossEntropyLoss(
+      torch::nn::CrossEntropyLossOptions().weight(weights).ignore_index(kIgnoredLabel));
+}
+
+}  // namespace
+
+int64_t steps_per_epoch(std::size_t batches, int64_t accumulate) {
+  return (static_cast<int64_t>(batches) + accumulate - 1) / accumulate;
+}
+
+Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
+                 mezzo::AutocastSetting precision, const std::vector<double>& class_weights,
+                 int64_t epoch_steps)
+    : model(std::move(trained_model)),
+      optimizer(parameter_groups(model, options),
+                torch::optim::AdamWOptions(options.learning_rate)),
+      schedule(optimizer, schedule_options(options, epoch_steps)),
+      scaler(mezzo::GradScalerOptions().enabled(options.precision == Precision::amp)),
+      options_(options),
+      precision_(std::move(precision)),
+      criterion_(weighted_loss(class_weights, model->parameters().front().device())),
+      device_(model->parameters().front().device()) {}
+
+StepReport Trainer::train_step(std::span<const Batch> micro_batches) {
+  StepReport report{.loss = torch::zeros({}, device_)};
+  for (const auto& batch : micro_batches) {
+    torch::Tensor loss;
+    {
+      mezzo::AutocastGuard autocast(precision_);  // forward and loss in low precision where it pays
+      const auto logits = model(batch.ids, batch.mask);
+      loss = criterion_(logits.flatten(0, 1), batch.labels.flatten());
+      loss = loss / static_cast<double>(micro_batches.size());  // gradients add up to a mean
+    }
+    scaler.scale(loss).backward();
+    report.loss += loss.detach();
+    report.tokens += batch.tokens;
+  }
+  scaler.unscale_(optimizer);  // so that the norm below is the true one
+  torch::nn::utils::clip_grad_norm_(model->parameters(), options_.max_grad_norm);
+  const auto result = scaler.step(optimizer);  // not if there is an inf or a NaN
+  scaler.update();
+  schedule.step(result.ran());
+  optimizer.zero_grad();
+  report.ran = result.ran();
+  report.scale = result.scale();
+  return report;
+}
+
+void Trainer::train_epoch(std::span<const Example> examples, const BatchList& batches,
+                          Padding padding, int64_t max_length,
+                          const std::function<bool(const StepReport&)>& on_step) {
+  model->train();
+  const auto groups = steps_per_epoch(batches.size(), options_.accumulate);
+  while (position.group < groups) {
+    const auto begin = static_cast<std::size_t>(position.group * options_.accumulate);
+    const auto end =
+        std::min(begin + static_cast<std::size_t>(options_.accumulate), batches.size());
+    std::vector<Batch> micro_batches;
+    for (auto i = begin; i < end; ++i) {
+      micro_batches.push_back(collate(examples, batches[i], padding, max_length, device_));
+    }
+    const auto report = train_step(micro_batches);
+    ++position.group;
+    ++position.steps;
+    if (!report.ran) ++position.skipped;
+    if (!on_step(report)) return;
+  }
+  position.group = 0;
+  ++position.epoch;
+}
+
+}  // namespace bert_ner

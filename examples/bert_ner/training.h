@@ -1,0 +1,71 @@
+/// \file
+/// The training loop in mixed precision: the page to copy.
+#pragma once
+
+#include <mezzo/autocast.h>
+#include <mezzo/grad_scaler.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "batches.h"
+#include "bert.h"
+#include "fused_adamw.h"
+#include "linear_schedule.h"
+#include "options.h"
+
+namespace bert_ner {
+
+/// How far a run has come.
+struct TrainingPosition {
+  int64_t epoch = 0;    ///< epochs that are complete
+  int64_t group = 0;    ///< steps of the present epoch that are complete
+  int64_t steps = 0;    ///< steps since the start, skipped ones too
+  int64_t skipped = 0;  ///< those that the scaler skipped
+};
+
+/// What one step did.
+struct StepReport {
+  torch::Tensor loss;  ///< the mean over the step's tokens, on the device, without a gradient
+  int64_t tokens = 0;  ///< that were read
+  double scale = 1;    ///< the loss scale it was done with
+  bool ran = false;    ///< false: skipped for an inf or NaN
+};
+
+/// A model and everything that changes while it is trained.
+class Trainer {
+ public:
+  /// \param class_weights one a label; \param steps_per_epoch scales the schedule
+  Trainer(BertForTokenClassification model, const TrainingOptions& options,
+          mezzo::AutocastSetting precision, const std::vector<double>& class_weights,
+          int64_t steps_per_epoch);
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  /// Goes on from `position` to the end of its epoch. `batches` are the epoch's, in their order.
+  /// \param on_step is called after each step and answers whether to go on.
+  void train_epoch(std::span<const Example> examples, const BatchList& batches, Padding padding,
+                   int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
+
+  BertForTokenClassification model;
+  FusedAdamW optimizer;
+  LinearSchedule schedule;
+  mezzo::GradScaler scaler;
+  TrainingPosition position;
+
+ private:
+  StepReport train_step(std::span<const Batch> micro_batches);
+
+  TrainingOptions options_;
+  mezzo::AutocastSetting precision_;
+  torch::nn::CrossEntropyLoss criterion_;
+  torch::Device device_;
+};
+
+/// Steps of an epoch: groups of `accumulate` batches, the last one perhaps smaller.
+int64_t steps_per_epoch(std::size_t batches, int64_t accumulate);
+
+}  // namespace bert_ner

@@ -1,0 +1,10 @@
+// error: autocast cannot lower to this dtype; use torch::kHalf or torch::kBFloat16
+#include <mezzo/autocast.h>
+
+int wrapped() {
+#ifdef MEZZO_LEGAL
+  return mezzo::autocast<c10::DeviceType::CPU, c10::ScalarType::Half>([] { return 1; })();
+#else
+  return mezzo::autocast<c10::DeviceType::CPU, c10::ScalarType::Double>([] { return 1; })();
+#endif
+}

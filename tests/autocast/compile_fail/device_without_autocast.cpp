@@ -1,0 +1,10 @@
+// error: this device type has no autocast; use torch::kCPU or torch::kCUDA
+#include <mezzo/autocast.h>
+
+void region() {
+#ifdef MEZZO_LEGAL
+  const mezzo::Autocast<c10::DeviceType::CPU> autocast;
+#else
+  const mezzo::Autocast<c10::DeviceType::Meta> autocast;
+#endif
+}

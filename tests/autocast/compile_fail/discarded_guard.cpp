@@ -1,0 +1,10 @@
+// error: ignoring return value of .*Autocast
+#include <mezzo/autocast.h>
+
+void region() {
+#ifdef MEZZO_LEGAL
+  const mezzo::Autocast<c10::DeviceType::CPU> autocast;
+#else
+  mezzo::Autocast<c10::DeviceType::CPU>();
+#endif
+}

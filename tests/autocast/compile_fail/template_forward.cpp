@@ -1,0 +1,17 @@
+// error: M needs exactly one forward, neither a template nor overloaded
+#include <mezzo/autocast_module.h>
+
+struct Net : torch::nn::Module {
+#ifdef MEZZO_LEGAL
+  at::Tensor forward(at::Tensor x) { return x; }
+#else
+  template <class T>
+  T forward(T x) {
+    return x;
+  }
+#endif
+};
+
+void wrap() {
+  mezzo::AutocastModule<Net> net(std::make_shared<Net>(), {.device = c10::DeviceType::CPU});
+}

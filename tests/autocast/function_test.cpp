@@ -1,0 +1,191 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace {
+
+using mezzo::autocast;
+using mezzo::AutocastSetting;
+using torch::Tensor;
+
+torch::ScalarType dtype_of_product() {
+  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
+}
+
+/// Wraps for the CPU in bfloat16, the form that most tests need.
+template <class F>
+auto lowered(F&& function) {
+  return autocast<torch::kCPU>(std::forward<F>(function));
+}
+
+TEST(AutocastFunction, RunsTheCallUnderAutocastAndOnlyTheCall) {
+  EXPECT_EQ(autocast<torch::kCPU>(dtype_of_product)(), torch::kBFloat16);
+  EXPECT_EQ((autocast<torch::kCPU, torch::kHalf>(dtype_of_product)()), torch::kHalf);
+  const AutocastSetting half{.device = torch::kCPU, .dtype = torch::kHalf};
+  EXPECT_EQ(autocast(dtype_of_product, half)(), torch::kHalf);
+  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+}
+
+TEST(AutocastFunction, RunsInFullPrecisionWhenDisabledInsideARegion) {
+  const mezzo::Autocast<torch::kCPU> outer;
+  EXPECT_EQ(autocast<torch::kCPU>(dtype_of_product, {.enabled = false})(), torch::kFloat);
+}
+
+TEST(AutocastFunction, RefusesABadSettingWhenItIsMadeAndNotWhenItIsCalled) {
+  EXPECT_THROW(
+      std::ignore = autocast(dtype_of_product, {.device = torch::kCPU, .dtype = torch::kDouble}),
+      c10::Error);
+}
+
+// A decorated forward once lost all arguments but the first.
+TEST(AutocastFunction, PassesEveryArgumentOn) {
+  const auto all = [](int a, const std::string& b, double c, Tensor d, char e) {
+    return std::to_string(a) + b + std::to_string(c) + std::to_string(d.numel()) + e;
+  };
+  EXPECT_EQ(lowered(all)(1, "two", 3.0, torch::zeros({4}), '5'),
+            all(1, "two", 3.0, torch::zeros({4}), '5'));
+}
+
+TEST(AutocastFunction, PassesEachArgumentInItsOwnValueCategory) {
+  const auto categories = [](auto&&... args) {
+    return std::tuple<std::type_identity<decltype(args)>...>();
+  };
+  int lvalue = 0;
+  const int constant = 0;
+  const auto seen =
+      lowered(categories)(lvalue, constant, 0, std::move(lvalue), std::move(constant));
+  using Expected = std::tuple<std::type_identity<int&>, std::type_identity<const int&>,
+                              std::type_identity<int&&>, std::type_identity<int&&>,
+                              std::type_identity<const int&&>>;
+  static_assert(std::is_same_v<decltype(seen), const Expected>);
+}
+
+TEST(AutocastFunction, LetsReferenceArgumentsBeChanged) {
+  int counter = 1;
+  lowered([](int& value) { value += 41; })(counter);
+  EXPECT_EQ(counter, 42);
+}
+
+TEST(AutocastFunction, ReturnsReferencesAsTheyAre) {
+  int value = 0;
+  const auto same = lowered([](int& x) -> int& { return x; });
+  static_assert(std::is_same_v<decltype(same(value)), int&>);
+  EXPECT_EQ(&same(value), &value);
+  const auto constant = lowered([](const int& x) -> const int& { return x; });
+  static_assert(std::is_same_v<decltype(constant(value)), const int&>);
+  EXPECT_EQ(&constant(value), &value);
+  const auto expiring = lowered([](int& x) -> int&& { return std::move(x); });
+  static_assert(std::is_same_v<decltype(expiring(value)), int&&>);
+}
+
+TEST(AutocastFunction, ReturnsValuesWithoutDecayAndVoidAsVoid) {
+  const auto pair = lowered([](int a) { return std::pair<int, std::string>(a, "b"); });
+  static_assert(std::is_same_v<decltype(pair(1)), std::pair<int, std::string>>);
+  static_assert(std::is_void_v<decltype(lowered([] {})())>);
+}
+
+TEST(AutocastFunction, TakesAndReturnsMoveOnlyValues) {
+  const auto twice = lowered([](std::unique_ptr<int> p) {
+    *p *= 2;
+    return p;
+  });
+  EXPECT_EQ(*twice(std::make_unique<int>(21)), 42);
+}
+
+TEST(AutocastFunction, HoldsAMoveOnlyCallable) {
+  auto callable = lowered([p = std::make_unique<int>(3)] { return *p; });
+  const auto moved = std::move(callable);
+  EXPECT_EQ(moved(), 3);
+}
+
+struct Immovable {
+  explicit Immovable(int v) : value(v) {}
+  Immovable(const Immovable&) = delete;
+  int value;
+};
+
+TEST(AutocastFunction, ReturnsWhatCannotEvenBeMoved) {
+  EXPECT_EQ(lowered([](int v) { return Immovable(v); })(5).value, 5);
+}
+
+/// Says which of its call operators ran.
+struct Overloaded {
+  std::string operator()(int) & { return "mutable"; }
+  std::string operator()(int) const& { return "const"; }
+  std::string operator()(int) && { return "expiring"; }
+  std::string operator()(const std::string&) const { return "string"; }
+};
+
+TEST(AutocastFunction, KeepsOverloadsAndTheConstnessOfTheCallable) {
+  auto callable = lowered(Overloaded());
+  EXPECT_EQ(callable(1), "mutable");
+  EXPECT_EQ(std::as_const(callable)(1), "const");
+  EXPECT_EQ(std::move(callable)(1), "expiring");
+  EXPECT_EQ(callable("text"), "string");
+}
+
+TEST(AutocastFunction, KeepsTheStateOfAMutableCallable) {
+  auto counter = lowered([n = 0]() mutable { return ++n; });
+  counter();
+  EXPECT_EQ(counter(), 2);
+  static_assert(!std::invocable<const decltype(counter)&>);
+}
+
+TEST(AutocastFunction, CopiesAnLvalueUnlessItIsGivenByReference) {
+  auto counter = [n = 0]() mutable { return ++n; };
+  lowered(counter)();
+  EXPECT_EQ(counter(), 1);
+  lowered(std::ref(counter))();
+  EXPECT_EQ(counter(), 3);
+}
+
+struct Model {
+  torch::ScalarType forward(const Tensor& x, const Tensor& y) const {
+    return torch::mm(x, y).scalar_type();
+  }
+  int layers = 3;
+};
+
+TEST(AutocastFunction, CallsMembersThroughObjectsAndPointers) {
+  Model model;
+  const Tensor x = torch::ones({2, 2});
+  const auto forward = lowered(&Model::forward);
+  EXPECT_EQ(forward(model, x, x), torch::kBFloat16);
+  EXPECT_EQ(forward(&model, x, x), torch::kBFloat16);
+  EXPECT_EQ(forward(std::make_shared<Model>(), x, x), torch::kBFloat16);
+  lowered (&Model::layers)(model) = 4;
+  EXPECT_EQ(model.layers, 4);
+}
+
+TEST(AutocastFunction, IsNoexceptExactlyWhenTheCallableIs) {
+  const auto safe = lowered([](int) noexcept {});
+  const auto unsafe = lowered([](int) {});
+  static_assert(std::is_nothrow_invocable_v<decltype(safe), int>);
+  static_assert(std::is_invocable_v<decltype(unsafe), int>);
+  static_assert(!std::is_nothrow_invocable_v<decltype(unsafe), int>);
+  static_assert(!std::is_invocable_v<decltype(safe), std::string>);
+  static_assert(!std::is_invocable_v<decltype(safe)>);
+}
+
+TEST(AutocastFunction, LetsAnExceptionThroughAndRestoresTheState) {
+  const auto failing = lowered([] { TORCH_CHECK(false, "no"); });
+  EXPECT_THROW(failing(), c10::Error);
+  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+}
+
+TEST(AutocastFunction, FitsIntoStdFunction) {
+  const std::function<torch::ScalarType()> function = lowered(dtype_of_product);
+  EXPECT_EQ(function(), torch::kBFloat16);
+}
+
+}  // namespace

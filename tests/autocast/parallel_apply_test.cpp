@@ -1,0 +1,91 @@
+// Compiled with OpenMP and without the precompiled header: at::parallel_for, which parallel_apply
+// is made of, is a template that runs serially in a unit compiled without OpenMP.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/rand.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast_module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/parallel/data_parallel.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#ifndef _OPENMP
+#error "this test needs OpenMP, or there is but one thread and nothing to see"
+#endif
+
+namespace {
+
+using mezzo::AutocastModule;
+using torch::Tensor;
+
+/// Waits in forward until a second thread has come too, so that parallel_apply really uses two.
+struct MeetingImpl : torch::nn::Module {
+  explicit MeetingImpl(std::atomic<int>& arrived) : arrived_(&arrived) {
+    linear = register_module("linear", torch::nn::Linear(4, 2));
+  }
+  Tensor forward(const Tensor& x) {
+    arrived_->fetch_add(1);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (arrived_->load() < 2) {
+      TORCH_CHECK(std::chrono::steady_clock::now() < deadline, "no second thread came");
+      std::this_thread::yield();
+    }
+    return linear(x);
+  }
+
+  torch::nn::Linear linear{nullptr};
+
+ private:
+  std::atomic<int>* arrived_;
+};
+TORCH_MODULE(Meeting);
+
+/// parallel_apply needs two threads, whatever the machine has.
+class AutocastParallelApply : public testing::Test {
+ protected:
+  void SetUp() override {
+    before_ = at::get_num_threads();
+    at::set_num_threads(2);
+  }
+  void TearDown() override { at::set_num_threads(before_); }
+
+  std::vector<Tensor> inputs_ = {at::rand({3, 4}), at::rand({3, 4})};
+  std::atomic<int> arrived_ = 0;
+
+ private:
+  int before_ = 0;
+};
+
+TEST_F(AutocastParallelApply, OfPlainModulesLosesTheCallersRegionInPoolThreads) {
+  std::vector<Meeting> modules = {Meeting(arrived_), Meeting(arrived_)};
+  const mezzo::Autocast<torch::kCPU> autocast;
+  const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
+  EXPECT_NE(outputs[0].scalar_type(), outputs[1].scalar_type())
+      << "the caller's own thread lowers, the pool's thread does not";
+}
+
+TEST_F(AutocastParallelApply, OfWrappedModulesRunsUnderAutocastInEveryThread) {
+  const mezzo::AutocastSetting bf16{.device = torch::kCPU};
+  std::vector<AutocastModule<Meeting>> modules = {{Meeting(arrived_), bf16},
+                                                  {Meeting(arrived_), bf16}};
+  const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
+  EXPECT_EQ(outputs[0].scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(outputs[1].scalar_type(), torch::kBFloat16);
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(torch::kCPU));
+}
+
+TEST_F(AutocastParallelApply, GivesGradientsToTheModuleThatIsWrapped) {
+  torch::nn::Linear plain(4, 2);
+  const mezzo::AutocastSetting bf16{.device = torch::kCPU};
+  std::vector<AutocastModule<torch::nn::Linear>> modules = {{plain, bf16}, {plain, bf16}};
+  const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
+  (outputs[0].sum() + outputs[1].sum()).backward();
+  EXPECT_TRUE(torch::equal(plain->bias.grad(), at::full({2}, 6.0)));
+}
+
+}  // namespace

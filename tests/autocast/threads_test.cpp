@@ -1,0 +1,110 @@
+#include <torch/torch.h>
+
+#include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+
+#include <future>
+#include <memory>
+#include <thread>
+
+namespace {
+
+using mezzo::AutocastState;
+using torch::Tensor;
+
+torch::ScalarType dtype_of_product() {
+  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
+}
+
+TEST(AutocastState, TravelsToAThreadThatKnowsNothingOfIt) {
+  torch::ScalarType plain = torch::kDouble;
+  torch::ScalarType handed = torch::kDouble;
+  {
+    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+    std::thread([&plain] { plain = dtype_of_product(); }).join();
+    std::thread(mezzo::with_current_autocast([&handed] { handed = dtype_of_product(); })).join();
+  }
+  EXPECT_EQ(plain, torch::kFloat);
+  EXPECT_EQ(handed, torch::kHalf);
+}
+
+void set_every_device_type_by_hand() {
+  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    at::autocast::set_autocast_enabled(device, device != torch::kCPU);
+    at::autocast::set_autocast_dtype(device, torch::kDouble);
+  }
+  at::autocast::set_autocast_cache_enabled(false);
+}
+
+void expect_every_device_type_as_set() {
+  for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    EXPECT_EQ(at::autocast::is_autocast_enabled(device), device != torch::kCPU) << device;
+    EXPECT_EQ(at::autocast::get_autocast_dtype(device), torch::kDouble) << device;
+  }
+  EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+}
+
+TEST(AutocastState, CarriesEveryDeviceTypeAndTheCacheFlag) {
+  std::thread([] {  // a thread of its own, whose state ends with it
+    set_every_device_type_by_hand();
+    std::thread(mezzo::with_current_autocast(expect_every_device_type_as_set)).join();
+  })
+      .join();
+}
+
+TEST(AutocastState, LeavesTheRestOfAThreadsDispatchStateAlone) {
+  const AutocastState off = AutocastState::capture();
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Tracer);
+  const mezzo::Autocast<torch::kCPU> autocast;
+  {
+    const AutocastState::Scope scope(off);
+    EXPECT_TRUE(c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Tracer));
+  }
+  EXPECT_TRUE(c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Tracer));
+  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+}
+
+TEST(AutocastState, IsRestoredInAPoolThreadBetweenTasks) {
+  const AutocastState off = AutocastState::capture();
+  const mezzo::Autocast<torch::kCPU> autocast({.cache_enabled = false});
+  const AutocastState on = AutocastState::capture();
+  std::thread([&] {
+    {
+      const AutocastState::Scope scope(on);
+      EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+      {
+        const AutocastState::Scope inner(off);
+        EXPECT_EQ(dtype_of_product(), torch::kFloat);
+        EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+      }
+      EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+    }
+    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+    EXPECT_EQ(at::autocast::increment_nesting(), 1);
+    at::autocast::decrement_nesting();
+  }).join();
+}
+
+TEST(AutocastState, TravelsWithTheArgumentsOfTheWork) {
+  const mezzo::Autocast<torch::kCPU> autocast;
+  const auto work = mezzo::with_current_autocast(
+      [](const Tensor& x, std::unique_ptr<int> n) { return torch::mm(x, x) * *n; });
+  auto result = std::async(std::launch::async, work, torch::ones({2, 2}), std::make_unique<int>(3));
+  const Tensor product = result.get();
+  EXPECT_EQ(product.scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(product.sum().to(torch::kFloat).item<float>(), 24.0F);
+}
+
+TEST(AutocastState, IsAValueThatOutlivesItsRegion) {
+  const AutocastState kept = [] {
+    const mezzo::Autocast<torch::kCPU> autocast;
+    return AutocastState::capture();
+  }();
+  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  const AutocastState::Scope scope(kept);
+  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+}
+
+}  // namespace

@@ -1,0 +1,17 @@
+// A user's program, compiled against mezzo in each of the ways that its CMake package offers. It runs a step of mezzo
+// and an op of libtorch, so that a library that is linked but does not load, or has no operators, is noticed.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <mezzo/loss_scale.h>
+#include <mezzo/version.h>
+
+#include <iostream>
+
+int main() {
+  const auto rule = mezzo::LossScale::dynamic({.init_scale = 1024.});
+  const auto after_overflow = rule.next(rule.initial_state(), /*found_inf=*/true);
+  const at::Tensor sum = at::full({2}, after_overflow.scale).sum();
+  std::cout << "mezzo " << MEZZO_VERSION_MAJOR << '.' << MEZZO_VERSION_MINOR << ": scale "
+            << after_overflow.scale << '\n';
+  return sum.item<float>() == 1024.F ? 0 : 1;
+}

@@ -1,0 +1,80 @@
+// Compiled with -ffast-math, under which `x != x` and std::isfinite(x) are constants. The kernels
+// come in an inline namespace of their own, or the linker might pick another unit's copy of them.
+
+#include <mezzo/version.h>
+#undef MEZZO_ABI_NAMESPACE
+#define MEZZO_ABI_NAMESPACE fast_math
+
+#include <gtest/gtest.h>
+
+#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/loss_scale.h>
+
+#include <array>
+#include <bit>
+#include <cstdint>
+
+#ifndef __FAST_MATH__
+#error "fast_math_test.cpp must be compiled with -ffast-math"
+#endif
+
+namespace {
+
+using mezzo::fast_math::LossScale;
+using mezzo::fast_math::detail::CpuIsa;
+
+// By their bits: the compiler may take an infinity that it sees for something else.
+constexpr std::array<uint32_t, 3> kNonfinite{0x7F800000U, 0xFF800000U, 0x7FC00000U};
+
+class FastMath : public testing::TestWithParam<CpuIsa> {
+ protected:
+  void SetUp() override {
+    if (!mezzo::fast_math::detail::has_isa(GetParam())) GTEST_SKIP() << "not on this CPU";
+  }
+};
+
+TEST_P(FastMath, FindsInfAndNanAllTheSame) {
+  const auto loops = mezzo::fast_math::detail::unscale_loops<float>(GetParam());
+  for (const uint32_t bad : kNonfinite) {
+    for (const std::size_t place : {0U, 17U, 32U}) {
+      std::array<uint32_t, 33> values{};
+      values.fill(0x3F800000U);
+      EXPECT_FALSE(loops.check(values.data(), 33));
+      values[place] = bad;
+      EXPECT_TRUE(loops.check(values.data(), 33));
+      EXPECT_TRUE(loops.unscale(values.data(), 33, 0.5F));
+    }
+  }
+}
+
+TEST_P(FastMath, RoundsHalfAndBfloat16AllTheSame) {
+  std::array<uint16_t, 5> half{0x3C00, 0x7BFF, 0x0001, 0x8003,
+                               0x7C00};  // 1, 65504, two subnormals, inf
+  mezzo::fast_math::detail::unscale_loops<c10::Half>(GetParam()).unscale(half.data(), 5, 0.5F);
+  EXPECT_EQ(half, (std::array<uint16_t, 5>{0x3800, 0x77FF, 0x0000, 0x8002, 0x7C00}));
+  std::array<uint16_t, 3> bfloat16{0x3F80, 0x3F81, 0x7F80};  // 1, 1 + an ulp, inf
+  mezzo::fast_math::detail::unscale_loops<c10::BFloat16>(GetParam())
+      .unscale(bfloat16.data(), 3, 0.5F);
+  EXPECT_EQ(bfloat16, (std::array<uint16_t, 3>{0x3F00, 0x3F01, 0x7F80}));
+}
+
+INSTANTIATE_TEST_SUITE_P(AllInstructionSets, FastMath,
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512));
+
+TEST(FastMathLossScale, TakesNoGrowthToInfinity) {
+  const auto rule = LossScale::dynamic({.init_scale = 3e38, .growth_interval = 1});
+  EXPECT_EQ(rule.next(rule.initial_state(), false).scale, 3e38F);
+}
+
+TEST(FastMathLossScale, RefusesNanAndInfinity) {
+  const auto infinity = std::bit_cast<double>(uint64_t{0x7FF0000000000000U});
+  const auto nan = std::bit_cast<double>(uint64_t{0x7FF8000000000000U});
+  for (const double bad : {infinity, nan}) {
+    EXPECT_THROW(LossScale::dynamic({.init_scale = bad}), c10::Error);
+    EXPECT_THROW(LossScale::dynamic({.growth_factor = bad}), c10::Error);
+    EXPECT_THROW(LossScale::fixed(bad), c10::Error);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,182 @@
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/loss_scale.h>
+
+#include <bit>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::LossScale;
+using mezzo::LossScaleKind;
+using mezzo::LossScaleState;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+LossScaleState after(const LossScale& rule, LossScaleState state, const std::string& iterations) {
+  for (const char iteration : iterations) state = rule.next(state, iteration == 'i');
+  return state;
+}
+
+TEST(LossScale, StartsAsTorchDoes) {
+  const auto rule = LossScale::dynamic();
+  EXPECT_EQ(rule.initial_state(), (LossScaleState{65536.0F, 0, 1}));
+  EXPECT_EQ(rule.growth_factor(), 2.0);
+  EXPECT_EQ(rule.backoff_factor(), 0.5);
+  EXPECT_EQ(rule.growth_interval(), 2000);
+}
+
+TEST(LossScale, GrowsAfterTheIntervalAndBacksOffAtOnce) {
+  const auto rule = LossScale::dynamic(
+      {.init_scale = 4, .growth_factor = 2, .backoff_factor = 0.25, .growth_interval = 2});
+  auto state = rule.initial_state();
+  EXPECT_EQ(state = rule.next(state, false), (LossScaleState{4, 1, 1}));
+  EXPECT_EQ(state = rule.next(state, false), (LossScaleState{8, 0, 1}));
+  EXPECT_EQ(state = rule.next(state, true), (LossScaleState{2, 0, 1}));
+}
+
+TEST(LossScale, AnOverflowRestartsTheGrowthInterval) {
+  const auto rule = LossScale::dynamic({.init_scale = 16, .growth_interval = 3});
+  EXPECT_EQ(after(rule, rule.initial_state(), "..i.."), (LossScaleState{8, 2, 1}));
+  EXPECT_EQ(after(rule, rule.initial_state(), "..i..."), (LossScaleState{16, 0, 1}));
+}
+
+// 20,000 steps with random factors, scales and found_inf, to the bit.
+TEST(LossScale, IsBitEqualToAtensKernel) {
+  std::mt19937 random(7);
+  std::uniform_real_distribution<double> unit(0, 1);
+  for (int run = 0; run < 200; ++run) {
+    const auto rule = LossScale::dynamic({.init_scale = std::exp(unit(random) * 170 - 85),
+                                          .growth_factor = 1 + 15 * unit(random),
+                                          .backoff_factor = 0.01 + 0.98 * unit(random),
+                                          .growth_interval = 1 + run % 4,
+                                          .min_scale = 0});
+    auto state = rule.initial_state();
+    auto scale = torch::full({}, state.scale);
+    auto tracker = torch::zeros({}, torch::kInt);
+    for (int step = 0; step < 100; ++step) {
+      const bool found_inf = unit(random) < 0.2;
+      state = rule.next(state, found_inf);
+      at::_amp_update_scale_(scale, tracker, torch::full({}, found_inf ? 1.0F : 0.0F),
+                             rule.growth_factor(), rule.backoff_factor(), rule.growth_interval());
+      ASSERT_EQ(std::bit_cast<uint32_t>(state.scale), std::bit_cast<uint32_t>(scale.item<float>()));
+      ASSERT_EQ(state.growth_tracker, tracker.item<int32_t>());
+    }
+  }
+}
+
+TEST(LossScale, TakesNoGrowthThatWouldNotBeFinite) {
+  const auto rule =
+      LossScale::dynamic({.init_scale = 1e38, .growth_factor = 16, .growth_interval = 1});
+  EXPECT_EQ(rule.next(rule.initial_state(), false), (LossScaleState{1e38F, 0, 1}));
+}
+
+TEST(LossScale, ReachesZeroInTorchAndNeverReturns) {
+  const auto torch_like =
+      LossScale::dynamic({.init_scale = 1, .growth_interval = 1, .min_scale = 0});
+  const auto state = after(torch_like, torch_like.initial_state(), std::string(160, 'i'));
+  EXPECT_EQ(state.scale, 0.0F);
+  EXPECT_EQ(after(torch_like, state, std::string(100, '.')).scale, 0.0F);
+}
+
+TEST(LossScale, TheDefaultFloorIsFiniteBothWaysAndCanBeLeft) {
+  const auto rule = LossScale::dynamic({.init_scale = 1, .growth_interval = 1});
+  const auto state = after(rule, rule.initial_state(), std::string(1000, 'i'));
+  EXPECT_EQ(state.scale, std::numeric_limits<float>::min());
+  EXPECT_TRUE(std::isfinite(static_cast<float>(1.0 / static_cast<double>(state.scale))));
+  EXPECT_EQ(after(rule, state, std::string(126, '.')).scale, 1.0F);
+}
+
+TEST(LossScale, StaysBetweenFloorAndCeiling) {
+  const auto rule = LossScale::dynamic({.init_scale = 8,
+                                        .growth_factor = 10,
+                                        .backoff_factor = 0.1,
+                                        .growth_interval = 1,
+                                        .min_scale = 2,
+                                        .max_scale = 20});
+  EXPECT_EQ(after(rule, rule.initial_state(), "i").scale, 2.0F);
+  EXPECT_EQ(after(rule, rule.initial_state(), "ii").scale, 2.0F);
+  EXPECT_EQ(after(rule, rule.initial_state(), ".").scale, 20.0F);
+  EXPECT_EQ(after(rule, rule.initial_state(), "..").scale, 20.0F);
+}
+
+TEST(LossScale, ApexsCeilingIs2ToThe24) {
+  const auto rule = LossScale::dynamic({.growth_interval = 1, .max_scale = mezzo::kApexMaxScale});
+  EXPECT_EQ(after(rule, rule.initial_state(), std::string(100, '.')).scale, 16777216.0F);
+}
+
+TEST(LossScale, HysteresisSparesAllButTheLastOfARunOfOverflows) {
+  const auto rule = LossScale::dynamic({.init_scale = 64, .hysteresis = 3});
+  const auto start = rule.initial_state();
+  EXPECT_EQ(after(rule, start, "i"), (LossScaleState{64, 0, 2}));
+  EXPECT_EQ(after(rule, start, "ii"), (LossScaleState{64, 0, 1}));
+  EXPECT_EQ(after(rule, start, "iii"), (LossScaleState{32, 0, 1}));
+  EXPECT_EQ(after(rule, start, "iiii"), (LossScaleState{16, 0, 1}));
+}
+
+TEST(LossScale, ACleanIterationRefillsTheHysteresis) {
+  const auto rule = LossScale::dynamic({.init_scale = 64, .hysteresis = 3});
+  EXPECT_EQ(after(rule, rule.initial_state(), "ii."), (LossScaleState{64, 1, 3}));
+  EXPECT_EQ(after(rule, rule.initial_state(), "ii.ii"), (LossScaleState{64, 0, 1}));
+  EXPECT_EQ(after(rule, rule.initial_state(), "iiiii.i"), (LossScaleState{8, 0, 2}));
+}
+
+TEST(LossScale, NoneAndFixedNeverMove) {
+  EXPECT_EQ(LossScale::none().initial_state().scale, 1.0F);
+  for (const auto& rule : {LossScale::none(), LossScale::fixed(128)}) {
+    const auto start = rule.initial_state();
+    EXPECT_EQ(after(rule, start, "ii.i" + std::string(3000, '.')), start);
+  }
+  EXPECT_EQ(LossScale::fixed(128).initial_state().scale, 128.0F);
+}
+
+struct Refusal {
+  const char* what;
+  std::function<LossScale()> make;
+};
+
+TEST(LossScale, RefusesValuesOutOfRangeByName) {
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  const std::vector<Refusal> refusals{
+      {"init_scale is 0;", [] { return LossScale::dynamic({.init_scale = 0}); }},
+      {"init_scale is -1;", [] { return LossScale::dynamic({.init_scale = -1}); }},
+      {"init_scale is nan;", [=] { return LossScale::dynamic({.init_scale = kNan}); }},
+      {"init_scale is 1e+39;", [] { return LossScale::dynamic({.init_scale = 1e39}); }},
+      {"growth factor must be > 1.0", [] { return LossScale::dynamic({.growth_factor = 1}); }},
+      {"growth_factor is nan", [=] { return LossScale::dynamic({.growth_factor = kNan}); }},
+      {"growth_factor is inf", [=] { return LossScale::dynamic({.growth_factor = kInfinity}); }},
+      {"backoff factor must be < 1.0", [] { return LossScale::dynamic({.backoff_factor = 1}); }},
+      {"backoff_factor is 0", [] { return LossScale::dynamic({.backoff_factor = 0}); }},
+      {"growth_interval is 0", [] { return LossScale::dynamic({.growth_interval = 0}); }},
+      {"growth_interval is 3000000000",
+       [] { return LossScale::dynamic({.growth_interval = 3000000000}); }},
+      {"hysteresis is 0", [] { return LossScale::dynamic({.hysteresis = 0}); }},
+      {"min_scale is -1", [] { return LossScale::dynamic({.min_scale = -1}); }},
+      {"min_scale is inf", [=] { return LossScale::dynamic({.min_scale = kInfinity}); }},
+      {"max_scale is 0", [] { return LossScale::dynamic({.min_scale = 0, .max_scale = 0}); }},
+      {"max_scale is nan", [=] { return LossScale::dynamic({.max_scale = kNan}); }},
+      {"max_scale is 1;", [] { return LossScale::dynamic({.min_scale = 2, .max_scale = 1}); }},
+      {"init_scale is 65536;", [] { return LossScale::dynamic({.max_scale = 65535}); }},
+      {"init_scale is 65536;", [] { return LossScale::dynamic({.min_scale = 65537}); }},
+      {"scale is 0;", [] { return LossScale::fixed(0); }},
+      {"scale is inf;", [=] { return LossScale::fixed(kInfinity); }},
+  };
+  for (const Refusal& refusal : refusals) {
+    try {
+      refusal.make();
+      ADD_FAILURE() << "taken: " << refusal.what;
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find(refusal.what), std::string::npos)
+          << refusal.what << " is not in: " << error.what_without_backtrace();
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,178 @@
+// The scaler's state to and from a dictionary, an archive, and torch.amp.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_scaler.h>
+
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::LossScale;
+using testing::HasSubstr;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+/// A parameter with an optimizer, to run iterations with a gradient of one's choice.
+class Iterations {
+ public:
+  void run(GradScaler& scaler, const std::vector<float>& gradients) {
+    for (const float gradient : gradients) {
+      (void)scaler.scale(torch::zeros({}));
+      x_.mutable_grad() = torch::full({1}, gradient);
+      scaler.step(optimizer_);
+      scaler.update();
+    }
+  }
+
+  void unscale(GradScaler& scaler) {
+    x_.mutable_grad() = torch::ones({1});
+    scaler.unscale_(optimizer_);
+  }
+
+ private:
+  torch::Tensor x_ = torch::zeros({1}, torch::requires_grad());
+  torch::optim::SGD optimizer_{std::vector<torch::Tensor>{x_}, torch::optim::SGDOptions(0.1)};
+};
+
+GradScalerOptions unusual_options() {
+  return GradScalerOptions()
+      .init_scale(64)
+      .growth_factor(3)
+      .backoff_factor(0.25)
+      .growth_interval(5)
+      .min_scale(0.5)
+      .max_scale(1024)
+      .hysteresis(3);
+}
+
+template <class Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(GradScalerState, HasTorchsKeys) {
+  const auto state = GradScaler().state_dict();
+  EXPECT_EQ(state.at("scale"), 65536.0);
+  EXPECT_EQ(state.at("growth_factor"), 2.0);
+  EXPECT_EQ(state.at("backoff_factor"), 0.5);
+  EXPECT_EQ(state.at("growth_interval"), 2000.0);
+  EXPECT_EQ(state.at("_growth_tracker"), 0.0);
+}
+
+TEST(GradScalerState, ComesBackWhole) {
+  GradScaler source(unusual_options());
+  source.on_skip(nullptr);
+  Iterations iterations;
+  iterations.run(source, {kInfinity, kInfinity, kInfinity, 1, 1, kInfinity});
+  for (const bool has_scaled : {false, true}) {
+    GradScaler restored;
+    restored.on_skip(nullptr);
+    if (has_scaled) iterations.run(restored, {1, 1, 1});
+    restored.load_state_dict(source.state_dict());
+    EXPECT_EQ(restored.state_dict(), source.state_dict());
+    const std::vector<float> gradients{kInfinity, kInfinity, 1, 1, 1, 1, 1, 1, kInfinity};
+    auto continued = GradScaler(unusual_options());
+    continued.load_state_dict(source.state_dict());
+    continued.on_skip(nullptr);
+    iterations.run(restored, gradients);
+    iterations.run(continued, gradients);
+    EXPECT_EQ(restored.state_dict(), continued.state_dict());
+  }
+}
+
+TEST(GradScalerState, GoesThroughAnArchive) {
+  GradScaler source(unusual_options());
+  source.on_skip(nullptr);
+  Iterations().run(source, {1, 1, kInfinity});
+  std::stringstream stream;
+  torch::save(source, stream);
+  GradScaler restored;
+  torch::load(restored, stream);
+  EXPECT_EQ(restored.state_dict(), source.state_dict());
+}
+
+TEST(GradScalerState, AFixedScaleStaysFixed) {
+  GradScaler restored;
+  restored.load_state_dict(GradScaler(LossScale::fixed(128)).state_dict());
+  EXPECT_EQ(restored.rule().kind(), mezzo::LossScaleKind::fixed);
+  EXPECT_EQ(restored.get_scale(), 128.0);
+}
+
+TEST(GradScalerState, TakesWhatTorchWroteAndKeepsItsOwnBounds) {
+  GradScaler scaler(unusual_options());
+  scaler.load_state_dict({{"scale", 512},
+                          {"growth_factor", 2},
+                          {"backoff_factor", 0.5},
+                          {"growth_interval", 7},
+                          {"_growth_tracker", 4}});
+  const auto state = scaler.state_dict();
+  EXPECT_EQ(state.at("scale"), 512);
+  EXPECT_EQ(state.at("_growth_tracker"), 4);
+  EXPECT_EQ(state.at("max_scale"), 1024);
+  EXPECT_EQ(state.at("hysteresis"), 3);
+  EXPECT_EQ(state.at("_hysteresis_left"), 3);
+}
+
+TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
+  const auto disabled = GradScaler(GradScalerOptions().enabled(false));
+  const std::string words =
+      "The source state dict is empty, possibly because it was saved from a disabled instance of "
+      "GradScaler.";
+  GradScaler scaler;
+  EXPECT_EQ(error_of([&] { scaler.load_state_dict(disabled.state_dict()); }), words);
+  std::stringstream stream;
+  torch::save(disabled, stream);
+  EXPECT_EQ(error_of([&] { torch::load(scaler, stream); }), words);
+}
+
+TEST(GradScalerState, RefusesABadStateAndStaysAsItWas) {
+  GradScaler scaler(unusual_options());
+  Iterations().run(scaler, {1, 1});
+  const auto before = scaler.state_dict();
+  const auto error_with = [&](const std::string& key, double value) {
+    auto state = before;
+    state[key] = value;
+    return error_of([&] { scaler.load_state_dict(state); });
+  };
+  EXPECT_THAT(error_with("scale", 0), HasSubstr("scale is 0"));
+  EXPECT_THAT(error_with("scale", 4096), HasSubstr("scale is 4096"));
+  EXPECT_THAT(error_with("scale", std::nan("")), HasSubstr("scale is nan"));
+  EXPECT_THAT(error_with("growth_factor", 1), HasSubstr("growth_factor is 1"));
+  EXPECT_THAT(error_with("backoff_factor", 0), HasSubstr("backoff_factor is 0"));
+  EXPECT_THAT(error_with("growth_interval", 2.5), HasSubstr("growth_interval = 2.5"));
+  EXPECT_THAT(error_with("_growth_tracker", -1), HasSubstr("_growth_tracker = -1"));
+  EXPECT_THAT(error_with("_hysteresis_left", std::nan("")), HasSubstr("_hysteresis_left = nan"));
+  EXPECT_THAT(error_with("_loss_scale_kind", 3), HasSubstr("_loss_scale_kind = 3"));
+  auto incomplete = before;
+  incomplete.erase("_growth_tracker");
+  EXPECT_THAT(error_of([&] { scaler.load_state_dict(incomplete); }),
+              HasSubstr("lacks \"_growth_tracker\""));
+  EXPECT_EQ(scaler.state_dict(), before);
+}
+
+TEST(GradScalerState, IsNotSavedInTheMiddleOfAnIteration) {
+  GradScaler scaler;
+  (void)scaler.scale(torch::zeros({}));
+  Iterations().unscale(scaler);
+  std::stringstream stream;
+  EXPECT_EQ(error_of([&] { torch::save(scaler, stream); }),
+            "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
+            "end after scaler.update().");
+}
+
+}  // namespace

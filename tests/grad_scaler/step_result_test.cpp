@@ -1,0 +1,65 @@
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/step_result.h>
+
+#include <memory>
+
+namespace {
+
+using mezzo::StepOutcome;
+using mezzo::StepResult;
+
+/// A step that is decided elsewhere: the outcome arrives when somebody waits for it.
+class LateSlot : public mezzo::StepSlot {
+ public:
+  bool ready() const noexcept override { return waited; }
+  const StepOutcome& outcome() override {
+    waited = true;
+    return outcome_;
+  }
+  bool waited = false;
+
+ private:
+  StepOutcome outcome_{.found_inf = true, .scale = 4.0F};
+};
+
+TEST(StepResult, TellsAKnownOutcomeAtOnce) {
+  const StepResult result(StepOutcome{.ran = true, .scale = 8.0F, .value = torch::ones({})});
+  EXPECT_TRUE(result.ready());
+  EXPECT_TRUE(result.ran());
+  EXPECT_FALSE(result.found_inf());
+  EXPECT_EQ(result.scale(), 8.0F);
+  ASSERT_TRUE(result.value().has_value());
+  EXPECT_EQ(result.value()->item<float>(), 1.0F);
+}
+
+TEST(StepResult, AsksALateSlotWithoutWaitingUntilItMust) {
+  const auto slot = std::make_shared<LateSlot>();
+  const StepResult result(slot);
+  EXPECT_FALSE(result.ready());
+  EXPECT_FALSE(slot->waited);
+  EXPECT_FALSE(result.ran());
+  EXPECT_TRUE(slot->waited);
+  EXPECT_TRUE(result.ready());
+  EXPECT_TRUE(result.found_inf());
+  EXPECT_EQ(result.scale(), 4.0F);
+  EXPECT_FALSE(result.value().has_value());
+}
+
+TEST(StepResult, OwnsItsSlotTogetherWithItsCopies) {
+  auto slot = std::make_shared<LateSlot>();
+  const std::weak_ptr<LateSlot> watch = slot;
+  auto first = std::make_unique<StepResult>(std::move(slot));
+  const StepResult second = *first;
+  first.reset();
+  EXPECT_FALSE(watch.expired());
+  EXPECT_TRUE(second.found_inf());
+}
+
+TEST(StepResult, RefusesANullSlot) {
+  EXPECT_THROW(StepResult(std::shared_ptr<mezzo::StepSlot>()), c10::Error);
+}
+
+}  // namespace

@@ -1,0 +1,315 @@
+// The CPU loops against plain references: every dtype, every instruction set that this machine has,
+// odd tails, misaligned starts, values at the edges of the formats.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/detail/kernels/unscale_cpu.h>
+
+#include <bit>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using mezzo::detail::CpuIsa;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+const char* name_of(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::scalar:
+      return "scalar";
+    case CpuIsa::vector128:
+      return "vector128";
+    case CpuIsa::avx2:
+      return "avx2";
+    case CpuIsa::avx512:
+      return "avx512";
+  }
+  return "unknown";
+}
+
+class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
+ protected:
+  void SetUp() override {
+    if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << name_of(isa());
+    loops_ = mezzo::detail::unscale_loops(dtype(), isa());
+  }
+  static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
+  static CpuIsa isa() { return std::get<1>(GetParam()); }
+
+  static torch::Tensor random(int64_t count) {
+    return (torch::randn({count}, torch::kDouble) * 100).to(dtype());
+  }
+  /// What the loop should store: computed in float (double for double), rounded once.
+  static torch::Tensor product(const torch::Tensor& values, float inv_scale) {
+    const auto wide = dtype() == torch::kDouble ? torch::kDouble : torch::kFloat;
+    return (values.to(wide) * inv_scale).to(dtype());
+  }
+
+  mezzo::detail::UnscaleLoops loops_{};
+};
+
+TEST_P(UnscaleLoop, MultipliesEveryElementForEveryTail) {
+  torch::manual_seed(1);
+  for (int64_t count = 0; count <= 70; ++count) {
+    auto values = random(count);
+    const auto expected = product(values, 0.3F);
+    EXPECT_FALSE(loops_.unscale(values.data_ptr(), count, 0.3F)) << count;
+    EXPECT_TRUE(torch::equal(values, expected)) << count;
+  }
+}
+
+TEST_P(UnscaleLoop, TakesMemoryAtAnyByteAndTouchesNothingElse) {
+  torch::manual_seed(2);
+  constexpr int64_t kCount = 37;
+  const auto values = random(kCount);
+  const auto expected = product(values, 0.125F);
+  const auto bytes = static_cast<std::size_t>(kCount) * values.element_size();
+  for (std::size_t offset = 0; offset < 65; ++offset) {
+    std::vector<char> memory(bytes + 130, 'm');
+    std::memcpy(memory.data() + offset, values.data_ptr(), bytes);
+    loops_.unscale(memory.data() + offset, kCount, 0.125F);
+    EXPECT_EQ(std::memcmp(memory.data() + offset, expected.data_ptr(), bytes), 0) << offset;
+    for (std::size_t i = 0; i < memory.size(); ++i) {
+      const bool is_outside = i < offset || i >= offset + bytes;
+      if (is_outside) {
+        ASSERT_EQ(memory[i], 'm') << offset << " " << i;
+      }
+    }
+  }
+}
+
+TEST_P(UnscaleLoop, FindsOneBadElementAtEveryPlace) {
+  constexpr int64_t kCount = 39;
+  for (const float bad : {kInfinity, -kInfinity, kNan}) {
+    for (int64_t place = 0; place < kCount; ++place) {
+      auto values = torch::ones({kCount}, dtype());
+      values[place] = bad;
+      EXPECT_TRUE(loops_.check(values.const_data_ptr(), kCount)) << bad << " at " << place;
+      EXPECT_TRUE(loops_.unscale(values.data_ptr(), kCount, 0.5F)) << bad << " at " << place;
+    }
+  }
+}
+
+TEST_P(UnscaleLoop, FindsNothingInTheLargestAndSmallestFiniteValues) {
+  const double largest = dtype() == torch::kHalf       ? 65504.0
+                         : dtype() == torch::kBFloat16 ? 3.3895313892515355e38
+                         : dtype() == torch::kFloat    ? std::numeric_limits<float>::max()
+                                                       : std::numeric_limits<double>::max();
+  auto values = torch::tensor({largest, -largest, 0.0, -0.0, 1e-45, 1e-300}, torch::kDouble)
+                    .to(dtype())
+                    .repeat({11});
+  const auto before = values.clone();
+  EXPECT_FALSE(loops_.check(values.const_data_ptr(), values.numel()));
+  EXPECT_FALSE(loops_.unscale(values.data_ptr(), values.numel(), 1.0F));
+  EXPECT_TRUE(torch::equal(values, before));
+}
+
+// torch looks before it multiplies, and finds neither.
+TEST_P(UnscaleLoop, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
+  const bool is_double = dtype() == torch::kDouble;
+  auto values = torch::zeros({21}, dtype());
+  values[20] = dtype() == torch::kHalf ? 6e4 : is_double ? 1e300 : 1e30;
+  EXPECT_TRUE(loops_.unscale(values.data_ptr(), 21, 1e20F));
+  auto zeros = torch::zeros({21}, dtype());
+  EXPECT_TRUE(loops_.unscale(zeros.data_ptr(), 21, kInfinity));
+}
+
+INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, UnscaleLoop,
+                         testing::Combine(testing::Values(torch::kFloat, torch::kDouble,
+                                                          torch::kHalf, torch::kBFloat16),
+                                          testing::Values(CpuIsa::scalar, CpuIsa::vector128,
+                                                          CpuIsa::avx2, CpuIsa::avx512)),
+                         [](const auto& test) {
+                           return std::string(torch::toString(std::get<0>(test.param))) + "_" +
+                                  name_of(std::get<1>(test.param));
+                         });
+
+template <class Element>
+void expect_same_conversions(const std::vector<float>& values) {
+  using Format = mezzo::detail::FloatFormat<Element>;
+  for (const float value : values) {
+    uint32_t bits = 0;
+    Format::narrow(value, bits);
+    const Element expected(value);
+    if (std::isnan(value)) {
+      EXPECT_TRUE(
+          std::isnan(static_cast<float>(std::bit_cast<Element>(static_cast<uint16_t>(bits)))));
+    } else {
+      ASSERT_EQ(bits, expected.x) << std::hexfloat << value;
+    }
+  }
+}
+
+std::vector<float> floats_of_every_exponent() {
+  std::mt19937 random(3);
+  std::uniform_int_distribution<uint32_t> mantissa(0, 0x7FFFFFU);
+  std::vector<float> values{kNan, -kNan, kInfinity, -kInfinity, 65519.99F, 65520.0F, 65536.0F};
+  for (uint32_t exponent = 0; exponent < 512; ++exponent) {  // with both signs
+    for (int i = 0; i < 200; ++i) {
+      values.push_back(std::bit_cast<float>((exponent << 23) | mantissa(random)));
+    }
+    for (const uint32_t tie : {0x0U, 0x1000U, 0x3000U, 0x8000U, 0x18000U, 0x7FFFFFU}) {
+      values.push_back(std::bit_cast<float>((exponent << 23) | tie));
+    }
+  }
+  return values;
+}
+
+TEST(FloatFormat, RoundsToHalfAsC10Does) {
+  expect_same_conversions<c10::Half>(floats_of_every_exponent());
+}
+
+TEST(FloatFormat, RoundsToBfloat16AsC10Does) {
+  expect_same_conversions<c10::BFloat16>(floats_of_every_exponent());
+}
+
+template <class Element>
+void expect_same_widening() {
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    float widened = 0;
+    mezzo::detail::FloatFormat<Element>::widen(bits, widened);
+    const auto expected = static_cast<float>(std::bit_cast<Element>(static_cast<uint16_t>(bits)));
+    if (std::isnan(expected)) {
+      ASSERT_TRUE(std::isnan(widened)) << bits;
+    } else {
+      ASSERT_EQ(std::bit_cast<uint32_t>(widened), std::bit_cast<uint32_t>(expected)) << bits;
+    }
+  }
+}
+
+TEST(FloatFormat, WidensEveryHalf) { expect_same_widening<c10::Half>(); }
+
+TEST(FloatFormat, WidensEveryBfloat16) { expect_same_widening<c10::BFloat16>(); }
+
+std::vector<torch::Tensor> mixed_gradients() {
+  torch::manual_seed(4);
+  return {torch::randn({70000}),
+          torch::randn({0}),
+          torch::randn({33, 5}, torch::kDouble),
+          torch::randn({40001}).to(torch::kBFloat16),
+          torch::randn({7}).to(torch::kHalf),
+          torch::randn({1, 3, 1}),
+          torch::randn({90001})};
+}
+
+TEST(UnscaleCpu, ScalesAllTensorsOfAllDtypesOnAllThreads) {
+  for (const int threads : {1, 2, 5}) {
+    const int before = torch::get_num_threads();
+    torch::set_num_threads(threads);
+    auto gradients = mixed_gradients();
+    const auto originals = mixed_gradients();
+    EXPECT_FALSE(mezzo::detail::unscale_cpu_(gradients, 0.25F));
+    torch::set_num_threads(before);
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      EXPECT_TRUE(torch::equal(gradients[i], originals[i] * 0.25)) << threads << " " << i;
+    }
+  }
+}
+
+TEST(UnscaleCpu, FindsABadElementInAnyThreadsPart) {
+  for (const std::size_t tensor : {std::size_t{0}, std::size_t{3}, std::size_t{6}}) {
+    for (const bool at_end : {false, true}) {
+      auto gradients = mixed_gradients();
+      EXPECT_FALSE(mezzo::detail::any_nonfinite_cpu(gradients));
+      gradients[tensor][at_end ? -1 : 0] = kInfinity;
+      EXPECT_TRUE(mezzo::detail::any_nonfinite_cpu(gradients)) << tensor;
+      EXPECT_TRUE(mezzo::detail::unscale_cpu_(gradients, 0.25F)) << tensor;
+    }
+  }
+}
+
+TEST(UnscaleCpu, RunsOnSeveralThreadsThoughItsCallerIsCompiledWithoutOpenMp) {
+  const int before = torch::get_num_threads();
+  torch::set_num_threads(4);
+  std::vector<std::pair<int, std::thread::id>> items(4);
+  mezzo::detail::parallel_for_each(items, [](auto& item) {
+    ++item.first;
+    item.second = std::this_thread::get_id();
+  });
+  torch::set_num_threads(before);
+  std::set<std::thread::id> threads;
+  for (const auto& [calls, thread] : items) {
+    EXPECT_EQ(calls, 1);
+    threads.insert(thread);
+  }
+  EXPECT_EQ(threads.size(), 4U);
+}
+
+TEST(UnscaleCpu, CutsTheWorkIntoEqualPartsThatCoverItOnce) {
+  const int before = torch::get_num_threads();
+  torch::set_num_threads(3);
+  std::vector<char> memory(1000);
+  std::vector<mezzo::detail::Span<int>> spans;
+  for (const auto& [begin, count] : {std::pair{0, 1}, {1, 0}, {1, 700}, {701, 299}}) {
+    spans.push_back({memory.data() + begin, count, 1, 0});
+  }
+  const auto parts = mezzo::detail::equal_parts(spans, /*grain=*/10);
+  torch::set_num_threads(before);
+  ASSERT_EQ(parts.size(), 3U);
+  for (const auto& part : parts) {
+    int64_t size = 0;
+    for (const auto& span : part.spans) {
+      size += span.count;
+      for (int64_t i = 0; i < span.count; ++i) ++span.data[i];
+    }
+    EXPECT_LE(size, 334);
+    EXPECT_GE(size, 332);
+  }
+  EXPECT_EQ(memory, std::vector<char>(1000, 1));
+}
+
+TEST(UnscaleCpu, WalksTransposedTensorsInPlace) {
+  auto base = torch::randn({5, 7});
+  const auto expected = base.clone() * 0.5;
+  EXPECT_FALSE(mezzo::detail::unscale_cpu_({base.t()}, 0.5F));
+  EXPECT_TRUE(torch::equal(base, expected));
+}
+
+TEST(UnscaleCpu, ScalesTensorsWithGapsAndLeavesTheGapsAlone) {
+  auto base = torch::ones({6, 8});
+  const auto strided = base.slice(1, 0, 8, 2);
+  EXPECT_FALSE(mezzo::detail::unscale_cpu_({strided}, 0.5F));
+  EXPECT_TRUE(torch::equal(strided, torch::full({6, 4}, 0.5)));
+  EXPECT_TRUE(torch::equal(base.slice(1, 1, 8, 2), torch::ones({6, 4})));
+  base[3][2] = kNan;
+  EXPECT_TRUE(mezzo::detail::any_nonfinite_cpu({strided}));
+  base[3][2] = 1;
+  base[3][3] = kNan;
+  EXPECT_FALSE(mezzo::detail::any_nonfinite_cpu({strided}));
+}
+
+TEST(UnscaleCpu, ScalesTensorsThatAreNegativeByABit) {
+  const auto complex = torch::randn({4}, torch::kComplexFloat);
+  const auto imaginary = torch::imag(complex.conj());
+  ASSERT_TRUE(imaginary.is_neg());
+  const auto expected = imaginary.clone() * 0.5;
+  EXPECT_FALSE(mezzo::detail::unscale_cpu_({imaginary}, 0.5F));
+  EXPECT_TRUE(torch::equal(imaginary, expected));
+}
+
+TEST(UnscaleCpu, BumpsTheVersionOfWhatItWrites) {
+  const auto gradient = torch::ones({3});
+  const auto before = gradient._version();
+  mezzo::detail::unscale_cpu_({gradient}, 0.5F);
+  EXPECT_GT(gradient._version(), before);
+}
+
+TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
+  const auto gradient = torch::ones({3});
+  const auto before = gradient._version();
+  EXPECT_FALSE(mezzo::detail::unscale_cpu_({gradient}, 1.0F));
+  EXPECT_EQ(gradient._version(), before);
+}
+
+}  // namespace

@@ -1,0 +1,144 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+#include <mezzo/precision.h>
+
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+namespace {
+
+using mezzo::autocast_from_env;
+using mezzo::AutocastSetting;
+using mezzo::detail::CpuFeatures;
+using mezzo::detail::parse_autocast;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+/// Sets an environment variable for one scope; nullptr removes it.
+class ScopedVariable {
+ public:
+  ScopedVariable(const char* name, const char* value) : name_(name) {
+    if (const char* found = std::getenv(name)) {
+      found_ = found;
+    }
+    set(value);
+  }
+  ~ScopedVariable() { set(found_ ? found_->c_str() : nullptr); }
+  ScopedVariable(const ScopedVariable&) = delete;
+  ScopedVariable& operator=(const ScopedVariable&) = delete;
+
+ private:
+  void set(const char* value) const {
+    if (value == nullptr) {
+      unsetenv(name_);
+    } else {
+      setenv(name_, value, 1);
+    }
+  }
+
+  const char* name_;
+  std::optional<std::string> found_;
+};
+
+ScopedVariable environment(const char* value) { return {"MEZZO_AUTOCAST", value}; }
+
+TEST(AutocastFromEnv, IsTheDeviceDefaultWhenUnsetOrEmpty) {
+  for (const char* value : {static_cast<const char*>(nullptr), ""}) {
+    const ScopedVariable variable = environment(value);
+    const AutocastSetting cpu = autocast_from_env(torch::kCPU);
+    EXPECT_TRUE(cpu.enabled);
+    EXPECT_EQ(cpu.dtype, torch::kBFloat16);
+    EXPECT_EQ(cpu.reason, "bfloat16: the default on the CPU");
+    EXPECT_EQ(autocast_from_env(torch::kCUDA).dtype, torch::kHalf);
+    EXPECT_EQ(autocast_from_env(torch::kCUDA).reason, "float16: the default on CUDA");
+  }
+}
+
+TEST(AutocastFromEnv, IsTheCallersChoiceWhenUnset) {
+  const ScopedVariable variable = environment(nullptr);
+  const AutocastSetting choice{.device = torch::kCPU, .enabled = false, .reason = "as said"};
+  EXPECT_FALSE(autocast_from_env(torch::kCPU, choice).enabled);
+  EXPECT_EQ(autocast_from_env(torch::kCPU, choice).reason, "as said");
+}
+
+TEST(AutocastFromEnv, HonoursTheVariableOverTheCallersChoice) {
+  const ScopedVariable variable = environment("fp16");
+  EXPECT_EQ(autocast_from_env(torch::kCPU, {.device = torch::kCPU}).dtype, torch::kHalf);
+}
+
+TEST(AutocastFromEnv, SwitchesAGuardThatAsksForIt) {
+  const auto dtype = [] {
+    const mezzo::AutocastGuard guard(autocast_from_env(torch::kCPU));
+    return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
+  };
+  const auto dtype_under = [&dtype](const char* value) {
+    const ScopedVariable variable = environment(value);
+    return dtype();
+  };
+  EXPECT_EQ(dtype_under("off"), torch::kFloat);
+  EXPECT_EQ(dtype_under("bf16"), torch::kBFloat16);
+  EXPECT_EQ(dtype_under("fp16"), torch::kHalf);
+}
+
+TEST(AutocastFromEnv, TakesOffAsAnAnswerOnEveryDevice) {
+  const ScopedVariable variable = environment("off");
+  const AutocastSetting cuda = autocast_from_env(torch::kCUDA);
+  EXPECT_FALSE(cuda.enabled);
+  EXPECT_EQ(cuda.device, torch::kCUDA);
+  EXPECT_EQ(cuda.reason, "float32 (autocast off): MEZZO_AUTOCAST=off");
+}
+
+TEST(AutocastFromEnv, AsksTheHardwareForAuto) {
+  const ScopedVariable variable = environment("auto");
+  const AutocastSetting asked = autocast_from_env(torch::kCPU);
+  const AutocastSetting recommended = mezzo::recommended(torch::kCPU);
+  EXPECT_EQ(asked.enabled, recommended.enabled);
+  EXPECT_EQ(asked.reason, recommended.reason);
+}
+
+TEST(AutocastFromEnv, SeesOnednnsCapInAuto) {
+  const ScopedVariable variable = environment("auto");
+  const ScopedVariable cap("ONEDNN_MAX_CPU_ISA", "SSE41");
+  EXPECT_FALSE(autocast_from_env(torch::kCPU).enabled);
+}
+
+TEST(AutocastFromEnv, ListsTheValuesWhenItIsGivenAnother) {
+  for (const char* value : {"1", "on", "BF16", "bfloat16", "off "}) {
+    const ScopedVariable variable = environment(value);
+    EXPECT_THAT([] { autocast_from_env(torch::kCPU); },
+                ThrowsMessage<c10::Error>(HasSubstr("MEZZO_AUTOCAST=" + std::string(value) +
+                                                    " is not a known value; use off, bf16, fp16 or "
+                                                    "auto")));
+  }
+}
+
+TEST(AutocastFromEnv, RefusesADeviceWithoutAutocast) {
+  const ScopedVariable variable = environment(nullptr);
+  EXPECT_THAT([] { autocast_from_env(torch::kMeta); },
+              ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu or cuda")));
+}
+
+TEST(AutocastFromEnv, WarnsInItsReasonWhereTheCpuWouldEmulateTheDtype) {
+  const CpuFeatures plain{.known = true, .avx512 = true};
+  EXPECT_EQ(
+      parse_autocast("bf16", torch::kCPU, plain).reason,
+      "bfloat16: MEZZO_AUTOCAST=bf16, though this CPU has no bfloat16 instructions; expect it "
+      "to be about 2.5 times slower than float32");
+  EXPECT_EQ(
+      parse_autocast("fp16", torch::kCPU, plain).reason,
+      "float16: MEZZO_AUTOCAST=fp16, though this CPU has no float16 instructions; expect it to "
+      "be more than 10 times slower than float32");
+}
+
+TEST(AutocastFromEnv, SaysOnlyWhoAskedWhereTheHardwareIsUpToIt) {
+  const CpuFeatures able{.known = true, .avx512 = true, .avx512_bf16 = true, .avx512_fp16 = true};
+  EXPECT_EQ(parse_autocast("bf16", torch::kCPU, able).reason, "bfloat16: MEZZO_AUTOCAST=bf16");
+  EXPECT_EQ(parse_autocast("fp16", torch::kCPU, able).reason, "float16: MEZZO_AUTOCAST=fp16");
+  EXPECT_EQ(parse_autocast("fp16", torch::kCUDA, {}).reason, "float16: MEZZO_AUTOCAST=fp16");
+}
+
+}  // namespace

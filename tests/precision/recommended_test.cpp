@@ -1,0 +1,213 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/precision.h>
+
+#include <fstream>
+#include <optional>
+#include <string>
+
+namespace {
+
+using mezzo::AutocastSetting;
+using mezzo::detail::capped;
+using mezzo::detail::ComputeCapability;
+using mezzo::detail::CpuFeatures;
+using mezzo::detail::CpuidRegisters;
+using mezzo::detail::decode;
+using mezzo::detail::recommend_cpu;
+using mezzo::detail::recommend_cuda;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+static_assert(mezzo::default_autocast_dtype(torch::kCPU) == torch::kBFloat16);
+static_assert(mezzo::default_autocast_dtype(torch::kCUDA) == torch::kHalf);
+static_assert(mezzo::default_autocast_dtype(torch::kMeta) == torch::ScalarType::Undefined);
+static_assert(mezzo::autocast_accepts(torch::kCPU, torch::kHalf));
+static_assert(mezzo::autocast_accepts(torch::kCUDA, torch::kBFloat16));
+static_assert(!mezzo::autocast_accepts(torch::kCUDA, torch::kFloat));
+static_assert(!mezzo::autocast_accepts(torch::kMeta, torch::kHalf));
+
+constexpr std::uint32_t bit(int index) { return std::uint32_t{1} << index; }
+
+/// A server with everything: AVX-512 (F, DQ, BW, VL), bf16, fp16, and AMX with bf16 and fp16.
+CpuidRegisters everything() {
+  return {.leaf1_ecx = bit(27),
+          .leaf7_ebx = bit(16) | bit(17) | bit(30) | bit(31),
+          .leaf7_edx = bit(22) | bit(23) | bit(24),
+          .leaf7_1_eax = bit(5) | bit(21),
+          .xcr0 = 0xE6 | 0x60000};
+}
+
+CpuFeatures avx512_without_bf16() { return {.known = true, .avx512 = true}; }
+
+CpuFeatures zen4() { return {.known = true, .avx512 = true, .avx512_bf16 = true}; }
+
+TEST(CpuFeatures, AreReadFromTheirBits) {
+  const CpuFeatures cpu = decode(everything());
+  EXPECT_TRUE(cpu.known && cpu.avx512 && cpu.avx512_bf16 && cpu.avx512_fp16);
+  EXPECT_TRUE(cpu.amx_bf16 && cpu.amx_fp16);
+  const CpuFeatures none = decode({});
+  EXPECT_TRUE(none.known);
+  EXPECT_FALSE(none.avx512 || none.bf16() || none.fp16());
+}
+
+TEST(CpuFeatures, NeedTheirOwnBit) {
+  CpuidRegisters cpu = everything();
+  cpu.leaf7_1_eax = bit(21);
+  EXPECT_FALSE(decode(cpu).avx512_bf16);
+  cpu = everything();
+  cpu.leaf7_1_eax = bit(5);
+  EXPECT_FALSE(decode(cpu).amx_fp16);
+  cpu = everything();
+  cpu.leaf7_edx = bit(24) | bit(23);
+  EXPECT_FALSE(decode(cpu).amx_bf16);
+  cpu.leaf7_edx = bit(24) | bit(22);
+  EXPECT_FALSE(decode(cpu).avx512_fp16);
+  cpu.leaf7_edx = bit(22) | bit(23);
+  EXPECT_FALSE(decode(cpu).amx_bf16) << "without tiles there is no AMX";
+  cpu = everything();
+  cpu.leaf7_ebx = bit(16);
+  EXPECT_FALSE(decode(cpu).avx512_bf16) << "AVX512F alone is not what oneDNN asks for";
+}
+
+TEST(CpuFeatures, NeedAnOperatingSystemThatSavesTheirRegisters) {
+  CpuidRegisters cpu = everything();
+  cpu.xcr0 = 0xE6;
+  EXPECT_TRUE(decode(cpu).avx512_bf16);
+  EXPECT_FALSE(decode(cpu).amx_bf16);
+  cpu.xcr0 = 0x7;
+  EXPECT_FALSE(decode(cpu).bf16());
+  cpu = everything();
+  cpu.leaf1_ecx = 0;
+  EXPECT_FALSE(decode(cpu).bf16() || decode(cpu).fp16());
+}
+
+TEST(CpuFeatures, OfThisMachineAreThoseOfProcCpuinfo) {
+  std::ifstream file("/proc/cpuinfo");
+  if (!mezzo::detail::read_cpu_features().known || !file) {
+    GTEST_SKIP() << "no x86-64, or no /proc/cpuinfo";
+  }
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_EQ(mezzo::detail::read_cpu_features().avx512_bf16,
+            text.find(" avx512_bf16") != std::string::npos);
+  EXPECT_EQ(mezzo::detail::read_cpu_features().amx_bf16,
+            text.find(" amx_bf16") != std::string::npos);
+}
+
+TEST(CpuFeatures, ShrinkUnderOnednnsCap) {
+  const CpuFeatures all = decode(everything());
+  const auto under = [&all](const char* isa) { return capped(all, "ONEDNN_MAX_CPU_ISA", isa); };
+  EXPECT_FALSE(under("AVX2").avx512);
+  EXPECT_FALSE(under("avx2_vnni_2").avx512_bf16);
+  EXPECT_TRUE(under("AVX512_CORE").avx512);
+  EXPECT_FALSE(under("AVX512_CORE").bf16());
+  EXPECT_TRUE(under("AVX512_CORE_BF16").avx512_bf16);
+  EXPECT_FALSE(under("AVX512_CORE_BF16").amx_bf16 || under("AVX512_CORE_BF16").fp16());
+  EXPECT_TRUE(under("AVX512_CORE_FP16").avx512_fp16);
+  EXPECT_TRUE(under("AVX512_CORE_AMX").amx_bf16);
+  EXPECT_FALSE(under("AVX512_CORE_AMX").amx_fp16);
+  EXPECT_TRUE(under("AVX512_CORE_AMX_FP16").amx_fp16);
+  EXPECT_TRUE(under("ALL").amx_fp16);
+  EXPECT_TRUE(under("no such thing").amx_fp16) << "oneDNN ignores what it does not know";
+}
+
+TEST(CpuFeatures, NameTheCapOnlyWhereItHidesSomething) {
+  EXPECT_EQ(capped(zen4(), "ONEDNN_MAX_CPU_ISA", "AVX2").capped_by, "ONEDNN_MAX_CPU_ISA=AVX2");
+  EXPECT_EQ(capped(zen4(), "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16").capped_by, "");
+  EXPECT_EQ(capped(avx512_without_bf16(), "ONEDNN_MAX_CPU_ISA", "AVX2").capped_by, "");
+}
+
+TEST(Recommended, PicksBFloat16OnACpuWithInstructionsForItAndSaysWhich) {
+  const AutocastSetting zen = recommend_cpu(zen4());
+  EXPECT_TRUE(zen.enabled);
+  EXPECT_EQ(zen.device, torch::kCPU);
+  EXPECT_EQ(zen.dtype, torch::kBFloat16);
+  EXPECT_EQ(zen.reason, "bfloat16: this CPU has avx512_bf16");
+  EXPECT_EQ(recommend_cpu(decode(everything())).reason, "bfloat16: this CPU has amx_bf16");
+}
+
+TEST(Recommended, LeavesAutocastOffWhereTheCpuWouldEmulateIt) {
+  const AutocastSetting avx512 = recommend_cpu(avx512_without_bf16());
+  EXPECT_FALSE(avx512.enabled);
+  EXPECT_TRUE(mezzo::autocast_accepts(torch::kCPU, avx512.dtype)) << "a guard must take it";
+  EXPECT_EQ(
+      avx512.reason,
+      "float32 (autocast off): this CPU has no bfloat16 instructions; autocast would be about "
+      "2.5 times slower than float32");
+  EXPECT_EQ(
+      recommend_cpu({.known = true}).reason,
+      "float32 (autocast off): this CPU has no bfloat16 instructions; autocast would be about "
+      "15 times slower than float32");
+}
+
+TEST(Recommended, BlamesTheEnvironmentWhereThatHidesTheInstructions) {
+  const AutocastSetting setting =
+      recommend_cpu(capped(zen4(), "ONEDNN_MAX_CPU_ISA", "AVX512_CORE"));
+  EXPECT_FALSE(setting.enabled);
+  EXPECT_EQ(setting.reason,
+            "float32 (autocast off): ONEDNN_MAX_CPU_ISA=AVX512_CORE keeps libtorch from bfloat16 "
+            "instructions; autocast would be about 2.5 times slower than float32");
+}
+
+TEST(Recommended, LeavesAutocastOffOnACpuThatItCannotRead) {
+  const AutocastSetting setting = recommend_cpu({});
+  EXPECT_FALSE(setting.enabled);
+  EXPECT_THAT(setting.reason, HasSubstr("on x86-64 only; set the dtype yourself"));
+}
+
+TEST(Recommended, PicksByComputeCapabilityOnCuda) {
+  const AutocastSetting hopper = recommend_cuda(ComputeCapability{9, 0});
+  EXPECT_TRUE(hopper.enabled);
+  EXPECT_EQ(hopper.dtype, torch::kBFloat16);
+  EXPECT_EQ(hopper.reason,
+            "bfloat16: a GPU of compute capability 9.0 multiplies it natively, in float32's range");
+  EXPECT_EQ(recommend_cuda(ComputeCapability{8, 0}).dtype, torch::kBFloat16);
+
+  const AutocastSetting turing = recommend_cuda(ComputeCapability{7, 5});
+  EXPECT_TRUE(turing.enabled);
+  EXPECT_EQ(turing.dtype, torch::kHalf);
+  EXPECT_EQ(turing.reason,
+            "float16: a GPU of compute capability 7.5 multiplies it natively, and bfloat16 not; "
+            "scale the loss");
+  EXPECT_EQ(recommend_cuda(ComputeCapability{7, 0}).dtype, torch::kHalf);
+
+  const AutocastSetting pascal = recommend_cuda(ComputeCapability{6, 1});
+  EXPECT_FALSE(pascal.enabled);
+  EXPECT_EQ(pascal.reason,
+            "float32 (autocast off): a GPU of compute capability 6.1 has no tensor cores");
+}
+
+TEST(Recommended, LeavesAutocastOffWithoutAGpu) {
+  EXPECT_EQ(recommend_cuda(std::nullopt).reason,
+            "float32 (autocast off): libtorch sees no CUDA device");
+  if (!torch::cuda::is_available()) {
+    EXPECT_FALSE(mezzo::recommended(torch::kCUDA).enabled);
+    EXPECT_THAT(
+        [] {
+          mezzo::recommended({torch::kCUDA, 3});
+        },
+        ThrowsMessage<c10::Error>(HasSubstr("there is no cuda:3; libtorch sees 0")));
+  }
+}
+
+TEST(Recommended, RefusesADeviceWithoutAutocast) {
+  EXPECT_THAT([] { mezzo::recommended(torch::kMeta); },
+              ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu or cuda")));
+}
+
+TEST(ComputeCapability, ComesFromTheDriver) {
+  const auto second = mezzo::detail::query_compute_capability(1, FAKE_CUDA_DRIVER);
+  ASSERT_TRUE(second);
+  EXPECT_EQ(second->major, 8);
+  EXPECT_EQ(second->minor, 6);
+}
+
+TEST(ComputeCapability, IsUnknownWithoutADriverOrADevice) {
+  EXPECT_FALSE(mezzo::detail::query_compute_capability(7, FAKE_CUDA_DRIVER));
+  EXPECT_FALSE(mezzo::detail::query_compute_capability(0, "no_such_driver.so"));
+  EXPECT_FALSE(mezzo::detail::query_compute_capability(0, "libm.so.6"));
+}
+
+}  // namespace
