@@ -145,8 +145,8 @@ class OpPolicy {
 
   bool empty() const { return edits_ == nullptr; }
 
-  /// For guards: the edits as the overridden ops read them; null when there are none.
-  const std::shared_ptr<const detail::PolicyEdits>& shared_edits() const { return edits_; }
+  /// What a guard takes.
+  operator PolicyRef() const { return PolicyRef(edits_); }
 
  private:
   explicit OpPolicy(std::shared_ptr<const detail::PolicyEdits> edits) : edits_(std::move(edits)) {}

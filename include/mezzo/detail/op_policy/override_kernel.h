@@ -10,6 +10,7 @@
 #include <c10/util/Exception.h>
 #include <mezzo/detail/autocast/libtorch_state.h>
 #include <mezzo/detail/op_policy/category.h>
+#include <mezzo/detail/op_policy/eligible.h>
 #include <mezzo/detail/op_policy/op_names.h>
 #include <mezzo/detail/op_policy/policy_edits.h>
 #include <mezzo/version.h>

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -65,21 +66,48 @@ C10_EXPORT inline ThreadPolicies& thread_policies() {
   return policies;
 }
 
-/// Puts edits in force for one device until the scope ends, on top of those that are.
+}  // namespace detail
+
+/// An OpPolicy as guards take it: it shares the policy's edits. An OpPolicy converts to it, so that
+/// autocast.h need not include op_policy.h, which takes four seconds to compile.
+class PolicyRef {
+ public:
+  /// No policy: what surrounds the guard holds.
+  PolicyRef() = default;
+  explicit PolicyRef(std::shared_ptr<const detail::PolicyEdits> edits) noexcept
+      : edits_(std::move(edits)) {}
+
+  const std::shared_ptr<const detail::PolicyEdits>& edits() const noexcept { return edits_; }
+
+ private:
+  std::shared_ptr<const detail::PolicyEdits> edits_;
+};
+
+namespace detail {
+
+/// Puts a policy in force for one device until the scope ends, on top of what is. Allocates only
+/// where two policies nest.
 class PolicyScope {
  public:
-  PolicyScope(c10::DeviceType device, const std::shared_ptr<const PolicyEdits>& edits)
-      : index_(policy_device_index(device)), outer_(thread_policies()[index_]) {
-    if (edits != nullptr) {
-      thread_policies()[index_] = PolicyEdits::nest(outer_, edits);
+  PolicyScope(c10::DeviceType device, const PolicyRef& policy) noexcept
+      : device_(device), active_(policy.edits() != nullptr) {
+    if (active_) {
+      auto& edits = thread_policies()[policy_device_index(device)];
+      auto nested = PolicyEdits::nest(edits, policy.edits());
+      outer_ = std::exchange(edits, std::move(nested));
     }
   }
-  ~PolicyScope() { thread_policies()[index_] = std::move(outer_); }
+  ~PolicyScope() {
+    if (active_) {
+      thread_policies()[policy_device_index(device_)] = std::move(outer_);
+    }
+  }
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
 
  private:
-  std::size_t index_;
+  c10::DeviceType device_;
+  bool active_;
   std::shared_ptr<const PolicyEdits> outer_;
 };
 

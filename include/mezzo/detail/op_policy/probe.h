@@ -7,6 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <c10/core/TensorImpl.h>
+#include <mezzo/detail/autocast/libtorch_state.h>
 #include <mezzo/detail/op_policy/category.h>
 #include <mezzo/detail/op_policy/recorded_inputs.h>
 #include <mezzo/detail/op_policy/silence.h>
