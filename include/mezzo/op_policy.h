@@ -50,7 +50,8 @@ class OpList {
       : device_(device), entries_(std::move(entries)) {}
 
   c10::DeviceType device() const { return device_; }
-  const std::vector<OpEntry>& entries() const { return entries_; }
+  const std::vector<OpEntry>& entries() const& { return entries_; }
+  std::vector<OpEntry> entries() && { return std::move(entries_); }
 
   /// How many ops have this category.
   std::size_t count(OpCategory category) const;

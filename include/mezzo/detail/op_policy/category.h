@@ -10,6 +10,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <ostream>
 #include <string_view>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -60,6 +61,10 @@ inline c10::DispatchKey autocast_key(c10::DeviceType device) {
 
 constexpr std::string_view to_string(OpCategory category) {
   return detail::kCategoryNames[static_cast<std::size_t>(category)];
+}
+
+inline std::ostream& operator<<(std::ostream& stream, OpCategory category) {
+  return stream << to_string(category);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
