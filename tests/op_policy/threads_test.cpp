@@ -57,7 +57,7 @@ TEST(OpPolicyThreads, EachSeesItsOwnPolicyAndNoOther) {
   std::atomic<int> wrong = 0;
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&, i] { wrong += run(kinds[static_cast<std::size_t>(i) % 4], 100); });
+    threads.emplace_back([&, i] { wrong += run(kinds[static_cast<std::size_t>(i) % 4], 400); });
   }
   for (auto& thread : threads) {
     thread.join();
