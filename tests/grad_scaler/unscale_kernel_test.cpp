@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <mezzo/detail/kernels/gradient_table.h>
 #include <mezzo/detail/kernels/unscale_cpu.h>
 
 #include <bit>
@@ -310,6 +311,31 @@ TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
   const auto before = gradient._version();
   EXPECT_FALSE(mezzo::detail::unscale_cpu_({gradient}, 1.0F));
   EXPECT_EQ(gradient._version(), before);
+}
+
+// How the CUDA kernel cuts its tensors, walked on the host.
+TEST(GradientTable, ItsBlocksCoverEveryElementOfEveryTensorOnce) {
+  constexpr int64_t kPerBlock = 16;
+  mezzo::detail::GradientTable table(kPerBlock);
+  std::vector<std::vector<char>> tensors;
+  for (int64_t i = 0; i < mezzo::detail::GradientTable::kCapacity; ++i) {
+    tensors.emplace_back(static_cast<std::size_t>(1 + i * 7 % 50));
+  }
+  for (auto& tensor : tensors) {
+    ASSERT_FALSE(table.full());
+    table.push_back(tensor.data(), static_cast<int64_t>(tensor.size()));
+  }
+  EXPECT_TRUE(table.full());
+  for (int64_t block = 0; block < table.blocks(); ++block) {
+    const auto slice = table.slice_of(block);
+    ASSERT_LT(slice.begin, slice.end);
+    ASSERT_LE(slice.end - slice.begin, kPerBlock);
+    for (int64_t i = slice.begin; i < slice.end; ++i) ++static_cast<char*>(slice.data)[i];
+  }
+  for (const auto& tensor : tensors) EXPECT_EQ(tensor, std::vector<char>(tensor.size(), 1));
+  table.clear();
+  EXPECT_TRUE(table.empty());
+  EXPECT_EQ(table.blocks(), 0);
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_i
   }
 #ifdef MEZZO_WITH_CUDA
   if (found_inf.is_cuda()) {
-    cuda::check_(gradients, found_inf);
+    detail::cuda::check_(gradients, found_inf);
     return;
   }
 #endif
@@ -66,7 +66,7 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& gradients, at::Ten
   }
 #ifdef MEZZO_WITH_CUDA
   if (found_inf.is_cuda()) {
-    cuda::unscale_and_check_(gradients, found_inf, inv_scale);
+    detail::cuda::unscale_and_check_(gradients, found_inf, inv_scale);
     return;
   }
 #endif

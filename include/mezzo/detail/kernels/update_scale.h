@@ -64,7 +64,7 @@ inline void update_scale_(const LossScale& rule, const at::Tensor& scale,
   }
 #ifdef MEZZO_WITH_CUDA
   if (scale.is_cuda()) {
-    cuda::update_scale_(rule, scale, growth_tracker, hysteresis_left, found_inf);
+    detail::cuda::update_scale_(rule, scale, growth_tracker, hysteresis_left, found_inf);
     return;
   }
 #endif

@@ -1,0 +1,115 @@
+/// \file
+/// The multi-tensor kernel behind GradScaler on CUDA: one pass over all gradients that unscales and
+/// checks, or only checks.
+#pragma once
+
+#include <mezzo/detail/kernels/float_format.h>
+#include <mezzo/detail/kernels/gradient_table.h>
+#include <mezzo/detail/kernels/unscale_element.h>
+#include <mezzo/version.h>
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail::cuda {
+
+inline constexpr int kUnscaleThreads = 512;
+
+/// What one block walks: eight packs of 16 bytes a thread.
+template <class Element>
+inline constexpr int64_t kElementsPerBlock =
+    int64_t{kUnscaleThreads} * 16 * 8 / int64_t{sizeof(Element)};
+
+/// Sixteen bytes of elements, read and written at once where a tensor is so aligned.
+template <class Stored>
+struct alignas(16) Pack {
+  static constexpr int kSize = 16 / sizeof(Stored);
+  Stored element[kSize];
+};
+
+/// Calls `visit(Stored&)` on [begin, end) of `data`, shared among the block's threads, in packs
+/// where alignment allows. With kWrites what `visit` leaves is written back.
+template <bool kWrites, class Stored, class Visit>
+__device__ void visit_elements(Stored* data, int64_t begin, int64_t end, Visit& visit) {
+  using Vector = Pack<Stored>;
+  Stored* const first = data + begin;
+  const int64_t count = end - begin;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(first) % sizeof(Vector) == 0;
+  const int64_t packs = is_aligned ? count / Vector::kSize : 0;
+  auto* const pack = reinterpret_cast<Vector*>(first);
+  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+    Vector values = pack[i];
+#pragma unroll
+    for (int lane = 0; lane < Vector::kSize; ++lane) visit(values.element[lane]);
+    if constexpr (kWrites) pack[i] = values;
+  }
+  for (int64_t i = packs * Vector::kSize + threadIdx.x; i < count; i += blockDim.x) {
+    Stored value = first[i];
+    visit(value);
+    if constexpr (kWrites) first[i] = value;
+  }
+}
+
+template <class Element>
+struct CheckVisit {
+  using Format = FloatFormat<Element>;
+  uint32_t nonfinite = 0;
+
+  __device__ void operator()(typename Format::Stored& stored) {
+    const typename Format::Bits bits = stored;
+    CheckElement<Format>{}(bits, nonfinite);
+  }
+};
+
+template <class Element>
+struct UnscaleVisit {
+  using Format = FloatFormat<Element>;
+  UnscaleElement<Format, typename Format::Value> unscale;
+  uint32_t nonfinite = 0;
+
+  __device__ void operator()(typename Format::Stored& stored) {
+    typename Format::Bits bits = stored;
+    unscale(bits, nonfinite);
+    stored = static_cast<typename Format::Stored>(bits);
+  }
+};
+
+/// Every block that finds an inf or NaN writes the same 1; no atomic is needed.
+__device__ inline void report(uint32_t nonfinite, float* found_inf) {
+  const bool is_found = __syncthreads_or(nonfinite != 0) != 0;
+  if (is_found && threadIdx.x == 0) *found_inf = 1.0F;
+}
+
+/// `inv_scale` null: check only.
+template <class Element>
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kUnscaleThreads)
+    unscale_kernel(const __grid_constant__ GradientTable table, const float* inv_scale,
+                   float* found_inf) {
+  using Format = FloatFormat<Element>;
+  const GradientSlice slice = table.slice_of(blockIdx.x);
+  auto* const data = static_cast<typename Format::Stored*>(slice.data);
+  const float factor = inv_scale == nullptr ? 1.0F : *inv_scale;
+  if (factor == 1.0F) {  // nothing to write
+    CheckVisit<Element> check;
+    visit_elements</*kWrites=*/false>(data, slice.begin, slice.end, check);
+    report(check.nonfinite, found_inf);
+  } else {
+    UnscaleVisit<Element> unscale{{static_cast<typename Format::Value>(factor)}};
+    visit_elements</*kWrites=*/true>(data, slice.begin, slice.end, unscale);
+    report(unscale.nonfinite, found_inf);
+  }
+}
+
+/// Launches the kernel over `table` on `stream`; the caller checks for launch errors.
+template <class Element>
+void launch_unscale(const GradientTable& table, const float* inv_scale, float* found_inf,
+                    cudaStream_t stream) {
+  if (table.empty()) return;
+  const auto blocks = static_cast<unsigned>(table.blocks());
+  unscale_kernel<Element><<<blocks, kUnscaleThreads, 0, stream>>>(table, inv_scale, found_inf);
+}
+
+}  // namespace detail::cuda
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

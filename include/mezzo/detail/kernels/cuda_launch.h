@@ -1,0 +1,42 @@
+#pragma once
+
+#ifndef MEZZO_WITH_CUDA
+#error "mezzo's CUDA kernels come with the target mezzo::cuda, which defines MEZZO_WITH_CUDA"
+#endif
+
+#include <mezzo/loss_scale.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+// What host code calls of mezzo/cuda/mezzo_cuda.cu, which the target mezzo::cuda compiles into each
+// program. Weak, for two libraries of one program may each have compiled it; hidden, for a shared
+// library calls its own. All run on the current stream of their tensors' device, and none waits.
+#define MEZZO_CUDA_LAUNCHER __attribute__((weak, visibility("hidden")))
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail::cuda {
+
+/// Multiplies gradients (of one device, of any floating dtypes) by `inv_scale` in place and sets
+/// `found_inf` to 1 if a product is inf or NaN; both are floats of one element on that device.
+MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradients,
+                                            const at::Tensor& found_inf,
+                                            const at::Tensor& inv_scale);
+
+/// Sets `found_inf` to 1 if a gradient is inf or NaN. Reads only.
+MEZZO_CUDA_LAUNCHER void check_(const std::vector<at::Tensor>& gradients,
+                                const at::Tensor& found_inf);
+
+/// LossScale::next on the device: scale and found_inf are floats, the two counts int32, all of one
+/// element on one device.
+MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const at::Tensor& scale,
+                                       const at::Tensor& growth_tracker,
+                                       const at::Tensor& hysteresis_left,
+                                       const at::Tensor& found_inf);
+
+}  // namespace detail::cuda
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#undef MEZZO_CUDA_LAUNCHER

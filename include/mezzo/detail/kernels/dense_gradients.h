@@ -1,0 +1,42 @@
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Gradients as memory that a kernel can walk: each tensor's values are exactly its numel()
+/// elements from data_ptr on, in whatever order. What has gaps, or is negative by a bit, is copied.
+class DenseGradients {
+ public:
+  explicit DenseGradients(const std::vector<at::Tensor>& gradients) : tensors_(gradients) {
+    for (at::Tensor& tensor : tensors_) {
+      const bool is_dense =
+          tensor.is_non_overlapping_and_dense() && !tensor.is_neg() && !tensor.is_conj();
+      if (is_dense) continue;
+      at::Tensor copy = tensor.clone(at::MemoryFormat::Contiguous);
+      copies_.emplace_back(std::exchange(tensor, copy), copy);
+    }
+  }
+
+  const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
+
+  /// To be called after a kernel wrote to `tensors`: autograd does not see raw writes, and copies
+  /// go back where they came from.
+  void written() const {
+    for (const at::Tensor& tensor : tensors_) tensor.unsafeGetTensorImpl()->bump_version();
+    for (const auto& [gradient, copy] : copies_) gradient.copy_(copy);
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // (gradient, its dense copy)
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

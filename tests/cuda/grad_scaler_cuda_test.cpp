@@ -1,0 +1,227 @@
+// GradScaler on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is defined, through
+// mezzo's.
+
+#include <torch/torch.h>
+
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_scaler.h>
+
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::LossScale;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+class GradScalerCuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!torch::cuda::is_available()) GTEST_SKIP() << "libtorch sees no CUDA device here";
+  }
+};
+
+torch::Tensor on_gpu(torch::IntArrayRef shape, torch::ScalarType dtype = torch::kFloat) {
+  return torch::randn(shape, torch::dtype(torch::kFloat)).to(dtype).to(torch::kCUDA);
+}
+
+/// Every call that would wait for the device throws while this lives.
+class ForbidSync {
+ public:
+  ForbidSync() {
+    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
+  }
+  ~ForbidSync() {
+    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
+  }
+};
+
+std::vector<torch::Tensor> mixed_gradients() {
+  torch::manual_seed(1);
+  std::vector<torch::Tensor> gradients;
+  for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf, torch::kDouble}) {
+    for (const int64_t size : {0, 1, 3, 1000, 70001}) gradients.push_back(on_gpu({size}, dtype));
+    gradients.push_back(on_gpu({40, 30}, dtype).t());
+    gradients.push_back(on_gpu({200}, dtype).slice(0, 3));  // not aligned to 16 bytes
+  }
+  for (int i = 0; i < 300; ++i) gradients.push_back(on_gpu({i}));  // more than a launch takes
+  return gradients;
+}
+
+TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
+  auto gradients = mixed_gradients();
+  std::vector<torch::Tensor> expected;
+  for (const auto& gradient : gradients) expected.push_back(gradient.cpu());
+  EXPECT_FALSE(mezzo::detail::unscale_cpu_(expected, 0.3F));
+  auto found_inf = torch::zeros({}, torch::kCUDA);
+  const auto inv_scale = torch::full({}, 0.3F, torch::kCUDA);
+  {
+    const ForbidSync forbid;
+    mezzo::detail::unscale_and_check_(gradients, found_inf, inv_scale);
+  }
+  EXPECT_EQ(found_inf.item<float>(), 0.0F);
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    EXPECT_TRUE(torch::equal(gradients[i].cpu(), expected[i])) << i;
+  }
+}
+
+TEST_F(GradScalerCuda, FindsOneBadElementAnywhereAndProductsThatOverflow) {
+  const auto found = [](const std::vector<torch::Tensor>& gradients, float inv_scale) {
+    auto found_inf = torch::zeros({}, torch::kCUDA);
+    mezzo::detail::unscale_and_check_(gradients, found_inf,
+                                      torch::full({}, inv_scale, torch::kCUDA));
+    return found_inf.item<float>() == 1.0F;
+  };
+  for (const int64_t place : {0, 1, 4095, 70000}) {
+    auto gradient = torch::ones({70001}, torch::kCUDA);
+    gradient[place] = kInfinity;
+    EXPECT_TRUE(found({torch::ones({5}, torch::kCUDA), gradient}, 0.5F)) << place;
+  }
+  EXPECT_FALSE(found({torch::full({5}, 1e30F, torch::kCUDA)}, 0.5F));
+  EXPECT_TRUE(found({torch::full({5}, 1e30F, torch::kCUDA)}, 1e20F));
+  EXPECT_TRUE(found({torch::zeros({5}, torch::kCUDA)}, kInfinity));
+}
+
+TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
+  const auto rule = LossScale::dynamic({.init_scale = 64,
+                                        .growth_factor = 3,
+                                        .growth_interval = 2,
+                                        .min_scale = 8,
+                                        .max_scale = 300});
+  auto state = rule.initial_state();
+  const auto scale = torch::full({}, state.scale, torch::kCUDA);
+  const auto tracker = torch::zeros({}, torch::dtype(torch::kInt).device(torch::kCUDA));
+  const auto hysteresis = torch::ones({}, torch::dtype(torch::kInt).device(torch::kCUDA));
+  for (const char iteration : std::string("....iiiiii.....i")) {
+    const bool found_inf = iteration == 'i';
+    const auto flag = torch::full({}, found_inf ? 1.0F : 0.0F, torch::kCUDA);
+    {
+      const ForbidSync forbid;
+      mezzo::detail::update_scale_(rule, scale, tracker, hysteresis, flag);
+    }
+    state = rule.next(state, found_inf);
+    EXPECT_EQ(scale.item<float>(), state.scale);
+    EXPECT_EQ(tracker.item<int32_t>(), state.growth_tracker);
+  }
+}
+
+TEST_F(GradScalerCuda, ScalesUnscalesAndUpdatesWithoutASync) {
+  const auto x = torch::zeros({1000}, torch::device(torch::kCUDA).requires_grad(true));
+  torch::optim::SGD optimizer({x}, torch::optim::SGDOptions(0.1));
+  GradScaler scaler;
+  (void)scaler.scale(torch::zeros({}, torch::kCUDA));
+  const ForbidSync forbid;
+  scaler.scale(x.sum()).backward();
+  scaler.unscale_(optimizer);
+  scaler.update();
+}
+
+TEST_F(GradScalerCuda, SkipsBacksOffAndGrows) {
+  const auto x = torch::zeros({1}, torch::device(torch::kCUDA).requires_grad(true));
+  torch::optim::SGD optimizer({x}, torch::optim::SGDOptions(1.0));
+  GradScaler scaler(GradScalerOptions().init_scale(4).growth_interval(2));
+  scaler.on_skip(nullptr);
+  std::vector<double> scales;
+  std::vector<bool> ran;
+  for (const float gradient : {1.0F, kInfinity, 1.0F, 1.0F}) {
+    (void)scaler.scale(torch::zeros({}, torch::kCUDA));
+    x.mutable_grad() = torch::full({1}, gradient, torch::kCUDA);
+    ran.push_back(scaler.step(optimizer).ran());
+    scaler.update();
+    scales.push_back(scaler.get_scale());
+  }
+  EXPECT_EQ(ran, (std::vector<bool>{true, false, true, true}));
+  EXPECT_EQ(scales, (std::vector<double>{4, 2, 2, 4}));
+}
+
+TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
+  const auto make = [](torch::Device device) {
+    const auto x = torch::zeros({2}, torch::device(device).requires_grad(true));
+    x.mutable_grad() = torch::full({2}, 8.0F, device);
+    return x;
+  };
+  const auto cpu = make(torch::kCPU);
+  const auto gpu = make(torch::kCUDA);
+  torch::optim::SGD optimizer({cpu, gpu}, torch::optim::SGDOptions(1.0));
+  GradScaler scaler(GradScalerOptions().init_scale(8));
+  scaler.on_skip(nullptr);
+  const auto scaled = scaler.scale(
+      std::vector<torch::Tensor>{torch::ones({}, torch::kCUDA), torch::ones({2}, torch::kCPU)});
+  EXPECT_TRUE(scaled[0].is_cuda());
+  EXPECT_TRUE(torch::equal(scaled[1], torch::full({2}, 8.0F)));
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(torch::equal(cpu, gpu.cpu()));
+  EXPECT_TRUE(torch::equal(cpu, torch::full({2}, -1.0F)));
+  scaler.update();
+  cpu.mutable_grad()[0] = kInfinity;
+  EXPECT_FALSE(scaler.step(optimizer).ran()) << "an inf on one device holds for all";
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 4.0);
+}
+
+TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
+  GradScaler scaler(GradScalerOptions().init_scale(8).hysteresis(2));
+  const auto loss = torch::zeros({}, torch::kCUDA);
+#ifdef MEZZO_WITH_CUDA
+  scaler.on_skip(nullptr);
+  const auto x = torch::zeros({1}, torch::device(torch::kCUDA).requires_grad(true));
+  torch::optim::SGD optimizer({x}, torch::optim::SGDOptions(1.0));
+  std::vector<double> scales;
+  for (int i = 0; i < 3; ++i) {
+    (void)scaler.scale(loss);
+    x.mutable_grad() = torch::full({1}, kInfinity, torch::kCUDA);
+    scaler.step(optimizer);
+    scaler.update();
+    scales.push_back(scaler.get_scale());
+  }
+  EXPECT_EQ(scales, (std::vector<double>{8, 4, 2}));
+#else
+  EXPECT_THROW((void)scaler.scale(loss), c10::Error);
+#endif
+}
+
+// The weight's gradient is the input times the scale, in half: 20000 x 4 is an inf, 5 x 4 is not.
+TEST_F(GradScalerCuda, RunsInsideACudaGraph) {
+  const auto half = torch::dtype(torch::kHalf).device(torch::kCUDA);
+  const auto weight = torch::ones({1}, torch::device(torch::kCUDA).requires_grad(true));
+  const auto input = torch::full({1}, 5.0F, half);
+  torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.1));
+  GradScaler scaler(GradScalerOptions().init_scale(4).growth_interval(2));
+  const auto iterate = [&] {
+    weight.mutable_grad() = torch::Tensor();
+    scaler.scale((weight.to(torch::kHalf) * input).sum()).backward();
+    scaler.unscale_(optimizer);
+    scaler.update();
+  };
+  const auto stream = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStreamGuard guard(stream);
+  iterate();
+  scaler.load_state_dict(
+      GradScaler(GradScalerOptions().init_scale(4).growth_interval(2)).state_dict());
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  iterate();
+  graph.capture_end();
+  std::vector<double> scales;
+  std::vector<double> trackers;
+  for (const float value : {5.0F, 20000.0F, 5.0F, 40000.0F}) {
+    input.fill_(value);
+    graph.replay();
+    scales.push_back(scaler.get_scale());
+    trackers.push_back(scaler.state_dict().at("_growth_tracker"));
+  }
+  EXPECT_EQ(scales, (std::vector<double>{4, 2, 2, 1}));
+  EXPECT_EQ(trackers, (std::vector<double>{1, 0, 1, 0}));
+}
+
+}  // namespace
