@@ -43,8 +43,8 @@ struct AutocastOptions {
 ///     mezzo::Autocast<torch::kCUDA> autocast;                     // half on CUDA
 ///     mezzo::Autocast<torch::kCPU> autocast;                      // bfloat16 on the CPU
 ///     mezzo::Autocast<torch::kCUDA, torch::kBFloat16> autocast;   // or as said
-///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision within a
-///     region mezzo::Autocast<torch::kCPU> autocast(policy);              // with edited op lists
+///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision in a region
+///     mezzo::Autocast<torch::kCPU> autocast(policy);              // with edited op lists
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one

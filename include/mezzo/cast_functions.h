@@ -2,8 +2,8 @@
 /// Plain functions that take part in autocast: what Python says with `custom_fwd(cast_inputs=...)`
 /// and Apex with `half_function`, `float_function` and `promote_function`.
 ///
-///     auto loss = mezzo::float_function([](torch::Tensor x, torch::Tensor y) { return my_loss(x,
-///     y); }); auto mix = mezzo::half_function(my_fused_kernel);
+///     auto loss = mezzo::float_function(my_loss);
+///     auto mix = mezzo::half_function([&](torch::Tensor x) { return fused_kernel(x, table); });
 ///
 /// In a region of autocast the returned callable casts the tensors among its arguments and runs the
 /// function with autocast off, so that nothing inside is cast again; elsewhere it just calls. It

@@ -3,9 +3,9 @@
 ///
 ///     std::cout << mezzo::explain("softmax", {scores}) << '\n';
 ///
-///     mezzo::CastTrace trace;                          // from here on, this thread's ops are
-///     noted { mezzo::Autocast<torch::kCPU> autocast; model->forward(batch); } std::cout << trace;
-///     // a table, the costliest casts first
+///     mezzo::CastTrace trace;      // from here on, this thread's ops are noted
+///     step(batch);
+///     std::cout << trace;          // a table, the costliest casts first
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,13 +39,13 @@ struct CastExplanation {
   std::string reason;                  ///< all of this as one sentence
 };
 
-std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation);
+inline std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation);
 
 /// Says what would become of `op` on these inputs under the autocast state and policy of the
-/// calling thread; runs nothing. A name without overload means the one without, or else the first
-/// that autocast lists. Scalar and dtype arguments are taken as not given. \throws c10::Error for
-/// an unknown op, and for tensors on a device without op lists
-CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs);
+/// calling thread; runs nothing. A name without overload means the one that takes so many tensors,
+/// and of several the one that autocast lists. Scalars and dtypes are taken as not given.
+/// \throws c10::Error for an unknown op, and for tensors on a device without op lists
+inline CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs);
 
 /// One line of a trace: equal calls in one scope, added up.
 struct CastRecord {
@@ -63,7 +63,8 @@ struct CastRecord {
 
 /// Notes, while it exists, the ops that the creating thread runs under autocast. Ops that are on a
 /// list or in a policy are noted wherever they occur, others only where the user called them, not
-/// inside another op. libtorch's scopes structure it: `RECORD_USER_SCOPE("encoder")`.
+/// inside another op; views are left out. libtorch's scopes structure it:
+/// `RECORD_USER_SCOPE("encoder")`.
 ///
 /// It listens through at::RecordFunction: a few microseconds an op while it exists, and nothing at
 /// all otherwise. Create, read and destroy it in one thread.
@@ -83,7 +84,7 @@ class CastTrace {
 };
 
 /// The records as a table with a total.
-std::ostream& operator<<(std::ostream& stream, const CastTrace& trace);
+inline std::ostream& operator<<(std::ostream& stream, const CastTrace& trace);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

@@ -6,9 +6,9 @@
 ///     mezzo::Autocast<torch::kCPU> autocast(policy);   // linear in float32, softmax in bfloat16
 ///
 /// The same thing elsewhere: TensorFlow's graph rewrite sorts ops into allow (here
-/// lower_precision), deny (fp32), infer (promote) and clear (infer); Apex edits its lists with
-/// register_half_function
-/// (`allow`), register_float_function (`deny`) and register_promote_function (`promote`).
+/// lower_precision), deny (fp32), infer and clear (both infer here: the inputs decide); Apex edits
+/// its lists with register_half_function (`allow`), register_float_function (`deny`) and
+/// register_promote_function (`promote`).
 ///
 /// Edits act through the dispatcher. The first policy that names an op puts a kernel in front of
 /// libtorch's for that op; it stays for the life of the process, and each call asks the calling
@@ -65,7 +65,7 @@ class OpList {
   std::vector<OpEntry> entries_;
 };
 
-std::ostream& operator<<(std::ostream& stream, const OpList& list);
+inline std::ostream& operator<<(std::ostream& stream, const OpList& list);
 
 /// Every op that autocast knows on `device`, with its category, as the installed libtorch and
 /// whoever else registered autocast kernels have it, before any policy. For libtorch 2.11 the lists
@@ -73,9 +73,9 @@ std::ostream& operator<<(std::ostream& stream, const OpList& list);
 /// tensors that have a dtype and nothing else, and the casts it asks for are watched. No op runs,
 /// no GPU is needed, and what cannot be told that way is `unknown`, never a guess.
 ///
-/// Probing takes about 10 ms a device. Any thread, but see the note on building policies above.
+/// Any thread. Reads the dispatcher's tables: some milliseconds.
 /// \throws c10::Error for a device type other than CPU and CUDA
-OpList op_policies(c10::DeviceType device);
+inline OpList op_policies(c10::DeviceType device);
 
 /// Edits to the op lists: an immutable value. Each method returns a new policy with one more edit;
 /// a later edit of an op replaces the earlier. Given to a guard, it holds in that scope and thread,
@@ -119,8 +119,9 @@ class OpPolicy {
   /// All of `other`'s edits on top of this policy's.
   [[nodiscard]] OpPolicy with(const OpPolicy& other) const;
 
-  /// Reads a list: one verb (allow, deny, promote, ignore, unban) or category (lower_precision,
-  /// ...) a line, followed by ops; `#` starts a comment. \throws c10::Error naming the line
+  /// Reads a list: a line holds one verb (allow, deny, promote, ignore, unban), or a category's
+  /// name, and the ops that it is for; `#` starts a comment.
+  /// \throws c10::Error naming the line
   static OpPolicy parse(std::string_view text);
 
   /// The same from a file.
@@ -128,8 +129,9 @@ class OpPolicy {
   static OpPolicy from_file(const std::string& path);
 
   /// CUDA's lists, on either device: softmax, layer_norm, exp and sum in float32 also on the CPU,
-  /// mv and einsum in the region's dtype, binary_cross_entropy banned. Names every op on which the
-  /// two devices differ: about 150.
+  /// mv and einsum in the region's dtype, binary_cross_entropy banned. Edits every op on which the
+  /// two devices differ, about 200. An op that the CPU has no low-precision kernel for (many linear
+  /// algebra ops and Fourier transforms) then refuses such inputs, as CUDA does.
   static OpPolicy cuda_like();
 
   /// The CPU's lists, on either device.
@@ -157,7 +159,7 @@ class OpPolicy {
   std::shared_ptr<const detail::PolicyEdits> edits_;
 };
 
-std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
+inline std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
