@@ -3,12 +3,30 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <map>
+#include <sstream>
 
 namespace bert_ner {
 namespace {
 
-/// Without the words that CLI11 would add to each line of the help; its errors name the range.
-CLI::Validator between(double low, double high) { return CLI::Range(low, high).description(""); }
+/// As CLI::Range, which lets "nan" pass, and without adding words to each line of the help.
+CLI::Validator between(double low, double high) {
+  const auto check = [low, high](const std::string& text) -> std::string {
+    double value = 0;
+    if (CLI::detail::lexical_cast(text, value) && value >= low && value <= high) return {};
+    std::ostringstream message;
+    message << text << " is no number from " << low << " to " << high;
+    return message.str();
+  };
+  return {check, "", "between"};
+}
+
+/// CLI11 reads "-3" into an unsigned number.
+CLI::Validator not_negative() {
+  const auto check = [](const std::string& text) -> std::string {
+    return text.starts_with('-') ? text + " is no whole number from 0 up" : "";
+  };
+  return {check, "", "not_negative"};
+}
 
 CLI::Validator at_least_1() { return between(1.0, 1e9); }
 
@@ -50,7 +68,8 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
       ->transform(CLI::CheckedTransformer(kPrecisions))
       ->option_text("TEXT")
       ->take_last();
-  app.add_option("--seed", training.seed, "of split, order, classifier and dropout");
+  app.add_option("--seed", training.seed, "of split, order, classifier and dropout")
+      ->check(not_negative());
   app.add_option("--epochs", training.epochs)->check(at_least_1());
   app.add_option("--batch-size", training.batch_size)->check(at_least_1());
   app.add_option("--accumulate", training.accumulate, "batches a step")->check(at_least_1());
@@ -60,7 +79,7 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
       ->check(between(0.0, 1.0));
   app.add_option("--class-weights", training.class_weights,
                  "weights in the loss: B-person=2,O=0.5 or a file");
-  app.add_option("--dropout", training.dropout, "in place of the model's own")
+  app.add_option("--dropout", training.dropout, "between layers and in attention")
       ->check(between(0.0, 0.99));
   app.add_option("--max-grad-norm", training.max_grad_norm, "gradients are clipped to it")
       ->check(between(1e-9, 1e9));

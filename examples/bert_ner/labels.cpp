@@ -12,10 +12,10 @@
 namespace bert_ner {
 namespace {
 
-std::string_view trim(std::string_view text) {
-  const auto first = text.find_first_not_of(" \t");
+std::string_view trim(std::string_view text, std::string_view edges = " \t") {
+  const auto first = text.find_first_not_of(edges);
   if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(" \t") - first + 1);
+  return text.substr(first, text.find_last_not_of(edges) - first + 1);
 }
 
 double parse_weight(std::string_view text, const std::string& origin) {
@@ -37,7 +37,7 @@ void take_weight(std::string_view entry, std::string_view separators, const std:
     throw InputError(origin + ": \"" + std::string(entry) +
                      "\" has no weight; write a label and a number, such as B-person=2");
   }
-  const std::string label(trim(entry.substr(0, cut)));
+  const std::string label(trim(entry.substr(0, cut), " \t="));
   const auto id = labels.id(label);
   if (!id) {
     throw InputError(origin + ": the training data has no label \"" + label + "\"; it has " +

@@ -57,7 +57,7 @@ void to_json(nlohmann::json& json, const TrainingOptions& options) {
           {"warmup", options.warmup},
           {"max_grad_norm", options.max_grad_norm},
           {"weight_decay", options.weight_decay},
-          {"dropout", options.dropout ? nlohmann::json(*options.dropout) : nlohmann::json()},
+          {"dropout", options.dropout},
           {"class_weights", options.class_weights},
           {"seed", options.seed}};
 }
@@ -71,8 +71,7 @@ void from_json(const nlohmann::json& json, TrainingOptions& options) {
   json.at("warmup").get_to(options.warmup);
   json.at("max_grad_norm").get_to(options.max_grad_norm);
   json.at("weight_decay").get_to(options.weight_decay);
-  const auto& dropout = json.at("dropout");
-  options.dropout = dropout.is_null() ? std::nullopt : std::optional(dropout.get<double>());
+  json.at("dropout").get_to(options.dropout);
   json.at("class_weights").get_to(options.class_weights);
   json.at("seed").get_to(options.seed);
 }

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,10 +33,10 @@ struct TrainingOptions {
   int64_t epochs = 1;
   int64_t batch_size = 8;
   int64_t accumulate = 1;  ///< batches a step
-  double warmup = 0.1;     ///< the part of all steps over which the learning rate rises
+  double warmup = 0.0;     ///< the part of all steps over which the learning rate rises
   double max_grad_norm = 1.0;
   double weight_decay = 0.01;
-  std::optional<double> dropout;  ///< in place of the model's own
+  double dropout = 0.0;    ///< in place of the model's own: one epoch leaves nothing to overfit
   std::string class_weights;      ///< as parse_class_weights takes them
   uint64_t seed = 1;              ///< of the split, the batches' order, the classifier and dropout
 };

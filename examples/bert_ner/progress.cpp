@@ -29,6 +29,15 @@ std::string clock_text(double seconds) {
   return format("%lld:%02lld", minutes, whole % 60);
 }
 
+/// "120/718  loss 0.3121  scale 65536  skipped 1  2310 tokens/s  1:05 left"
+std::string numbers_text(const ProgressStatus& status) {
+  return format("%lld/%lld  loss %.4f  scale %g  skipped %lld  %.0f tokens/s  ",
+                static_cast<long long>(status.step), static_cast<long long>(status.steps),
+                status.loss, status.scale, static_cast<long long>(status.skipped),
+                status.tokens_per_second) +
+         clock_text(status.seconds_left) + " left";
+}
+
 int terminal_width() {
   winsize size{};
   const bool known = ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
@@ -38,17 +47,14 @@ int terminal_width() {
 }  // namespace
 
 std::string progress_text(const ProgressStatus& status) {
-  return format("epoch %lld/%lld  step %lld/%lld  loss %.4f  scale %g  skipped %lld  ",
-                static_cast<long long>(status.epoch), static_cast<long long>(status.epochs),
-                static_cast<long long>(status.step), static_cast<long long>(status.steps),
-                status.loss, status.scale, static_cast<long long>(status.skipped)) +
-         format("%.0f tokens/s  ", status.tokens_per_second) + clock_text(status.seconds_left) +
-         " left";
+  return format("epoch %lld/%lld  step ", static_cast<long long>(status.epoch),
+                static_cast<long long>(status.epochs)) +
+         numbers_text(status);
 }
 
 std::string progress_bar(const ProgressStatus& status, int width) {
-  constexpr int kShortestBar = 8, kLongestBar = 40, kBrackets = 4;
-  std::string text = progress_text(status);
+  constexpr int kShortestBar = 8, kLongestBar = 40, kBrackets = 3;
+  std::string text = numbers_text(status);
   const int room = width - static_cast<int>(text.size()) - kBrackets;
   if (room >= kShortestBar) {
     const int length = std::min(room, kLongestBar);
@@ -60,7 +66,7 @@ std::string progress_bar(const ProgressStatus& status, int width) {
     std::string bar(static_cast<std::size_t>(length), ' ');
     std::fill_n(bar.begin(), done, '=');
     if (done < bar.size()) bar[done] = '>';
-    text = "[" + bar + "]  " + text;
+    text = "[" + bar + "] " + text;
   }
   return text.substr(0, static_cast<std::size_t>(std::max(width, 0)));
 }

@@ -45,8 +45,7 @@ RunOptions with_saved_choices(RunOptions options, const std::optional<RunRecord>
 
 BertConfig config_with_dropout(const ModelFiles& files, const TrainingOptions& training) {
   auto config = bert_config_of(files);
-  config.hidden_dropout = training.dropout.value_or(config.hidden_dropout);
-  config.attention_dropout = training.dropout.value_or(config.attention_dropout);
+  config.hidden_dropout = config.attention_dropout = training.dropout;
   return config;
 }
 

@@ -76,8 +76,8 @@ class AutocastModuleImpl : public torch::nn::Module,
 /// reach.
 ///
 ///     mezzo::AutocastModule net(Net(), {.device = torch::kCUDA});
-///     torch::Tensor out = net(images);                          // Net's forward, every argument,
-///     its result torch::nn::Sequential layers(mezzo::AutocastModule(conv, setting), ReLU());
+///     torch::Tensor out = net(images);  // Net's forward: every argument, its result
+///     torch::nn::Sequential layers(mezzo::AutocastModule(conv, setting), ReLU());
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE), a std::shared_ptr to a module, or
 /// a module class. It is shared, not copied: parameters(), state dict, to(), train(), torch::save

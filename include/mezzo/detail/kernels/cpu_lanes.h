@@ -21,16 +21,21 @@ namespace detail {
 template <class Element>
 struct ScalarLanes {
   using Format = FloatFormat<Element>;
+  using Stored = typename Format::Stored;
   using Value = typename Format::Value;
   using Bits = typename Format::Bits;
   using Flags = uint32_t;
   static constexpr int64_t kWidth = 1;
 
-  C10_ALWAYS_INLINE static void load(const typename Format::Stored* from, Bits& bits) {
-    bits = *from;
+  // By memcpy, as the vectors do: the memory holds floats, perhaps at an odd address.
+  C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
+    Stored stored;
+    __builtin_memcpy(&stored, from, sizeof(Stored));
+    bits = stored;
   }
-  C10_ALWAYS_INLINE static void store(const Bits& bits, typename Format::Stored* to) {
-    *to = static_cast<typename Format::Stored>(bits);
+  C10_ALWAYS_INLINE static void store(const Bits& bits, Stored* to) {
+    const auto stored = static_cast<Stored>(bits);
+    __builtin_memcpy(to, &stored, sizeof(Stored));
   }
   C10_ALWAYS_INLINE static void broadcast(typename Format::Value from, Value& to) { to = from; }
   C10_ALWAYS_INLINE static bool any(const Flags& flags) { return flags != 0; }

@@ -1,0 +1,13 @@
+# GoogleTest for mezzo's own tests: an installed package, or the sources in MEZZO_GOOGLETEST_SOURCE (a variable of
+# CMake or of the environment) on a machine that has none.
+
+find_package(GTest QUIET)
+if(NOT GTest_FOUND)
+  set(MEZZO_GOOGLETEST_SOURCE "$ENV{MEZZO_GOOGLETEST_SOURCE}" CACHE PATH "GoogleTest's sources")
+  if(NOT EXISTS "${MEZZO_GOOGLETEST_SOURCE}/CMakeLists.txt")
+    message(FATAL_ERROR "mezzo's tests need GoogleTest: install libgtest-dev and libgmock-dev, or set "
+                        "MEZZO_GOOGLETEST_SOURCE to a folder with its sources.")
+  endif()
+  set(INSTALL_GTEST OFF)
+  add_subdirectory("${MEZZO_GOOGLETEST_SOURCE}" "${PROJECT_BINARY_DIR}/googletest" EXCLUDE_FROM_ALL SYSTEM)
+endif()
