@@ -239,7 +239,11 @@ AtomicFile::Durability replace_checkpoint(const fs::path& dir, const std::string
   fs::create_directories(dir, error);
   if (error) refuse(dir, "cannot be created", error.value());
   ScratchFolder scratch(dir / (".partial-" + name));
-  write(scratch.path());
+  try {
+    write(scratch.path());
+  } catch (const InputError& failure) {
+    throw InputError(std::string(failure.what()) + "; the checkpoint before is untouched");
+  }
   require_sync(scratch.path());
   const auto final_name = free_name(dir, name);
   scratch.rename_to(dir / final_name);

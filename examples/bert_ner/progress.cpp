@@ -53,7 +53,7 @@ std::string progress_text(const ProgressStatus& status) {
 }
 
 std::string progress_bar(const ProgressStatus& status, int width) {
-  constexpr int kShortestBar = 8, kLongestBar = 40, kBrackets = 3;
+  constexpr int kShortestBar = 6, kLongestBar = 40, kBrackets = 3;
   std::string text = numbers_text(status);
   const int room = width - static_cast<int>(text.size()) - kBrackets;
   if (room >= kShortestBar) {

@@ -25,8 +25,8 @@ struct ProgressStatus {
 /// "epoch 1/3  step 120/718  loss 0.3121  scale 65536  skipped 1  2310 tokens/s  1:05 left"
 std::string progress_text(const ProgressStatus& status);
 
-/// "[====>    ] 120/718  loss 0.3121  scale 65536  skipped 1  2310 tokens/s  1:05 left": a bar as long
-/// as `width` has room for, without one where there is too little, never longer than `width`.
+/// "[====>    ] 120/718  loss 0.3121  scale 65536  skipped 1  2310 tokens/s  1:05 left": a bar as
+/// long as `width` has room for, without one where there is too little, never longer than `width`.
 std::string progress_bar(const ProgressStatus& status, int width);
 
 /// Shows a run's steps: on a terminal one line, rewritten a few times a second; elsewhere a plain

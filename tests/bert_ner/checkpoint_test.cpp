@@ -1,0 +1,219 @@
+#include "checkpoint.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <filesystem>
+#include <set>
+
+#include "input_error.h"
+#include "json_file.h"
+#include "run.h"
+#include "tiny_bert.h"
+
+namespace bert_ner {
+namespace {
+
+namespace fs = std::filesystem;
+using test::ScratchFolder;
+using testing::AllOf;
+using testing::HasSubstr;
+
+std::set<std::string> names_in(const fs::path& folder) {
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) names.insert(entry.path().filename());
+  return names;
+}
+
+/// Runs of the tiny model, in a folder of their own.
+class Checkpoint : public testing::Test {
+ protected:
+  RunOptions options(Precision precision = Precision::amp) const {
+    RunOptions run;
+    run.model = test::tiny_bert_folder().string();
+    run.data.data = corpus_.string();
+    run.training.precision = precision;
+    run.training.learning_rate = 3e-3;
+    run.training.epochs = 3;
+    run.training.batch_size = 4;
+    run.training.accumulate = 2;
+    run.training.dropout = 0.1;  // so that the random state matters
+    run.threads = 1;
+    run.quiet = true;
+    return run;
+  }
+
+  fs::path folder(std::string_view name) const { return scratch_ / name; }
+
+  /// Runs to the end in one go, and to `stop` and then on; \returns both folders.
+  std::pair<fs::path, fs::path> straight_and_resumed(const RunOptions& base, int64_t stop) const {
+    auto straight = base;
+    straight.save = folder("straight").string();
+    run_training(straight);
+    auto first = base;
+    first.save = folder("resumed").string();
+    first.max_steps = stop;
+    run_training(first);
+    torch::manual_seed(12345);  // what happens between must not matter
+    RunOptions second;
+    second.resume = second.save = first.save;
+    second.quiet = true;
+    run_training(second);
+    return {latest_checkpoint(straight.save), latest_checkpoint(second.save)};
+  }
+
+  ScratchFolder scratch_;
+  fs::path corpus_ = test::write_tiny_corpus(scratch_, "corpus.txt", 36);
+};
+
+void expect_same_files(const fs::path& a, const fs::path& b) {
+  ASSERT_EQ(names_in(a), names_in(b));
+  EXPECT_EQ(a.filename(), b.filename());
+  for (const auto& name : names_in(a)) {
+    EXPECT_EQ(test::read_bytes(a / name), test::read_bytes(b / name)) << name;
+  }
+}
+
+TEST_F(Checkpoint, AResumedRunEndsBitForBitWhereTheStraightOneDoes) {
+  // 29 sentences: 8 batches, 4 steps an epoch; step 6 lies in the middle of the second.
+  const auto [straight, resumed] = straight_and_resumed(options(), 6);
+  EXPECT_EQ(straight.filename(), "step-000012");
+  expect_same_files(straight, resumed);
+}
+
+TEST_F(Checkpoint, ARunResumesFromTheEndOfAnEpochToo) {
+  const auto [straight, resumed] = straight_and_resumed(options(Precision::fp32), 4);
+  expect_same_files(straight, resumed);
+}
+
+TEST_F(Checkpoint, HoldsAScalerThatHasMoved) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run_training(run);
+  const SafetensorsFile state(latest_checkpoint(run.save) / "training_state.safetensors");
+  ASSERT_NE(state.find("scaler._growth_tracker"), nullptr);
+  EXPECT_EQ(to_tensor(*state.find("scaler._growth_tracker")).item<double>(), 12);
+}
+
+TEST_F(Checkpoint, IsAModelToGoOnFrom) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run_training(run);
+  const auto model = test::load_tiny_bert(latest_checkpoint(run.save));
+  EXPECT_EQ(model->classifier->weight.size(0), 5);
+}
+
+TEST_F(Checkpoint, KeepsOneFolderAndClearsWhatAKillLeft) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run.save_every = 5;
+  fs::create_directories(fs::path(run.save) / ".partial-step-000003");
+  fs::create_directories(fs::path(run.save) / "notes");
+  run_training(run);
+  EXPECT_EQ(names_in(run.save), (std::set<std::string>{"latest", "step-000012", "notes"}));
+  run_training(run);  // once more into the same folder
+  EXPECT_EQ(names_in(run.save).size(), 3U);
+  EXPECT_TRUE(fs::exists(latest_checkpoint(run.save) / "training_state.json"));
+}
+
+TEST_F(Checkpoint, OfAFailedWriteLeavesTheOldOneUntouched) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run.max_steps = 2;
+  run_training(run);
+  const auto before = latest_checkpoint(run.save);
+
+  rlimit previous{};
+  getrlimit(RLIMIT_FSIZE, &previous);
+  const rlimit small{.rlim_cur = 20000, .rlim_max = previous.rlim_max};  // less than the weights
+  auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
+  setrlimit(RLIMIT_FSIZE, &small);
+  RunOptions more;
+  more.resume = more.save = run.save;
+  more.quiet = true;
+  std::string message;
+  try {
+    run_training(more);
+  } catch (const InputError& error) {
+    message = error.what();
+  }
+  setrlimit(RLIMIT_FSIZE, &previous);
+  std::signal(SIGXFSZ, handler);
+
+  EXPECT_THAT(message, AllOf(HasSubstr("model.safetensors"), HasSubstr("File too large"),
+                             testing::Not(HasSubstr("\n"))));
+  EXPECT_EQ(latest_checkpoint(run.save), before);
+  EXPECT_EQ(names_in(run.save), (std::set<std::string>{"latest", "step-000002"}));
+  test::load_tiny_bert(before);
+}
+
+TEST_F(Checkpoint, IsRefusedForOtherData) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run.max_steps = 1;
+  run_training(run);
+  test::write_tiny_corpus(scratch_, "corpus.txt", 35);
+  RunOptions more;
+  more.resume = run.save;
+  more.quiet = true;
+  try {
+    run_training(more);
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("had other sentences"));
+  }
+}
+
+TEST_F(Checkpoint, ThatIsAModelAloneIsNoRun) {
+  try {
+    read_run_record(test::tiny_bert_folder());
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("training_state.json"), HasSubstr("--model")));
+  }
+}
+
+TEST_F(Checkpoint, ThatWasTamperedWithIsRefused) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run.max_steps = 1;
+  run_training(run);
+  const auto latest = latest_checkpoint(run.save);
+  auto state = read_json(latest / "training_state.json");
+  state["steps"] = "one";
+  std::ofstream(latest / "training_state.json") << state.dump();
+  EXPECT_THROW(read_run_record(latest), InputError);
+  fs::resize_file(latest / "training_state.safetensors", 1000);
+  state["steps"] = 1;
+  std::ofstream(latest / "training_state.json") << state.dump();
+  RunOptions more;
+  more.resume = run.save;
+  more.quiet = true;
+  EXPECT_THROW(run_training(more), InputError);
+}
+
+TEST(ReplaceCheckpoint, RefusesToStandInForAFolderNamedLatest) {
+  const ScratchFolder scratch;
+  fs::create_directories(scratch / "latest");
+  const auto replace = [&] {
+    static_cast<void>(replace_checkpoint(scratch.path(), "step-000001", [](const fs::path&) {}));
+  };
+  EXPECT_THROW(replace(), InputError);
+}
+
+TEST(ReplaceCheckpoint, RemovesWhatAFailingWriterLeft) {
+  const ScratchFolder scratch;
+  const auto replace = [&] {
+    static_cast<void>(replace_checkpoint(scratch.path(), "step-000001", [](const fs::path& folder) {
+      std::ofstream(folder / "half") << "half";
+      throw InputError("disk full");
+    }));
+  };
+  EXPECT_THROW(replace(), InputError);
+  EXPECT_EQ(names_in(scratch.path()).size(), 0U);
+}
+
+}  // namespace
+}  // namespace bert_ner

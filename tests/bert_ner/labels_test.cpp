@@ -1,0 +1,63 @@
+#include "labels.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "input_error.h"
+#include "scratch_folder.h"
+
+namespace bert_ner {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+const Labels kLabels({"O", "B-x", "I-x"});
+
+std::string weight_error(const std::string& spec) {
+  try {
+    parse_class_weights(spec, kLabels);
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(Labels, PutsOutsideFirstAndTheOthersInOrder) {
+  const std::vector<Sentence> sentences{{{"a", "b"}, {"I-z", "B-a"}, 1}, {{"c"}, {"B-z"}, 4}};
+  const auto labels = Labels::of(sentences);
+  EXPECT_THAT(labels.names(), ElementsAre("O", "B-a", "B-z", "I-z"));
+  EXPECT_EQ(labels.id("B-z"), 2);
+  EXPECT_EQ(labels.id("B-unknown"), std::nullopt);
+}
+
+TEST(Labels, AreOneEach) {
+  EXPECT_THROW(Labels({"O", "B-x", "O"}), InputError);
+  EXPECT_THROW(Labels(std::vector<std::string>{}), InputError);
+}
+
+TEST(ClassWeights, AreOneUnlessSaid) {
+  EXPECT_THAT(parse_class_weights("", kLabels), ElementsAre(1, 1, 1));
+  EXPECT_THAT(parse_class_weights("I-x=2.5, O=1e-1", kLabels), ElementsAre(0.1, 1, 2.5));
+}
+
+TEST(ClassWeights, ComeFromAFileToo) {
+  const test::ScratchFolder scratch;
+  const auto file = scratch.write("weights.txt", "B-x 3\n\nO\t0.5\nI-x = 2\n");
+  EXPECT_THAT(parse_class_weights(file.string(), kLabels), ElementsAre(0.5, 3, 2));
+  scratch.write("weights.txt", "B-x 3\nB-y 2\n");
+  EXPECT_THAT(weight_error(file.string()),
+              HasSubstr("weights.txt:2: the training data has no label"));
+}
+
+TEST(ClassWeights, SayWhatTheyCannotRead) {
+  EXPECT_THAT(weight_error("B-y=2"), HasSubstr("no label \"B-y\"; it has O, B-x, I-x"));
+  for (const char* bad : {"B-x=", "B-x=two", "B-x=2x", "B-x=-1", "B-x=0", "B-x=inf", "B-x=nan"}) {
+    EXPECT_THAT(weight_error(bad), HasSubstr("is no number above 0")) << bad;
+  }
+  EXPECT_THAT(weight_error("B-x=2,O"), HasSubstr("\"O\" has no weight"));
+  EXPECT_THAT(weight_error("/nowhere/weights.txt"), HasSubstr("/nowhere/weights.txt"));
+}
+
+}  // namespace
+}  // namespace bert_ner

@@ -1,0 +1,69 @@
+#include "predict.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "conll.h"
+#include "input_error.h"
+#include "tiny_bert.h"
+
+namespace bert_ner {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+TEST(SplitWords, PartsPunctuationFromWords) {
+  EXPECT_THAT(
+      split_words("  I don't live in (New York), do you?! "),
+      ElementsAre("I", "don't", "live", "in", "(", "New", "York", ")", ",", "do", "you", "?!"));
+  EXPECT_THAT(split_words("@paul: $3.50, at 10:30... #ok"),
+              ElementsAre("@paul", ":", "$3.50", ",", "at", "10:30", "...", "#ok"));
+  EXPECT_THAT(split_words("\"...\" ! ??"), ElementsAre("\"", "...", "\"", "!", "??"));
+  EXPECT_THAT(split_words(" \t"), ElementsAre());
+}
+
+std::string predict_text(const std::string& text, const std::string& file = {}) {
+  PredictOptions options;
+  options.text = text;
+  options.file = file;
+  options.saved = test::tiny_bert_folder().string();
+  std::ostringstream out;
+  predict(options, out);
+  return out.str();
+}
+
+TEST(Predict, GivesEachWordATag) {
+  const test::ScratchFolder scratch;
+  const auto file = scratch.write("out.txt", predict_text("alice lives in paris."));
+  const auto sentences = read_conll(file);
+  ASSERT_EQ(sentences.size(), 1U);
+  EXPECT_THAT(sentences[0].words, ElementsAre("alice", "lives", "in", "paris", "."));
+}
+
+TEST(Predict, LabelsALineAtATimeAndJoinsLongOnes) {
+  const test::ScratchFolder scratch;
+  std::string line;
+  for (int i = 0; i < 50; ++i) line += "alice ";  // the model reads 18 words at a time
+  const auto input = scratch.write("in.txt", "bob met carol\n\n" + line + "\n");
+  const auto file = scratch.write("out.txt", predict_text({}, input.string()));
+  const auto sentences = read_conll(file);
+  ASSERT_EQ(sentences.size(), 2U);
+  EXPECT_EQ(sentences[0].words.size(), 3U);
+  EXPECT_EQ(sentences[1].words.size(), 50U);
+}
+
+TEST(Predict, SaysWhenThereIsNothingToLabel) {
+  try {
+    predict_text("  ");
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("has no words"));
+  }
+}
+
+}  // namespace
+}  // namespace bert_ner

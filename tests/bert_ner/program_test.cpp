@@ -1,0 +1,256 @@
+// The program as a user runs it: what it prints, where, and how it ends.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <thread>
+
+#include "checkpoint.h"
+#include "conll.h"
+#include "json_file.h"
+#include "tiny_bert.h"
+
+namespace bert_ner {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::MatchesRegex;
+using testing::Not;
+using testing::StartsWith;
+using Arguments = std::vector<std::string>;
+
+struct Outcome {
+  int status = 0;
+  std::string out, err;
+};
+
+class Program : public testing::Test {
+ protected:
+  /// Starts the program; its output goes to files of the scratch folder.
+  pid_t start(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
+    arguments.insert(arguments.begin(), BERT_NER_PROGRAM);
+    setenv("OMP_NUM_THREADS", "1", 1);  // more cost more than they gain on so small a model
+    std::vector<char*> pointers;
+    for (auto& argument : arguments) pointers.push_back(argument.data());
+    pointers.push_back(nullptr);
+    const auto out = (scratch_ / "stdout").string(), err = (scratch_ / "stderr").string();
+    const pid_t child = fork();
+    if (child != 0) return child;
+    constexpr mode_t kMode = 0600;
+    dup2(open(out.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDOUT_FILENO);
+    dup2(open(err.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDERR_FILENO);
+    const rlimit limit{largest_file, RLIM_INFINITY};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    execv(pointers.front(), pointers.data());
+    _exit(127);
+  }
+
+  Outcome finish(pid_t child) const {
+    int status = 0;
+    waitpid(child, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
+            test::read_bytes(scratch_ / "stdout"), test::read_bytes(scratch_ / "stderr")};
+  }
+
+  Outcome run(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
+    return finish(start(std::move(arguments), largest_file));
+  }
+
+  /// A short run of the tiny model.
+  Arguments training(Arguments more) const {
+    Arguments arguments{"--model",      test::tiny_bert_folder().string(),
+                        "--data",       corpus_.string(),
+                        "--epochs",     "8",
+                        "--batch-size", "4"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+
+  /// One line on standard error that holds all of `parts`, no output, and the status.
+  void expect_failure(const Outcome& outcome, int status, const Arguments& parts) const {
+    EXPECT_EQ(outcome.status, status) << outcome.err;
+    EXPECT_EQ(outcome.out, "");
+    for (const auto& part : parts) EXPECT_THAT(outcome.err, HasSubstr(part));
+    EXPECT_THAT(outcome.err, MatchesRegex("(epoch[^\n]*\n|amp[^\n]*\n|not needed[^\n]*\n)*"
+                                          "bert_ner: [^\n]+\n"));
+  }
+
+  test::ScratchFolder scratch_;
+  fs::path corpus_ = test::write_tiny_corpus(scratch_, "corpus.txt", 36);
+};
+
+TEST_F(Program, PrintsATableOfThreeRowsEachFromAProcessOfItsOwn) {
+  const auto json = scratch_ / "results.json";
+  const auto outcome =
+      run(training({"--learning-rate", "0.01", "--quiet", "--json", json.string()}));
+  ASSERT_EQ(outcome.status, 0) << outcome.err;
+  EXPECT_THAT(outcome.out,
+              MatchesRegex("\\| name +\\| initial learning rate \\| +F1 \\| +P \\| +R \\| "
+                           "peak memory \\| relative speed \\|\n"
+                           "\\|[-:|]+\\|\n"
+                           "\\| fp32 +\\| +0\\.01 \\| [^\n]* MiB \\| +1\\.00 \\|\n"
+                           "\\| amp no scale +\\| +0\\.01 \\| [^\n]*\n"
+                           "\\| amp dynamic scale +\\| +0\\.01 \\| [^\n]*\n"));
+  const auto results = read_json(json);
+  ASSERT_EQ(results.at("rows").size(), 3U);
+  EXPECT_EQ(results.at("rows")[0].at("autocast"), "off");
+  EXPECT_EQ(results.at("rows")[2].at("loss_scale"), 65536.0);
+  for (const auto& row : results.at("rows")) {
+    EXPECT_GT(row.at("f1").get<double>(), 0.5);  // the sentences are easy
+    EXPECT_GT(row.at("peak_memory_bytes").get<double>(), 50e6);
+    EXPECT_GT(row.at("tokens_per_second").get<double>(), 0);
+  }
+}
+
+TEST_F(Program, LabelsTextWithWhatItSaved) {
+  const auto saved = (scratch_ / "saved").string();
+  const auto trained =
+      run(training({"--precision", "fp32", "--learning-rate", "0.01", "--save", saved, "--quiet"}));
+  ASSERT_EQ(trained.status, 0) << trained.err;
+  const auto outcome = run({"predict", "--saved", saved, "carol smith lives in new york."});
+  EXPECT_EQ(outcome.status, 0) << outcome.err;
+  EXPECT_EQ(outcome.out,
+            "carol\tB-person\nsmith\tI-person\nlives\tO\nin\tO\nnew\tB-place\nyork\tI-place\n"
+            ".\tO\n\n");
+}
+
+TEST_F(Program, WritesPlainProgressLinesWhereThereIsNoTerminal) {
+  const auto outcome = run(training({"--precision", "amp", "--max-steps", "3"}));
+  EXPECT_EQ(outcome.status, 0);
+  EXPECT_THAT(outcome.err, AllOf(StartsWith("amp dynamic scale: autocast bfloat16"),
+                                 HasSubstr("\nepoch 1/8  step 3/3  loss "),
+                                 HasSubstr("scale 65536"), Not(HasSubstr("\r"))));
+}
+
+TEST_F(Program, ObeysTheEnvironmentInItsAmpRows) {
+  setenv("MEZZO_AUTOCAST", "off", 1);
+  const auto off = run(training({"--precision", "amp", "--max-steps", "1"}));
+  setenv("MEZZO_AUTOCAST", "fast", 1);
+  const auto wrong = run(training({"--precision", "amp", "--max-steps", "1"}));
+  unsetenv("MEZZO_AUTOCAST");
+  EXPECT_THAT(off.err, HasSubstr("autocast off"));
+  EXPECT_EQ(wrong.status, 1);
+  EXPECT_THAT(wrong.err, AllOf(HasSubstr("MEZZO_AUTOCAST"), HasSubstr("bf16")));
+}
+
+TEST_F(Program, TellsUsageErrorsFromOthersByItsStatus) {
+  expect_failure(run({"--no-such-flag"}), 2, {"--no-such-flag", "--help"});
+  expect_failure(run({"--resume", (scratch_ / "nowhere").string()}), 1, {"training_state.json"});
+  const auto help = run({"--help"});
+  EXPECT_EQ(help.status, 0);
+  EXPECT_EQ(help.err, "");
+}
+
+TEST_F(Program, SaysWhichFileAndLineIsWrong) {
+  const auto with_corpus = [&](std::string_view text) {
+    return Arguments{"--model", test::tiny_bert_folder().string(),       "--precision", "amp",
+                     "--data",  scratch_.write("bad.txt", text).string()};
+  };
+  const auto refused = [&](std::string_view text, const Arguments& parts) {
+    expect_failure(run(with_corpus(text)), 1, parts);
+  };
+  refused("alice\tB-person\nlives\n\n", {"bad.txt:2: "});
+  refused("alice\tB-person\nlives\tX-verb\n\n", {"bad.txt:2: ", "X-verb"});
+  refused("alice\tB-person\n\xff\xfe\tO\n\n", {"bad.txt:2: ", "UTF-8"});
+  refused("", {"bad.txt"});
+  refused("alice\tB-person\n\n", {"1"});  // one sentence cannot be split
+}
+
+TEST_F(Program, SaysWhichLabelTrainingNeverSaw) {
+  const auto unseen = scratch_.write("valid.txt", "alice\tB-person\n\nin\tO\nmay\tB-month\n\n");
+  expect_failure(run({"--model", test::tiny_bert_folder().string(), "--train", corpus_.string(),
+                      "--valid", unseen.string(), "--precision", "amp"}),
+                 1, {"valid.txt:4: the label B-month does not occur in", "corpus.txt", "B-place"});
+  expect_failure(run(training({"--precision", "amp", "--class-weights", "B-month=2"})), 1,
+                 {"--class-weights", "no label \"B-month\"", "B-place"});
+}
+
+TEST_F(Program, SaysWhatIsWrongWithAModel) {
+  const auto with_model = [&](const fs::path& model) {
+    return Arguments{"--model", model.string(), "--data", corpus_.string(), "--precision", "amp"};
+  };
+  expect_failure(run(with_model(scratch_ / "nowhere")), 1, {"nowhere", "is no folder"});
+
+  const auto truncated = test::copy_tiny_bert(scratch_, "truncated");
+  fs::resize_file(truncated / "model.safetensors", 5000);
+  expect_failure(run(with_model(truncated)), 1, {"truncated/model.safetensors"});
+
+  const auto no_unknown = test::copy_tiny_bert(scratch_, "no_unknown");
+  auto vocabulary = test::read_bytes(no_unknown / "vocab.txt");
+  vocabulary.replace(vocabulary.find("[UNK]"), 5, "[unk]");
+  std::ofstream(no_unknown / "vocab.txt") << vocabulary;
+  expect_failure(run(with_model(no_unknown)), 1, {"no_unknown/vocab.txt", "[UNK]"});
+
+  const auto other_shape = test::copy_tiny_bert(scratch_, "other_shape");
+  auto config = test::read_bytes(other_shape / "config.json");
+  config.replace(config.find("\"intermediate_size\": 24"), 23, "\"intermediate_size\": 32");
+  std::ofstream(other_shape / "config.json") << config;
+  expect_failure(run(with_model(other_shape)), 1,
+                 {"other_shape/model.safetensors", "[24, 16]", "[32, 16]"});
+}
+
+TEST_F(Program, SaysSoWhenTheDiskIsFullAndKeepsTheCheckpoint) {
+  const auto saved = scratch_ / "saved";
+  const Arguments flags{"--precision", "amp", "--max-steps", "2", "--save", saved.string()};
+  ASSERT_EQ(run(training(flags)).status, 0);
+  const auto before = latest_checkpoint(saved);
+  constexpr rlim_t kLessThanTheWeights = 20000;
+  expect_failure(
+      run({"--resume", saved.string(), "--save", saved.string(), "--quiet"}, kLessThanTheWeights),
+      1, {"model.safetensors", "File too large", "untouched"});
+  EXPECT_EQ(latest_checkpoint(saved), before);
+  test::load_tiny_bert(before);
+}
+
+/// Where `latest` points; empty as long as there is none.
+fs::path target_of_latest(const fs::path& saved) {
+  std::error_code error;
+  return fs::read_symlink(saved / "latest", error);
+}
+
+/// Starts the program, waits until it has saved once more, and kills it some milliseconds later, in
+/// the middle of one of the next saves. \returns whether it did save
+bool kill_after_a_save(pid_t child, const fs::path& saved, int milliseconds) {
+  const auto before = target_of_latest(saved);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (target_of_latest(saved) == before && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const bool did_save = target_of_latest(saved) != before;
+  std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  return did_save;
+}
+
+TEST_F(Program, SurvivesKillsWhileItSaves) {
+  const auto saved = scratch_ / "saved";
+  const Arguments flags{"--save", saved.string(), "--save-every", "1", "--quiet"};
+  auto arguments = training(flags);
+  *(std::find(arguments.begin(), arguments.end(), "--epochs") + 1) = "100000";
+  const char* rounds = std::getenv("BERT_NER_KILL_ROUNDS");  // more of them in the full tier
+  for (int round = 0; round < (rounds != nullptr ? std::atoi(rounds) : 3); ++round) {
+    constexpr int kPrime = 7, kSpread = 60;
+    if (round == 0) arguments.insert(arguments.end(), {"--precision", "amp"});
+    ASSERT_TRUE(kill_after_a_save(start(arguments), saved, round * kPrime % kSpread))
+        << test::read_bytes(scratch_ / "stderr");
+    const auto latest = latest_checkpoint(saved);
+    ASSERT_GT(read_run_record(latest).position.steps, round);
+    test::load_tiny_bert(latest);
+    arguments = flags;
+    arguments.insert(arguments.end(), {"--resume", saved.string()});
+  }
+}
+
+}  // namespace
+}  // namespace bert_ner

@@ -1,0 +1,214 @@
+#include "training.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "tiny_bert.h"
+
+namespace bert_ner {
+namespace {
+
+using testing::ElementsAre;
+using testing::Pointwise;
+
+/// A trainer of the tiny model on a handful of sentences.
+struct TinyTraining {
+  explicit TinyTraining(TrainingOptions training_options,
+                        mezzo::AutocastSetting precision = {.device = torch::kCPU,
+                                                            .enabled = false},
+                        std::vector<double> class_weights = std::vector<double>(5, 1.0))
+      : options(training_options) {
+    at::set_num_threads(1);  // more cost more than they gain on so small a model
+    const auto files = read_model_files(test::tiny_bert_folder());
+    const auto tokenizer = load_tokenizer(files, bert_config_of(files));
+    const auto corpus = test::write_tiny_corpus(scratch, "corpus.txt", 24);
+    const Labels labels({"O", "B-person", "I-person", "B-place", "I-place"});
+    examples = make_examples(read_conll(corpus), tokenizer, labels, 20);
+    batches = length_sorted_batches(examples, options.batch_size);
+    auto config = bert_config_of(files);
+    config.hidden_dropout = config.attention_dropout = options.dropout;
+    torch::manual_seed(options.seed);
+    BertForTokenClassification model(config, 5);
+    load_weights(model, test::tiny_bert_folder(), Head::fresh);
+    trainer = std::make_unique<Trainer>(model, options, precision, class_weights,
+                                        steps_per_epoch(batches.size(), options.accumulate));
+    trainer->scaler.on_skip(nullptr);
+  }
+
+  /// Trains all epochs. \returns the loss of each step
+  std::vector<double> train() {
+    std::vector<double> losses;
+    while (trainer->position.epoch < options.epochs) {
+      trainer->train_epoch(examples, batches, {0}, 20, [&](const StepReport& report) {
+        losses.push_back(report.loss.item<double>());
+        return true;
+      });
+    }
+    return losses;
+  }
+
+  test::ScratchFolder scratch;
+  TrainingOptions options;
+  std::vector<Example> examples;
+  BatchList batches;
+  std::unique_ptr<Trainer> trainer;
+};
+
+TrainingOptions tiny_options(Precision precision) {
+  TrainingOptions options;
+  options.precision = precision;
+  options.learning_rate = 1e-2;
+  options.epochs = 6;
+  options.batch_size = 4;
+  return options;
+}
+
+TEST(Training, LearnsInEveryPrecision) {
+  for (const auto dtype : {torch::kFloat32, torch::kBFloat16, torch::kFloat16}) {
+    const bool low = dtype != torch::kFloat32;
+    TinyTraining run(
+        tiny_options(low ? Precision::amp : Precision::fp32),
+        {.device = torch::kCPU, .dtype = low ? dtype : torch::kBFloat16, .enabled = low});
+    const auto losses = run.train();
+    ASSERT_EQ(losses.size(), 36U);
+    EXPECT_GT(losses.front(), 1.0) << dtype;
+    EXPECT_LT(losses.back(), 0.6) << dtype;
+  }
+}
+
+TEST(Training, SkipsStepsThatOverflowAndLearnsOn) {
+  // Sixteen-bit floats end at 65504: this scale overflows until it has been halved often enough.
+  TinyTraining run(tiny_options(Precision::amp), {.device = torch::kCPU, .dtype = torch::kFloat16});
+  run.trainer->scaler =
+      mezzo::GradScaler(mezzo::GradScalerOptions().init_scale(std::ldexp(1.0, 24)));
+  run.trainer->scaler.on_skip(nullptr);
+  const auto losses = run.train();
+  const auto& position = run.trainer->position;
+  EXPECT_GT(position.skipped, 0);
+  EXPECT_LT(position.skipped, 20);
+  EXPECT_EQ(run.trainer->schedule.applied_steps(), position.steps - position.skipped);
+  EXPECT_LT(losses.back(), losses.front() * 0.7);
+}
+
+TEST(Training, AccumulationIsTheStepOfTheWholeBatch) {
+  // Equal numbers of words in all micro-batches make the mean of means the mean of all.
+  auto options = tiny_options(Precision::fp32);
+  options.epochs = 1;
+  TinyTraining whole(options);
+  options.batch_size = 1;
+  options.accumulate = 4;
+  TinyTraining parts(options);
+  for (auto* run : {&whole, &parts}) {
+    for (auto& example : run->examples) example = run->examples.front();
+  }
+  EXPECT_THAT(parts.train(), Pointwise(testing::DoubleNear(1e-5), whole.train()));
+  const auto expected = whole.trainer->model->named_parameters();
+  for (const auto& parameter : parts.trainer->model->named_parameters()) {
+    // A key's bias moves all scores of a query alike: its gradient is rounding, blown up by Adam.
+    if (parameter.key().ends_with("key.bias")) continue;
+    EXPECT_TRUE(torch::allclose(parameter.value(), expected[parameter.key()], 1e-3, 1e-4))
+        << parameter.key();
+  }
+}
+
+TEST(Training, TheLastStepOfAnEpochTakesTheBatchesThatAreLeft) {
+  auto options = tiny_options(Precision::fp32);
+  options.epochs = 2;
+  options.accumulate = 4;  // 6 batches: a group of 4 and one of 2
+  TinyTraining run(options);
+  EXPECT_EQ(run.train().size(), 4U);
+  EXPECT_EQ(run.trainer->position.epoch, 2);
+}
+
+TEST(Training, ClassWeightsChangeWhatCounts) {
+  auto options = tiny_options(Precision::fp32);
+  options.epochs = 1;
+  TinyTraining even(options);
+  TinyTraining heavy(options, {.device = torch::kCPU, .enabled = false}, {100, 1, 1, 1, 1});
+  even.train();
+  heavy.train();
+  const auto outside = [](Trainer& trainer) {
+    return trainer.model->classifier->bias[0].item<double>();
+  };
+  EXPECT_GT(outside(*heavy.trainer), outside(*even.trainer));
+}
+
+TEST(Training, ClipsTheUnscaledGradients) {
+  // With a scale of 65536 and clipping at 1 on *scaled* gradients nearly nothing would be left.
+  auto options = tiny_options(Precision::fp32);
+  options.epochs = 1;
+  TinyTraining plain(options);
+  options.precision = Precision::amp;
+  TinyTraining scaled(options);
+  EXPECT_THAT(scaled.train(), Pointwise(testing::DoubleNear(1e-5), plain.train()));
+}
+
+TEST(FusedAdamW, StepsAsLibtorchsOwnClass) {
+  torch::manual_seed(3);
+  std::vector<torch::Tensor> ours, theirs;
+  for (int i = 0; i < 3; ++i) {
+    ours.push_back(torch::randn({5, i + 1}).requires_grad_());
+    theirs.push_back(ours.back().detach().clone().requires_grad_());
+  }
+  const auto options = torch::optim::AdamWOptions(0.05).weight_decay(0.1).betas({0.8, 0.95});
+  FusedAdamW fused(ours, options);
+  torch::optim::AdamW reference(theirs, options);
+  for (int step = 0; step < 4; ++step) {
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      const auto gradient = torch::randn_like(ours[i]);
+      // The last parameter has no gradient in every other step, so its count of steps falls behind.
+      const bool present = i < 2 || step % 2 == 0;
+      ours[i].mutable_grad() = present ? gradient : torch::Tensor();
+      theirs[i].mutable_grad() = present ? gradient.clone() : torch::Tensor();
+    }
+    fused.step();
+    reference.step();
+  }
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(ours[i], theirs[i], 1e-6, 1e-7)) << i;
+  }
+}
+
+TEST(FusedAdamW, CountsStepsOfEachParameter) {
+  auto a = torch::ones({2}).requires_grad_(), b = torch::ones({2}).requires_grad_();
+  FusedAdamW optimizer(std::vector<torch::Tensor>{a, b}, torch::optim::AdamWOptions(0.1));
+  a.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  b.mutable_grad() = torch::ones({2});
+  optimizer.step();
+  const auto steps = [&](const torch::Tensor& parameter) {
+    return static_cast<torch::optim::AdamWParamState&>(
+               *optimizer.state().at(parameter.unsafeGetTensorImpl()))
+        .step();
+  };
+  EXPECT_EQ(steps(a), 2);
+  EXPECT_EQ(steps(b), 1);
+}
+
+TEST(LinearSchedule, RisesThenFallsToZero) {
+  auto parameter = torch::ones({1}).requires_grad_();
+  torch::optim::SGD optimizer({parameter}, torch::optim::SGDOptions(1.0));
+  LinearSchedule schedule(optimizer, {.warmup_steps = 3, .total_steps = 7});
+  std::vector<double> rates;
+  for (int i = 0; i < 9; ++i) {
+    rates.push_back(optimizer.param_groups()[0].options().get_lr());
+    schedule.step(/*ran=*/true);
+  }
+  EXPECT_THAT(rates, ElementsAre(0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0, 0));
+}
+
+TEST(LinearSchedule, StandsStillWhenAStepWasSkipped) {
+  auto parameter = torch::ones({1}).requires_grad_();
+  torch::optim::SGD optimizer({parameter}, torch::optim::SGDOptions(2.0));
+  LinearSchedule schedule(optimizer, {.warmup_steps = 0, .total_steps = 4});
+  schedule.step(false);
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 2.0);
+  schedule.step(true);
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1.5);
+  EXPECT_EQ(schedule.applied_steps(), 1);
+}
+
+}  // namespace
+}  // namespace bert_ner
