@@ -14,8 +14,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 template <class Impl>
 AutocastModuleImpl<Impl>::AutocastModuleImpl(std::shared_ptr<Impl> module,
-                                             const AutocastSetting& setting)
-    : module_(std::move(module)), region_(detail::checked_region(setting)) {
+                                             const AutocastSetting& setting, PolicyRef policy)
+    : module_(std::move(module)), region_(detail::checked_region(setting, std::move(policy))) {
   TORCH_CHECK(module_ != nullptr, "module: AutocastModule needs a module; this holder is empty");
   // Before there are children, so that none of them is switched.
   torch::nn::Module::train(module_->is_training());
@@ -45,7 +45,7 @@ std::shared_ptr<torch::nn::Module> AutocastModuleImpl<Impl>::clone(
                                 .dtype = region_.dtype,
                                 .enabled = region_.enabled,
                                 .cache_enabled = region_.cache_enabled};
-  return std::make_shared<AutocastModuleImpl>(std::move(copy), setting);
+  return std::make_shared<AutocastModuleImpl>(std::move(copy), setting, region_.policy);
 }
 
 template <class Impl>
