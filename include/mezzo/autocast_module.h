@@ -65,6 +65,7 @@ class AutocastModuleImpl : public torch::nn::Module,
   std::vector<torch::nn::AnyValue> _forward_populate_default_args(
       std::vector<torch::nn::AnyValue>&& arguments) override;
 
+  void clone_(torch::nn::Module& other, const std::optional<torch::Device>& device) override;
   void adopt_names();
 
   std::shared_ptr<Impl> module_;
@@ -101,6 +102,8 @@ class AutocastModule
                  PolicyRef policy = {})
       : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting,
                                                           std::move(policy))) {}
+  /// What `register_module("fc", mezzo::AutocastModule(fc, setting))` returns.
+  AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
   AutocastModule(std::nullptr_t) : Holder(nullptr) {}
 

@@ -48,6 +48,16 @@ std::shared_ptr<torch::nn::Module> AutocastModuleImpl<Impl>::clone(
   return std::make_shared<AutocastModuleImpl>(std::move(copy), setting, region_.policy);
 }
 
+// How a parent's clone() fills the child that the copy's own reset() made.
+template <class Impl>
+void AutocastModuleImpl<Impl>::clone_(torch::nn::Module& other,
+                                      const std::optional<torch::Device>& device) {
+  const auto copy = std::dynamic_pointer_cast<AutocastModuleImpl>(other.clone(device));
+  TORCH_CHECK(copy != nullptr, "clone: the child is an AutocastModule in the copy and was none in "
+              "the original; register the same modules in reset()");
+  *this = *copy;
+}
+
 template <class Impl>
 void AutocastModuleImpl<Impl>::train(bool on) {
   torch::nn::Module::train(on);
