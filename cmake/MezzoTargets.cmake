@@ -5,7 +5,7 @@ add_library(mezzo::mezzo ALIAS mezzo)
 target_compile_features(mezzo INTERFACE cxx_std_20)
 target_include_directories(mezzo INTERFACE
   "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>")
-target_link_libraries(mezzo INTERFACE mezzo::libtorch)
+target_link_libraries(mezzo INTERFACE mezzo::libtorch ${CMAKE_DL_LIBS})
 
 if(MEZZO_TORCH_CUDA AND (PROJECT_IS_TOP_LEVEL OR "CUDA" IN_LIST mezzo_outer_languages))
   include(MezzoCuda)

@@ -10,6 +10,7 @@
 #include <mezzo/detail/autocast/function.h>
 #include <mezzo/detail/autocast/region.h>
 #include <mezzo/detail/autocast/thread_state.h>
+#include <mezzo/detail/op_policy/policy_edits.h>
 #include <mezzo/precision.h>
 #include <mezzo/version.h>
 
@@ -31,6 +32,10 @@ struct AutocastOptions {
   /// where a `NoGradGuard` comes and goes inside it (a copy made without gradients would be reused
   /// with them), or where threads run the same weights in different dtypes.
   bool cache_enabled = true;
+
+  /// Edits to the op lists, an OpPolicy (op_policy.h), for this region: on top of the surrounding
+  /// region's where regions nest.
+  PolicyRef policy = {};
 };
 
 /// A region of mixed precision that ends with the scope:
@@ -39,6 +44,7 @@ struct AutocastOptions {
 ///     mezzo::Autocast<torch::kCPU> autocast;                      // bfloat16 on the CPU
 ///     mezzo::Autocast<torch::kCUDA, torch::kBFloat16> autocast;   // or as said
 ///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision in a region
+///     mezzo::Autocast<torch::kCPU> autocast(policy);              // with edited op lists
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
@@ -60,7 +66,12 @@ class Autocast {
 
  public:
   [[nodiscard]] explicit Autocast(AutocastOptions options = {}) noexcept
-      : region_({Device, Dtype, options.enabled, options.cache_enabled}) {}
+      : region_(
+            {Device, Dtype, options.enabled, options.cache_enabled, std::move(options.policy)}) {}
+
+  /// The region under an OpPolicy.
+  [[nodiscard]] explicit Autocast(PolicyRef policy) noexcept
+      : Autocast(AutocastOptions{.policy = std::move(policy)}) {}
 
  private:
   detail::Region region_;
@@ -78,8 +89,8 @@ class Autocast {
 /// outer one's.
 class AutocastGuard {
  public:
-  [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting)
-      : region_(detail::checked_region(setting)) {}
+  [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting, PolicyRef policy = {})
+      : region_(detail::checked_region(setting, std::move(policy))) {}
 
   [[nodiscard]] explicit AutocastGuard(c10::DeviceType device,
                                        std::optional<at::ScalarType> dtype = std::nullopt,
@@ -87,7 +98,8 @@ class AutocastGuard {
       : AutocastGuard({.device = device,
                        .dtype = dtype.value_or(default_autocast_dtype(device)),
                        .enabled = options.enabled,
-                       .cache_enabled = options.cache_enabled}) {}
+                       .cache_enabled = options.cache_enabled},
+                      std::move(options.policy)) {}
 
  private:
   detail::Region region_;
@@ -109,20 +121,21 @@ template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(
   static_assert(std::is_nothrow_constructible_v<Autocast<Device, Dtype>>);
   using Function = detail::ScopedFunction<std::decay_t<F>, detail::Region, detail::RegionState>;
   return Function(std::forward<F>(function),
-                  detail::RegionState{Device, Dtype, options.enabled, options.cache_enabled});
+                  detail::RegionState{Device, Dtype, options.enabled, options.cache_enabled,
+                                      std::move(options.policy)});
 }
 
 /// The same for a setting known at run time. Throws as AutocastGuard does, here and not at the
 /// calls.
 template <class F>
-[[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting) {
+[[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting, PolicyRef policy = {}) {
   using Function = detail::ScopedFunction<std::decay_t<F>, detail::Region, detail::RegionState>;
-  return Function(std::forward<F>(function), detail::checked_region(setting));
+  return Function(std::forward<F>(function), detail::checked_region(setting, std::move(policy)));
 }
 
-/// The autocast state of a thread, for all device types: enabled, dtype, and whether casts are
-/// cached. A new thread starts with autocast off; capture the state where it is set, and hand it
-/// over:
+/// The autocast state of a thread, for all device types: enabled, dtype, op policy, and whether
+/// casts are cached. A new thread starts with autocast off; capture the state where it is set, and
+/// hand it over:
 ///
 ///     pool.submit([state = mezzo::AutocastState::capture()] {
 ///       mezzo::AutocastState::Scope scope(state);
@@ -130,7 +143,7 @@ template <class F>
 ///     });
 ///
 /// A value: copy it and keep it as long as you like. at::ThreadLocalState carries more (grad mode,
-/// profiler) but neither the cache flag nor the clearing of the cache.
+/// profiler) but neither the cache flag, nor the clearing of the cache, nor a policy.
 class AutocastState {
  public:
   /// The calling thread's state.

@@ -29,7 +29,8 @@ class AutocastModuleImpl : public torch::nn::Module,
                 "overloaded; wrap the call instead: mezzo::autocast<Device>(lambda)");
 
  public:
-  AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting);
+  AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting,
+                     PolicyRef policy = {});
 
   /// Calls `module()->forward(args...)` under the setting; Impl's default arguments may be left
   /// out.
@@ -64,6 +65,7 @@ class AutocastModuleImpl : public torch::nn::Module,
   std::vector<torch::nn::AnyValue> _forward_populate_default_args(
       std::vector<torch::nn::AnyValue>&& arguments) override;
 
+  void clone_(torch::nn::Module& other, const std::optional<torch::Device>& device) override;
   void adopt_names();
 
   std::shared_ptr<Impl> module_;
@@ -93,10 +95,15 @@ class AutocastModule
   using Holder = torch::nn::ModuleHolder<AutocastModuleImpl<Impl>>;
 
  public:
-  AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastSetting& setting)
-      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting) {}
-  AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting)
-      : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting)) {}
+  AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastSetting& setting,
+                 PolicyRef policy = {})
+      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting, std::move(policy)) {}
+  AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting,
+                 PolicyRef policy = {})
+      : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting,
+                                                          std::move(policy))) {}
+  /// What `register_module("fc", mezzo::AutocastModule(fc, setting))` returns.
+  AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
   AutocastModule(std::nullptr_t) : Holder(nullptr) {}
 
@@ -109,6 +116,8 @@ class AutocastModule
 
 template <class M>
 AutocastModule(M, AutocastSetting) -> AutocastModule<M>;
+template <class M>
+AutocastModule(M, AutocastSetting, PolicyRef) -> AutocastModule<M>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

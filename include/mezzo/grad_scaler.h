@@ -133,7 +133,7 @@ class GradScaler {
 
   /// Divides the gradients of all of `optimizer`'s parameters by the scale, in place, and notes
   /// whether any quotient is inf or NaN. Undefined gradients are left out, sparse ones coalesced
-  /// first (`.grad` is replaced). No host sync.
+  /// first (`.grad` is replaced). No host sync, except to coalesce.
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
   ///   for fp16 gradients (see `allow_fp16_gradients`)
   void unscale_(torch::optim::Optimizer& optimizer);

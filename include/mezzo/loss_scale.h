@@ -63,9 +63,10 @@ class LossScale {
   /// Scale 1, for good.
   static LossScale none();
 
-  /// A constant scale, such as 128.
-  /// \throws c10::Error unless `scale` is positive and finite as a float
-  static LossScale fixed(double scale);
+  /// A constant scale, such as 128; the bounds are for who sets another by hand.
+  /// \throws c10::Error unless `scale` is positive and finite as a float and within the bounds
+  static LossScale fixed(double scale, double min_scale = kDefaultMinScale,
+                         double max_scale = kNoMaxScale);
 
   /// Backs off on overflow and grows after `growth_interval` clean iterations in a row.
   /// \throws c10::Error unless growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1,

@@ -1,12 +1,19 @@
 /// \file
 /// All of mezzo. Include the single headers instead where compile time counts: autocast_module.h
-/// brings in libtorch's modules, grad_scaler.h its optimizers, the others little more than c10.
+/// brings in libtorch's modules, grad_scaler.h its optimizers, activation_checkpoint.h and
+/// autograd_function.h its autograd engine, op_policy.h and what stands on it the dispatcher, the
+/// others little more than c10.
 #pragma once
 
+#include <mezzo/activation_checkpoint.h>
 #include <mezzo/autocast.h>
 #include <mezzo/autocast_module.h>
+#include <mezzo/autograd_function.h>
+#include <mezzo/cast_functions.h>
+#include <mezzo/cast_trace.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/loss_scale.h>
+#include <mezzo/op_policy.h>
 #include <mezzo/precision.h>
 #include <mezzo/step_result.h>
 #include <mezzo/version.h>

@@ -185,6 +185,29 @@ TEST(AutocastModule, ClonesIntoAWrappedCopyOfItsOwn) {
   EXPECT_FALSE(copy->module()->gate.is_same(wrapped->module()->gate));
 }
 
+// A module in libtorch's usual idiom, with a wrapped child.
+struct ParentImpl : torch::nn::Cloneable<ParentImpl> {
+  ParentImpl() { reset(); }
+  void reset() override {
+    linear = register_module("linear", AutocastModule(torch::nn::Linear(4, 2), kBf16));
+  }
+  AutocastModule<torch::nn::Linear> linear{nullptr};
+};
+
+TEST(AutocastModule, IsRegisteredAndClonedAsAChildWithItsWeights) {
+  auto parent = std::make_shared<ParentImpl>();
+  const auto copy = std::dynamic_pointer_cast<ParentImpl>(parent->clone());
+  ASSERT_NE(copy, nullptr);
+  const Tensor x = torch::rand({3, 4});
+  EXPECT_TRUE(torch::equal(copy->linear(x), parent->linear(x)));
+  EXPECT_EQ(copy->linear(x).scalar_type(), torch::kBFloat16);
+  const auto original_weight = parent->named_parameters()["linear.weight"];
+  const auto copied_weight = copy->named_parameters()["linear.weight"];
+  EXPECT_TRUE(torch::equal(copied_weight, original_weight));
+  EXPECT_FALSE(copied_weight.is_same(original_weight));
+  EXPECT_TRUE(copied_weight.is_same(copy->linear->module()->weight));
+}
+
 TEST(AutocastModule, PrintsTheModuleThatItWraps) {
   std::ostringstream text;
   text << *AutocastModule(torch::nn::Linear(4, 2), kBf16);

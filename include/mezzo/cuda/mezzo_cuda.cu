@@ -33,7 +33,10 @@ void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* inv_scal
     const bool is_ours = tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
     if (!is_ours || tensor.numel() == 0) continue;
     if (table.full()) launch();
-    table.push_back(const_cast<void*>(tensor.const_data_ptr()), tensor.numel());
+    // Asked for writing, a copy-on-write tensor gets memory of its own; a check leaves it shared.
+    table.push_back(inv_scale != nullptr ? tensor.mutable_data_ptr()
+                                         : const_cast<void*>(tensor.const_data_ptr()),
+                    tensor.numel());
   }
   if (!table.empty()) launch();
 }
@@ -51,18 +54,18 @@ void unscale_all(const DenseGradients& gradients, const float* inv_scale,
 
 }  // namespace
 
-void unscale_and_check_(const std::vector<at::Tensor>& gradients, const at::Tensor& found_inf,
+__attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients, const at::Tensor& found_inf,
                         const at::Tensor& inv_scale) {
   const DenseGradients dense(gradients);
   unscale_all(dense, inv_scale.const_data_ptr<float>(), found_inf);
   dense.written();
 }
 
-void check_(const std::vector<at::Tensor>& gradients, const at::Tensor& found_inf) {
+__attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients, const at::Tensor& found_inf) {
   unscale_all(DenseGradients(gradients), nullptr, found_inf);
 }
 
-void update_scale_(const LossScale& rule, const at::Tensor& scale, const at::Tensor& growth_tracker,
+__attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor& scale, const at::Tensor& growth_tracker,
                    const at::Tensor& hysteresis_left, const at::Tensor& found_inf) {
   const c10::cuda::CUDAGuard guard(scale.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();

@@ -14,8 +14,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 template <class Impl>
 AutocastModuleImpl<Impl>::AutocastModuleImpl(std::shared_ptr<Impl> module,
-                                             const AutocastSetting& setting)
-    : module_(std::move(module)), region_(detail::checked_region(setting)) {
+                                             const AutocastSetting& setting, PolicyRef policy)
+    : module_(std::move(module)), region_(detail::checked_region(setting, std::move(policy))) {
   TORCH_CHECK(module_ != nullptr, "module: AutocastModule needs a module; this holder is empty");
   // Before there are children, so that none of them is switched.
   torch::nn::Module::train(module_->is_training());
@@ -45,7 +45,17 @@ std::shared_ptr<torch::nn::Module> AutocastModuleImpl<Impl>::clone(
                                 .dtype = region_.dtype,
                                 .enabled = region_.enabled,
                                 .cache_enabled = region_.cache_enabled};
-  return std::make_shared<AutocastModuleImpl>(std::move(copy), setting);
+  return std::make_shared<AutocastModuleImpl>(std::move(copy), setting, region_.policy);
+}
+
+// How a parent's clone() fills the child that the copy's own reset() made.
+template <class Impl>
+void AutocastModuleImpl<Impl>::clone_(torch::nn::Module& other,
+                                      const std::optional<torch::Device>& device) {
+  const auto copy = std::dynamic_pointer_cast<AutocastModuleImpl>(other.clone(device));
+  TORCH_CHECK(copy != nullptr, "clone: the child is an AutocastModule in the copy and was none in "
+              "the original; register the same modules in reset()");
+  *this = *copy;
 }
 
 template <class Impl>

@@ -4,7 +4,10 @@
 
 #include <c10/util/Exception.h>
 #include <mezzo/detail/autocast/libtorch_state.h>
+#include <mezzo/detail/op_policy/policy_edits.h>
 #include <mezzo/precision.h>
+
+#include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -25,11 +28,13 @@ struct RegionState {
   at::ScalarType dtype;
   bool enabled;
   bool cache_enabled;
+  PolicyRef policy = {};
 };
 
-inline RegionState checked_region(const AutocastSetting& setting) {
+inline RegionState checked_region(const AutocastSetting& setting, PolicyRef policy = {}) {
   check_autocast(setting.device, setting.dtype);
-  return {setting.device, setting.dtype, setting.enabled, setting.cache_enabled};
+  return {setting.device, setting.dtype, setting.enabled, setting.cache_enabled,
+          std::move(policy)};
 }
 
 /// Counts this thread's regions, as libtorch does, and drops the cached weight casts at the
@@ -63,7 +68,8 @@ class Region {
       : found_{region.device, at::autocast::get_autocast_dtype(region.device),
                at::autocast::is_autocast_enabled(region.device),
                at::autocast::is_autocast_cache_enabled()},
-        nesting_(region.dtype != found_.dtype) {
+        nesting_(region.dtype != found_.dtype),
+        policy_(region.device, region.policy) {
     install(region);
   }
   ~Region() { install(found_); }
@@ -79,6 +85,7 @@ class Region {
 
   RegionState found_;
   Nesting nesting_;
+  PolicyScope policy_;
 };
 
 }  // namespace detail

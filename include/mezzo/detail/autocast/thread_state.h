@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <mezzo/detail/autocast/libtorch_state.h>
 #include <mezzo/detail/autocast/region.h>
+#include <mezzo/detail/op_policy/policy_edits.h>
 
 #include <array>
 #include <cstddef>
@@ -20,13 +21,15 @@ struct ThreadState {
   c10::DispatchKeySet disabled;
   std::array<at::ScalarType, c10::COMPILE_TIME_MAX_DEVICE_TYPES> dtypes;
   bool cache_enabled;
+  ThreadPolicies policies;
 };
 
 inline ThreadState this_thread_state() noexcept {
   const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   ThreadState state{.disabled = excluded & c10::autocast_dispatch_keyset,
                     .dtypes = {},
-                    .cache_enabled = at::autocast::is_autocast_cache_enabled()};
+                    .cache_enabled = at::autocast::is_autocast_cache_enabled(),
+                    .policies = thread_policies()};
   for (std::size_t i = 0; i < state.dtypes.size(); ++i) {
     state.dtypes[i] = at::autocast::get_autocast_dtype(static_cast<c10::DeviceType>(i));
   }
@@ -41,6 +44,7 @@ inline void install_in_this_thread(const ThreadState& state) noexcept {
     at::autocast::set_autocast_dtype(static_cast<c10::DeviceType>(i), state.dtypes[i]);
   }
   at::autocast::set_autocast_cache_enabled(state.cache_enabled);
+  thread_policies() = state.policies;
 }
 
 /// Runs this thread under `state` until the end of the scope.

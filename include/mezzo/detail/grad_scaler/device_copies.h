@@ -28,8 +28,9 @@ class DeviceCopies {
     for (const at::Tensor& copy : copies_) {
       if (copy.device() == device) return copy;
     }
+    const bool non_blocking = !device.is_cpu();  // the host reads at once, the device in order
     return copies_.emplace_back(
-        original_.to(device, original_.scalar_type(), /*non_blocking=*/true, /*copy=*/true));
+        original_.to(device, original_.scalar_type(), non_blocking, /*copy=*/true));
   }
 
  private:

@@ -68,7 +68,7 @@ inline LossScale GradScalerOptions::rule() const {
     case LossScaleKind::none:
       return LossScale::none();
     case LossScaleKind::fixed:
-      return LossScale::fixed(init_scale_);
+      return LossScale::fixed(init_scale_, min_scale_, max_scale_);
     case LossScaleKind::dynamic:
       return dynamic;
   }
@@ -118,10 +118,13 @@ inline void GradScaler::unscale_into(detail::OptimizerRecord& record,
   const at::Tensor& scale = scale_.original();
   detail::DeviceCopies inverse(detail::inverse_scale(scale));
   record.found_inf.clear();
-  for (auto& [device, tensors] : gradients) {
-    at::Tensor found_inf = at::zeros({}, scale.options().device(device));
-    detail::unscale_and_check_(tensors, found_inf, inverse.on(device));
-    record.found_inf.push_back(std::move(found_inf));
+  for (const auto& [device, tensors] : gradients) {  // what may run out of memory, before any write
+    inverse.on(device);
+    record.found_inf.push_back(at::zeros({}, scale.options().device(device)));
+  }
+  auto found_inf = record.found_inf.begin();
+  for (const auto& [device, tensors] : gradients) {
+    detail::unscale_and_check_(tensors, *found_inf++, inverse.on(device));
   }
   record.stage = detail::Stage::unscaled;
 }
@@ -165,7 +168,7 @@ inline StepOutcome GradScaler::read_checks(const detail::OptimizerRecord& record
   const at::Device device = scale_.original().device();
   std::vector<at::Tensor> values{scale_.original()};
   for (const at::Tensor& found_inf : record.found_inf) {
-    values.push_back(found_inf.to(device, at::kFloat, /*non_blocking=*/true));
+    values.push_back(found_inf.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()));
   }
   const at::Tensor on_host = at::stack(values).to(at::kCPU);
   const float* value = on_host.const_data_ptr<float>();
@@ -216,7 +219,7 @@ inline void GradScaler::advance_scale() {
   c10::NoGradGuard no_grad;
   const at::Device device = scale_.original().device();
   const auto on_scale_device = [&](const at::Tensor& check) {
-    return check.to(device, at::kFloat, /*non_blocking=*/true);
+    return check.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu());
   };
   at::Tensor found_inf = on_scale_device(checks.front());
   for (std::size_t i = 1; i < checks.size(); ++i) {
@@ -231,8 +234,8 @@ inline void GradScaler::finish_iteration() {
   if (!skipped_scale_) return;
   const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
   if (!on_skip_) return;
-  on_skip_(
-      {.loss_id = loss_id_, .scale = overflowed, .next_scale = scale_.original().item<float>()});
+  const SkipCallback tell = on_skip_;  // a copy: it may silence or replace itself
+  tell({.loss_id = loss_id_, .scale = overflowed, .next_scale = scale_.original().item<float>()});
 }
 
 inline void GradScaler::require_scale(const char* call) const {

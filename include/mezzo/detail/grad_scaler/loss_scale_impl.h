@@ -5,6 +5,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -14,17 +16,23 @@ inline constexpr double kLargestFloat = std::numeric_limits<float>::max();
 // compiler may assume that no NaN comes by: the bits are asked first.
 inline bool is_finite(double value) noexcept { return !nonfinite_bits(value); }
 
+/// What rounds to a positive float.
+inline bool is_positive_float(double value) noexcept {
+  return value >= std::numeric_limits<float>::denorm_min();
+}
+
 inline void check_scale_value(const char* name, double value, double low, double high) {
-  TORCH_CHECK(is_finite(value) && value > 0 && value >= low && value <= high, name, " is ", value,
+  TORCH_CHECK(is_finite(value) && is_positive_float(value) && value >= low && value <= high, name, " is ", value,
               "; it must be positive and finite as a float, and between min_scale (", low,
               ") and max_scale (", high, ")");
 }
 
 inline void check_bounds(double min_scale, double max_scale) {
-  TORCH_CHECK(is_finite(min_scale) && min_scale >= 0 && min_scale <= kLargestFloat, "min_scale is ",
+  TORCH_CHECK(is_finite(min_scale) && (min_scale == 0 || is_positive_float(min_scale)) &&
+                  min_scale <= kLargestFloat, "min_scale is ",
               min_scale, "; it must be 0 (no floor, as in torch) or a positive, finite float");
   const bool is_nan = !is_finite(max_scale) && !is_positive_infinity(max_scale);
-  TORCH_CHECK(!is_nan && max_scale > 0 && max_scale >= min_scale, "max_scale is ", max_scale,
+  TORCH_CHECK(!is_nan && is_positive_float(max_scale) && max_scale >= min_scale, "max_scale is ", max_scale,
               "; it must be positive and not below min_scale (", min_scale, ")");
 }
 
@@ -59,18 +67,19 @@ inline LossScale::LossScale(LossScaleKind kind, const DynamicLossScaleOptions& o
 
 inline LossScale LossScale::none() { return {LossScaleKind::none, {.init_scale = 1.0}}; }
 
-inline LossScale LossScale::fixed(double scale) {
-  detail::check_scale_value("scale", scale, kDefaultMinScale, detail::kLargestFloat);
-  return {LossScaleKind::fixed, {.init_scale = scale}};
+inline LossScale LossScale::fixed(double scale, double min_scale, double max_scale) {
+  detail::check_bounds(min_scale, max_scale);
+  detail::check_scale_value("scale", scale, min_scale, std::min(max_scale, detail::kLargestFloat));
+  return {LossScaleKind::fixed,
+          {.init_scale = scale, .min_scale = min_scale, .max_scale = max_scale}};
 }
 
 inline LossScale LossScale::dynamic(const DynamicLossScaleOptions& options) {
   detail::check_factors(options.growth_factor, options.backoff_factor);
   detail::check_counts(options.growth_interval, options.hysteresis);
   detail::check_bounds(options.min_scale, options.max_scale);
-  const double high =
-      options.max_scale > detail::kLargestFloat ? detail::kLargestFloat : options.max_scale;
-  detail::check_scale_value("init_scale", options.init_scale, options.min_scale, high);
+  detail::check_scale_value("init_scale", options.init_scale, options.min_scale,
+                            std::min(options.max_scale, detail::kLargestFloat));
   return {LossScaleKind::dynamic, options};
 }
 

@@ -23,7 +23,8 @@ struct OptimizerRecord {
 
 /// The records of one iteration. An optimizer is known by its address together with its first
 /// parameter, which the record keeps alive: within an iteration neither a dead optimizer's address
-/// nor its parameter's can come back as those of another, so nobody inherits a stranger's stage.
+/// nor its parameter's can come back as those of another. (One rebuilt in place over the same first
+/// parameter counts as the same.)
 class OptimizerRecords {
  public:
   OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {

@@ -11,13 +11,15 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Gradients as memory that a kernel can walk: each tensor's values are exactly its numel()
-/// elements from data_ptr on, in whatever order. What has gaps, or is negative by a bit, is copied.
+/// elements from data_ptr on, in whatever order. What has gaps or no memory, or is
+/// negative by a bit, is copied.
 class DenseGradients {
  public:
   explicit DenseGradients(const std::vector<at::Tensor>& gradients) : tensors_(gradients) {
     for (at::Tensor& tensor : tensors_) {
       const bool is_dense =
-          tensor.is_non_overlapping_and_dense() && !tensor.is_neg() && !tensor.is_conj();
+          tensor.is_non_overlapping_and_dense() && !tensor.is_neg() && !tensor.is_conj() &&
+          !tensor._is_zerotensor();
       if (is_dense) continue;
       at::Tensor copy = tensor.clone(at::MemoryFormat::Contiguous);
       copies_.emplace_back(std::exchange(tensor, copy), copy);

@@ -16,11 +16,14 @@ namespace detail {
 inline constexpr int64_t kUnscaleGrain = 32768;
 
 /// Runs `work` over all gradients, on several threads; true if it returned true for any stretch.
-template <class Work>
+/// With kWrites a copy-on-write tensor gets memory of its own first; otherwise it stays shared.
+template <bool kWrites, class Work>
 bool any_span(const DenseGradients& gradients, const Work& work) {
   std::vector<Span<UnscaleLoops>> spans;
   for (const at::Tensor& tensor : gradients.tensors()) {
-    spans.push_back({static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())), tensor.numel(),
+    void* const data =
+        kWrites ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+    spans.push_back({static_cast<char*>(data), tensor.numel(),
                      static_cast<int64_t>(tensor.element_size()),
                      unscale_loops(tensor.scalar_type(), best_isa())});
   }
@@ -37,7 +40,7 @@ bool any_span(const DenseGradients& gradients, const Work& work) {
 
 /// Whether any gradient has an inf or NaN. CPU tensors of any of the four floating dtypes.
 inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
-  return any_span(DenseGradients(gradients), [](const Span<UnscaleLoops>& span) {
+  return any_span<false>(DenseGradients(gradients), [](const Span<UnscaleLoops>& span) {
     return span.loops.check(span.data, span.count);
   });
 }
@@ -47,7 +50,7 @@ inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
 inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
   if (inv_scale == 1.0F) return any_nonfinite_cpu(gradients);
   const DenseGradients dense(gradients);
-  const bool found = any_span(dense, [&](const Span<UnscaleLoops>& span) {
+  const bool found = any_span<true>(dense, [&](const Span<UnscaleLoops>& span) {
     return span.loops.unscale(span.data, span.count, inv_scale);
   });
   dense.written();

@@ -1,0 +1,147 @@
+// What a checkpoint saves and costs: forward and backward of a stack of encoder layers (384 wide,
+// 12 heads, 128 tokens, batch 2, dropout) plain, with a checkpoint for each layer, and with one for
+// every two. `peak_mib` is the most memory held above the parameters and their gradients. The ideal
+// cost is one more forward pass, which is why `forward_only` stands beside them. Last, the fixed
+// cost of a checkpoint around one small op.
+
+#include <benchmark/benchmark.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/torch.h>
+
+#include <mezzo/activation_checkpoint.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+// libtorch's CPU allocator, and the bytes that it has given out.
+class CountingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t size) override {
+    c10::DataPtr data = inner_->allocate(size);
+    auto* const block = new Block{this, size, std::move(data)};
+    in_use_ += static_cast<int64_t>(size);
+    peak_ = std::max<int64_t>(peak_, in_use_);
+    return {block->data.get(), block, &release, block->data.device()};
+  }
+  void copy_data(void* target, const void* source, std::size_t size) const override {
+    default_copy_data(target, source, size);
+  }
+
+  int64_t in_use() const { return in_use_; }
+  int64_t peak() const { return peak_; }
+  void forget_peak() { peak_ = in_use_.load(); }
+
+ private:
+  struct Block {
+    CountingAllocator* owner;
+    std::size_t size;
+    c10::DataPtr data;
+  };
+
+  static void release(void* context) {
+    auto* const block = static_cast<Block*>(context);
+    block->owner->in_use_ -= static_cast<int64_t>(block->size);
+    delete block;
+  }
+
+  c10::Allocator* inner_ = c10::GetCPUAllocator();
+  std::atomic<int64_t> in_use_ = 0;
+  int64_t peak_ = 0;
+};
+
+CountingAllocator& counting_allocator() {
+  static auto* const allocator = [] {
+    auto* const counting = new CountingAllocator;  // outlives every tensor
+    c10::SetCPUAllocator(counting, /*priority=*/1);
+    return counting;
+  }();
+  return *allocator;
+}
+
+constexpr int kLayers = 12;
+
+struct Encoder {
+  std::vector<torch::nn::TransformerEncoderLayer> layers;
+  torch::Tensor input = torch::randn({128, 2, 384});
+
+  Encoder() {
+    for (int i = 0; i < kLayers; ++i) {
+      layers.emplace_back(
+          torch::nn::TransformerEncoderLayerOptions(384, 12).dim_feedforward(1536).dropout(0.1));
+    }
+  }
+
+  // `per_checkpoint` layers each, none of them with 0.
+  torch::Tensor loss(int per_checkpoint) {
+    torch::Tensor x = input;
+    const auto run = [this](torch::Tensor hidden, int first, int count) {
+      for (int i = first; i < first + count; ++i)
+        hidden = layers[static_cast<std::size_t>(i)](hidden);
+      return hidden;
+    };
+    if (per_checkpoint == 0) return run(x, 0, kLayers).pow(2).mean();
+    for (int i = 0; i < kLayers; i += per_checkpoint)
+      x = mezzo::checkpoint(run, x, i, per_checkpoint);
+    return x.pow(2).mean();
+  }
+
+  void zero_grad() {
+    for (auto& layer : layers) layer->zero_grad(/*set_to_none=*/false);
+  }
+};
+
+void forward_and_backward(benchmark::State& state) {
+  auto& allocator = counting_allocator();
+  Encoder encoder;
+  encoder.loss(0).backward();  // so that the gradients are there
+  const int per_checkpoint = static_cast<int>(state.range(0));
+  int64_t peak = 0;
+  for (auto _ : state) {
+    encoder.zero_grad();
+    const int64_t before = allocator.in_use();
+    allocator.forget_peak();
+    encoder.loss(per_checkpoint).backward();
+    peak = std::max(peak, allocator.peak() - before);
+  }
+  state.counters["peak_mib"] = static_cast<double>(peak) / (1024.0 * 1024.0);
+}
+BENCHMARK(forward_and_backward)
+    ->ArgName("layers_per_checkpoint")
+    ->Arg(0)
+    ->Arg(1)
+    ->Arg(2)
+    ->Unit(benchmark::kMillisecond)
+    ->UseRealTime();
+
+void forward_only(benchmark::State& state) {
+  Encoder encoder;
+  for (auto _ : state) benchmark::DoNotOptimize(encoder.loss(0));
+}
+BENCHMARK(forward_only)->Unit(benchmark::kMillisecond)->UseRealTime();
+
+enum Run { kPlain, kCheckpoint, kCheckpointWithoutRandomState };
+
+void one_small_op(benchmark::State& state) {
+  const auto x = torch::ones({8}).requires_grad_();
+  const auto op = [](const torch::Tensor& t) { return t.exp(); };
+  const mezzo::CheckpointOptions options{.preserve_random_state = state.range(0) == kCheckpoint};
+  for (auto _ : state) {
+    const auto y = state.range(0) == kPlain ? op(x) : mezzo::checkpoint(options, op, x);
+    benchmark::DoNotOptimize(torch::autograd::grad({y}, {x}, {x}));
+  }
+}
+BENCHMARK(one_small_op)
+    ->ArgName("plain_checkpoint_withoutrandom")
+    ->Arg(kPlain)
+    ->Arg(kCheckpoint)
+    ->Arg(kCheckpointWithoutRandomState)
+    ->Unit(benchmark::kMicrosecond);
+
+}  // namespace
+
+BENCHMARK_MAIN();

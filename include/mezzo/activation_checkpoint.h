@@ -1,0 +1,86 @@
+/// \file
+/// Activation checkpointing: a part of the forward pass keeps its inputs only, and computes what
+/// backward needs of it a second time, during backward. Memory for time (Chen et al. 2016,
+/// "Training Deep Nets with Sublinear Memory Cost"). What Python calls torch.utils.checkpoint.
+///
+/// Brings in libtorch's autograd engine, about nine seconds of compile time.
+#pragma once
+
+#include <c10/core/GradMode.h>
+#include <mezzo/detail/activation_checkpoint/checkpointed_call.h>
+#include <mezzo/detail/activation_checkpoint/first_run.h>
+#include <mezzo/version.h>
+
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <type_traits>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// How a checkpoint behaves.
+struct CheckpointOptions {
+  /// Whether the recomputation draws the random numbers of the first run, as dropout needs: from
+  /// the default generators of the CPU and of all CUDA devices in use. Without random ops, false
+  /// saves some microseconds. Generators of your own are yours to reset.
+  bool preserve_random_state = true;
+};
+
+/// Calls `function(args...)` and returns its result, but keeps only the arguments and the function
+/// until backward, which calls it again to get the activations back.
+///
+///     x = mezzo::checkpoint(block, x);  // a module, by holder or pointer, or any callable
+///     auto [hidden, weights] = mezzo::checkpoint([&](const torch::Tensor& h) { ... }, x);
+///     x = mezzo::checkpoint({.preserve_random_state = false}, block, x, mask);
+///
+/// Gradients are those without the checkpoint, to the bit: the recomputation runs under the first
+/// run's autocast state, random state and current CUDA device, and its gradients are added up in
+/// the same order. (Two exceptions: autocast's weight cache is not used inside, so a weight that is
+/// used several times is cast, and its gradient rounded, once each time; and gradients of gradients
+/// are the same but for the order of sums.) It is part of autograd's
+/// graph like any op: checkpoints nest, `torch::autograd::grad` and create_graph work, so does
+/// backward from inside a backward, hooks on parameters run once, retain_graph computes anew each
+/// time, and what no gradient is asked for is skipped. When grad mode is off, or nothing requires
+/// grad, it is a plain call.
+///
+/// `function` must do the same each time; see the errors. It must have no other lasting effect:
+/// batch norm's running statistics, for one, would be updated twice. It is called in the thread
+/// that runs backward, for CUDA one of the engine's. It may call threads of its own only for what
+/// needs no gradient.
+///
+/// `function` and `args` are copied, or moved from rvalues, and passed to it as lvalues, so that
+/// move-only ones work; what they refer to must live until backward. Pass std::ref to avoid a copy.
+/// `args` may be anything. The result, which must not be void, holds its tensors as a Tensor, in
+/// optionals, containers, pairs, tuples, or in a struct with a member
+/// `auto tensors() { return std::tie(logits, loss); }`. A result that shares memory with an argument
+/// must not be modified in place.
+///
+/// Throws c10::Error
+/// - when `function` modifies a tensor argument in place, whatever it is for;
+/// - in backward, when a tensor argument or a parameter that it uses was modified in place since;
+/// - in backward, when the recomputation makes other ops than the first run, ops of other shapes or
+///   dtypes, or uses other parameters: the message names the first difference.
+/// What `function` throws passes through, in backward too. No host sync of its own.
+template <class F, class... Args>
+auto checkpoint(const CheckpointOptions& options, F&& function, Args&&... args) {
+  using Call = detail::StoredCall<std::decay_t<F>, detail::OwningType<Args>...>;
+  static_assert(Call::kCallable,
+                "mezzo::checkpoint: the function is called twice, so it must take its arguments by "
+                "value, by const reference or as lvalues, and not as rvalues");
+  static_assert(detail::carries_tensors<typename Call::Result>(),
+                "mezzo::checkpoint: no tensors in the function's result; return tensors, or a "
+                "struct with a member tensors() that lists them");
+  auto call = std::make_unique<Call>(std::forward<F>(function), std::forward<Args>(args)...);
+  if (!c10::GradMode::is_enabled()) return (*call)();
+  return detail::first_run(std::move(call), options.preserve_random_state);
+}
+
+/// The same with the default options.
+template <class F, class... Args>
+requires(!std::same_as<std::remove_cvref_t<F>, CheckpointOptions>)
+auto checkpoint(F&& function, Args&&... args) {
+  return checkpoint(CheckpointOptions{}, std::forward<F>(function), std::forward<Args>(args)...);
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,57 @@
+/// \file
+/// Autocast for custom autograd functions: what torch.amp.custom_fwd and custom_bwd do in Python.
+///
+/// Brings in torch/csrc/autograd/custom_function.h, about nine seconds of compile time.
+#pragma once
+
+#include <mezzo/detail/autograd_function/cast_function.h>
+#include <mezzo/version.h>
+
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// A base for autograd functions whose backward runs under the autocast state of its forward:
+///
+///     struct Multiply : mezzo::AutocastFunction<Multiply> {
+///       static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor a,
+///                                    torch::Tensor b);
+///       static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+///                                                      torch::autograd::variable_list gradients);
+///     };
+///     auto c = Multiply::apply(a, b);
+///
+/// `forward` and `backward` are those of torch::autograd::Function, to the letter. A function
+/// written for it needs no change, or is wrapped where it is used:
+/// `mezzo::AutocastFunction<TheirFunction>::apply(x)`.
+///
+/// Without `CastInputs`, `forward` sees the caller's state, and `backward` the same one, enabled
+/// flag and dtype, wherever and under whatever state the backward pass runs: a bfloat16 forward has
+/// a bfloat16 backward. (As custom_fwd without cast_inputs.)
+///
+/// With `CastInputs`, say `AutocastFunction<Multiply, torch::kFloat>`, for kernels that need one
+/// dtype: where autocast is enabled for a tensor's device type, floating-point arguments on that
+/// device are converted, all but double, and `forward` and `backward` run with autocast off.
+/// Tensors in optionals, containers, tuples and structs with a member `tensors()` are converted
+/// too. Where autocast is off nothing is converted. (As custom_fwd(cast_inputs=...).) Gradients
+/// come back in the dtype of the argument that the caller gave; libtorch sees to it.
+///
+/// What else holds for torch::autograd::Function holds here: autograd follows arguments that are a
+/// Tensor, an optional Tensor or a TensorList, and not those inside other containers.
+/// `ctx->saved_data` holds one key of mezzo's, "mezzo.autocast". No host sync. Any thread.
+template <class T, at::ScalarType CastInputs = at::ScalarType::Undefined>
+struct AutocastFunction {
+  static_assert(
+      CastInputs == at::ScalarType::Undefined || CastInputs == at::ScalarType::Half ||
+          CastInputs == at::ScalarType::BFloat16 || CastInputs == at::ScalarType::Float ||
+          CastInputs == at::ScalarType::Double,
+      "mezzo::AutocastFunction: CastInputs is torch::kHalf, kBFloat16, kFloat or kDouble");
+
+  /// Runs `T::forward` and records `T::backward`. Returns what `T::forward` returns.
+  template <class... Args>
+  static auto apply(Args&&... args) {
+    return detail::CastFunction<T, CastInputs>::apply(std::forward<Args>(args)...);
+  }
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

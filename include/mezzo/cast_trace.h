@@ -1,0 +1,91 @@
+/// \file
+/// Why did this op run in that dtype, and what did the casts cost?
+///
+///     std::cout << mezzo::explain("softmax", {scores}) << '\n';
+///
+///     mezzo::CastTrace trace;      // from here on, this thread's ops are noted
+///     step(batch);
+///     std::cout << trace;          // a table, the costliest casts first
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <mezzo/detail/op_policy/trace_recorder.h>
+#include <mezzo/op_policy.h>
+#include <mezzo/version.h>
+
+#include <cstdint>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// Whose word decided an op's category.
+enum class CastDecider : std::uint8_t {
+  nobody,    ///< autocast is off for the op's device
+  libtorch,  ///< libtorch's list, or the absence of the op from it
+  policy,    ///< an OpPolicy in force
+};
+
+/// What autocast does, in this thread and now, with a call.
+struct CastExplanation {
+  std::string op;          ///< with its overload
+  c10::DeviceType device;  ///< of the first tensor
+  CastDecider decider;
+  OpCategory category;                 ///< infer where autocast is off
+  std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors
+  at::ScalarType runs_in;              ///< the dtype it computes in; Undefined without tensors
+  std::string reason;                  ///< all of this as one sentence
+};
+
+inline std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation);
+
+/// Says what would become of `op` on these inputs under the autocast state and policy of the
+/// calling thread; runs nothing. A name without overload means the one that takes so many tensors,
+/// and of several the one that autocast lists. Scalars and dtypes are taken as not given.
+/// \throws c10::Error for an unknown op, and for tensors on a device without op lists
+inline CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs);
+
+/// One line of a trace: equal calls in one scope, added up.
+struct CastRecord {
+  std::string scope;  ///< names of the RECORD_USER_SCOPEs around the call, joined by '/'
+  std::string op;
+  c10::DeviceType device;
+  CastDecider decider;
+  OpCategory category;
+  std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors that the caller passed
+  at::ScalarType runs_in;
+  std::int64_t calls;
+  std::int64_t casts;  ///< made; those that the weight cache saved are not counted
+  std::int64_t bytes;  ///< read and written by the casts
+};
+
+/// Notes, while it exists, the ops that the creating thread runs under autocast. Ops that are on a
+/// list or in a policy are noted wherever they occur, others only where the user called them, not
+/// inside another op; views are left out. libtorch's scopes structure it:
+/// `RECORD_USER_SCOPE("encoder")`.
+///
+/// It listens through at::RecordFunction: a few microseconds an op while it exists, and nothing at
+/// all otherwise. Create, read and destroy it in one thread.
+class CastTrace {
+ public:
+  /// \throws c10::Error if the thread has one already
+  CastTrace();
+
+  /// The lines so far, most bytes first, then most calls.
+  std::vector<CastRecord> records() const;
+
+  /// Bytes of all casts so far.
+  std::int64_t total_bytes() const;
+
+ private:
+  detail::TraceRecorder recorder_;
+};
+
+/// The records as a table with a total.
+inline std::ostream& operator<<(std::ostream& stream, const CastTrace& trace);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/op_policy/cast_trace_impl.h>

@@ -1,0 +1,161 @@
+/// \file
+/// The part of autograd's graph that one run of a function adds, and the edges by which it hangs on
+/// the rest: on arguments, on parameters and on whatever else the function captures.
+#pragma once
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <mezzo/version.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/input_metadata.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <typeindex>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A moment in a thread, which tells the nodes made there since from all others. Nodes of one
+/// thread are numbered as they are made; those that accumulate into leaves have the highest number
+/// of all.
+class GraphMark {
+ public:
+  bool made_since(const torch::autograd::Node& node) const {
+    return node.thread_id() == thread_ && node.sequence_nr() >= first_ &&
+           node.sequence_nr() != std::numeric_limits<uint64_t>::max();
+  }
+
+ private:
+  uint64_t thread_ = at::RecordFunction::currentThreadId();
+  uint64_t first_ = at::sequence_number::peek();
+};
+
+/// An edge that leaves the run's graph: `source->next_edge(index)`.
+struct BoundaryEdge {
+  torch::autograd::Node* source;
+  std::size_t index;
+
+  const torch::autograd::Edge& edge() const { return source->next_edge(index); }
+};
+
+/// What there is to know of an op in order to see that another run did the same: its backward
+/// node's type, and dtype and sizes of its results.
+struct OpTrace {
+  std::type_index type;
+  std::vector<std::pair<at::ScalarType, std::vector<int64_t>>> results;
+
+  explicit OpTrace(const torch::autograd::Node& node) : type(typeid(node)) {
+    for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+      const auto& metadata = node.input_metadata(i);
+      std::vector<int64_t> sizes;
+      if (!metadata.was_default_constructed() && !metadata.is_cpp_nested_tensor()) {
+        for (const auto& size : metadata.shape_as_dim_vector()) sizes.push_back(size.expect_int());
+      }
+      results.emplace_back(c10::typeMetaToScalarType(metadata.dtype()), std::move(sizes));
+    }
+  }
+
+  bool operator==(const OpTrace&) const = default;
+};
+
+inline std::ostream& operator<<(std::ostream& out, const OpTrace& op) {
+  std::string name = c10::demangle(op.type.name());
+  for (const std::string scope : {"torch::autograd::generated::", "torch::autograd::"}) {
+    if (name.starts_with(scope)) name.erase(0, scope.size());
+  }
+  out << name;
+  for (const auto& [dtype, sizes] : op.results) {
+    out << " " << c10::toString(dtype) << c10::IntArrayRef(sizes);
+  }
+  return out;
+}
+
+/// The nodes that a run made and its results depend on, last made first: the order in which the
+/// engine runs them, and so the order in which gradients arrive at the boundary edges.
+struct RunGraph {
+  std::vector<torch::autograd::Node*> nodes;
+  std::vector<BoundaryEdge> boundary;
+
+  RunGraph(const torch::autograd::edge_list& roots, const GraphMark& start) {
+    std::unordered_set<torch::autograd::Node*> seen;
+    const auto add = [&](const torch::autograd::Edge& edge) {
+      auto* node = edge.function.get();
+      if (node != nullptr && start.made_since(*node) && seen.insert(node).second) {
+        nodes.push_back(node);
+      }
+    };
+    for (const auto& root : roots) add(root);
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+      auto* const node = nodes[i];
+      for (const auto& edge : std::as_const(*node).next_edges()) add(edge);
+    }
+    std::ranges::sort(nodes, std::ranges::greater{}, &torch::autograd::Node::sequence_nr);
+    for (auto* node : nodes) {
+      for (std::size_t i = 0; i < node->num_outputs(); ++i) {
+        const BoundaryEdge candidate{node, i};
+        if (candidate.edge().is_valid() && !seen.contains(candidate.edge().function.get())) {
+          boundary.push_back(candidate);
+        }
+      }
+    }
+  }
+};
+
+using GraphTrace = std::vector<OpTrace>;
+
+inline GraphTrace trace(const RunGraph& graph) {
+  GraphTrace ops;
+  ops.reserve(graph.nodes.size());
+  for (const auto* node : graph.nodes) ops.emplace_back(*node);
+  return ops;
+}
+
+/// What each boundary edge leads to.
+inline torch::autograd::edge_list targets(const RunGraph& graph) {
+  torch::autograd::edge_list edges;
+  edges.reserve(graph.boundary.size());
+  for (const auto& boundary : graph.boundary) edges.push_back(boundary.edge());
+  return edges;
+}
+
+inline constexpr const char* kSameEachTime =
+    " A function passed to mezzo::checkpoint runs again during backward and must do the same then: "
+    "it "
+    "may depend on its arguments, on captured values that do not change until backward, and on "
+    "libtorch's default random generators.";
+
+/// Throws unless `second`, a recomputation, made the ops of the first run.
+inline void check_same_ops(const GraphTrace& first, const GraphTrace& second) {
+  for (std::size_t i = 0; i < std::min(first.size(), second.size()); ++i) {
+    TORCH_CHECK(first[i] == second[i], "checkpoint: op ", i, ", counted from the end, was ",
+                first[i], " in the first run and is ", second[i], " in the recomputation.",
+                kSameEachTime);
+  }
+  TORCH_CHECK(first.size() == second.size(), "checkpoint: the first run made ", first.size(),
+              " differentiable ops, the recomputation ", second.size(), ".", kSameEachTime);
+}
+
+/// Throws unless `second`, a recomputation, led to where the first run did.
+inline void check_same_targets(const torch::autograd::edge_list& first,
+                               const torch::autograd::edge_list& second) {
+  TORCH_CHECK(first == second,
+              "checkpoint: the recomputation used other parameters or other tensors that require "
+              "grad than the first run, made such a tensor itself, or ran ops in other threads.",
+              kSameEachTime);
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

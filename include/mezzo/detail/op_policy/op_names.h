@@ -1,0 +1,113 @@
+/// \file
+/// From the names that a user writes to the dispatcher's operators.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+#include <mezzo/version.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline std::string full_name(const c10::OperatorName& name) { return c10::toString(name); }
+
+/// "linear" is "aten::linear".
+inline std::string qualified(std::string_view name) {
+  const bool has_namespace = name.find("::") != std::string_view::npos;
+  return has_namespace ? std::string(name) : "aten::" + std::string(name);
+}
+
+/// In how many letters two names differ: insertions, deletions and replacements.
+inline std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i);
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+/// The registered names closest to `wanted`, as ", did you mean a, b or c?"; or nothing when none
+/// is close. `wanted` has an overload or not, and so have the suggestions.
+inline std::string suggestions(const std::string& wanted) {
+  const bool with_overload = wanted.find('.') != std::string::npos;
+  std::set<std::pair<std::size_t, std::string>> ranked;
+  for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    std::string name = with_overload ? full_name(op) : op.name;
+    const std::size_t distance = edit_distance(wanted, name);
+    if (distance <= wanted.size() / 3) {
+      ranked.emplace(distance, std::move(name));
+    }
+  }
+  std::string text;
+  std::size_t count = 0;
+  for (const auto& [distance, name] : ranked) {
+    if (count == 3) {
+      break;
+    }
+    text += (count++ == 0 ? "; did you mean " : " or ") + name;
+  }
+  return text.empty() ? text : text + "?";
+}
+
+/// Whether the op gives its results as new tensors. Autocast leaves ops that write into their
+/// arguments alone: a cast argument would be another tensor than the caller's.
+inline bool is_functional(const c10::OperatorHandle& op) { return !op.schema().is_mutable(); }
+
+/// The overloads of one name that a policy can speak about.
+inline std::vector<c10::OperatorHandle> functional_overloads(const std::string& name) {
+  std::vector<c10::OperatorHandle> found;
+  for (const auto& op_name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (op_name.name == name) {
+      if (auto op = c10::Dispatcher::singleton().findSchema(op_name); op && is_functional(*op)) {
+        found.push_back(*op);
+      }
+    }
+  }
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
+    return a.operator_name().overload_name < b.operator_name().overload_name;
+  });
+  return found;
+}
+
+/// The operators that a name stands for: one when it has an overload, else all of its overloads.
+/// \throws c10::Error for a name that nobody registered, naming the nearest, and for an op that
+/// writes into its arguments
+inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
+  const std::string name = qualified(written);
+  const auto dot = name.find('.', name.find("::"));
+  if (dot != std::string::npos) {
+    auto op = c10::Dispatcher::singleton().findSchema({name.substr(0, dot), name.substr(dot + 1)});
+    TORCH_CHECK(op.has_value(), "op: no operator \"", name, "\" is registered", suggestions(name));
+    TORCH_CHECK(is_functional(*op), "op: ", name,
+                " writes into its arguments; autocast acts on functional ops only");
+    return {*op};
+  }
+  auto ops = functional_overloads(name);
+  if (ops.empty()) {
+    const auto names = c10::Dispatcher::singleton().getAllOpNames();
+    const bool exists =
+        std::any_of(names.begin(), names.end(), [&](const auto& op) { return op.name == name; });
+    TORCH_CHECK(!exists, "op: every overload of ", name,
+                " writes into its arguments; autocast acts on functional ops only");
+    TORCH_CHECK(false, "op: no operator \"", name, "\" is registered", suggestions(name));
+  }
+  return ops;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

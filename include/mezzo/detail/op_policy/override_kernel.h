@@ -1,0 +1,221 @@
+/// \file
+/// The kernel that mezzo puts in front of libtorch's autocast kernel of one op and device: it asks
+/// the thread's policy, and where that is silent it calls the kernel that was there.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <mezzo/detail/autocast/libtorch_state.h>
+#include <mezzo/detail/op_policy/category.h>
+#include <mezzo/detail/op_policy/eligible.h>
+#include <mezzo/detail/op_policy/op_names.h>
+#include <mezzo/detail/op_policy/policy_edits.h>
+#include <mezzo/version.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Calls `visit` with every tensor among the arguments, those in lists included.
+template <class Visit>
+void for_each_tensor(c10::ArrayRef<const c10::IValue> arguments, Visit visit) {
+  for (const auto& argument : arguments) {
+    if (argument.isTensor()) {
+      visit(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      for (const at::Tensor& tensor : argument.toTensorVector()) {
+        visit(tensor);
+      }
+    } else if (argument.isOptionalTensorList()) {
+      for (const auto& tensor : argument.toOptionalTensorVector()) {
+        if (tensor.has_value()) {
+          visit(*tensor);
+        }
+      }
+    }
+  }
+}
+
+/// The widest dtype among the tensors that autocast may cast; none where it may cast none.
+inline std::optional<at::ScalarType> widest_dtype(c10::ArrayRef<const c10::IValue> arguments,
+                                                  c10::DeviceType device) {
+  std::optional<at::ScalarType> widest;
+  for_each_tensor(arguments, [&](const at::Tensor& tensor) {
+    if (is_eligible(tensor, device)) {
+      widest = widest.has_value() ? wider(*widest, tensor.scalar_type()) : tensor.scalar_type();
+    }
+  });
+  return widest;
+}
+
+/// The dtype that a category casts to; none where it casts nothing.
+inline std::optional<at::ScalarType> cast_target(OpCategory category,
+                                                 c10::ArrayRef<const c10::IValue> arguments,
+                                                 c10::DeviceType device) {
+  switch (category) {
+    case OpCategory::lower_precision:
+      return at::autocast::get_autocast_dtype(device);
+    case OpCategory::fp32:
+      return at::ScalarType::Float;
+    case OpCategory::promote:
+      return widest_dtype(arguments, device);
+    default:
+      return std::nullopt;
+  }
+}
+
+inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device) {
+  const auto cast = [&](const at::Tensor& tensor) {
+    return at::autocast::cached_cast(dtype, tensor, device);
+  };
+  if (argument.isTensor()) {
+    const at::Tensor& tensor = argument.toTensor();
+    if (tensor.defined() && tensor.scalar_type() != dtype) {
+      argument = cast(tensor);
+    }
+  } else if (argument.isTensorList()) {
+    auto tensors = argument.toTensorVector();
+    std::transform(tensors.begin(), tensors.end(), tensors.begin(), cast);
+    argument = std::move(tensors);
+  } else if (argument.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> tensors;
+    for (const auto& tensor : argument.toOptionalTensorVector()) {
+      tensors.push_back(tensor.has_value() ? std::optional(cast(*tensor)) : std::nullopt);
+    }
+    argument = std::move(tensors);
+  }
+}
+
+/// Where an op takes `ScalarType? dtype`, if it does.
+inline std::optional<std::size_t> optional_dtype_index(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "dtype" &&
+        arguments[i].type()->kind() == c10::TypeKind::OptionalType) {
+      return i;
+    }
+  }
+  return std::nullopt;
+}
+
+/// Whether `longer` takes what `shorter` takes, in the same order, and a dtype at the end.
+inline bool appends_dtype(const c10::FunctionSchema& shorter, const c10::FunctionSchema& longer) {
+  const auto& ours = shorter.arguments();
+  const auto& theirs = longer.arguments();
+  if (theirs.size() != ours.size() + 1 || theirs.back().name() != "dtype") {
+    return false;
+  }
+  return std::equal(ours.begin(), ours.end(), theirs.begin(), [](const auto& a, const auto& b) {
+    return a.name() == b.name() && a.type()->isSubtypeOf(*b.type());
+  });
+}
+
+/// The overload that a fp32_append_dtype op is redirected to, if there is one.
+inline std::optional<c10::OperatorHandle> overload_with_dtype(const c10::OperatorHandle& op) {
+  for (auto& candidate : functional_overloads(op.operator_name().name)) {
+    if (appends_dtype(op.schema(), candidate.schema())) {
+      return candidate;
+    }
+  }
+  return std::nullopt;
+}
+
+class OverrideKernel final : public c10::OperatorKernel {
+ public:
+  /// Takes over from whatever kernel `op` has now.
+  OverrideKernel(const c10::OperatorHandle& op, c10::DeviceType device, OpSlot slot,
+                 OpCategory registered)
+      : slot_(slot),
+        device_index_(policy_device_index(device)),
+        registered_(registered),
+        device_(device),
+        key_(autocast_key(device)),
+        arity_(op.schema().arguments().size()),
+        dtype_index_(optional_dtype_index(op.schema())),
+        with_dtype_(overload_with_dtype(op)) {
+    if (op.hasKernelForDispatchKey(key_)) {
+      previous_.emplace(op.getComputedKernelForDispatchKey(key_));
+    }
+  }
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
+    const PolicyEdits* edits = thread_policies()[device_index_].get();
+    const auto category = edits == nullptr ? std::nullopt : edits->find(slot_);
+    if (!category.has_value() || *category == registered_) {
+      pass_on(op, keys, stack);
+    } else if (*category == OpCategory::infer) {
+      skip_autocast(op, keys, stack);
+    } else {
+      run(*category, op, stack);
+    }
+  }
+
+ private:
+  void pass_on(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const {
+    if (previous_.has_value()) {
+      previous_->callBoxed(op, keys, stack);
+    } else {
+      skip_autocast(op, keys, stack);
+    }
+  }
+
+  // As for an op that is on no list: the ops it is made of still meet autocast.
+  void skip_autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                     c10::Stack* stack) const {
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
+  }
+
+  void run(OpCategory category, const c10::OperatorHandle& op, c10::Stack* stack) const {
+    TORCH_CHECK(category != OpCategory::banned, full_name(op.operator_name()),
+                " is banned under autocast by the op policy of this region; call it on float32 "
+                "tensors where autocast is off, or unban it");
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+    c10::IValue* arguments = stack->data() + (stack->size() - arity_);
+    const c10::ArrayRef<const c10::IValue> view(arguments, arity_);
+    if (const auto dtype = cast_target(category, view, device_)) {
+      std::for_each(arguments, arguments + arity_,
+                    [&](c10::IValue& argument) { cast_argument(argument, *dtype, device_); });
+    } else if (category == OpCategory::fp32_set_opt_dtype) {
+      set_dtype(arguments);
+    } else if (category == OpCategory::fp32_append_dtype) {
+      stack->emplace_back(appended_dtype(arguments[0].toTensor()));
+      with_dtype_->callBoxed(stack);
+      return;
+    }
+    op.callBoxed(stack);
+  }
+
+  void set_dtype(c10::IValue* arguments) const {
+    c10::IValue& dtype = arguments[*dtype_index_];
+    if (dtype.isNone() && arguments[0].isTensor() &&
+        is_eligible(arguments[0].toTensor(), device_)) {
+      dtype = at::ScalarType::Float;
+    }
+  }
+
+  at::ScalarType appended_dtype(const at::Tensor& first) const {
+    return is_eligible(first, device_) ? at::ScalarType::Float : first.scalar_type();
+  }
+
+  OpSlot slot_;
+  std::size_t device_index_;
+  OpCategory registered_;
+  c10::DeviceType device_;
+  c10::DispatchKey key_;
+  std::size_t arity_;
+  std::optional<std::size_t> dtype_index_;
+  std::optional<c10::OperatorHandle> with_dtype_;
+  std::optional<c10::SafeKernelFunction> previous_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,243 @@
+/// \file
+/// Learns what an autocast kernel does by calling it, for a libtorch whose lists mezzo does not
+/// hold and for kernels that other libraries registered.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <c10/core/TensorImpl.h>
+#include <mezzo/detail/autocast/libtorch_state.h>
+#include <mezzo/detail/op_policy/category.h>
+#include <mezzo/detail/op_policy/recorded_inputs.h>
+#include <mezzo/detail/op_policy/silence.h>
+#include <mezzo/precision.h>
+#include <mezzo/version.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+// A tensor that has a dtype and a device and nothing else. Autocast kernels ask for no more before
+// they cast or pass on; whoever looks at its shape or memory gets an exception. So no op ever runs
+// on it, and CUDA's lists can be learned on a machine without a GPU.
+class OpaqueTensor final : public c10::TensorImpl {
+ public:
+  OpaqueTensor(c10::DeviceType device, at::ScalarType dtype)
+      : TensorImpl(c10::DispatchKeySet(), c10::scalarTypeToTypeMeta(dtype),
+                   c10::Device(device, device == c10::DeviceType::CUDA ? c10::DeviceIndex{0}
+                                                                       : c10::DeviceIndex{-1})) {
+    set_custom_sizes_strides(SizesStridesPolicy::CustomSizes);
+    set_storage_access_should_throw();
+  }
+
+ protected:
+  c10::IntArrayRef sizes_custom() const override { refuse(); }
+  c10::IntArrayRef strides_custom() const override { refuse(); }
+  c10::SymIntArrayRef sym_sizes_custom() const override { refuse(); }
+  c10::SymIntArrayRef sym_strides_custom() const override { refuse(); }
+  c10::SymInt sym_numel_custom() const override { refuse(); }
+  int64_t size_custom(int64_t) const override { refuse(); }
+  int64_t dim_custom() const override { refuse(); }
+  int64_t numel_custom() const override { refuse(); }
+
+ private:
+  [[noreturn]] static void refuse() { TORCH_CHECK(false, "a probe's tensor has no shape"); }
+};
+
+// The arguments of a probing call, made from the op's schema alone.
+class ProbeArguments {
+ public:
+  /// The first tensor has dtype `first`, the others `rest`.
+  ProbeArguments(c10::DeviceType device, at::ScalarType first, at::ScalarType rest)
+      : device_(device), next_(first), rest_(rest) {}
+
+  /// Nothing where the schema holds a type that this cannot make.
+  std::optional<std::vector<c10::IValue>> make(const c10::FunctionSchema& schema) {
+    std::vector<c10::IValue> arguments;
+    for (const auto& argument : schema.arguments()) {
+      auto value = make(*argument.type());
+      if (!value.has_value()) {
+        return std::nullopt;
+      }
+      arguments.push_back(std::move(*value));
+    }
+    return arguments;
+  }
+
+ private:
+  at::Tensor tensor() {
+    const auto dtype = std::exchange(next_, rest_);
+    return at::Tensor::wrap_tensor_impl(c10::make_intrusive<OpaqueTensor>(device_, dtype));
+  }
+
+  std::optional<c10::IValue> make(const c10::Type& type) {
+    switch (type.kind()) {
+      case c10::TypeKind::TensorType:
+        return tensor();
+      case c10::TypeKind::ListType:
+        return make_list(*type.castRaw<c10::ListType>()->getElementType());
+      case c10::TypeKind::IntType:
+      case c10::TypeKind::SymIntType:
+      case c10::TypeKind::NumberType:
+        return 1;
+      case c10::TypeKind::FloatType:
+        return 1.0;
+      case c10::TypeKind::BoolType:
+        return false;
+      case c10::TypeKind::StringType:  // a name of a dimension is a string with a namespace
+        return "dimname::probe";
+      case c10::TypeKind::OptionalType:
+        return c10::IValue();
+      default:
+        return std::nullopt;
+    }
+  }
+
+  std::optional<c10::IValue> make_list(const c10::Type& element) {
+    switch (element.kind()) {
+      case c10::TypeKind::TensorType:
+        return c10::List<at::Tensor>({tensor(), tensor()});
+      case c10::TypeKind::OptionalType:
+        return c10::List<std::optional<at::Tensor>>({tensor()});
+      case c10::TypeKind::IntType:
+      case c10::TypeKind::SymIntType:
+        return c10::List<int64_t>({1});
+      case c10::TypeKind::FloatType:
+        return c10::List<double>({1.0});
+      case c10::TypeKind::BoolType:
+        return c10::List<bool>({false});
+      case c10::TypeKind::StringType:
+        return c10::List<std::string>({"dimname::probe"});
+      default:
+        return std::nullopt;
+    }
+  }
+
+  c10::DeviceType device_;
+  at::ScalarType next_;
+  at::ScalarType rest_;
+};
+
+// The first op that an autocast kernel called: a cast, or the op itself.
+struct ProbeEvent {
+  std::string name;
+  std::string overload;
+  std::vector<c10::IValue> inputs;
+
+  bool is_cast_to(at::ScalarType dtype) const {
+    return (name == "aten::to" || name == "aten::_to_copy") && inputs.size() > 1 &&
+           inputs[1].isInt() && inputs[1].toScalarType() == dtype;
+  }
+};
+
+// Listens to this thread's ops while it exists, and keeps the first.
+class FirstEvent {
+ public:
+  FirstEvent()
+      : outer_(std::exchange(listener(), this)),
+        callback_(at::addThreadLocalCallback(at::RecordFunctionCallback(&FirstEvent::start)
+                                                 .needsInputs(true)
+                                                 .scopes({at::RecordScope::FUNCTION}))) {}
+  ~FirstEvent() {
+    at::removeCallback(callback_);
+    listener() = outer_;
+  }
+  FirstEvent(const FirstEvent&) = delete;
+  FirstEvent& operator=(const FirstEvent&) = delete;
+
+  const std::optional<ProbeEvent>& event() const { return event_; }
+
+ private:
+  static FirstEvent*& listener() {
+    static thread_local FirstEvent* active = nullptr;
+    return active;
+  }
+
+  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
+    if (listener() != nullptr && !listener()->event_.has_value()) {
+      const auto inputs = recorded_inputs(function);
+      listener()->event_ = ProbeEvent{function.name(), function.overload_name(),
+                                      std::vector<c10::IValue>(inputs.begin(), inputs.end())};
+    }
+    return nullptr;
+  }
+
+  FirstEvent* outer_;
+  at::CallbackHandle callback_;
+  std::optional<ProbeEvent> event_;
+};
+
+// Probes one op's kernel for one device's autocast key.
+class Probe {
+ public:
+  Probe(const c10::OperatorHandle& op, c10::DeviceType device)
+      : op_(op), device_(device), found_dtype_(at::autocast::get_autocast_dtype(device)) {
+    at::autocast::set_autocast_dtype(device, lower_);
+  }
+  ~Probe() { at::autocast::set_autocast_dtype(device_, found_dtype_); }
+  Probe(const Probe&) = delete;
+  Probe& operator=(const Probe&) = delete;
+
+  OpCategory category() {
+    const auto all_float = run(at::kFloat, at::kFloat);
+    if (all_float.has_value() && all_float->is_cast_to(lower_)) {
+      return OpCategory::lower_precision;
+    }
+    const auto all_lower = run(lower_, lower_);
+    if (all_lower.has_value() && all_lower->is_cast_to(at::kFloat)) {
+      return OpCategory::fp32;
+    }
+    if (all_lower.has_value() && all_lower->name == op_.operator_name().name &&
+        gains_float_dtype(*all_lower)) {
+      return all_lower->overload == op_.operator_name().overload_name
+                 ? OpCategory::fp32_set_opt_dtype
+                 : OpCategory::fp32_append_dtype;
+    }
+    const auto mixed = run(lower_, at::kFloat);
+    if (mixed.has_value() && mixed->is_cast_to(at::kFloat)) {
+      return OpCategory::promote;
+    }
+    const bool refuses_all = threw_ == 3 && !all_float && !all_lower && !mixed;
+    return refuses_all ? OpCategory::banned : OpCategory::unknown;
+  }
+
+ private:
+  std::optional<ProbeEvent> run(at::ScalarType first, at::ScalarType rest) {
+    auto arguments = ProbeArguments(device_, first, rest).make(op_.schema());
+    if (!arguments.has_value()) {
+      return std::nullopt;
+    }
+    const SilencedWarnings silenced;  // an op may speak before it looks at its tensors
+    FirstEvent first_event;
+    try {
+      op_.callBoxedForDispatchKey(autocast_key(device_), *arguments);
+    } catch (const std::exception&) {  // of course: no op can run on tensors without a shape
+      ++threw_;
+    }
+    return first_event.event();
+  }
+
+  // The probe's own arguments leave every optional dtype open.
+  static bool gains_float_dtype(const ProbeEvent& event) {
+    for (const auto& input : event.inputs) {
+      if (input.isInt() && input.toInt() == static_cast<int64_t>(at::kFloat)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  const c10::OperatorHandle& op_;
+  c10::DeviceType device_;
+  at::ScalarType lower_ = default_autocast_dtype(device_);
+  at::ScalarType found_dtype_;
+  int threw_ = 0;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,199 @@
+/// \file
+/// Listens to a thread's ops and adds up what autocast does with them.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+#include <mezzo/detail/op_policy/cast_decision.h>
+#include <mezzo/detail/op_policy/recorded_inputs.h>
+#include <mezzo/version.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What calls must share to be one line.
+struct TracedCall {
+  std::string scope;
+  std::string op;
+  c10::DeviceType device;
+  DecidedCategory decided;
+  std::vector<at::ScalarType> inputs;
+  at::ScalarType runs_in;
+
+  friend bool operator<(const TracedCall& a, const TracedCall& b) { return a.key() < b.key(); }
+
+ private:
+  std::tuple<const std::string&, const std::string&, c10::DeviceType, OpCategory, bool,
+             const std::vector<at::ScalarType>&, at::ScalarType>
+  key() const {
+    return {scope, op, device, decided.category, decided.by_policy, inputs, runs_in};
+  }
+};
+
+struct TracedCost {
+  std::int64_t calls = 0;
+  std::int64_t casts = 0;
+  std::int64_t bytes = 0;
+};
+
+class TraceRecorder {
+ public:
+  TraceRecorder() {
+    TORCH_CHECK(listener() == nullptr, "CastTrace: this thread has one already; end that first");
+    listener() = this;
+    callback_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&TraceRecorder::start, &TraceRecorder::end)
+            .needsInputs(true)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}));
+  }
+  ~TraceRecorder() {
+    at::removeCallback(callback_);
+    listener() = nullptr;
+  }
+  TraceRecorder(const TraceRecorder&) = delete;
+  TraceRecorder& operator=(const TraceRecorder&) = delete;
+
+  const std::map<TracedCall, TracedCost>& calls() const { return calls_; }
+
+ private:
+  // A noted call that has not returned. Between its start and the inner call of the same op, which
+  // sees the cast arguments, every copy to another dtype is one of autocast's casts.
+  struct OpenCall {
+    std::string name;
+    TracedCost* cost;
+    bool casting;
+  };
+
+  // What `end` has to undo.
+  struct Context final : at::ObserverContext {
+    enum class Opened { nothing, scope, call } opened = Opened::nothing;
+  };
+
+  static TraceRecorder*& listener() {
+    static thread_local TraceRecorder* active = nullptr;
+    return active;
+  }
+
+  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
+    auto context = std::make_unique<Context>();
+    if (listener() != nullptr) {
+      context->opened = listener()->enter(function);
+    }
+    return context;
+  }
+
+  static void end(const at::RecordFunction&, at::ObserverContext* context) {
+    if (listener() != nullptr && context != nullptr) {
+      listener()->leave(static_cast<Context*>(context)->opened);
+    }
+  }
+
+  Context::Opened enter(const at::RecordFunction& function) {
+    if (function.scope() == at::RecordScope::USER_SCOPE) {
+      scopes_.emplace_back(function.name());
+      return Context::Opened::scope;
+    }
+    const auto name = function.operator_name();
+    if (!name.has_value() || note_inside_open_call(*name, recorded_inputs(function))) {
+      return Context::Opened::nothing;
+    }
+    return note_call(*name, recorded_inputs(function)) ? Context::Opened::call
+                                                       : Context::Opened::nothing;
+  }
+
+  void leave(Context::Opened opened) {
+    if (opened == Context::Opened::scope && !scopes_.empty()) {
+      scopes_.pop_back();
+    } else if (opened == Context::Opened::call && !open_.empty()) {
+      open_.pop_back();
+    }
+  }
+
+  /// True for a cast of the innermost open call, and for the op itself behind its casts.
+  bool note_inside_open_call(const c10::OperatorName& name,
+                             c10::ArrayRef<const c10::IValue> inputs) {
+    if (open_.empty() || !open_.back().casting) {
+      return false;
+    }
+    if (name.name == open_.back().name) {
+      open_.back().casting = false;
+      return true;
+    }
+    if (name.name == "aten::_to_copy" && !inputs.empty() && inputs[0].isTensor()) {
+      note_cast(inputs);
+      return true;
+    }
+    return name.name == "aten::to";
+  }
+
+  void note_cast(c10::ArrayRef<const c10::IValue> inputs) {
+    const at::Tensor& source = inputs[0].toTensor();
+    const auto target =
+        inputs.size() > 1 && inputs[1].isInt() ? inputs[1].toScalarType() : source.scalar_type();
+    const auto width = source.element_size() + c10::elementSize(target);
+    open_.back().cost->casts += 1;
+    open_.back().cost->bytes += source.numel() * static_cast<std::int64_t>(width);
+  }
+
+  bool note_call(const c10::OperatorName& name, c10::ArrayRef<const c10::IValue> inputs) {
+    const auto device = first_device(inputs);
+    if (!device.has_value() || !is_policy_device(*device) ||
+        !at::autocast::is_autocast_enabled(*device)) {
+      return false;
+    }
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (!op.has_value()) {
+      return false;
+    }
+    const auto decided = decided_category(*op, *device);
+    const bool listed = decided.by_policy || decided.category != OpCategory::infer;
+    if (!listed && (!open_.empty() || is_view(op->schema()))) {
+      return false;
+    }
+    TracedCost& cost = calls_[{scope(), full_name(name), *device, decided, tensor_dtypes(inputs),
+                               runs_in(*op, decided.category, inputs, *device)}];
+    cost.calls += 1;
+    open_.push_back({name.name, &cost, decided.category != OpCategory::infer});
+    return true;
+  }
+
+  static bool is_view(const c10::FunctionSchema& schema) {
+    const auto& returns = schema.returns();
+    return !schema.is_mutable() && !returns.empty() && returns[0].alias_info() != nullptr;
+  }
+
+  // A dtype that the caller asked for has the last word.
+  static at::ScalarType runs_in(const c10::OperatorHandle& op, OpCategory category,
+                                c10::ArrayRef<const c10::IValue> inputs, c10::DeviceType device) {
+    const auto dtype = optional_dtype_index(op.schema());
+    const bool given = dtype.has_value() && *dtype < inputs.size() && inputs[*dtype].isInt();
+    return given ? inputs[*dtype].toScalarType() : dtype_after_casts(category, inputs, device);
+  }
+
+  std::string scope() const {
+    std::string path;
+    for (const auto& name : scopes_) {
+      path += (path.empty() ? "" : "/") + name;
+    }
+    return path;
+  }
+
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
+  std::map<TracedCall, TracedCost> calls_;
+  std::vector<std::string> scopes_;
+  std::vector<OpenCall> open_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

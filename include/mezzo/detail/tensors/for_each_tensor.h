@@ -1,0 +1,117 @@
+/// \file
+/// The tensors inside a value: in optionals, pairs, tuples, arrays, vectors, maps, nested as deep
+/// as you like, and in a struct that lists its own:
+///
+///     struct Output {
+///       torch::Tensor logits, loss;
+///       auto tensors() { return std::tie(logits, loss); }
+///     };
+///
+/// What a pointer points to does not count.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <mezzo/version.h>
+
+#include <concepts>
+#include <cstddef>
+#include <optional>
+#include <ranges>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class T>
+concept ListsTensors = requires(T& value) {
+  value.tensors();
+};
+
+template <class T>
+concept TupleLike = requires {
+  std::tuple_size<T>::value;
+};
+
+/// A range whose elements are something else than the range itself, as a path's are not.
+template <class T>
+concept Collection = std::ranges::input_range<T> &&
+    !std::same_as<std::remove_cvref_t<std::ranges::range_reference_t<T>>, T>;
+
+template <class T>
+inline constexpr bool kIsOptional = false;
+template <class T>
+inline constexpr bool kIsOptional<std::optional<T>> = true;
+
+template <class T>
+consteval bool carries_tensors();
+
+template <class T, std::size_t... I>
+consteval bool any_element_carries_tensors(std::index_sequence<I...>) {
+  return (carries_tensors<std::tuple_element_t<I, T>>() || ...);
+}
+
+/// Whether a value of type `T` can hold tensors that for_each_tensor reaches.
+template <class T>
+consteval bool carries_tensors() {
+  using Value = std::remove_cvref_t<T>;
+  if constexpr (std::same_as<Value, at::Tensor> || ListsTensors<Value>) {
+    return true;
+  } else if constexpr (kIsOptional<Value>) {
+    return carries_tensors<typename Value::value_type>();
+  } else if constexpr (TupleLike<Value>) {
+    return any_element_carries_tensors<Value>(std::make_index_sequence<std::tuple_size_v<Value>>());
+  } else if constexpr (Collection<Value>) {
+    return carries_tensors<std::ranges::range_reference_t<Value>>();
+  } else {
+    return false;
+  }
+}
+
+/// Calls `visit(tensor)` for every tensor in `value`, undefined ones too, in the order they stand
+/// in.
+template <class T, class Visit>
+void for_each_tensor(T& value, const Visit& visit) {
+  using Value = std::remove_cv_t<T>;
+  if constexpr (!carries_tensors<Value>()) {
+    return;
+  } else if constexpr (std::same_as<Value, at::Tensor>) {
+    visit(value);
+  } else if constexpr (ListsTensors<Value>) {
+    auto&& listed = value.tensors();
+    for_each_tensor(listed, visit);
+  } else if constexpr (kIsOptional<Value>) {
+    if (value) for_each_tensor(*value, visit);
+  } else if constexpr (TupleLike<Value>) {
+    std::apply([&](auto&... element) { (for_each_tensor(element, visit), ...); }, value);
+  } else {
+    for (auto&& element : value) for_each_tensor(element, visit);
+  }
+}
+
+/// A type that owns the tensors of a `T`: a `TensorList` becomes a vector, everything else itself.
+template <class T>
+struct Owning {
+  using Type = T;
+};
+template <class T>
+struct Owning<c10::ArrayRef<T>> {
+  using Type = std::vector<T>;
+};
+template <class T>
+using OwningType = typename Owning<std::decay_t<T>>::Type;
+
+/// An owning copy of `value`, moved from where it is an rvalue.
+template <class T>
+OwningType<T> owned(T&& value) {
+  if constexpr (std::same_as<OwningType<T>, std::decay_t<T>>) {
+    return std::forward<T>(value);
+  } else {
+    return value.vec();
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

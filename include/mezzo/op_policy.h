@@ -1,0 +1,168 @@
+/// \file
+/// Which op runs in which dtype under autocast: libtorch's lists as data, and edits to them as a
+/// value that is given to a guard.
+///
+///     auto policy = mezzo::OpPolicy().deny("linear").allow("softmax.int");
+///     mezzo::Autocast<torch::kCPU> autocast(policy);   // linear in float32, softmax in bfloat16
+///
+/// The same thing elsewhere: TensorFlow's graph rewrite sorts ops into allow (here
+/// lower_precision), deny (fp32), infer and clear (both infer here: the inputs decide); Apex edits
+/// its lists with register_half_function (`allow`), register_float_function (`deny`) and
+/// register_promote_function (`promote`).
+///
+/// Edits act through the dispatcher. The first policy that names an op puts a kernel in front of
+/// libtorch's for that op; it stays for the life of the process, and each call asks the calling
+/// thread's policy. Ops that no policy names are untouched. So **build policies before other
+/// threads run ops**: naming an op for the first time writes the dispatcher's table, which a
+/// concurrent call of that op may not survive. Policies that name only ops named before, and copies
+/// of a policy, may be made at any time.
+#pragma once
+
+#include <mezzo/detail/op_policy/category.h>
+#include <mezzo/detail/op_policy/override_registry.h>
+#include <mezzo/detail/op_policy/policy_edits.h>
+#include <mezzo/version.h>
+
+#include <cstddef>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+// OpCategory, what autocast can do with an op, and its to_string: see detail/op_policy/category.h.
+
+/// An op, with its overload where it has one, and what autocast does with it.
+struct OpEntry {
+  std::string name;
+  OpCategory category;
+
+  bool operator==(const OpEntry&) const = default;
+};
+
+/// One device's op lists, sorted by name. Printing it gives a table.
+class OpList {
+ public:
+  OpList(c10::DeviceType device, std::vector<OpEntry> entries)
+      : device_(device), entries_(std::move(entries)) {}
+
+  c10::DeviceType device() const { return device_; }
+  const std::vector<OpEntry>& entries() const& { return entries_; }
+  std::vector<OpEntry> entries() && { return std::move(entries_); }
+
+  /// How many ops have this category.
+  std::size_t count(OpCategory category) const;
+
+  /// The category of an op by its full name ("aten::softmax.int"); infer for every op that autocast
+  /// does not know.
+  OpCategory category(std::string_view name) const;
+
+ private:
+  c10::DeviceType device_;
+  std::vector<OpEntry> entries_;
+};
+
+inline std::ostream& operator<<(std::ostream& stream, const OpList& list);
+
+/// Every op that autocast knows on `device`, with its category, as the installed libtorch and
+/// whoever else registered autocast kernels have it, before any policy. For libtorch 2.11 the lists
+/// are a table; kernels that it does not name, and other versions, are probed: each is called with
+/// tensors that have a dtype and nothing else, and the casts it asks for are watched. No op runs,
+/// no GPU is needed, and what cannot be told that way is `unknown`, never a guess.
+///
+/// Any thread. Reads the dispatcher's tables: some milliseconds.
+/// \throws c10::Error for a device type other than CPU and CUDA
+inline OpList op_policies(c10::DeviceType device);
+
+/// Edits to the op lists: an immutable value. Each method returns a new policy with one more edit;
+/// a later edit of an op replaces the earlier. Given to a guard, it holds in that scope and thread,
+/// and where AutocastState hands the thread's state over; guards nest, the inner policy first, and
+/// where it is silent the outer. The same policy serves CPU and CUDA.
+///
+/// An op is named "aten::softmax.int" (one overload), "aten::softmax" (all of them) or, from aten,
+/// "softmax". Ops registered with TORCH_LIBRARY are named alike: `.allow("mylib::attention")` makes
+/// one take part that autocast does not know. Ops that write into their arguments (in-place, out=)
+/// have no place in autocast and cannot be named.
+///
+/// \throws c10::Error from every method that names an op: for a name that nobody registered, with
+/// the nearest that exist, and for an op that writes into its arguments
+class OpPolicy {
+ public:
+  /// No edits: what libtorch does.
+  OpPolicy() = default;
+
+  /// Floating inputs are cast to the region's dtype.
+  [[nodiscard]] OpPolicy allow(std::string_view op) const;
+
+  /// Floating inputs are cast to float32.
+  [[nodiscard]] OpPolicy deny(std::string_view op) const;
+
+  /// Floating inputs are cast to the widest of their dtypes; half and bfloat16 meet in float32.
+  [[nodiscard]] OpPolicy promote(std::string_view op) const;
+
+  /// Autocast looks past the op: it runs in its inputs' dtypes, and ops that it is made of are
+  /// treated as ever.
+  [[nodiscard]] OpPolicy ignore(std::string_view op) const;
+
+  /// A banned op runs in float32, as binary_cross_entropy does on the CPU.
+  /// \throws c10::Error also when no device bans the op
+  [[nodiscard]] OpPolicy unban(std::string_view op) const;
+
+  /// Any category by its value.
+  /// \throws c10::Error also for a category that the op cannot have: fp32_set_opt_dtype without an
+  /// optional dtype argument, fp32_append_dtype without an overload that takes a dtype, unknown
+  [[nodiscard]] OpPolicy set(std::string_view op, OpCategory category) const;
+
+  /// All of `other`'s edits on top of this policy's.
+  [[nodiscard]] OpPolicy with(const OpPolicy& other) const;
+
+  /// Reads a list: a line holds one verb (allow, deny, promote, ignore, unban), or a category's
+  /// name, and the ops that it is for; `#` starts a comment.
+  /// \throws c10::Error naming the line
+  static OpPolicy parse(std::string_view text);
+
+  /// The same from a file.
+  /// \throws c10::Error naming file and line; also when the file cannot be read
+  static OpPolicy from_file(const std::string& path);
+
+  /// CUDA's lists, on either device: softmax, layer_norm, exp and sum in float32 also on the CPU,
+  /// mv and einsum in the region's dtype, binary_cross_entropy banned. Edits every op on which the
+  /// two devices differ, about 200. An op that the CPU has no low-precision kernel for (many linear
+  /// algebra ops and Fourier transforms) then refuses such inputs, as CUDA does.
+  static OpPolicy cuda_like();
+
+  /// The CPU's lists, on either device.
+  static OpPolicy cpu_like();
+
+  /// The edits, sorted by name.
+  std::vector<OpEntry> edits() const;
+
+  /// As text that `parse` reads back.
+  std::string to_string() const;
+
+  /// What holds for the op on `device` under this policy alone.
+  OpCategory category(std::string_view op, c10::DeviceType device) const;
+
+  bool empty() const { return edits_ == nullptr; }
+
+  /// What a guard takes.
+  operator PolicyRef() const { return PolicyRef(edits_); }
+
+ private:
+  explicit OpPolicy(std::shared_ptr<const detail::PolicyEdits> edits) : edits_(std::move(edits)) {}
+
+  static OpPolicy like(c10::DeviceType device);
+
+  std::shared_ptr<const detail::PolicyEdits> edits_;
+};
+
+inline std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/op_policy/op_list.h>
+#include <mezzo/detail/op_policy/op_policy_impl.h>
+#include <mezzo/detail/op_policy/policy_text.h>

@@ -1,0 +1,153 @@
+#include "same_bits.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mezzo/activation_checkpoint.h>
+#include <mezzo/autocast.h>
+#include <mezzo/autograd_function.h>
+
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using activation_checkpoint_test::expect_same_bits;
+using activation_checkpoint_test::loss_and_gradients;
+using torch::Tensor;
+
+class CheckpointAutocast : public testing::TestWithParam<at::ScalarType> {
+ protected:
+  // Notes in what dtype the product came out, at each run.
+  auto block() {
+    return [this](const Tensor& x) {
+      const auto product = x.mm(w_);
+      dtypes_.push_back(product.scalar_type());
+      return product.to(at::kFloat).tanh();
+    };
+  }
+
+  Tensor x_ = torch::randn({8, 8}).requires_grad_();
+  Tensor w_ = torch::randn({8, 8}).requires_grad_();
+  std::vector<at::ScalarType> dtypes_;
+};
+
+TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
+  Tensor y;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    y = mezzo::checkpoint(block(), x_);
+  }
+  const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
+  const mezzo::AutocastGuard autocast(at::kCPU, other);
+  y.sum().backward();
+  EXPECT_EQ(dtypes_, (std::vector{GetParam(), GetParam()}));
+  EXPECT_EQ(x_.mm(w_).scalar_type(), other) << "the caller's state is back";
+}
+
+TEST_P(CheckpointAutocast, RecomputesInAnotherThreadAsInTheFirstRun) {
+  Tensor y;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    y = mezzo::checkpoint(block(), x_);
+  }
+  std::thread([&] { y.sum().backward(); }).join();
+  EXPECT_EQ(dtypes_, (std::vector{GetParam(), GetParam()}));
+}
+
+TEST_P(CheckpointAutocast, RecomputesWithoutAutocastWhatRanWithoutIt) {
+  const auto y = mezzo::checkpoint(block(), x_);
+  const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+  y.sum().backward();
+  EXPECT_EQ(dtypes_, (std::vector{at::kFloat, at::kFloat}));
+}
+
+TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
+  const auto u = torch::randn({8, 8}).requires_grad_();
+  const auto model = [&](const Tensor& x) {
+    return torch::softmax(torch::gelu(x.mm(w_)).mm(u), -1);
+  };
+  const auto loss = [&](auto&& forward) {
+    return loss_and_gradients({x_, w_, u}, [&] {
+      const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+      return forward(x_).to(at::kFloat).pow(2).sum();
+    });
+  };
+  expect_same_bits(loss([&](const Tensor& x) { return mezzo::checkpoint(model, x); }), loss(model));
+}
+
+// The cached cast of a weight is gone at the time of the recomputation, or there is one where there
+// was none: the graphs of the two runs must not depend on it.
+TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
+  const auto loss = [&](bool cached_before, bool cached_at_backward) {
+    return loss_and_gradients({x_, w_}, [&] {
+      const auto other_use = [&] { return x_.mm(w_).to(at::kFloat).sum(); };
+      Tensor y;
+      {
+        const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+        if (cached_before) other_use();
+        y = mezzo::checkpoint(block(), x_).sum();
+      }
+      if (cached_at_backward) {
+        const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+        other_use();
+        y.backward({}, /*retain_graph=*/true);
+        x_.mutable_grad().reset();
+        w_.mutable_grad().reset();
+      }
+      return y;
+    });
+  };
+  const auto expected = loss(false, false);
+  expect_same_bits(loss(true, false), expected);
+  expect_same_bits(loss(false, true), expected);
+  expect_same_bits(loss(true, true), expected);
+}
+
+TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {
+  Tensor y;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    y = mezzo::checkpoint(
+        [this](const Tensor& x) {
+          dtypes_.push_back(x.mm(w_).scalar_type());
+          if (dtypes_.size() == 2) throw std::runtime_error("second run");
+          return x.mm(w_);
+        },
+        x_);
+  }
+  EXPECT_THROW(y.sum().backward(), std::runtime_error);
+  EXPECT_EQ(x_.mm(w_).scalar_type(), at::kFloat);
+  EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
+}
+
+at::ScalarType dtype_in_backward = at::ScalarType::Undefined;
+struct Product : mezzo::AutocastFunction<Product> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+    ctx->save_for_backward({a, b});
+    return a.mm(b);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const auto gradient = gradients[0].mm(saved[1].t());
+    dtype_in_backward = gradient.scalar_type();
+    return {gradient, saved[0].t().mm(gradients[0])};
+  }
+};
+
+TEST_P(CheckpointAutocast, ReachesAutogradFunctionsInside) {
+  Tensor y;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    y = mezzo::checkpoint([this](const Tensor& x) { return Product::apply(x, w_); }, x_);
+  }
+  y.sum().backward();
+  EXPECT_EQ(dtype_in_backward, GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(BothDtypes, CheckpointAutocast, testing::Values(at::kHalf, at::kBFloat16),
+                         [](const auto& dtype) { return c10::toString(dtype.param); });
+
+}  // namespace

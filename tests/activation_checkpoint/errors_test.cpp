@@ -1,0 +1,153 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mezzo/activation_checkpoint.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using testing::HasSubstr;
+using torch::Tensor;
+
+template <class F>
+std::string error_of(const F& f) {
+  try {
+    f();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+class CheckpointErrors : public testing::Test {
+ protected:
+  // The error of backward through a function that does `first` at first and `second` after that.
+  template <class First, class Second>
+  std::string error_when_it_changes(First first, Second second) {
+    bool again = false;
+    const auto y = mezzo::checkpoint(
+        [&](const Tensor& x) { return std::exchange(again, true) ? second(x) : first(x); }, x_);
+    return error_of([&] { y.sum().backward(); });
+  }
+
+  Tensor x_ = torch::randn({4, 4}).requires_grad_();
+  Tensor w_ = torch::randn({4, 4}).requires_grad_();
+  Tensor v_ = torch::randn({4, 4}).requires_grad_();
+};
+
+TEST_F(CheckpointErrors, NameTheOpWhoseShapeDiffers) {
+  EXPECT_THAT(
+      error_when_it_changes([](const Tensor& x) { return x.narrow(0, 0, 2).exp().sum(); },
+                            [](const Tensor& x) { return x.narrow(0, 0, 3).exp().sum(); }),
+      HasSubstr("op 1, counted from the end, was ExpBackward0 Float[2, 4] in the first run and "
+                "is ExpBackward0 Float[3, 4] in the recomputation"));
+}
+
+TEST_F(CheckpointErrors, NameTheOpWhoseDtypeDiffers) {
+  EXPECT_THAT(
+      error_when_it_changes([](const Tensor& x) { return x.to(at::kHalf).exp().sum(); },
+                            [](const Tensor& x) { return x.to(at::kBFloat16).exp().sum(); }),
+      HasSubstr("was SumBackward0 Half[] in the first run and is SumBackward0 BFloat16[]"));
+}
+
+TEST_F(CheckpointErrors, NameTheOpThatDiffers) {
+  EXPECT_THAT(error_when_it_changes([](const Tensor& x) { return x.exp() * 2; },
+                                    [](const Tensor& x) { return x.tanh() * 2; }),
+              HasSubstr("was ExpBackward0 Float[4, 4] in the first run and is TanhBackward0"));
+}
+
+TEST_F(CheckpointErrors, CountTheOpsWhenSomeAreMissing) {
+  EXPECT_THAT(error_when_it_changes([](const Tensor& x) { return x.tanh().tanh().tanh(); },
+                                    [](const Tensor& x) { return x.tanh().tanh(); }),
+              HasSubstr("the first run made 3 differentiable ops, the recomputation 2"));
+}
+
+TEST_F(CheckpointErrors, NoticeOtherParameters) {
+  EXPECT_THAT(error_when_it_changes([this](const Tensor& x) { return x.mm(w_); },
+                                    [this](const Tensor& x) { return x.mm(v_); }),
+              HasSubstr("used other parameters"));
+}
+
+TEST_F(CheckpointErrors, NoticeAParameterMadeInside) {
+  const auto block = [](const Tensor& x) { return x.mm(torch::ones({4, 4}).requires_grad_()); };
+  EXPECT_THAT(error_when_it_changes(block, block), HasSubstr("made such a tensor itself"));
+}
+
+TEST_F(CheckpointErrors, NoticeAMissingResult) {
+  const auto list = [](std::size_t size) {
+    return [size](const Tensor& x) { return std::vector<Tensor>(size, x.exp()); };
+  };
+  bool again = false;
+  const auto y = mezzo::checkpoint(
+      [&](const Tensor& x) { return list(std::exchange(again, true) ? 1 : 2)(x); }, x_);
+  EXPECT_THAT(error_of([&] { (y[0] + y[1]).sum().backward(); }),
+              HasSubstr("result 1 of the first run is missing"));
+}
+
+TEST_F(CheckpointErrors, SayWhatAFunctionMustDo) {
+  EXPECT_THAT(error_when_it_changes([](const Tensor& x) { return x.exp(); },
+                                    [](const Tensor& x) { return x.tanh(); }),
+              HasSubstr("runs again during backward and must do the same then"));
+}
+
+TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
+  const auto mask = torch::ones({4, 4});
+  const auto y =
+      mezzo::checkpoint([](const Tensor& x, const Tensor& m) { return (x * m).exp(); }, x_, mask);
+  mask.zero_();
+  EXPECT_THAT(
+      error_of([&] { y.sum().backward(); }),
+      HasSubstr("a tensor argument, Float[4, 4], was modified in place between its forward and "
+                "its backward"));
+}
+
+TEST_F(CheckpointErrors, NoticeAParameterModifiedBeforeBackward) {
+  const auto y = mezzo::checkpoint([this](const Tensor& x) { return x.mm(w_) + v_; }, x_);
+  {
+    const torch::NoGradGuard no_grad;
+    v_.add_(1);
+  }
+  EXPECT_THAT(error_of([&] { y.sum().backward(); }),
+              HasSubstr("a parameter, Float[4, 4], was modified in place between"));
+}
+
+TEST_F(CheckpointErrors, NoticeAFunctionThatModifiesItsArgument) {
+  EXPECT_THAT(
+      error_of([&] { mezzo::checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_)); }),
+      HasSubstr("a tensor argument, Float[4, 4], was modified in place by the function itself"));
+}
+
+TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
+  EXPECT_THROW(mezzo::checkpoint(
+                   [](const Tensor& x) -> Tensor {
+                     if (x.defined()) throw std::logic_error("no");
+                     return x;
+                   },
+                   x_),
+               std::logic_error);
+  bool again = false;
+  const auto y = mezzo::checkpoint(
+      [&](const Tensor& x) {
+        if (std::exchange(again, true)) throw std::logic_error("no");
+        return x.exp();
+      },
+      x_);
+  EXPECT_THROW(y.sum().backward(), std::logic_error);
+  EXPECT_FALSE(x_.grad().defined());
+}
+
+TEST_F(CheckpointErrors, LeaveBackwardUsableOnceTheFunctionIsItselfAgain) {
+  int runs = 0;
+  const auto y =
+      mezzo::checkpoint([&](const Tensor& x) { return ++runs == 2 ? x.tanh() : x.exp(); }, x_)
+          .sum();
+  EXPECT_THROW(torch::autograd::grad({y}, {x_}, {}, /*retain_graph=*/true), c10::Error);
+  EXPECT_TRUE(torch::equal(torch::autograd::grad({y}, {x_})[0], x_.exp()));
+}
+
+}  // namespace

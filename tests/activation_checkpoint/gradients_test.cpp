@@ -1,0 +1,304 @@
+// Gradients through a checkpoint are those without it, to the bit, whatever way they are asked for.
+
+#include "same_bits.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mezzo/activation_checkpoint.h>
+#include <mezzo/grad_scaler.h>
+
+#include <functional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using activation_checkpoint_test::expect_same_bits;
+using activation_checkpoint_test::loss_and_gradients;
+using torch::Tensor;
+using torch::autograd::variable_list;
+
+// Calls the function as it is, or through mezzo::checkpoint.
+struct Plain {
+  template <class F, class... Args>
+  auto operator()(F&& function, Args&&... args) const {
+    return std::invoke(std::forward<F>(function), std::forward<Args>(args)...);
+  }
+};
+struct Checkpointed {
+  template <class F, class... Args>
+  auto operator()(F&& function, Args&&... args) const {
+    return mezzo::checkpoint(std::forward<F>(function), std::forward<Args>(args)...);
+  }
+};
+
+// Expects the same loss and gradients from `make_loss(run)` in both ways.
+template <class MakeLoss>
+void expect_same(const std::vector<Tensor>& leaves, const MakeLoss& make_loss) {
+  const auto plain = loss_and_gradients(leaves, [&] { return make_loss(Plain{}); });
+  const auto checkpointed = loss_and_gradients(leaves, [&] { return make_loss(Checkpointed{}); });
+  expect_same_bits(checkpointed, plain);
+}
+
+class CheckpointGradients : public testing::Test {
+ protected:
+  CheckpointGradients() {
+    torch::manual_seed(3);
+    for (Tensor* leaf : {&x_, &w_, &v_}) *leaf = torch::randn({6, 6}).requires_grad_();
+  }
+
+  Tensor x_, w_, v_;
+};
+
+TEST_F(CheckpointGradients, OfAnInputAndOfCapturedParameters) {
+  expect_same({x_, w_, v_}, [&](auto run) {
+    const auto block = [&](const Tensor& x) { return torch::gelu(x.mm(w_)).mm(v_); };
+    return run(block, x_).pow(2).sum();
+  });
+}
+
+// What the form with a backward inside backward, as in Python with use_reentrant, cannot do.
+TEST_F(CheckpointGradients, OfParametersWhenNoInputRequiresGrad) {
+  expect_same({w_, v_}, [&](auto run) {
+    const auto block = [&](const Tensor& x) { return torch::gelu(x.mm(w_)).mm(v_); };
+    return run(block, x_.detach()).pow(2).sum();
+  });
+}
+
+TEST_F(CheckpointGradients, OfATensorUsedSeveralTimesInsideAndOutside) {
+  expect_same({x_, w_, v_}, [&](auto run) {
+    const auto hidden = x_.mm(w_).tanh();
+    const auto attention = [&](const Tensor& h) {
+      return torch::softmax(h.mm(w_).mm(h.mm(v_).t()), -1).mm(h) + h * h;
+    };
+    return (hidden + run(attention, hidden) * hidden.sigmoid() - hidden.exp()).sum();
+  });
+}
+
+TEST_F(CheckpointGradients, OfAParameterSharedByCheckpointsAndTheRest) {
+  expect_same({x_, w_}, [&](auto run) {
+    const auto block = [&](const Tensor& x) { return torch::tanh(x.mm(w_) + w_).mm(w_); };
+    return run(block, run(block, x_.mm(w_))).mm(w_).sum();
+  });
+}
+
+TEST_F(CheckpointGradients, OfCapturedTensorsThatAreNoLeaves) {
+  expect_same({x_, w_}, [&](auto run) {
+    const auto scale = w_.exp();
+    const auto block = [scale](const Tensor& x) { return (x * scale).tanh() * scale; };
+    return (run(block, x_) + scale).sum();
+  });
+}
+
+struct Output {
+  Tensor hidden, gate, loss;
+  auto tensors() { return std::tie(hidden, gate, loss); }
+};
+
+TEST_F(CheckpointGradients, OfSeveralResults) {
+  const auto block = [&](const Tensor& x) {
+    const auto hidden = x.mm(w_).tanh();
+    const auto gate = hidden.sigmoid();
+    return Output{hidden, gate, (hidden * gate).mm(v_).sum()};
+  };
+  expect_same({x_, w_, v_}, [&](auto run) {
+    const Output out = run(block, x_);
+    return (out.hidden * out.gate).sum() + out.loss;
+  });
+  expect_same({x_, w_, v_}, [&](auto run) { return run(block, x_).gate.sum(); });
+  expect_same({x_, w_, v_}, [&](auto run) {
+    const auto pieces = run([&](const Tensor& x) { return x.mm(w_).chunk(3); }, x_);
+    return pieces[0].sum() + pieces[2].pow(3).sum();
+  });
+  expect_same({x_, w_, v_}, [&](auto run) {
+    const auto [twice, again] = run(
+        [&](const Tensor& x) {
+          const auto y = x.mm(w_);
+          return std::pair{y, y};
+        },
+        x_);
+    return (twice * again.exp()).sum();
+  });
+}
+
+TEST_F(CheckpointGradients, OfResultsThatTheFunctionDidNotCompute) {
+  expect_same({x_, w_}, [&](auto run) {
+    const auto block = [&](const Tensor& x) {
+      return std::tuple{x, w_, x.mm(w_), torch::ones(2), Tensor(), x.detach().mm(w_.detach())};
+    };
+    const auto [input, weight, product, ones, nothing, constant] = run(block, x_);
+    EXPECT_FALSE(nothing.defined());
+    EXPECT_FALSE(constant.requires_grad());
+    return (input * weight * product * constant).sum() * ones.sum();
+  });
+}
+
+TEST_F(CheckpointGradients, ThroughInPlaceOpsAndViewsInside) {
+  expect_same({x_, w_, v_}, [&](auto run) {
+    const auto block = [&](const Tensor& x) {
+      auto buffer = torch::zeros({6, 6});
+      buffer.narrow(0, 0, 3).copy_(x.narrow(0, 0, 3));
+      buffer.select(1, 2).mul_(w_.select(0, 1));
+      buffer.narrow(0, 0, 6).mul_(v_);
+      buffer.add_(v_).tanh_();
+      return buffer.mm(w_);
+    };
+    auto y = run(block, x_);
+    y.mul_(2);
+    return y.sum();
+  });
+}
+
+TEST_F(CheckpointGradients, ThroughCheckpointsInsideCheckpoints) {
+  expect_same({x_, w_, v_}, [&](auto run) {
+    const auto inner = [this](const Tensor& x) {
+      return torch::dropout(x.mm(w_).tanh(), 0.5, true);
+    };
+    const auto middle = [=, this](const Tensor& x) { return run(inner, run(inner, x) + x).mm(v_); };
+    return run([=](const Tensor& x) { return run(middle, x) + run(middle, x); }, x_).sum();
+  });
+}
+
+TEST_F(CheckpointGradients, OfSomeInputsByAutogradGrad) {
+  const auto block = [&](const Tensor& x) {
+    const auto shifted = (torch::zeros_like(x) + x).narrow(0, 0, 4).mul_(w_.narrow(0, 1, 4));
+    return shifted.mm(v_).tanh().mm(w_);
+  };
+  for (const variable_list& inputs : {variable_list{x_}, {w_}, {v_}, {v_, x_}, {x_, w_, v_}}) {
+    const auto plain = torch::autograd::grad({block(x_).sum()}, inputs);
+    const auto ours = torch::autograd::grad({mezzo::checkpoint(block, x_).sum()}, inputs);
+    expect_same_bits(ours, plain);
+  }
+  EXPECT_FALSE(w_.grad().defined()) << "grad() accumulates nowhere";
+}
+
+// Counts how often its backward runs.
+int backward_runs = 0;
+struct Counted : torch::autograd::Function<Counted> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
+  static variable_list backward(torch::autograd::AutogradContext*, variable_list gradients) {
+    ++backward_runs;
+    return gradients;
+  }
+};
+
+TEST_F(CheckpointGradients, SkipWhatNoGradientIsAskedFor) {
+  const auto block = [&](const Tensor& x) { return Counted::apply(w_.tanh()).mm(x).mm(v_); };
+  backward_runs = 0;
+  torch::autograd::grad({mezzo::checkpoint(block, x_).sum()}, {x_});
+  EXPECT_EQ(backward_runs, 0);
+  torch::autograd::grad({mezzo::checkpoint(block, x_).sum()}, {w_});
+  EXPECT_EQ(backward_runs, 1);
+}
+
+TEST_F(CheckpointGradients, OfGradients) {
+  const auto block = [&](const Tensor& x) { return (x.mm(w_).tanh() * x).mm(v_).exp(); };
+  const auto penalty = [&](auto run) {
+    const auto y = run(block, x_ * 0.1).sum();
+    const auto first = torch::autograd::grad({y}, {x_, w_}, {}, /*retain_graph=*/true,
+                                             /*create_graph=*/true);
+    return y + first[0].pow(2).sum() + first[1].pow(2).sum();
+  };
+  const auto plain = loss_and_gradients({x_, w_, v_}, [&] { return penalty(Plain{}); });
+  const auto ours = loss_and_gradients({x_, w_, v_}, [&] { return penalty(Checkpointed{}); });
+  // Not to the bit: the recomputed nodes are younger, so that sums of the second order are taken in
+  // another order.
+  ASSERT_EQ(ours.size(), plain.size());
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(torch::allclose(ours[i], plain[i]));
+}
+
+TEST_F(CheckpointGradients, AgainAndAgainWithRetainGraph) {
+  const auto y = mezzo::checkpoint([&](const Tensor& x) { return x.mm(w_).tanh(); }, x_).sum();
+  const auto first = torch::autograd::grad({y}, {x_, w_}, {}, /*retain_graph=*/true);
+  const auto second = torch::autograd::grad({y}, {x_, w_});
+  expect_same_bits(first, second);
+  try {
+    torch::autograd::grad({y}, {x_, w_});
+    FAIL() << "the graph was freed";
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("backward through the graph a second time"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+TEST_F(CheckpointGradients, ScaledByAGradScaler) {
+  expect_same({x_, w_}, [&](auto run) {
+    mezzo::GradScaler scaler;
+    return scaler.scale(run([&](const Tensor& x) { return x.mm(w_).tanh(); }, x_).sum());
+  });
+}
+
+TEST_F(CheckpointGradients, RunHooksOnParametersOnce) {
+  std::vector<std::string> calls;
+  w_.register_hook([&](const Tensor& gradient) {
+    calls.emplace_back("gradient");
+    return gradient * 2;
+  });
+  expect_same({x_, w_}, [&](auto run) {
+    calls.clear();
+    const auto hidden = x_.mm(v_);
+    hidden.register_hook([&](const Tensor&) { calls.emplace_back("hidden"); });
+    const auto block = [&](const Tensor& h) {
+      const auto inside = h.mm(w_);
+      inside.register_hook([&](const Tensor&) { calls.emplace_back("inside"); });
+      return inside.mm(w_);
+    };
+    const auto y = run(block, hidden);
+    y.register_hook([&](const Tensor&) { calls.emplace_back("result"); });
+    return y.sum();
+  });
+  EXPECT_EQ(calls, (std::vector<std::string>{"result", "inside", "gradient", "hidden"}));
+}
+
+// A backward that makes a graph of its own, with a checkpoint in it, and runs backward through it.
+struct Nested : torch::autograd::Function<Nested> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
+    ctx->save_for_backward({x});
+    return x.tanh();
+  }
+  static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list gradients) {
+    const torch::AutoGradMode recording(true);
+    const auto x = ctx->get_saved_variables()[0].detach().requires_grad_();
+    const auto y = mezzo::checkpoint([](const Tensor& t) { return t.tanh(); }, x);
+    return torch::autograd::grad({y}, {x}, gradients);
+  }
+};
+
+TEST_F(CheckpointGradients, FromABackwardInsideABackward) {
+  expect_same({x_, w_}, [&](auto run) {
+    return run([&](const Tensor& x) { return Nested::apply(x.mm(w_)).mm(w_); }, x_).sum();
+  });
+  const auto plain = torch::autograd::grad({x_.tanh().sum()}, {x_});
+  expect_same_bits(torch::autograd::grad({Nested::apply(x_).sum()}, {x_}), plain);
+}
+
+// The engine hands backward passes nested deeper than 60 to threads of its own.
+TEST_F(CheckpointGradients, ThroughMoreNestedCheckpointsThanTheEngineNestsInOneThread) {
+  std::function<Tensor(const Tensor&, int)> nest;
+  expect_same({x_, w_}, [&](auto run) {
+    nest = [this, run, &nest](const Tensor& x, int depth) -> Tensor {
+      return depth == 0 ? x.mm(w_).tanh() : run(std::ref(nest), x, depth - 1) * 1.01;
+    };
+    return nest(x_, 70).sum();
+  });
+}
+
+TEST_F(CheckpointGradients, AreNotRecordedWithoutGradMode) {
+  const auto block = [&](const Tensor& x) { return x.mm(w_); };
+  {
+    const torch::NoGradGuard off;
+    EXPECT_FALSE(mezzo::checkpoint(block, x_).requires_grad());
+  }
+  {
+    const c10::InferenceMode inference;
+    EXPECT_FALSE(mezzo::checkpoint(block, x_.detach()).requires_grad());
+  }
+  EXPECT_FALSE(
+      mezzo::checkpoint([](const Tensor& x) { return x * 2; }, x_.detach()).requires_grad());
+}
+
+}  // namespace

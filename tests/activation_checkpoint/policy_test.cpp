@@ -1,0 +1,32 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mezzo/activation_checkpoint.h>
+#include <mezzo/autocast.h>
+#include <mezzo/op_policy.h>
+
+#include <thread>
+#include <vector>
+
+namespace {
+
+TEST(CheckpointPolicy, RecomputesUnderTheOpPolicyOfTheFirstRun) {
+  const auto x = torch::randn({4, 4}).requires_grad_();
+  const auto w = torch::randn({4, 4});
+  std::vector<at::ScalarType> dtypes;
+  const auto block = [&](const torch::Tensor& input) {
+    const auto product = input.mm(w);
+    dtypes.push_back(product.scalar_type());
+    return product.to(at::kFloat).tanh();
+  };
+  torch::Tensor y;
+  {
+    const mezzo::Autocast<torch::kCPU> autocast(mezzo::OpPolicy().deny("aten::mm"));
+    y = mezzo::checkpoint(block, x);
+  }
+  const mezzo::Autocast<torch::kCPU> no_policy_here;
+  std::thread([&] { y.sum().backward(); }).join();
+  EXPECT_EQ(dtypes, (std::vector{at::kFloat, at::kFloat}));
+}
+
+}  // namespace

@@ -1,0 +1,84 @@
+#include "same_bits.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mezzo/activation_checkpoint.h>
+
+#include <stdexcept>
+
+namespace {
+
+using torch::Tensor;
+
+Tensor drop(const Tensor& x) { return torch::dropout(x, 0.5, /*train=*/true); }
+
+// With a gradient of 1, the gradient of x is its mask times 2, as is the result where x is 1.
+class CheckpointRandomState : public testing::Test {
+ protected:
+  Tensor x_ = torch::ones({64}).requires_grad_();
+};
+
+TEST_F(CheckpointRandomState, DropsTheSameElementsInTheRecomputation) {
+  const auto y = mezzo::checkpoint(drop, x_);
+  torch::rand({100});
+  torch::manual_seed(1234);
+  y.sum().backward();
+  EXPECT_TRUE(torch::equal(x_.grad(), y.detach()));
+}
+
+TEST_F(CheckpointRandomState, DropsOtherElementsWhenAskedNotToPreserve) {
+  const auto y = mezzo::checkpoint({.preserve_random_state = false}, drop, x_);
+  y.sum().backward();
+  EXPECT_FALSE(torch::equal(x_.grad(), y.detach()));
+}
+
+TEST_F(CheckpointRandomState, LeavesTheNumbersThatFollowAsTheyWouldBe) {
+  torch::manual_seed(5);
+  const auto y = drop(x_);
+  const auto after_forward = torch::rand({4});
+  const auto after_backward = torch::rand({4});
+
+  torch::manual_seed(5);
+  const auto z = mezzo::checkpoint(drop, x_);
+  EXPECT_TRUE(torch::equal(z, y));
+  EXPECT_TRUE(torch::equal(torch::rand({4}), after_forward));
+  z.sum().backward();
+  EXPECT_TRUE(torch::equal(torch::rand({4}), after_backward));
+}
+
+TEST_F(CheckpointRandomState, IsRestoredWhenTheRecomputationThrows) {
+  bool first = true;
+  const auto y = mezzo::checkpoint(
+      [&first](const Tensor& x) {
+        const auto dropped = drop(x);
+        if (!first) throw std::runtime_error("second run");
+        first = false;
+        return dropped;
+      },
+      x_);
+  torch::manual_seed(5);
+  const auto expected = torch::rand({4});
+  torch::manual_seed(5);
+  EXPECT_THROW(y.sum().backward(), std::runtime_error);
+  EXPECT_TRUE(torch::equal(torch::rand({4}), expected));
+}
+
+TEST_F(CheckpointRandomState, OfEachCheckpointIsItsOwn) {
+  const auto y = mezzo::checkpoint(drop, x_);
+  const auto z = mezzo::checkpoint(drop, x_);
+  EXPECT_FALSE(torch::equal(y, z));
+  (y + 3 * z).sum().backward();
+  EXPECT_TRUE(torch::equal(x_.grad(), (y + 3 * z).detach()));
+}
+
+TEST_F(CheckpointRandomState, InsideAnotherCheckpointIsTheInnerOnesOwn) {
+  const auto inner = [](const Tensor& x) { return drop(x); };
+  const auto y =
+      mezzo::checkpoint([&](const Tensor& x) { return mezzo::checkpoint(inner, drop(x)); }, x_);
+  torch::manual_seed(99);
+  y.sum().backward();
+  EXPECT_TRUE(torch::equal(x_.grad(), y.detach()));
+}
+
+}  // namespace

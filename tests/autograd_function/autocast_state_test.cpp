@@ -1,0 +1,191 @@
+// What custom_fwd and custom_bwd without cast_inputs promise: backward sees what forward saw.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/autograd_function.h>
+
+#include <stdexcept>
+#include <thread>
+#include <type_traits>
+
+namespace {
+
+using torch::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Seen {
+  bool enabled = false;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+
+  bool operator==(const Seen&) const = default;
+};
+
+Seen seen_here() {
+  return {at::autocast::is_autocast_enabled(at::kCPU), at::autocast::get_autocast_dtype(at::kCPU)};
+}
+
+thread_local Seen seen_in_forward;
+thread_local Seen seen_in_backward;
+
+// a.mm(b), which autocast lowers, with a backward of mm's.
+template <template <class> class Base>
+struct Product : Base<Product<Base>> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
+    seen_in_forward = seen_here();
+    ctx->save_for_backward({a, b});
+    return a.mm(b);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    seen_in_backward = seen_here();
+    const auto saved = ctx->get_saved_variables();
+    return {gradients[0].mm(saved[1].t()), saved[0].t().mm(gradients[0])};
+  }
+};
+
+template <class T>
+using KeepingState = mezzo::AutocastFunction<T>;
+using Multiply = Product<KeepingState>;
+using TheirMultiply = Product<torch::autograd::Function>;
+
+class AutocastFunction : public testing::TestWithParam<at::ScalarType> {
+ protected:
+  Tensor a_ = torch::randn({3, 4}).requires_grad_();
+  Tensor b_ = torch::randn({4, 5}).requires_grad_();
+};
+
+TEST_P(AutocastFunction, BackwardSeesTheDtypeOfForward) {
+  Tensor c;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    c = Multiply::apply(a_, b_);
+  }
+  EXPECT_EQ(c.scalar_type(), GetParam());
+  c.sum().backward();
+  EXPECT_EQ(seen_in_forward, (Seen{true, GetParam()}));
+  EXPECT_EQ(seen_in_backward, (Seen{true, GetParam()}));
+  EXPECT_EQ(seen_here().enabled, false);
+}
+
+TEST_P(AutocastFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion) {
+  const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
+  Tensor c;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    c = Multiply::apply(a_, b_);
+  }
+  const mezzo::AutocastGuard autocast(at::kCPU, other);
+  c.sum().backward();
+  EXPECT_EQ(seen_in_backward, (Seen{true, GetParam()}));
+  EXPECT_EQ(seen_here(), (Seen{true, other}));
+}
+
+TEST_P(AutocastFunction, ABackwardThatIsNotWrappedSeesTheCallersState) {
+  Tensor c;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    c = TheirMultiply::apply(a_.detach().to(GetParam()).requires_grad_(),
+                             b_.detach().to(GetParam()));
+  }
+  c.sum().backward();
+  EXPECT_FALSE(seen_in_backward.enabled);
+}
+
+TEST_P(AutocastFunction, WrapsAFunctionWrittenForLibtorch) {
+  Tensor c;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    c = mezzo::AutocastFunction<TheirMultiply>::apply(a_, b_);
+  }
+  c.sum().backward();
+  EXPECT_EQ(seen_in_backward, (Seen{true, GetParam()}));
+}
+
+TEST_P(AutocastFunction, BackwardInAnotherThreadSeesTheStateOfForward) {
+  Tensor c;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    c = Multiply::apply(a_, b_);
+  }
+  Seen seen;
+  std::thread([&] {
+    c.sum().backward();
+    seen = seen_in_backward;
+  }).join();
+  EXPECT_EQ(seen, (Seen{true, GetParam()}));
+}
+
+TEST_P(AutocastFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
+  const auto gradients = [&](auto multiply) {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam(), {.cache_enabled = false});
+    return torch::autograd::grad({multiply(a_, b_).to(at::kFloat).pow(2).sum()}, {a_, b_});
+  };
+  const auto ours =
+      gradients([](const Tensor& a, const Tensor& b) { return Multiply::apply(a, b); });
+  const auto theirs = gradients([](const Tensor& a, const Tensor& b) { return a.mm(b); });
+  EXPECT_EQ(ours[0].scalar_type(), at::kFloat);
+  EXPECT_TRUE(torch::equal(ours[0], theirs[0]));
+  EXPECT_TRUE(torch::equal(ours[1], theirs[1]));
+}
+
+TEST_P(AutocastFunction, DoubleBackwardSeesTheStateOfForwardToo) {
+  Tensor c;
+  {
+    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    c = Multiply::apply(a_, b_);
+  }
+  const auto first = torch::autograd::grad({c.to(at::kFloat).pow(2).sum()}, {a_}, {}, true, true);
+  EXPECT_EQ(first[0].scalar_type(), at::kFloat);
+  const auto second = torch::autograd::grad({first[0].sum()}, {b_});
+  EXPECT_GT(second[0].abs().max().item<float>(), 0.F);
+}
+
+INSTANTIATE_TEST_SUITE_P(BothDtypes, AutocastFunction, testing::Values(at::kHalf, at::kBFloat16),
+                         [](const auto& dtype) { return c10::toString(dtype.param); });
+
+TEST(AutocastFunctionOutsideAutocast, BackwardRunsWithoutAutocastToo) {
+  const auto a = torch::randn({3, 4}).requires_grad_();
+  const auto c = Multiply::apply(a, torch::randn({4, 5}));
+  EXPECT_EQ(c.scalar_type(), at::kFloat);
+  const mezzo::Autocast<torch::kCPU> autocast;
+  c.sum().backward();
+  EXPECT_FALSE(seen_in_forward.enabled);
+  EXPECT_FALSE(seen_in_backward.enabled);
+  EXPECT_TRUE(seen_here().enabled);
+}
+
+struct Throws : mezzo::AutocastFunction<Throws> {
+  static variable_list forward(AutogradContext*, const Tensor& x, bool in_forward) {
+    if (in_forward) throw std::runtime_error("forward");
+    return {x * 2, x * 3};
+  }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    throw std::runtime_error("backward");
+  }
+};
+
+TEST(AutocastFunctionErrors, LeaveTheCallersStateAsItWas) {
+  const auto x = torch::ones({2}).requires_grad_();
+  Tensor y;
+  {
+    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+    EXPECT_THROW(Throws::apply(x, true), std::runtime_error);
+    EXPECT_EQ(seen_here(), (Seen{true, at::kHalf}));
+    y = Throws::apply(x, false)[1].sum();
+  }
+  const auto before = seen_here();
+  EXPECT_THROW(y.backward(), std::runtime_error);
+  EXPECT_EQ(seen_here(), before);
+}
+
+TEST(AutocastFunctionSignature, ReturnsWhatForwardReturns) {
+  using Two = decltype(Throws::apply(std::declval<Tensor>(), false));
+  using One = decltype(Multiply::apply(std::declval<Tensor>(), std::declval<Tensor>()));
+  EXPECT_TRUE((std::is_same_v<Two, variable_list>));
+  EXPECT_TRUE((std::is_same_v<One, Tensor>));
+}
+
+}  // namespace

@@ -1,0 +1,166 @@
+#include <ATen/record_function.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+#include <mezzo/cast_trace.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::CastDecider;
+using mezzo::CastRecord;
+using mezzo::CastTrace;
+using mezzo::explain;
+using mezzo::OpCategory;
+using mezzo::OpPolicy;
+using testing::HasSubstr;
+using torch::kBFloat16;
+using torch::kCPU;
+using torch::kFloat;
+
+torch::Tensor square(at::ScalarType dtype = kFloat) { return torch::ones({4, 4}, dtype); }
+
+const CastRecord* find(const std::vector<CastRecord>& records, const std::string& op) {
+  const auto found = std::find_if(records.begin(), records.end(),
+                                  [&op](const CastRecord& record) { return record.op == op; });
+  return found == records.end() ? nullptr : &*found;
+}
+
+TEST(Explain, SaysWhoDecided) {
+  const auto policy = OpPolicy().deny("linear");
+  EXPECT_EQ(explain("mm", {square(), square()}).decider, CastDecider::nobody);
+  EXPECT_THAT(explain("mm", {square(), square()}).reason, HasSubstr("autocast is off"));
+  const Autocast<kCPU> autocast(policy);
+  const auto listed = explain("mm", {square(), square()});
+  EXPECT_EQ(listed.decider, CastDecider::libtorch);
+  EXPECT_EQ(listed.category, OpCategory::lower_precision);
+  EXPECT_EQ(listed.runs_in, kBFloat16);
+  const auto denied = explain("aten::linear", {square(), square()});
+  EXPECT_EQ(denied.decider, CastDecider::policy);
+  EXPECT_EQ(denied.runs_in, kFloat);
+  EXPECT_EQ(denied.reason,
+            "aten::linear(Float, Float) on cpu runs in Float: the policy in force makes it fp32, "
+            "libtorch has it as lower_precision");
+  const auto inferred = explain("softmax", {square(kBFloat16)});
+  EXPECT_EQ(inferred.op, "aten::softmax.int");
+  EXPECT_EQ(inferred.runs_in, kBFloat16);
+  EXPECT_THAT(inferred.reason, HasSubstr("does not list it"));
+}
+
+TEST(Explain, AgreesWithWhatRuns) {
+  const Autocast<kCPU> autocast(OpPolicy::cuda_like());
+  const auto half = square(kBFloat16);
+  EXPECT_EQ(explain("softmax", {half}).runs_in, torch::softmax(half, 1).scalar_type());
+  EXPECT_EQ(explain("norm.Scalar", {half}).runs_in, half.norm().scalar_type());
+  EXPECT_EQ(explain("mm", {half, square()}).runs_in, torch::mm(half, square()).scalar_type());
+  EXPECT_EQ(explain("addcmul", {half, square(), half}).runs_in,
+            torch::addcmul(half, square(), half).scalar_type());
+  EXPECT_EQ(explain("mse_loss", {half, half}).runs_in, torch::mse_loss(half, half).scalar_type());
+  EXPECT_EQ(explain("add", {half, square()}).runs_in, torch::add(half, square()).scalar_type());
+}
+
+TEST(Explain, RefusesOpsThatDoNotExist) {
+  EXPECT_THROW(explain("nosuchop", {square()}), c10::Error);
+}
+
+TEST(CastTrace, CountsCallsCastsAndTheBytesTheyMoved) {
+  CastTrace trace;
+  const torch::NoGradGuard no_grad;
+  const Autocast<kCPU> autocast;
+  torch::mm(square(), square(kBFloat16));
+  torch::mm(square(), square(kBFloat16));
+  const auto records = trace.records();
+  const auto* mm = find(records, "aten::mm");
+  ASSERT_NE(mm, nullptr);
+  EXPECT_EQ(mm->calls, 2);
+  EXPECT_EQ(mm->casts, 2);
+  EXPECT_EQ(mm->bytes, 2 * 16 * (4 + 2));  // float32 read, bfloat16 written
+  EXPECT_EQ(mm->inputs, (std::vector<at::ScalarType>{kFloat, kBFloat16}));
+  EXPECT_EQ(mm->runs_in, kBFloat16);
+  EXPECT_EQ(mm->decider, CastDecider::libtorch);
+  EXPECT_EQ(trace.total_bytes(), mm->bytes);
+}
+
+TEST(CastTrace, DoesNotCountCastsThatTheWeightCacheSaved) {
+  const auto weight = torch::ones({4, 4}, torch::requires_grad());
+  CastTrace trace;
+  const Autocast<kCPU> autocast;
+  for (int i = 0; i < 3; ++i) {
+    torch::mm(square(kBFloat16), weight);
+  }
+  const auto records = trace.records();
+  EXPECT_EQ(find(records, "aten::mm")->calls, 3);
+  EXPECT_EQ(find(records, "aten::mm")->casts, 1);
+}
+
+TEST(CastTrace, TellsScopesPoliciesAndUnlistedOps) {
+  const auto policy = OpPolicy().deny("relu");
+  CastTrace trace;
+  const Autocast<kCPU> autocast(policy);
+  {
+    RECORD_USER_SCOPE("outer");
+    {
+      RECORD_USER_SCOPE("inner");
+      torch::relu(square(kBFloat16));
+    }
+  }
+  torch::sigmoid(square());
+  const auto records = trace.records();
+  EXPECT_EQ(find(records, "aten::relu")->scope, "outer/inner");
+  EXPECT_EQ(find(records, "aten::relu")->decider, CastDecider::policy);
+  EXPECT_EQ(find(records, "aten::relu")->runs_in, kFloat);
+  EXPECT_EQ(find(records, "aten::sigmoid")->scope, "");
+  EXPECT_EQ(find(records, "aten::sigmoid")->category, OpCategory::infer);
+}
+
+TEST(CastTrace, CountsNoCopyThatTheOpItselfMakes) {
+  CastTrace trace;
+  const Autocast<kCPU> autocast;
+  const auto lengths = torch::full({1}, 4, torch::kInt);  // which ctc_loss casts to long
+  torch::ctc_loss(torch::zeros({4, 1, 4}), torch::ones({1, 2}, torch::kLong), lengths,
+                  torch::full({1}, 2, torch::kInt));
+  square().to(kBFloat16);  // the user's cast, not autocast's
+  EXPECT_EQ(trace.total_bytes(), 0);
+}
+
+TEST(CastTrace, SortsByBytesAndPrintsATable) {
+  CastTrace trace;
+  const Autocast<kCPU> autocast;
+  torch::mm(square(), square());
+  const auto big = torch::ones({64, 64});
+  torch::addmm(big, big, big);
+  EXPECT_EQ(trace.records().front().op, "aten::addmm");
+  std::ostringstream text;
+  text << trace;
+  EXPECT_THAT(text.str(), testing::ContainsRegex("73728 +3 +1  aten::addmm +Float, Float, Float +"
+                                                 "BFloat16 +lower_precision +libtorch"));
+  EXPECT_THAT(text.str(), HasSubstr("total: 73920 bytes in casts"));
+}
+
+TEST(CastTrace, HearsNothingOutsideItsLifeOrOfAutocastThatIsOff) {
+  const Autocast<kCPU> autocast;
+  torch::mm(square(), square());
+  {
+    CastTrace trace;
+    const Autocast<kCPU> disabled({.enabled = false});
+    torch::mm(square(), square());
+    EXPECT_TRUE(trace.records().empty());
+    EXPECT_THROW(CastTrace(), c10::Error);
+  }
+  EXPECT_FALSE(at::hasCallbacks());
+}
+
+TEST(CastTrace, SurvivesAnOpThatThrows) {
+  CastTrace trace;
+  const Autocast<kCPU> autocast;
+  EXPECT_THROW(torch::mm(square(), torch::ones({3, 3})), c10::Error);
+  torch::sigmoid(square());
+  const auto records = trace.records();
+  EXPECT_NE(find(records, "aten::sigmoid"), nullptr);
+}
+
+}  // namespace

@@ -1,0 +1,189 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+#include <mezzo/op_policy.h>
+#include <torch/torch.h>
+
+#include <cstdlib>
+#include <map>
+#include <ostream>
+#include <set>
+
+#include "op_samples.h"
+
+// Every op of a device's lists, called under autocast and compared, bit for bit, with the same op
+// called on inputs that the test casts itself, under no autocast.
+
+namespace {
+
+using mezzo::OpCategory;
+using op_policy_test::OpSample;
+using testing::IsSubsetOf;
+
+// MKL chooses its code by alignment; told so before its first call, equal inputs give equal bits.
+[[maybe_unused]] const int kReproducibleMkl = ::setenv("MKL_CBWR", "COMPATIBLE", /*overwrite=*/1);
+
+// The dtypes that the inputs come in.
+enum class Inputs { all_float, all_lower, first_lower, all_double };
+
+struct Setting {
+  c10::DeviceType device;
+  at::ScalarType lower;
+};
+
+std::vector<c10::IValue> prepare(const OpSample& sample, Inputs inputs, const Setting& setting) {
+  bool first = true;
+  return op_policy_test::map_tensors(
+      op_policy_test::complete_arguments(sample), [&](const at::Tensor& tensor) {
+        const bool is_first = std::exchange(first, false);
+        const bool lower =
+            inputs == Inputs::all_lower || (inputs == Inputs::first_lower && is_first);
+        const auto dtype = inputs == Inputs::all_double ? at::kDouble
+                           : lower                      ? setting.lower
+                                                        : at::kFloat;
+        return tensor.to(setting.device).to(dtype);
+      });
+}
+
+bool is_castable(const at::Tensor& tensor) { return tensor.scalar_type() != at::kDouble; }
+
+bool has_float_tensor(const std::vector<c10::IValue>& arguments) {
+  bool found = false;
+  op_policy_test::map_tensors(arguments, [&](const at::Tensor& tensor) {
+    found |= tensor.scalar_type() == at::kFloat;
+    return tensor;
+  });
+  return found;
+}
+
+std::vector<c10::IValue> cast_all(const std::vector<c10::IValue>& arguments, at::ScalarType dtype) {
+  return op_policy_test::map_tensors(arguments, [dtype](const at::Tensor& tensor) {
+    return is_castable(tensor) ? tensor.to(dtype) : tensor;
+  });
+}
+
+// The dtype argument of softmax, sum and their like, set unless the caller set it.
+void set_dtype(const c10::OperatorHandle& op, std::vector<c10::IValue>& arguments) {
+  const auto& declared = op.schema().arguments();
+  for (std::size_t i = 0; i < declared.size(); ++i) {
+    if (declared[i].name() == "dtype" && is_castable(arguments[0].toTensor())) {
+      arguments[i] = at::kFloat;
+    }
+  }
+}
+
+// What the category says, done by hand.
+op_policy_test::Outcome by_hand(const std::string& name, OpCategory category,
+                                std::vector<c10::IValue> arguments, const Setting& setting) {
+  auto op = op_policy_test::find_op(name);
+  switch (category) {
+    case OpCategory::lower_precision:
+      return op_policy_test::call(op, cast_all(arguments, setting.lower));
+    case OpCategory::fp32:
+      return op_policy_test::call(op, cast_all(arguments, at::kFloat));
+    case OpCategory::promote:
+      return op_policy_test::call(
+          op, cast_all(arguments, has_float_tensor(arguments) ? at::kFloat : setting.lower));
+    case OpCategory::fp32_set_opt_dtype:
+      set_dtype(op, arguments);
+      return op_policy_test::call(op, arguments);
+    case OpCategory::fp32_append_dtype: {
+      static const std::map<std::string, std::string> kWithDtype = {
+          {"aten::norm.Scalar", "aten::norm.ScalarOpt_dtype"},
+          {"aten::norm.ScalarOpt_dim", "aten::norm.ScalarOpt_dim_dtype"},
+          {"aten::norm.names_ScalarOpt_dim", "aten::norm.names_ScalarOpt_dim_dtype"}};
+      const auto& first = arguments[0].toTensor();
+      arguments.emplace_back(is_castable(first) ? at::kFloat : first.scalar_type());
+      return op_policy_test::call(op_policy_test::find_op(kWithDtype.at(name)), arguments);
+    }
+    case OpCategory::banned:
+      return {.threw = true, .error = "banned", .results = {}};
+    default:
+      return op_policy_test::call(op, arguments);
+  }
+}
+
+// Compares every sample that the list names; returns the ops that have no kernel for this setting,
+// by hand or under autocast.
+std::vector<std::string> compare_all(const mezzo::OpList& list, const Setting& setting,
+                                     const mezzo::OpPolicy& policy) {
+  std::vector<std::string> threw;
+  for (const auto& sample : op_policy_test::op_samples()) {
+    const auto category = list.category(sample.op);
+    if (category == OpCategory::infer) {
+      continue;
+    }
+    for (const auto inputs :
+         {Inputs::all_float, Inputs::all_lower, Inputs::first_lower, Inputs::all_double}) {
+      const auto arguments = prepare(sample, inputs, setting);
+      const auto expected = by_hand(sample.op, category, arguments, setting);
+      op_policy_test::Outcome found;
+      {
+        const mezzo::AutocastGuard autocast({.device = setting.device, .dtype = setting.lower},
+                                            policy);
+        found = op_policy_test::call(op_policy_test::find_op(sample.op), arguments);
+      }
+      EXPECT_EQ(op_policy_test::difference(expected, found), "")
+          << sample.op << ", " << mezzo::to_string(category) << ", inputs "
+          << static_cast<int>(inputs);
+      if (inputs == Inputs::all_float && found.threw) {
+        threw.push_back(sample.op);
+      }
+    }
+  }
+  return threw;
+}
+
+std::vector<std::string> without_sample(const mezzo::OpList& list) {
+  std::set<std::string> sampled;
+  for (const auto& sample : op_policy_test::op_samples()) {
+    sampled.insert(sample.op);
+  }
+  std::vector<std::string> missing;
+  for (const auto& entry : list.entries()) {
+    if (sampled.count(entry.name) == 0) {
+      missing.push_back(entry.name);
+    }
+  }
+  return missing;
+}
+
+// oneDNN's LSTM wants bfloat16 or half instructions; libtorch refuses a named dimension here.
+const std::vector<std::string> kWithoutCpuKernel = {"aten::mkldnn_rnn_layer",
+                                                    "aten::index_copy.dimname"};
+
+TEST(EveryOp, HasASample) {
+  EXPECT_EQ(without_sample(mezzo::op_policies(torch::kCPU)), std::vector<std::string>());
+  EXPECT_EQ(without_sample(mezzo::op_policies(torch::kCUDA)), std::vector<std::string>());
+}
+
+TEST(EveryOp, OnTheCpuEqualsAManualCast) {
+  const auto list = mezzo::op_policies(torch::kCPU);
+  EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kBFloat16}, {}),
+              IsSubsetOf(kWithoutCpuKernel));
+}
+
+TEST(EveryOp, OnTheCpuInHalfEqualsAManualCast) {
+  const auto list = mezzo::op_policies(torch::kCPU);
+  EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kHalf}, {}), IsSubsetOf(kWithoutCpuKernel));
+}
+
+TEST(EveryOp, UnderCudaLikeOnTheCpuDoesWhatCudasListsSay) {
+  const auto list = mezzo::op_policies(torch::kCUDA);
+  EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kBFloat16}, mezzo::OpPolicy::cuda_like()),
+              IsSubsetOf({"aten::_scaled_dot_product_flash_attention", "aten::_thnn_fused_gru_cell",
+                          "aten::_thnn_fused_lstm_cell", "aten::binary_cross_entropy",
+                          "aten::cudnn_convolution", "aten::cudnn_convolution_transpose",
+                          "aten::norm.names_ScalarOpt_dim"}));
+}
+
+TEST(EveryOp, OnCudaEqualsAManualCast) {
+  if (!torch::cuda::is_available()) {
+    GTEST_SKIP() << "no CUDA device";
+  }
+  const auto list = mezzo::op_policies(torch::kCUDA);
+  EXPECT_THAT(compare_all(list, {torch::kCUDA, torch::kHalf}, {}),
+              IsSubsetOf({"aten::binary_cross_entropy", "aten::norm.names_ScalarOpt_dim"}));
+}
+
+}  // namespace

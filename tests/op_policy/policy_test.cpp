@@ -1,0 +1,272 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+#include <mezzo/op_policy.h>
+#include <torch/library.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::OpCategory;
+using mezzo::OpPolicy;
+using testing::HasSubstr;
+using torch::kBFloat16;
+using torch::kCPU;
+using torch::kFloat;
+using torch::kHalf;
+
+torch::Tensor square(at::ScalarType dtype = kFloat) { return torch::ones({2, 2}, dtype); }
+
+at::ScalarType mm_dtype(at::ScalarType inputs = kFloat) {
+  return torch::mm(square(inputs), square(inputs)).scalar_type();
+}
+
+at::ScalarType softmax_dtype(at::ScalarType input) {
+  return torch::softmax(square(input), 1).scalar_type();
+}
+
+template <class F>
+std::string error_of(F f) {
+  try {
+    f();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(OpPolicy, AllowsDeniesPromotesAndIgnores) {
+  const auto policy = OpPolicy().allow("aten::relu").deny("aten::mm").promote("aten::mul.Tensor");
+  const Autocast<kCPU> autocast(policy);
+  EXPECT_EQ(torch::relu(square()).scalar_type(), kBFloat16);
+  EXPECT_EQ(mm_dtype(kBFloat16), kFloat);
+  EXPECT_EQ(torch::mul(square(kHalf), square(kBFloat16)).scalar_type(), kFloat);
+  EXPECT_EQ(torch::mul(square(kHalf), square(kHalf)).scalar_type(), kHalf);
+  {
+    const Autocast<kCPU> inner(OpPolicy().ignore("mm"));
+    EXPECT_EQ(mm_dtype(kFloat), kFloat);
+    EXPECT_EQ(mm_dtype(kBFloat16), kBFloat16);
+  }
+}
+
+TEST(OpPolicy, LeavesDoubleIntegerAndDisabledRegionsAlone) {
+  const auto policy = OpPolicy().allow("relu").deny("mm");
+  const Autocast<kCPU> autocast(policy);
+  EXPECT_EQ(torch::relu(square(torch::kDouble)).scalar_type(), torch::kDouble);
+  EXPECT_EQ(torch::relu(square(torch::kInt)).scalar_type(), torch::kInt);
+  EXPECT_EQ(mm_dtype(torch::kDouble), torch::kDouble);
+  const Autocast<kCPU> exact({.enabled = false, .policy = policy});
+  EXPECT_EQ(torch::relu(square()).scalar_type(), kFloat);
+}
+
+TEST(OpPolicy, NamesOneOverloadOrAll) {
+  EXPECT_EQ(OpPolicy().deny("softmax.int").edits(),
+            (std::vector<mezzo::OpEntry>{{"aten::softmax.int", OpCategory::fp32}}));
+  EXPECT_EQ(OpPolicy().deny("aten::softmax").edits(),
+            (std::vector<mezzo::OpEntry>{{"aten::softmax.Dimname", OpCategory::fp32},
+                                         {"aten::softmax.int", OpCategory::fp32}}));
+}
+
+TEST(OpPolicy, IsAValueWhoseLaterEditsWin) {
+  const auto first = OpPolicy().deny("mm");
+  const auto second = first.allow("mm");
+  EXPECT_EQ(first.category("mm", kCPU), OpCategory::fp32);
+  EXPECT_EQ(second.category("mm", kCPU), OpCategory::lower_precision);
+  EXPECT_EQ(first.with(OpPolicy().promote("mm")).category("mm", kCPU), OpCategory::promote);
+  EXPECT_EQ(OpPolicy().category("mm", kCPU), OpCategory::lower_precision);
+}
+
+TEST(OpPolicy, NestsAndEndsWithItsScope) {
+  const auto outer_policy = OpPolicy().deny("mm").deny("softmax.int");
+  {
+    const Autocast<kCPU> outer(outer_policy);
+    {
+      const Autocast<kCPU> inner(OpPolicy().allow("mm"));
+      EXPECT_EQ(mm_dtype(), kBFloat16);             // the inner policy's word
+      EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // where it is silent, the outer's
+      const Autocast<kCPU> plain;
+      EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // a plain region changes no policy
+    }
+    EXPECT_EQ(mm_dtype(), kFloat);
+  }
+  const Autocast<kCPU> autocast;
+  EXPECT_EQ(mm_dtype(), kBFloat16);
+  EXPECT_EQ(softmax_dtype(kBFloat16), kBFloat16);
+}
+
+TEST(OpPolicy, EndsWhenAnExceptionLeavesTheScope) {
+  const auto policy = OpPolicy().deny("mm");
+  const Autocast<kCPU> autocast;
+  try {
+    const Autocast<kCPU> inner(policy);
+    throw std::runtime_error("out");
+  } catch (const std::runtime_error&) {
+  }
+  EXPECT_EQ(mm_dtype(), kBFloat16);
+}
+
+TEST(OpPolicy, HoldsInItsOwnThreadAndGoesWhereTheStateIsHandedOver) {
+  const Autocast<kCPU> autocast(OpPolicy().deny("mm"));
+  auto alone = kHalf;
+  auto handed = kHalf;
+  std::thread([&] {
+    const Autocast<kCPU> own;
+    alone = mm_dtype();
+  }).join();
+  std::thread(mezzo::with_current_autocast([&] { handed = mm_dtype(); })).join();
+  EXPECT_EQ(alone, kBFloat16);
+  EXPECT_EQ(handed, kFloat);
+}
+
+TEST(OpPolicy, ReachesTheRunTimeGuardCallablesAndKeepsToItsDevice) {
+  const auto policy = OpPolicy().deny("mm");
+  {
+    const mezzo::AutocastGuard guard({.device = kCPU}, policy);
+    EXPECT_EQ(mm_dtype(), kFloat);
+  }
+  const auto product = [] { return mm_dtype(); };
+  EXPECT_EQ(mezzo::autocast<kCPU>(product, {.policy = policy})(), kFloat);
+  EXPECT_EQ(mezzo::autocast(product, {.device = kCPU}, policy)(), kFloat);
+  const Autocast<torch::kCUDA> cuda(policy);
+  const Autocast<kCPU> cpu;
+  EXPECT_EQ(mm_dtype(), kBFloat16);
+}
+
+TEST(OpPolicy, CastsAreDifferentiable) {
+  const auto policy = OpPolicy().allow("relu");
+  auto x = torch::ones({2}, torch::requires_grad());
+  {
+    const Autocast<kCPU> autocast(policy);
+    torch::relu(x).to(kFloat).sum().backward();
+  }
+  EXPECT_TRUE(torch::equal(x.grad(), torch::ones({2})));
+}
+
+TEST(OpPolicy, UnbansWhatIsBannedAndNothingElse) {
+  const auto cuda_like = OpPolicy::cuda_like();
+  const auto probability = torch::full({3}, 0.5);
+  {
+    const Autocast<kCPU> autocast(cuda_like);
+    EXPECT_THAT(error_of([&] { torch::binary_cross_entropy(probability, probability); }),
+                HasSubstr("aten::binary_cross_entropy is banned"));
+    const Autocast<kCPU> inner(OpPolicy().unban("binary_cross_entropy"));
+    EXPECT_EQ(torch::binary_cross_entropy(probability.to(kBFloat16), probability).scalar_type(),
+              kFloat);
+  }
+  EXPECT_THAT(error_of([] { return OpPolicy().unban("linear"); }),
+              HasSubstr("banned on no device"));
+}
+
+TEST(OpPolicy, ForcesEinsumDownAndKeepsSumsInFloatWhenCudaLike) {
+  {
+    const Autocast<kCPU> autocast(OpPolicy().allow("einsum"));
+    EXPECT_EQ(torch::einsum("ij->i", {square()}).scalar_type(), kBFloat16);
+  }
+  const Autocast<kCPU> autocast(OpPolicy::cuda_like());
+  EXPECT_EQ(torch::einsum("ij->i", {square()}).scalar_type(), kBFloat16);
+  EXPECT_EQ(square(kBFloat16).sum().scalar_type(), kFloat);
+  EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);
+  EXPECT_EQ(torch::softmax(square(kBFloat16), 1, kBFloat16).scalar_type(), kBFloat16);
+  EXPECT_EQ(square(kBFloat16).norm().scalar_type(), kFloat);
+}
+
+TEST(OpPolicy, MakesTheTwoDevicesAlike) {
+  for (const auto& [policy, device] :
+       {std::pair(OpPolicy::cuda_like(), torch::kCUDA), std::pair(OpPolicy::cpu_like(), kCPU)}) {
+    for (const auto each : {kCPU, torch::kCUDA}) {
+      for (const auto& entry : mezzo::op_policies(each == kCPU ? torch::kCUDA : kCPU).entries()) {
+        EXPECT_EQ(policy.category(entry.name, kCPU), policy.category(entry.name, torch::kCUDA))
+            << entry.name;
+      }
+    }
+    EXPECT_EQ(policy.category("softmax.int", kCPU),
+              mezzo::op_policies(device).category("aten::softmax.int"));
+  }
+}
+
+TEST(OpPolicy, SuggestsNamesForOnesThatDoNotExist) {
+  EXPECT_THAT(error_of([] { return OpPolicy().deny("lineer"); }),
+              HasSubstr("no operator \"aten::lineer\" is registered; did you mean aten::linear"));
+  EXPECT_THAT(error_of([] { return OpPolicy().deny("aten::softmax.itn"); }),
+              HasSubstr("did you mean aten::softmax.int"));
+}
+
+TEST(OpPolicy, RefusesOpsThatWriteAndCategoriesThatDoNotFit) {
+  EXPECT_THAT(error_of([] { return OpPolicy().deny("relu_"); }), HasSubstr("writes into its"));
+  EXPECT_THAT(error_of([] { return OpPolicy().deny("mm.out"); }), HasSubstr("writes into its"));
+  EXPECT_THAT(error_of([] { return OpPolicy().set("mm", OpCategory::fp32_set_opt_dtype); }),
+              HasSubstr("no optional dtype argument"));
+  EXPECT_THAT(error_of([] { return OpPolicy().set("mm", OpCategory::fp32_append_dtype); }),
+              HasSubstr("no overload with a dtype"));
+  EXPECT_THAT(error_of([] { return OpPolicy().set("mm", OpCategory::unknown); }),
+              HasSubstr("unknown"));
+}
+
+TEST(OpPolicy, KeepsTheDispatchersWarningOffTheTerminal) {
+  testing::internal::CaptureStderr();
+  const auto policy = OpPolicy().deny("addmm");
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
+TEST(OpPolicyText, RoundTrips) {
+  const auto policy = OpPolicy().allow("relu").deny("linear").ignore("mm").promote("mul.Tensor");
+  EXPECT_EQ(OpPolicy::parse(policy.to_string()).edits(), policy.edits());
+  EXPECT_EQ(OpPolicy::parse("").edits(), OpPolicy().edits());
+  const auto cuda_like = OpPolicy::cuda_like();
+  EXPECT_EQ(OpPolicy::parse(cuda_like.to_string()).edits(), cuda_like.edits());
+}
+
+TEST(OpPolicyText, ReadsVerbsSeveralOpsALineAndComments) {
+  const auto policy = OpPolicy::parse("# mine\nallow relu tanh  # both\n\n  deny aten::linear\n");
+  EXPECT_EQ(policy.edits(), OpPolicy().allow("relu").allow("tanh").deny("linear").edits());
+}
+
+TEST(OpPolicyText, NamesTheLineOfAnError) {
+  EXPECT_THAT(error_of([] { return OpPolicy::parse("allow relu\nforbid mm\n"); }),
+              HasSubstr("op policy, line 2: \"forbid\" is no edit; use allow, deny"));
+  EXPECT_THAT(error_of([] { return OpPolicy::parse("allow\n"); }), HasSubstr("names no op"));
+  EXPECT_THAT(error_of([] { return OpPolicy::parse("deny lineer\n"); }),
+              HasSubstr("line 1: op: no operator \"aten::lineer\""));
+}
+
+TEST(OpPolicyText, ReadsAFileAndNamesOneThatIsNotThere) {
+  const auto path = testing::TempDir() + "mezzo_policy.txt";
+  std::ofstream(path) << "deny mm\nallow nosuchop\n";
+  EXPECT_THAT(error_of([&] { return OpPolicy::from_file(path); }), HasSubstr(path + ", line 2"));
+  std::ofstream(path) << "deny mm\n";
+  EXPECT_EQ(OpPolicy::from_file(path).edits(), OpPolicy().deny("mm").edits());
+  std::remove(path.c_str());
+  EXPECT_THAT(error_of([&] { return OpPolicy::from_file(path); }), HasSubstr("cannot be opened"));
+}
+
+torch::Tensor scaled_product(const torch::Tensor& a, const torch::Tensor& b) { return a * b * 2; }
+
+TORCH_LIBRARY(mezzo_policy_test, library) {
+  library.def("scaled_product(Tensor a, Tensor b) -> Tensor");
+  library.impl("scaled_product", c10::DispatchKey::CPU, TORCH_FN(scaled_product));
+}
+
+TEST(OpPolicy, MakesARegisteredCustomOpTakePartByName) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mezzo_policy_test::scaled_product", "")
+                             .typed<torch::Tensor(const torch::Tensor&, const torch::Tensor&)>();
+  const auto policy = OpPolicy().allow("mezzo_policy_test::scaled_product");
+  const auto denied = OpPolicy().deny("mezzo_policy_test::scaled_product");
+  EXPECT_EQ(policy.category("mezzo_policy_test::scaled_product", torch::kCUDA),
+            OpCategory::lower_precision);
+  const Autocast<kCPU> autocast;
+  EXPECT_EQ(op.call(square(kHalf), square(kHalf)).scalar_type(), kHalf);
+  const Autocast<kCPU> allowing(policy);
+  EXPECT_EQ(op.call(square(), square()).scalar_type(), kBFloat16);
+  const Autocast<kCPU> denying(denied);
+  EXPECT_EQ(op.call(square(kHalf), square(kHalf)).scalar_type(), kFloat);
+}
+
+}  // namespace

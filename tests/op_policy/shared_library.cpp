@@ -1,0 +1,31 @@
+// Built twice, with hidden visibility: two shared libraries that use policies without knowing of
+// each other. two_libraries.cpp loads them.
+
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <mezzo/autocast.h>
+#include <mezzo/op_policy.h>
+
+#include <optional>
+
+namespace {
+
+std::optional<mezzo::Autocast<at::kCPU>> region;
+
+}  // namespace
+
+extern "C" {
+
+// Enters a region whose policy denies or allows mm.
+C10_EXPORT void enter(bool deny) {
+  region.emplace(deny ? mezzo::OpPolicy().deny("mm") : mezzo::OpPolicy().allow("mm"));
+}
+
+C10_EXPORT void leave() { region.reset(); }
+
+C10_EXPORT bool mm_runs_in_float() {
+  return at::mm(at::ones({2, 2}), at::ones({2, 2})).scalar_type() == at::kFloat;
+}
+
+C10_EXPORT const void* registry() { return &mezzo::detail::override_registry(); }
+}

@@ -1,0 +1,112 @@
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+#include <mezzo/op_policy.h>
+#include <torch/torch.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::OpPolicy;
+using torch::kCPU;
+
+constexpr int kThreads = 8;
+
+// What one of the four kinds of thread expects of mm on float32 and of softmax on bfloat16.
+struct Expectation {
+  OpPolicy policy;
+  at::ScalarType mm;
+  at::ScalarType softmax;
+};
+
+std::array<Expectation, 4> expectations() {
+  return {{{OpPolicy(), torch::kBFloat16, torch::kBFloat16},
+           {OpPolicy().deny("mm"), torch::kFloat, torch::kBFloat16},
+           {OpPolicy().deny("softmax.int"), torch::kBFloat16, torch::kFloat},
+           {OpPolicy().ignore("mm").deny("softmax"), torch::kFloat, torch::kFloat}}};
+}
+
+// Returns how many results had another dtype than expected.
+int run(const Expectation& expected, int rounds) {
+  const torch::NoGradGuard no_grad;
+  const auto a = torch::ones({4, 4});
+  const auto b = torch::ones({4, 4}, torch::kBFloat16);
+  int wrong = 0;
+  for (int i = 0; i < rounds; ++i) {
+    const Autocast<kCPU> autocast(expected.policy);
+    wrong += torch::mm(a, a).scalar_type() != expected.mm;
+    wrong += torch::softmax(b, 1).scalar_type() != expected.softmax;
+    try {
+      const Autocast<kCPU> inner(OpPolicy(expected.policy));
+      torch::mm(a, torch::ones({3, 3}));
+      ++wrong;
+    } catch (const c10::Error&) {  // shapes that do not fit: the scope ends by exception
+    }
+    wrong += torch::mm(a, a).scalar_type() != expected.mm;
+  }
+  return wrong;
+}
+
+TEST(OpPolicyThreads, EachSeesItsOwnPolicyAndNoOther) {
+  const auto kinds = expectations();
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] { wrong += run(kinds[static_cast<std::size_t>(i) % 4], 400); });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+// Copies of policies, policies about ops that are overridden already, and questions about the lists
+// may come from any thread at any time.
+TEST(OpPolicyThreads, MayBuildPoliciesFromOpsThatWereNamedBefore) {
+  const auto kinds = expectations();
+  std::atomic<int> wrong = 0;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      for (int round = 0; round < 10; ++round) {
+        auto kind = kinds[static_cast<std::size_t>(i) % 4];
+        kind.policy = OpPolicy::parse(kind.policy.to_string());
+        wrong += run(kind, 2);
+        wrong +=
+            mezzo::op_policies(kCPU).category("aten::mm") != mezzo::OpCategory::lower_precision;
+      }
+    });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+// An op may run under a policy inside the very region that another policy governs.
+TEST(OpPolicyThreads, AreIndependentOfReentrance) {
+  const auto deny = OpPolicy().deny("mm");
+  const auto allow = OpPolicy().allow("mm");
+  const auto a = torch::ones({2, 2}, torch::requires_grad());
+  std::vector<at::ScalarType> seen;
+  torch::Tensor product;
+  {
+    const Autocast<kCPU> autocast(deny);
+    product = torch::mm(a, a);
+  }
+  product.register_hook([&](const torch::Tensor&) {
+    const Autocast<kCPU> autocast(allow);
+    seen.push_back(torch::mm(a, a).scalar_type());
+  });
+  const Autocast<kCPU> autocast(deny);
+  product.sum().backward();
+  seen.push_back(torch::mm(a, a).scalar_type());
+  EXPECT_EQ(seen, (std::vector<at::ScalarType>{torch::kBFloat16, torch::kFloat}));
+}
+
+}  // namespace
