@@ -36,7 +36,7 @@ template <class F>
 [[nodiscard]] auto cast_inputs(at::ScalarType dtype, F&& function) {
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
               "dtype: cast_inputs casts to Float, Half or BFloat16, not to ", dtype);
-  return detail::CastFunction<std::decay_t<F>, detail::ToDtype>(std::forward<F>(function), {dtype});
+  return detail::CastingFunction<std::decay_t<F>, detail::ToDtype>(std::forward<F>(function), {dtype});
 }
 
 /// `function` in float32: for what overflows or loses too much. In Apex: `float_function`.
@@ -48,7 +48,7 @@ template <class F>
 /// `function` in the dtype that the calling region lowers to. In Apex: `half_function`.
 template <class F>
 [[nodiscard]] auto half_function(F&& function) {
-  return detail::CastFunction<std::decay_t<F>, detail::ToRegionDtype>(std::forward<F>(function),
+  return detail::CastingFunction<std::decay_t<F>, detail::ToRegionDtype>(std::forward<F>(function),
                                                                       {});
 }
 
@@ -56,7 +56,7 @@ template <class F>
 /// float32. In Apex: `promote_function`.
 template <class F>
 [[nodiscard]] auto promote_function(F&& function) {
-  return detail::CastFunction<std::decay_t<F>, detail::ToWidest>(std::forward<F>(function), {});
+  return detail::CastingFunction<std::decay_t<F>, detail::ToWidest>(std::forward<F>(function), {});
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

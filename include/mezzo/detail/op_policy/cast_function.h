@@ -199,10 +199,10 @@ struct ToWidest {
 
 /// Calls `F` on cast arguments with autocast off, and plainly where autocast is off.
 template <class F, class Target>
-class CastFunction {
+class CastingFunction {
  public:
   template <class G>
-  CastFunction(G&& function, Target target)
+  CastingFunction(G&& function, Target target)
       : function_(std::forward<G>(function)), target_(target) {}
 
   template <class... Args>
