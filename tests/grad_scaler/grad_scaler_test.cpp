@@ -18,8 +18,11 @@
 #include <utility>
 #include <vector>
 
+#include "error_of.h"
+
 namespace {
 
+using grad_scaler_test::error_of;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;
@@ -46,16 +49,6 @@ GradScaler quiet_scaler(const GradScalerOptions& options) {
   scaler.on_skip(nullptr);
   (void)scaler.scale(torch::zeros({}));
   return scaler;
-}
-
-template <class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 TEST(GradScaler, HasTorchsDefaults) {

@@ -13,8 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "error_of.h"
+
 namespace {
 
+using grad_scaler_test::error_of;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;
@@ -53,16 +56,6 @@ GradScalerOptions unusual_options() {
       .min_scale(0.5)
       .max_scale(1024)
       .hysteresis(3);
-}
-
-template <class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 TEST(GradScalerState, HasTorchsKeys) {

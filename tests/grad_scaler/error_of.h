@@ -1,0 +1,20 @@
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <string>
+
+namespace grad_scaler_test {
+
+/// What `call` throws, without the stack trace; "no error" where it throws nothing.
+template <class Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+}  // namespace grad_scaler_test
