@@ -11,6 +11,7 @@
 #include <mezzo/detail/autocast/region.h>
 #include <mezzo/detail/autocast/thread_state.h>
 #include <mezzo/detail/op_policy/policy_edits.h>
+#include <mezzo/detail/weight_cache/thread_caches.h>
 #include <mezzo/precision.h>
 #include <mezzo/version.h>
 
@@ -30,12 +31,17 @@ struct AutocastOptions {
   /// the thread ends, so that a weight used twice is cast once. libtorch keeps one such cache a
   /// process, keyed by the weight alone: set this to false where weights change inside a region,
   /// where a `NoGradGuard` comes and goes inside it (a copy made without gradients would be reused
-  /// with them), or where threads run the same weights in different dtypes.
+  /// with them), or where threads run the same weights in different dtypes. Or give the region a
+  /// `weight_cache`, which has none of these traps. False turns that off too, for this region.
   bool cache_enabled = true;
 
   /// Edits to the op lists, an OpPolicy (op_policy.h), for this region: on top of the surrounding
   /// region's where regions nest.
   PolicyRef policy = {};
+
+  /// A WeightCache (weight_cache.h), which takes the place of libtorch's cache in this region.
+  /// Without one the surrounding region's stays in force.
+  WeightCacheRef weight_cache = {};
 };
 
 /// A region of mixed precision that ends with the scope:
@@ -45,6 +51,8 @@ struct AutocastOptions {
 ///     mezzo::Autocast<torch::kCUDA, torch::kBFloat16> autocast;   // or as said
 ///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision in a region
 ///     mezzo::Autocast<torch::kCPU> autocast(policy);              // with edited op lists
+///     mezzo::Autocast<torch::kCPU> autocast(cache);               // weights are cast when they
+///     change mezzo::Autocast<torch::kCPU> autocast({.policy = policy, .weight_cache = cache});
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
@@ -66,12 +74,16 @@ class Autocast {
 
  public:
   [[nodiscard]] explicit Autocast(AutocastOptions options = {}) noexcept
-      : region_(
-            {Device, Dtype, options.enabled, options.cache_enabled, std::move(options.policy)}) {}
+      : region_({Device, Dtype, options.enabled, options.cache_enabled, std::move(options.policy),
+                 std::move(options.weight_cache)}) {}
 
   /// The region under an OpPolicy.
   [[nodiscard]] explicit Autocast(PolicyRef policy) noexcept
       : Autocast(AutocastOptions{.policy = std::move(policy)}) {}
+
+  /// The region with a WeightCache.
+  [[nodiscard]] explicit Autocast(WeightCacheRef cache) noexcept
+      : Autocast(AutocastOptions{.weight_cache = std::move(cache)}) {}
 
  private:
   detail::Region region_;
@@ -89,8 +101,12 @@ class Autocast {
 /// outer one's.
 class AutocastGuard {
  public:
-  [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting, PolicyRef policy = {})
-      : region_(detail::checked_region(setting, std::move(policy))) {}
+  [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting, PolicyRef policy = {},
+                                       WeightCacheRef cache = {})
+      : region_(detail::checked_region(setting, std::move(policy), std::move(cache))) {}
+
+  [[nodiscard]] AutocastGuard(const AutocastSetting& setting, WeightCacheRef cache)
+      : AutocastGuard(setting, PolicyRef(), std::move(cache)) {}
 
   [[nodiscard]] explicit AutocastGuard(c10::DeviceType device,
                                        std::optional<at::ScalarType> dtype = std::nullopt,
@@ -99,7 +115,7 @@ class AutocastGuard {
                        .dtype = dtype.value_or(default_autocast_dtype(device)),
                        .enabled = options.enabled,
                        .cache_enabled = options.cache_enabled},
-                      std::move(options.policy)) {}
+                      std::move(options.policy), std::move(options.weight_cache)) {}
 
  private:
   detail::Region region_;
@@ -110,9 +126,9 @@ class AutocastGuard {
 /// it is, references included, overloads, const and noexcept are kept. What Python does by
 /// decorating `forward`.
 ///
-///     auto forward = mezzo::autocast<torch::kCPU>([&](torch::Tensor x) { return net->forward(x); });
-///     auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device));
-///     step(trainer, batch);
+///     auto forward = mezzo::autocast<torch::kCPU>([&](torch::Tensor x) { return net->forward(x);
+///     }); auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device)); step(trainer,
+///     batch);
 ///
 /// A lvalue `function` is copied, as by std::bind_front; pass std::ref(function) to keep a
 /// reference.
@@ -122,20 +138,22 @@ template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(
   using Function = detail::ScopedFunction<std::decay_t<F>, detail::Region, detail::RegionState>;
   return Function(std::forward<F>(function),
                   detail::RegionState{Device, Dtype, options.enabled, options.cache_enabled,
-                                      std::move(options.policy)});
+                                      std::move(options.policy), std::move(options.weight_cache)});
 }
 
 /// The same for a setting known at run time. Throws as AutocastGuard does, here and not at the
 /// calls.
 template <class F>
-[[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting, PolicyRef policy = {}) {
+[[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting, PolicyRef policy = {},
+                            WeightCacheRef cache = {}) {
   using Function = detail::ScopedFunction<std::decay_t<F>, detail::Region, detail::RegionState>;
-  return Function(std::forward<F>(function), detail::checked_region(setting, std::move(policy)));
+  return Function(std::forward<F>(function),
+                  detail::checked_region(setting, std::move(policy), std::move(cache)));
 }
 
-/// The autocast state of a thread, for all device types: enabled, dtype, op policy, and whether
-/// casts are cached. A new thread starts with autocast off; capture the state where it is set, and
-/// hand it over:
+/// The autocast state of a thread, for all device types: enabled, dtype, op policy, weight cache,
+/// and whether casts are cached. A new thread starts with autocast off; capture the state where it
+/// is set, and hand it over:
 ///
 ///     pool.submit([state = mezzo::AutocastState::capture()] {
 ///       mezzo::AutocastState::Scope scope(state);
@@ -143,7 +161,8 @@ template <class F>
 ///     });
 ///
 /// A value: copy it and keep it as long as you like. at::ThreadLocalState carries more (grad mode,
-/// profiler) but neither the cache flag, nor the clearing of the cache, nor a policy.
+/// profiler) but neither the cache flag, nor the clearing of the cache, nor a policy, nor a
+/// WeightCache. A WeightCache that isolates threads gives the other thread copies of its own.
 class AutocastState {
  public:
   /// The calling thread's state.

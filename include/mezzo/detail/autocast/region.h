@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <mezzo/detail/autocast/libtorch_state.h>
 #include <mezzo/detail/op_policy/policy_edits.h>
+#include <mezzo/detail/weight_cache/thread_caches.h>
 #include <mezzo/precision.h>
 
 #include <utility>
@@ -29,12 +30,14 @@ struct RegionState {
   bool enabled;
   bool cache_enabled;
   PolicyRef policy = {};
+  WeightCacheRef weight_cache = {};
 };
 
-inline RegionState checked_region(const AutocastSetting& setting, PolicyRef policy = {}) {
+inline RegionState checked_region(const AutocastSetting& setting, PolicyRef policy = {},
+                                  WeightCacheRef weight_cache = {}) {
   check_autocast(setting.device, setting.dtype);
-  return {setting.device, setting.dtype, setting.enabled, setting.cache_enabled,
-          std::move(policy)};
+  return {setting.device,        setting.dtype,     setting.enabled,
+          setting.cache_enabled, std::move(policy), std::move(weight_cache)};
 }
 
 /// Counts this thread's regions, as libtorch does, and drops the cached weight casts at the
@@ -61,7 +64,8 @@ class Nesting {
   bool drops_casts_;
 };
 
-/// A region of one device type in this thread.
+/// A region of one device type in this thread. Where a WeightCache is in force libtorch's own is
+/// off: it would hand out stale weights to the few ops that do not ask mezzo's.
 class Region {
  public:
   explicit Region(const RegionState& region) noexcept
@@ -69,23 +73,25 @@ class Region {
                at::autocast::is_autocast_enabled(region.device),
                at::autocast::is_autocast_cache_enabled()},
         nesting_(region.dtype != found_.dtype),
-        policy_(region.device, region.policy) {
-    install(region);
+        policy_(region.device, region.policy),
+        cache_(region.device, region.weight_cache, region.cache_enabled) {
+    install(region, region.cache_enabled && !cache_.in_force());
   }
-  ~Region() { install(found_); }
+  ~Region() { install(found_, found_.cache_enabled); }
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
  private:
-  static void install(const RegionState& region) noexcept {
+  static void install(const RegionState& region, bool libtorch_caches) noexcept {
     at::autocast::set_autocast_enabled(region.device, region.enabled);
     at::autocast::set_autocast_dtype(region.device, region.dtype);
-    at::autocast::set_autocast_cache_enabled(region.cache_enabled);
+    at::autocast::set_autocast_cache_enabled(libtorch_caches);
   }
 
   RegionState found_;
   Nesting nesting_;
   PolicyScope policy_;
+  CacheScope cache_;
 };
 
 }  // namespace detail

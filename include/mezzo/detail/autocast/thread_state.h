@@ -7,9 +7,11 @@
 #include <mezzo/detail/autocast/libtorch_state.h>
 #include <mezzo/detail/autocast/region.h>
 #include <mezzo/detail/op_policy/policy_edits.h>
+#include <mezzo/detail/weight_cache/thread_caches.h>
 
 #include <array>
 #include <cstddef>
+#include <memory>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -22,6 +24,7 @@ struct ThreadState {
   std::array<at::ScalarType, c10::COMPILE_TIME_MAX_DEVICE_TYPES> dtypes;
   bool cache_enabled;
   ThreadPolicies policies;
+  std::array<std::shared_ptr<CacheOwner>, kPolicyDevices.size()> weight_caches;
 };
 
 inline ThreadState this_thread_state() noexcept {
@@ -29,7 +32,11 @@ inline ThreadState this_thread_state() noexcept {
   ThreadState state{.disabled = excluded & c10::autocast_dispatch_keyset,
                     .dtypes = {},
                     .cache_enabled = at::autocast::is_autocast_cache_enabled(),
-                    .policies = thread_policies()};
+                    .policies = thread_policies(),
+                    .weight_caches = {}};
+  for (std::size_t i = 0; i < state.weight_caches.size(); ++i) {
+    state.weight_caches[i] = thread_caches()[i].owner;
+  }
   for (std::size_t i = 0; i < state.dtypes.size(); ++i) {
     state.dtypes[i] = at::autocast::get_autocast_dtype(static_cast<c10::DeviceType>(i));
   }
@@ -45,6 +52,9 @@ inline void install_in_this_thread(const ThreadState& state) noexcept {
   }
   at::autocast::set_autocast_cache_enabled(state.cache_enabled);
   thread_policies() = state.policies;
+  for (std::size_t i = 0; i < state.weight_caches.size(); ++i) {
+    change_cache(thread_caches()[i], state.weight_caches[i]);
+  }
 }
 
 /// Runs this thread under `state` until the end of the scope.

@@ -13,6 +13,7 @@
 #include <mezzo/detail/op_policy/eligible.h>
 #include <mezzo/detail/op_policy/op_names.h>
 #include <mezzo/detail/op_policy/policy_edits.h>
+#include <mezzo/detail/weight_cache/thread_caches.h>
 #include <mezzo/version.h>
 
 #include <algorithm>
@@ -73,9 +74,14 @@ inline std::optional<at::ScalarType> cast_target(OpCategory category,
   }
 }
 
-inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device) {
+/// `cache` is the weight cache that may hold the result, if one does.
+inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device,
+                          const ThreadCache& cache) {
   const auto cast = [&](const at::Tensor& tensor) {
-    return at::autocast::cached_cast(dtype, tensor, device);
+    const bool ask = cache.casts != nullptr && is_eligible(tensor, device);
+    return ask && tensor.scalar_type() != dtype
+               ? cache.casts->lower(tensor, dtype, Place::either, cache.since)
+               : at::autocast::cached_cast(dtype, tensor, device);
   };
   if (argument.isTensor()) {
     const at::Tensor& tensor = argument.toTensor();
@@ -182,8 +188,11 @@ class OverrideKernel final : public c10::OperatorKernel {
     c10::IValue* arguments = stack->data() + (stack->size() - arity_);
     const c10::ArrayRef<const c10::IValue> view(arguments, arity_);
     if (const auto dtype = cast_target(category, view, device_)) {
-      std::for_each(arguments, arguments + arity_,
-                    [&](c10::IValue& argument) { cast_argument(argument, *dtype, device_); });
+      const ThreadCache cache =
+          category == OpCategory::lower_precision ? thread_caches()[device_index_] : ThreadCache();
+      std::for_each(arguments, arguments + arity_, [&](c10::IValue& argument) {
+        cast_argument(argument, *dtype, device_, cache);
+      });
     } else if (category == OpCategory::fp32_set_opt_dtype) {
       set_dtype(arguments);
     } else if (category == OpCategory::fp32_append_dtype) {

@@ -1,6 +1,7 @@
 /// \file
-/// Which ops mezzo overrides in this process. One registry a process, never destroyed: taking a
-/// kernel out of the dispatcher while another thread calls the op crashes.
+/// Which ops mezzo overrides in this process, for op policies and for weight caches. One registry a
+/// process, never destroyed: taking a kernel out of the dispatcher while another thread calls the
+/// op crashes.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -58,6 +59,23 @@ class OverrideRegistry {
     return found == slots_.end() ? std::nullopt : std::optional(found->second);
   }
 
+  /// Puts a kernel that consults a weight cache in front of the op's, once a process, where the op
+  /// is in libtorch's list of those to lower. `make` is given device and slot, and takes over from
+  /// the kernel that is there.
+  template <class Make>
+  void cache_weights_of(const c10::OperatorHandle& op, Make make) {
+    const std::lock_guard lock(mutex_);
+    const OpSlot slot = slot_of(op);
+    for (const auto device : kPolicyDevices) {
+      Entry& entry = entries_[slot];
+      const std::size_t i = policy_device_index(device);
+      if (!entry.caching[i] && entry.registered[i] == OpCategory::lower_precision) {
+        put_in_front(op, device, make(device, slot), "mezzo::WeightCache");
+        entry.caching[i] = true;
+      }
+    }
+  }
+
   std::string name(OpSlot slot) {
     const std::lock_guard lock(mutex_);
     return entries_[slot].name;
@@ -67,7 +85,8 @@ class OverrideRegistry {
   struct Entry {
     std::string name;
     std::array<OpCategory, kPolicyDevices.size()> registered;
-    std::array<bool, kPolicyDevices.size()> overridden;
+    std::array<bool, kPolicyDevices.size()> overridden;  // by policies
+    std::array<bool, kPolicyDevices.size()> caching;
   };
 
   OpSlot slot_of(const c10::OperatorHandle& op) {
@@ -79,6 +98,7 @@ class OverrideRegistry {
     entries_.push_back(
         {name,
          {registered_category(op, kPolicyDevices[0]), registered_category(op, kPolicyDevices[1])},
+         {},
          {}});
     slots_.emplace(name, slot);
     return slot;
@@ -86,12 +106,16 @@ class OverrideRegistry {
 
   void override_kernel(const c10::OperatorHandle& op, c10::DeviceType device, OpSlot slot,
                        OpCategory registered) {
-    const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
     auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
         std::make_unique<OverrideKernel>(op, device, slot, registered));
+    put_in_front(op, device, std::move(kernel), "mezzo::OpPolicy");
+  }
+
+  void put_in_front(const c10::OperatorHandle& op, c10::DeviceType device,
+                    c10::KernelFunction kernel, const char* who) {
+    const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
     handles_.push_back(c10::Dispatcher::singleton().registerImpl(
-        op.operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
-        "mezzo::OpPolicy"));
+        op.operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr, who));
   }
 
   std::mutex mutex_;

@@ -1,0 +1,197 @@
+/// \file
+/// WeightCache's members: one store, or one a thread.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <mezzo/detail/weight_cache/cached_ops.h>
+#include <mezzo/weight_cache.h>
+
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// The owners that hold something for a thread, which tells them when it ends.
+class HoldersForThread {
+ public:
+  ~HoldersForThread() {
+    for (const auto& each : holders_) {
+      if (const auto holder = each.lock()) holder->forget_this_thread();
+    }
+  }
+
+  static void add(const std::weak_ptr<CacheOwner>& holder) {
+    static thread_local HoldersForThread own;
+    std::erase_if(own.holders_, [](const auto& each) { return each.expired(); });
+    own.holders_.push_back(holder);
+  }
+
+ private:
+  std::vector<std::weak_ptr<CacheOwner>> holders_;
+};
+
+inline void check_can_be_held(const at::Tensor& weight) {
+  TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter");
+  TORCH_CHECK(weight.is_floating_point(), "weight: ", weight.scalar_type(),
+              " is never cast by autocast; pass a floating-point parameter");
+  TORCH_CHECK(
+      !weight.is_inference(),
+      "weight: a tensor of inference mode has no version that tells when it changes; make or "
+      "load the model outside of inference mode");
+  TORCH_CHECK(can_be_held(weight),
+              "weight: only a leaf, dense and without forward gradient, can be held; pass the "
+              "parameter itself, not what is computed from it");
+}
+
+inline void check_low_precision(const at::Tensor& weight, at::ScalarType dtype, const char* what) {
+  TORCH_CHECK(c10::isFloatingType(dtype) && dtype != weight.scalar_type(), what, ": ", dtype,
+              " is no low precision of a weight of ", weight.scalar_type(),
+              "; use Half or BFloat16");
+}
+
+inline void check_copy(const at::Tensor& weight, const at::Tensor& copy) {
+  TORCH_CHECK(copy.defined(), "copy: an undefined tensor; pass what buffer_for gave");
+  check_low_precision(weight, copy.scalar_type(), "copy");
+  TORCH_CHECK(copy.sizes() == weight.sizes(), "copy: its shape ", copy.sizes(), " is not ",
+              weight.sizes(), ", the weight's");
+  TORCH_CHECK(copy.device() == weight.device(), "copy: it is on ", copy.device(),
+              ", the weight on ", weight.device());
+  TORCH_CHECK(!copy.is_inference() && can_be_held(copy) && !copy.requires_grad(),
+              "copy: pass a dense tensor that requires no grad and was not made in inference mode");
+}
+
+}  // namespace detail
+
+class WeightCache::Shared final : public detail::CacheOwner,
+                                  public std::enable_shared_from_this<WeightCache::Shared> {
+ public:
+  explicit Shared(const WeightCacheOptions& options)
+      : options_(options), for_all_(options.max_bytes, options.keep_trainable) {}
+
+  detail::WeightCasts* casts_of_this_thread() override { return &store(); }
+
+  void forget_this_thread() noexcept override {
+    std::shared_ptr<detail::WeightStore> own;  // dies after the lock
+    const std::lock_guard lock(mutex_);
+    if (const auto found = by_thread_.find(std::this_thread::get_id()); found != by_thread_.end()) {
+      own = std::move(found->second);
+      by_thread_.erase(found);
+    }
+  }
+
+  /// The store that serves the calling thread.
+  detail::WeightStore& store() {
+    if (!options_.thread_isolated) {
+      return for_all_;
+    }
+    const std::lock_guard lock(mutex_);
+    auto& own = by_thread_[std::this_thread::get_id()];
+    if (own == nullptr) {
+      own = std::make_shared<detail::WeightStore>(options_.max_bytes, options_.keep_trainable);
+      detail::HoldersForThread::add(weak_from_this());
+    }
+    return *own;
+  }
+
+  /// From when on a trainable weight's copy is current for the calling thread: the beginning of its
+  /// region, or now.
+  std::uint64_t since() const {
+    for (const auto& cache : detail::thread_caches()) {
+      if (cache.owner.get() == this) return cache.since;
+    }
+    return std::numeric_limits<std::uint64_t>::max();
+  }
+
+  /// All stores, kept alive for as long as the caller looks at them.
+  std::vector<std::shared_ptr<detail::WeightStore>> stores() {
+    if (!options_.thread_isolated) {
+      return {std::shared_ptr<detail::WeightStore>(shared_from_this(), &for_all_)};
+    }
+    const std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<detail::WeightStore>> all;
+    for (const auto& [thread, store] : by_thread_) all.push_back(store);
+    return all;
+  }
+
+  const WeightCacheOptions& options() const { return options_; }
+
+ private:
+  WeightCacheOptions options_;
+  detail::WeightStore for_all_;
+  std::mutex mutex_;
+  std::map<std::thread::id, std::shared_ptr<detail::WeightStore>> by_thread_;
+};
+
+inline WeightCache::WeightCache(WeightCacheOptions options) {
+  TORCH_CHECK(options.max_bytes >= 0, "max_bytes: ", options.max_bytes,
+              " is negative; give a bound in bytes, or leave it out for none");
+  detail::cache_weights_of_ops();
+  shared_ = std::make_shared<Shared>(options);
+}
+
+inline at::Tensor WeightCache::buffer_for(const at::Tensor& weight, at::ScalarType dtype) const {
+  detail::check_can_be_held(weight);
+  detail::check_low_precision(weight, dtype, "dtype");
+  return shared_->store().fixed_copy(weight, dtype);
+}
+
+inline void WeightCache::publish(const at::Tensor& weight, const at::Tensor& copy) const {
+  detail::check_can_be_held(weight);
+  detail::check_copy(weight, copy);
+  shared_->store().publish(weight, copy);
+}
+
+inline bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) const {
+  return weight.defined() && detail::can_be_held(weight) &&
+         shared_->store().holds(weight, dtype, shared_->since());
+}
+
+inline void WeightCache::forget(const at::Tensor& weight) const {
+  TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter, or call clear()");
+  for (auto& store : shared_->stores()) store->forget(weight.unsafeGetTensorImpl());
+}
+
+inline void WeightCache::clear() const {
+  for (auto& store : shared_->stores()) store->forget(nullptr);
+}
+
+inline WeightCacheStatistics WeightCache::statistics() const {
+  WeightCacheStatistics sum;
+  for (auto& store : shared_->stores()) {
+    const auto each = store->statistics();
+    sum.casts += each.casts;
+    sum.hits += each.hits;
+    sum.published += each.published;
+    sum.evicted += each.evicted;
+    sum.bytes_cast += each.bytes_cast;
+    sum.bytes_saved += each.bytes_saved;
+    sum.bytes_held += each.bytes_held;
+    sum.copies_held += each.copies_held;
+  }
+  return sum;
+}
+
+inline void WeightCache::reset_statistics() const {
+  for (auto& store : shared_->stores()) store->reset_statistics();
+}
+
+inline const WeightCacheOptions& WeightCache::options() const { return shared_->options(); }
+
+inline WeightCache::operator WeightCacheRef() const { return WeightCacheRef(shared_); }
+
+inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics) {
+  return stream << "weight cache: " << statistics.hits << " hits, " << statistics.casts
+                << " casts, " << statistics.published << " published, " << statistics.evicted
+                << " evicted; " << statistics.bytes_saved << " bytes saved, "
+                << statistics.bytes_cast << " cast, " << statistics.bytes_held << " held in "
+                << statistics.copies_held << " copies";
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

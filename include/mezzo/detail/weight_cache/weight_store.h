@@ -1,0 +1,316 @@
+/// \file
+/// A cache's copies behind a lock, and how they come about.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <mezzo/detail/weight_cache/held_copies.h>
+#include <mezzo/detail/weight_cache/thread_caches.h>
+#include <mezzo/detail/weight_cache/weight_cast_node.h>
+#include <mezzo/detail/weight_cache/weight_identity.h>
+#include <mezzo/version.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What a WeightCache did since it was made or its statistics were reset.
+struct WeightCacheStatistics {
+  std::int64_t casts = 0;       ///< of weights, because no current copy was held
+  std::int64_t hits = 0;        ///< uses of a weight that found a current copy
+  std::int64_t published = 0;   ///< copies that an optimizer wrote
+  std::int64_t evicted = 0;     ///< copies that had to go because of max_bytes
+  std::int64_t bytes_cast = 0;  ///< read and written by the casts
+  std::int64_t bytes_saved =
+      0;                        ///< that casts in the place of the hits would have read and written
+  std::int64_t bytes_held = 0;  ///< in copies of living weights, now
+  std::int64_t copies_held = 0;  ///< now
+};
+
+namespace detail {
+
+/// For as long as it exists, what is computed is a plain tensor: without a graph, and with a
+/// version also where the caller is in inference mode.
+class PlainTensors {
+ public:
+  PlainTensors() {
+    if (c10::InferenceMode::is_enabled()) {
+      outside_inference_.emplace(false);
+    }
+    no_grad_.emplace();
+  }
+
+ private:
+  std::optional<c10::InferenceMode> outside_inference_;
+  std::optional<at::NoGradGuard> no_grad_;
+};
+
+/// Bytes that a cast of `weight` to `dtype` reads and writes.
+inline std::int64_t cast_bytes(const at::Tensor& weight, at::ScalarType dtype) {
+  return weight.numel() *
+         static_cast<std::int64_t>(weight.element_size() + c10::elementSize(dtype));
+}
+
+class WeightStore final : public WeightCasts {
+ public:
+  WeightStore(std::int64_t max_bytes, bool keep_trainable)
+      : keep_trainable_(keep_trainable), held_(max_bytes) {}
+
+  at::Tensor lower(const at::Tensor& tensor, at::ScalarType dtype, Place place,
+                   std::uint64_t since) override {
+    if (!can_be_held(tensor)) {
+      return tensor.to(dtype);
+    }
+    if (Use use = find(tensor, dtype, since); use.copy.defined()) {
+      return connected_to(tensor, std::move(use.copy), std::move(use.passed));
+    }
+    if (place == Place::either && !tensor.requires_grad() && !seen_before(tensor)) {
+      return tensor.to(dtype);
+    }
+    Use use = find_or_cast(tensor, dtype, since, /*fixed=*/false);
+    return connected_to(tensor, std::move(use.copy), std::move(use.passed));
+  }
+
+  std::uint64_t enter() noexcept override {
+    const std::lock_guard lock(mutex_);
+    ++readers_;
+    return made_;
+  }
+
+  /// With the last reader go the copies that no later one may use, and those of dead weights.
+  void leave() noexcept override {
+    HeldCopies::List out;  // dies after the lock
+    const std::lock_guard lock(mutex_);
+    --readers_;
+    drop(
+        [last = readers_ == 0](const HeldCopy& entry) {
+          return entry.weight.is_dead() || (last && entry.passed != nullptr);
+        },
+        out);
+  }
+
+  /// The copy of `weight`, current, in memory that is the same at every call.
+  at::Tensor fixed_copy(const at::Tensor& weight, at::ScalarType dtype) {
+    return find_or_cast(weight, dtype, /*since=*/0, /*fixed=*/true).copy;
+  }
+
+  /// From now on `copy` is what is held for `weight`.
+  void publish(const at::Tensor& weight, const at::Tensor& copy) {
+    HeldCopies::List out;
+    const std::lock_guard refresh(refresh_);
+    const std::lock_guard lock(mutex_);
+    const CopyKey key(weight, copy.scalar_type());
+    auto old = held_.take(key);
+    const bool same = old.has_value() && old->copy.is_same(copy);
+    if (!same) {
+      check_room(bytes_of(copy));
+    }
+    HeldCopy entry{.key = key,
+                   .weight = WeightIdentity(weight),
+                   .copy = copy,
+                   .made = ++made_,
+                   .fixed = true,
+                   .order = same ? std::move(old->order) : DeviceOrder()};
+    entry.order.written(copy);
+    copy.unsafeGetTensorImpl()->bump_version();  // a kernel that wrote it did not
+    ++counts_.published;
+    insert(std::move(entry), out);
+  }
+
+  bool holds(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
+    const std::lock_guard lock(mutex_);
+    return find_current(weight, dtype, since) != nullptr;
+  }
+
+  /// Forgets the copies of one weight, or all; fixed ones keep their memory.
+  void forget(const c10::TensorImpl* weight) {
+    HeldCopies::List out;
+    const std::lock_guard lock(mutex_);
+    out = held_.forget_if([weight](const HeldCopy& entry) {
+      return weight == nullptr || entry.key.weight == weight;
+    });
+  }
+
+  WeightCacheStatistics statistics() {
+    HeldCopies::List out;
+    const std::lock_guard lock(mutex_);
+    drop_dead(out);
+    WeightCacheStatistics now = counts_;
+    now.bytes_held = held_.bytes();
+    now.copies_held = static_cast<std::int64_t>(held_.size());
+    return now;
+  }
+
+  void reset_statistics() {
+    const std::lock_guard lock(mutex_);
+    counts_ = {};
+  }
+
+ private:
+  /// A copy, and what its node raises.
+  struct Use {
+    at::Tensor copy;
+    std::shared_ptr<std::atomic<bool>> passed;
+  };
+
+  Use find(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
+    const std::lock_guard lock(mutex_);
+    HeldCopy* entry = find_current(weight, dtype, since);
+    if (entry == nullptr) {
+      return {};
+    }
+    entry->order.about_to_read(entry->copy);
+    count_hit(cast_bytes(weight, dtype));
+    return {entry->copy, entry->passed};
+  }
+
+  HeldCopy* find_current(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
+    HeldCopy* entry = held_.find(weight, dtype, since);
+    const bool became_trainable =
+        entry != nullptr && entry->passed == nullptr && !may_be_kept(*entry, weight);
+    return became_trainable ? nullptr : entry;
+  }
+
+  /// Whether a copy outlives regions and backward passes.
+  bool may_be_kept(const HeldCopy& entry, const at::Tensor& weight) const {
+    return keep_trainable_ || entry.fixed || !weight.requires_grad();
+  }
+
+  /// One thread at a time, so that threads which miss together make one cast.
+  Use find_or_cast(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since,
+                   bool fixed) {
+    HeldCopies::List out;  // dies after the locks
+    const std::lock_guard refresh(refresh_);
+    if (!fixed) {
+      if (Use use = find(weight, dtype, since); use.copy.defined()) {
+        return use;
+      }
+    }
+    std::optional<HeldCopy> old;
+    {
+      const std::lock_guard lock(mutex_);
+      old = held_.take(CopyKey(weight, dtype));
+      if (fixed && (!old.has_value() || !old->fixed)) {
+        check_room(weight.numel() * static_cast<std::int64_t>(c10::elementSize(dtype)));
+      }
+    }
+    const bool becomes_fixed = fixed || (old.has_value() && old->fixed);
+    const bool is_good = old.has_value() && old->passed == nullptr && may_be_kept(*old, weight) &&
+                         old->is_current(weight, since);
+    HeldCopy entry = is_good ? std::move(*old) : renewed(weight, dtype, std::move(old));
+    const std::lock_guard lock(mutex_);
+    entry.fixed = becomes_fixed;
+    entry.passed = may_be_kept(entry, weight) ? nullptr : std::make_shared<std::atomic<bool>>();
+    Use use{entry.copy, entry.passed};
+    insert(std::move(entry), out);
+    return use;
+  }
+
+  HeldCopy renewed(const at::Tensor& weight, at::ScalarType dtype, std::optional<HeldCopy> old) {
+    WeightIdentity identity(weight);  // before the cast: what is written meanwhile is not in it
+    const PlainTensors plain;
+    HeldCopy entry{.key = CopyKey(weight, dtype), .weight = std::move(identity), .copy = {}};
+    if (old.has_value() && may_be_rewritten(*old, weight)) {
+      old->copy.copy_(weight);
+      entry.copy = std::move(old->copy);
+      entry.order = std::move(old->order);
+    } else {
+      entry.copy = weight.to(dtype);
+    }
+    entry.order.written(entry.copy);
+    const std::lock_guard lock(mutex_);
+    entry.made = ++made_;
+    ++counts_.casts;
+    counts_.bytes_cast += cast_bytes(weight, dtype);
+    return entry;
+  }
+
+  /// A copy that a graph still needs is left to it, unless its place is promised: then the write
+  /// shows in its version, and the graph's backward throws.
+  static bool may_be_rewritten(const HeldCopy& old, const at::Tensor& weight) {
+    if (old.copy.sizes() != weight.sizes() || old.copy.device() != weight.device()) {
+      return false;
+    }
+    const bool unused = old.copy.use_count() == 1 && old.copy.storage().use_count() == 1 &&
+                        !old.order.read_elsewhere() && !old.order.written_elsewhere(old.copy);
+    return old.fixed || unused;
+  }
+
+  void insert(HeldCopy entry, HeldCopies::List& out) {
+    if (++insertions_ > held_.size() / 2 + 16) {
+      drop_dead(out);
+    }
+    auto evicted = held_.insert(std::move(entry));
+    if (!evicted.empty()) {
+      counts_.evicted += static_cast<std::int64_t>(evicted.size());
+      out.splice(out.end(), evicted);
+    }
+  }
+
+  void drop_dead(HeldCopies::List& out) {
+    drop([](const HeldCopy& entry) { return entry.weight.is_dead(); }, out);
+  }
+
+  template <class Predicate>
+  void drop(Predicate gone, HeldCopies::List& out) {
+    insertions_ = 0;
+    auto removed = held_.remove_if(gone);
+    out.splice(out.end(), removed);
+  }
+
+  void check_room(std::int64_t bytes) {
+    const std::int64_t fixed = held_.fixed_bytes();
+    TORCH_CHECK(fixed + bytes <= held_.max_bytes(),
+                "max_bytes: published copies are never evicted; ", fixed, " bytes of them and ",
+                bytes, " more do not fit into ", held_.max_bytes(),
+                "; raise WeightCacheOptions::max_bytes or publish fewer weights");
+  }
+
+  /// Whether an op was given this tensor, as it is now, already once: a weight comes back, an
+  /// activation is gone. A guess that costs a cast when wrong, and nothing else.
+  bool seen_before(const at::Tensor& tensor) {
+    static constexpr std::size_t kMostCandidates = 4096;
+    const std::lock_guard lock(mutex_);
+    const auto version = tensor._version();
+    const auto [found, first] =
+        candidates_.try_emplace(tensor.unsafeGetTensorImpl(), tensor.const_data_ptr(), version);
+    if (!first && found->second == std::pair(tensor.const_data_ptr(), version)) {
+      candidates_.erase(found);
+      return true;
+    }
+    found->second = {tensor.const_data_ptr(), version};
+    if (candidates_.size() > kMostCandidates) {
+      candidates_.clear();
+    }
+    return false;
+  }
+
+  void count_hit(std::int64_t bytes) {
+    ++counts_.hits;
+    counts_.bytes_saved += bytes;
+    ++spared_casts().casts;
+    spared_casts().bytes += bytes;
+  }
+
+  std::mutex refresh_;  // first this, then mutex_
+  std::mutex mutex_;
+  const bool keep_trainable_;
+  HeldCopies held_;
+  std::uint64_t made_ = 0;  // copies so far
+  int readers_ = 0;         // threads in regions
+  WeightCacheStatistics counts_;
+  std::size_t insertions_ = 0;  // since the last look for dead weights
+  std::unordered_map<const void*, std::pair<const void*, std::int64_t>> candidates_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

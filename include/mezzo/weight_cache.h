@@ -1,0 +1,141 @@
+/// \file
+/// Low-precision copies of weights that autocast reads instead of casting the weights: made when a
+/// weight has changed, and only then.
+///
+///     mezzo::WeightCache cache;                                  // before other threads run ops
+///     for (auto& batch : *loader) {
+///       mezzo::Autocast<torch::kCPU> autocast(cache);
+///       ...
+///     }
+///
+/// libtorch has such a cache too. It is one a process, holds the weights that require grad until
+/// the outermost region ends, goes stale when a weight is modified inside a region, loses gradients
+/// when a copy was made under NoGradGuard, and casts frozen weights at every use. This one is a
+/// value that a guard takes. Copies of frozen weights live as long as they are current, through
+/// micro-batches, evaluations and regions; those of trainable weights too where that is safe, see
+/// `keep_trainable`. An optimizer may write the copies itself, along with the weights, and publish
+/// them: then nothing is ever cast.
+///
+/// Where a region has a WeightCache, libtorch's cache is off. The ops that ask it: linear, mm,
+/// matmul, bmm, addmm, addbmm, baddbmm, the convolutions and transposed convolutions, the RNN cells
+/// and layers (cuDNN's layers cast their weights as ever), prelu; and every op that a policy
+/// allows. What a policy says of an op comes first. Other ops cost nothing extra.
+///
+/// **A stale copy is never used.** A copy is current while its weight is the same tensor with the
+/// same version, memory, dtype, shape and strides: in-place updates, copy_, set_data, to() and
+/// loading a state are all noticed. Who writes to a weight by a raw pointer bumps its version, for
+/// autograd's sake as well. Writes in place through `weight.data()` leave no trace that anybody
+/// could see, and torch::optim::SGD writes that way (libtorch's other optimizers do not). So the
+/// copy of a weight that requires grad is given up at the end of the outermost region, as libtorch
+/// does, and also when a gradient has gone through it. What remains is yours: after writing through
+/// `data()` to a frozen or published weight, call `forget(weight)`; or write under NoGradGuard
+/// instead.
+///
+/// **Gradients** are those of a cast of its own at each use, to the bit: each use of a copy gets a
+/// node of its own in autograd's graph, which sends the gradient to the weight in its dtype.
+/// So no graph outlives its backward, and it does not matter whether a copy was made under
+/// NoGradGuard, in inference mode or by another thread. (libtorch's cache adds the gradients of
+/// several uses in half precision first.) A weight that is modified between forward and backward
+/// makes backward throw, as it does in full precision. Hooks and double backward work as ever.
+///
+/// **Not held**, but cast at each use as without a cache: tensors with a graph behind them, tensors
+/// of inference mode (they have no version; make or load the model outside of it), forward-mode
+/// tangents, tensors that are not plain and dense. Where an op cannot tell a weight from an
+/// activation, as mm cannot, what requires no grad is held from its second use on.
+///
+/// **CUDA**: a copy that another stream wrote is waited for on the device, never on the host. In a
+/// captured graph only published copies keep their address and their meaning: capture without a
+/// cache unless all weights are published.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <mezzo/detail/weight_cache/thread_caches.h>
+#include <mezzo/detail/weight_cache/weight_store.h>
+#include <mezzo/version.h>
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <ostream>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+struct WeightCacheOptions {
+  /// The most that copies may hold, for each thread where threads are isolated. The least recently
+  /// used goes first; published copies never go, and do not fit beyond it. A copy is half of its
+  /// weight or less, and goes when its weight dies.
+  std::int64_t max_bytes = std::numeric_limits<std::int64_t>::max();
+
+  /// Whether the copies of weights that require grad outlive regions and backward passes too, so
+  /// that gradient accumulation casts them once a step and an evaluation once. Right for optimizers
+  /// that show their writes in the weights' versions: mezzo's, libtorch's but SGD, and code that
+  /// writes under NoGradGuard. Published copies need no such promise.
+  bool keep_trainable = false;
+
+  /// Whether each thread has copies of its own, without sharing a lock, until it ends; otherwise
+  /// one copy of a weight serves all threads. Regions carry the cache to other threads with
+  /// AutocastState either way. A recomputation (mezzo::checkpoint) on CUDA runs in a thread of
+  /// libtorch's: share there.
+  bool thread_isolated = false;
+};
+
+// WeightCacheStatistics, with counts of casts and hits and their bytes: see
+// detail/weight_cache/weight_store.h.
+
+inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics);
+
+/// A handle: copies of it share what it holds, which lives as long as a handle or a region does.
+/// Any thread may call any method, as far as `weight` itself may be read and written then.
+///
+/// **Make the first one before other threads run ops**: it puts kernels in front of the ops above,
+/// once a process and for good, which a concurrent call may not survive.
+class WeightCache {
+ public:
+  /// \throws c10::Error if max_bytes is negative
+  explicit WeightCache(WeightCacheOptions options = {});
+
+  /// The copy of `weight` in `dtype` at an address of its own: the same tensor at every call, as
+  /// long as `weight` keeps its shape and device. It has `weight`'s strides where those are dense,
+  /// is never evicted, and has the weight's present values: it is cast here if it does not. An
+  /// optimizer asks for it before each step, writes both in one pass, and says so with `publish`.
+  /// If it decides on the device not to step and writes neither, nothing is lost. \throws
+  /// c10::Error for a weight that cannot be held, for a dtype that is not another floating dtype,
+  /// and if published copies would exceed max_bytes
+  [[nodiscard]] at::Tensor buffer_for(const at::Tensor& weight, at::ScalarType dtype) const;
+
+  /// Says that `copy` was just written and has the values that `weight` has now; call it after the
+  /// write that changed `weight` and its version. From here until `weight` changes again, regions
+  /// of `copy`'s dtype use it: no cast. `copy` is what `buffer_for` gave, or any tensor of yours
+  /// with the shape and device of `weight`, which then takes its place. Bumps `copy`'s version, so
+  /// that the backward of a graph that still needs its old values throws. Costs no work on the
+  /// device. In a cache that isolates threads it holds for the calling thread. \throws c10::Error
+  /// as buffer_for does, and if `copy` does not fit `weight`
+  void publish(const at::Tensor& weight, const at::Tensor& copy) const;
+
+  /// Whether a use of `weight` in `dtype`, in this thread and its region, would find a copy.
+  [[nodiscard]] bool holds(const at::Tensor& weight, at::ScalarType dtype) const;
+
+  /// Forgets the copies of `weight`, for writes that leave no trace. Published ones keep their
+  /// address and are cast anew when used or asked for.
+  void forget(const at::Tensor& weight) const;
+
+  /// Forgets all copies, of all threads.
+  void clear() const;
+
+  /// What happened so far, in all threads that still run.
+  [[nodiscard]] WeightCacheStatistics statistics() const;
+  void reset_statistics() const;
+
+  [[nodiscard]] const WeightCacheOptions& options() const;
+
+  /// What a guard takes.
+  operator WeightCacheRef() const;
+
+ private:
+  class Shared;
+  std::shared_ptr<Shared> shared_;
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/weight_cache/weight_cache_impl.h>

@@ -1,0 +1,403 @@
+// Gradients are those of plain at::autocast: of its cache where each weight is used once, and of
+// its casts without cache, one a use, everywhere.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <torch/csrc/autograd/forward_grad.h>
+
+#include <mezzo/activation_checkpoint.h>
+#include <mezzo/autocast.h>
+#include <mezzo/weight_cache.h>
+
+#include <functional>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::AutocastOptions;
+using torch::kBFloat16;
+using torch::kCPU;
+using torch::kFloat;
+using torch::Tensor;
+
+using Tensors = std::vector<Tensor>;
+
+Tensor parameter(std::vector<int64_t> sizes) {
+  return torch::randn(sizes).mul_(0.3).requires_grad_();
+}
+
+struct Model {
+  std::string name;
+  std::function<Tensors()> parameters;
+  std::function<Tensor(const Tensors&)> forward;  // each parameter is used once
+};
+
+std::ostream& operator<<(std::ostream& stream, const Model& model) { return stream << model.name; }
+
+Tensor input(std::vector<int64_t> sizes) {
+  torch::manual_seed(7);
+  return torch::randn(sizes);
+}
+
+std::vector<Model> models() {
+  const auto weight_and_bias = [] { return Tensors{parameter({5, 8}), parameter({5})}; };
+  const auto cell = [](int64_t gates) {
+    return [gates] {
+      return Tensors{parameter({gates * 4, 8}), parameter({gates * 4, 4}), parameter({gates * 4}),
+                     parameter({gates * 4})};
+    };
+  };
+  return {
+      {"Linear", weight_and_bias,
+       [](const Tensors& p) {
+         return torch::linear(input({3, 8}), p[0], p[1]);
+       }},
+      {"LinearWithoutBias", weight_and_bias,
+       [](const Tensors& p) {
+         return torch::linear(input({3, 8}), p[0]).add(p[1]);
+       }},
+      {"Addmm", weight_and_bias,
+       [](const Tensors& p) {
+         return torch::addmm(p[1], input({3, 8}), p[0].t());
+       }},
+      {"Mm", weight_and_bias,
+       [](const Tensors& p) {
+         return torch::mm(p[0], input({8, 3})).t() + p[1];
+       }},
+      {"Matmul", weight_and_bias,
+       [](const Tensors& p) {
+         return torch::matmul(p[0], input({8, 3})).t() + p[1];
+       }},
+      {"Bmm",
+       [] {
+         return Tensors{parameter({2, 3, 4})};
+       },
+       [](const Tensors& p) {
+         return torch::bmm(input({2, 5, 3}), p[0]);
+       }},
+      {"Baddbmm",
+       [] {
+         return Tensors{parameter({2, 5, 4}), parameter({2, 3, 4})};
+       },
+       [](const Tensors& p) {
+         return torch::baddbmm(p[0], input({2, 5, 3}), p[1]);
+       }},
+      {"Addbmm",
+       [] {
+         return Tensors{parameter({5, 4}), parameter({2, 3, 4})};
+       },
+       [](const Tensors& p) {
+         return torch::addbmm(p[0], input({2, 5, 3}), p[1]);
+       }},
+      {"Conv1d",
+       [] {
+         return Tensors{parameter({4, 3, 3}), parameter({4})};
+       },
+       [](const Tensors& p) {
+         return torch::conv1d(input({2, 3, 9}), p[0], p[1]);
+       }},
+      {"Conv2d",
+       [] {
+         return Tensors{parameter({4, 3, 3, 3}), parameter({4})};
+       },
+       [](const Tensors& p) {
+         return torch::conv2d(input({2, 3, 6, 6}), p[0], p[1], 2, 1);
+       }},
+      {"Conv2dPaddedByName",
+       [] {
+         return Tensors{parameter({4, 3, 3, 3}), parameter({4})};
+       },
+       [](const Tensors& p) {
+         return torch::conv2d(input({2, 3, 6, 6}), p[0], p[1], {1, 1}, "same");
+       }},
+      {"Conv3d",
+       [] {
+         return Tensors{parameter({4, 3, 2, 2, 2}), parameter({4})};
+       },
+       [](const Tensors& p) {
+         return torch::conv3d(input({2, 3, 4, 4, 4}), p[0], p[1]);
+       }},
+      {"ConvTbc",
+       [] {
+         return Tensors{parameter({3, 4, 5}), parameter({5})};
+       },
+       [](const Tensors& p) {
+         return torch::conv_tbc(input({7, 2, 4}), p[0], p[1], 1);
+       }},
+      {"ConvTranspose1d",
+       [] {
+         return Tensors{parameter({3, 4, 3}), parameter({4})};
+       },
+       [](const Tensors& p) {
+         return torch::conv_transpose1d(input({2, 3, 9}), p[0], p[1]);
+       }},
+      {"ConvTranspose2d",
+       [] {
+         return Tensors{parameter({3, 4, 3, 3}), parameter({4})};
+       },
+       [](const Tensors& p) {
+         return torch::conv_transpose2d(input({2, 3, 5, 5}), p[0], p[1], 2);
+       }},
+      {"ConvTranspose3d",
+       [] {
+         return Tensors{parameter({3, 4, 2, 2, 2}), parameter({4})};
+       },
+       [](const Tensors& p) {
+         return torch::conv_transpose3d(input({2, 3, 3, 3, 3}), p[0], p[1]);
+       }},
+      {"LstmCell", cell(4),
+       [](const Tensors& p) {
+         const auto [h, c] = torch::lstm_cell(input({3, 8}), {input({3, 4}), input({3, 4})}, p[0],
+                                              p[1], p[2], p[3]);
+         return h + c;
+       }},
+      {"GruCell", cell(3),
+       [](const Tensors& p) {
+         return torch::gru_cell(input({3, 8}), input({3, 4}), p[0], p[1], p[2], p[3]);
+       }},
+      {"RnnTanhCell", cell(1),
+       [](const Tensors& p) {
+         return torch::rnn_tanh_cell(input({3, 8}), input({3, 4}), p[0], p[1], p[2], p[3]);
+       }},
+      {"RnnReluCell", cell(1),
+       [](const Tensors& p) {
+         return torch::rnn_relu_cell(input({3, 8}), input({3, 4}), p[0], p[1], p[2], p[3]);
+       }},
+      {"Prelu", [] { return Tensors{parameter({3})}; },
+       [](const Tensors& p) {
+         return torch::prelu(input({2, 3, 4}), p[0]);
+       }},
+      {"TiedEmbedding",
+       [] {
+         return Tensors{parameter({11, 8})};
+       },
+       [](const Tensors& p) {
+         const auto tokens = torch::tensor({1, 4, 4, 10}, torch::kLong);
+         return torch::linear(torch::tanh(torch::embedding(p[0], tokens)), p[0]);
+       }},
+  };
+}
+
+Tensor run(const Model& model, const Tensors& parameters, const AutocastOptions& options) {
+  const Autocast<kCPU> autocast(options);
+  return model.forward(parameters);
+}
+
+Tensors gradients(const Tensor& output, const Tensors& parameters) {
+  return torch::autograd::grad({output.to(kFloat).pow(2).sum()}, parameters);
+}
+
+void expect_same_bits(const Tensors& ours, const Tensors& theirs) {
+  ASSERT_EQ(ours.size(), theirs.size());
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    EXPECT_EQ(ours[i].scalar_type(), kFloat);
+    EXPECT_TRUE(torch::equal(ours[i], theirs[i])) << "parameter " << i;
+  }
+}
+
+class Gradients : public testing::TestWithParam<Model> {
+ protected:
+  void SetUp() override {
+    torch::manual_seed(3);
+    parameters_ = GetParam().parameters();
+  }
+  mezzo::WeightCache cache_{{.keep_trainable = true}};
+  Tensors parameters_;
+};
+
+TEST_P(Gradients, AreThoseOfPlainAutocastToTheBit) {
+  const Tensor theirs = run(GetParam(), parameters_, {});
+  const auto expected = gradients(theirs, parameters_);
+  for (int round = 0; round < 3; ++round) {  // a miss, then hits
+    const Tensor ours = run(GetParam(), parameters_, {.weight_cache = cache_});
+    EXPECT_TRUE(torch::equal(ours, theirs));
+    EXPECT_EQ(ours.scalar_type(), theirs.scalar_type());
+    expect_same_bits(gradients(ours, parameters_), expected);
+  }
+}
+
+TEST_P(Gradients, SurviveACopyMadeWithoutGradient) {
+  const auto expected = gradients(run(GetParam(), parameters_, {}), parameters_);
+  const Autocast<kCPU> autocast(cache_);
+  {
+    const torch::NoGradGuard no_grad;
+    GetParam().forward(parameters_);
+    GetParam().forward(parameters_);
+  }
+  expect_same_bits(gradients(GetParam().forward(parameters_), parameters_), expected);
+  const torch::NoGradGuard no_grad;
+  EXPECT_FALSE(GetParam().forward(parameters_).requires_grad());
+}
+
+TEST_P(Gradients, SurviveACopyMadeInInferenceMode) {
+  const Tensor theirs = run(GetParam(), parameters_, {});
+  const auto expected = gradients(theirs, parameters_);
+  const Autocast<kCPU> autocast(cache_);
+  {
+    const c10::InferenceMode inference;
+    GetParam().forward(parameters_);
+  }
+  expect_same_bits(gradients(GetParam().forward(parameters_), parameters_), expected);
+  const c10::InferenceMode inference;
+  EXPECT_TRUE(torch::equal(GetParam().forward(parameters_), theirs));
+}
+
+TEST_P(Gradients, ReachTheInputsOfFrozenWeights) {
+  for (auto& each : parameters_) {
+    each = each.detach();
+  }
+  const auto x = torch::ones({1}).requires_grad_();
+  const auto forward = [&](const AutocastOptions& options) {
+    return gradients(run(GetParam(), parameters_, options) * x, {x});
+  };
+  const auto expected = forward({});
+  expect_same_bits(forward({.weight_cache = cache_}), expected);
+  expect_same_bits(forward({.weight_cache = cache_}), expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(Of, Gradients, testing::ValuesIn(models()),
+                         [](const auto& model) { return model.param.name; });
+
+Tensor unrolled(const Tensors& p, int steps) {
+  auto h = input({3, 4});
+  auto c = h;
+  for (int step = 0; step < steps; ++step) {
+    std::tie(h, c) = torch::lstm_cell(input({3, 8}), {h, c}, p[0], p[1], p[2], p[3]);
+  }
+  return h;
+}
+
+// Several uses: each gradient is cast to float32 before they are summed up.
+TEST(GradientsOfSeveralUses, AreThoseOfOneCastAUse) {
+  const mezzo::WeightCache cache;
+  const Tensors p{parameter({16, 8}), parameter({16, 4}), parameter({16}), parameter({16})};
+  const auto forward = [&](const AutocastOptions& options) {
+    const Autocast<kCPU> autocast(options);
+    return gradients(unrolled(p, 6), p);
+  };
+  const auto expected = forward({.cache_enabled = false});
+  expect_same_bits(forward({.weight_cache = cache}), expected);
+  expect_same_bits(forward({.weight_cache = cache}), expected);
+  EXPECT_EQ(cache.statistics().casts, 8);  // each weight once a region
+  EXPECT_EQ(cache.statistics().hits, 40);
+}
+
+TEST(GradientsOfSeveralRegions, AccumulateWithoutSharingAGraph) {
+  const mezzo::WeightCache cache({.keep_trainable = true});
+  const auto w = parameter({4, 4});
+  const auto x = input({3, 4});
+  const auto forward = [&](const AutocastOptions& options) {
+    const Autocast<kCPU> autocast(options);
+    return torch::linear(x, w).to(kFloat).pow(2).sum();
+  };
+  for (int round = 0; round < 3; ++round) {
+    forward({}).backward();
+  }
+  const auto expected = w.grad().clone();
+  w.mutable_grad().reset();
+  const auto first = forward({.weight_cache = cache});
+  const auto second = forward({.weight_cache = cache});
+  second.backward();
+  first.backward();
+  forward({.weight_cache = cache}).backward();
+  EXPECT_TRUE(torch::equal(w.grad(), expected));
+  EXPECT_EQ(cache.statistics().casts, 1);
+}
+
+TEST(GradientsOfOneGraph, LeaveNothingOfItInTheCache) {
+  const mezzo::WeightCache cache;
+  const auto w = parameter({4, 4});
+  std::weak_ptr<torch::autograd::Node> node;
+  const Autocast<kCPU> autocast(cache);
+  {
+    const auto y = torch::linear(input({3, 4}), w);
+    node = y.grad_fn()->next_edge(1).function->next_edge(0).function;  // behind w.t()
+    EXPECT_EQ(node.lock()->name(), "mezzo::WeightCast");
+  }
+  EXPECT_TRUE(node.expired());
+  EXPECT_TRUE(cache.holds(w, kBFloat16));
+}
+
+TEST(GradientsOfGradients, AreThoseOfPlainAutocast) {
+  const mezzo::WeightCache cache;
+  const auto w = parameter({4, 4});
+  const auto x = input({3, 4}).requires_grad_();
+  const auto penalty = [&](const AutocastOptions& options) {
+    const Autocast<kCPU> autocast(options);
+    const auto y = torch::linear(x, w).to(kFloat).pow(2).sum();
+    const auto first = torch::autograd::grad({y}, {x, w}, {}, true, /*create_graph=*/true);
+    return torch::autograd::grad({first[0].pow(2).sum() + first[1].pow(2).sum()}, {w, x});
+  };
+  const auto expected = penalty({});
+  expect_same_bits(penalty({.weight_cache = cache}), expected);
+  expect_same_bits(penalty({.weight_cache = cache}), expected);
+}
+
+TEST(GradientsOfACheckpoint, SeeTheSameCacheInTheRecomputation) {
+  const mezzo::WeightCache cache({.keep_trainable = true});
+  const auto w = parameter({4, 4});
+  const auto v = parameter({4, 4});
+  const auto x = input({3, 4}).requires_grad_();
+  const auto block = [&](const Tensor& h) { return torch::linear(torch::linear(h, w).relu(), v); };
+  const auto plain = [&] {
+    const Autocast<kCPU> autocast(cache);
+    return block(x).to(kFloat).pow(2).sum();
+  };
+  const auto expected = torch::autograd::grad({plain()}, {x, w, v});
+  cache.reset_statistics();
+  Tensor loss;
+  {
+    const Autocast<kCPU> autocast(cache);
+    loss = mezzo::checkpoint(block, x).to(kFloat).pow(2).sum();
+  }
+  EXPECT_EQ(cache.statistics().hits, 2);
+  expect_same_bits(torch::autograd::grad({loss}, {x, w, v}), expected);
+  EXPECT_EQ(cache.statistics().hits, 4);
+  EXPECT_EQ(cache.statistics().casts, 0);
+}
+
+TEST(GradientsAfterAStep, ThrowAsInFullPrecision) {
+  const mezzo::WeightCache cache;
+  for (const bool cached : {false, true}) {
+    const auto w = parameter({4, 4});
+    const auto x = input({3, 4}).requires_grad_();
+    Tensor loss;
+    {
+      const Autocast<kCPU> autocast(
+          {.enabled = cached, .weight_cache = cached ? cache : mezzo::WeightCacheRef()});
+      torch::linear(x, w);  // so that the next use is a hit
+      loss = torch::linear(x, w).to(kFloat).pow(2).sum();
+    }
+    {
+      const torch::NoGradGuard no_grad;
+      w.add_(1);
+    }
+    try {
+      loss.backward();
+      ADD_FAILURE() << "cached: " << cached;
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("has been modified by an inplace operation"),
+                std::string::npos);
+    }
+  }
+}
+
+TEST(GradientsOfForwardMode, GoAroundTheCache) {
+  const mezzo::WeightCache cache;
+  const auto w = torch::randn({4, 4});
+  const auto x = input({3, 4});
+  const Autocast<kCPU> autocast(cache);
+  const auto level = static_cast<int64_t>(torch::autograd::ForwardADLevel::get_next_idx());
+  const auto dual = torch::_make_dual(w, torch::ones_like(w), level);
+  const auto y = torch::linear(x, dual);
+  EXPECT_TRUE(torch::equal(y._fw_grad(level), torch::linear(x, torch::ones_like(w))));
+  torch::autograd::ForwardADLevel::release_idx(static_cast<uint64_t>(level));
+}
+
+}  // namespace

@@ -1,0 +1,238 @@
+// What a cache holds: no more than it may, and nothing for the dead.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/weight_cache.h>
+
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "what_an_op_reads.h"
+
+namespace {
+
+using mezzo::Autocast;
+using torch::kBFloat16;
+using torch::kCPU;
+using torch::Tensor;
+
+constexpr int64_t kSize = 8;
+constexpr int64_t kCopyBytes = kSize * kSize * 2;
+
+Tensor frozen() { return torch::randn({kSize, kSize}); }
+
+TEST(WeightCacheMemory, CountsCastsHitsAndBytes) {
+  const mezzo::WeightCache cache;
+  const auto weight = frozen();
+  const Autocast<kCPU> autocast(cache);
+  for (int use = 0; use < 4; ++use) {
+    what_linear_reads(weight);
+  }
+  const auto statistics = cache.statistics();
+  EXPECT_EQ(statistics.casts, 1);
+  EXPECT_EQ(statistics.hits, 3);
+  EXPECT_EQ(statistics.bytes_cast, kSize * kSize * 6);  // four bytes read and two written
+  EXPECT_EQ(statistics.bytes_saved, 3 * kSize * kSize * 6);
+  EXPECT_EQ(statistics.bytes_held, kCopyBytes);
+  EXPECT_EQ(statistics.copies_held, 1);
+  std::ostringstream text;
+  text << statistics;
+  EXPECT_NE(text.str().find("3 hits, 1 casts"), std::string::npos) << text.str();
+  cache.reset_statistics();
+  EXPECT_EQ(cache.statistics().casts, 0);
+  EXPECT_EQ(cache.statistics().bytes_held, kCopyBytes);
+}
+
+TEST(WeightCacheMemory, LetsGoOfACopyWhenItsWeightDies) {
+  const mezzo::WeightCache cache;
+  auto weight = frozen();
+  {
+    const Autocast<kCPU> autocast(cache);
+    what_linear_reads(weight);
+  }
+  EXPECT_EQ(cache.statistics().bytes_held, kCopyBytes);
+  const c10::weak_intrusive_ptr<c10::StorageImpl> memory(weight.storage().getWeakStorageImpl());
+  weight.reset();
+  EXPECT_TRUE(memory.expired());  // the cache does not keep the weight
+  EXPECT_EQ(cache.statistics().bytes_held, 0);
+  EXPECT_EQ(cache.statistics().copies_held, 0);
+}
+
+TEST(WeightCacheMemory, LetsGoOfDeadWeightsWhileARegionRuns) {
+  const mezzo::WeightCache cache({.max_bytes = 1000 * kCopyBytes});
+  const Autocast<kCPU> autocast(cache);
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> copies;
+  for (int i = 0; i < 100; ++i) {
+    const auto weight = frozen();
+    copies.emplace_back(cache.buffer_for(weight, kBFloat16).storage().getWeakStorageImpl());
+  }
+  const auto alive =
+      std::count_if(copies.begin(), copies.end(), [](const auto& each) { return !each.expired(); });
+  EXPECT_LE(alive, 35);
+}
+
+TEST(WeightCacheMemory, LetsGoOfTrainableWeightsAtTheEndOfTheRegion) {
+  const auto weight = frozen().requires_grad_();
+  for (const bool keep : {false, true}) {
+    const mezzo::WeightCache cache({.keep_trainable = keep});
+    {
+      const Autocast<kCPU> autocast(cache);
+      {
+        const Autocast<kCPU> inner;
+        what_linear_reads(weight);
+      }
+      EXPECT_TRUE(cache.holds(weight, kBFloat16));
+    }
+    EXPECT_EQ(cache.statistics().bytes_held, keep ? kCopyBytes : 0);
+    EXPECT_EQ(cache.holds(weight, kBFloat16), keep);
+  }
+}
+
+TEST(WeightCacheMemory, EvictsTheLeastRecentlyUsed) {
+  const mezzo::WeightCache cache({.max_bytes = 2 * kCopyBytes});
+  const auto a = frozen();
+  const auto b = frozen();
+  const auto c = frozen();
+  const Autocast<kCPU> autocast(cache);
+  what_linear_reads(a);
+  what_linear_reads(b);
+  what_linear_reads(a);
+  what_linear_reads(c);
+  EXPECT_TRUE(cache.holds(a, kBFloat16));
+  EXPECT_FALSE(cache.holds(b, kBFloat16));
+  EXPECT_TRUE(cache.holds(c, kBFloat16));
+  EXPECT_EQ(cache.statistics().evicted, 1);
+  EXPECT_EQ(cache.statistics().bytes_held, 2 * kCopyBytes);
+  EXPECT_TRUE(torch::equal(what_linear_reads(b), b.to(kBFloat16)));
+}
+
+TEST(WeightCacheMemory, NeverHoldsMoreThanTheBound) {
+  const mezzo::WeightCache cache({.max_bytes = kCopyBytes - 1});
+  const auto weight = frozen().requires_grad_();
+  const Autocast<kCPU> autocast(cache);
+  for (int use = 0; use < 3; ++use) {
+    const auto y = what_linear_reads(weight);
+    EXPECT_TRUE(torch::equal(y, weight.to(kBFloat16)));
+    EXPECT_TRUE(y.requires_grad());
+    EXPECT_EQ(cache.statistics().bytes_held, 0);
+  }
+  EXPECT_EQ(cache.statistics().casts, 3);
+  EXPECT_EQ(cache.statistics().hits, 0);
+}
+
+TEST(WeightCacheMemory, RefusesPublishedCopiesBeyondTheBound) {
+  const mezzo::WeightCache cache({.max_bytes = kCopyBytes});
+  const auto a = frozen();
+  const auto b = frozen();
+  const auto buffer = cache.buffer_for(a, kBFloat16);
+  try {
+    static_cast<void>(cache.buffer_for(b, kBFloat16));
+    ADD_FAILURE();
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("max_bytes: published copies"), std::string::npos);
+  }
+  EXPECT_THROW(cache.publish(b, b.to(kBFloat16)), c10::Error);
+  const Autocast<kCPU> autocast(cache);
+  what_linear_reads(b);  // has to do without being held
+  EXPECT_TRUE(cache.holds(a, kBFloat16));
+  EXPECT_EQ(cache.buffer_for(a, kBFloat16).const_data_ptr(), buffer.const_data_ptr());
+}
+
+TEST(WeightCacheMemory, ReusesTheMemoryOfAStaleCopyThatNobodyReads) {
+  const mezzo::WeightCache cache;
+  const auto weight = frozen();
+  const Autocast<kCPU> autocast(cache);
+  what_linear_reads(weight);
+  weight.add_(1);
+  what_linear_reads(weight);
+  weight.add_(1);
+  what_linear_reads(weight);
+  EXPECT_EQ(cache.statistics().copies_held, 1);
+}
+
+TEST(WeightCacheMemory, LeavesAStaleCopyToTheGraphThatReadsIt) {
+  const mezzo::WeightCache cache;
+  const auto weight = frozen();
+  const auto x = torch::randn({3, kSize}).requires_grad_();
+  const Autocast<kCPU> autocast(cache);
+  const auto y = torch::linear(x, weight);
+  const auto before = weight.to(kBFloat16);
+  weight.add_(1);
+  torch::linear(x, weight);
+  const auto gradient = torch::autograd::grad({y.sum()}, {x})[0];
+  EXPECT_TRUE(torch::equal(gradient, torch::ones_like(y).mm(before).to(torch::kFloat)));
+}
+
+TEST(WeightCacheMemory, HoldsAnActivationOfMmOnlyFromItsSecondUseOn) {
+  const mezzo::WeightCache cache;
+  const auto weight = frozen();
+  const Autocast<kCPU> autocast(cache);
+  what_mm_reads(weight);
+  EXPECT_FALSE(cache.holds(weight, kBFloat16));
+  what_mm_reads(weight);
+  EXPECT_TRUE(cache.holds(weight, kBFloat16));
+  EXPECT_TRUE(torch::equal(what_mm_reads(weight), weight.to(kBFloat16)));
+  EXPECT_EQ(cache.statistics().hits, 1);
+}
+
+TEST(WeightCacheMemory, HoldsNoInputOfALinear) {
+  const mezzo::WeightCache cache;
+  const auto x = torch::randn({3, kSize});
+  const auto weight = frozen();
+  const Autocast<kCPU> autocast(cache);
+  torch::linear(x, weight);
+  torch::linear(x, weight);
+  EXPECT_FALSE(cache.holds(x, kBFloat16));
+  EXPECT_EQ(cache.statistics().copies_held, 1);
+}
+
+// They have no version: who could tell that they changed?
+TEST(WeightCacheMemory, HoldsNothingOfInferenceMode) {
+  const mezzo::WeightCache cache;
+  const c10::InferenceMode inference;
+  const auto weight = frozen();
+  const Autocast<kCPU> autocast(cache);
+  for (int use = 0; use < 3; ++use) {
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+    weight.add_(1);
+  }
+  EXPECT_FALSE(cache.holds(weight, kBFloat16));
+  EXPECT_EQ(cache.statistics().copies_held, 0);
+}
+
+TEST(WeightCacheMemory, HoldsNothingWithAGraphBehindIt) {
+  const mezzo::WeightCache cache;
+  const auto leaf = frozen().requires_grad_();
+  const Autocast<kCPU> autocast(cache);
+  for (int use = 0; use < 2; ++use) {
+    const auto y = torch::linear(torch::eye(kSize), leaf * 2);
+    y.sum().backward();
+  }
+  EXPECT_EQ(cache.statistics().copies_held, 0);
+  EXPECT_EQ(leaf.grad().max().item<float>(), 4.F);
+}
+
+TEST(WeightCacheMemory, IsThatOfItsHandlesAndRegions) {
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory(
+      torch::empty({1}).storage().getWeakStorageImpl());
+  const auto weight = frozen();
+  {
+    std::optional<mezzo::WeightCache> cache(std::in_place);
+    const Autocast<kCPU> autocast(*cache);
+    memory = cache->buffer_for(weight, kBFloat16).storage().getWeakStorageImpl();
+    cache.reset();
+    EXPECT_FALSE(memory.expired());
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+  }
+  EXPECT_TRUE(memory.expired());
+}
+
+TEST(WeightCacheMemory, RefusesANegativeBound) {
+  EXPECT_THROW(mezzo::WeightCache({.max_bytes = -1}), c10::Error);
+}
+
+}  // namespace

@@ -1,0 +1,245 @@
+// An optimizer writes the low-precision copies itself.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/weight_cache.h>
+
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "what_an_op_reads.h"
+
+namespace {
+
+using mezzo::Autocast;
+using torch::kBFloat16;
+using torch::kCPU;
+using torch::kFloat;
+using torch::kHalf;
+using torch::Tensor;
+
+constexpr int64_t kSize = 6;
+
+Tensor parameter() { return torch::randn({kSize, kSize}).requires_grad_(); }
+
+/// What a fused optimizer does in one pass: weight and copy by raw pointers, then the word about
+/// it.
+void step(const mezzo::WeightCache& cache, const Tensor& weight, at::ScalarType dtype) {
+  const auto copy = cache.buffer_for(weight, dtype);
+  const auto updated = weight.detach() - 0.1 * weight.grad();
+  const auto lowered = updated.to(dtype);
+  std::memcpy(weight.mutable_data_ptr(), updated.const_data_ptr(), updated.nbytes());
+  std::memcpy(copy.mutable_data_ptr(), lowered.const_data_ptr(), lowered.nbytes());
+  weight.unsafeGetTensorImpl()->bump_version();
+  cache.publish(weight, copy);
+}
+
+Tensor loss_of(const Tensor& weight, const Tensor& x) {
+  return torch::linear(x, weight).to(kFloat).pow(2).mean();
+}
+
+TEST(WeightCachePublish, TrainsWithoutACast) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  const auto reference = weight.detach().clone().requires_grad_();
+  const auto x = torch::randn({3, kSize});
+  const void* address = nullptr;
+  for (int i = 0; i < 5; ++i) {
+    {
+      const Autocast<kCPU> autocast(cache);
+      loss_of(weight, x).backward();
+    }
+    {
+      const Autocast<kCPU> autocast({.cache_enabled = false});
+      loss_of(reference, x).backward();
+    }
+    EXPECT_TRUE(torch::equal(weight.grad(), reference.grad()));
+    step(cache, weight, kBFloat16);
+    const auto buffer = cache.buffer_for(weight, kBFloat16);
+    EXPECT_TRUE(address == nullptr || address == buffer.const_data_ptr());
+    address = buffer.const_data_ptr();
+    if (i == 0) cache.reset_statistics();
+    reference.data().sub_(0.1 * reference.grad());
+    weight.mutable_grad().reset();
+    reference.mutable_grad().reset();
+  }
+  EXPECT_EQ(cache.statistics().casts, 0);
+  EXPECT_EQ(cache.statistics().hits, 4);
+  EXPECT_EQ(cache.statistics().published, 4);
+}
+
+TEST(WeightCachePublish, IsBelievedOnlyUntilTheWeightChanges) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  const auto sevens = torch::full({kSize, kSize}, 7, kBFloat16);
+  cache.publish(weight, sevens);
+  const Autocast<kCPU> autocast(cache);
+  EXPECT_TRUE(torch::equal(what_linear_reads(weight), sevens));
+  {
+    const torch::NoGradGuard no_grad;
+    weight.add_(1);
+  }
+  EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+  EXPECT_TRUE(torch::equal(sevens, weight.to(kBFloat16)));  // in the place that was published
+}
+
+TEST(WeightCachePublish, TakesACopyThatIsAViewOfAFlatBuffer) {
+  const mezzo::WeightCache cache;
+  const auto flat = torch::empty({2 * kSize * kSize}, kBFloat16);
+  const std::vector<Tensor> weights = {parameter(), parameter()};
+  for (int64_t i = 0; i < 2; ++i) {
+    const auto view = flat.narrow(0, i * kSize * kSize, kSize * kSize).view({kSize, kSize});
+    const auto& weight = weights[static_cast<std::size_t>(i)];
+    view.copy_(weight.detach());
+    cache.publish(weight, view);
+  }
+  const Autocast<kCPU> autocast(cache);
+  for (const auto& weight : weights) {
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+  }
+  EXPECT_EQ(cache.statistics().casts, 0);
+}
+
+TEST(WeightCachePublish, ServesOnlyItsDtype) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  cache.publish(weight, cache.buffer_for(weight, kHalf));
+  const Autocast<kCPU> autocast(cache);
+  EXPECT_EQ(what_linear_reads(weight).scalar_type(), kBFloat16);
+  EXPECT_TRUE(cache.holds(weight, kHalf));
+  const Autocast<kCPU, kHalf> inner;
+  EXPECT_EQ(what_linear_reads(weight).scalar_type(), kHalf);
+}
+
+// A step that the device decides to skip writes neither weight nor copy, and publishes all the
+// same.
+TEST(WeightCachePublish, LosesNothingWhenAStepIsSkipped) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  const auto skip = [&] {
+    const auto buffer = cache.buffer_for(weight, kBFloat16);
+    weight.unsafeGetTensorImpl()->bump_version();
+    cache.publish(weight, buffer);
+  };
+  const Autocast<kCPU> autocast(cache);
+  skip();
+  EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+  {
+    const torch::NoGradGuard no_grad;
+    weight.add_(1);  // a state is loaded, say
+  }
+  skip();
+  EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+}
+
+TEST(WeightCachePublish, MakesTheBackwardOfAnOlderForwardThrow) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  const auto x = torch::randn({3, kSize}).requires_grad_();
+  weight.mutable_grad() = torch::ones_like(weight);
+  step(cache, weight, kBFloat16);
+  Tensor loss;
+  {
+    const Autocast<kCPU> autocast(cache);
+    loss = loss_of(weight, x);
+  }
+  step(cache, weight, kBFloat16);
+  // Also where only the input's gradient is asked for, which needs the overwritten copy alone.
+  for (const auto& inputs : {std::vector<Tensor>{x}, std::vector<Tensor>{weight}}) {
+    try {
+      torch::autograd::grad({loss}, inputs, {}, /*retain_graph=*/true);
+      ADD_FAILURE();
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("modified by an inplace operation"),
+                std::string::npos);
+    }
+  }
+}
+
+TEST(WeightCachePublish, MakesTheBackwardOfAFrozenWeightThrowToo) {
+  const mezzo::WeightCache cache;
+  const auto weight = torch::randn({kSize, kSize});
+  const auto x = torch::randn({3, kSize}).requires_grad_();
+  const auto buffer = cache.buffer_for(weight, kBFloat16);
+  Tensor loss;
+  {
+    const Autocast<kCPU> autocast(cache);
+    loss = loss_of(weight, x);
+  }
+  std::memset(buffer.mutable_data_ptr(), 0, buffer.nbytes());
+  cache.publish(weight, buffer);
+  EXPECT_THROW(loss.backward(), c10::Error);
+}
+
+TEST(WeightCachePublish, KeepsTheAddressUnlessTheShapeChanges) {
+  const mezzo::WeightCache cache;
+  auto weight = parameter();
+  const auto buffer = cache.buffer_for(weight, kBFloat16);
+  EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
+  EXPECT_EQ(cache.statistics().casts, 1);
+  weight.set_data(torch::randn({kSize, kSize}));
+  EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
+  EXPECT_TRUE(torch::equal(buffer, weight.to(kBFloat16)));
+  weight.set_data(torch::randn({2, 3}));
+  EXPECT_EQ(cache.buffer_for(weight, kBFloat16).sizes(), weight.sizes());
+}
+
+TEST(WeightCachePublish, HasTheStridesOfTheWeight) {
+  const mezzo::WeightCache cache;
+  const auto weight =
+      torch::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
+  EXPECT_EQ(cache.buffer_for(weight, kBFloat16).strides(), weight.strides());
+}
+
+TEST(WeightCachePublish, WorksFromInferenceMode) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  Tensor buffer;
+  {
+    const c10::InferenceMode inference;
+    buffer = cache.buffer_for(weight, kBFloat16);
+  }
+  EXPECT_FALSE(buffer.is_inference());
+  EXPECT_FALSE(buffer.requires_grad());
+  cache.publish(weight, buffer);
+}
+
+void expect_error(const std::function<void()>& call, const std::string& words) {
+  try {
+    call();
+    ADD_FAILURE() << "no error that says: " << words;
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+  }
+}
+
+TEST(WeightCachePublish, NamesWhatIsWrong) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  const auto copy = [&](at::ScalarType dtype) { return weight.detach().to(dtype); };
+  expect_error([&] { static_cast<void>(cache.buffer_for({}, kBFloat16)); }, "weight: an undefined");
+  expect_error([&] { static_cast<void>(cache.buffer_for(weight, kFloat)); }, "dtype: Float");
+  expect_error([&] { static_cast<void>(cache.buffer_for(weight, torch::kLong)); }, "dtype: Long");
+  expect_error([&] { static_cast<void>(cache.buffer_for(weight * 2, kHalf)); }, "only a leaf");
+  expect_error([&] { cache.publish(torch::ones({2}, torch::kLong), copy(kHalf)); }, "weight: Long");
+  expect_error([&] { cache.publish(weight, {}); }, "copy: an undefined");
+  expect_error([&] { cache.publish(weight, copy(kFloat)); }, "copy: Float");
+  expect_error([&] { cache.publish(weight, copy(kHalf)[0]); }, "copy: its shape");
+  expect_error([&] { cache.publish(weight, copy(kHalf).requires_grad_()); }, "copy: pass a dense");
+  expect_error([&] { cache.forget({}); }, "weight: an undefined");
+  const c10::InferenceMode inference;
+  const auto made_here = torch::ones({2});
+  expect_error([&] { static_cast<void>(cache.buffer_for(made_here, kHalf)); }, "inference mode");
+  expect_error(
+      [&] {
+        cache.publish(weight, torch::ones({kSize, kSize}, kHalf));
+      },
+      "inference mode");
+}
+
+}  // namespace
