@@ -30,7 +30,7 @@ class AutocastModuleImpl : public torch::nn::Module,
 
  public:
   AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting,
-                     PolicyRef policy = {});
+                     PolicyRef policy = {}, WeightCacheRef cache = {});
 
   /// Calls `module()->forward(args...)` under the setting; Impl's default arguments may be left
   /// out.
@@ -96,12 +96,13 @@ class AutocastModule
 
  public:
   AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastSetting& setting,
-                 PolicyRef policy = {})
-      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting, std::move(policy)) {}
+                 PolicyRef policy = {}, WeightCacheRef cache = {})
+      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting, std::move(policy),
+                       std::move(cache)) {}
   AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting,
-                 PolicyRef policy = {})
+                 PolicyRef policy = {}, WeightCacheRef cache = {})
       : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting,
-                                                          std::move(policy))) {}
+                                                          std::move(policy), std::move(cache))) {}
   /// What `register_module("fc", mezzo::AutocastModule(fc, setting))` returns.
   AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
@@ -118,6 +119,8 @@ template <class M>
 AutocastModule(M, AutocastSetting) -> AutocastModule<M>;
 template <class M>
 AutocastModule(M, AutocastSetting, PolicyRef) -> AutocastModule<M>;
+template <class M>
+AutocastModule(M, AutocastSetting, PolicyRef, WeightCacheRef) -> AutocastModule<M>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

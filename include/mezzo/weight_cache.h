@@ -41,7 +41,9 @@
 /// **Not held**, but cast at each use as without a cache: tensors with a graph behind them, tensors
 /// of inference mode (they have no version; make or load the model outside of it), forward-mode
 /// tangents, tensors that are not plain and dense. Where an op cannot tell a weight from an
-/// activation, as mm cannot, what requires no grad is held from its second use on.
+/// activation, as mm cannot, a right factor that requires no grad is held from its second use on, a
+/// left one never. A view of all of a weight, such as `weight.t()`, with which torch::nn::Linear
+/// computes, reads the weight's copy (libtorch's cache holds no views); a view of a part does not.
 ///
 /// **CUDA**: a copy that another stream wrote is waited for on the device, never on the host. In a
 /// captured graph only published copies keep their address and their meaning: capture without a
@@ -95,21 +97,21 @@ class WeightCache {
   explicit WeightCache(WeightCacheOptions options = {});
 
   /// The copy of `weight` in `dtype` at an address of its own: the same tensor at every call, as
-  /// long as `weight` keeps its shape and device. It has `weight`'s strides where those are dense,
-  /// is never evicted, and has the weight's present values: it is cast here if it does not. An
-  /// optimizer asks for it before each step, writes both in one pass, and says so with `publish`.
-  /// If it decides on the device not to step and writes neither, nothing is lost. \throws
-  /// c10::Error for a weight that cannot be held, for a dtype that is not another floating dtype,
-  /// and if published copies would exceed max_bytes
+  /// long as `weight` keeps its shape, strides and device. Its strides are the weight's where those
+  /// are dense. It is never evicted, and has the weight's present values: it is cast here if it
+  /// does not. An optimizer asks for it before each step, writes both in one pass, and says so with
+  /// `publish`. If it decides on the device not to step and writes neither, nothing is lost.
+  /// \throws c10::Error for a weight that cannot be held, for a dtype that is not another floating
+  /// dtype, and if published copies would exceed max_bytes
   [[nodiscard]] at::Tensor buffer_for(const at::Tensor& weight, at::ScalarType dtype) const;
 
   /// Says that `copy` was just written and has the values that `weight` has now; call it after the
   /// write that changed `weight` and its version. From here until `weight` changes again, regions
   /// of `copy`'s dtype use it: no cast. `copy` is what `buffer_for` gave, or any tensor of yours
-  /// with the shape and device of `weight`, which then takes its place. Bumps `copy`'s version, so
-  /// that the backward of a graph that still needs its old values throws. Costs no work on the
-  /// device. In a cache that isolates threads it holds for the calling thread. \throws c10::Error
-  /// as buffer_for does, and if `copy` does not fit `weight`
+  /// with shape, strides and device of `weight`, which then takes its place. Bumps `copy`'s
+  /// version, so that the backward of a graph that still needs its old values throws. No work on
+  /// the device but, on CUDA, an event. In a cache that isolates threads it holds for the calling
+  /// thread. \throws c10::Error as buffer_for does, and if `copy` does not fit `weight`
   void publish(const at::Tensor& weight, const at::Tensor& copy) const;
 
   /// Whether a use of `weight` in `dtype`, in this thread and its region, would find a copy.

@@ -26,6 +26,7 @@ using torch::kCPU;
 using torch::kFloat;
 using torch::Tensor;
 
+namespace F = torch::nn::functional;
 using Tensors = std::vector<Tensor>;
 
 Tensor parameter(std::vector<int64_t> sizes) {
@@ -65,6 +66,42 @@ std::vector<Model> models() {
       {"Addmm", weight_and_bias,
        [](const Tensors& p) {
          return torch::addmm(p[1], input({3, 8}), p[0].t());
+       }},
+      {"LinearModule", weight_and_bias,  // addmm with a view of the weight
+       [](const Tensors& p) {
+         return F::linear(input({3, 8}), p[0], p[1]);
+       }},
+      {"LinearModuleOnSequences", weight_and_bias,  // matmul with a view of the weight
+       [](const Tensors& p) {
+         return F::linear(input({2, 3, 8}), p[0], p[1]);
+       }},
+      {"ReshapedWeight",
+       [] {
+         return Tensors{parameter({4, 2, 3})};
+       },
+       [](const Tensors& p) {
+         return torch::mm(input({5, 8}), p[0].view({8, 3}));
+       }},
+      {"PermutedWeight",
+       [] {
+         return Tensors{parameter({4, 2, 3})};
+       },
+       [](const Tensors& p) {
+         return torch::bmm(input({3, 5, 2}), p[0].permute({2, 1, 0}));
+       }},
+      {"PartOfAWeight",
+       [] {
+         return Tensors{parameter({6, 4})};
+       },
+       [](const Tensors& p) {
+         return torch::linear(input({5, 4}), p[0].chunk(3)[1]);
+       }},
+      {"RepeatedWeight",
+       [] {
+         return Tensors{parameter({1, 4})};
+       },
+       [](const Tensors& p) {
+         return torch::linear(input({5, 4}), p[0].expand({3, 4}));
        }},
       {"Mm", weight_and_bias,
        [](const Tensors& p) {
@@ -386,6 +423,18 @@ TEST(GradientsAfterAStep, ThrowAsInFullPrecision) {
                 std::string::npos);
     }
   }
+}
+
+// A view that shows other values than there are in memory.
+TEST(GradientsOfNegatedWeights, AreNegated) {
+  const mezzo::WeightCache cache;
+  const auto w = parameter({4, 4});
+  const auto x = torch::eye(4);
+  const Autocast<kCPU> autocast(cache);
+  torch::linear(x, w);
+  const auto y = torch::linear(x, at::_neg_view(w));
+  EXPECT_TRUE(torch::equal(y.t(), w.neg().to(kBFloat16)));
+  EXPECT_EQ(torch::autograd::grad({y.sum()}, {w})[0].max().item<float>(), -1.F);
 }
 
 TEST(GradientsOfForwardMode, GoAroundTheCache) {

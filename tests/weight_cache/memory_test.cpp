@@ -179,15 +179,53 @@ TEST(WeightCacheMemory, HoldsAnActivationOfMmOnlyFromItsSecondUseOn) {
   EXPECT_EQ(cache.statistics().hits, 1);
 }
 
+// torch::nn::Linear computes with weight.t(), a new view each time.
+TEST(WeightCacheMemory, HoldsTheWeightsOfLinearModulesOnce) {
+  for (const bool trainable : {true, false}) {
+    const mezzo::WeightCache cache;
+    torch::nn::Linear linear(kSize, kSize);
+    for (auto& each : linear->parameters()) each.set_requires_grad(trainable);
+    const Autocast<kCPU> autocast(cache);
+    for (int use = 0; use < 4; ++use) {
+      linear(torch::randn({3, kSize}));     // addmm
+      linear(torch::randn({2, 3, kSize}));  // matmul
+    }
+    EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
+    EXPECT_TRUE(cache.holds(linear->bias, kBFloat16));
+    EXPECT_EQ(cache.statistics().casts, 2);
+    // A right factor that requires no grad is worth holding when it comes back.
+    EXPECT_EQ(cache.statistics().hits, trainable ? 7 + 3 : 6 + 2);
+    EXPECT_EQ(cache.statistics().copies_held, 2);
+  }
+}
+
+// A weight that is part of something, or repeats itself, has a dense copy.
+TEST(WeightCacheMemory, HoldsWeightsThatAreNotDense) {
+  const mezzo::WeightCache cache;
+  const auto part = torch::randn({kSize, 2 * kSize}).narrow(1, 2, kSize);
+  const auto repeated = torch::randn({1, kSize}).expand({kSize, kSize});
+  const Autocast<kCPU> autocast(cache);
+  for (int use = 0; use < 4; ++use) {
+    EXPECT_TRUE(torch::equal(what_linear_reads(part), part.to(kBFloat16)));
+    EXPECT_TRUE(torch::equal(what_linear_reads(repeated), repeated.to(kBFloat16)));
+    EXPECT_TRUE(torch::equal(what_mm_reads(part.t()), part.t().to(kBFloat16)));
+  }
+  EXPECT_TRUE(cache.holds(part, kBFloat16));
+  EXPECT_TRUE(cache.holds(repeated, kBFloat16));
+}
+
 TEST(WeightCacheMemory, HoldsNoInputOfALinear) {
   const mezzo::WeightCache cache;
   const auto x = torch::randn({3, kSize});
   const auto weight = frozen();
   const Autocast<kCPU> autocast(cache);
-  torch::linear(x, weight);
-  torch::linear(x, weight);
+  torch::nn::Linear module(kSize, kSize);
+  for (int use = 0; use < 4; ++use) {
+    torch::linear(x, weight);
+    module(x);
+  }
   EXPECT_FALSE(cache.holds(x, kBFloat16));
-  EXPECT_EQ(cache.statistics().copies_held, 1);
+  EXPECT_EQ(cache.statistics().copies_held, 3);
 }
 
 // They have no version: who could tell that they changed?

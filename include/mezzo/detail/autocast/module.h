@@ -14,8 +14,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 template <class Impl>
 AutocastModuleImpl<Impl>::AutocastModuleImpl(std::shared_ptr<Impl> module,
-                                             const AutocastSetting& setting, PolicyRef policy)
-    : module_(std::move(module)), region_(detail::checked_region(setting, std::move(policy))) {
+                                             const AutocastSetting& setting, PolicyRef policy,
+                                             WeightCacheRef cache)
+    : module_(std::move(module)),
+      region_(detail::checked_region(setting, std::move(policy), std::move(cache))) {
   TORCH_CHECK(module_ != nullptr, "module: AutocastModule needs a module; this holder is empty");
   // Before there are children, so that none of them is switched.
   torch::nn::Module::train(module_->is_training());
@@ -45,7 +47,8 @@ std::shared_ptr<torch::nn::Module> AutocastModuleImpl<Impl>::clone(
                                 .dtype = region_.dtype,
                                 .enabled = region_.enabled,
                                 .cache_enabled = region_.cache_enabled};
-  return std::make_shared<AutocastModuleImpl>(std::move(copy), setting, region_.policy);
+  return std::make_shared<AutocastModuleImpl>(std::move(copy), setting, region_.policy,
+                                              region_.weight_cache);
 }
 
 // How a parent's clone() fills the child that the copy's own reset() made.
@@ -53,7 +56,8 @@ template <class Impl>
 void AutocastModuleImpl<Impl>::clone_(torch::nn::Module& other,
                                       const std::optional<torch::Device>& device) {
   const auto copy = std::dynamic_pointer_cast<AutocastModuleImpl>(other.clone(device));
-  TORCH_CHECK(copy != nullptr, "clone: the child is an AutocastModule in the copy and was none in "
+  TORCH_CHECK(copy != nullptr,
+              "clone: the child is an AutocastModule in the copy and was none in "
               "the original; register the same modules in reset()");
   *this = *copy;
 }

@@ -80,7 +80,7 @@ inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::Devi
   const auto cast = [&](const at::Tensor& tensor) {
     const bool ask = cache.casts != nullptr && is_eligible(tensor, device);
     return ask && tensor.scalar_type() != dtype
-               ? cache.casts->lower(tensor, dtype, Place::either, cache.since)
+               ? cache.casts->lower(tensor, dtype, Place::right, cache.since)
                : at::autocast::cached_cast(dtype, tensor, device);
   };
   if (argument.isTensor()) {

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <mezzo/detail/op_policy/cast_decision.h>
 #include <mezzo/detail/op_policy/recorded_inputs.h>
+#include <mezzo/detail/weight_cache/thread_caches.h>
 #include <mezzo/version.h>
 
 #include <cstddef>
@@ -45,6 +46,7 @@ struct TracedCost {
   std::int64_t calls = 0;
   std::int64_t casts = 0;
   std::int64_t bytes = 0;
+  std::int64_t spared = 0;
 };
 
 class TraceRecorder {
@@ -73,11 +75,12 @@ class TraceRecorder {
     std::string name;
     TracedCost* cost;
     bool casting;
+    std::int64_t spared_before;
   };
 
   // What `end` has to undo.
   struct Context final : at::ObserverContext {
-    enum class Opened { nothing, scope, call } opened = Opened::nothing;
+    enum class Opened { nothing, scope, call, cast } opened = Opened::nothing;
   };
 
   static TraceRecorder*& listener() {
@@ -105,8 +108,11 @@ class TraceRecorder {
       return Context::Opened::scope;
     }
     const auto name = function.operator_name();
-    if (!name.has_value() || note_inside_open_call(*name, recorded_inputs(function))) {
+    if (!name.has_value()) {
       return Context::Opened::nothing;
+    }
+    if (const auto inside = note_inside_open_call(*name, recorded_inputs(function))) {
+      return *inside;
     }
     return note_call(*name, recorded_inputs(function)) ? Context::Opened::call
                                                        : Context::Opened::nothing;
@@ -117,30 +123,43 @@ class TraceRecorder {
       scopes_.pop_back();
     } else if (opened == Context::Opened::call && !open_.empty()) {
       open_.pop_back();
+    } else if (opened == Context::Opened::cast) {
+      in_cast_ = false;
     }
   }
 
-  /// True for a cast of the innermost open call, and for the op itself behind its casts.
-  bool note_inside_open_call(const c10::OperatorName& name,
-                             c10::ArrayRef<const c10::IValue> inputs) {
+  /// Something for a cast of the innermost open call, and for the op itself behind its casts.
+  std::optional<Context::Opened> note_inside_open_call(const c10::OperatorName& name,
+                                                       c10::ArrayRef<const c10::IValue> inputs) {
     if (open_.empty() || !open_.back().casting) {
-      return false;
+      return std::nullopt;
+    }
+    if (in_cast_) {
+      return Context::Opened::nothing;  // what a cast is made of
     }
     if (name.name == open_.back().name) {
       open_.back().casting = false;
-      return true;
+      open_.back().cost->spared += spared_casts().casts - open_.back().spared_before;
+      return Context::Opened::nothing;
     }
     if (name.name == "aten::_to_copy" && !inputs.empty() && inputs[0].isTensor()) {
       note_cast(inputs);
-      return true;
+    } else if (name.name == "aten::copy_") {  // a weight cache renews a copy in its place
+      note_cast(inputs[1].toTensor(), inputs[0].toTensor().scalar_type());
+    } else {
+      return name.name == "aten::to" ? std::optional(Context::Opened::nothing) : std::nullopt;
     }
-    return name.name == "aten::to";
+    in_cast_ = true;
+    return Context::Opened::cast;
   }
 
   void note_cast(c10::ArrayRef<const c10::IValue> inputs) {
     const at::Tensor& source = inputs[0].toTensor();
-    const auto target =
-        inputs.size() > 1 && inputs[1].isInt() ? inputs[1].toScalarType() : source.scalar_type();
+    const bool given = inputs.size() > 1 && inputs[1].isInt();
+    note_cast(source, given ? inputs[1].toScalarType() : source.scalar_type());
+  }
+
+  void note_cast(const at::Tensor& source, at::ScalarType target) {
     const auto width = source.element_size() + c10::elementSize(target);
     open_.back().cost->casts += 1;
     open_.back().cost->bytes += source.numel() * static_cast<std::int64_t>(width);
@@ -164,7 +183,8 @@ class TraceRecorder {
     TracedCost& cost = calls_[{scope(), full_name(name), *device, decided, tensor_dtypes(inputs),
                                runs_in(*op, decided.category, inputs, *device)}];
     cost.calls += 1;
-    open_.push_back({name.name, &cost, decided.category != OpCategory::infer});
+    open_.push_back(
+        {name.name, &cost, decided.category != OpCategory::infer, spared_casts().casts});
     return true;
   }
 
@@ -193,6 +213,7 @@ class TraceRecorder {
   std::map<TracedCall, TracedCost> calls_;
   std::vector<std::string> scopes_;
   std::vector<OpenCall> open_;
+  bool in_cast_ = false;
 };
 
 }  // namespace detail

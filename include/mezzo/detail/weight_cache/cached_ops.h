@@ -29,24 +29,16 @@
 #include <mezzo/detail/weight_cache/caching_kernel.h>
 #include <mezzo/version.h>
 
-#include <concepts>
-#include <cstdint>
 #include <memory>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A set of argument positions.
-template <std::same_as<int>... Positions>
-constexpr std::uint32_t arguments(Positions... positions) {
-  return ((std::uint32_t{1} << positions) | ...);
-}
-
-template <class Op, std::uint32_t Weights, std::uint32_t Either = 0>
+template <class Op, Places places>
 void cache_weights_of() {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
   override_registry().cache_weights_of(op, [&op](c10::DeviceType device, OpSlot slot) {
-    using Kernel = CachingKernel<Op, Weights, Either>;
+    using Kernel = CachingKernel<Op, places>;
     return c10::KernelFunction::makeFromUnboxedFunctor<false, Kernel>(
         std::make_unique<Kernel>(op, device, slot));
   });
@@ -56,32 +48,35 @@ void cache_weights_of() {
 /// that they are made of meet the cache.
 inline void cache_weights_of_ops() {
   using namespace at::_ops;
-  constexpr auto kAfterInput = arguments(1, 2);  // weight and bias
-  cache_weights_of<linear, kAfterInput>();
-  cache_weights_of<mm, 0, arguments(0, 1)>();
-  cache_weights_of<matmul, 0, arguments(0, 1)>();
-  cache_weights_of<bmm, 0, arguments(0, 1)>();
-  cache_weights_of<addmm, 0, arguments(0, 1, 2)>();
-  cache_weights_of<addbmm, 0, arguments(0, 1, 2)>();
-  cache_weights_of<baddbmm, 0, arguments(0, 1, 2)>();
-  cache_weights_of<conv1d, kAfterInput>();
-  cache_weights_of<conv1d_padding, kAfterInput>();
-  cache_weights_of<conv2d, kAfterInput>();
-  cache_weights_of<conv2d_padding, kAfterInput>();
-  cache_weights_of<conv3d, kAfterInput>();
-  cache_weights_of<conv3d_padding, kAfterInput>();
-  cache_weights_of<conv_tbc, kAfterInput>();
-  cache_weights_of<conv_transpose1d, kAfterInput>();
-  cache_weights_of<conv_transpose2d_input, kAfterInput>();
-  cache_weights_of<conv_transpose3d_input, kAfterInput>();
-  cache_weights_of<_convolution, kAfterInput>();
-  cache_weights_of<prelu, arguments(1)>();
-  constexpr auto kAfterState = arguments(2, 3, 4, 5);  // two weights and two biases
-  cache_weights_of<lstm_cell, kAfterState>();
-  cache_weights_of<gru_cell, kAfterState>();
-  cache_weights_of<rnn_tanh_cell, kAfterState>();
-  cache_weights_of<rnn_relu_cell, kAfterState>();
-  cache_weights_of<mkldnn_rnn_layer, arguments(1, 2, 3, 4)>();
+  using enum Place;
+  constexpr Places kInputWeightBias{other, weight, weight};
+  cache_weights_of<linear, kInputWeightBias>();
+  constexpr Places kFactors{left, right};
+  cache_weights_of<mm, kFactors>();
+  cache_weights_of<matmul, kFactors>();
+  cache_weights_of<bmm, kFactors>();
+  constexpr Places kBiasAndFactors{right, left, right};
+  cache_weights_of<addmm, kBiasAndFactors>();
+  cache_weights_of<addbmm, kBiasAndFactors>();
+  cache_weights_of<baddbmm, kBiasAndFactors>();
+  cache_weights_of<conv1d, kInputWeightBias>();
+  cache_weights_of<conv1d_padding, kInputWeightBias>();
+  cache_weights_of<conv2d, kInputWeightBias>();
+  cache_weights_of<conv2d_padding, kInputWeightBias>();
+  cache_weights_of<conv3d, kInputWeightBias>();
+  cache_weights_of<conv3d_padding, kInputWeightBias>();
+  cache_weights_of<conv_tbc, kInputWeightBias>();
+  cache_weights_of<conv_transpose1d, kInputWeightBias>();
+  cache_weights_of<conv_transpose2d_input, kInputWeightBias>();
+  cache_weights_of<conv_transpose3d_input, kInputWeightBias>();
+  cache_weights_of<_convolution, kInputWeightBias>();
+  cache_weights_of<prelu, Places{other, weight}>();
+  constexpr Places kCell{other, other, weight, weight, weight, weight};
+  cache_weights_of<lstm_cell, kCell>();
+  cache_weights_of<gru_cell, kCell>();
+  cache_weights_of<rnn_tanh_cell, kCell>();
+  cache_weights_of<rnn_relu_cell, kCell>();
+  cache_weights_of<mkldnn_rnn_layer, Places{other, weight, weight, weight, weight}>();
 }
 
 }  // namespace detail

@@ -17,9 +17,8 @@
 #include <mezzo/detail/weight_cache/thread_caches.h>
 #include <mezzo/version.h>
 
-#include <concepts>
+#include <array>
 #include <cstddef>
-#include <cstdint>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -39,12 +38,14 @@ struct ReadWrappedKernel {
 };
 template struct ReadWrappedKernel<&c10::SafeKernelFunction::kernel_>;
 
-/// Bit i of `Weights`: argument i is a weight; of `Either`: it may be one.
-template <class Op, std::uint32_t Weights, std::uint32_t Either, class Schema = typename Op::schema>
+/// What stands at an op's first arguments; those behind are other.
+using Places = std::array<Place, 6>;
+
+template <class Op, Places places, class Schema = typename Op::schema>
 class CachingKernel;
 
-template <class Op, std::uint32_t Weights, std::uint32_t Either, class Result, class... Args>
-class CachingKernel<Op, Weights, Either, Result(Args...)> final : public c10::OperatorKernel {
+template <class Op, Places places, class Result, class... Args>
+class CachingKernel<Op, places, Result(Args...)> final : public c10::OperatorKernel {
  public:
   /// Takes over from whatever kernel `op` has now.
   CachingKernel(const c10::OperatorHandle& op, c10::DeviceType device, OpSlot slot)
@@ -80,9 +81,7 @@ class CachingKernel<Op, Weights, Either, Result(Args...)> final : public c10::Op
   }
 
   static constexpr Place place(std::size_t argument) {
-    return (Weights >> argument & 1U) != 0  ? Place::weight
-           : (Either >> argument & 1U) != 0 ? Place::either
-                                            : Place::other;
+    return argument < places.size() ? places[argument] : Place::other;
   }
 
   at::Tensor cast(const ThreadCache& cache, at::ScalarType dtype, Place place,

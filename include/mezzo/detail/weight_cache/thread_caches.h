@@ -24,7 +24,8 @@ namespace detail {
 /// What stands at an op's argument, as far as the op alone can tell.
 enum class Place : std::uint8_t {
   other,   ///< an activation: nothing to keep
-  either,  ///< an activation or a weight, as in mm
+  left,    ///< an activation, or a weight if it requires grad: the left factor of mm
+  right,   ///< a weight, or an activation if it requires no grad: the right one
   weight,  ///< a weight
 };
 

@@ -61,6 +61,8 @@ inline void check_copy(const at::Tensor& weight, const at::Tensor& copy) {
   check_low_precision(weight, copy.scalar_type(), "copy");
   TORCH_CHECK(copy.sizes() == weight.sizes(), "copy: its shape ", copy.sizes(), " is not ",
               weight.sizes(), ", the weight's");
+  TORCH_CHECK(is_laid_out_as(copy, weight), "copy: its strides ", copy.strides(), " are not ",
+              weight.strides(), ", the weight's; give both the same memory format");
   TORCH_CHECK(copy.device() == weight.device(), "copy: it is on ", copy.device(),
               ", the weight on ", weight.device());
   TORCH_CHECK(!copy.is_inference() && can_be_held(copy) && !copy.requires_grad(),

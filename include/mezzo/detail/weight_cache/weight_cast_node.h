@@ -68,21 +68,29 @@ class WeightCastNode final : public torch::autograd::Node {
   std::shared_ptr<std::atomic<bool>> flag_;
 };
 
-/// `copy` as autograd shall see it: with an edge to `weight` where that wants a gradient. The
-/// result shares the copy's memory and version, so that a later write to the copy is noticed by
-/// whoever saved it for backward.
-inline at::Tensor connected_to(const at::Tensor& weight, at::Tensor copy,
-                               std::shared_ptr<std::atomic<bool>> flag) {
-  if (!c10::GradMode::is_enabled() || !weight.requires_grad()) {
+/// `copy`, which was made of what `tensor` shows, as an op shall see it in the place of `tensor`:
+/// in its shape and, where it wants a gradient, with an edge to it. The result shares the copy's
+/// memory and version, so that a later write to the copy is noticed by whoever saved it for
+/// backward.
+inline at::Tensor in_place_of(const at::Tensor& tensor, const at::Tensor& weight, at::Tensor copy,
+                              std::shared_ptr<std::atomic<bool>> flag) {
+  const bool wants_gradient = c10::GradMode::is_enabled() && tensor.requires_grad();
+  const bool is_weight = tensor.is_same(weight);
+  if (!wants_gradient && is_weight) {
     return copy;
   }
   auto* const impl = copy.unsafeGetTensorImpl();
   at::Tensor use(impl->shallow_copy_and_detach(impl->version_counter(),
-                                               /*allow_tensor_metadata_change=*/false));
-  const std::shared_ptr<WeightCastNode> node(new WeightCastNode(weight, std::move(flag)),
-                                             torch::autograd::deleteNode);
-  const auto input_nr = node->add_input_metadata(use);
-  torch::autograd::impl::set_gradient_edge(use, {node, input_nr});
+                                               /*allow_tensor_metadata_change=*/true));
+  if (!is_weight) {
+    use.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  }
+  if (wants_gradient) {
+    const std::shared_ptr<WeightCastNode> node(new WeightCastNode(tensor, std::move(flag)),
+                                               torch::autograd::deleteNode);
+    const auto input_nr = node->add_input_metadata(use);
+    torch::autograd::impl::set_gradient_edge(use, {node, input_nr});
+  }
   return use;
 }
 

@@ -7,26 +7,55 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/DimVector.h>
+#include <c10/util/MaybeOwned.h>
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/version.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Whether the tensor has memory of its own kind, a version that tells of writes, and no graph or
-/// tangent behind it that a copy would leave out.
-inline bool can_be_held(const at::Tensor& tensor) {
-  static constexpr c10::DispatchKeySet kNotPlain(
+/// Whether the tensor's values are those in its memory, and no tangent goes with them.
+inline bool is_plain(const at::Tensor& tensor) {
+  static constexpr c10::DispatchKeySet kOtherValues(
       {c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-  if (tensor.is_inference() || tensor.layout() != at::kStrided || !tensor.has_storage() ||
-      at::isTensorSubclassLike(tensor) || tensor.key_set().has_any(kNotPlain)) {
+  if (tensor.layout() != at::kStrided || !tensor.has_storage() ||
+      at::isTensorSubclassLike(tensor) || tensor.key_set().has_any(kOtherValues)) {
     return false;
   }
   const auto* autograd = torch::autograd::impl::get_autograd_meta(tensor);
-  return autograd == nullptr || (autograd->fw_grad_ == nullptr && tensor.is_leaf());
+  return autograd == nullptr || autograd->fw_grad_ == nullptr;
+}
+
+/// Whether a copy of the tensor stands for it: it has a version that tells of writes, and no graph
+/// behind it.
+inline bool can_be_held(const at::Tensor& tensor) {
+  return !tensor.is_inference() && is_plain(tensor) && tensor.is_leaf();
+}
+
+/// The tensor whose memory `tensor` shows: itself, or, where it is a view of all of another one's
+/// memory, as `weight.t()` is, that one. Modules of libtorch's C++ compute with such views, which
+/// are new tensors each time.
+inline c10::MaybeOwned<at::Tensor> shown_by(const at::Tensor& tensor) {
+  if (!tensor.is_view() || !is_plain(tensor)) {
+    return c10::MaybeOwned<at::Tensor>::borrowed(tensor);
+  }
+  at::Tensor base(tensor._base());
+  const bool all = is_plain(base) && tensor.is_alias_of(base) && tensor.numel() == base.numel() &&
+                   tensor.storage_offset() == base.storage_offset() &&
+                   tensor.scalar_type() == base.scalar_type() &&
+                   tensor.is_non_overlapping_and_dense() && base.is_non_overlapping_and_dense();
+  return all ? c10::MaybeOwned<at::Tensor>::owned(std::move(base))
+             : c10::MaybeOwned<at::Tensor>::borrowed(tensor);
+}
+
+/// Whether `copy` has its elements in the order that a cast of `weight` would give them.
+inline bool is_laid_out_as(const at::Tensor& copy, const at::Tensor& weight) {
+  return copy.sizes() == weight.sizes() &&
+         (copy.strides() == weight.strides() || !weight.is_non_overlapping_and_dense());
 }
 
 /// A weight at the moment when it was cast. Holds neither tensor nor memory alive, only their

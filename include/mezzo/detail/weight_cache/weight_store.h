@@ -67,17 +67,19 @@ class WeightStore final : public WeightCasts {
 
   at::Tensor lower(const at::Tensor& tensor, at::ScalarType dtype, Place place,
                    std::uint64_t since) override {
-    if (!can_be_held(tensor)) {
+    const auto shown = shown_by(tensor);
+    const at::Tensor& weight = *shown;
+    if (!can_be_held(weight)) {
       return tensor.to(dtype);
     }
-    if (Use use = find(tensor, dtype, since); use.copy.defined()) {
-      return connected_to(tensor, std::move(use.copy), std::move(use.passed));
+    if (Use use = find(weight, dtype, since); use.copy.defined()) {
+      return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
     }
-    if (place == Place::either && !tensor.requires_grad() && !seen_before(tensor)) {
+    if (!is_worth_holding(weight, place)) {
       return tensor.to(dtype);
     }
-    Use use = find_or_cast(tensor, dtype, since, /*fixed=*/false);
-    return connected_to(tensor, std::move(use.copy), std::move(use.passed));
+    Use use = find_or_cast(weight, dtype, since, /*fixed=*/false);
+    return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
   }
 
   std::uint64_t enter() noexcept override {
@@ -237,7 +239,7 @@ class WeightStore final : public WeightCasts {
   /// A copy that a graph still needs is left to it, unless its place is promised: then the write
   /// shows in its version, and the graph's backward throws.
   static bool may_be_rewritten(const HeldCopy& old, const at::Tensor& weight) {
-    if (old.copy.sizes() != weight.sizes() || old.copy.device() != weight.device()) {
+    if (!is_laid_out_as(old.copy, weight) || old.copy.device() != weight.device()) {
       return false;
     }
     const bool unused = old.copy.use_count() == 1 && old.copy.storage().use_count() == 1 &&
@@ -246,7 +248,9 @@ class WeightStore final : public WeightCasts {
   }
 
   void insert(HeldCopy entry, HeldCopies::List& out) {
-    if (++insertions_ > held_.size() / 2 + 16) {
+    ++insertions_;
+    inserted_bytes_ += bytes_of(entry.copy);
+    if (insertions_ > held_.size() / 2 + 16 || inserted_bytes_ > held_.bytes() / 4) {
       drop_dead(out);
     }
     auto evicted = held_.insert(std::move(entry));
@@ -263,6 +267,7 @@ class WeightStore final : public WeightCasts {
   template <class Predicate>
   void drop(Predicate gone, HeldCopies::List& out) {
     insertions_ = 0;
+    inserted_bytes_ = 0;
     auto removed = held_.remove_if(gone);
     out.splice(out.end(), removed);
   }
@@ -275,8 +280,16 @@ class WeightStore final : public WeightCasts {
                 "; raise WeightCacheOptions::max_bytes or publish fewer weights");
   }
 
+  /// A guess that costs a cast when wrong, and nothing else.
+  bool is_worth_holding(const at::Tensor& tensor, Place place) {
+    if (tensor.requires_grad() || (place == Place::weight && !tensor.is_view())) {
+      return true;
+    }
+    return place != Place::left && seen_before(tensor);
+  }
+
   /// Whether an op was given this tensor, as it is now, already once: a weight comes back, an
-  /// activation is gone. A guess that costs a cast when wrong, and nothing else.
+  /// activation is gone.
   bool seen_before(const at::Tensor& tensor) {
     static constexpr std::size_t kMostCandidates = 4096;
     const std::lock_guard lock(mutex_);
@@ -309,6 +322,7 @@ class WeightStore final : public WeightCasts {
   int readers_ = 0;         // threads in regions
   WeightCacheStatistics counts_;
   std::size_t insertions_ = 0;  // since the last look for dead weights
+  std::int64_t inserted_bytes_ = 0;
   std::unordered_map<const void*, std::pair<const void*, std::int64_t>> candidates_;
 };
 

@@ -1,0 +1,287 @@
+// Where a cache is in force, and how it goes with what else a region consists of.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/autocast_module.h>
+#include <mezzo/cast_trace.h>
+#include <mezzo/op_policy.h>
+#include <mezzo/weight_cache.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "what_an_op_reads.h"
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::AutocastGuard;
+using mezzo::OpPolicy;
+using mezzo::WeightCache;
+using torch::kBFloat16;
+using torch::kCPU;
+using torch::kFloat;
+using torch::kHalf;
+using torch::Tensor;
+
+constexpr int64_t kSize = 6;
+
+Tensor frozen() { return torch::randn({kSize, kSize}); }
+
+std::pair<int64_t, int64_t> casts_and_hits(const WeightCache& cache) {
+  const auto statistics = cache.statistics();
+  return {statistics.casts, statistics.hits};
+}
+
+using Counts = std::pair<int64_t, int64_t>;
+
+TEST(WeightCacheRegions, UseNoCacheThatTheyWereNotGiven) {
+  const WeightCache cache;
+  const auto weight = frozen();
+  {
+    const Autocast<kCPU> autocast;
+    what_linear_reads(weight);
+  }
+  what_linear_reads(weight);
+  EXPECT_EQ(casts_and_hits(cache), Counts(0, 0));
+}
+
+TEST(WeightCacheRegions, InheritTheCacheAroundThem) {
+  const WeightCache cache;
+  const auto weight = frozen();
+  const Autocast<kCPU> outer(cache);
+  what_linear_reads(weight);
+  {
+    const Autocast<kCPU> inner;
+    what_linear_reads(weight);
+  }
+  {
+    const Autocast<kCPU> inner({.cache_enabled = false});
+    what_linear_reads(weight);
+    EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+  }
+  {
+    const Autocast<kCPU> exact({.enabled = false});
+    EXPECT_EQ(what_linear_reads(weight).scalar_type(), kFloat);
+  }
+  what_linear_reads(weight);
+  EXPECT_EQ(casts_and_hits(cache), Counts(1, 2));
+}
+
+TEST(WeightCacheRegions, MayHaveDifferentCaches) {
+  const WeightCache first;
+  const WeightCache second;
+  const auto weight = frozen();
+  const Autocast<kCPU> outer(first);
+  what_linear_reads(weight);
+  {
+    const Autocast<kCPU> inner(second);
+    what_linear_reads(weight);
+    what_linear_reads(weight);
+  }
+  what_linear_reads(weight);
+  EXPECT_EQ(casts_and_hits(first), Counts(1, 1));
+  EXPECT_EQ(casts_and_hits(second), Counts(1, 1));
+}
+
+TEST(WeightCacheRegions, OfDifferentDtypesReadTheirOwnCopies) {
+  const WeightCache cache;
+  const auto weight = frozen();
+  const Autocast<kCPU> outer(cache);
+  for (int use = 0; use < 2; ++use) {
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+    const Autocast<kCPU, kHalf> inner;
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kHalf)));
+    const Autocast<kCPU> innermost;
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+  }
+  EXPECT_EQ(casts_and_hits(cache), Counts(2, 4));
+}
+
+TEST(WeightCacheRegions, LowerHalfWeightsToo) {
+  const WeightCache cache;
+  const auto weight = frozen().to(kHalf);
+  const Autocast<kCPU> autocast(cache);
+  what_linear_reads(weight);
+  EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+  EXPECT_EQ(casts_and_hits(cache), Counts(1, 1));
+}
+
+TEST(WeightCacheRegions, LeaveDoubleAlone) {
+  const WeightCache cache;
+  const Autocast<kCPU> autocast(cache);
+  const auto y =
+      torch::linear(torch::ones({2, 2}, torch::kDouble), torch::ones({2, 2}, torch::kDouble));
+  EXPECT_EQ(y.scalar_type(), torch::kDouble);
+  EXPECT_EQ(casts_and_hits(cache), Counts(0, 0));
+}
+
+TEST(WeightCacheRegions, PutLibtorchsCacheBackAsItWas) {
+  const WeightCache cache;
+  for (const bool enabled : {true, false}) {
+    at::autocast::set_autocast_cache_enabled(enabled);
+    {
+      const Autocast<kCPU> autocast(cache);
+      EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+      const Autocast<kCPU> inner;
+      EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+    }
+    EXPECT_EQ(at::autocast::is_autocast_cache_enabled(), enabled);
+  }
+  at::autocast::set_autocast_cache_enabled(true);
+}
+
+TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
+  const WeightCache cache;
+  const auto weight = frozen().requires_grad_();
+  try {
+    const Autocast<kCPU> autocast(cache);
+    what_linear_reads(weight);
+    torch::linear(torch::ones({2, 3}), weight);  // shapes that do not fit
+    ADD_FAILURE();
+  } catch (const c10::Error&) {
+  }
+  EXPECT_EQ(cache.statistics().copies_held, 0);
+  const auto before = casts_and_hits(cache);
+  {
+    const Autocast<kCPU> autocast;
+    what_linear_reads(weight);
+  }
+  EXPECT_EQ(casts_and_hits(cache), before);
+}
+
+TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
+  const WeightCache cache;
+  const auto weight = frozen();
+  const auto use = [&] { return what_linear_reads(weight); };
+  const mezzo::AutocastSetting setting{.device = kCPU, .dtype = kBFloat16};
+  {
+    const Autocast<kCPU> a({.weight_cache = cache});
+    use();
+  }
+  {
+    const AutocastGuard a(setting, cache);
+    use();
+  }
+  {
+    const AutocastGuard a(setting, OpPolicy(), cache);
+    use();
+  }
+  {
+    const AutocastGuard a(kCPU, kBFloat16, {.weight_cache = cache});
+    use();
+  }
+  mezzo::autocast<kCPU>(use, {.weight_cache = cache})();
+  mezzo::autocast(use, setting, {}, cache)();
+  EXPECT_EQ(casts_and_hits(cache), Counts(1, 5));
+  torch::nn::Linear linear(kSize, kSize);
+  linear->weight.set_requires_grad(false);
+  mezzo::AutocastModule module(linear, setting, {}, cache);
+  for (int i = 0; i < 2; ++i) module(torch::ones({1, kSize}));
+  EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
+  const auto copy = std::dynamic_pointer_cast<decltype(module)::ContainedType>(module->clone());
+  const auto before = cache.statistics().casts;
+  copy->call(torch::ones({1, kSize}));
+  EXPECT_EQ(cache.statistics().casts, before + 2);
+}
+
+TEST(WeightCachePolicies, ComeFirst) {
+  const WeightCache cache;  // its kernels stand in front of those of policies, or behind
+  const auto deny = OpPolicy().deny("linear").deny("addmm");
+  const WeightCache later;
+  const auto weight = frozen();
+  for (const auto& each : {cache, later}) {
+    {
+      const Autocast<kCPU> autocast({.policy = deny, .weight_cache = each});
+      EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight));
+      EXPECT_EQ(casts_and_hits(each), Counts(0, 0));
+      {
+        const Autocast<kCPU> inner(OpPolicy().allow("linear"));
+        EXPECT_EQ(what_linear_reads(weight).scalar_type(), kBFloat16);
+      }
+      const Autocast<kCPU> inner(OpPolicy().ignore("linear"));
+      EXPECT_EQ(what_linear_reads(weight).scalar_type(), kBFloat16);  // matmul's, inside
+    }
+    const Autocast<kCPU> autocast(each);
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+    EXPECT_EQ(each.statistics().casts, 1);
+    EXPECT_GE(each.statistics().hits, 1);
+  }
+}
+
+TEST(WeightCachePolicies, ThatPromoteLeaveTheCacheAside) {
+  const WeightCache cache;
+  const auto promote = OpPolicy().promote("mm");
+  const auto weight = frozen();
+  const Autocast<kCPU> autocast({.policy = promote, .weight_cache = cache});
+  EXPECT_TRUE(torch::equal(what_mm_reads(weight), weight));
+  EXPECT_EQ(torch::mm(weight.to(kBFloat16), weight).scalar_type(), kFloat);
+  EXPECT_EQ(casts_and_hits(cache), Counts(0, 0));
+}
+
+// mv is on no list of the CPU's.
+TEST(WeightCachePolicies, ThatAllowAnOpMakeItAskTheCache) {
+  const auto allow = OpPolicy().allow("mv");
+  const WeightCache cache;
+  const auto weight = frozen().requires_grad_();
+  const Autocast<kCPU> autocast({.policy = allow, .weight_cache = cache});
+  for (int use = 0; use < 3; ++use) {
+    const auto y = torch::mv(weight, torch::ones({kSize}));
+    EXPECT_EQ(y.scalar_type(), kBFloat16);
+    EXPECT_TRUE(
+        torch::equal(torch::autograd::grad({y.sum()}, {weight})[0], torch::ones({kSize, kSize})));
+    torch::mv(weight, torch::ones({kSize}));  // a hit: no gradient has gone through this one
+  }
+  EXPECT_EQ(cache.statistics().casts, 4);
+}
+
+mezzo::CastRecord record_of(const mezzo::CastTrace& trace, const std::string& op) {
+  const auto records = trace.records();
+  const auto found = std::find_if(records.begin(), records.end(),
+                                  [&](const auto& record) { return record.op == op; });
+  if (found == records.end()) throw std::runtime_error("no record of " + op);
+  return *found;
+}
+
+TEST(WeightCacheTrace, TellsCastsThatWereMadeFromThoseThatWereSpared) {
+  const WeightCache cache;
+  const auto weight = frozen();
+  const auto x = torch::ones({2, kSize});
+  const Autocast<kCPU> autocast(cache);
+  const mezzo::CastTrace trace;
+  for (int use = 0; use < 3; ++use) {
+    torch::linear(x, weight);
+  }
+  auto record = record_of(trace, "aten::linear");
+  EXPECT_EQ(record.calls, 3);
+  EXPECT_EQ(record.casts, 4);  // the input three times, the weight once
+  EXPECT_EQ(record.bytes, 3 * 2 * kSize * 6 + kSize * kSize * 6);
+  EXPECT_EQ(record.spared, 2);
+  weight.add_(1);
+  torch::linear(x, weight);  // into the memory of the old copy
+  record = record_of(trace, "aten::linear");
+  EXPECT_EQ(record.casts, 6);
+  EXPECT_EQ(record.bytes, 4 * 2 * kSize * 6 + 2 * kSize * kSize * 6);
+  EXPECT_EQ(record.spared, 2);
+}
+
+TEST(WeightCacheTrace, CountsNoCastOfAPublishedCopy) {
+  const WeightCache cache;
+  const auto weight = frozen().requires_grad_();
+  cache.publish(weight, cache.buffer_for(weight, kBFloat16));
+  const auto x = torch::ones({2, kSize}, kBFloat16);
+  const Autocast<kCPU> autocast(cache);
+  const mezzo::CastTrace trace;
+  torch::linear(x, weight);
+  const auto record = record_of(trace, "aten::linear");
+  EXPECT_EQ(record.casts, 0);
+  EXPECT_EQ(record.bytes, 0);
+  EXPECT_EQ(record.spared, 1);
+}
+
+}  // namespace

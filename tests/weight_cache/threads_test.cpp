@@ -1,0 +1,169 @@
+// Shared by threads, or each to its own.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/weight_cache.h>
+
+#include <atomic>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "what_an_op_reads.h"
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::WeightCache;
+using torch::kBFloat16;
+using torch::kCPU;
+using torch::Tensor;
+
+constexpr int kThreads = 8;
+constexpr int64_t kSize = 6;
+
+void in_threads(const std::function<void(int)>& work) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&work, i] {
+      at::set_num_threads(1);
+      work(i);
+    });
+  }
+  for (auto& thread : threads) {
+    thread.join();
+  }
+}
+
+std::vector<Tensor> weights(int64_t count) {
+  std::vector<Tensor> all;
+  for (int64_t i = 0; i < count; ++i) {
+    all.push_back(torch::randn({kSize, kSize}));
+  }
+  return all;
+}
+
+TEST(WeightCacheThreads, ShareOneCopyOfEachWeight) {
+  const WeightCache cache;
+  const auto all = weights(5);
+  std::atomic<int> wrong = 0;
+  in_threads([&](int) {
+    const Autocast<kCPU> autocast(cache);
+    for (const auto& weight : all) {
+      wrong += !torch::equal(what_linear_reads(weight), weight.to(kBFloat16));
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+  EXPECT_EQ(cache.statistics().casts, 5);
+  EXPECT_EQ(cache.statistics().hits, 5 * (kThreads - 1));
+}
+
+TEST(WeightCacheThreads, HaveTheirOwnCopiesWhenIsolated) {
+  const WeightCache cache({.thread_isolated = true});
+  const auto weight = weights(1)[0];
+  const Autocast<kCPU> autocast(cache);
+  what_linear_reads(weight);
+  std::atomic<int> misses = 0;
+  in_threads(mezzo::with_current_autocast([&](int) {
+    misses += !cache.holds(weight, kBFloat16);
+    what_linear_reads(weight);
+    what_linear_reads(weight);
+    misses += cache.holds(weight, kBFloat16) ? 0 : 100;
+  }));
+  EXPECT_EQ(misses, kThreads);
+  EXPECT_EQ(cache.statistics().copies_held, 1);  // those of ended threads are gone
+  EXPECT_TRUE(cache.holds(weight, kBFloat16));
+}
+
+TEST(WeightCacheThreads, MayOutliveAnIsolatedCache) {
+  std::thread([] {
+    for (int i = 0; i < 3; ++i) {
+      const WeightCache cache({.thread_isolated = true});
+      const Autocast<kCPU> autocast(cache);
+      what_linear_reads(weights(1)[0]);
+    }
+  }).join();
+}
+
+TEST(WeightCacheThreads, ReceiveASharedCacheWithTheAutocastState) {
+  const WeightCache cache;
+  const auto weight = weights(1)[0];
+  const Autocast<kCPU> autocast(cache);
+  what_linear_reads(weight);
+  const auto state = mezzo::AutocastState::capture();
+  std::thread([&] {
+    const mezzo::AutocastState::Scope scope(state);
+    EXPECT_TRUE(cache.holds(weight, kBFloat16));
+    what_linear_reads(weight);
+  }).join();
+  EXPECT_EQ(cache.statistics().casts, 1);
+  EXPECT_EQ(cache.statistics().hits, 1);
+}
+
+TEST(WeightCacheThreads, LeaveTheirStateBehindWithTheScope) {
+  const WeightCache cache;
+  const auto weight = weights(1)[0];
+  const auto state = [&] {
+    const Autocast<kCPU> autocast(cache);
+    return mezzo::AutocastState::capture();
+  }();
+  { const mezzo::AutocastState::Scope scope(state); }
+  const Autocast<kCPU> autocast;
+  what_linear_reads(weight);
+  EXPECT_EQ(cache.statistics().casts, 0);
+}
+
+// Forward and backward in all threads at once, weights that come, change and go, a bound that makes
+// copies go, questions and orders in between.
+void stress(const WeightCache& cache, bool publish) {
+  const auto shared = weights(4);
+  std::atomic<int> wrong = 0;
+  in_threads([&](int thread) {
+    const auto own = torch::randn({kSize, kSize}).requires_grad_();
+    for (int round = 0; round < 60; ++round) {
+      {
+        const Autocast<kCPU> autocast(cache);
+        for (const auto& weight : shared) {
+          wrong += !torch::equal(what_linear_reads(weight), weight.to(kBFloat16));
+        }
+        const auto y = what_linear_reads(own);
+        wrong += !torch::equal(y, own.to(kBFloat16));
+        y.sum().backward();
+        wrong += own.grad().sum().item<float>() != static_cast<float>(kSize * kSize);
+        own.mutable_grad().reset();
+        const auto brief = torch::randn({kSize, kSize});
+        wrong += !torch::equal(what_mm_reads(brief), brief.to(kBFloat16));
+        wrong += !torch::equal(what_mm_reads(brief), brief.to(kBFloat16));
+      }
+      const torch::NoGradGuard no_grad;
+      own.add_(1);
+      if (publish) {
+        const auto buffer = cache.buffer_for(own, kBFloat16);
+        own.mul_(0.5);
+        buffer.copy_(own);
+        cache.publish(own, buffer);
+      }
+      if (round % 16 == thread) {
+        cache.clear();
+        wrong += cache.statistics().bytes_held < 0;
+      }
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+  EXPECT_LE(cache.statistics().bytes_held, cache.options().max_bytes);
+}
+
+TEST(WeightCacheThreads, StandAStressWithASharedCache) { stress(WeightCache(), true); }
+
+TEST(WeightCacheThreads, StandAStressWithASmallSharedCache) {
+  stress(WeightCache({.max_bytes = 3 * kSize * kSize * 2, .keep_trainable = true}), false);
+}
+
+TEST(WeightCacheThreads, StandAStressWithAnIsolatedCache) {
+  stress(WeightCache({.thread_isolated = true}), true);
+}
+
+}  // namespace
