@@ -3,8 +3,9 @@
 /// products and convolutions in half or bfloat16 and the ops that need the range in float32. What
 /// Python calls `torch.autocast`.
 ///
-/// Autocast state belongs to a thread. The cache of weight casts that goes with it belongs to the
-/// whole process: see AutocastOptions::cache_enabled. Modules are wrapped by autocast_module.h.
+/// Autocast state belongs to a thread. libtorch's cache of weight casts that goes with it belongs
+/// to the whole process: see AutocastOptions::cache_enabled, and weight_cache.h for a better one.
+/// Modules are wrapped by autocast_module.h.
 #pragma once
 
 #include <mezzo/detail/autocast/function.h>
