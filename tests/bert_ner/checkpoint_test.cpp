@@ -182,16 +182,69 @@ TEST_F(Checkpoint, ThatWasTamperedWithIsRefused) {
   run_training(run);
   const auto latest = latest_checkpoint(run.save);
   auto state = read_json(latest / "training_state.json");
-  state["steps"] = "one";
+  state["position"]["steps"] = "one";
   std::ofstream(latest / "training_state.json") << state.dump();
   EXPECT_THROW(read_run_record(latest), InputError);
   fs::resize_file(latest / "training_state.safetensors", 1000);
-  state["steps"] = 1;
+  state["position"]["steps"] = 1;
   std::ofstream(latest / "training_state.json") << state.dump();
   RunOptions more;
   more.resume = run.save;
   more.quiet = true;
   EXPECT_THROW(run_training(more), InputError);
+}
+
+TEST_F(Checkpoint, WithAFileOfAnotherSaveIsRefusedByName) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run.max_steps = 1;
+  run_training(run);
+  const auto older = scratch_ / "older";
+  fs::copy(latest_checkpoint(run.save), older);
+  run.max_steps = 2;
+  run_training(run);
+  const auto newer = latest_checkpoint(run.save);
+  const auto error_with_older = [&](const char* name) -> std::string {
+    const auto torn = scratch_ / "torn";
+    fs::remove_all(torn);
+    fs::copy(newer, torn);
+    fs::copy_file(older / name, torn / name, fs::copy_options::overwrite_existing);
+    RunOptions more;
+    more.resume = torn.string();
+    more.quiet = true;
+    try {
+      run_training(more);
+    } catch (const InputError& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  for (const std::string name : {"model.safetensors", "training_state.safetensors"}) {
+    EXPECT_THAT(error_with_older(name.c_str()),
+                HasSubstr("torn/" + name +
+                          ": is not the file that was saved together with "
+                          "training_state.json; resume from another checkpoint"));
+  }
+  EXPECT_THAT(error_with_older("training_state.json"),
+              HasSubstr("is not the file that was saved together with training_state.json"));
+  EXPECT_EQ(error_with_older("vocab.txt"), "no error");  // the same in both
+}
+
+TEST_F(Checkpoint, ThatLacksAFileIsRefusedByName) {
+  auto run = options();
+  run.save = folder("saved").string();
+  run.max_steps = 1;
+  run_training(run);
+  fs::remove(latest_checkpoint(run.save) / "training_state.safetensors");
+  RunOptions more;
+  more.resume = run.save;
+  more.quiet = true;
+  try {
+    run_training(more);
+    FAIL();
+  } catch (const InputError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("training_state.safetensors: cannot be opened"));
+  }
 }
 
 TEST_F(Checkpoint, WithAValueOutOfRangeIsRefusedByName) {
@@ -220,10 +273,10 @@ TEST_F(Checkpoint, WithAValueOutOfRangeIsRefusedByName) {
                 AllOf(HasSubstr("training_state.json: \"" + std::string(field) + "\"")));
   }
   for (const char* field : {"epoch", "group", "steps", "skipped"}) {
-    EXPECT_THAT(error_with((std::string("/") + field).c_str(), -3),
+    EXPECT_THAT(error_with((std::string("/position/") + field).c_str(), -3),
                 HasSubstr("training_state.json: \"" + std::string(field) + "\""));
   }
-  EXPECT_THAT(error_with("/group", 100000), HasSubstr("do not fit together"));
+  EXPECT_THAT(error_with("/position/group", 100000), HasSubstr("do not fit together"));
   EXPECT_THAT(error_with("/format", 99), HasSubstr("format 99, here 1"));
 }
 
