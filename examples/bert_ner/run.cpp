@@ -58,8 +58,7 @@ class Run {
 
   RunOrigin origin_;
   RunInputs inputs_;
-  std::vector<std::string>
-      passed_over_;  ///< tensors of the model that the classifier has no use for
+  std::vector<std::string> passed_over_;  ///< in the model, and not needed
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;  ///< steps
   Score score_;                             ///< the last one

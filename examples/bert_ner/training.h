@@ -27,8 +27,6 @@ struct TrainingPosition {
   int64_t skipped = 0;  ///< those that the scaler skipped
 };
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingPosition, epoch, group, steps, skipped)
-
 /// What one step did.
 struct StepReport {
   torch::Tensor loss;  ///< mean of the batches' means, on the device, without a gradient
