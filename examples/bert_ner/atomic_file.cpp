@@ -107,9 +107,10 @@ void AtomicFile::write(std::string_view text) { write(std::as_bytes(std::span(te
 
 AtomicFile::Durability AtomicFile::commit() {
   if (::fsync(descriptor_) != 0) fail("cannot be written", errno);
-  if (::close(std::exchange(descriptor_, -1)) != 0) fail("cannot be written", errno);
+  // Still open, and so locked: nobody may take it for stale before it has its place.
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail("cannot be put in place", errno);
   committed_ = true;
+  ::close(std::exchange(descriptor_, -1));
   return flush_folder(folder_of(target_)) == 0 ? Durability::durable : Durability::unknown;
 }
 
