@@ -110,7 +110,7 @@ class AutocastGuard {
 /// it is, references included, overloads, const and noexcept are kept. What Python does by
 /// decorating `forward`.
 ///
-///     auto forward = mezzo::autocast<torch::kCPU>([&](torch::Tensor x) { return net->forward(x); });
+///     auto forward = mezzo::autocast<torch::kCPU>([&](auto x) { return net->forward(x); });
 ///     auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device));
 ///     step(trainer, batch);
 ///
