@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the CUDA tests and the main job on this machine's GPU, and writes what came out to benchmarks/results/gpu.json.
+"""Runs the CUDA tests and the main job on this machine's GPU into benchmarks/results/gpu.json.
 
 `./bootstrap gpu` builds what this runs. Exits with 1 if anything failed; the results say what.
 """
@@ -26,7 +26,8 @@ def run(command, report):
 
 def run_tests(program):
     report = BUILD / f"{program}.json"
-    outcome, written = run([BUILD / "tests" / "cuda" / program, f"--gtest_output=json:{report}"], report)
+    command = [BUILD / "tests" / "cuda" / program, f"--gtest_output=json:{report}"]
+    outcome, written = run(command, report)
     tests = [test for suite in (written or {}).get("testsuites", []) for test in suite["testsuite"]]
     names = lambda chosen: [f"{test['classname']}.{test['name']}" for test in tests if chosen(test)]
     outcome["failed"] = names(lambda test: "failures" in test)
@@ -39,7 +40,8 @@ def run_tests(program):
 
 def run_main_job():
     report = BUILD / "main_job.json"
-    outcome, written = run([BUILD / "examples" / "bert_ner" / "bert_ner", "--device", "cuda", "--model", ".deps/model",
+    program = BUILD / "examples" / "bert_ner" / "bert_ner"
+    outcome, written = run([program, "--device", "cuda", "--model", ".deps/model",
                             "--data", ".deps/ner.txt", "--json", report], report)
     outcome["table"] = written
     outcome["ok"] = outcome["exit_code"] == 0 and written is not None
@@ -48,22 +50,26 @@ def run_main_job():
 
 def machine():
     """The GPU, its driver, and what the programs were built with."""
-    gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"],
+    gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,compute_cap",
+                          "--format=csv,noheader"],
                          capture_output=True, text=True, check=True).stdout.splitlines()[0]
     name, driver, compute_capability = (field.strip() for field in gpu.split(","))
     nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    version = (ROOT / ".deps" / "libtorch" / "share/cmake/Torch/TorchConfigVersion.cmake").read_text().split('"')[1]
+    package = ROOT / ".deps" / "libtorch" / "share/cmake/Torch/TorchConfigVersion.cmake"
+    version = package.read_text().split('"')[1]
     return {"gpu": name, "driver": driver, "compute_capability": compute_capability,
             "nvcc": nvcc.split("release ")[1].split(",")[0], "libtorch": version}
 
 
 def main():
     results = {"machine": machine(), "tests_with_mezzo_kernels": run_tests("mezzo_cuda_tests"),
-               "tests_with_aten_kernels": run_tests("mezzo_cuda_aten_tests"), "main_job": run_main_job()}
+               "tests_with_aten_kernels": run_tests("mezzo_cuda_aten_tests"),
+               "main_job": run_main_job()}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
     failed = [part for part, outcome in results.items() if not outcome.get("ok", True)]
-    print(f"{RESULTS.relative_to(ROOT)}:", "failed: " + ", ".join(failed) if failed else "all went well")
+    print(f"{RESULTS.relative_to(ROOT)}:",
+          "failed: " + ", ".join(failed) if failed else "all went well")
     return 1 if failed else 0
 
 

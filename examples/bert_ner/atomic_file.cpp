@@ -1,8 +1,11 @@
 #include "atomic_file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <string>
@@ -26,26 +29,67 @@ std::filesystem::path next_temporary(const std::filesystem::path& target) {
   return folder_of(target) / name;
 }
 
-bool synchronize_folder(const std::filesystem::path& folder) noexcept {
-  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return false;
-  const bool synchronized = ::fsync(descriptor) == 0;
-  ::close(descriptor);
-  return synchronized;
+/// Whether the name is one that next_temporary may give in any process.
+bool is_temporary_of(const std::filesystem::path& target, std::string_view name) {
+  const std::string prefix = "." + target.filename().string() + ".";
+  if (!name.starts_with(prefix)) return false;
+  name.remove_prefix(prefix.size());
+  const auto take_digits = [&name] {
+    const auto count = std::min(name.find_first_not_of("0123456789"), name.size());
+    name.remove_prefix(count);
+    return count > 0;
+  };
+  if (!take_digits() || !name.starts_with('-')) return false;
+  name.remove_prefix(1);
+  return take_digits() && name == ".tmp";
+}
+
+/// Those that nobody holds locked: their writers were killed.
+void remove_stale_temporaries(const std::filesystem::path& target) {
+  std::error_code error;
+  const std::filesystem::directory_iterator end;
+  for (std::filesystem::directory_iterator entry(folder_of(target), error); !error && entry != end;
+       entry.increment(error)) {
+    if (!is_temporary_of(target, entry->path().filename().string())) continue;
+    const int descriptor = ::open(entry->path().c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (descriptor < 0) continue;
+    if (::flock(descriptor, LOCK_EX | LOCK_NB) == 0) ::unlink(entry->path().c_str());
+    ::close(descriptor);
+  }
 }
 
 }  // namespace
+
+int flush_folder(const std::filesystem::path& folder) noexcept {
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return errno;
+  const int error = ::fsync(descriptor) == 0 ? 0 : errno;
+  ::close(descriptor);
+  return error;
+}
 
 AtomicFile::AtomicFile(std::filesystem::path target) : target_(std::move(target)) {
   std::error_code ignored;
   if (!target_.has_filename() || std::filesystem::is_directory(target_, ignored)) {
     throw InputError(target_.string() + ": is a folder; give the name of a file to write");
   }
-  do {  // a process of the same number may have died and left its temporary here
-    temporary_ = next_temporary(target_);
-    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  } while (descriptor_ < 0 && errno == EEXIST);
+  remove_stale_temporaries(target_);
+  while (!create_temporary()) {
+  }
+}
+
+/// \returns false if that name is taken, or was removed by another process before it was locked.
+bool AtomicFile::create_temporary() {
+  temporary_ = next_temporary(target_);
+  descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (descriptor_ < 0 && errno == EEXIST) return false;
   if (descriptor_ < 0) fail("cannot be created", errno);
+  struct stat status {};
+  // Where a file system has no locks, nobody gets one, and nothing is ever taken for stale.
+  const bool is_locked = ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+  if (is_locked && ::fstat(descriptor_, &status) == 0 && status.st_nlink > 0) return true;
+  close_temporary();
+  return false;
 }
 
 AtomicFile::~AtomicFile() { close_temporary(); }
@@ -63,10 +107,11 @@ void AtomicFile::write(std::string_view text) { write(std::as_bytes(std::span(te
 
 AtomicFile::Durability AtomicFile::commit() {
   if (::fsync(descriptor_) != 0) fail("cannot be written", errno);
-  if (::close(std::exchange(descriptor_, -1)) != 0) fail("cannot be written", errno);
+  // Still open, and so locked: nobody may take it for stale before it has its place.
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail("cannot be put in place", errno);
   committed_ = true;
-  return synchronize_folder(folder_of(target_)) ? Durability::durable : Durability::unknown;
+  ::close(std::exchange(descriptor_, -1));
+  return flush_folder(folder_of(target_)) == 0 ? Durability::durable : Durability::unknown;
 }
 
 void AtomicFile::fail(std::string_view what, int error) const {

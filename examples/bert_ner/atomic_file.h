@@ -11,8 +11,9 @@ namespace bert_ner {
 ///
 /// Bytes go to a temporary file of its own name in the same folder. commit() brings them to the
 /// disk and renames the temporary over the target, so a reader sees either what was there before or
-/// all of the new file, also after a crash or a `kill -9` (which may leave the temporary,
-/// ".NAME.PID-N.tmp", behind). A symbolic link in the target's place is replaced, not followed.
+/// all of the new file, also after a crash or a `kill -9`. The temporary that such an end leaves
+/// behind, ".NAME.PID-N.tmp", is removed by the next AtomicFile of that NAME: it is locked (flock)
+/// as long as its writer lives. A symbolic link in the target's place is replaced, not followed.
 ///
 /// One thread at a time may use an object; several objects, even with the same target, do not
 /// disturb each other. A program that may run under a file size limit (`ulimit -f`) ignores SIGXFSZ
@@ -42,6 +43,7 @@ class AtomicFile {
   [[nodiscard]] Durability commit();
 
  private:
+  bool create_temporary();
   [[noreturn]] void fail(std::string_view what, int error) const;
   void close_temporary() noexcept;
 
@@ -50,5 +52,8 @@ class AtomicFile {
   int descriptor_ = -1;
   bool committed_ = false;
 };
+
+/// Brings the names in a folder to the disk. \returns 0 or the system's error
+[[nodiscard]] int flush_folder(const std::filesystem::path& folder) noexcept;
 
 }  // namespace bert_ner

@@ -1,17 +1,13 @@
 #include "checkpoint.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
-#include <cstdio>
 #include <map>
-#include <system_error>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "atomic_file.h"
+#include "fingerprint.h"
+#include "formatted.h"
 #include "input_error.h"
 #include "json_file.h"
 #include "safetensors.h"
@@ -24,104 +20,8 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 using torch::optim::AdamWParamState;
 
-constexpr const char* kLatest = "latest";
-constexpr const char* kStateJson = "training_state.json";
 constexpr const char* kStateTensors = "training_state.safetensors";
 constexpr int kFormat = 1;
-
-/// For what goes wrong before `latest` is moved.
-[[noreturn]] void refuse(const fs::path& path, const std::string& what, int error) {
-  throw InputError(path.string() + ": " + what + ": " + std::generic_category().message(error) +
-                   "; the checkpoint that was there before is untouched");
-}
-
-/// Brings a folder's names to the disk. \returns 0 or the system's error.
-int sync_folder(const fs::path& folder) {
-  const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) return errno;
-  const int error = fsync(descriptor) == 0 ? 0 : errno;
-  close(descriptor);
-  return error;
-}
-
-void require_sync(const fs::path& folder) {
-  const int error = sync_folder(folder);
-  if (error != 0) refuse(folder, "cannot be flushed to the disk", error);
-}
-
-/// A folder that disappears again unless it is kept.
-class ScratchFolder {
- public:
-  explicit ScratchFolder(fs::path path) : path_(std::move(path)) {
-    std::error_code error;
-    fs::remove_all(path_, error);
-    fs::create_directories(path_, error);
-    if (error) refuse(path_, "cannot be created", error.value());
-  }
-  ~ScratchFolder() {
-    std::error_code ignored;
-    if (!kept_) fs::remove_all(path_, ignored);
-  }
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-
-  const fs::path& path() const { return path_; }
-  void rename_to(const fs::path& target) {
-    if (std::rename(path_.c_str(), target.c_str()) != 0) refuse(target, "cannot be made", errno);
-    kept_ = true;
-  }
-
- private:
-  fs::path path_;
-  bool kept_ = false;
-};
-
-/// `name`, or `name`-2, `name`-3, ... where that is taken.
-std::string free_name(const fs::path& dir, const std::string& name) {
-  std::string candidate = name;
-  for (int i = 2; fs::exists(fs::symlink_status(dir / candidate)); ++i) {
-    candidate = name + "-" + std::to_string(i);
-  }
-  return candidate;
-}
-
-void refuse_folder_named_latest(const fs::path& dir) {
-  const auto link = dir / kLatest;
-  if (!fs::exists(fs::symlink_status(link)) || fs::is_symlink(link)) return;
-  throw InputError(link.string() +
-                   ": is in the way of the link to the newest checkpoint; move it elsewhere");
-}
-
-void point_latest_to(const fs::path& dir, const std::string& name) {
-  const auto link = dir / kLatest, scratch = dir / ".latest.new";
-  refuse_folder_named_latest(dir);
-  std::error_code error;
-  fs::remove(scratch, error);
-  fs::create_symlink(name, scratch, error);
-  if (error) refuse(link, "cannot be linked", error.value());
-  if (std::rename(scratch.c_str(), link.c_str()) != 0) refuse(link, "cannot be replaced", errno);
-}
-
-/// Removes checkpoints other than `kept`, and what a killed process left half written.
-void remove_others(const fs::path& dir, const std::string& kept) {
-  std::error_code ignored;
-  std::vector<fs::path> partial, checkpoints;
-  for (const auto& entry : fs::directory_iterator(dir)) {
-    const auto name = entry.path().filename().string();
-    if (name.starts_with(".partial-")) {
-      partial.push_back(entry.path());
-    } else if (name.starts_with("step-") && name != kept && fs::exists(entry.path() / kStateJson)) {
-      checkpoints.push_back(entry.path());
-    }
-  }
-  for (const auto& path : partial) fs::remove_all(path, ignored);
-  for (const auto& path : checkpoints) {
-    // It loses its name first, so that what a kill leaves of it is swept up by the next save.
-    const auto old = dir / (".partial-old-" + path.filename().string());
-    fs::rename(path, old, ignored);
-    fs::remove_all(old, ignored);
-  }
-}
 
 torch::Generator generator_of(torch::Device device) {
   return at::globalContext().defaultGenerator(device);
@@ -158,23 +58,25 @@ std::map<std::string, torch::Tensor> state_tensors(const Trainer& trainer) {
   return tensors;
 }
 
-void write_state(const fs::path& folder, const Trainer& trainer, const RunRecord& record) {
+void write_state(const fs::path& folder, const Trainer& trainer) {
   const auto tensors = state_tensors(trainer);
   std::vector<TensorView> views;
   for (const auto& [name, tensor] : tensors) views.push_back(view_of(name, tensor));
   static_cast<void>(write_safetensors(folder / kStateTensors, views));
-  const json state = {{"format", kFormat},
-                      {"model", record.model},
-                      {"data", record.data},
-                      {"training", record.training},
-                      {"device", record.device},
-                      {"autocast", record.precision},
-                      {"data_fingerprint", record.data_fingerprint},
-                      {"epoch", record.position.epoch},
-                      {"group", record.position.group},
-                      {"steps", record.position.steps},
-                      {"skipped", record.position.skipped}};
-  AtomicFile file(folder / kStateJson);
+}
+
+std::map<std::string, uint64_t> fingerprints_of(const fs::path& folder) {
+  std::map<std::string, uint64_t> fingerprints;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    fingerprints[entry.path().filename().string()] = fingerprint_of_file(entry.path());
+  }
+  return fingerprints;
+}
+
+void write_record(const fs::path& folder, const RunRecord& record) {
+  json state = record;
+  state["format"] = kFormat;
+  AtomicFile file(folder / kRunRecordFile);
   file.write(state.dump(2) + "\n");
   static_cast<void>(file.commit());
 }
@@ -241,7 +143,7 @@ void load_random_state(const StateReader& reader, torch::Device device) {
 }
 
 /// The ranges that the command line keeps; someone may have edited the file since.
-void check(const RunRecord& record, const fs::path& path) {
+void check_ranges(const RunRecord& record, const fs::path& path) {
   const auto require = [&](bool in_range, const char* field) {
     if (in_range) return;
     throw InputError(path.string() + ": \"" + field +
@@ -271,59 +173,21 @@ void check(const RunRecord& record, const fs::path& path) {
 
 }  // namespace
 
-fs::path latest_checkpoint(const fs::path& dir) {
-  const auto link = dir / kLatest;
-  std::error_code error;
-  const bool found = fs::exists(link, error);
-  // Resolved once: a run that saves to the folder it resumed from moves the link under its feet.
-  const auto folder = found && !error ? fs::canonical(link, error) : dir;
-  if (error) {
-    throw InputError(link.string() + ": cannot be followed: " + error.message() +
-                     "; point it to a checkpoint's folder, or name that folder itself");
-  }
-  return folder;
-}
-
-void prepare_checkpoints(const fs::path& dir) {
-  const ScratchFolder probe(dir / ".partial-probe");
-  refuse_folder_named_latest(dir);
-}
-
-AtomicFile::Durability replace_checkpoint(const fs::path& dir, const std::string& name,
-                                          const std::function<void(const fs::path&)>& write) {
-  std::error_code error;
-  fs::create_directories(dir, error);
-  if (error) refuse(dir, "cannot be created", error.value());
-  ScratchFolder scratch(dir / (".partial-" + name));
-  try {
-    write(scratch.path());
-  } catch (const InputError& failure) {
-    throw InputError(std::string(failure.what()) + "; the checkpoint before is untouched");
-  }
-  require_sync(scratch.path());
-  const auto final_name = free_name(dir, name);
-  scratch.rename_to(dir / final_name);
-  require_sync(dir);
-  point_latest_to(dir, final_name);
-  if (sync_folder(dir) != 0) return AtomicFile::Durability::unknown;
-  remove_others(dir, final_name);
-  return AtomicFile::Durability::durable;
-}
-
 AtomicFile::Durability save_checkpoint(const fs::path& dir, const Trainer& trainer,
                                        const ModelFiles& files, const Labels& labels,
                                        RunRecord record) {
   record.position = trainer.position;
-  char name[32];
-  std::snprintf(name, sizeof name, "step-%06lld", static_cast<long long>(record.position.steps));
+  const auto name = formatted("step-%06lld", static_cast<long long>(record.position.steps));
   return replace_checkpoint(dir, name, [&](const fs::path& folder) {
     write_model_folder(folder, files, trainer.model, labels);
-    write_state(folder, trainer, record);
+    write_state(folder, trainer);
+    record.files = fingerprints_of(folder);
+    write_record(folder, record);
   });
 }
 
 RunRecord read_run_record(const fs::path& folder) {
-  const auto path = folder / kStateJson;
+  const auto path = folder / kRunRecordFile;
   if (!fs::exists(path)) {
     throw InputError(path.string() +
                      ": no such file; --resume takes a folder that --save wrote, and --model one "
@@ -336,22 +200,21 @@ RunRecord read_run_record(const fs::path& folder) {
                        state.at("format").dump() + ", here " + std::to_string(kFormat) +
                        "); resume it with that one, or start a run with --model");
     }
-    RunRecord record;
-    state.at("model").get_to(record.model);
-    state.at("data").get_to(record.data);
-    state.at("training").get_to(record.training);
-    state.at("device").get_to(record.device);
-    state.at("autocast").get_to(record.precision);
-    state.at("data_fingerprint").get_to(record.data_fingerprint);
-    state.at("epoch").get_to(record.position.epoch);
-    state.at("group").get_to(record.position.group);
-    state.at("steps").get_to(record.position.steps);
-    state.at("skipped").get_to(record.position.skipped);
-    check(record, path);
+    auto record = state.get<RunRecord>();
+    check_ranges(record, path);
     return record;
   } catch (const json::exception& error) {
     throw InputError(path.string() + ": is no state of a run (" + error.what() +
                      "); resume from a folder that --save wrote");
+  }
+}
+
+void check_files(const fs::path& folder, const RunRecord& record) {
+  for (const auto& [name, fingerprint] : record.files) {
+    if (fingerprint_of_file(folder / name) == fingerprint) continue;
+    throw InputError((folder / name).string() + ": is not the file that was saved together with " +
+                     kRunRecordFile +
+                     "; resume from another checkpoint, or start anew with --model");
   }
 }
 

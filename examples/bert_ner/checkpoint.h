@@ -1,17 +1,17 @@
 /// \file
-/// Checkpoints: everything a run needs to go on bit for bit, in a folder that is also a model.
-///
-/// - `DIR/latest` is a symbolic link to `step-000240`, renamed into place: never half a change;
-/// - `DIR/step-000240/` has config.json, vocab.txt, model.safetensors, ... as Hugging Face has them;
-/// - and everything else in training_state.json and training_state.safetensors.
+/// Checkpoints: everything a run needs to go on bit for bit, in a folder that is also a model. It
+/// has config.json, vocab.txt, model.safetensors, ... as Hugging Face has them, and beside them
+/// training_state.safetensors (moments, scaler, schedule, random state) and training_state.json (a
+/// RunRecord).
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
+#include <map>
 #include <string>
 
 #include "atomic_file.h"
+#include "checkpoint_folder.h"
 #include "labels.h"
 #include "model_files.h"
 #include "options.h"
@@ -24,28 +24,19 @@ struct RunRecord {
   std::string model;  ///< the folder that the run began with, as an absolute path
   DataOptions data;   ///< with absolute paths
   TrainingOptions training;
-  std::string device;     ///< cpu or cuda
-  std::string precision;  ///< what autocast does: "bfloat16", or "off"
+  std::string device;    ///< cpu or cuda
+  std::string autocast;  ///< "bfloat16", "float16" or "off"
   uint64_t data_fingerprint = 0;
   TrainingPosition position;
+  std::map<std::string, uint64_t> files;  ///< fingerprints of the checkpoint's other files, by name
 };
 
-/// `dir/latest` if there is one, else `dir` itself.
-std::filesystem::path latest_checkpoint(const std::filesystem::path& dir);
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingPosition, epoch, group, steps, skipped)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunRecord, model, data, training, device, autocast,
+                                   data_fingerprint, position, files)
 
-/// Puts the folder `name`, as `write` fills it, into `dir` and points `latest` to it. What was
-/// there before is removed only when the new folder is on the disk and in its place, so that a
-/// crash, a kill or a full disk at any moment leaves the previous checkpoint or the new one.
-/// \returns `unknown` if all is in place and only the last flush of `dir` failed
-/// \throws InputError if the system refuses (a full disk); `dir/latest` is then what it was
-[[nodiscard]] AtomicFile::Durability replace_checkpoint(
-    const std::filesystem::path& dir, const std::string& name,
-    const std::function<void(const std::filesystem::path&)>& write);
-
-/// Creates `dir` if need be and tries it out. \throws InputError if checkpoints cannot be put there
-void prepare_checkpoints(const std::filesystem::path& dir);
-
-/// Writes the model, optimizer, scaler, schedule, random state and `record` into `dir`, as above.
+/// Writes the model, optimizer, scaler, schedule, random state and `record`, whose position and
+/// files are found here, as the checkpoint of `dir`; see replace_checkpoint.
 [[nodiscard]] AtomicFile::Durability save_checkpoint(const std::filesystem::path& dir,
                                                      const Trainer& trainer,
                                                      const ModelFiles& files, const Labels& labels,
@@ -53,6 +44,10 @@ void prepare_checkpoints(const std::filesystem::path& dir);
 
 /// Reads the record of a checkpoint. \throws InputError if `folder` holds a model and no run.
 RunRecord read_run_record(const std::filesystem::path& folder);
+
+/// \throws InputError for a file that is not the one that was saved together with `record`: an
+/// older one, a damaged one, one that someone changed
+void check_files(const std::filesystem::path& folder, const RunRecord& record);
 
 /// Restores everything but the model's weights, which load_weights reads, into a trainer that was
 /// made with the record's options. The random state comes last: draw nothing before this.

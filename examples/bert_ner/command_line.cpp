@@ -61,8 +61,7 @@ void add_run_flags(CLI::App& app, RunOptions& run) {
       ->check(some_threads());
   app.add_option("--max-steps", run.max_steps, "stop after so many steps; the schedule stays")
       ->check(at_least_1());
-  app.add_option("--save", run.save, "folder for checkpoints, written at the end")
-      ->check(a_path());
+  app.add_option("--save", run.save, "folder for checkpoints, written at the end")->check(a_path());
   app.add_option("--save-every", run.save_every, "steps between checkpoints")
       ->check(at_least_1())
       ->needs("--save");

@@ -14,37 +14,26 @@ namespace bert_ner {
 namespace {
 
 struct Row {
-  std::string_view word = {}, tag = {};
-  bool has_tag = false;
+  std::string_view word = {}, tag = {};  // empty where there is none
 };
-
-std::string_view trimmed(std::string_view text) {
-  constexpr std::string_view kSpace = " \t\v\f\r";
-  const std::size_t first = text.find_first_not_of(kSpace);
-  if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(kSpace) - first + 1);
-}
 
 Row parse_row(std::string_view line) {
   const char separator = line.find('\t') == std::string_view::npos ? ' ' : '\t';
   const std::string_view columns = separator == ' ' ? trimmed(line) : line;
   const std::size_t first = columns.find(separator), last = columns.rfind(separator);
   if (first == std::string_view::npos) return {.word = trimmed(columns)};
-  return {.word = trimmed(columns.substr(0, first)),
-          .tag = trimmed(columns.substr(last + 1)),
-          .has_tag = true};
+  return {.word = trimmed(columns.substr(0, first)), .tag = trimmed(columns.substr(last + 1))};
 }
 
 bool is_bio(std::string_view tag) {
   return tag == "O" || (tag.size() > 2 && (tag.starts_with("B-") || tag.starts_with("I-")));
 }
 
-void check(const Row& row, Columns columns, const std::string& where) {
+void check(const Row& row, const std::string& where) {
   if (row.word.empty()) {
     throw InputError(where + ": has no word in its first column; write \"word<TAB>tag\"");
   }
-  if (columns == Columns::words) return;
-  if (!row.has_tag || row.tag.empty()) {
+  if (row.tag.empty()) {
     throw InputError(where + ": has no tag for \"" + std::string(row.word) +
                      "\"; write \"word<TAB>tag\", or leave the line blank between sentences");
   }
@@ -56,7 +45,7 @@ void check(const Row& row, Columns columns, const std::string& where) {
 
 }  // namespace
 
-std::vector<Sentence> read_conll(const std::filesystem::path& path, Columns columns) {
+std::vector<Sentence> read_conll(const std::filesystem::path& path) {
   std::vector<Sentence> sentences;
   bool inside = false;
   for_each_line(path, [&](std::string_view line, std::size_t number) {
@@ -69,11 +58,11 @@ std::vector<Sentence> read_conll(const std::filesystem::path& path, Columns colu
       inside = false;
       return;
     }
-    check(row, columns, place(path, number));
+    check(row, place(path, number));
     if (!inside) sentences.push_back({.words = {}, .tags = {}, .line = number});
     inside = true;
     sentences.back().words.emplace_back(row.word);
-    if (columns == Columns::words_and_tags) sentences.back().tags.emplace_back(row.tag);
+    sentences.back().tags.emplace_back(row.tag);
   });
   if (sentences.empty()) {
     throw InputError(path.string() + ": holds no sentence; give a file of \"word<TAB>tag\" lines");

@@ -11,24 +11,16 @@ namespace bert_ner {
 /// Words and, one each, their BIO tags ("O", "B-TYPE", "I-TYPE").
 struct Sentence {
   std::vector<std::string> words;
-  std::vector<std::string> tags;  ///< empty if the file was read for its words alone
+  std::vector<std::string> tags;  ///< empty if they are yet to be predicted
   std::size_t line = 0;           ///< where the sentence begins in its file, from 1
 };
 
-/// What a line of the file holds.
-enum class Columns {
-  /// The first column is the word, the last the tag (CoNLL-2003 has more in between).
-  words_and_tags,
-  /// The first column is the word; the rest, if any, is passed over.
-  words
-};
-
-/// Sentences of a CoNLL file: a word a line, columns parted by tabs (or, on a line without one, by
-/// spaces), sentences parted by blank lines, which may hold white space. "-DOCSTART-" lines are
-/// passed over. Throws InputError with file and line for a missing column, a tag that is not BIO,
-/// bytes that are no UTF-8, and for a file without a sentence.
-std::vector<Sentence> read_conll(const std::filesystem::path& path,
-                                 Columns columns = Columns::words_and_tags);
+/// Sentences of a CoNLL file: a word a line, in the first column, and its tag in the last one
+/// (CoNLL-2003 has more in between); columns parted by tabs (or, on a line without one, by spaces),
+/// sentences parted by blank lines, which may hold white space. "-DOCSTART-" lines are passed over.
+/// Throws InputError with file and line for a missing column, a tag that is not BIO, bytes that are
+/// no UTF-8, and for a file without a sentence.
+std::vector<Sentence> read_conll(const std::filesystem::path& path);
 
 /// Two parts of one file.
 struct Split {

@@ -1,9 +1,9 @@
 #include "dataset.h"
 
 #include <string>
-#include <string_view>
 #include <utility>
 
+#include "fingerprint.h"
 #include "input_error.h"
 #include "text_lines.h"
 
@@ -31,24 +31,18 @@ Split split_file(const DataOptions& options, std::vector<Sentence> sentences, ui
   }
 }
 
-/// FNV-1a
-void mix(uint64_t& hash, std::string_view text) {
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
-  hash = (hash ^ 0x100U) * 0x100000001b3U;  // where one text ends and the next begins
-}
-
 }  // namespace
 
 uint64_t Dataset::fingerprint() const {
-  uint64_t hash = 0xcbf29ce484222325U;
+  Fingerprint fingerprint;
   for (const auto* part : {&train, &valid, &test}) {
     for (const auto& sentence : *part) {
-      for (const auto& word : sentence.words) mix(hash, word);
-      for (const auto& tag : sentence.tags) mix(hash, tag);
+      for (const auto& word : sentence.words) fingerprint.add(word);
+      for (const auto& tag : sentence.tags) fingerprint.add(tag);
     }
-    mix(hash, "end of part");
+    fingerprint.add("end of part");
   }
-  return hash;
+  return fingerprint.value();
 }
 
 Dataset load_dataset(const DataOptions& options, uint64_t seed) {

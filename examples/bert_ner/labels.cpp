@@ -6,17 +6,12 @@
 #include <set>
 #include <utility>
 
+#include "formatted.h"
 #include "input_error.h"
 #include "text_lines.h"
 
 namespace bert_ner {
 namespace {
-
-std::string_view trim(std::string_view text, std::string_view edges = " \t") {
-  const auto first = text.find_first_not_of(edges);
-  if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(edges) - first + 1);
-}
 
 double parse_weight(std::string_view text, const std::string& origin) {
   double weight = 0;
@@ -39,13 +34,13 @@ void take_weight(std::string_view entry, std::string_view separators, const std:
     throw InputError(origin + ": \"" + std::string(entry) +
                      "\" has no weight; write a label and a number, such as B-person=2");
   }
-  const std::string label(trim(entry.substr(0, cut), " \t="));
+  const std::string label(trimmed(entry.substr(0, cut), " \t="));
   const auto id = labels.id(label);
   if (!id) {
     throw InputError(origin + ": the training data has no label \"" + label + "\"; it has " +
                      labels.list());
   }
-  weights[static_cast<std::size_t>(*id)] = parse_weight(trim(entry.substr(cut + 1)), origin);
+  weights[static_cast<std::size_t>(*id)] = parse_weight(trimmed(entry.substr(cut + 1)), origin);
 }
 
 }  // namespace
@@ -73,19 +68,15 @@ std::optional<int64_t> Labels::id(std::string_view name) const {
   return found - names_.begin();
 }
 
-std::string Labels::list() const {
-  std::string text;
-  for (const auto& name : names_) text += (text.empty() ? "" : ", ") + name;
-  return text;
-}
+std::string Labels::list() const { return joined(names_); }
 
 std::vector<double> parse_class_weights(const std::string& spec, const Labels& labels) {
   std::vector<double> weights(labels.size(), 1.0);
   if (spec.empty()) return weights;
   if (spec.find('=') == std::string::npos) {
     for_each_line(spec, [&](std::string_view line, std::size_t number) {
-      if (trim(line).empty()) return;
-      take_weight(trim(line), " \t=", place(spec, number), labels, weights);
+      if (trimmed(line).empty()) return;
+      take_weight(trimmed(line), " \t=", place(spec, number), labels, weights);
     });
     return weights;
   }

@@ -1,12 +1,13 @@
 #include "model_files.h"
 
-#include <algorithm>
 #include <array>
 #include <set>
+#include <span>
 #include <sstream>
 #include <utility>
 
 #include "atomic_file.h"
+#include "formatted.h"
 #include "input_error.h"
 #include "json_file.h"
 #include "mapped_file.h"
@@ -108,14 +109,11 @@ std::string shape_text(at::IntArrayRef shape) {
 }
 
 /// "a, b, c and 4 more"
-std::string join(const std::vector<std::string>& names) {
+std::string abridged(const std::vector<std::string>& names) {
   constexpr std::size_t kShown = 5;
-  std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
-    text += (i == 0 ? "" : ", ") + names[i];
-  }
-  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
-  return text;
+  if (names.size() <= kShown) return joined(names);
+  return joined(std::span(names).first(kShown)) + " and " + std::to_string(names.size() - kShown) +
+         " more";
 }
 
 /// Copies one tensor of the file over `parameter`. \returns what does not fit, or nothing.
@@ -295,11 +293,11 @@ std::vector<std::string> load_weights(BertForTokenClassification& model, const f
   }
   const std::string origin = (folder / "model.safetensors").string();
   const std::string advice = "; are config.json and model.safetensors of the same model?";
-  if (!misfits.empty()) throw InputError(origin + ": " + join(misfits) + advice);
-  if (!missing.empty()) throw InputError(origin + ": lacks " + join(missing) + advice);
+  if (!misfits.empty()) throw InputError(origin + ": " + abridged(misfits) + advice);
+  if (!missing.empty()) throw InputError(origin + ": lacks " + abridged(missing) + advice);
   if (!unknown.empty()) {
-    throw InputError(
-        origin + ": has tensors that config.json does not provide for: " + join(unknown) + advice);
+    throw InputError(origin + ": has tensors that config.json does not provide for: " +
+                     abridged(unknown) + advice);
   }
   return other_heads;
 }

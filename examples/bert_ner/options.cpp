@@ -32,48 +32,10 @@ Precision precision_of(const std::string& flag) {
 const std::string& flag_of(Precision precision) { return name_of(precision).flag; }
 const std::string& title_of(Precision precision) { return name_of(precision).title; }
 
-void to_json(nlohmann::json& json, const DataOptions& options) {
-  json = {{"data", options.data},
-          {"train", options.train},
-          {"valid", options.valid},
-          {"test", options.test},
-          {"held_out", options.held_out}};
-}
+void to_json(nlohmann::json& json, Precision precision) { json = flag_of(precision); }
 
-void from_json(const nlohmann::json& json, DataOptions& options) {
-  json.at("data").get_to(options.data);
-  json.at("train").get_to(options.train);
-  json.at("valid").get_to(options.valid);
-  json.at("test").get_to(options.test);
-  json.at("held_out").get_to(options.held_out);
-}
-
-void to_json(nlohmann::json& json, const TrainingOptions& options) {
-  json = {{"precision", flag_of(options.precision)},
-          {"learning_rate", options.learning_rate},
-          {"epochs", options.epochs},
-          {"batch_size", options.batch_size},
-          {"accumulate", options.accumulate},
-          {"warmup", options.warmup},
-          {"max_grad_norm", options.max_grad_norm},
-          {"weight_decay", options.weight_decay},
-          {"dropout", options.dropout},
-          {"class_weights", options.class_weights},
-          {"seed", options.seed}};
-}
-
-void from_json(const nlohmann::json& json, TrainingOptions& options) {
-  options.precision = precision_of(json.at("precision").get<std::string>());
-  json.at("learning_rate").get_to(options.learning_rate);
-  json.at("epochs").get_to(options.epochs);
-  json.at("batch_size").get_to(options.batch_size);
-  json.at("accumulate").get_to(options.accumulate);
-  json.at("warmup").get_to(options.warmup);
-  json.at("max_grad_norm").get_to(options.max_grad_norm);
-  json.at("weight_decay").get_to(options.weight_decay);
-  json.at("dropout").get_to(options.dropout);
-  json.at("class_weights").get_to(options.class_weights);
-  json.at("seed").get_to(options.seed);
+void from_json(const nlohmann::json& json, Precision& precision) {
+  precision = precision_of(json.get<std::string>());
 }
 
 }  // namespace bert_ner

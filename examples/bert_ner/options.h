@@ -36,9 +36,9 @@ struct TrainingOptions {
   double warmup = 0.0;     ///< the part of all steps over which the learning rate rises
   double max_grad_norm = 1.0;
   double weight_decay = 0.01;
-  double dropout = 0.0;    ///< in place of the model's own: one epoch leaves nothing to overfit
-  std::string class_weights;      ///< as parse_class_weights takes them
-  uint64_t seed = 1;              ///< of the split, the batches' order, the classifier and dropout
+  double dropout = 0.0;       ///< in place of the model's own: one epoch leaves nothing to overfit
+  std::string class_weights;  ///< as parse_class_weights takes them
+  uint64_t seed = 1;          ///< of the split, the batches' order, the classifier and dropout
 };
 
 /// Where and how a run goes; may change when it is resumed.
@@ -64,9 +64,13 @@ struct PredictOptions {
   int64_t batch_size = 32;
 };
 
-void to_json(nlohmann::json& json, const DataOptions& options);
-void from_json(const nlohmann::json& json, DataOptions& options);
-void to_json(nlohmann::json& json, const TrainingOptions& options);
-void from_json(const nlohmann::json& json, TrainingOptions& options);
+/// As its flag. \throws InputError for a word that is none
+void to_json(nlohmann::json& json, Precision precision);
+void from_json(const nlohmann::json& json, Precision& precision);
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DataOptions, data, train, valid, test, held_out)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, learning_rate, epochs, batch_size,
+                                   accumulate, warmup, max_grad_norm, weight_decay, dropout,
+                                   class_weights, seed)
 
 }  // namespace bert_ner

@@ -17,7 +17,6 @@
 namespace bert_ner {
 namespace {
 
-constexpr std::string_view kSpace = " \t\r\n\v\f";
 constexpr std::string_view kOpening = "\"'([{<";
 constexpr std::string_view kClosing = "\"')]}>.,;:!?";
 
@@ -65,9 +64,9 @@ std::vector<Sentence> read_sentences(const PredictOptions& options) {
 std::vector<std::string> split_words(std::string_view sentence) {
   std::vector<std::string> words;
   for (std::size_t begin = 0;;) {
-    begin = sentence.find_first_not_of(kSpace, begin);
+    begin = sentence.find_first_not_of(kWhiteSpace, begin);
     if (begin == std::string_view::npos) return words;
-    const auto end = std::min(sentence.find_first_of(kSpace, begin), sentence.size());
+    const auto end = std::min(sentence.find_first_of(kWhiteSpace, begin), sentence.size());
     split_punctuation(sentence.substr(begin, end - begin), words);
     begin = end;
   }
@@ -88,9 +87,9 @@ void predict(const PredictOptions& options, std::ostream& out) {
   model->to(device);
 
   const auto examples = make_examples(sentences, tokenizer, labels, config.max_position_embeddings);
-  const auto tags =
-      tag_sentences(model, examples, sentences.size(), labels, {tokenizer.pad_id()},
-                    config.max_position_embeddings, options.batch_size, setting_for(Precision::amp, device));
+  const auto tags = tag_sentences(model, examples, sentences.size(), labels, {tokenizer.pad_id()},
+                                  config.max_position_embeddings, options.batch_size,
+                                  setting_for(Precision::amp, device));
   for (std::size_t i = 0; i < sentences.size(); ++i) {
     for (std::size_t word = 0; word < sentences[i].words.size(); ++word) {
       out << sentences[i].words[word] << '\t' << tags[i][word] << '\n';

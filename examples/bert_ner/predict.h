@@ -16,9 +16,9 @@ namespace bert_ner {
 std::vector<std::string> split_words(std::string_view sentence);
 
 /// Writes "word TAB tag" lines, a blank line after each sentence, which read_conll takes back.
-/// In the precision that is recommended for the device, or that MEZZO_AUTOCAST names, whatever the
-/// model was trained in.
-/// \throws InputError for a folder that holds no token classifier or text that is no UTF-8
+/// In the precision of the amp rows on this device (see setting_for), whatever the model was
+/// trained in. \throws InputError for a folder that holds no token classifier or text that is no
+/// UTF-8
 void predict(const PredictOptions& options, std::ostream& out);
 
 }  // namespace bert_ner

@@ -5,8 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <ostream>
+
+#include "formatted.h"
 
 namespace bert_ner {
 namespace {
@@ -14,27 +15,20 @@ namespace {
 constexpr auto kBarInterval = std::chrono::milliseconds(200);
 constexpr auto kLineInterval = std::chrono::seconds(5);
 
-template <typename... Numbers>
-std::string format(const char* pattern, Numbers... numbers) {
-  char text[160];
-  std::snprintf(text, sizeof text, pattern, numbers...);
-  return text;
-}
-
 /// 3725 -> "1:02:05"
 std::string clock_text(double seconds) {
   const long long whole = std::llround(std::max(seconds, 0.0));
   const long long hours = whole / 3600, minutes = whole / 60 % 60;
-  if (hours > 0) return format("%lld:%02lld:%02lld", hours, minutes, whole % 60);
-  return format("%lld:%02lld", minutes, whole % 60);
+  if (hours > 0) return formatted("%lld:%02lld:%02lld", hours, minutes, whole % 60);
+  return formatted("%lld:%02lld", minutes, whole % 60);
 }
 
 /// "120/718  loss 0.3121  scale 65536  skipped 1  2310 tokens/s  1:05 left"
 std::string numbers_text(const ProgressStatus& status) {
-  return format("%lld/%lld  loss %.4f  scale %g  skipped %lld  %.0f tokens/s  ",
-                static_cast<long long>(status.step), static_cast<long long>(status.steps),
-                status.loss, status.scale, static_cast<long long>(status.skipped),
-                status.tokens_per_second) +
+  return formatted("%lld/%lld  loss %.4f  scale %g  skipped %lld  %.0f tokens/s  ",
+                   static_cast<long long>(status.step), static_cast<long long>(status.steps),
+                   status.loss, status.scale, static_cast<long long>(status.skipped),
+                   status.tokens_per_second) +
          clock_text(status.seconds_left) + " left";
 }
 
@@ -47,8 +41,8 @@ int terminal_width() {
 }  // namespace
 
 std::string progress_text(const ProgressStatus& status) {
-  return format("epoch %lld/%lld  step ", static_cast<long long>(status.epoch),
-                static_cast<long long>(status.epochs)) +
+  return formatted("epoch %lld/%lld  step ", static_cast<long long>(status.epoch),
+                   static_cast<long long>(status.epochs)) +
          numbers_text(status);
 }
 

@@ -1,6 +1,9 @@
-"""The same fine-tuning in Python's torch.amp, to compare speed and scores with: same batches in size, same threads.
+"""The same fine-tuning in Python's torch.amp, to compare speed and scores with.
 
-    python3 reference.py --model FOLDER --data FILE [--precision fp32|amp-no-scale|amp] [--threads N] [--max-steps N]
+The batches have the same size, the threads are as many.
+
+    python3 reference.py --model FOLDER --data FILE [--precision fp32|amp-no-scale|amp]
+                         [--threads N] [--max-steps N]
 
 needs torch, transformers and seqeval. Prints one line of JSON.
 """
@@ -36,7 +39,8 @@ def encode(sentences, tokenizer, labels):
         for word in words:
             firsts.append(len(ids))
             ids += tokenizer.encode(word, add_special_tokens=False) or [tokenizer.unk_token_id]
-        examples.append((ids + [tokenizer.sep_token_id], firsts, [labels.index(tag) for tag in tags]))
+        ids.append(tokenizer.sep_token_id)
+        examples.append((ids, firsts, [labels.index(tag) for tag in tags]))
     return examples
 
 
@@ -130,7 +134,8 @@ def main():
     random.shuffle(sentences)
     held_out = round(0.2 * len(sentences))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    valid, rest = (encode(part, tokenizer, labels) for part in (sentences[:held_out], sentences[held_out:]))
+    valid = encode(sentences[:held_out], tokenizer, labels)
+    rest = encode(sentences[held_out:], tokenizer, labels)
     model = BertForTokenClassification.from_pretrained(
         options.model, num_labels=len(labels), hidden_dropout_prob=options.dropout,
         attention_probs_dropout_prob=options.dropout)
@@ -141,11 +146,12 @@ def main():
         return torch.autocast("cpu", dtype=torch.bfloat16)
 
     scaler = torch.amp.GradScaler("cpu", enabled=options.precision == "amp")
-    tokens, seconds = train(model, length_sorted(rest, options.batch_size), options, tokenizer.pad_token_id,
-                            autocast, scaler)
+    tokens, seconds = train(model, length_sorted(rest, options.batch_size), options,
+                            tokenizer.pad_token_id, autocast, scaler)
     truth, answers = tag(model, valid, tokenizer.pad_token_id, labels, autocast)
-    print(json.dumps({"precision": options.precision, "threads": options.threads, "f1": f1_score(truth, answers),
-                      "p": precision_score(truth, answers), "r": recall_score(truth, answers),
+    print(json.dumps({"precision": options.precision, "threads": options.threads,
+                      "f1": f1_score(truth, answers), "p": precision_score(truth, answers),
+                      "r": recall_score(truth, answers),
                       "tokens_per_second": tokens / seconds, "train_seconds": seconds}))
 
 

@@ -21,12 +21,11 @@ struct RunResult {
   double train_seconds = 0;
   int64_t steps = 0, skipped_steps = 0;
   double loss_scale = 1;  ///< at the end
-
-  friend bool operator==(const RunResult&, const RunResult&) = default;
 };
 
-void to_json(nlohmann::json& json, const RunResult& result);
-void from_json(const nlohmann::json& json, RunResult& result);
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunResult, name, autocast, learning_rate, f1, precision, recall,
+                                   peak_memory_bytes, tokens_per_second, train_seconds, steps,
+                                   skipped_steps, loss_scale)
 
 /// The options as the run will have them: paths to the model and the data are absolute, and what
 /// decides the outcome of a resumed run comes from its checkpoint. \throws InputError

@@ -46,7 +46,7 @@ const DtypeEntry& entry_of(Dtype dtype) {
 
 // Bytes of a tensor, or nothing if the shape is negative or the product leaves 64 bits.
 std::optional<std::uint64_t> checked_bytes(const std::vector<std::int64_t>& shape, Dtype dtype) {
-  std::uint64_t bytes = size_of(dtype);
+  std::uint64_t bytes = entry_of(dtype).size;
   for (const std::int64_t extent : shape) {
     if (extent < 0 || __builtin_mul_overflow(bytes, static_cast<std::uint64_t>(extent), &bytes)) {
       return std::nullopt;
@@ -275,8 +275,6 @@ std::string make_header(std::span<const TensorView* const> order,
 }
 
 }  // namespace
-
-std::size_t size_of(Dtype dtype) { return entry_of(dtype).size; }
 
 std::string_view name_of(Dtype dtype) { return entry_of(dtype).name; }
 

@@ -18,8 +18,6 @@ namespace bert_ner {
 /// The element types of the safetensors format that this example reads and writes.
 enum class Dtype { f64, f32, f16, bf16, i64, i32, i16, i8, u8, boolean };
 
-/// Bytes of one element.
-std::size_t size_of(Dtype dtype);
 /// The format's own word: "F32", "BF16", "BOOL".
 std::string_view name_of(Dtype dtype);
 

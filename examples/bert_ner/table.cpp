@@ -9,11 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
 #include <filesystem>
 #include <stdexcept>
 #include <system_error>
 
+#include "formatted.h"
 #include "json_file.h"
 #include "machine.h"
 
@@ -21,13 +21,6 @@ namespace bert_ner {
 namespace {
 
 namespace fs = std::filesystem;
-
-template <typename... Values>
-std::string format(const char* pattern, Values... values) {
-  char text[64];
-  std::snprintf(text, sizeof text, pattern, values...);
-  return text;
-}
 
 constexpr std::size_t kColumns = 7;
 using Cells = std::array<std::string, kColumns>;
@@ -39,12 +32,12 @@ double relative_speed(const RunResult& row, const RunResult& first) {
 Cells cells_of(const RunResult& row, const RunResult& first) {
   constexpr double kMebibyte = 1024.0 * 1024.0;
   return {row.name,
-          format("%g", row.learning_rate),
-          format("%.3f", row.f1),
-          format("%.3f", row.precision),
-          format("%.3f", row.recall),
-          format("%.0f MiB", static_cast<double>(row.peak_memory_bytes) / kMebibyte),
-          format("%.2f", relative_speed(row, first))};
+          formatted("%g", row.learning_rate),
+          formatted("%.3f", row.f1),
+          formatted("%.3f", row.precision),
+          formatted("%.3f", row.recall),
+          formatted("%.0f MiB", static_cast<double>(row.peak_memory_bytes) / kMebibyte),
+          formatted("%.2f", relative_speed(row, first))};
 }
 
 [[noreturn]] void fail(const char* what) {

@@ -25,6 +25,12 @@ void for_each_line(const std::filesystem::path& path,
   }
 }
 
+std::string_view trimmed(std::string_view text, std::string_view edges) {
+  const auto first = text.find_first_not_of(edges);
+  if (first == std::string_view::npos) return {};
+  return text.substr(first, text.find_last_not_of(edges) - first + 1);
+}
+
 std::string place(const std::filesystem::path& path, std::size_t line) {
   return path.string() + ":" + std::to_string(line);
 }

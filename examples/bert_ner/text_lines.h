@@ -14,6 +14,11 @@ namespace bert_ner {
 void for_each_line(const std::filesystem::path& path,
                    const std::function<void(std::string_view, std::size_t)>& take);
 
+inline constexpr std::string_view kWhiteSpace = " \t\v\f\r\n";
+
+/// The text without what `edges` has of it at its ends.
+std::string_view trimmed(std::string_view text, std::string_view edges = kWhiteSpace);
+
 /// "FILE:LINE", the opening of an error message.
 std::string place(const std::filesystem::path& path, std::size_t line);
 

@@ -57,7 +57,6 @@ class WordPiece {
   /// normalisation (a lone zero-width space) is [UNK].
   std::vector<std::int64_t> encode_word(std::string_view word) const;
 
-  std::int64_t unk_id() const { return unk_id_; }
   std::int64_t cls_id() const { return cls_id_; }
   std::int64_t sep_id() const { return sep_id_; }
   std::int64_t pad_id() const { return pad_id_; }

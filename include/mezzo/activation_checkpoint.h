@@ -38,11 +38,10 @@ struct CheckpointOptions {
 /// run's autocast state, random state and current CUDA device, and its gradients are added up in
 /// the same order. (Two exceptions: autocast's weight cache is not used inside, so a weight that is
 /// used several times is cast, and its gradient rounded, once each time; and gradients of gradients
-/// are the same but for the order of sums.) It is part of autograd's
-/// graph like any op: checkpoints nest, `torch::autograd::grad` and create_graph work, so does
-/// backward from inside a backward, hooks on parameters run once, retain_graph computes anew each
-/// time, and what no gradient is asked for is skipped. When grad mode is off, or nothing requires
-/// grad, it is a plain call.
+/// are the same but for the order of sums.) It is part of autograd's graph like any op: checkpoints
+/// nest, `torch::autograd::grad` and create_graph work, so does backward from inside a backward,
+/// hooks on parameters run once, retain_graph computes anew each time, and what no gradient is
+/// asked for is skipped. When grad mode is off, or nothing requires grad, it is a plain call.
 ///
 /// `function` must do the same each time; see the errors. It must have no other lasting effect:
 /// batch norm's running statistics, for one, would be updated twice. It is called in the thread
@@ -53,8 +52,8 @@ struct CheckpointOptions {
 /// move-only ones work; what they refer to must live until backward. Pass std::ref to avoid a copy.
 /// `args` may be anything. The result, which must not be void, holds its tensors as a Tensor, in
 /// optionals, containers, pairs, tuples, or in a struct with a member
-/// `auto tensors() { return std::tie(logits, loss); }`. A result that shares memory with an argument
-/// must not be modified in place.
+/// `auto tensors() { return std::tie(logits, loss); }`. A result that shares memory with an
+/// argument must not be modified in place.
 ///
 /// Throws c10::Error
 /// - when `function` modifies a tensor argument in place, whatever it is for;
@@ -78,8 +77,8 @@ auto checkpoint(const CheckpointOptions& options, F&& function, Args&&... args) 
 
 /// The same with the default options.
 template <class F, class... Args>
-requires(!std::same_as<std::remove_cvref_t<F>, CheckpointOptions>)
-auto checkpoint(F&& function, Args&&... args) {
+auto checkpoint(F&& function,
+                Args&&... args) requires(!std::same_as<std::remove_cvref_t<F>, CheckpointOptions>) {
   return checkpoint(CheckpointOptions{}, std::forward<F>(function), std::forward<Args>(args)...);
 }
 

@@ -127,9 +127,9 @@ class AutocastGuard {
 /// it is, references included, overloads, const and noexcept are kept. What Python does by
 /// decorating `forward`.
 ///
-///     auto forward = mezzo::autocast<torch::kCPU>([&](torch::Tensor x) { return net->forward(x);
-///     }); auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device)); step(trainer,
-///     batch);
+///     auto forward = mezzo::autocast<torch::kCPU>([&](auto x) { return net->forward(x); });
+///     auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device));
+///     step(trainer, batch);
 ///
 /// A lvalue `function` is copied, as by std::bind_front; pass std::ref(function) to keep a
 /// reference.

@@ -36,7 +36,8 @@ template <class F>
 [[nodiscard]] auto cast_inputs(at::ScalarType dtype, F&& function) {
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
               "dtype: cast_inputs casts to Float, Half or BFloat16, not to ", dtype);
-  return detail::CastingFunction<std::decay_t<F>, detail::ToDtype>(std::forward<F>(function), {dtype});
+  return detail::CastingFunction<std::decay_t<F>, detail::ToDtype>(std::forward<F>(function),
+                                                                   {dtype});
 }
 
 /// `function` in float32: for what overflows or loses too much. In Apex: `float_function`.
@@ -49,7 +50,7 @@ template <class F>
 template <class F>
 [[nodiscard]] auto half_function(F&& function) {
   return detail::CastingFunction<std::decay_t<F>, detail::ToRegionDtype>(std::forward<F>(function),
-                                                                      {});
+                                                                         {});
 }
 
 /// `function` in the widest dtype among the tensors that it is given; half and bfloat16 meet in

@@ -43,14 +43,14 @@ struct AutocastSetting {
 };
 
 /// The setting that this machine runs natively, and why (`.reason`):
-/// - CPU: bfloat16 with avx512_bf16 or amx_bf16, otherwise autocast off, since emulated bfloat16 is
-/// slower
-///   than float32: a six-layer encoder took 2 to 2.5 times as long on AVX-512, 15 times on AVX2.
-///   float16 is never picked: it needs a loss scale and took 13 to 40 times as long without
-///   instructions of its own. oneDNN computes these ops, so its `ONEDNN_MAX_CPU_ISA` is honoured,
-///   and avx_ne_convert alone, which converts but does not multiply, is not enough.
-/// - CUDA: bfloat16 from compute capability 8.0, float16 (with a GradScaler) from 7.0, otherwise
-/// off.
+/// - CPU: bfloat16 with avx512_bf16 or amx_bf16, else autocast off.
+/// - CUDA: bfloat16 from compute capability 8.0, float16 (with a GradScaler) from 7.0, else off.
+///
+/// On a CPU, emulated bfloat16 is slower than float32: a six-layer encoder took 2 to 2.5 times as
+/// long on AVX-512, 15 times on AVX2. float16 is never picked there: it needs a loss scale and took
+/// 13 to 40 times as long without instructions of its own. oneDNN computes these ops, so its
+/// `ONEDNN_MAX_CPU_ISA` is honoured, and avx_ne_convert alone, which converts but does not
+/// multiply, is not enough.
 ///
 /// `device` may be a bare type, `torch::kCUDA`, which means the current device. No host sync; reads
 /// CPUID and two environment variables, or asks the CUDA driver. Any thread. Throws c10::Error for

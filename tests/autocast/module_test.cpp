@@ -112,7 +112,7 @@ TEST(AutocastModule, SharesItsModulesTensorsUnderItsOwnNames) {
   EXPECT_EQ(keys(wrapped->named_parameters()), keys(plain->named_parameters()));
   EXPECT_EQ(keys(wrapped->named_buffers()), keys(plain->named_buffers()));
   for (const auto& item : plain->named_parameters()) {
-    const Tensor& ours = wrapped->named_parameters()[item.key()];
+    const Tensor ours = wrapped->named_parameters()[item.key()];
     EXPECT_TRUE(ours.is_same(item.value())) << item.key();
     EXPECT_EQ(ours.requires_grad(), item.key() != "offset") << item.key();
   }

@@ -3,7 +3,10 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <array>
 #include <csignal>
 #include <filesystem>
 #include <iterator>
@@ -76,6 +79,58 @@ TEST(AtomicFile, KeepsTwoWritersOfOneTargetApart) {
   EXPECT_EQ(second.commit(), AtomicFile::Durability::durable);
   EXPECT_EQ(first.commit(), AtomicFile::Durability::durable);
   EXPECT_EQ(read_bytes(folder / "out"), "first");
+}
+
+/// Writes half a file in a process of its own that stands still, or is killed on the spot.
+pid_t write_half(const std::filesystem::path& target, bool then_be_killed) {
+  std::array<int, 2> written{};
+  EXPECT_EQ(::pipe(written.data()), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    AtomicFile file(target);
+    file.write("half");
+    if (then_be_killed) ::raise(SIGKILL);
+    ::close(written[1]);
+    while (true) ::pause();
+  }
+  ::close(written[1]);
+  char nothing = 0;
+  EXPECT_EQ(::read(written[0], &nothing, 1), 0);  // until the child has closed its end, or died
+  ::close(written[0]);
+  if (then_be_killed) ::waitpid(child, nullptr, 0);
+  return child;
+}
+
+TEST(AtomicFile, RemovesWhatAKilledWriterOfItsNameLeft) {
+  const ScratchFolder folder;
+  write_half(folder / "out", /*then_be_killed=*/true);
+  write_half(folder / "other", /*then_be_killed=*/true);
+  ASSERT_EQ(files_in(folder.path()), 2u);
+  AtomicFile file(folder / "out");
+  file.write("whole");
+  EXPECT_EQ(file.commit(), AtomicFile::Durability::durable);
+  EXPECT_EQ(read_bytes(folder / "out"), "whole");
+  EXPECT_EQ(files_in(folder.path()), 2u);  // and the one of "other", which is not its own
+}
+
+TEST(AtomicFile, LeavesTheTemporaryOfALivingWriter) {
+  const ScratchFolder folder;
+  const pid_t writer = write_half(folder / "out", /*then_be_killed=*/false);
+  EXPECT_EQ(AtomicFile(folder / "out").commit(), AtomicFile::Durability::durable);
+  EXPECT_EQ(files_in(folder.path()), 2u);
+  ::kill(writer, SIGKILL);
+  ::waitpid(writer, nullptr, 0);
+}
+
+TEST(AtomicFile, LeavesFilesThatOnlyLookLikeItsTemporaries) {
+  const ScratchFolder folder;
+  for (const char* name : {".out.tmp", ".out.7.tmp", ".out.7-.tmp", ".out.-7.tmp", ".out.7-0.tmp~",
+                           ".out.x-0.tmp", ".out2.7-0.tmp", "out.7-0.tmp", ".out.7-0-0.tmp"}) {
+    folder.write(name, "somebody's");
+  }
+  const auto before = files_in(folder.path());
+  EXPECT_EQ(AtomicFile(folder / "out").commit(), AtomicFile::Durability::durable);
+  EXPECT_EQ(files_in(folder.path()), before + 1);
 }
 
 TEST(AtomicFile, NamesFileAndReasonAndKeepsThePreviousFileWhenTheDiskIsFull) {

@@ -64,9 +64,31 @@ class Checkpoint : public testing::Test {
     return {latest_checkpoint(straight.save), latest_checkpoint(second.save)};
   }
 
+  /// A run that saved one step. \returns its checkpoint
+  fs::path one_step() const {
+    auto run = options();
+    run.save = folder("saved").string();
+    run.max_steps = 1;
+    run_training(run);
+    return latest_checkpoint(run.save);
+  }
+
   ScratchFolder scratch_;
   fs::path corpus_ = test::write_tiny_corpus(scratch_, "corpus.txt", 36);
 };
+
+/// What is said of a checkpoint that cannot be resumed.
+std::string error_of_resuming(const fs::path& from) {
+  RunOptions run;
+  run.resume = from.string();
+  run.quiet = true;
+  try {
+    run_training(run);
+  } catch (const InputError& error) {
+    return error.what();
+  }
+  return "no error";
+}
 
 void expect_same_files(const fs::path& a, const fs::path& b) {
   ASSERT_EQ(names_in(a), names_in(b));
@@ -150,20 +172,9 @@ TEST_F(Checkpoint, OfAFailedWriteLeavesTheOldOneUntouched) {
 }
 
 TEST_F(Checkpoint, IsRefusedForOtherData) {
-  auto run = options();
-  run.save = folder("saved").string();
-  run.max_steps = 1;
-  run_training(run);
+  const auto saved = one_step();
   test::write_tiny_corpus(scratch_, "corpus.txt", 35);
-  RunOptions more;
-  more.resume = run.save;
-  more.quiet = true;
-  try {
-    run_training(more);
-    FAIL();
-  } catch (const InputError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("had other sentences"));
-  }
+  EXPECT_THAT(error_of_resuming(saved), HasSubstr("had other sentences"));
 }
 
 TEST_F(Checkpoint, ThatIsAModelAloneIsNoRun) {
@@ -175,55 +186,69 @@ TEST_F(Checkpoint, ThatIsAModelAloneIsNoRun) {
   }
 }
 
-TEST_F(Checkpoint, ThatWasTamperedWithIsRefused) {
+TEST_F(Checkpoint, WithAValueOfAnotherKindIsRefused) {
+  const auto file = one_step() / "training_state.json";
+  auto state = read_json(file);
+  state["position"]["steps"] = "one";
+  std::ofstream(file) << state.dump();
+  EXPECT_THAT(error_of_resuming(folder("saved")),
+              AllOf(HasSubstr("training_state.json: is no state of a run"), HasSubstr("string")));
+}
+
+TEST_F(Checkpoint, WithATruncatedFileIsRefusedByName) {
+  const auto saved = one_step();
+  fs::resize_file(saved / "training_state.safetensors", 1000);
+  EXPECT_THAT(error_of_resuming(saved), HasSubstr("training_state.safetensors: is not the file"));
+}
+
+TEST_F(Checkpoint, WithAFileOfAnotherSaveIsRefusedByName) {
+  const auto older = scratch_ / "older", torn = scratch_ / "torn";
+  fs::copy(one_step(), older);
   auto run = options();
   run.save = folder("saved").string();
-  run.max_steps = 1;
+  run.max_steps = 2;
   run_training(run);
-  const auto latest = latest_checkpoint(run.save);
-  auto state = read_json(latest / "training_state.json");
-  state["steps"] = "one";
-  std::ofstream(latest / "training_state.json") << state.dump();
-  EXPECT_THROW(read_run_record(latest), InputError);
-  fs::resize_file(latest / "training_state.safetensors", 1000);
-  state["steps"] = 1;
-  std::ofstream(latest / "training_state.json") << state.dump();
-  RunOptions more;
-  more.resume = run.save;
-  more.quiet = true;
-  EXPECT_THROW(run_training(more), InputError);
+  const auto error_with_older = [&](const char* name) {
+    fs::remove_all(torn);
+    fs::copy(latest_checkpoint(run.save), torn);
+    fs::copy_file(older / name, torn / name, fs::copy_options::overwrite_existing);
+    return error_of_resuming(torn);
+  };
+  for (const std::string name : {"model.safetensors", "training_state.safetensors"}) {
+    EXPECT_THAT(error_with_older(name.c_str()),
+                HasSubstr("torn/" + name +
+                          ": is not the file that was saved together with "
+                          "training_state.json; resume from another checkpoint"));
+  }
+  EXPECT_THAT(error_with_older("training_state.json"),
+              HasSubstr("is not the file that was saved together with training_state.json"));
+  EXPECT_EQ(error_with_older("vocab.txt"), "no error");  // the same in both
+}
+
+TEST_F(Checkpoint, ThatLacksAFileIsRefusedByName) {
+  const auto saved = one_step();
+  fs::remove(saved / "training_state.safetensors");
+  EXPECT_THAT(error_of_resuming(saved), HasSubstr("training_state.safetensors: cannot be opened"));
 }
 
 TEST_F(Checkpoint, WithAValueOutOfRangeIsRefusedByName) {
-  auto run = options();
-  run.save = folder("saved").string();
-  run.max_steps = 1;
-  run_training(run);
-  const auto file = latest_checkpoint(run.save) / "training_state.json";
+  const auto file = one_step() / "training_state.json";
   const auto good = read_json(file);
-  const auto error_with = [&](const char* pointer, const nlohmann::json& value) -> std::string {
+  const auto error_with = [&](const char* pointer, const nlohmann::json& value) {
     auto state = good;
     state[nlohmann::json::json_pointer(pointer)] = value;
     std::ofstream(file) << state.dump();
-    RunOptions more;
-    more.resume = run.save;
-    more.quiet = true;
-    try {
-      run_training(more);
-    } catch (const InputError& error) {
-      return error.what();
-    }
-    return "no error";
+    return error_of_resuming(folder("saved"));
   };
   for (const char* field : {"accumulate", "batch_size", "epochs"}) {
     EXPECT_THAT(error_with((std::string("/training/") + field).c_str(), 0),
                 AllOf(HasSubstr("training_state.json: \"" + std::string(field) + "\"")));
   }
   for (const char* field : {"epoch", "group", "steps", "skipped"}) {
-    EXPECT_THAT(error_with((std::string("/") + field).c_str(), -3),
+    EXPECT_THAT(error_with((std::string("/position/") + field).c_str(), -3),
                 HasSubstr("training_state.json: \"" + std::string(field) + "\""));
   }
-  EXPECT_THAT(error_with("/group", 100000), HasSubstr("do not fit together"));
+  EXPECT_THAT(error_with("/position/group", 100000), HasSubstr("do not fit together"));
   EXPECT_THAT(error_with("/format", 99), HasSubstr("format 99, here 1"));
 }
 

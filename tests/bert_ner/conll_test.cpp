@@ -20,14 +20,14 @@ using Strings = std::vector<std::string>;
 
 class ConllFile : public testing::Test {
  protected:
-  std::vector<Sentence> read(std::string_view text, Columns columns = Columns::words_and_tags) {
-    return read_conll(folder_.write("text.conll", text), columns);
+  std::vector<Sentence> read(std::string_view text) {
+    return read_conll(folder_.write("text.conll", text));
   }
 
   // The message without the folder: "text.conll:3: ...".
-  std::string error_of(std::string_view text, Columns columns = Columns::words_and_tags) {
+  std::string error_of(std::string_view text) {
     try {
-      read(text, columns);
+      read(text);
     } catch (const InputError& error) {
       return std::string(error.what()).substr(folder_.path().string().size() + 1);
     }
@@ -67,18 +67,10 @@ TEST_F(ConllFile, KeepsSpacesInsideAWordOfATabbedLine) {
   EXPECT_EQ(read("New York\tB-LOC\n")[0].words, Strings{"New York"});
 }
 
-TEST_F(ConllFile, MayBeReadForItsWordsAlone) {
-  const auto sentences = read("Rio\tB-LOC\nde\n\nJaneiro\n", Columns::words);
-  ASSERT_EQ(sentences.size(), 2u);
-  EXPECT_EQ(sentences[0].words, (Strings{"Rio", "de"}));
-  EXPECT_TRUE(sentences[0].tags.empty());
-}
-
 TEST_F(ConllFile, IsRefusedWithTheLineThatLacksAColumn) {
   EXPECT_TRUE(error_of("a\tO\nRio\n").starts_with("text.conll:2: has no tag for \"Rio\"; "));
   EXPECT_TRUE(error_of("a\tO\nRio\t\n").starts_with("text.conll:2: has no tag for \"Rio\"; "));
   EXPECT_TRUE(error_of("a\tO\n\n\tO\n").starts_with("text.conll:3: has no word"));
-  EXPECT_TRUE(error_of("\tO\n", Columns::words).starts_with("text.conll:1: has no word"));
 }
 
 TEST_F(ConllFile, IsRefusedWithTheLineOfATagThatIsNotBio) {

@@ -1,9 +1,10 @@
-"""Makes data/tiny_bert, a BERT of a few thousand parameters, and what Hugging Face's own code answers for it.
+"""Makes data/tiny_bert, a BERT of a few thousand parameters, and what Hugging Face's code answers.
 
     python3 make_bert_expectation.py
 
-needs torch, transformers and safetensors. Written once and committed: bert_test.cpp compares with it, and the tests of
-training, checkpoints and the command line train it. Logits and gradients are of the evaluation mode (no dropout).
+needs torch, transformers and safetensors. Written once and committed: bert_test.cpp compares
+with it, and the tests of training, checkpoints and the command line train it. Logits and gradients
+are of the evaluation mode (no dropout).
 """
 
 import pathlib
@@ -14,22 +15,25 @@ from transformers import BertConfig, BertForTokenClassification
 
 DATA = pathlib.Path(__file__).parent / "data"
 LABELS = ["O", "B-person", "I-person", "B-place", "I-place"]
-WORDS = """alice bob carol smith jones paris rome london new york lives in works at visits met and from . , the a ##s ##ing
-##ville old said""".split()
+WORDS = """alice bob carol smith jones paris rome london new york lives in works at visits met and
+from . , the a ##s ##ing ##ville old said""".split()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def main():
     torch.manual_seed(20)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-    vocabulary += [c for c in LETTERS if c not in vocabulary] + ["##" + c for c in LETTERS if "##" + c not in vocabulary]
+    vocabulary += ([c for c in LETTERS if c not in vocabulary] +
+                   ["##" + c for c in LETTERS if "##" + c not in vocabulary])
     config = BertConfig(
-        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
-        max_position_embeddings=20, type_vocab_size=2, initializer_range=0.3, attn_implementation="eager",
-        id2label=dict(enumerate(LABELS)), label2id={name: i for i, name in enumerate(LABELS)})
+        vocab_size=len(vocabulary), hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=24, max_position_embeddings=20, type_vocab_size=2, initializer_range=0.3,
+        attn_implementation="eager", id2label=dict(enumerate(LABELS)),
+        label2id={name: i for i, name in enumerate(LABELS)})
     model = BertForTokenClassification(config).eval()
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:  # biases and layer norms start at 0 and 1, which would hide a mix-up
+        # Biases and layer norms start at 0 and 1, which would hide a mix-up.
+        if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
 
     folder = DATA / "tiny_bert"
@@ -50,7 +54,8 @@ def main():
     tensors = {"ids": ids, "mask": mask.bool(), "labels": labels, "loss": output.loss.detach(),
                "logits": output.logits.detach(), "logits_unpadded": unpadded}
     tensors |= {"grad." + name: parameter.grad for name, parameter in model.named_parameters()}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, DATA / "tiny_bert_expectation.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()},
+              DATA / "tiny_bert_expectation.safetensors")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <mezzo/cast_trace.h>
 
-#include <fstream>
+#include <cstdlib>
+#include <set>
 #include <sstream>
 
 #include "conll.h"
@@ -54,6 +56,32 @@ TEST(Predict, LabelsALineAtATimeAndJoinsLongOnes) {
   ASSERT_EQ(sentences.size(), 2U);
   EXPECT_EQ(sentences[0].words.size(), 3U);
   EXPECT_EQ(sentences[1].words.size(), 50U);
+}
+
+/// What the matrix products of a prediction ran in; nothing where autocast was off.
+std::set<torch::ScalarType> products_where_autocast_is(const char* value) {
+  value != nullptr ? setenv("MEZZO_AUTOCAST", value, 1) : unsetenv("MEZZO_AUTOCAST");
+  const mezzo::CastTrace trace;
+  predict_text("alice lives in paris.");
+  unsetenv("MEZZO_AUTOCAST");
+  std::set<torch::ScalarType> dtypes;
+  for (const auto& record : trace.records()) {
+    if (record.op == "aten::matmul") dtypes.insert(record.runs_in);
+  }
+  return dtypes;
+}
+
+TEST(Predict, ComputesInWhatTheEnvironmentNames) {
+  EXPECT_THAT(products_where_autocast_is("off"), ElementsAre());
+  EXPECT_THAT(products_where_autocast_is("bf16"), ElementsAre(torch::kBFloat16));
+  EXPECT_THAT(products_where_autocast_is("fp16"), ElementsAre(torch::kFloat16));
+  EXPECT_THAT(products_where_autocast_is(nullptr), ElementsAre(torch::kBFloat16));
+}
+
+TEST(Predict, RefusesAnEnvironmentThatNamesNothing) {
+  setenv("MEZZO_AUTOCAST", "fast", 1);
+  EXPECT_THROW(predict_text("alice"), c10::Error);
+  unsetenv("MEZZO_AUTOCAST");
 }
 
 TEST(Predict, SaysWhenThereIsNothingToLabel) {

@@ -177,6 +177,28 @@ TEST_F(Program, SaysWhichLabelTrainingNeverSaw) {
                  {"--class-weights", "no label \"B-month\"", "B-place"});
 }
 
+TEST_F(Program, NotesALabelThatTheSplitKeptFromTraining) {
+  const auto corpus =
+      scratch_.write("rare.txt", test::read_bytes(corpus_) + "may\tB-month\nday\tI-month\n\n");
+  const auto is_held_out = [&](uint64_t seed) {
+    const auto split = split_by_seed(read_conll(corpus), /*held_out=*/0.2, seed);
+    return split.valid.back().words.front() == "may";
+  };
+  uint64_t held_out = 0, learnt = 0;
+  while (!is_held_out(held_out)) ++held_out;
+  while (is_held_out(learnt)) ++learnt;
+  const auto note_with_seed = [&](uint64_t seed) {
+    const auto outcome =
+        run({"--model", test::tiny_bert_folder().string(), "--data", corpus.string(), "--precision",
+             "fp32", "--max-steps", "1", "--seed", std::to_string(seed)});
+    EXPECT_EQ(outcome.status, 0) << outcome.err;
+    return outcome.err;
+  };
+  EXPECT_THAT(note_with_seed(held_out),
+              HasSubstr("\nnote: no sentence to learn from has B-month, I-month\n"));
+  EXPECT_THAT(note_with_seed(learnt), Not(HasSubstr("note:")));
+}
+
 TEST_F(Program, SaysWhatIsWrongWithAModel) {
   const auto with_model = [&](const fs::path& model) {
     return Arguments{"--model", model.string(), "--data", corpus_.string(), "--precision", "amp"};
@@ -203,10 +225,10 @@ TEST_F(Program, SaysWhatIsWrongWithAModel) {
 
 TEST_F(Program, RefusesBeforeItTrainsWhatItCouldNotWriteAfterwards) {
   const auto json = (scratch_ / "nowhere" / "r.json").string();
-  for (const Arguments& flags : {Arguments{"--json", json},
-                                 Arguments{"--precision", "amp", "--json", json},
-                                 Arguments{"--precision", "amp", "--save", corpus_.string()},
-                                 Arguments{"--precision", "amp", "--save", "/proc/nowhere"}}) {
+  for (const Arguments& flags :
+       {Arguments{"--json", json}, Arguments{"--precision", "amp", "--json", json},
+        Arguments{"--precision", "amp", "--save", corpus_.string()},
+        Arguments{"--precision", "amp", "--save", "/proc/nowhere"}}) {
     const auto outcome = run(training(flags));
     expect_failure(outcome, 1, {flags.back()});
     EXPECT_THAT(outcome.err, Not(HasSubstr("epoch")));
@@ -225,8 +247,8 @@ TEST_F(Program, SaysOnceWhatStoppedItsRows) {
 }
 
 TEST_F(Program, PrintsItsResultsForProgramsToo) {
-  const auto outcome = run(training({"--precision", "fp32", "--max-steps", "1", "--quiet",
-                                     "--threads", "1", "--json", "-"}));
+  const auto outcome = run(training(
+      {"--precision", "fp32", "--max-steps", "1", "--quiet", "--threads", "1", "--json", "-"}));
   EXPECT_EQ(outcome.status, 0) << outcome.err;
   const auto results = nlohmann::json::parse(outcome.out);
   EXPECT_EQ(results.at("rows").size(), 1U);
@@ -237,8 +259,8 @@ TEST_F(Program, TakesItsRowsAlongWhenItIsEnded) {
   auto arguments = training({});
   *(std::find(arguments.begin(), arguments.end(), "--epochs") + 1) = "100000";
   const pid_t parent = start(arguments);
-  const auto list = "/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) +
-                    "/children";
+  const auto list =
+      "/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) + "/children";
   std::string child;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   // It is another process only once its own lines appear.

@@ -100,7 +100,6 @@ TEST_F(WordPieceFolder, EncodesEveryConllWordAsAtLeastOnePiece) {
 TEST_F(WordPieceFolder, NamesTheIdsOfItsSpecialTokens) {
   const auto tokenizer = load();
   EXPECT_EQ(tokenizer.pad_id(), 0);
-  EXPECT_EQ(tokenizer.unk_id(), 1);
   EXPECT_EQ(tokenizer.cls_id(), 2);
   EXPECT_EQ(tokenizer.sep_id(), 3);
   EXPECT_EQ(tokenizer.size(), 16u);

@@ -1,5 +1,6 @@
-// A user's program, compiled against mezzo in each of the ways that its CMake package offers. It runs a step of mezzo
-// and an op of libtorch, so that a library that is linked but does not load, or has no operators, is noticed.
+// A user's program, compiled against mezzo in each of the ways that its CMake package offers. It
+// runs a step of mezzo and an op of libtorch, so that a library that is linked but does not load,
+// or has no operators, is noticed.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
 #include <mezzo/loss_scale.h>

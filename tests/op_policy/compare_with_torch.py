@@ -29,7 +29,8 @@ OPERATORS = {"__matmul__": "matmul", "__pow__": "pow", "__rpow__": "pow"}
 def mezzo_lists(program):
     """device -> op without overload -> the set of its overloads' categories."""
     lists = {"cpu": {}, "cuda": {}}
-    for line in subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines():
+    printed = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    for line in printed.splitlines():
         device, op, category = line.split()
         name = op.removeprefix("aten::").split(".")[0]
         lists[device].setdefault(name, set()).add(category)

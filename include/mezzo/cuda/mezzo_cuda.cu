@@ -54,19 +54,23 @@ void unscale_all(const DenseGradients& gradients, const float* inv_scale,
 
 }  // namespace
 
-__attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients, const at::Tensor& found_inf,
-                        const at::Tensor& inv_scale) {
+__attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients,
+                                              const at::Tensor& found_inf,
+                                              const at::Tensor& inv_scale) {
   const DenseGradients dense(gradients);
   unscale_all(dense, inv_scale.const_data_ptr<float>(), found_inf);
   dense.written();
 }
 
-__attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients, const at::Tensor& found_inf) {
+__attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients,
+                                  const at::Tensor& found_inf) {
   unscale_all(DenseGradients(gradients), nullptr, found_inf);
 }
 
-__attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor& scale, const at::Tensor& growth_tracker,
-                   const at::Tensor& hysteresis_left, const at::Tensor& found_inf) {
+__attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor& scale,
+                                         const at::Tensor& growth_tracker,
+                                         const at::Tensor& hysteresis_left,
+                                         const at::Tensor& found_inf) {
   const c10::cuda::CUDAGuard guard(scale.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   update_scale_kernel<<<1, 1, 0, stream>>>(

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <mezzo/detail/activation_checkpoint/checkpoint_node.h>
+#include <mezzo/detail/tensors/autograd_node.h>
 #include <mezzo/version.h>
 
 #include <cstddef>
@@ -45,8 +46,7 @@ inline void replace_graph(const std::vector<at::Tensor*>& results, const GraphMa
   recomputation.uses = targets(graph);
   watch_leaves(recomputation.uses, recomputation.watched);
   const auto replaced = recomputation.results;
-  const std::shared_ptr<CheckpointNode> node(new CheckpointNode(std::move(recomputation)),
-                                             torch::autograd::deleteNode);
+  const auto node = make_node<CheckpointNode>(std::move(recomputation));
   for (const auto i : replaced) {
     at::Tensor result = results[i]->detach();
     const auto input_nr = node->add_input_metadata(result);

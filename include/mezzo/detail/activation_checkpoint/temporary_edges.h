@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <mezzo/detail/activation_checkpoint/run_graph.h>
+#include <mezzo/detail/tensors/autograd_node.h>
 #include <mezzo/version.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
@@ -13,7 +14,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <functional>
-#include <memory>
 #include <ranges>
 #include <unordered_set>
 #include <utility>
@@ -100,7 +100,7 @@ class GradientTaps {
     for (const auto& boundary : edges.boundary()) {
       auto& tap = taps_.emplace_back();
       if (!boundary.edge().is_valid()) continue;
-      tap = std::make_shared<GradientTap>(boundary.edge());
+      tap = make_node<GradientTap>(boundary.edge());
       set_edge(*boundary.source, boundary.index, {tap, 0});
     }
   }
@@ -114,7 +114,7 @@ class GradientTaps {
   }
 
  private:
-  std::vector<std::shared_ptr<GradientTap>> taps_;
+  std::vector<NodePtr<GradientTap>> taps_;
 };
 
 }  // namespace detail

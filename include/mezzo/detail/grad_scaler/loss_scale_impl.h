@@ -22,18 +22,19 @@ inline bool is_positive_float(double value) noexcept {
 }
 
 inline void check_scale_value(const char* name, double value, double low, double high) {
-  TORCH_CHECK(is_finite(value) && is_positive_float(value) && value >= low && value <= high, name, " is ", value,
-              "; it must be positive and finite as a float, and between min_scale (", low,
-              ") and max_scale (", high, ")");
+  TORCH_CHECK(is_finite(value) && is_positive_float(value) && value >= low && value <= high, name,
+              " is ", value, "; it must be positive and finite as a float, and between min_scale (",
+              low, ") and max_scale (", high, ")");
 }
 
 inline void check_bounds(double min_scale, double max_scale) {
   TORCH_CHECK(is_finite(min_scale) && (min_scale == 0 || is_positive_float(min_scale)) &&
-                  min_scale <= kLargestFloat, "min_scale is ",
-              min_scale, "; it must be 0 (no floor, as in torch) or a positive, finite float");
+                  min_scale <= kLargestFloat,
+              "min_scale is ", min_scale,
+              "; it must be 0 (no floor, as in torch) or a positive, finite float");
   const bool is_nan = !is_finite(max_scale) && !is_positive_infinity(max_scale);
-  TORCH_CHECK(!is_nan && is_positive_float(max_scale) && max_scale >= min_scale, "max_scale is ", max_scale,
-              "; it must be positive and not below min_scale (", min_scale, ")");
+  TORCH_CHECK(!is_nan && is_positive_float(max_scale) && max_scale >= min_scale, "max_scale is ",
+              max_scale, "; it must be positive and not below min_scale (", min_scale, ")");
 }
 
 inline void check_factors(double growth_factor, double backoff_factor) {

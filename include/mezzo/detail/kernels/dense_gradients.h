@@ -17,9 +17,8 @@ class DenseGradients {
  public:
   explicit DenseGradients(const std::vector<at::Tensor>& gradients) : tensors_(gradients) {
     for (at::Tensor& tensor : tensors_) {
-      const bool is_dense =
-          tensor.is_non_overlapping_and_dense() && !tensor.is_neg() && !tensor.is_conj() &&
-          !tensor._is_zerotensor();
+      const bool is_dense = tensor.is_non_overlapping_and_dense() && !tensor.is_neg() &&
+                            !tensor.is_conj() && !tensor._is_zerotensor();
       if (is_dense) continue;
       at::Tensor copy = tensor.clone(at::MemoryFormat::Contiguous);
       copies_.emplace_back(std::exchange(tensor, copy), copy);

@@ -1,0 +1,167 @@
+// Calls that a scaler accepts and refuses, and what it remembers between them.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_scaler.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "error_of.h"
+#include "tiny_optimizer.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using grad_scaler_test::kInfinity;
+using grad_scaler_test::parameter;
+using grad_scaler_test::quiet_scaler;
+using grad_scaler_test::set_gradient;
+using grad_scaler_test::sgd;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using testing::HasSubstr;
+
+TEST(GradScaler, KeepsTorchsWordsForCallsInTheWrongOrder) {
+  const std::string fix =
+      " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
+      "outputs) earlier in the iteration.";
+  GradScaler fresh;
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  set_gradient(x, {1});
+  EXPECT_EQ(error_of([&] { fresh.unscale_(optimizer); }), "Attempted unscale_" + fix);
+  EXPECT_EQ(error_of([&] { fresh.step(optimizer); }), "Attempted step" + fix);
+  EXPECT_EQ(error_of([&] { fresh.update(); }), "Attempted update" + fix);
+
+  auto scaler = quiet_scaler({});
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(error_of([&] { scaler.unscale_(optimizer); }),
+            "unscale_() has already been called on this optimizer since the last update().");
+  scaler.step(optimizer);
+  EXPECT_EQ(error_of([&] { scaler.unscale_(optimizer); }),
+            "unscale_() is being called after step().");
+  EXPECT_EQ(error_of([&] { scaler.step(optimizer); }),
+            "step() has already been called since the last update().");
+  scaler.update();
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+}
+
+TEST(GradScaler, RefusesClosuresAndTakesNone) {
+  auto scaler = quiet_scaler({});
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  set_gradient(x, {1});
+  EXPECT_EQ(error_of([&] { scaler.step(optimizer, [] { return torch::zeros({}); }); }),
+            "Closure use is not currently supported if GradScaler is enabled.");
+  EXPECT_TRUE(scaler.step(optimizer, nullptr).ran());
+}
+
+class SgdWithArguments : public torch::optim::SGD {
+ public:
+  using SGD::SGD;
+  using SGD::step;
+  torch::Tensor step(int factor, std::unique_ptr<int> summand) {
+    return torch::full({}, factor + *summand);
+  }
+};
+
+TEST(GradScaler, ForwardsArgumentsAndReturnsWhatTheStepReturned) {
+  auto scaler = quiet_scaler({});
+  auto x = parameter({1});
+  SgdWithArguments optimizer({x}, torch::optim::SGDOptions(1.0));
+  set_gradient(x, {1});
+  const auto result = scaler.step(optimizer, 3, std::make_unique<int>(4));
+  EXPECT_EQ(result.value().value().item<int>(), 7);
+}
+
+TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
+  class Failing : public torch::optim::SGD {
+   public:
+    using SGD::SGD;
+    torch::Tensor step(LossClosure closure = nullptr) override {
+      if (std::exchange(fails, false)) throw std::runtime_error("failed");
+      return SGD::step(closure);
+    }
+    bool fails = true;
+  };
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto x = parameter({1});
+  Failing optimizer({x}, torch::optim::SGDOptions(1.0));
+  set_gradient(x, {4});
+  EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_EQ(x.item<float>(), 0.0F) << "unscaled once";
+}
+
+TEST(GradScaler, NeverTakesANewOptimizerForADeadOneAtItsAddress) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+  std::optional<torch::optim::SGD> optimizer;
+  std::vector<torch::Tensor> kept;
+  for (int i = 0; i < 3; ++i) {  // in one iteration, one place in memory
+    auto x = parameter({0});
+    set_gradient(x, {2});
+    kept.push_back(x);
+    optimizer.emplace(std::vector<torch::Tensor>{x}, torch::optim::SGDOptions(1.0));
+    ASSERT_NO_THROW(scaler.unscale_(*optimizer)) << i;
+    ASSERT_TRUE(scaler.step(*optimizer).ran()) << i;
+    EXPECT_EQ(x.item<float>(), -1.0F);
+  }
+  EXPECT_THAT(error_of([&] { scaler.step(*optimizer); }), HasSubstr("already been called"));
+}
+
+TEST(GradScaler, KeepsNoParameterAliveAfterUpdate) {
+  auto scaler = quiet_scaler({});
+  auto x = parameter({1});
+  set_gradient(x, {1});
+  {
+    auto optimizer = sgd({x});
+    scaler.step(optimizer);
+  }
+  EXPECT_GT(x.use_count(), 1U);
+  scaler.update();
+  EXPECT_EQ(x.use_count(), 1U);
+}
+
+TEST(GradScaler, DisabledPassesEverythingThrough) {
+  GradScaler scaler(GradScalerOptions().enabled(false));
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  const auto loss = torch::ones({});
+  EXPECT_TRUE(scaler.scale(loss).is_same(loss));
+  set_gradient(x, {kInfinity});
+  scaler.unscale_(optimizer);
+  int closures = 0;
+  const auto result = scaler.step(optimizer, [&] {
+    ++closures;
+    return torch::full({}, 5.0);
+  });
+  EXPECT_TRUE(result.ran());
+  EXPECT_EQ(result.scale(), 1.0F);
+  EXPECT_EQ(result.value().value().item<float>(), 5.0F);
+  EXPECT_EQ(closures, 1);
+  scaler.update();
+  scaler.update(4.0);
+  EXPECT_EQ(scaler.get_scale(), 1.0);
+  EXPECT_TRUE(scaler.state_dict().empty());
+  scaler.load_state_dict({{"nonsense", 1}});
+}
+
+TEST(GradScaler, MovesWithItsState) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  set_gradient(x, {4});
+  scaler.unscale_(optimizer);
+  GradScaler moved = std::move(scaler);
+  EXPECT_TRUE(moved.step(optimizer).ran());
+  EXPECT_EQ(x.item<float>(), -1.0F);
+}
+
+}  // namespace

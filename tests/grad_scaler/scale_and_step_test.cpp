@@ -1,0 +1,271 @@
+// One iteration: what scale, unscale_ and step do to losses, gradients and parameters.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_scaler.h>
+
+#include <array>
+#include <cmath>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "error_of.h"
+#include "tiny_optimizer.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using grad_scaler_test::kInfinity;
+using grad_scaler_test::parameter;
+using grad_scaler_test::quiet_scaler;
+using grad_scaler_test::set_gradient;
+using grad_scaler_test::sgd;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using testing::HasSubstr;
+
+TEST(GradScaler, HasTorchsDefaults) {
+  const GradScaler scaler;
+  EXPECT_TRUE(scaler.is_enabled());
+  EXPECT_EQ(scaler.get_scale(), 65536.0);
+  EXPECT_EQ(scaler.get_growth_factor(), 2.0);
+  EXPECT_EQ(scaler.get_backoff_factor(), 0.5);
+  EXPECT_EQ(scaler.get_growth_interval(), 2000);
+}
+
+TEST(GradScaler, RefusesOptionsOutOfRange) {
+  const auto make = [](const GradScalerOptions& options) { GradScaler{options}; };
+  EXPECT_THAT(error_of([&] { make(GradScalerOptions().init_scale(-1)); }), HasSubstr("init_scale"));
+  EXPECT_THAT(error_of([&] { make(GradScalerOptions().growth_factor(1)); }),
+              HasSubstr("The growth factor must be > 1.0."));
+  EXPECT_THAT(error_of([&] { make(GradScalerOptions().backoff_factor(1)); }),
+              HasSubstr("The backoff factor must be < 1.0."));
+  EXPECT_THAT(error_of([&] { make(GradScalerOptions().growth_interval(0).enabled(false)); }),
+              HasSubstr("growth_interval is 0"));
+  EXPECT_THAT(error_of([&] { make(GradScalerOptions().hysteresis(0)); }),
+              HasSubstr("hysteresis is 0"));
+  EXPECT_THAT(error_of([&] { make(GradScalerOptions().min_scale(4).max_scale(2)); }),
+              HasSubstr("max_scale is 2"));
+}
+
+TEST(GradScaler, ScalesATensorDifferentiablyAndLeavesItAlone) {
+  GradScaler scaler(GradScalerOptions().init_scale(8));
+  const auto x = parameter({3});
+  const auto loss = (x * x).sum();
+  const auto scaled = scaler.scale(loss);
+  EXPECT_EQ(loss.item<float>(), 9.0F);
+  EXPECT_EQ(scaled.item<float>(), 72.0F);
+  scaled.backward();
+  EXPECT_EQ(x.grad().item<float>(), 48.0F);
+}
+
+TEST(GradScaler, ScalesNestedContainersToTheSameType) {
+  GradScaler scaler(GradScalerOptions().init_scale(4));
+  const auto one = torch::ones({});
+  using Outputs = std::tuple<torch::Tensor, std::vector<torch::Tensor>,
+                             std::map<std::string, std::pair<torch::Tensor, torch::Tensor>>,
+                             std::array<std::unordered_map<int, torch::Tensor>, 1>,
+                             std::optional<torch::Tensor>, std::optional<torch::Tensor>>;
+  const Outputs outputs{one, {one, one * 2}, {{"a", {one, one * 3}}}, {{{{7, one}}}}, one, {}};
+  const Outputs scaled = scaler.scale(outputs);
+  EXPECT_EQ(std::get<0>(scaled).item<float>(), 4.0F);
+  EXPECT_EQ(std::get<1>(scaled).at(1).item<float>(), 8.0F);
+  EXPECT_EQ(std::get<2>(scaled).at("a").second.item<float>(), 12.0F);
+  EXPECT_EQ(std::get<3>(scaled).at(0).at(7).item<float>(), 4.0F);
+  EXPECT_EQ(std::get<4>(scaled)->item<float>(), 4.0F);
+  EXPECT_FALSE(std::get<5>(scaled).has_value());
+  EXPECT_EQ(one.item<float>(), 1.0F);
+}
+
+TEST(GradScaler, KeepsTheDtypeOfAHalfOutput) {
+  GradScaler scaler;
+  EXPECT_EQ(scaler.scale(torch::ones({2}, torch::kHalf)).scalar_type(), torch::kHalf);
+}
+
+TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
+  auto scaler = quiet_scaler(GradScalerOptions().growth_interval(1));
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  const auto scaled = scaler.scale(x.sum());
+  set_gradient(x, {1});
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_THAT(error_of([&] { scaled.backward(); }), HasSubstr("modified by an inplace operation"));
+}
+
+TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto x = parameter({10, 20});
+  auto optimizer = sgd({x});
+  set_gradient(x, {4, 8});
+  const auto result = scaler.step(optimizer);
+  EXPECT_TRUE(result.ready());
+  EXPECT_TRUE(result.ran());
+  EXPECT_FALSE(result.found_inf());
+  EXPECT_EQ(result.scale(), 4.0F);
+  ASSERT_TRUE(result.value().has_value());
+  EXPECT_FALSE(result.value()->defined());
+  EXPECT_TRUE(torch::equal(x, torch::tensor({9.0F, 18.0F})));
+  EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({1.0F, 2.0F})));
+}
+
+TEST(GradScaler, SkipsTheStepAndHalvesTheScaleOnInf) {
+  for (const float bad : {kInfinity, -kInfinity, std::nanf("")}) {
+    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    auto x = parameter({10, 20});
+    auto optimizer = sgd({x});
+    set_gradient(x, {4, bad});
+    const auto result = scaler.step(optimizer);
+    EXPECT_FALSE(result.ran());
+    EXPECT_TRUE(result.found_inf());
+    EXPECT_FALSE(result.value().has_value());
+    EXPECT_TRUE(torch::equal(x, torch::tensor({10.0F, 20.0F})));
+    scaler.update();
+    EXPECT_EQ(scaler.get_scale(), 2.0);
+    EXPECT_EQ(result.scale(), 4.0F) << "the result is about its own step";
+  }
+}
+
+TEST(GradScaler, LeavesUnscaledGradientsToTheUserBeforeTheStep) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(1024));
+  auto x = parameter({0, 0});
+  auto optimizer = sgd({x});
+  set_gradient(x, {3 * 1024, 4 * 1024});
+  scaler.unscale_(optimizer);
+  EXPECT_FLOAT_EQ(static_cast<float>(torch::nn::utils::clip_grad_norm_({x}, 1.0)), 5.0F);
+  scaler.step(optimizer);
+  EXPECT_TRUE(torch::allclose(x, torch::tensor({-0.6F, -0.8F})));
+}
+
+TEST(GradScaler, OnlyTheOptimizerWithTheInfSkipsAndTheSharedScaleBacksOffOnce) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  std::vector<torch::Tensor> parameters{parameter({1}), parameter({1}), parameter({1})};
+  std::vector<torch::optim::SGD> optimizers;
+  for (const auto& x : parameters) optimizers.push_back(sgd({x}));
+  set_gradient(parameters[0], {kInfinity});
+  set_gradient(parameters[1], {4});
+  set_gradient(parameters[2], {kInfinity});
+  std::vector<bool> ran;
+  for (auto& optimizer : optimizers) ran.push_back(scaler.step(optimizer).ran());
+  EXPECT_EQ(ran, (std::vector<bool>{false, true, false}));
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 2.0);
+}
+
+TEST(GradScaler, ReachesEveryParameterGroupAndEveryDtype) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+  const std::vector<torch::ScalarType> dtypes{torch::kFloat, torch::kDouble, torch::kBFloat16};
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const auto dtype : dtypes) {
+    const auto x = torch::zeros({3}, torch::dtype(dtype).requires_grad(true));
+    x.mutable_grad() = torch::full({3}, 6.0, dtype);
+    groups.emplace_back(std::vector<torch::Tensor>{x});
+  }
+  torch::optim::SGD optimizer(groups, torch::optim::SGDOptions(1.0));
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  for (auto& group : optimizer.param_groups()) {
+    EXPECT_TRUE(torch::equal(group.params()[0], torch::full_like(group.params()[0], -3.0)));
+  }
+  scaler.update();
+  optimizer.param_groups()[2].params()[0].mutable_grad()[1] = kInfinity;
+  EXPECT_FALSE(scaler.step(optimizer).ran());
+}
+
+TEST(GradScaler, LeavesOutUndefinedGradients) {
+  auto scaler = quiet_scaler({});
+  auto x = parameter({1});
+  auto frozen = parameter({1});
+  auto optimizer = sgd({frozen, x});
+  set_gradient(x, {65536});
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_FALSE(frozen.grad().defined());
+  EXPECT_EQ(x.item<float>(), 0.0F);
+}
+
+TEST(GradScaler, SaysSoWhenNoParameterHasAGradient) {
+  auto scaler = quiet_scaler({});
+  auto optimizer = sgd({parameter({1})});
+  EXPECT_EQ(error_of([&] { scaler.step(optimizer); }),
+            "No inf checks were recorded for this optimizer.");
+  EXPECT_EQ(error_of([&] { scaler.update(); }), "No inf checks were recorded prior to update.");
+}
+
+TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2).allow_fp16_gradients(true));
+  const auto x = torch::zeros({4}, torch::dtype(torch::kHalf).requires_grad(true));
+  auto optimizer = sgd({x});
+  const auto sparse = [](std::vector<int64_t> places, float value) {
+    const auto count = static_cast<int64_t>(places.size());
+    const auto values = torch::full({count}, value, torch::kHalf);
+    return torch::sparse_coo_tensor(torch::tensor(places).unsqueeze(0), values, {4});
+  };
+  x.mutable_grad() = sparse({1, 1}, 64000);  // 128000 in one place: inf in half
+  EXPECT_FALSE(scaler.step(optimizer).ran());
+  scaler.update(2.0);
+  x.mutable_grad() = sparse({1, 3}, 64000);
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(torch::equal(x.to(torch::kFloat), torch::tensor({0.0F, -32000.0F, 0.0F, -32000.0F})));
+}
+
+TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
+  auto scaler = quiet_scaler({});
+  const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
+  x.mutable_grad() = torch::ones({1}, torch::kHalf);
+  auto optimizer = sgd({x});
+  EXPECT_EQ(error_of([&] { scaler.unscale_(optimizer); }), "Attempting to unscale FP16 gradients.");
+  auto allowing = quiet_scaler(GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
+  EXPECT_TRUE(allowing.step(optimizer).ran());
+  EXPECT_EQ(x.grad().item<float>(), 0.25F);
+}
+
+TEST(GradScaler, RefusesComplexGradients) {
+  auto scaler = quiet_scaler({});
+  const auto x = torch::zeros({1}, torch::dtype(torch::kComplexFloat).requires_grad(true));
+  x.mutable_grad() = torch::ones({1}, torch::kComplexFloat);
+  auto optimizer = sgd({x});
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("dtype ComplexFloat"));
+}
+
+// torch tests the gradient before it multiplies, finds 1e30 finite, and steps with an inf.
+TEST(GradScaler, FindsAnInfThatUnscalingItselfMakes) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(1e-20));
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  set_gradient(x, {1e30F});
+  EXPECT_FALSE(scaler.step(optimizer).ran());
+  EXPECT_EQ(x.item<float>(), 1.0F);
+}
+
+TEST(GradScaler, ChecksOnceMoreAfterAnExplicitUnscale) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  set_gradient(x, {4});
+  scaler.unscale_(optimizer);
+  x.mutable_grad()[0] = kInfinity;
+  EXPECT_FALSE(scaler.step(optimizer).ran());
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 2.0);
+}
+
+TEST(GradScaler, WithoutTheRecheckStepsWithABrokenGradientAsTorchDoes) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).recheck(false));
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  set_gradient(x, {4});
+  scaler.unscale_(optimizer);
+  x.mutable_grad()[0] = kInfinity;
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 4.0);
+}
+
+}  // namespace

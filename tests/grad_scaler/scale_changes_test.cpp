@@ -1,0 +1,196 @@
+// How the loss scale moves, and what is said of it.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_scaler.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "error_of.h"
+#include "tiny_optimizer.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using grad_scaler_test::kInfinity;
+using grad_scaler_test::parameter;
+using grad_scaler_test::quiet_scaler;
+using grad_scaler_test::set_gradient;
+using grad_scaler_test::sgd;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::LossScale;
+using mezzo::LossScaleKind;
+using testing::HasSubstr;
+
+TEST(GradScaler, GrowsTheScaleAfterTheIntervalOfCleanIterations) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).growth_interval(2));
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  std::vector<double> scales;
+  for (const float gradient : {1.0F, 1.0F, kInfinity, 1.0F, 1.0F}) {
+    set_gradient(x, {gradient});
+    scaler.step(optimizer);
+    scaler.update();
+    scales.push_back(scaler.get_scale());
+  }
+  EXPECT_EQ(scales, (std::vector<double>{4, 8, 4, 4, 8}));
+}
+
+TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
+  auto scaler = quiet_scaler({});
+  auto new_scale = torch::full({}, 3.0);
+  scaler.update(new_scale);
+  new_scale.fill_(7.0);
+  EXPECT_EQ(scaler.get_scale(), 3.0);
+  scaler.update(5.0);
+  EXPECT_EQ(scaler.get_scale(), 5.0);
+  scaler.update(torch::tensor({9}));
+  EXPECT_EQ(scaler.get_scale(), 9.0);
+}
+
+TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
+  auto scaler = quiet_scaler(GradScalerOptions().min_scale(1).max_scale(1e6));
+  for (const double bad : {0.0, -1.0, 0.5, 2e6, std::nan(""), 1e300}) {
+    EXPECT_THAT(error_of([&] { scaler.update(bad); }), HasSubstr("new_scale is"));
+  }
+  for (const auto& bad :
+       {torch::ones({2}), torch::ones({1}, torch::requires_grad()), torch::Tensor()}) {
+    EXPECT_EQ(error_of([&] { scaler.update(bad); }),
+              "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+              "torch.FloatTensor with requires_grad=False.");
+  }
+  EXPECT_EQ(scaler.get_scale(), 65536.0);
+  scaler.update(torch::full({}, 1e9));
+  EXPECT_EQ(scaler.get_scale(), 1e6);
+}
+
+TEST(GradScaler, SettersChangeTheRuleAndValidate) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(16));
+  scaler.set_growth_factor(4);
+  scaler.set_backoff_factor(0.25);
+  scaler.set_growth_interval(1);
+  EXPECT_EQ(scaler.get_growth_factor(), 4.0);
+  EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
+  EXPECT_EQ(scaler.get_growth_interval(), 1);
+  EXPECT_THAT(error_of([&] { scaler.set_growth_factor(0.5); }), HasSubstr("growth_factor is 0.5"));
+  EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(2); }), HasSubstr("backoff_factor is 2"));
+  EXPECT_THAT(error_of([&] { scaler.set_growth_interval(-1); }),
+              HasSubstr("growth_interval is -1"));
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  set_gradient(x, {1});
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 64.0);
+}
+
+TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
+  GradScaler scaler(LossScale::fixed(2));
+  EXPECT_THAT(error_of([&] { scaler.set_growth_factor(4); }), HasSubstr("dynamic"));
+  EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(0.1); }), HasSubstr("dynamic"));
+  EXPECT_THAT(error_of([&] { scaler.set_growth_interval(4); }), HasSubstr("dynamic"));
+}
+
+TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
+  auto scaler = quiet_scaler(LossScale::fixed(128));
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  set_gradient(x, {kInfinity});
+  EXPECT_FALSE(scaler.step(optimizer).ran());
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 128.0);
+  set_gradient(x, {128});
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_EQ(x.item<float>(), -1.0F);
+}
+
+TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
+  auto scaler = quiet_scaler(LossScale::none());
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  const auto loss = x.sum();
+  EXPECT_TRUE(scaler.scale(loss).is_same(loss));
+  set_gradient(x, {3});
+  const auto version = x.grad()._version();
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_EQ(x.grad()._version(), version);
+  scaler.update();
+  set_gradient(x, {kInfinity});
+  EXPECT_FALSE(scaler.step(optimizer).ran());
+  EXPECT_THAT(error_of([&] { scaler.update(2.0); }), HasSubstr("LossScaleKind::none"));
+}
+
+TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(8).hysteresis(2));
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  std::vector<double> scales;
+  for (int i = 0; i < 3; ++i) {
+    set_gradient(x, {kInfinity});
+    EXPECT_FALSE(scaler.step(optimizer).ran());
+    scaler.update();
+    scales.push_back(scaler.get_scale());
+  }
+  EXPECT_EQ(scales, (std::vector<double>{8, 4, 2}));
+}
+
+TEST(GradScaler, TellsOfASkipOnceInApexsWords) {
+  std::vector<std::string> lines;
+  auto scaler = quiet_scaler(GradScalerOptions().loss_id(0));
+  scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
+  auto x = parameter({0});
+  auto y = parameter({0});
+  auto first = sgd({x});
+  auto second = sgd({y});
+  set_gradient(x, {kInfinity});
+  set_gradient(y, {kInfinity});
+  scaler.step(first);
+  scaler.step(second);
+  EXPECT_TRUE(lines.empty());
+  scaler.update();
+  set_gradient(x, {1});
+  scaler.step(first);
+  scaler.update();
+  EXPECT_EQ(lines, (std::vector<std::string>{
+                       "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to "
+                       "32768.0"}));
+}
+
+TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
+  GradScaler scaler(GradScalerOptions().loss_id(3).init_scale(1));
+  (void)scaler.scale(torch::zeros({}));
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  const auto skip = [&] {
+    set_gradient(x, {kInfinity});
+    testing::internal::CaptureStderr();
+    scaler.step(optimizer);
+    scaler.update();
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(skip(),
+            "Gradient overflow.  Skipping step, loss scaler 3 reducing loss scale to 0.5\n");
+  scaler.on_skip(nullptr);
+  EXPECT_EQ(skip(), "");
+}
+
+TEST(SkippedStep, PrintsScalesAsPythonDoes) {
+  const auto line = [](float scale, float next) {
+    return mezzo::SkippedStep{.scale = scale, .next_scale = next}.message();
+  };
+  EXPECT_THAT(line(65536, 32768), HasSubstr("reducing loss scale to 32768.0"));
+  EXPECT_THAT(line(6.103515625e-05F, 3.0517578125e-05F), HasSubstr(" to 3.0517578125e-05"));
+  EXPECT_THAT(line(0x1p60F, 0x1p50F), HasSubstr(" to 1125899906842624.0"));
+  EXPECT_THAT(line(0x1p61F, 0x1p60F), HasSubstr(" to 1.152921504606847e+18"));
+  EXPECT_THAT(line(1, 0.5F), HasSubstr(" to 0.5"));
+  EXPECT_THAT(line(128, 128), HasSubstr("keeping loss scale at 128.0"));
+  EXPECT_THAT(line(128, 256), HasSubstr("setting loss scale to 256.0"));
+}
+
+}  // namespace

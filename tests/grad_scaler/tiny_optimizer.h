@@ -1,0 +1,36 @@
+#pragma once
+
+#include <mezzo/grad_scaler.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
+
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace grad_scaler_test {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+inline torch::Tensor parameter(std::vector<float> values) {
+  return torch::tensor(values).requires_grad_(true);
+}
+
+/// With a learning rate of 1, so that a step subtracts the gradient.
+inline torch::optim::SGD sgd(std::vector<torch::Tensor> parameters) {
+  return torch::optim::SGD(std::move(parameters), torch::optim::SGDOptions(1.0));
+}
+
+inline void set_gradient(const torch::Tensor& parameter, std::vector<float> values) {
+  parameter.mutable_grad() = torch::tensor(values);
+}
+
+/// A scaler that has seen a loss, and tells nobody of its skips.
+inline mezzo::GradScaler quiet_scaler(const mezzo::GradScalerOptions& options) {
+  mezzo::GradScaler scaler(options);
+  scaler.on_skip(nullptr);
+  (void)scaler.scale(torch::zeros({}));
+  return scaler;
+}
+
+}  // namespace grad_scaler_test
