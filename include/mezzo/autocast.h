@@ -52,8 +52,8 @@ struct AutocastOptions {
 ///     mezzo::Autocast<torch::kCUDA, torch::kBFloat16> autocast;   // or as said
 ///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision in a region
 ///     mezzo::Autocast<torch::kCPU> autocast(policy);              // with edited op lists
-///     mezzo::Autocast<torch::kCPU> autocast(cache);               // weights are cast when they
-///     change mezzo::Autocast<torch::kCPU> autocast({.policy = policy, .weight_cache = cache});
+///     mezzo::Autocast<torch::kCPU> autocast(cache);               // with a WeightCache
+///     mezzo::Autocast<torch::kCPU> autocast({.policy = policy, .weight_cache = cache});
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one

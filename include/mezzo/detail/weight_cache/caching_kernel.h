@@ -26,17 +26,26 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-const c10::KernelFunction& wrapped_kernel(const c10::SafeKernelFunction& safe);
+const c10::KernelFunction& private_kernel(const c10::SafeKernelFunction& safe);
 
-// A SafeKernelFunction can be called boxed only, which costs more than some ops. An explicit
-// instantiation may name the private member that holds the kernel itself.
+// Up to libtorch 2.11 a SafeKernelFunction can be called boxed only, which costs more than some
+// ops. An explicit instantiation may name the private member that holds the kernel itself.
 template <c10::KernelFunction c10::SafeKernelFunction::*Member>
-struct ReadWrappedKernel {
-  friend const c10::KernelFunction& wrapped_kernel(const c10::SafeKernelFunction& safe) {
+struct ReadPrivateKernel {
+  friend const c10::KernelFunction& private_kernel(const c10::SafeKernelFunction& safe) {
     return safe.*Member;
   }
 };
-template struct ReadWrappedKernel<&c10::SafeKernelFunction::kernel_>;
+template struct ReadPrivateKernel<&c10::SafeKernelFunction::kernel_>;
+
+template <class Safe>
+const c10::KernelFunction& wrapped_kernel(const Safe& safe) {
+  if constexpr (requires { safe.kernelFunction(); }) {
+    return safe.kernelFunction();
+  } else {
+    return private_kernel(safe);
+  }
+}
 
 /// What stands at an op's first arguments; those behind are other.
 using Places = std::array<Place, 6>;

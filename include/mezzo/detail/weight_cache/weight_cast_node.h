@@ -7,6 +7,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/DimVector.h>
 #include <c10/util/Exception.h>
+#include <mezzo/detail/tensors/autograd_node.h>
 #include <mezzo/version.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -86,8 +87,7 @@ inline at::Tensor in_place_of(const at::Tensor& tensor, const at::Tensor& weight
     use.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   }
   if (wants_gradient) {
-    const std::shared_ptr<WeightCastNode> node(new WeightCastNode(tensor, std::move(flag)),
-                                               torch::autograd::deleteNode);
+    const auto node = make_node<WeightCastNode>(tensor, std::move(flag));
     const auto input_nr = node->add_input_metadata(use);
     torch::autograd::impl::set_gradient_edge(use, {node, input_nr});
   }
