@@ -136,6 +136,14 @@ TEST(WeightCacheRegions, PutLibtorchsCacheBackAsItWas) {
   at::autocast::set_autocast_cache_enabled(true);
 }
 
+// libtorch has one switch for all devices.
+TEST(WeightCacheRegions, KeepLibtorchsCacheOffInRegionsOfAnotherDevice) {
+  const WeightCache cache;
+  const Autocast<kCPU> autocast(cache);
+  const Autocast<torch::kCUDA> inner;
+  EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+}
+
 TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
   const WeightCache cache;
   const auto weight = frozen().requires_grad_();

@@ -64,8 +64,9 @@ class Nesting {
   bool drops_casts_;
 };
 
-/// A region of one device type in this thread. Where a WeightCache is in force libtorch's own is
-/// off: it would hand out stale weights to the few ops that do not ask mezzo's.
+/// A region of one device type in this thread. Where a WeightCache is in force libtorch's own,
+/// which has one switch for all devices, is off: it would hand out stale weights to the few ops
+/// that do not ask mezzo's.
 class Region {
  public:
   explicit Region(const RegionState& region) noexcept
@@ -75,7 +76,7 @@ class Region {
         nesting_(region.dtype != found_.dtype),
         policy_(region.device, region.policy),
         cache_(region.device, region.weight_cache, region.cache_enabled) {
-    install(region, region.cache_enabled && !cache_.in_force());
+    install(region, region.cache_enabled && !CacheScope::in_force());
   }
   ~Region() { install(found_, found_.cache_enabled); }
   Region(const Region&) = delete;

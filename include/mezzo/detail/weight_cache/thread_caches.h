@@ -9,6 +9,7 @@
 #include <mezzo/detail/op_policy/category.h>
 #include <mezzo/version.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -146,8 +147,12 @@ class CacheScope {
   CacheScope(const CacheScope&) = delete;
   CacheScope& operator=(const CacheScope&) = delete;
 
-  /// Whether casts come from a WeightCache, this scope's or one around it.
-  bool in_force() const noexcept { return is_policy_device(device_) && current().casts != nullptr; }
+  /// Whether casts come from a WeightCache on any device, by this scope or one around it.
+  static bool in_force() noexcept {
+    const ThreadCaches& caches = thread_caches();
+    return std::any_of(caches.begin(), caches.end(),
+                       [](const ThreadCache& cache) { return cache.casts != nullptr; });
+  }
 
  private:
   ThreadCache& current() const { return thread_caches()[policy_device_index(device_)]; }
