@@ -142,6 +142,37 @@ TEST(WeightCacheMemory, RefusesPublishedCopiesBeyondTheBound) {
   EXPECT_EQ(cache.buffer_for(a, kBFloat16).const_data_ptr(), buffer.const_data_ptr());
 }
 
+TEST(WeightCacheMemory, MakesRoomByTheDeadBeforeTheLiving) {
+  const mezzo::WeightCache cache({.max_bytes = 2 * kCopyBytes});
+  const auto living = frozen();
+  const Autocast<kCPU> autocast(cache);
+  what_linear_reads(living);
+  what_linear_reads(frozen());
+  const auto another = frozen();
+  what_linear_reads(another);
+  EXPECT_TRUE(cache.holds(living, kBFloat16));
+  EXPECT_TRUE(cache.holds(another, kBFloat16));
+}
+
+TEST(WeightCacheMemory, HasRoomAgainWhenPublishedWeightsDied) {
+  const mezzo::WeightCache cache({.max_bytes = kCopyBytes});
+  static_cast<void>(cache.buffer_for(frozen(), kBFloat16));
+  const auto weight = frozen();
+  EXPECT_NO_THROW(static_cast<void>(cache.buffer_for(weight, kBFloat16)));
+  cache.clear();
+}
+
+// A use in a region is never refused: where a published weight has grown, its copy is as any other.
+TEST(WeightCacheMemory, HoldsNothingBeyondTheBoundForAPublishedWeightThatGrew) {
+  const mezzo::WeightCache cache({.max_bytes = kCopyBytes});
+  const auto weight = frozen();
+  static_cast<void>(cache.buffer_for(weight, kBFloat16));
+  weight.set_data(torch::randn({2 * kSize, 2 * kSize}));
+  const Autocast<kCPU> autocast(cache);
+  EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+  EXPECT_LE(cache.statistics().bytes_held, kCopyBytes);
+}
+
 TEST(WeightCacheMemory, ReusesTheMemoryOfAStaleCopyThatNobodyReads) {
   const mezzo::WeightCache cache;
   const auto weight = frozen();

@@ -7,8 +7,11 @@
 #include <mezzo/autocast.h>
 #include <mezzo/weight_cache.h>
 
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <future>
 #include <string>
 #include <vector>
 
@@ -86,6 +89,50 @@ TEST(WeightCachePublish, IsBelievedOnlyUntilTheWeightChanges) {
   }
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
   EXPECT_TRUE(torch::equal(sevens, weight.to(kBFloat16)));  // in the place that was published
+}
+
+// An optimizer that writes the buffer with ops, and throws before it has written the weight.
+TEST(WeightCachePublish, IsNeededAfterAWriteToTheBuffer) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  const auto buffer = cache.buffer_for(weight, kBFloat16);
+  buffer.zero_();
+  const Autocast<kCPU> autocast(cache);
+  EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+  EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
+}
+
+// What is replaced may be freed by code of the caller's, which may ask the cache.
+TEST(WeightCachePublish, LetsGoOfAReplacedCopyOutsideOfItsLocks) {
+  const mezzo::WeightCache cache;
+  const auto weight = parameter();
+  std::vector<c10::BFloat16> memory(kSize * kSize);
+  bool freed = false;
+  const auto free = [&](void*) {
+    auto asked = std::async(std::launch::async, [&] { cache.clear(); });
+    freed = asked.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+    if (!freed) std::abort();
+  };
+  cache.publish(weight, torch::from_blob(memory.data(), {kSize, kSize}, free, kBFloat16));
+  cache.publish(weight, weight.detach().to(kBFloat16));
+  EXPECT_TRUE(freed);
+}
+
+TEST(WeightCachePublish, ChangesNothingWhenItThrows) {
+  constexpr std::int64_t kBytes = kSize * kSize * 2;
+  const mezzo::WeightCache cache({.max_bytes = 2 * kBytes});
+  const auto weight = torch::randn({kSize, kSize});
+  const auto other = parameter();
+  const auto buffer = cache.buffer_for(weight, kBFloat16);
+  static_cast<void>(cache.buffer_for(other, kBFloat16));
+  const auto grown = torch::randn({2 * kSize, kSize});
+  const auto before = weight.detach();
+  weight.set_data(grown);
+  EXPECT_THROW(cache.publish(weight, grown.to(kBFloat16)), c10::Error);
+  EXPECT_THROW(static_cast<void>(cache.buffer_for(weight, kBFloat16)), c10::Error);
+  EXPECT_EQ(cache.statistics().bytes_held, 2 * kBytes);
+  weight.set_data(before);
+  EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
 }
 
 TEST(WeightCachePublish, TakesACopyThatIsAViewOfAFlatBuffer) {

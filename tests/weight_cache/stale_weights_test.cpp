@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/autocast.h>
+#include <mezzo/op_policy.h>
 #include <mezzo/weight_cache.h>
 
 #include <cstring>
@@ -234,6 +235,32 @@ TEST(StaleWeightsOfSgd, AreNotReadAfterTheyAreFrozen) {
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
 }
 
+// Where a parameter's memory is that of a tensor that requires no grad, as of a flat buffer.
+TEST(StaleWeightsOfSgd, AreNotReadWhereAParameterShowsAllOfABuffer) {
+  const auto transposed = [](const Tensor& weight) {
+    return torch::matmul(torch::eye(kSize), weight.t()).t();
+  };
+  for (const auto& read : {std::function<Tensor(const Tensor&)>(what_linear_reads),
+                           std::function<Tensor(const Tensor&)>(transposed)}) {
+    const mezzo::WeightCache cache;
+    const auto weight = torch::ones({kSize * kSize}).view({kSize, kSize}).requires_grad_();
+    torch::optim::SGD optimizer({weight}, 0.5);
+    for (int step = 0; step < 3; ++step) {
+      for (int use = 0; use < 3; ++use) {
+        const torch::NoGradGuard no_grad;  // an evaluation
+        const Autocast<kCPU> autocast(cache);
+        EXPECT_TRUE(torch::equal(read(weight), weight.to(kBFloat16)));
+      }
+      optimizer.zero_grad();
+      {
+        const Autocast<kCPU> autocast(cache);
+        read(weight).sum().backward();
+      }
+      optimizer.step();
+    }
+  }
+}
+
 // A region that began earlier in another thread must not keep this thread's old copies alive.
 TEST(StaleWeightsOfSgd, AreNotReadWhileAnotherThreadIsInARegion) {
   const mezzo::WeightCache cache;
@@ -254,6 +281,28 @@ TEST(StaleWeightsOfSgd, AreNotReadWhileAnotherThreadIsInARegion) {
   }
   done.set_value();
   other.join();
+}
+
+TEST(StaleWeightsByHand, AreForgottenThroughAViewToo) {
+  const mezzo::WeightCache cache;
+  const Autocast<kCPU> autocast(cache);
+  const auto weight = torch::ones({kSize, kSize});
+  what_linear_reads(weight);
+  EXPECT_TRUE(cache.holds(weight.t(), kBFloat16));
+  weight.data().fill_(2);
+  cache.forget(weight.t());
+  EXPECT_EQ(what_linear_reads(weight).max().item<float>(), 2.F);
+}
+
+// An op that a policy allows may return its argument, and that may be the copy itself.
+TEST(StaleWeightsByHand, AreNotReadAfterAWriteToTheCopy) {
+  const mezzo::WeightCache cache;
+  const auto policy = mezzo::OpPolicy().allow("aten::dropout");
+  const Autocast<kCPU> autocast({.policy = policy, .weight_cache = cache});
+  const auto weight = torch::ones({kSize, kSize});
+  what_linear_reads(weight);
+  torch::dropout(weight, 0.5, /*train=*/false).zero_();
+  EXPECT_EQ(what_linear_reads(weight).max().item<float>(), 1.F);
 }
 
 // The one write that leaves no trace, and what to do about it.

@@ -51,6 +51,9 @@ struct HeldCopy {
   std::uint64_t made = 0;  ///< counts up through all copies that a store makes
   bool forgotten = false;  ///< somebody said that it is not current
   bool fixed = false;      ///< at an address that others know: never moved, never evicted
+  /// Of the copy, while it has the weight's values; none for a tensor from outside, which may share
+  /// its version with others.
+  std::optional<std::int64_t> copy_version = {};
   /// For a copy that does not outlive a backward pass: raised when one went through it.
   std::shared_ptr<std::atomic<bool>> passed = {};
   DeviceOrder order = {};
@@ -59,7 +62,8 @@ struct HeldCopy {
   bool is_current(const at::Tensor& now, std::uint64_t since) const {
     const bool outdated =
         passed != nullptr && (made <= since || passed->load(std::memory_order_relaxed));
-    return !forgotten && !outdated && weight.is_current(now);
+    const bool overwritten = copy_version.has_value() && *copy_version != copy._version();
+    return !forgotten && !outdated && !overwritten && weight.is_current(now);
   }
 };
 
@@ -133,10 +137,11 @@ class HeldCopies {
     return remove_if([&](const HeldCopy& entry) { return !entry.fixed && meant(entry); });
   }
 
-  std::int64_t fixed_bytes() const {
+  /// Of all fixed copies but that of `key`.
+  std::int64_t fixed_bytes_beside(const CopyKey& key) const {
     std::int64_t bytes = 0;
     for (const auto& entry : copies_) {
-      bytes += entry.fixed ? bytes_of(entry.copy) : 0;
+      bytes += entry.fixed && !(entry.key == key) ? bytes_of(entry.copy) : 0;
     }
     return bytes;
   }

@@ -48,6 +48,8 @@ inline void check_can_be_held(const at::Tensor& weight) {
   TORCH_CHECK(can_be_held(weight),
               "weight: only a leaf, dense and without forward gradient, can be held; pass the "
               "parameter itself, not what is computed from it");
+  TORCH_CHECK(shown_by(weight)->is_same(weight),
+              "weight: a view of all of another tensor, whose copy regions use; pass that tensor");
 }
 
 inline void check_low_precision(const at::Tensor& weight, at::ScalarType dtype, const char* what) {
@@ -151,13 +153,17 @@ inline void WeightCache::publish(const at::Tensor& weight, const at::Tensor& cop
 }
 
 inline bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) const {
-  return weight.defined() && detail::can_be_held(weight) &&
-         shared_->store().holds(weight, dtype, shared_->since());
+  if (!weight.defined()) {
+    return false;
+  }
+  const auto shown = detail::shown_by(weight);
+  return detail::can_be_held(*shown) && shared_->store().holds(*shown, dtype, shared_->since());
 }
 
 inline void WeightCache::forget(const at::Tensor& weight) const {
   TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter, or call clear()");
-  for (auto& store : shared_->stores()) store->forget(weight.unsafeGetTensorImpl());
+  const auto shown = detail::shown_by(weight);
+  for (auto& store : shared_->stores()) store->forget(shown->unsafeGetTensorImpl());
 }
 
 inline void WeightCache::clear() const {

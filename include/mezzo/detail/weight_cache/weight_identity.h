@@ -38,9 +38,10 @@ inline bool can_be_held(const at::Tensor& tensor) {
 
 /// The tensor whose memory `tensor` shows: itself, or, where it is a view of all of another one's
 /// memory, as `weight.t()` is, that one. Modules of libtorch's C++ compute with such views, which
-/// are new tensors each time.
+/// are new tensors each time. A parameter stands for itself also where its memory is another's.
 inline c10::MaybeOwned<at::Tensor> shown_by(const at::Tensor& tensor) {
-  if (!tensor.is_view() || !is_plain(tensor)) {
+  const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
+  if (!tensor.is_view() || is_parameter || !is_plain(tensor)) {
     return c10::MaybeOwned<at::Tensor>::borrowed(tensor);
   }
   at::Tensor base(tensor._base());

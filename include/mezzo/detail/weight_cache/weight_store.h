@@ -25,14 +25,13 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// What a WeightCache did since it was made or its statistics were reset.
 struct WeightCacheStatistics {
-  std::int64_t casts = 0;       ///< of weights, because no current copy was held
-  std::int64_t hits = 0;        ///< uses of a weight that found a current copy
-  std::int64_t published = 0;   ///< copies that an optimizer wrote
-  std::int64_t evicted = 0;     ///< copies that had to go because of max_bytes
-  std::int64_t bytes_cast = 0;  ///< read and written by the casts
-  std::int64_t bytes_saved =
-      0;                        ///< that casts in the place of the hits would have read and written
-  std::int64_t bytes_held = 0;  ///< in copies of living weights, now
+  std::int64_t casts = 0;        ///< of weights, because no current copy was held
+  std::int64_t hits = 0;         ///< uses of a weight that found a current copy
+  std::int64_t published = 0;    ///< copies that an optimizer wrote
+  std::int64_t evicted = 0;      ///< copies that had to go because of max_bytes
+  std::int64_t bytes_cast = 0;   ///< read and written by the casts
+  std::int64_t bytes_saved = 0;  ///< what casts in the place of the hits would have moved
+  std::int64_t bytes_held = 0;   ///< in copies of living weights, now
   std::int64_t copies_held = 0;  ///< now
 };
 
@@ -72,13 +71,14 @@ class WeightStore final : public WeightCasts {
     if (!can_be_held(weight)) {
       return tensor.to(dtype);
     }
-    if (Use use = find(weight, dtype, since); use.copy.defined()) {
+    const Wanted wanted{weight, dtype, since, weight.requires_grad() || tensor.requires_grad()};
+    if (Use use = find(wanted); use.copy.defined()) {
       return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
     }
-    if (!is_worth_holding(weight, place)) {
+    if (!is_worth_holding(wanted, place)) {
       return tensor.to(dtype);
     }
-    Use use = find_or_cast(weight, dtype, since, /*fixed=*/false);
+    Use use = find_or_cast(wanted, /*fixed=*/false);
     return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
   }
 
@@ -102,20 +102,19 @@ class WeightStore final : public WeightCasts {
 
   /// The copy of `weight`, current, in memory that is the same at every call.
   at::Tensor fixed_copy(const at::Tensor& weight, at::ScalarType dtype) {
-    return find_or_cast(weight, dtype, /*since=*/0, /*fixed=*/true).copy;
+    return find_or_cast({weight, dtype, /*since=*/0, weight.requires_grad()}, /*fixed=*/true).copy;
   }
 
   /// From now on `copy` is what is held for `weight`.
   void publish(const at::Tensor& weight, const at::Tensor& copy) {
-    HeldCopies::List out;
+    HeldCopies::List out;         // dies after the locks, and so does
+    std::optional<HeldCopy> old;  // what is replaced
     const std::lock_guard refresh(refresh_);
     const std::lock_guard lock(mutex_);
     const CopyKey key(weight, copy.scalar_type());
-    auto old = held_.take(key);
+    check_room(key, bytes_of(copy), out);
+    old = held_.take(key);
     const bool same = old.has_value() && old->copy.is_same(copy);
-    if (!same) {
-      check_room(bytes_of(copy));
-    }
     HeldCopy entry{.key = key,
                    .weight = WeightIdentity(weight),
                    .copy = copy,
@@ -124,18 +123,22 @@ class WeightStore final : public WeightCasts {
                    .order = same ? std::move(old->order) : DeviceOrder()};
     entry.order.written(copy);
     copy.unsafeGetTensorImpl()->bump_version();  // a kernel that wrote it did not
+    if (same && old->copy_version.has_value()) {
+      entry.copy_version = copy._version();
+    }
     ++counts_.published;
     insert(std::move(entry), out);
   }
 
   bool holds(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
     const std::lock_guard lock(mutex_);
-    return find_current(weight, dtype, since) != nullptr;
+    return find_current({weight, dtype, since, weight.requires_grad()}) != nullptr;
   }
 
   /// Forgets the copies of one weight, or all; fixed ones keep their memory.
   void forget(const c10::TensorImpl* weight) {
     HeldCopies::List out;
+    const std::lock_guard refresh(refresh_);  // a copy that is being renewed is forgotten too
     const std::lock_guard lock(mutex_);
     out = held_.forget_if([weight](const HeldCopy& entry) {
       return weight == nullptr || entry.key.weight == weight;
@@ -158,75 +161,89 @@ class WeightStore final : public WeightCasts {
   }
 
  private:
+  /// What a use asks for.
+  struct Wanted {
+    const at::Tensor& weight;
+    at::ScalarType dtype;
+    std::uint64_t since;
+    bool trainable;  // the weight, or the view of it that is used
+  };
+
   /// A copy, and what its node raises.
   struct Use {
     at::Tensor copy;
     std::shared_ptr<std::atomic<bool>> passed;
   };
 
-  Use find(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
+  Use find(const Wanted& wanted) {
     const std::lock_guard lock(mutex_);
-    HeldCopy* entry = find_current(weight, dtype, since);
+    HeldCopy* entry = find_current(wanted);
     if (entry == nullptr) {
       return {};
     }
     entry->order.about_to_read(entry->copy);
-    count_hit(cast_bytes(weight, dtype));
+    count_hit(cast_bytes(wanted.weight, wanted.dtype));
     return {entry->copy, entry->passed};
   }
 
-  HeldCopy* find_current(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
-    HeldCopy* entry = held_.find(weight, dtype, since);
+  HeldCopy* find_current(const Wanted& wanted) {
+    HeldCopy* entry = held_.find(wanted.weight, wanted.dtype, wanted.since);
     const bool became_trainable =
-        entry != nullptr && entry->passed == nullptr && !may_be_kept(*entry, weight);
+        entry != nullptr && entry->passed == nullptr && !may_be_kept(*entry, wanted);
     return became_trainable ? nullptr : entry;
   }
 
   /// Whether a copy outlives regions and backward passes.
-  bool may_be_kept(const HeldCopy& entry, const at::Tensor& weight) const {
-    return keep_trainable_ || entry.fixed || !weight.requires_grad();
+  bool may_be_kept(const HeldCopy& entry, const Wanted& wanted) const {
+    return keep_trainable_ || entry.fixed || !wanted.trainable;
   }
 
   /// One thread at a time, so that threads which miss together make one cast.
-  Use find_or_cast(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since,
-                   bool fixed) {
-    HeldCopies::List out;  // dies after the locks
+  Use find_or_cast(const Wanted& wanted, bool fixed) {
+    HeldCopies::List out;         // dies after the locks, and so does
+    std::optional<HeldCopy> old;  // what is replaced
+    const auto& [weight, dtype, since, trainable] = wanted;
     const std::lock_guard refresh(refresh_);
     if (!fixed) {
-      if (Use use = find(weight, dtype, since); use.copy.defined()) {
+      if (Use use = find(wanted); use.copy.defined()) {
         return use;
       }
     }
-    std::optional<HeldCopy> old;
     {
       const std::lock_guard lock(mutex_);
-      old = held_.take(CopyKey(weight, dtype));
-      if (fixed && (!old.has_value() || !old->fixed)) {
-        check_room(weight.numel() * static_cast<std::int64_t>(c10::elementSize(dtype)));
+      const CopyKey key(weight, dtype);
+      if (fixed) {
+        check_room(key, weight.numel() * static_cast<std::int64_t>(c10::elementSize(dtype)), out);
       }
+      old = held_.take(key);
     }
-    const bool becomes_fixed = fixed || (old.has_value() && old->fixed);
-    const bool is_good = old.has_value() && old->passed == nullptr && may_be_kept(*old, weight) &&
+    const bool stays_fixed = old.has_value() && old->fixed && fits(old->copy, weight);
+    const bool is_good = old.has_value() && old->passed == nullptr && may_be_kept(*old, wanted) &&
                          old->is_current(weight, since);
-    HeldCopy entry = is_good ? std::move(*old) : renewed(weight, dtype, std::move(old));
+    HeldCopy entry = is_good ? std::move(*old) : renewed(weight, dtype, old);
     const std::lock_guard lock(mutex_);
-    entry.fixed = becomes_fixed;
-    entry.passed = may_be_kept(entry, weight) ? nullptr : std::make_shared<std::atomic<bool>>();
+    entry.fixed = fixed || stays_fixed;
+    entry.passed = may_be_kept(entry, wanted) ? nullptr : std::make_shared<std::atomic<bool>>();
     Use use{entry.copy, entry.passed};
     insert(std::move(entry), out);
     return use;
   }
 
-  HeldCopy renewed(const at::Tensor& weight, at::ScalarType dtype, std::optional<HeldCopy> old) {
+  HeldCopy renewed(const at::Tensor& weight, at::ScalarType dtype, std::optional<HeldCopy>& old) {
     WeightIdentity identity(weight);  // before the cast: what is written meanwhile is not in it
     const PlainTensors plain;
     HeldCopy entry{.key = CopyKey(weight, dtype), .weight = std::move(identity), .copy = {}};
+    const bool from_outside =
+        old.has_value() && may_be_rewritten(*old, weight) && !old->copy_version.has_value();
     if (old.has_value() && may_be_rewritten(*old, weight)) {
       old->copy.copy_(weight);
       entry.copy = std::move(old->copy);
       entry.order = std::move(old->order);
     } else {
       entry.copy = weight.to(dtype);
+    }
+    if (!from_outside) {
+      entry.copy_version = entry.copy._version();
     }
     entry.order.written(entry.copy);
     const std::lock_guard lock(mutex_);
@@ -239,7 +256,7 @@ class WeightStore final : public WeightCasts {
   /// A copy that a graph still needs is left to it, unless its place is promised: then the write
   /// shows in its version, and the graph's backward throws.
   static bool may_be_rewritten(const HeldCopy& old, const at::Tensor& weight) {
-    if (!is_laid_out_as(old.copy, weight) || old.copy.device() != weight.device()) {
+    if (!fits(old.copy, weight)) {
       return false;
     }
     const bool unused = old.copy.use_count() == 1 && old.copy.storage().use_count() == 1 &&
@@ -247,10 +264,17 @@ class WeightStore final : public WeightCasts {
     return old.fixed || unused;
   }
 
+  static bool fits(const at::Tensor& copy, const at::Tensor& weight) {
+    return is_laid_out_as(copy, weight) && copy.device() == weight.device();
+  }
+
+  /// The dead make room before the living.
   void insert(HeldCopy entry, HeldCopies::List& out) {
+    const std::int64_t bytes = bytes_of(entry.copy);
     ++insertions_;
-    inserted_bytes_ += bytes_of(entry.copy);
-    if (insertions_ > held_.size() / 2 + 16 || inserted_bytes_ > held_.bytes() / 4) {
+    inserted_bytes_ += bytes;
+    if (insertions_ > held_.size() / 2 + 16 || inserted_bytes_ > held_.bytes() / 4 ||
+        held_.bytes() > held_.max_bytes() - bytes) {
       drop_dead(out);
     }
     auto evicted = held_.insert(std::move(entry));
@@ -272,20 +296,25 @@ class WeightStore final : public WeightCasts {
     out.splice(out.end(), removed);
   }
 
-  void check_room(std::int64_t bytes) {
-    const std::int64_t fixed = held_.fixed_bytes();
-    TORCH_CHECK(fixed + bytes <= held_.max_bytes(),
+  /// Before anything changes, so that what is published stays so when this throws.
+  void check_room(const CopyKey& key, std::int64_t bytes, HeldCopies::List& out) {
+    std::int64_t fixed = held_.fixed_bytes_beside(key);
+    if (fixed > held_.max_bytes() - bytes) {
+      drop_dead(out);
+      fixed = held_.fixed_bytes_beside(key);
+    }
+    TORCH_CHECK(fixed <= held_.max_bytes() - bytes,
                 "max_bytes: published copies are never evicted; ", fixed, " bytes of them and ",
                 bytes, " more do not fit into ", held_.max_bytes(),
                 "; raise WeightCacheOptions::max_bytes or publish fewer weights");
   }
 
   /// A guess that costs a cast when wrong, and nothing else.
-  bool is_worth_holding(const at::Tensor& tensor, Place place) {
-    if (tensor.requires_grad() || (place == Place::weight && !tensor.is_view())) {
+  bool is_worth_holding(const Wanted& wanted, Place place) {
+    if (wanted.trainable || (place == Place::weight && !wanted.weight.is_view())) {
       return true;
     }
-    return place != Place::left && seen_before(tensor);
+    return place != Place::left && seen_before(wanted.weight);
   }
 
   /// Whether an op was given this tensor, as it is now, already once: a weight comes back, an
