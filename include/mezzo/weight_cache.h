@@ -101,8 +101,8 @@ class WeightCache {
   /// long as `weight` keeps its shape, strides and device. Its strides are the weight's where those
   /// are dense. It is never evicted, and has the weight's present values: it is cast here if it
   /// does not. An optimizer asks for it before each step, writes both in one pass, and says so with
-  /// `publish`. If it decides on the device not to step and writes neither, nothing is lost. Written
-  /// without a word it counts as stale, if its version tells of the write.
+  /// `publish`. If it decides on the device not to step and writes neither, nothing is lost. A
+  /// write without `publish` makes the copy stale, if the copy's version tells of it.
   /// \throws c10::Error for a weight that cannot be held, for a dtype that is not another floating
   /// dtype, and if published copies would exceed max_bytes
   [[nodiscard]] at::Tensor buffer_for(const at::Tensor& weight, at::ScalarType dtype) const;
@@ -113,8 +113,8 @@ class WeightCache {
   /// with shape, strides and device of `weight`, which then takes its place. Bumps `copy`'s
   /// version, so that the backward of a graph that still needs its old values throws. No work on
   /// the device but, on CUDA, an event. In a cache that isolates threads it holds for the calling
-  /// thread. \throws c10::Error as buffer_for does, and if `copy` does not fit `weight`; nothing has
-  /// changed then
+  /// thread. \throws c10::Error as buffer_for does, and if `copy` does not fit `weight`; nothing
+  /// has changed then
   void publish(const at::Tensor& weight, const at::Tensor& copy) const;
 
   /// Whether a use of `weight` in `dtype`, in this thread and its region, would find a copy.

@@ -2,11 +2,13 @@
 
 #include <torch/torch.h>
 
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
 #include <mezzo/autocast.h>
 #include <mezzo/weight_cache.h>
 
+#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -160,6 +162,26 @@ TEST(WeightCacheMemory, HasRoomAgainWhenPublishedWeightsDied) {
   const auto weight = frozen();
   EXPECT_NO_THROW(static_cast<void>(cache.buffer_for(weight, kBFloat16)));
   cache.clear();
+}
+
+// Who is short of memory may clear the cache from within a cast: an observer of the allocator, say.
+TEST(WeightCacheMemory, MayBeClearedWhileACastRuns) {
+  static const mezzo::WeightCache* to_clear = nullptr;
+  const mezzo::WeightCache cache;
+  to_clear = &cache;
+  const auto weight = frozen();
+  const auto clear = [](const at::RecordFunction& op) -> std::unique_ptr<at::ObserverContext> {
+    if (std::string(op.name()) == "aten::_to_copy") to_clear->clear();
+    return nullptr;
+  };
+  const Autocast<kCPU> autocast(cache);
+  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(clear));
+  const auto read = what_linear_reads(weight);
+  at::removeCallback(handle);
+  EXPECT_TRUE(torch::equal(read, weight.to(kBFloat16)));
+  EXPECT_FALSE(cache.holds(weight, kBFloat16));
+  what_linear_reads(weight);
+  EXPECT_TRUE(cache.holds(weight, kBFloat16));
 }
 
 // A use in a region is never refused: where a published weight has grown, its copy is as any other.

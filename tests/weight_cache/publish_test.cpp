@@ -106,10 +106,14 @@ TEST(WeightCachePublish, IsNeededAfterAWriteToTheBuffer) {
 TEST(WeightCachePublish, LetsGoOfAReplacedCopyOutsideOfItsLocks) {
   const mezzo::WeightCache cache;
   const auto weight = parameter();
+  const auto other = parameter();
   std::vector<c10::BFloat16> memory(kSize * kSize);
   bool freed = false;
   const auto free = [&](void*) {
-    auto asked = std::async(std::launch::async, [&] { cache.clear(); });
+    auto asked = std::async(std::launch::async, [&] {
+      static_cast<void>(cache.buffer_for(other, kBFloat16));
+      cache.clear();
+    });
     freed = asked.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
     if (!freed) std::abort();
   };

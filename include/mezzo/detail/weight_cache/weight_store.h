@@ -138,8 +138,8 @@ class WeightStore final : public WeightCasts {
   /// Forgets the copies of one weight, or all; fixed ones keep their memory.
   void forget(const c10::TensorImpl* weight) {
     HeldCopies::List out;
-    const std::lock_guard refresh(refresh_);  // a copy that is being renewed is forgotten too
     const std::lock_guard lock(mutex_);
+    ++forgets_;
     out = held_.forget_if([weight](const HeldCopy& entry) {
       return weight == nullptr || entry.key.weight == weight;
     });
@@ -209,8 +209,10 @@ class WeightStore final : public WeightCasts {
         return use;
       }
     }
+    std::uint64_t forgets = 0;
     {
       const std::lock_guard lock(mutex_);
+      forgets = forgets_;
       const CopyKey key(weight, dtype);
       if (fixed) {
         check_room(key, weight.numel() * static_cast<std::int64_t>(c10::elementSize(dtype)), out);
@@ -223,6 +225,7 @@ class WeightStore final : public WeightCasts {
     HeldCopy entry = is_good ? std::move(*old) : renewed(weight, dtype, old);
     const std::lock_guard lock(mutex_);
     entry.fixed = fixed || stays_fixed;
+    entry.forgotten = entry.forgotten || forgets != forgets_;
     entry.passed = may_be_kept(entry, wanted) ? nullptr : std::make_shared<std::atomic<bool>>();
     Use use{entry.copy, entry.passed};
     insert(std::move(entry), out);
@@ -347,8 +350,9 @@ class WeightStore final : public WeightCasts {
   std::mutex mutex_;
   const bool keep_trainable_;
   HeldCopies held_;
-  std::uint64_t made_ = 0;  // copies so far
-  int readers_ = 0;         // threads in regions
+  std::uint64_t made_ = 0;     // copies so far
+  std::uint64_t forgets_ = 0;  // so that a copy that is being renewed is forgotten too
+  int readers_ = 0;            // threads in regions
   WeightCacheStatistics counts_;
   std::size_t insertions_ = 0;  // since the last look for dead weights
   std::int64_t inserted_bytes_ = 0;
