@@ -53,15 +53,9 @@ struct SquareSums<VectorLanes<Element, kBytes>> {
     if constexpr (kIsDouble) {
       Lanes::fma(value, value, sums[kLoad], sums[kLoad]);
     } else {
-      HalfOfFloats low_floats;
-      HalfOfFloats high_floats;
-      __builtin_memcpy(&low_floats, &value, sizeof(HalfOfFloats));
-      __builtin_memcpy(&high_floats, reinterpret_cast<const char*>(&value) + sizeof(HalfOfFloats),
-                       sizeof(HalfOfFloats));
       Doubles low;
       Doubles high;
-      widen_half(low_floats, low);
-      widen_half(high_floats, high);
+      widen(value, low, high);
       sums[2 * kLoad] += low * low;
       sums[2 * kLoad + 1] += high * high;
     }
@@ -69,14 +63,27 @@ struct SquareSums<VectorLanes<Element, kBytes>> {
   C10_ALWAYS_INLINE void store(double* to) const { __builtin_memcpy(to, sums, sizeof(sums)); }
 
  private:
-  C10_ALWAYS_INLINE static void widen_half(const HalfOfFloats& from, Doubles& to) {
-#if defined(__x86_64__) && !defined(__clang__)
-    if constexpr (kBytes > 16) {  // g++ 12 makes four conversions and two insertions of it
-      asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(to) : "vm"(from));
-      return;
+  C10_ALWAYS_INLINE static void widen(const typename Lanes::Value& value, Doubles& low,
+                                      Doubles& high) {
+    HalfOfFloats low_floats;
+    HalfOfFloats high_floats;
+    __builtin_memcpy(&low_floats, &value, sizeof(HalfOfFloats));
+    __builtin_memcpy(&high_floats, reinterpret_cast<const char*>(&value) + sizeof(HalfOfFloats),
+                     sizeof(HalfOfFloats));
+#if defined(__x86_64__) && \
+    !defined(__clang__)  // g++ 12 makes a dozen instructions of the plain form
+    if constexpr (kBytes == 16) {
+      const typename Lanes::Flags upper{2, 3, 2, 3};
+      low = __builtin_ia32_cvtps2pd(value);
+      high = __builtin_ia32_cvtps2pd(__builtin_shuffle(value, upper));
+    } else {
+      asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(low) : "vm"(low_floats));
+      asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(high) : "vm"(high_floats));
     }
+#else
+    low = __builtin_convertvector(low_floats, Doubles);
+    high = __builtin_convertvector(high_floats, Doubles);
 #endif
-    to = __builtin_convertvector(from, Doubles);
   }
 };
 
@@ -105,7 +112,8 @@ struct SummaryAccumulator {
 
   /// Sixteen elements.
   C10_ALWAYS_INLINE void add_block(const Stored* data) {
-    add_loads(data, std::make_index_sequence<static_cast<std::size_t>(kSquareSums / Lanes::kWidth)>{});
+    add_loads(data,
+              std::make_index_sequence<static_cast<std::size_t>(kSquareSums / Lanes::kWidth)>{});
   }
 
   /// The elements [begin, count), fewer than sixteen, and all that came before.
