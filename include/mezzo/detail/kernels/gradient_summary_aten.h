@@ -71,8 +71,9 @@ inline AtenSummary summarize_with_aten(std::vector<at::Tensor> gradients,
   }
   const at::Tensor largest = at::cat(products);
   const at::Tensor norms = foreach_norms(gradients, 2.0, wide) * factor.to(wide);
-  return {at::isfinite(largest).all().logical_not().to(at::kFloat), norms.square().sum(),
-          largest.abs().max()};
+  const at::Tensor found_inf = at::isfinite(largest).all().logical_not();
+  const at::Tensor max_abs = largest.abs().max();
+  return {found_inf.to(at::kFloat), at::where(found_inf, max_abs, norms.square().sum()), max_abs};
 }
 
 struct AtenCounts {

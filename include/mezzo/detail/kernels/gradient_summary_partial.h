@@ -54,6 +54,8 @@ struct FinishedSummary {
     sum_of_squares = partial.sum_of_squares * factor * factor;
     found_inf = nonfinite_bits(largest_double) || nonfinite_bits(largest_float);
     max_abs = larger_magnitude(largest_double, static_cast<double>(largest_float));
+    // A product that overflows in float has a square that does not in double.
+    if (found_inf && !nonfinite_bits(sum_of_squares)) sum_of_squares = max_abs;
   }
 
  private:

@@ -10,6 +10,12 @@
 
 // What one thread of a CUDA block does, written for host and device so that it is tested where
 // there is no GPU.
+#if defined(__CUDACC__)
+#define MEZZO_UNROLL _Pragma("unroll")
+#else
+#define MEZZO_UNROLL
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -33,11 +39,11 @@ C10_HOST_DEVICE void visit_share(const Stored* data, int64_t count, int thread, 
   int64_t i = thread;
   for (; i + int64_t{kAtOnce - 1} * threads < packs; i += int64_t{kAtOnce} * threads) {
     Pack values[kAtOnce];
-#pragma unroll
+    MEZZO_UNROLL
     for (int k = 0; k < kAtOnce; ++k) values[k] = pack[i + int64_t{k} * threads];
-#pragma unroll
+    MEZZO_UNROLL
     for (int k = 0; k < kAtOnce; ++k) {
-#pragma unroll
+      MEZZO_UNROLL
       for (int lane = 0; lane < Pack::kSize; ++lane) {
         visit(values[k].element[lane], (i + int64_t{k} * threads) * Pack::kSize + lane);
       }
@@ -45,7 +51,7 @@ C10_HOST_DEVICE void visit_share(const Stored* data, int64_t count, int thread, 
   }
   for (; i < packs; i += threads) {
     const Pack values = pack[i];
-#pragma unroll
+    MEZZO_UNROLL
     for (int lane = 0; lane < Pack::kSize; ++lane) {
       visit(values.element[lane], i * Pack::kSize + lane);
     }
@@ -123,3 +129,5 @@ class StatisticsShare {
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#undef MEZZO_UNROLL
