@@ -64,13 +64,13 @@ inline AtenSummary summarize_with_aten(std::vector<at::Tensor> gradients,
   std::vector<at::Tensor> products;  // of the largest magnitudes, each in what it is computed in
   const double infinity = std::numeric_limits<double>::infinity();
   if (!of_float.empty()) {
-    products.push_back((foreach_norms(of_float, infinity, at::kFloat) * factor).to(wide));
+    products.push_back(foreach_norms(of_float, infinity, at::kFloat).mul(factor).to(wide));
   }
   if (!of_double.empty()) {
-    products.push_back(foreach_norms(of_double, infinity, at::kDouble) * factor.to(wide));
+    products.push_back(foreach_norms(of_double, infinity, at::kDouble).mul(factor.to(wide)));
   }
   const at::Tensor largest = at::cat(products);
-  const at::Tensor norms = foreach_norms(gradients, 2.0, wide) * factor.to(wide);
+  const at::Tensor norms = foreach_norms(gradients, 2.0, wide).mul(factor.to(wide));
   const at::Tensor found_inf = at::isfinite(largest).all().logical_not();
   const at::Tensor max_abs = largest.abs().max();
   return {found_inf.to(at::kFloat), at::where(found_inf, max_abs, norms.square().sum()), max_abs};
@@ -96,11 +96,11 @@ inline AtenCounts count_with_aten(const std::vector<at::Tensor>& gradients,
     const at::Tensor stored = gradients[i].as_strided({gradients[i].numel()}, {1});
     const bool is_double = stored.scalar_type() == at::kDouble;
     const at::Tensor value = is_double ? stored : stored.to(at::kFloat);
-    const at::Tensor product = value * (is_double ? factor.to(at::kDouble) : factor);
-    const at::Tensor is_not_zero = value != 0;
-    counts.zeros += is_not_zero.logical_not().sum();
-    counts.underflows += ((product.abs() <= underflow) & is_not_zero).sum();
-    counts.scaled_underflows += ((value.abs() <= underflow) & is_not_zero).sum();
+    const at::Tensor product = value.mul(is_double ? factor.to(at::kDouble) : factor);
+    const at::Tensor is_not_zero = value.ne(0);
+    counts.zeros.add_(is_not_zero.logical_not().sum());
+    counts.underflows.add_(product.abs().le(underflow).logical_and(is_not_zero).sum());
+    counts.scaled_underflows.add_(value.abs().le(underflow).logical_and(is_not_zero).sum());
     const at::Tensor is_bad = at::isfinite(product).logical_not();
     const at::Tensor found = at::stack({at::full({}, static_cast<int64_t>(i), count),
                                         is_bad.to(at::kByte).argmax().to(at::kLong)});
