@@ -56,10 +56,10 @@ C10_ALWAYS_INLINE void emulated_fma(const Vector& a, const Vector& b, Vector& su
     const Wide error = (product - from_product) + (addend - from_addend);
     Flags bits;
     reinterpret_bits(total, bits);
-    const Flags is_inexact = (error > 0.0) | (error < 0.0);  // no, where the total is inf or NaN
-    const Flags is_even = (bits & 1) == 0;
-    const Flags is_outward = (error > 0.0) == (total > 0.0);  // -1 for yes, 0 for no
-    bits += is_inexact & is_even & (-2 * is_outward - 1);
+    const Flags is_inexact = (error > 0.0) | (error < 0.0);  // not where it is inf or NaN
+    const Flags is_even = (bits & 1) - 1;                    // all bits set for yes, here and above
+    const Flags is_inward = (error > 0.0) ^ (total > 0.0);
+    bits += is_inexact & is_even & (1 - (is_inward & 2));
     reinterpret_bits(bits, total);
     sum[i] = static_cast<float>(total[0]);
     sum[i + 1] = static_cast<float>(total[1]);
