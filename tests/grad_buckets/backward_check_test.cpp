@@ -57,8 +57,8 @@ class BackwardCheck : public testing::TestWithParam<GradStorage> {
     torch::manual_seed(1);
     model_->push_back(torch::nn::Linear(40, 300));
     model_->push_back(torch::nn::ReLU());
-    model_->push_back(torch::nn::Linear(300, 2000));  // more than is read together
-    model_->push_back(torch::nn::Linear(2000, 3));
+    model_->push_back(torch::nn::Linear(300, 900));  // more than is read together
+    model_->push_back(torch::nn::Linear(900, 3));
   }
   static GradBucketsOptions options() {
     return GradBucketsOptions().storage(GetParam()).check_during_backward(true);
