@@ -78,6 +78,8 @@ struct AdamTraits {
 
   static int moments(const Options& options) { return options.amsgrad() ? 3 : 2; }
 
+  static bool has_state(const Options&) { return true; }
+
   static at::Tensor& moment(State& state, int k) {
     return k == 0 ? state.exp_avg() : k == 1 ? state.exp_avg_sq() : state.max_exp_avg_sq();
   }

@@ -28,7 +28,8 @@ namespace detail {
 ///   kName; Options and State, as libtorch's serialization wants them; Constants and Coefficients,
 ///   the numbers of a group and of one step (adam_element.h);
 ///   check(options), constants(options), step_function(options, parameter dtype, gradient dtype);
-///   moments(options), how many there are, and moment(state, k), the k-th; count(state).
+///   moments(options), how many there are, and moment(state, k), the k-th; has_state(options),
+///   whether anything is remembered of a parameter; count(state).
 template <class Traits>
 class ElementwiseOptimizer : public optim::FusedOptimizer {
  public:
@@ -201,17 +202,20 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     const at::Tensor gradient = in_layout_of(parameter, one.gradient);
     if (clear && !gradient.is_same(one.gradient))
       prepared.copies.emplace_back(one.gradient, gradient);
-    State& state = state_of(*one.parameter);
-    StepCount& count = Traits::count(state);
-    prepared.counts.emplace_back(&count, count.value() + 1);
-    set_coefficients(one, prepared);
+    State* const state = Traits::has_state(*one.options) ? &state_of(*one.parameter) : nullptr;
+    int64_t count = 1;
+    if (state != nullptr) {
+      count = Traits::count(*state).value() + 1;
+      prepared.counts.emplace_back(&Traits::count(*state), count);
+    }
+    set_coefficients(one, count, prepared);
     StepSpan span{
         parameter.mutable_data_ptr(),
         clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
         {},
         parameter.numel()};
     for (int k = 0; k < Traits::moments(*one.options); ++k) {
-      const at::Tensor& moment = fitting_moment(state, k, parameter);
+      const at::Tensor& moment = fitting_moment(*state, k, parameter);
       span.moments[static_cast<std::size_t>(k)] = moment.mutable_data_ptr();
       moment.unsafeGetTensorImpl()->bump_version();
     }
@@ -224,8 +228,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   }
 
   /// Powers are dear, and parameters of a group mostly have the same count.
-  static void set_coefficients(const Participant& one, Prepared& prepared) {
-    const int64_t count = prepared.counts.back().second;
+  static void set_coefficients(const Participant& one, int64_t count, Prepared& prepared) {
     if (prepared.options == one.options && prepared.count == count) return;
     prepared.options = one.options;
     prepared.count = count;
