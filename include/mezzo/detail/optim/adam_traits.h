@@ -4,13 +4,17 @@
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/optimizer_step_kernel.h>
 #include <mezzo/detail/optim/archive_keys.h>
+#include <mezzo/detail/optim/aten_step.h>
 #include <mezzo/detail/optim/step_count.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#include <optional>
 #include <tuple>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -85,6 +89,24 @@ struct AdamTraits {
   }
 
   static StepCount& count(State& state) { return state.count(); }
+
+  static void aten_step(const Options& options, const AtenLists& lists,
+                        const AtenVerdict& verdict) {
+    const auto [beta1, beta2] = options.betas();
+    const auto& [means, squares, largest] = lists.moments;
+    const auto step = kIsDecoupled ? fused_adamw_ : fused_adam_;
+    step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, options.lr(),
+         beta1, beta2, options.weight_decay(), options.eps(), options.amsgrad(),
+         /*maximize=*/false, verdict.grad_scale, verdict.found_inf);
+  }
+
+ private:
+  using AtenStep = void (*)(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                            at::TensorList, at::TensorList, double, double, double, double, double,
+                            bool, bool, const std::optional<at::Tensor>&,
+                            const std::optional<at::Tensor>&);
+  static constexpr AtenStep fused_adam_ = &at::_fused_adam_;
+  static constexpr AtenStep fused_adamw_ = &at::_fused_adamw_;
 };
 
 }  // namespace detail

@@ -2,12 +2,14 @@
 
 #include <mezzo/detail/kernels/gradient_use.h>
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
+#include <mezzo/detail/optim/aten_step.h>
 #include <mezzo/detail/optim/dense_memory.h>
 #include <mezzo/detail/optim/step_count.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -57,8 +59,21 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   void fused_step(const optim::FusedStep& step) override {
     const c10::NoGradGuard no_grad;
-    const std::vector<Participant> all = participants();
-    step_cpu(all, step);
+    for (const auto& [device, participants] : participants_by_device()) {
+      if (device.is_cpu()) {
+        step_cpu(participants, step);
+      } else {
+        step_on_device(participants, step);
+      }
+    }
+  }
+
+  /// The step through ATen's fused kernels, which on the CPU too are there to be tested.
+  void fused_step_with_aten(const optim::FusedStep& step) {
+    const c10::NoGradGuard no_grad;
+    for (const auto& [device, participants] : participants_by_device()) {
+      step_with_aten(participants, step);
+    }
   }
 
   void save(torch::serialize::OutputArchive& archive) const override {
@@ -93,20 +108,37 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     return *options;
   }
 
+  struct DeviceParticipants {
+    at::Device device;
+    std::vector<Participant> participants;
+  };
+
   /// All is checked before anything is written.
-  std::vector<Participant> participants() const {
-    std::vector<Participant> all;
+  std::vector<DeviceParticipants> participants_by_device() const {
+    std::vector<DeviceParticipants> all;
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       const Options& options = options_of(group);
       Traits::check(options);
       for (const at::Tensor& parameter : param_groups_[group].params()) {
         const at::Tensor& gradient = parameter.grad();
         if (!gradient.defined()) continue;
-        all.push_back(
-            {&parameter, gradient, &options, checked_function(options, parameter, gradient)});
+        const auto run = checked_function(options, parameter, gradient);
+        const at::Device device = parameter.device();
+        if (all.empty() || all.back().device != device) select_device(all, device);
+        all.back().participants.push_back({&parameter, gradient, &options, run});
       }
     }
     return all;
+  }
+
+  /// Makes `device`'s entry the last.
+  static void select_device(std::vector<DeviceParticipants>& all, at::Device device) {
+    for (DeviceParticipants& one : all) {
+      if (one.device != device) continue;
+      std::swap(one, all.back());
+      return;
+    }
+    all.push_back({device, {}});
   }
 
   static StepFunction<Coefficients> checked_function(const Options& options,
@@ -153,19 +185,24 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     return moment;
   }
 
+  static const optim::DeviceVerdict* verdict_on(at::Device device, const optim::FusedStep& step) {
+    for (const optim::DeviceVerdict& verdict : step.verdicts) {
+      if (verdict.inv_scale.device() == device) return &verdict;
+    }
+    TORCH_CHECK(step.verdicts.empty(), Traits::kName, ": the step has no verdict for ", device,
+                ", where there are gradients");
+    return nullptr;
+  }
+
   /// What to multiply gradients with on the CPU; none when the step is to be skipped.
   static std::optional<double> gradient_factor(const optim::FusedStep& step) {
-    for (const optim::DeviceVerdict& verdict : step.verdicts) {
-      if (!verdict.inv_scale.is_cpu()) continue;
-      if (*verdict.found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
-      const double clip =
-          verdict.sum_of_squares.defined()
-              ? clip_coefficient(*verdict.sum_of_squares.template const_data_ptr<double>(),
-                                 step.options.max_norm)
-              : 1.0;
-      return static_cast<double>(*verdict.inv_scale.template const_data_ptr<float>()) * clip;
-    }
-    return 1.0;
+    const optim::DeviceVerdict* const verdict = verdict_on(at::kCPU, step);
+    if (verdict == nullptr) return 1.0;
+    if (*verdict->found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
+    const double factor = *verdict->inv_scale.template const_data_ptr<float>();
+    if (!verdict->sum_of_squares.defined()) return factor;
+    return factor * clip_coefficient(*verdict->sum_of_squares.template const_data_ptr<double>(),
+                                     step.options.max_norm);
   }
 
   void step_cpu(const std::vector<Participant>& all, const optim::FusedStep& step) {
@@ -233,6 +270,73 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     prepared.options = one.options;
     prepared.count = count;
     prepared.coefficients = Traits::constants(*one.options).at(one.options->lr(), count);
+  }
+
+  void step_on_device(const std::vector<Participant>& all, const optim::FusedStep& step) {
+    step_with_aten(all, step);
+  }
+
+  /// What one call of ATen's kernel takes.
+  struct AtenCall {
+    const Options* options;
+    AtenLists lists;
+  };
+
+  void step_with_aten(const std::vector<Participant>& all, const optim::FusedStep& step) {
+    const at::Device device = all.front().parameter->device();
+    const AtenVerdict verdict = aten_verdict(verdict_on(device, step), step.options.max_norm);
+    Prepared prepared;
+    std::vector<AtenCall> calls;
+    std::vector<StepCount*> counts;
+    for (const Participant& one : all) add_to_call(one, calls, counts, prepared.copies);
+    count_on_device(device, counts, verdict, [&](const std::vector<at::Tensor>& after) {
+      auto next = after.begin();
+      for (AtenCall& call : calls) {
+        if (Traits::has_state(*call.options)) {
+          const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
+          call.lists.counts.assign(next, next + size);
+          next += size;
+        }
+        Traits::aten_step(*call.options, call.lists, verdict);
+      }
+    });
+    for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+    if (!step.options.zero_grad) return;
+    for (const Participant& one : all) one.gradient.zero_();
+  }
+
+  /// Runs `step` with counts one higher than they were, and takes that back if the step is skipped.
+  template <class Step>
+  static void count_on_device(at::Device device, const std::vector<StepCount*>& counts,
+                              const AtenVerdict& verdict, const Step& step) {
+    const std::vector<at::Tensor> tensors = counts_on(device, counts);
+    const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
+    if (!tensors.empty()) add_to_counts(tensors, one);
+    step(tensors);
+    if (!tensors.empty() && verdict.found_inf) {
+      add_to_counts(tensors, verdict.found_inf->ne(0).to(at::kFloat).neg());
+    }
+  }
+
+  /// Participants come group by group, and so do those of a call.
+  void add_to_call(const Participant& one, std::vector<AtenCall>& calls,
+                   std::vector<StepCount*>& counts,
+                   std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+    const at::Tensor parameter = dense_parameter(*one.parameter);
+    if (!parameter.is_same(*one.parameter)) copies.emplace_back(*one.parameter, parameter);
+    const bool joins =
+        !calls.empty() && calls.back().options == one.options &&
+        calls.back().lists.parameters.back().scalar_type() == parameter.scalar_type();
+    if (!joins) calls.push_back({one.options, {}});
+    AtenLists& lists = calls.back().lists;
+    lists.parameters.push_back(parameter);
+    lists.gradients.push_back(in_layout_of(parameter, one.gradient.to(parameter.scalar_type())));
+    if (!Traits::has_state(*one.options)) return;
+    State& state = state_of(*one.parameter);
+    counts.push_back(&Traits::count(state));
+    for (int k = 0; k < Traits::moments(*one.options); ++k) {
+      lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(state, k, parameter));
+    }
   }
 };
 

@@ -3,10 +3,12 @@
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/optimizer_step_kernel.h>
 #include <mezzo/detail/kernels/sgd_element.h>
+#include <mezzo/detail/optim/aten_step.h>
 #include <mezzo/detail/optim/step_count.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_sgd.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
@@ -50,6 +52,20 @@ struct SgdTraits {
   static bool has_state(const Options& options) { return options.momentum() != 0; }
   static at::Tensor& moment(State& state, int) { return state.momentum_buffer(); }
   static StepCount& count(State& state) { return state.count(); }
+
+  /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
+  /// 0. A kernel told of a first step would not see that the device skipped it.
+  static void aten_step(const Options& options, const AtenLists& lists,
+                        const AtenVerdict& verdict) {
+    TORCH_CHECK(
+        options.dampening() == 0 || options.momentum() == 0, "SGD: dampening is ",
+        options.dampening(),
+        " on a device that has no kernel of mezzo's; link the target mezzo::cuda, or set 0");
+    at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], options.weight_decay(),
+                    options.momentum(), options.lr(), options.dampening(), options.nesterov(),
+                    /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
+                    verdict.found_inf);
+  }
 
  private:
   template <SgdKind kKind>
