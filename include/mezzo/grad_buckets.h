@@ -137,9 +137,9 @@ class GradBuckets {
   /// changed since: an in-place operation on the gradient or on its bucket is noticed, a write
   /// through a raw pointer is not. The numbers are the same bits either way. With gradient
   /// accumulation each pass reads what it has accumulated, and only the last pass counts:
-  /// `accumulate_only` spares the reads before. On 2 CPU cores and a 22.6 M parameter encoder the
-  /// reads in hooks cost about what they save (benchmarks/grad_buckets), so it is off by default;
-  /// with flat storage they ride along the copy into the buffer.
+  /// `accumulate_only` spares the reads before. On a CPU and a 22.6 M parameter encoder (backward:
+  /// 280 ms) reads in hooks took 3 ms and a read afterwards 5 (benchmarks/grad_buckets): little to
+  /// gain, so it is off by default. With flat storage they ride along the copy into the buffer.
   GradientSummary summarize(const at::Tensor& inv_scale);
 
   /// The same read with counts; twice the work. `first_bad` holds the parameter's number and the
@@ -172,9 +172,10 @@ class GradBuckets {
   /// Runs `backward` for one micro-batch of several and adds its gradients to those accumulated,
   /// unless one of them is inf or NaN: then the micro-batch is dropped, and what was accumulated
   /// survives. Should all micro-batches of a step be bad, the last one's gradients stay, so that
-  /// the step's own check finds them. Flat storage only: the buffer holds what is accumulated, and
-  /// the micro-batch's gradients are autograd's own, 4 bytes a float parameter more. If `backward`
-  /// throws, what was accumulated is put back.
+  /// the step's own check finds them (begin with `zero_grad()`: gradients of zero count as
+  /// accumulated). Flat storage only: the buffer holds what is accumulated, and the micro-batch's
+  /// gradients are autograd's own, 4 bytes a float parameter more. If `backward` throws, what was
+  /// accumulated is put back.
   ///
   /// \returns a bool of one element: whether it was dropped. On the CPU if all parameters are
   /// there; otherwise on the first parameter's device, with no host sync (a parameter of which only
@@ -184,7 +185,9 @@ class GradBuckets {
   /// `callback` hears, once a backward pass, of each bucket (its number) whose gradients are all
   /// there; of those with unused parameters at the end of the pass. With flat storage the bucket's
   /// `flat` is complete then. It runs on autograd's thread, with the stream of the gradient that
-  /// came last. Null: none. After a pass that threw, call `zero_grad` or `collect` before the next.
+  /// came last. Null: none. A pass that runs inside another, and reaches parameters before the
+  /// other does, is one of its own. After a pass that threw, call `zero_grad` or `collect` before
+  /// the next.
   void on_ready(std::function<void(std::size_t bucket)> callback);
 
  private:

@@ -305,6 +305,17 @@ TEST(FlatGradBuckets, CopyAGradientThatIsAnotherViewOfItsOwnPlace) {
   EXPECT_NE(parameters[0].grad().const_data_ptr(), parameters[1].grad().const_data_ptr());
 }
 
+TEST(FlatGradBuckets, LeaveGradientsWithHistoryWhereTheyAreUntilTheyAreRead) {
+  const auto parameter = torch::full({3}, 2.0F).requires_grad_();
+  GradBuckets buckets({parameter}, GradBucketsOptions().storage(GradStorage::flat));
+  parameter.pow(3).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+  ASSERT_TRUE(parameter.grad().requires_grad());
+  const auto second = torch::autograd::grad({parameter.grad().sum()}, {parameter})[0];
+  EXPECT_TRUE(torch::equal(second, 6 * parameter));
+  EXPECT_EQ(sum_of_squares(buckets), 3 * 144);
+  EXPECT_FALSE(parameter.grad().requires_grad());
+}
+
 TEST(FlatGradBuckets, RegroupInTheOrderInWhichGradientsCame) {
   const std::vector<Tensor> parameters{leaf({16}), leaf({16}), leaf({16}), leaf({16})};
   GradBuckets buckets(parameters,

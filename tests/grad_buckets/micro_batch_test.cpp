@@ -75,6 +75,15 @@ TEST_F(MicroBatch, ForgetsABadOneThatTheModelZeroed) {
   expect_all(a_.grad(), 2);
 }
 
+TEST_F(MicroBatch, CountsZeroedGradientsAsAccumulated) {
+  EXPECT_TRUE(run(kNan, 1));
+  buckets_.zero_grad(/*set_to_none=*/false);
+  EXPECT_TRUE(run(kNan, 1));
+  expect_all(a_.grad(), 0);
+  EXPECT_FALSE(run(1, 2));
+  expect_all(b_.grad(), 2);
+}
+
 TEST_F(MicroBatch, AddsToGradientsOfAnOrdinaryPass) {
   (a_ * 5).sum().backward();
   EXPECT_TRUE(run(kNan, 1));
