@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -25,6 +26,7 @@
 #include <mezzo/detail/grad_scaler/fused_step.h>
 #include <mezzo/detail/grad_scaler/optimizer_records.h>
 #include <mezzo/detail/grad_scaler/scaled_outputs.h>
+#include <mezzo/detail/grad_scaler/step_mailbox.h>
 
 namespace torch::serialize {
 class InputArchive;
@@ -242,6 +244,11 @@ class GradScaler {
   at::Tensor growth_tracker_;
   at::Tensor hysteresis_left_;
   detail::OptimizerRecords records_;
+
+  // Of steps that a device decides.
+  detail::StepMailbox mailbox_;
+  std::vector<std::shared_ptr<detail::Letter>> letters_;  // this iteration's
+  detail::PendingLines pending_lines_;
 
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::OutputArchive>

@@ -172,11 +172,19 @@ inline void GradScaler::advance_scale() {
 inline void GradScaler::finish_iteration() {
   records_.clear();
   scale_.drop_copies();
-  if (!skipped_scale_) return;
-  const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
-  if (!on_skip_) return;
-  const SkipCallback tell = on_skip_;  // a copy: it may silence or replace itself
-  tell({.loss_id = loss_id_, .scale = overflowed, .next_scale = scale_.original().item<float>()});
+  const auto letters = std::exchange(letters_, {});
+  const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
+  const auto tell = [&](float scale, float next_scale) {
+    if (callback) callback({.loss_id = loss_id_, .scale = scale, .next_scale = next_scale});
+  };
+  if (skipped_scale_) {
+    const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
+    if (callback) tell(overflowed, scale_.original().item<float>());
+  } else if (!letters.empty() && callback) {
+    letters.back()->send_next_scale(scale_.original());
+    pending_lines_.add(letters);
+  }
+  pending_lines_.poll(tell);
 }
 
 inline void GradScaler::require_scale(const char* call) const {

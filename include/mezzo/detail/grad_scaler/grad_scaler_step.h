@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 
 #include <concepts>
+#include <memory>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -89,12 +90,21 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   const c10::NoGradGuard no_grad;
   detail::OptimizerRecord& record = record_to_step(optimizer);
   const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
-  const at::Tensor scale = scale_.original();
+  const at::Tensor& scale = scale_.original();
+  if (scale.is_cpu()) {
+    const detail::HostSummary known(scale, record.found_inf, summaries);
+    optimizer.fused_step({detail::verdicts_of(summaries), options});
+    record.stage = detail::Stage::stepped;
+    if (known.found_inf) skipped_scale_ = known.scale;
+    return StepResult(known.outcome(/*ran=*/!known.found_inf));
+  }
+  const std::shared_ptr<detail::Letter> letter = mailbox_.letter_for(scale.device());
   optimizer.fused_step({detail::verdicts_of(summaries), options});
   record.stage = detail::Stage::stepped;
-  const detail::HostSummary known(scale, record.found_inf, summaries);
-  if (known.found_inf) skipped_scale_ = known.scale;
-  return StepResult(known.outcome(/*ran=*/!known.found_inf));
+  letter->send(scale, summaries.front().sum_of_squares.to(scale.device()),
+               detail::sum_on(scale.device(), record.found_inf));
+  letters_.push_back(letter);
+  return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
 }
 
 inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
