@@ -60,10 +60,8 @@ struct AdamCase {
   void run(const mezzo::detail::StepSpan& span, const GradientUse& use) const {
     using mezzo::detail::step_function;
     const auto [parameter, gradient] = dtypes;
-    const auto loop = amsgrad && l2 ? step_function<AdamRule<true, true>>(parameter, gradient, isa)
-                      : amsgrad     ? step_function<AdamRule<true, false>>(parameter, gradient, isa)
-                      : l2          ? step_function<AdamRule<false, true>>(parameter, gradient, isa)
-                           : step_function<AdamRule<false, false>>(parameter, gradient, isa);
+    const auto loop = amsgrad ? step_function<AdamRule<true>>(parameter, gradient, isa)
+                              : step_function<AdamRule<false>>(parameter, gradient, isa);
     loop(span, coefficients(), use);
   }
 
@@ -157,7 +155,7 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, AdamLoop,
 
 TEST(AdamLoopDtypes, HasNoLoopForGradientsWiderThanTheirParameters) {
   using mezzo::detail::step_function;
-  using Rule = AdamRule<false, false>;
+  using Rule = AdamRule<false>;
   EXPECT_EQ(step_function<Rule>(torch::kBFloat16, torch::kFloat, CpuIsa::scalar), nullptr);
   EXPECT_EQ(step_function<Rule>(torch::kFloat, torch::kDouble, CpuIsa::scalar), nullptr);
   EXPECT_EQ(step_function<Rule>(torch::kHalf, torch::kBFloat16, CpuIsa::scalar), nullptr);

@@ -4,6 +4,7 @@
 #include <mezzo/detail/kernels/cuda_launch.h>
 #include <mezzo/detail/kernels/dense_gradients.h>
 #include <mezzo/cuda/gradient_summary.cuh>
+#include <mezzo/cuda/optimizer_step.cuh>
 #include <mezzo/cuda/unscale.cuh>
 #include <mezzo/cuda/update_scale.cuh>
 
@@ -220,6 +221,66 @@ __attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor
       hysteresis_left.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   scale.unsafeGetTensorImpl()->bump_version();  // a graph may still hold the scale for its backward
+}
+
+namespace {
+
+/// Launches over the rows of one pair of dtypes and one variant.
+template <class Parameter, class Gradient, class Rule>
+void step_rows(const std::vector<StepRow>& rows,
+               const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
+               const StepInputs& inputs, cudaStream_t stream) {
+  DeviceStepTable<typename Rule::Constants> table(kStepBlock);
+  const auto launch = [&] {
+    launch_optimizer_step<Parameter, Gradient, Rule>(table, inputs, stream);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    table.clear();
+  };
+  for (const StepRow& row : rows) {
+    const bool is_ours = row.variant == variant &&
+                         row.parameter_dtype == c10::CppTypeToScalarType<Parameter>::value &&
+                         row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
+    if (!is_ours) continue;
+    const auto& group = groups[static_cast<std::size_t>(row.group)];
+    if (table.push_back(row, group)) continue;
+    launch();
+    table.push_back(row, group);
+  }
+  if (!table.empty()) launch();
+}
+
+/// The pairs of dtypes that the CPU has loops for too.
+template <class Rule>
+void step_all_dtypes(const std::vector<StepRow>& rows,
+                     const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
+                     const StepInputs& inputs, cudaStream_t stream) {
+  step_rows<float, float, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<float, c10::BFloat16, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<float, c10::Half, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<double, double, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<double, float, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<c10::BFloat16, c10::BFloat16, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<c10::Half, c10::Half, Rule>(rows, groups, variant, inputs, stream);
+}
+
+}  // namespace
+
+__attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepRow>& rows,
+                                      const std::vector<StepGroup<AdamConstants>>& groups,
+                                      const StepInputs& inputs) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  step_all_dtypes<AdamRule<false>>(rows, groups, /*variant=*/false, inputs, stream);
+  step_all_dtypes<AdamRule<true>>(rows, groups, /*variant=*/true, inputs, stream);
+}
+
+__attribute__((weak)) void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
+                                     const std::vector<StepGroup<SgdConstants>>& groups,
+                                     const StepInputs& inputs) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  step_all_dtypes<SgdRule<false>>(rows, groups, /*variant=*/false, inputs, stream);
+  step_all_dtypes<SgdRule<true>>(rows, groups, /*variant=*/true, inputs, stream);
 }
 
 }  // namespace detail::cuda

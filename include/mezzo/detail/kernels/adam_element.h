@@ -43,9 +43,9 @@ struct AdamConstants {
 };
 
 /// Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019) on as many elements as there
-/// are lanes, in the order of torch::optim; `kL2` is Adam with weight decay.
+/// are lanes, in the order of torch::optim.
 /// Moments: exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq.
-template <bool kAmsgrad, bool kL2>
+template <bool kAmsgrad>
 struct AdamRule {
   using Constants = AdamConstants;
   using Coefficients = AdamCoefficients;
@@ -57,8 +57,10 @@ struct AdamRule {
     using Scalar = typename Lanes::Format::Value;
 
     Value beta1, gradient_share, beta2, square_share, eps, decay, l2, minus_step_size, root_scale;
+    bool has_l2;
 
-    C10_HOST_DEVICE C10_ALWAYS_INLINE explicit Element(const AdamCoefficients& c) {
+    C10_HOST_DEVICE C10_ALWAYS_INLINE explicit Element(const AdamCoefficients& c)
+        : has_l2(c.l2 != 0) {
       Lanes::broadcast(static_cast<Scalar>(c.beta1), beta1);
       Lanes::broadcast(static_cast<Scalar>(1.0 - c.beta1), gradient_share);
       Lanes::broadcast(static_cast<Scalar>(c.beta2), beta2);
@@ -73,7 +75,7 @@ struct AdamRule {
     /// `gradient` is the true one: unscaled and clipped.
     C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Value& parameter, Value& gradient,
                                                       Value (&moments)[kMoments]) const {
-      if constexpr (kL2) Lanes::fma(l2, parameter, gradient, gradient);
+      if (has_l2) Lanes::fma(l2, parameter, gradient, gradient);
       Value addend = gradient_share * gradient;
       Lanes::fma(beta1, moments[0], addend, moments[0]);
       addend = square_share * gradient * gradient;

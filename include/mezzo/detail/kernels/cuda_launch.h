@@ -4,6 +4,9 @@
 #error "mezzo's CUDA kernels come with the target mezzo::cuda, which defines MEZZO_WITH_CUDA"
 #endif
 
+#include <mezzo/detail/kernels/adam_element.h>
+#include <mezzo/detail/kernels/optimizer_step_table.h>
+#include <mezzo/detail/kernels/sgd_element.h>
 #include <mezzo/loss_scale.h>
 #include <mezzo/version.h>
 
@@ -62,6 +65,16 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const at::Tensor& 
                                        const at::Tensor& growth_tracker,
                                        const at::Tensor& hysteresis_left,
                                        const at::Tensor& found_inf);
+
+/// One step of Adam and AdamW, or of SGD, over parameters of one device: one launch for each pair
+/// of dtypes and variant of up to 448 parameters and 8 groups, and one that counts the step.
+/// `groups[row.group]` are a row's numbers; all pointers are the device's.
+MEZZO_CUDA_LAUNCHER void adam_step_(at::Device device, const std::vector<StepRow>& rows,
+                                    const std::vector<StepGroup<AdamConstants>>& groups,
+                                    const StepInputs& inputs);
+MEZZO_CUDA_LAUNCHER void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
+                                   const std::vector<StepGroup<SgdConstants>>& groups,
+                                   const StepInputs& inputs);
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -43,7 +43,7 @@ inline StepSpan part_of(const StepSpan& span, int64_t begin, int64_t count, int6
                 advanced(span.gradient, begin * gradient_size),
                 {},
                 count};
-  for (std::size_t k = 0; k < part.moments.size(); ++k) {
+  for (int k = 0; k < kMaxMoments; ++k) {
     part.moments[k] = advanced(span.moments[k], begin * parameter_size);
   }
   return part;

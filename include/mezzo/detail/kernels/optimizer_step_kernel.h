@@ -3,12 +3,12 @@
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/cpu_lanes.h>
 #include <mezzo/detail/kernels/gradient_use.h>
+#include <mezzo/detail/kernels/step_span.h>
 #include <mezzo/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
-#include <array>
 #include <cstdint>
 
 // The CPU's loop of every optimizer whose update looks at one element at a time: reads gradient,
@@ -17,16 +17,6 @@
 //   kMoments, and Element<Lanes>, made of Coefficients and called with the values.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-inline constexpr int kMaxMoments = 3;
-
-/// A stretch of one parameter with what belongs to it, each of any alignment.
-struct StepSpan {
-  void* parameter;
-  void* gradient;
-  std::array<void*, kMaxMoments> moments;  ///< of the parameter's dtype
-  int64_t count;
-};
 
 template <class Parameter, class Gradient, class Rule, class Lanes>
 C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin,

@@ -17,6 +17,10 @@
 #include <optional>
 #include <tuple>
 
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/detail/kernels/cuda_launch.h>
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -67,17 +71,9 @@ struct AdamTraits {
 
   static StepFunction<Coefficients> step_function(const Options& options, at::ScalarType parameter,
                                                   at::ScalarType gradient) {
-    const CpuIsa isa = best_isa();
-    if constexpr (!kIsDecoupled) {
-      if (options.weight_decay() != 0) {
-        return options.amsgrad()
-                   ? detail::step_function<AdamRule<true, true>>(parameter, gradient, isa)
-                   : detail::step_function<AdamRule<false, true>>(parameter, gradient, isa);
-      }
-    }
     return options.amsgrad()
-               ? detail::step_function<AdamRule<true, false>>(parameter, gradient, isa)
-               : detail::step_function<AdamRule<false, false>>(parameter, gradient, isa);
+               ? detail::step_function<AdamRule<true>>(parameter, gradient, best_isa())
+               : detail::step_function<AdamRule<false>>(parameter, gradient, best_isa());
   }
 
   static int moments(const Options& options) { return options.amsgrad() ? 3 : 2; }
@@ -89,6 +85,11 @@ struct AdamTraits {
   }
 
   static StepCount& count(State& state) { return state.count(); }
+
+#ifdef MEZZO_WITH_CUDA
+  static bool variant(const Options& options) { return options.amsgrad(); }
+  static constexpr auto cuda_step = &cuda::adam_step_;
+#endif
 
   static void aten_step(const Options& options, const AtenLists& lists,
                         const AtenVerdict& verdict) {

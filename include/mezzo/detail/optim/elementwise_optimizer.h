@@ -21,6 +21,10 @@
 #include <utility>
 #include <vector>
 
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/detail/kernels/cuda_launch.h>
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -31,7 +35,8 @@ namespace detail {
 ///   the numbers of a group and of one step (adam_element.h);
 ///   check(options), constants(options), step_function(options, parameter dtype, gradient dtype);
 ///   moments(options), how many there are, and moment(state, k), the k-th; has_state(options),
-///   whether anything is remembered of a parameter; count(state).
+///   whether anything is remembered of a parameter; count(state);
+///   aten_step(options, lists, verdict); and cuda_step, with variant(options) (cuda_launch.h).
 template <class Traits>
 class ElementwiseOptimizer : public optim::FusedOptimizer {
  public:
@@ -234,11 +239,6 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   };
 
   void prepare(const Participant& one, bool clear, Prepared& prepared) {
-    const at::Tensor parameter = dense_parameter(*one.parameter);
-    if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
-    const at::Tensor gradient = in_layout_of(parameter, one.gradient);
-    if (clear && !gradient.is_same(one.gradient))
-      prepared.copies.emplace_back(one.gradient, gradient);
     State* const state = Traits::has_state(*one.options) ? &state_of(*one.parameter) : nullptr;
     int64_t count = 1;
     if (state != nullptr) {
@@ -246,22 +246,35 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
       prepared.counts.emplace_back(&Traits::count(*state), count);
     }
     set_coefficients(one, count, prepared);
+    const StepSpan span = span_of(one, state, clear, prepared);
+    prepared.tasks.push_back({one.run, span, static_cast<int64_t>(one.parameter->element_size()),
+                              static_cast<int64_t>(one.gradient.element_size()),
+                              prepared.coefficients});
+  }
+
+  /// The memory that a step of `one` reads and writes. Autograd does not see raw writes: versions
+  /// are bumped here.
+  static StepSpan span_of(const Participant& one, State* state, bool clear, Prepared& prepared) {
+    const at::Tensor parameter = dense_parameter(*one.parameter);
+    if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
+    const at::Tensor gradient = in_layout_of(parameter, one.gradient);
+    if (clear && !gradient.is_same(one.gradient)) {
+      prepared.copies.emplace_back(one.gradient, gradient);
+    }
     StepSpan span{
         parameter.mutable_data_ptr(),
         clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
         {},
         parameter.numel()};
-    for (int k = 0; k < Traits::moments(*one.options); ++k) {
+    for (int k = 0; state != nullptr && k < Traits::moments(*one.options); ++k) {
       const at::Tensor& moment = fitting_moment(*state, k, parameter);
-      span.moments[static_cast<std::size_t>(k)] = moment.mutable_data_ptr();
+      span.moments[k] = moment.mutable_data_ptr();
       moment.unsafeGetTensorImpl()->bump_version();
     }
-    parameter.unsafeGetTensorImpl()->bump_version();  // autograd does not see raw writes
+    parameter.unsafeGetTensorImpl()->bump_version();
     if (clear) gradient.unsafeGetTensorImpl()->bump_version();
-    prepared.tasks.push_back({one.run, span, static_cast<int64_t>(parameter.element_size()),
-                              static_cast<int64_t>(gradient.element_size()),
-                              prepared.coefficients});
     prepared.gradients.push_back(gradient);
+    return span;
   }
 
   /// Powers are dear, and parameters of a group mostly have the same count.
@@ -273,8 +286,53 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   }
 
   void step_on_device(const std::vector<Participant>& all, const optim::FusedStep& step) {
+#ifdef MEZZO_WITH_CUDA
+    if (all.front().parameter->is_cuda()) {
+      step_on_cuda(all, step);
+      return;
+    }
+#endif
     step_with_aten(all, step);
   }
+
+#ifdef MEZZO_WITH_CUDA
+  void step_on_cuda(const std::vector<Participant>& all, const optim::FusedStep& step) {
+    const at::Device device = all.front().parameter->device();
+    const optim::DeviceVerdict* const verdict = verdict_on(device, step);
+    StepInputs inputs{.max_norm = step.options.max_norm, .clear = step.options.zero_grad};
+    if (verdict != nullptr) {
+      inputs.inv_scale = verdict->inv_scale.template const_data_ptr<float>();
+      inputs.found_inf = verdict->found_inf.template const_data_ptr<float>();
+      if (verdict->sum_of_squares.defined()) {
+        inputs.sum_of_squares = verdict->sum_of_squares.template const_data_ptr<double>();
+      }
+    }
+    Prepared prepared;
+    std::vector<StepRow> rows;
+    std::vector<StepGroup<Constants>> groups;
+    std::vector<StepCount*> counts;
+    const Options* options = nullptr;
+    for (const Participant& one : all) {
+      if (one.options != options) {
+        options = one.options;
+        groups.push_back({Traits::constants(*options), options->lr()});
+      }
+      State* const state = Traits::has_state(*options) ? &state_of(*one.parameter) : nullptr;
+      if (state != nullptr) counts.push_back(&Traits::count(*state));
+      rows.push_back({span_of(one, state, inputs.clear, prepared), nullptr,
+                      static_cast<int>(groups.size()) - 1, Traits::variant(*options),
+                      one.parameter->scalar_type(), one.gradient.scalar_type()});
+    }
+    const std::vector<at::Tensor> on_device = counts_on(device, counts);
+    auto next = on_device.begin();
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      if (!Traits::has_state(*all[i].options)) continue;
+      rows[i].count = (next++)->template mutable_data_ptr<float>();
+    }
+    Traits::cuda_step(device, rows, groups, inputs);
+    for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+  }
+#endif
 
   /// What one call of ATen's kernel takes.
   struct AtenCall {

@@ -12,6 +12,10 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/detail/kernels/cuda_launch.h>
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -38,20 +42,26 @@ struct SgdTraits {
   static Constants constants(const Options& options) {
     return {.momentum = options.momentum(),
             .dampening = options.dampening(),
-            .weight_decay = options.weight_decay()};
+            .weight_decay = options.weight_decay(),
+            .nesterov = options.nesterov()};
   }
 
   static StepFunction<Coefficients> step_function(const Options& options, at::ScalarType parameter,
                                                   at::ScalarType gradient) {
-    if (options.momentum() == 0) return function<SgdKind::plain>(options, parameter, gradient);
-    return options.nesterov() ? function<SgdKind::nesterov>(options, parameter, gradient)
-                              : function<SgdKind::momentum>(options, parameter, gradient);
+    return options.momentum() != 0
+               ? detail::step_function<SgdRule<true>>(parameter, gradient, best_isa())
+               : detail::step_function<SgdRule<false>>(parameter, gradient, best_isa());
   }
 
   static int moments(const Options& options) { return options.momentum() == 0 ? 0 : 1; }
   static bool has_state(const Options& options) { return options.momentum() != 0; }
   static at::Tensor& moment(State& state, int) { return state.momentum_buffer(); }
   static StepCount& count(State& state) { return state.count(); }
+
+#ifdef MEZZO_WITH_CUDA
+  static bool variant(const Options& options) { return options.momentum() != 0; }
+  static constexpr auto cuda_step = &cuda::sgd_step_;
+#endif
 
   /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
   /// 0. A kernel told of a first step would not see that the device skipped it.
@@ -65,16 +75,6 @@ struct SgdTraits {
                     options.momentum(), options.lr(), options.dampening(), options.nesterov(),
                     /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
                     verdict.found_inf);
-  }
-
- private:
-  template <SgdKind kKind>
-  static StepFunction<Coefficients> function(const Options& options, at::ScalarType parameter,
-                                             at::ScalarType gradient) {
-    const CpuIsa isa = best_isa();
-    return options.weight_decay() != 0
-               ? detail::step_function<SgdRule<kKind, true>>(parameter, gradient, isa)
-               : detail::step_function<SgdRule<kKind, false>>(parameter, gradient, isa);
   }
 };
 
