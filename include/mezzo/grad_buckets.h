@@ -46,9 +46,10 @@ struct GradBucketsOptions {
   TORCH_ARG(GradStorage, storage) = GradStorage::in_place;
   /// A bucket holds no more, but one parameter that is larger; > 0.
   TORCH_ARG(int64_t, bucket_bytes) = kDefaultBucketBytes;
-  /// Read each gradient for `summarize` as soon as autograd has it, instead of all afterwards. See
-  /// `GradBuckets::summarize` for what it costs. Without the target mezzo::cuda, gradients on CUDA
-  /// are read afterwards all the same.
+  /// Read each gradient for `summarize` as soon as autograd has it, instead of all afterwards. On a
+  /// CPU, off is the better default: in place it costs what it saves; with flat storage it rides
+  /// along the copy and is nearly free (benchmarks/grad_buckets), but see `summarize` for what goes
+  /// unnoticed. Without the target mezzo::cuda, gradients on CUDA are read afterwards all the same.
   TORCH_ARG(bool, check_during_backward) = false;
 };
 
@@ -134,13 +135,14 @@ class GradBuckets {
   /// coalesce.
   ///
   /// Under `check_during_backward` what hooks have read already is not read again, unless it has
-  /// changed since: an in-place operation on the gradient or on its bucket is noticed, a write
-  /// through a raw pointer is not. The numbers are the same bits either way. With gradient
-  /// accumulation each pass reads what it has accumulated, and only the last pass counts:
-  /// `accumulate_only` spares the reads before. On a CPU and a 22.6 M parameter encoder (backward:
-  /// 280 ms) reads in hooks took 3 ms and a read afterwards 5 (benchmarks/grad_buckets): little to
-  /// gain, so it is off by default. With flat storage they ride along the copy into the buffer.
+  /// changed since: an in-place operation on the gradient or on its bucket is noticed; for a write
+  /// through a raw pointer, or by a collective of c10d, there is `forget_reads`. The numbers are
+  /// the same bits either way. With gradient accumulation each pass reads what it has accumulated,
+  /// and only the last pass counts: `accumulate_only` spares the reads before.
   GradientSummary summarize(const at::Tensor& inv_scale);
+
+  /// What hooks have read no longer counts: the next `summarize` reads all gradients itself.
+  void forget_reads();
 
   /// The same read with counts; twice the work. `first_bad` holds the parameter's number and the
   /// element in its gradient's memory. Never uses what hooks have read.

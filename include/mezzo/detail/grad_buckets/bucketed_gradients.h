@@ -42,6 +42,7 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   std::vector<std::size_t> sparse_gradients();
   GradientSummary summarize(const at::Tensor& inv_scale);
   GradientStatistics statistics(const at::Tensor& inv_scale, at::ScalarType low_precision);
+  void forget_reads();
   void zero_grad(bool set_to_none);
   void regroup();
   void add_accumulate_only(int change);

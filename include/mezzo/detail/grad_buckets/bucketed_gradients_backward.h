@@ -88,8 +88,10 @@ inline void BucketedGradients::finish_pass(std::vector<std::size_t>& ready) {
   }
 }
 
-/// After a pass that threw, its number would never leave the list.
-inline void BucketedGradients::forget_pass() { active_passes_.clear(); }
+/// Outside of all passes: after one that threw, its number would never leave the list.
+inline void BucketedGradients::forget_pass() {
+  if (torch::autograd::get_current_graph_task_id() == -1) active_passes_.clear();
+}
 
 /// Whether the arrival completes its bucket, for somebody who wants to know.
 inline bool BucketedGradients::count_arrival(std::size_t number) {

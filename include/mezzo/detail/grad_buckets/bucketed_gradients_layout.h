@@ -79,7 +79,7 @@ inline void BucketedGradients::append_buckets(const std::vector<std::size_t>& or
     bucket.flat = at::zeros({layout.count}, at::TensorOptions().device(device).dtype(dtype));
     place_slots(bucket, layout.offsets);
   }
-  forget_pass();
+  active_passes_.clear();  // whatever was counted was counted of other buckets
 }
 
 inline void BucketedGradients::place_slots(const GradBucket& bucket,

@@ -29,11 +29,16 @@ inline GradientsToRead BucketedGradients::gradients_on(at::Device device) {
     if (slot.gradient().is_sparse() && !slot.gradient().is_coalesced()) {
       slot.parameter.mutable_grad() = slot.gradient().coalesce();
     }
+    const at::Tensor& gradient = slot.gradient();
     to_read.numbers.push_back(number);
-    to_read.tensors.push_back(slot.gradient().is_sparse() ? slot.gradient()._values()
-                                                          : slot.gradient().detach());
+    to_read.tensors.push_back(gradient.is_sparse() ? gradient._values() : gradient);
   }
   return to_read;
+}
+
+inline void BucketedGradients::forget_reads() {
+  collect();
+  for (GradientSlot& slot : slots_) slot.mark.clear();
 }
 
 inline GradientSummary BucketedGradients::summarize(const at::Tensor& inv_scale) {

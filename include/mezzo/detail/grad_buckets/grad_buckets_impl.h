@@ -64,6 +64,8 @@ inline GradientSummary GradBuckets::summarize(const at::Tensor& inv_scale) {
   return state_->summarize(inv_scale);
 }
 
+inline void GradBuckets::forget_reads() { state_->forget_reads(); }
+
 inline GradientStatistics GradBuckets::statistics(const at::Tensor& inv_scale,
                                                   at::ScalarType low_precision) {
   return state_->statistics(inv_scale, low_precision);

@@ -31,7 +31,6 @@ struct SquareSums {
   C10_ALWAYS_INLINE void add(const typename Lanes::Value& value) {
     add_square(value, sums[kLoad]);
   }
-  C10_ALWAYS_INLINE void store(double* to) const { __builtin_memcpy(to, sums, sizeof(sums)); }
 };
 
 #if defined(__GNUC__)
@@ -60,7 +59,6 @@ struct SquareSums<VectorLanes<Element, kBytes>> {
       sums[2 * kLoad + 1] += high * high;
     }
   }
-  C10_ALWAYS_INLINE void store(double* to) const { __builtin_memcpy(to, sums, sizeof(sums)); }
 
  private:
   C10_ALWAYS_INLINE static void widen(const typename Lanes::Value& value, Doubles& low,
@@ -89,11 +87,22 @@ struct SquareSums<VectorLanes<Element, kBytes>> {
 
 #endif
 
+/// The lanes of vectors that a loop has filled, one by one. They are copied where the compiler has
+/// to put the copy into memory: at -O3, g++ 12 otherwise keeps the original there, loop and all.
+template <class Vectors, class Element>
+C10_ALWAYS_INLINE void unpack(const Vectors& vectors, Element* each) {
+  Vectors copy = vectors;
+#if defined(__GNUC__)
+  asm("" : "+m"(copy));
+#endif
+  __builtin_memcpy(each, &copy, sizeof(copy));
+}
+
 /// The largest of a vector's lanes.
 template <class Lanes>
 C10_ALWAYS_INLINE typename Lanes::Format::Bits largest_lane(const typename Lanes::Bits& lanes) {
   typename Lanes::Format::Bits each[Lanes::kWidth];
-  __builtin_memcpy(each, &lanes, sizeof(each));
+  unpack(lanes, each);
   auto largest = each[0];
   for (int64_t lane = 1; lane < Lanes::kWidth; ++lane) {
     largest = each[lane] > largest ? each[lane] : largest;
@@ -120,7 +129,7 @@ struct SummaryAccumulator {
   C10_ALWAYS_INLINE void finish(const Stored* data, int64_t begin, int64_t count,
                                 GradientPartial& partial) const {
     double each[kSquareSums];
-    sums.store(each);
+    unpack(sums, each);
     typename Format::Bits most = largest_lane<Lanes>(largest);
     for (int64_t i = begin; i < count; ++i) {
       typename Format::Bits bits;
@@ -217,7 +226,7 @@ struct StatisticsAccumulator {
  private:
   C10_ALWAYS_INLINE static int64_t sum_of_lanes(const typename Lanes::Bits& lanes) {
     typename Format::Bits each[Lanes::kWidth];
-    __builtin_memcpy(each, &lanes, sizeof(each));
+    unpack(lanes, each);
     int64_t sum = 0;
     for (const auto lane : each) sum += static_cast<int64_t>(lane);
     return sum;
