@@ -230,6 +230,7 @@ template <class Parameter, class Gradient, class Rule>
 void step_rows(const std::vector<StepRow>& rows,
                const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
                const StepInputs& inputs, cudaStream_t stream) {
+  static_assert(kStepArgumentsFit<typename Rule::Constants>);
   DeviceStepTable<typename Rule::Constants> table(kStepBlock);
   const auto launch = [&] {
     launch_optimizer_step<Parameter, Gradient, Rule>(table, inputs, stream);

@@ -112,5 +112,10 @@ class StepTable {
 template <class Constants>
 using DeviceStepTable = StepTable<Constants, 448>;
 
+/// The kernel's arguments.
+template <class Constants>
+inline constexpr bool kStepArgumentsFit =
+    sizeof(DeviceStepTable<Constants>) + sizeof(StepInputs) <= 32764;
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
