@@ -37,7 +37,7 @@ inline AtenVerdict aten_verdict(const optim::DeviceVerdict* verdict, double max_
   const bool clips = max_norm != std::numeric_limits<double>::infinity();
   if (clips && verdict->sum_of_squares.defined()) {
     const at::Tensor norm = verdict->sum_of_squares.sqrt();
-    factor = factor * norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
+    factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0).mul(factor);
   }
   return {factor.reciprocal().to(at::kFloat), verdict->found_inf};
 }
