@@ -1,9 +1,8 @@
 /// \file
 /// All of mezzo. Include the single headers instead where compile time counts: autocast_module.h
 /// brings in libtorch's modules, grad_scaler.h its optimizers, optim/*.h its archives,
-/// activation_checkpoint.h and
-/// autograd_function.h its autograd engine, op_policy.h and what stands on it the dispatcher, the
-/// others little more than c10.
+/// activation_checkpoint.h and autograd_function.h its autograd engine, op_policy.h and what stands
+/// on it the dispatcher, the others little more than c10.
 #pragma once
 
 #include <mezzo/activation_checkpoint.h>
@@ -18,6 +17,7 @@
 #include <mezzo/op_policy.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/precision.h>
 #include <mezzo/step_result.h>

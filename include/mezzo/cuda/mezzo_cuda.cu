@@ -275,6 +275,14 @@ __attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepR
   step_all_dtypes<AdamRule<true>>(rows, groups, /*variant=*/true, inputs, stream);
 }
 
+__attribute__((weak)) void lion_step_(at::Device device, const std::vector<StepRow>& rows,
+                                      const std::vector<StepGroup<LionConstants>>& groups,
+                                      const StepInputs& inputs) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  step_all_dtypes<LionRule>(rows, groups, /*variant=*/false, inputs, stream);
+}
+
 __attribute__((weak)) void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
                                      const std::vector<StepGroup<SgdConstants>>& groups,
                                      const StepInputs& inputs) {

@@ -5,6 +5,7 @@
 #endif
 
 #include <mezzo/detail/kernels/adam_element.h>
+#include <mezzo/detail/kernels/lion_element.h>
 #include <mezzo/detail/kernels/optimizer_step_table.h>
 #include <mezzo/detail/kernels/sgd_element.h>
 #include <mezzo/loss_scale.h>
@@ -66,7 +67,7 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const at::Tensor& 
                                        const at::Tensor& hysteresis_left,
                                        const at::Tensor& found_inf);
 
-/// One step of Adam and AdamW, or of SGD, over parameters of one device: one launch for each pair
+/// One step of Adam and AdamW, of SGD or of Lion, over parameters of one device: one launch for each pair
 /// of dtypes and variant of up to 448 parameters and 8 groups, and one that counts the step.
 /// `groups[row.group]` are a row's numbers; all pointers are the device's.
 MEZZO_CUDA_LAUNCHER void adam_step_(at::Device device, const std::vector<StepRow>& rows,
@@ -75,6 +76,9 @@ MEZZO_CUDA_LAUNCHER void adam_step_(at::Device device, const std::vector<StepRow
 MEZZO_CUDA_LAUNCHER void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
                                    const std::vector<StepGroup<SgdConstants>>& groups,
                                    const StepInputs& inputs);
+MEZZO_CUDA_LAUNCHER void lion_step_(at::Device device, const std::vector<StepRow>& rows,
+                                    const std::vector<StepGroup<LionConstants>>& groups,
+                                    const StepInputs& inputs);
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
