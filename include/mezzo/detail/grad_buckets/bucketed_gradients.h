@@ -2,7 +2,8 @@
 
 #include <mezzo/detail/grad_buckets/bucket_hook.h>
 #include <mezzo/detail/grad_buckets/gradient_slot.h>
-#include <mezzo/grad_buckets.h>
+#include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/grad_bucket.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
