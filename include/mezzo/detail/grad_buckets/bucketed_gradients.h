@@ -81,6 +81,8 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   GradientSummary summarize_on_cuda(const GradientsToRead& to_read, const at::Tensor& inv_scale);
 
   // Micro-batches (bucketed_gradients_micro_batch.h)
+  std::vector<at::Device> devices() const;
+  at::Tensor any_bad(const at::TensorOptions& flag) const;
   at::Tensor accumulate(std::vector<at::Tensor>& accumulated);
 
   GradBucketsOptions options_;

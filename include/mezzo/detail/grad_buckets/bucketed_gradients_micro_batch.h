@@ -82,44 +82,53 @@ inline at::Tensor BucketedGradients::micro_batch(const std::function<void()>& ba
   return is_bad;
 }
 
-/// Adds the parameters' gradients to those accumulated, or does not.
-inline at::Tensor BucketedGradients::accumulate(std::vector<at::Tensor>& accumulated) {
-  const auto first_device = parameters_.empty() ? at::Device(at::kCPU) : parameters_[0].device();
-  const auto flag = at::TensorOptions().device(first_device).dtype(at::kBool);
-  std::vector<at::Device> devices;
+inline std::vector<at::Device> BucketedGradients::devices() const {
+  std::vector<at::Device> all;
   for (const GradBucket& bucket : buckets_) {
-    if (std::find(devices.begin(), devices.end(), bucket.device) == devices.end()) {
-      devices.push_back(bucket.device);
-    }
+    if (std::find(all.begin(), all.end(), bucket.device) == all.end()) all.push_back(bucket.device);
   }
+  return all;
+}
+
+/// Whether any gradient, dense or sparse, on whatever device, is inf or NaN.
+inline at::Tensor BucketedGradients::any_bad(const at::TensorOptions& flag) const {
   at::Tensor is_bad = at::zeros({}, flag);
-  for (const at::Device device : devices) {
-    const auto one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
+  for (const at::Device device : devices()) {
     std::vector<at::Tensor> tensors;
     for (const GradientSlot& slot : slots_) {
       const at::Tensor& gradient = slot.gradient();
       if (!gradient.defined() || gradient.device() != device) continue;
-      tensors.push_back(gradient.is_sparse() ? gradient.coalesce()._values() : gradient.detach());
+      tensors.push_back(gradient.is_sparse() ? gradient.coalesce()._values() : gradient);
     }
+    const auto one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
     const at::Tensor found = summarize_gradients(tensors, one).found_inf.ne(0);
-    is_bad = at::logical_or(is_bad, found.to(first_device, found.scalar_type(), true));
+    is_bad = at::logical_or(is_bad, found.to(flag.device(), at::kBool, /*non_blocking=*/true));
   }
+  return is_bad;
+}
+
+/// Adds the parameters' gradients to those accumulated, or does not.
+inline at::Tensor BucketedGradients::accumulate(std::vector<at::Tensor>& accumulated) {
+  const auto device = parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().device();
+  const auto flag = at::TensorOptions().device(device).dtype(at::kBool);
+  const at::Tensor is_bad = any_bad(flag);
   bool has_any = false;
   for (const at::Tensor& gradient : accumulated) has_any |= gradient.defined();
   // With nothing accumulated yet, whatever comes replaces it, a bad one too.
   const at::Tensor holds_bad = !has_any               ? at::ones({}, flag)
                                : holds_bad_.defined() ? holds_bad_
                                                       : at::zeros({}, flag);
-  const bool on_host = devices.size() == 1 && devices.front().is_cpu();
+  const std::vector<at::Device> all = devices();
+  const bool on_host = all.empty() || (all.size() == 1 && all.front().is_cpu());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const at::Tensor& gradient = slots_[i].gradient();
-    const at::Device device = slots_[i].parameter.device();
+    const at::Device own_device = slots_[i].parameter.device();
     const at::Tensor own = gradient.defined() ? gradient.detach() : gradient;
     accumulated[i] =
         on_host
             ? accumulated_on_host(accumulated[i], own, is_bad.item<bool>(), holds_bad.item<bool>())
-            : accumulated_on_device(accumulated[i], own, is_bad.to(device, at::kBool, true),
-                                    holds_bad.to(device, at::kBool, true));
+            : accumulated_on_device(accumulated[i], own, is_bad.to(own_device, at::kBool, true),
+                                    holds_bad.to(own_device, at::kBool, true));
   }
   holds_bad_ = at::logical_and(holds_bad, is_bad);
   return is_bad;
