@@ -50,6 +50,11 @@ inline at::Tensor accumulated_on_device(const at::Tensor& accumulated, const at:
   return accumulated.defined() ? accumulated.copy_(result) : result;
 }
 
+/// The host reads at once, a device in order.
+inline at::Tensor flag_on(at::Device device, const at::Tensor& flag) {
+  return flag.to(device, at::kBool, /*non_blocking=*/!device.is_cpu());
+}
+
 inline at::Tensor BucketedGradients::micro_batch(const std::function<void()>& backward) {
   TORCH_CHECK(is_flat(), "micro_batch needs flat storage: the buffer holds what is accumulated");
   TORCH_CHECK(backward != nullptr, "micro_batch: backward is null");
@@ -102,7 +107,7 @@ inline at::Tensor BucketedGradients::any_bad(const at::TensorOptions& flag) cons
     }
     const auto one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
     const at::Tensor found = summarize_gradients(tensors, one).found_inf.ne(0);
-    is_bad = at::logical_or(is_bad, found.to(flag.device(), at::kBool, /*non_blocking=*/true));
+    is_bad = at::logical_or(is_bad, flag_on(flag.device(), found));
   }
   return is_bad;
 }
@@ -127,8 +132,8 @@ inline at::Tensor BucketedGradients::accumulate(std::vector<at::Tensor>& accumul
     accumulated[i] =
         on_host
             ? accumulated_on_host(accumulated[i], own, is_bad.item<bool>(), holds_bad.item<bool>())
-            : accumulated_on_device(accumulated[i], own, is_bad.to(own_device, at::kBool, true),
-                                    holds_bad.to(own_device, at::kBool, true));
+            : accumulated_on_device(accumulated[i], own, flag_on(own_device, is_bad),
+                                    flag_on(own_device, holds_bad));
   }
   holds_bad_ = at::logical_and(holds_bad, is_bad);
   return is_bad;
