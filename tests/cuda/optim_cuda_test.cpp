@@ -12,6 +12,7 @@
 #include <mezzo/grad_scaler.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
 #include <limits>
@@ -165,6 +166,19 @@ TEST_F(OptimCuda, SgdGivesTheCpusAnswersWithoutASync) {
   using mezzo::optim::SGDOptions;
   expect_the_cpus_answers<mezzo::optim::SGD>(SGDOptions(1e-2).weight_decay(0.1));
   expect_the_cpus_answers<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
+}
+
+TEST_F(OptimCuda, LionGivesTheCpusAnswersWithoutASyncOrSaysWhatItNeeds) {
+  using mezzo::optim::Lion;
+  using mezzo::optim::LionOptions;
+#ifdef MEZZO_WITH_CUDA
+  expect_the_cpus_answers<Lion>(LionOptions(1e-4).weight_decay(0.1));
+#else
+  const auto x = torch::zeros({4}, torch::kCUDA);
+  x.mutable_grad() = torch::ones({4}, torch::kCUDA);
+  Lion optimizer({x});
+  EXPECT_THROW(optimizer.step(), c10::Error);
+#endif
 }
 
 TEST_F(OptimCuda, WritesTheLineAboutASkipWhenItIsKnown) {

@@ -335,6 +335,15 @@ TEST(AdamWErrors, NameTheOptionAndItsRange) {
               ThrowsMessage<c10::Error>(HasSubstr("are not mezzo::optim::AdamWOptions")));
 }
 
+TEST(AdamWErrors, RefuseAParameterThatIsGivenTwice) {
+  const auto x = torch::ones({4});
+  EXPECT_THAT(
+      [&] {
+        AdamW({x, torch::ones({1}), x});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")));
+}
+
 TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {
   const auto good = torch::ones({4});
   const auto bad = torch::ones({4});

@@ -19,7 +19,8 @@ struct StepOptions {
   /// used, as `clip_grad_norm_` does: by max_norm / (norm + 1e-6). Infinity: no clipping.
   double max_norm = std::numeric_limits<double>::infinity();
   /// Sets the gradients to zero in the same pass, after a skipped step too; they stay defined.
-  /// Otherwise a step leaves them as they are, scaled.
+  /// Otherwise a step of mezzo's optimizers leaves them as they are, scaled; but on a device
+  /// without mezzo's kernels (CUDA without mezzo::cuda) unscaled and clipped.
   bool zero_grad = false;
 };
 

@@ -15,6 +15,7 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/serialize.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -50,6 +51,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       Traits::check(options_of(group));
     }
+    refuse_duplicates();
   }
 
   at::Tensor step(LossClosure closure = nullptr) override {
@@ -111,6 +113,19 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     TORCH_CHECK(options != nullptr, Traits::kName, ": the options of parameter group ", group,
                 " are not mezzo::optim::", Traits::kName, "Options; make the group with those");
     return *options;
+  }
+
+  /// Two threads would step the same memory at once.
+  void refuse_duplicates() const {
+    std::vector<const void*> parameters;
+    for (const auto& group : param_groups_) {
+      for (const at::Tensor& parameter : group.params()) {
+        parameters.push_back(parameter.unsafeGetTensorImpl());
+      }
+    }
+    std::sort(parameters.begin(), parameters.end());
+    TORCH_CHECK(std::adjacent_find(parameters.begin(), parameters.end()) == parameters.end(),
+                Traits::kName, ": a parameter is given twice; give each once, tied ones too");
   }
 
   struct DeviceParticipants {
@@ -298,15 +313,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 #ifdef MEZZO_WITH_CUDA
   void step_on_cuda(const std::vector<Participant>& all, const optim::FusedStep& step) {
     const at::Device device = all.front().parameter->device();
-    const optim::DeviceVerdict* const verdict = verdict_on(device, step);
-    StepInputs inputs{.max_norm = step.options.max_norm, .clear = step.options.zero_grad};
-    if (verdict != nullptr) {
-      inputs.inv_scale = verdict->inv_scale.template const_data_ptr<float>();
-      inputs.found_inf = verdict->found_inf.template const_data_ptr<float>();
-      if (verdict->sum_of_squares.defined()) {
-        inputs.sum_of_squares = verdict->sum_of_squares.template const_data_ptr<double>();
-      }
-    }
+    const StepInputs inputs = step_inputs(verdict_on(device, step), step.options);
     Prepared prepared;
     std::vector<StepRow> rows;
     std::vector<StepGroup<Constants>> groups;
@@ -331,6 +338,17 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     }
     Traits::cuda_step(device, rows, groups, inputs);
     for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+  }
+
+  static StepInputs step_inputs(const optim::DeviceVerdict* verdict, const StepOptions& options) {
+    StepInputs inputs{.max_norm = options.max_norm, .clear = options.zero_grad};
+    if (verdict == nullptr) return inputs;
+    inputs.inv_scale = verdict->inv_scale.template const_data_ptr<float>();
+    inputs.found_inf = verdict->found_inf.template const_data_ptr<float>();
+    if (verdict->sum_of_squares.defined()) {
+      inputs.sum_of_squares = verdict->sum_of_squares.template const_data_ptr<double>();
+    }
+    return inputs;
   }
 #endif
 
