@@ -3,14 +3,20 @@
 
 #include <mezzo/detail/kernels/cuda_launch.h>
 #include <mezzo/detail/kernels/dense_gradients.h>
+#include <mezzo/cuda/gradient_summary.cuh>
+#include <mezzo/cuda/optimizer_step.cuh>
 #include <mezzo/cuda/unscale.cuh>
 #include <mezzo/cuda/update_scale.cuh>
 
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <type_traits>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
@@ -52,6 +58,79 @@ void unscale_all(const DenseGradients& gradients, const float* inv_scale,
   unscale_dtype<double>(gradients.tensors(), inv_scale, found, stream);
 }
 
+template <class Element>
+bool is_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
+}
+
+/// Calls `launch(table)` with the tensors of `Element`'s dtype, as many at a time as a table holds.
+template <class Element, class Table, class Launch>
+void launch_tables(const std::vector<at::Tensor>& tensors,
+                   const std::vector<int64_t>& first_partials, const Launch& launch) {
+  Table table(kSummaryBlock<Element>);
+  const auto launch_table = [&] {
+    launch(table);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    table.clear();
+  };
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_of<Element>(tensors[i]) || tensors[i].numel() == 0) continue;
+    if (table.full()) launch_table();
+    table.push_back(tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i],
+                    static_cast<int32_t>(i));
+  }
+  if (!table.empty()) launch_table();
+}
+
+template <class Element, class Launch>
+void launch_dtype(const std::vector<at::Tensor>& tensors,
+                  const std::vector<int64_t>& first_partials, const Launch& launch) {
+  const auto ours = std::count_if(tensors.begin(), tensors.end(), is_of<Element>);
+  if (ours <= SmallSummaryTable::kCapacity) {
+    launch_tables<Element, SmallSummaryTable>(
+        tensors, first_partials, [&](const auto& table) { launch(Element{}, table); });
+  } else {
+    launch_tables<Element, LargeSummaryTable>(
+        tensors, first_partials, [&](const auto& table) { launch(Element{}, table); });
+  }
+}
+
+/// Calls `launch(Element{}, table)` for all dtypes.
+template <class Launch>
+void launch_dtypes(const std::vector<at::Tensor>& tensors,
+                   const std::vector<int64_t>& first_partials, const Launch& launch) {
+  launch_dtype<float>(tensors, first_partials, launch);
+  launch_dtype<c10::BFloat16>(tensors, first_partials, launch);
+  launch_dtype<c10::Half>(tensors, first_partials, launch);
+  launch_dtype<double>(tensors, first_partials, launch);
+}
+
+/// Where each tensor's partial results begin, and last how many there are.
+std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
+  std::vector<int64_t> offsets{0};
+  for (const at::Tensor& tensor : tensors) {
+    offsets.push_back(offsets.back() + cuda::partial_count(tensor));
+  }
+  return offsets;
+}
+
+template <class Partial>
+at::Tensor new_partials(int64_t count, const at::Tensor& like) {
+  return at::empty({count * static_cast<int64_t>(sizeof(Partial))},
+                   like.options().dtype(at::kByte));
+}
+
+template <class Partial>
+void finish(const at::Tensor& partials, const at::Tensor& inv_scale,
+            const SummaryOutputs& outputs) {
+  const int64_t count = partials.numel() / static_cast<int64_t>(sizeof(Partial));
+  finish_summary_kernel<Partial>
+      <<<1, kFinishThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          static_cast<const Partial*>(partials.const_data_ptr()), count,
+          inv_scale.const_data_ptr<float>(), outputs);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 }  // namespace
 
 __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients,
@@ -67,6 +146,74 @@ __attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients,
   unscale_all(DenseGradients(gradients), nullptr, found_inf);
 }
 
+__attribute__((weak)) int64_t partial_count(const at::Tensor& gradient) {
+  const int64_t bytes = gradient.numel() * static_cast<int64_t>(gradient.element_size());
+  return SmallSummaryTable::blocks_of(bytes, kSummaryBlock<char>);
+}
+
+__attribute__((weak)) int64_t partial_bytes() { return sizeof(GradientPartial); }
+
+__attribute__((weak)) void write_partials_(const std::vector<at::Tensor>& gradients,
+                                           const std::vector<int64_t>& first_partials,
+                                           const at::Tensor& partials) {
+  const c10::cuda::CUDAGuard guard(partials.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  auto* const results = static_cast<GradientPartial*>(partials.mutable_data_ptr());
+  launch_dtypes(gradients, first_partials, [&](auto element, const auto& table) {
+    using Element = decltype(element);
+    using Table = std::remove_cvref_t<decltype(table)>;
+    const auto blocks = static_cast<unsigned>(table.blocks());
+    summary_kernel<Element, Table><<<blocks, kSummaryThreads, 0, stream>>>(table, results);
+  });
+}
+
+__attribute__((weak)) void finish_partials_(const at::Tensor& partials,
+                                            const at::Tensor& inv_scale,
+                                            const at::Tensor& found_inf,
+                                            const at::Tensor& sum_of_squares,
+                                            const at::Tensor& max_abs) {
+  const c10::cuda::CUDAGuard guard(partials.device());
+  finish<GradientPartial>(
+      partials, inv_scale,
+      {found_inf.mutable_data_ptr<float>(), sum_of_squares.mutable_data_ptr<double>(),
+       max_abs.mutable_data_ptr<double>(), nullptr, nullptr, nullptr, nullptr});
+}
+
+__attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
+                                      const at::Tensor& inv_scale, const at::Tensor& found_inf,
+                                      const at::Tensor& sum_of_squares,
+                                      const at::Tensor& max_abs) {
+  const c10::cuda::CUDAGuard guard(inv_scale.device());
+  const std::vector<int64_t> offsets = partial_offsets(gradients);
+  const at::Tensor partials = new_partials<GradientPartial>(offsets.back(), inv_scale);
+  write_partials_(gradients, offsets, partials);
+  finish_partials_(partials, inv_scale, found_inf, sum_of_squares, max_abs);
+}
+
+__attribute__((weak)) void statistics_(const std::vector<at::Tensor>& gradients,
+                                       const at::Tensor& inv_scale, double underflow,
+                                       const std::vector<at::Tensor>& outputs) {
+  const c10::cuda::CUDAGuard guard(inv_scale.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const std::vector<int64_t> offsets = partial_offsets(gradients);
+  const at::Tensor partials = new_partials<StatisticsPartial>(offsets.back(), inv_scale);
+  auto* const results = static_cast<StatisticsPartial*>(partials.mutable_data_ptr());
+  const float* const factor = inv_scale.const_data_ptr<float>();
+  launch_dtypes(gradients, offsets, [&](auto element, const auto& table) {
+    using Element = decltype(element);
+    using Table = std::remove_cvref_t<decltype(table)>;
+    const auto blocks = static_cast<unsigned>(table.blocks());
+    statistics_kernel<Element, Table>
+        <<<blocks, kSummaryThreads, 0, stream>>>(table, factor, underflow, results);
+  });
+  finish<StatisticsPartial>(
+      partials, inv_scale,
+      {outputs[0].mutable_data_ptr<float>(), outputs[1].mutable_data_ptr<double>(),
+       outputs[2].mutable_data_ptr<double>(), outputs[3].mutable_data_ptr<int64_t>(),
+       outputs[4].mutable_data_ptr<int64_t>(), outputs[5].mutable_data_ptr<int64_t>(),
+       outputs[6].mutable_data_ptr<int64_t>()});
+}
+
 __attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor& scale,
                                          const at::Tensor& growth_tracker,
                                          const at::Tensor& hysteresis_left,
@@ -78,6 +225,75 @@ __attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor
       hysteresis_left.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   scale.unsafeGetTensorImpl()->bump_version();  // a graph may still hold the scale for its backward
+}
+
+namespace {
+
+/// Launches over the rows of one pair of dtypes and one variant.
+template <class Parameter, class Gradient, class Rule>
+void step_rows(const std::vector<StepRow>& rows,
+               const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
+               const StepInputs& inputs, cudaStream_t stream) {
+  static_assert(kStepArgumentsFit<typename Rule::Constants>);
+  DeviceStepTable<typename Rule::Constants> table(kStepBlock);
+  const auto launch = [&] {
+    launch_optimizer_step<Parameter, Gradient, Rule>(table, inputs, stream);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    table.clear();
+  };
+  for (const StepRow& row : rows) {
+    const bool is_ours = row.variant == variant &&
+                         row.parameter_dtype == c10::CppTypeToScalarType<Parameter>::value &&
+                         row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
+    if (!is_ours) continue;
+    const auto& group = groups[static_cast<std::size_t>(row.group)];
+    if (table.push_back(row, group)) continue;
+    launch();
+    table.push_back(row, group);
+  }
+  if (!table.empty()) launch();
+}
+
+/// The pairs of dtypes that the CPU has loops for too.
+template <class Rule>
+void step_all_dtypes(const std::vector<StepRow>& rows,
+                     const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
+                     const StepInputs& inputs, cudaStream_t stream) {
+  step_rows<float, float, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<float, c10::BFloat16, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<float, c10::Half, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<double, double, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<double, float, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<c10::BFloat16, c10::BFloat16, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<c10::Half, c10::Half, Rule>(rows, groups, variant, inputs, stream);
+}
+
+}  // namespace
+
+__attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepRow>& rows,
+                                      const std::vector<StepGroup<AdamConstants>>& groups,
+                                      const StepInputs& inputs) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  step_all_dtypes<AdamRule<false>>(rows, groups, /*variant=*/false, inputs, stream);
+  step_all_dtypes<AdamRule<true>>(rows, groups, /*variant=*/true, inputs, stream);
+}
+
+__attribute__((weak)) void lion_step_(at::Device device, const std::vector<StepRow>& rows,
+                                      const std::vector<StepGroup<LionConstants>>& groups,
+                                      const StepInputs& inputs) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  step_all_dtypes<LionRule>(rows, groups, /*variant=*/false, inputs, stream);
+}
+
+__attribute__((weak)) void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
+                                     const std::vector<StepGroup<SgdConstants>>& groups,
+                                     const StepInputs& inputs) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  step_all_dtypes<SgdRule<false>>(rows, groups, /*variant=*/false, inputs, stream);
+  step_all_dtypes<SgdRule<true>>(rows, groups, /*variant=*/true, inputs, stream);
 }
 
 }  // namespace detail::cuda

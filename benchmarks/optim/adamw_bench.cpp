@@ -1,0 +1,324 @@
+// From the end of backward to updated parameters: unscale, check for inf, clip at norm 1, AdamW,
+// clear the gradients. Everyone gets the same shapes and gradients, in memory of their own; rounds
+// are interleaved, so that a machine that slows down slows all of them, and ratios are the medians
+// of each round's ratio.
+//
+//   mezzo    scaler.step(optimizer, {.max_norm = 1, .zero_grad = true})
+//   loop     what a C++ user writes today: foreach unscale, clip_grad_norm_, torch::optim::AdamW
+//   chain    what torch.amp documents: foreach unscale, foreach norm, foreach mul, _fused_adamw_
+//   folded   the fewest bytes that libtorch allows: foreach norm of scaled gradients, then
+//            _fused_adamw_ with grad_scale = scale / clip and found_inf
+//   floor    four streams read and three written, and one more read for the check before it and one
+//            more write for the clearing: the bytes of mezzo's step, by a loop that computes
+//            nothing
+//
+// All gradients are cleared in place (memset), as flat buckets need it.
+//
+//   adamw_bench [rounds]
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/adamw.h>
+
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "shapes.h"
+
+namespace {
+
+constexpr double kMaxNorm = 1.0;
+constexpr double kScale = 65536.0;
+constexpr double kLr = 1e-4;
+constexpr double kDecay = 0.01;
+
+std::vector<at::Tensor> parameters_of(const optim_bench::Model& model) {
+  at::manual_seed(1);
+  std::vector<at::Tensor> parameters;
+  for (const auto& shape : model.shapes) {
+    auto parameter = at::randn(shape);
+    parameter.mutable_grad() = at::randn(shape) * kScale;
+    parameters.push_back(parameter.requires_grad_());
+  }
+  return parameters;
+}
+
+/// One way of doing a step.
+class Peer {
+ public:
+  explicit Peer(const optim_bench::Model& model) : parameters_(parameters_of(model)) {
+    for (const at::Tensor& parameter : parameters_) originals_.push_back(parameter.grad().clone());
+  }
+  Peer(const Peer&) = delete;
+  Peer& operator=(const Peer&) = delete;
+  virtual ~Peer() = default;
+
+  /// What backward would leave; not timed.
+  void fill_gradients() {
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      parameters_[i].mutable_grad().copy_(originals_[i]);
+    }
+  }
+  virtual void step() = 0;
+
+ protected:
+  std::vector<at::Tensor> gradients() const {
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& parameter : parameters_) all.push_back(parameter.grad());
+    return all;
+  }
+
+  std::vector<at::Tensor> parameters_;
+
+ private:
+  std::vector<at::Tensor> originals_;
+};
+
+class Mezzo : public Peer {
+ public:
+  explicit Mezzo(const optim_bench::Model& model)
+      : Peer(model),
+        optimizer_(parameters_, mezzo::optim::AdamWOptions(kLr).weight_decay(kDecay)),
+        scaler_(mezzo::GradScalerOptions().init_scale(kScale)) {
+    (void)scaler_.scale(at::zeros({}));
+  }
+  void step() override {
+    scaler_.step(optimizer_, {.max_norm = kMaxNorm, .zero_grad = true});
+    scaler_.update();
+  }
+
+ private:
+  mezzo::optim::AdamW optimizer_;
+  mezzo::GradScaler scaler_;
+};
+
+/// Where ATen's own kernels keep the scale.
+class AtenPeer : public Peer {
+ public:
+  using Peer::Peer;
+
+ protected:
+  void unscale() {
+    found_inf_.zero_();
+    at::_amp_foreach_non_finite_check_and_unscale_(gradients(), found_inf_, scale_.reciprocal());
+  }
+  void update() { at::_amp_update_scale_(scale_, growth_tracker_, found_inf_, 2.0, 0.5, 2000); }
+  bool overflowed() const { return found_inf_.item<float>() != 0; }
+
+  at::Tensor scale_ = at::full({}, kScale);
+  at::Tensor found_inf_ = at::zeros({});
+  at::Tensor growth_tracker_ = at::zeros({}, at::kInt);
+};
+
+class Loop : public AtenPeer {
+ public:
+  explicit Loop(const optim_bench::Model& model)
+      : AtenPeer(model),
+        optimizer_(parameters_, torch::optim::AdamWOptions(kLr).weight_decay(kDecay)) {}
+  void step() override {
+    unscale();
+    torch::nn::utils::clip_grad_norm_(parameters_, kMaxNorm);
+    if (!overflowed()) optimizer_.step();
+    update();
+    optimizer_.zero_grad(/*set_to_none=*/false);
+  }
+
+ private:
+  torch::optim::AdamW optimizer_;
+};
+
+class FusedKernel : public AtenPeer {
+ public:
+  explicit FusedKernel(const optim_bench::Model& model) : AtenPeer(model) {
+    for (const at::Tensor& parameter : parameters_) {
+      details_.push_back(parameter.detach());
+      means_.push_back(at::zeros_like(details_.back()));
+      squares_.push_back(at::zeros_like(details_.back()));
+      steps_.push_back(at::zeros({}));
+    }
+  }
+
+ protected:
+  at::Tensor norm() const {
+    const auto norms = at::_foreach_norm(gradients(), 2);
+    return at::linalg_vector_norm(at::stack(norms), 2);
+  }
+  static at::Tensor clip(const at::Tensor& norm) {
+    return (kMaxNorm / (norm + 1e-6)).clamp_max(1.0);
+  }
+  void adamw(const std::optional<at::Tensor>& grad_scale) {
+    at::_foreach_add_(steps_, 1);
+    at::_fused_adamw_(details_, gradients(), means_, squares_, {}, steps_, kLr, 0.9, 0.999, kDecay,
+                      1e-8, /*amsgrad=*/false, /*maximize=*/false, grad_scale, found_inf_);
+  }
+
+ private:
+  std::vector<at::Tensor> details_, means_, squares_, steps_;
+};
+
+class Chain : public FusedKernel {
+ public:
+  using FusedKernel::FusedKernel;
+  void step() override {
+    unscale();
+    at::_foreach_mul_(gradients(), clip(norm()));
+    if (!overflowed()) adamw(std::nullopt);
+    update();
+    at::_foreach_zero_(gradients());
+  }
+};
+
+class Folded : public FusedKernel {
+ public:
+  using FusedKernel::FusedKernel;
+  void step() override {
+    const at::Tensor inverse = scale_.reciprocal();
+    const at::Tensor true_norm = norm() * inverse;
+    found_inf_ = true_norm.isfinite().logical_not().to(at::kFloat);
+    adamw(scale_ / clip(true_norm));
+    update();
+    at::_foreach_zero_(gradients());
+  }
+};
+
+/// y = y + a x, in the place of arithmetic: what the memory allows.
+template <class Element, class Lanes>
+struct StreamKernel {
+  C10_ALWAYS_INLINE static void run(const mezzo::detail::StepSpan& span) {
+    using Stored = typename Lanes::Stored;
+    const typename Lanes::Bits zero{};
+    for (int64_t i = 0; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) {
+      typename Lanes::Bits sum;
+      Lanes::load(static_cast<const Stored*>(span.gradient) + i, sum);
+      Lanes::store(zero, static_cast<Stored*>(span.gradient) + i);
+      for (void* stream : {span.parameter, span.moments[0], span.moments[1]}) {
+        typename Lanes::Bits bits;
+        Lanes::load(static_cast<const Stored*>(stream) + i, bits);
+        sum = sum + bits;
+        Lanes::store(sum, static_cast<Stored*>(stream) + i);
+      }
+    }
+  }
+};
+
+template <class Element, class Lanes>
+struct ReadKernel {
+  C10_ALWAYS_INLINE static bool run(const mezzo::detail::StepSpan& span) {
+    using Stored = typename Lanes::Stored;
+    typename Lanes::Bits all{};
+    for (int64_t i = 0; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) {
+      typename Lanes::Bits bits;
+      Lanes::load(static_cast<const Stored*>(span.gradient) + i, bits);
+      all = all | bits;
+    }
+    typename Lanes::Flags flags;
+    mezzo::detail::reinterpret_bits(all, flags);
+    return Lanes::any(flags);
+  }
+};
+
+class Floor : public Peer {
+ public:
+  explicit Floor(const optim_bench::Model& model) : Peer(model) {
+    for (const at::Tensor& parameter : parameters_) {
+      means_.push_back(at::zeros(parameter.sizes()));
+      squares_.push_back(at::zeros(parameter.sizes()));
+      const mezzo::detail::StepSpan all{parameter.data_ptr(),
+                                        parameter.grad().data_ptr(),
+                                        {means_.back().data_ptr(), squares_.back().data_ptr()},
+                                        parameter.numel()};
+      for (int64_t begin = 0; begin < all.count; begin += kPiece) {
+        pieces_.push_back(
+            mezzo::detail::part_of(all, begin, std::min(kPiece, all.count - begin), 4, 4));
+      }
+    }
+  }
+  void step() override {
+    const auto isa = mezzo::detail::best_isa();
+    const auto read = mezzo::detail::cpu_kernel<ReadKernel, float>(isa);
+    const auto stream = mezzo::detail::cpu_kernel<StreamKernel, float>(isa);
+    const auto count = static_cast<int64_t>(pieces_.size());
+    mezzo::detail::parallel_dynamic(count,
+                                    [&](int64_t i) { read(pieces_[static_cast<std::size_t>(i)]); });
+    mezzo::detail::parallel_dynamic(
+        count, [&](int64_t i) { stream(pieces_[static_cast<std::size_t>(i)]); });
+  }
+
+ private:
+  static constexpr int64_t kPiece = 16384;
+  std::vector<at::Tensor> means_, squares_;
+  std::vector<mezzo::detail::StepSpan> pieces_;
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+double milliseconds(Peer& peer) {
+  peer.fill_gradients();
+  const auto start = std::chrono::steady_clock::now();
+  peer.step();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
+      .count();
+}
+
+void compare(const optim_bench::Model& model, int rounds) {
+  struct Row {
+    const char* name;
+    std::unique_ptr<Peer> peer;
+    std::vector<double> times;
+  };
+  std::vector<Row> rows;
+  rows.push_back({"mezzo", std::make_unique<Mezzo>(model), {}});
+  rows.push_back({"loop", std::make_unique<Loop>(model), {}});
+  rows.push_back({"chain", std::make_unique<Chain>(model), {}});
+  rows.push_back({"folded", std::make_unique<Folded>(model), {}});
+  rows.push_back({"floor", std::make_unique<Floor>(model), {}});
+  for (int round = -2; round < rounds; ++round) {
+    for (Row& row : rows) {
+      const double time = milliseconds(*row.peer);
+      if (round >= 0) row.times.push_back(time);
+    }
+  }
+  int64_t parameters = 0;
+  for (const auto& shape : model.shapes) parameters += c10::multiply_integers(shape);
+  std::printf("%s: %.1f M parameters in %zu tensors\n", model.name.c_str(),
+              static_cast<double>(parameters) / 1e6, model.shapes.size());
+  for (const Row& row : rows) {
+    std::vector<double> ratios;
+    for (std::size_t i = 0; i < row.times.size(); ++i) {
+      ratios.push_back(row.times[i] / rows[0].times[i]);
+    }
+    const double time = median(row.times);
+    std::printf("  %-7s %9.3f ms   x%6.2f of mezzo's   (best %.3f ms)\n", row.name, time,
+                median(ratios), *std::min_element(row.times.begin(), row.times.end()));
+  }
+  const double bytes = 36.0 * static_cast<double>(parameters);
+  std::printf("  mezzo moves 36 bytes a parameter at %.1f GB/s\n",
+              bytes / median(rows[0].times) / 1e6);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 15;
+  std::printf("%d threads, isa %d, %d rounds\n", at::get_num_threads(),
+              static_cast<int>(mezzo::detail::best_isa()), rounds);
+  compare(optim_bench::bert("encoder", 30522, 6, 384), rounds);
+  compare(optim_bench::tiny_tensors(2000, 64), rounds * 5);
+  compare(optim_bench::tiny_tensors(2000, 1000), rounds * 5);
+  compare(optim_bench::bert("BERT-base", 30522, 12, 768), rounds);
+  return 0;
+}

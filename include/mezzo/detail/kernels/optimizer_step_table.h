@@ -1,0 +1,121 @@
+#pragma once
+
+#include <mezzo/detail/kernels/step_span.h>
+#include <mezzo/version.h>
+
+#include <c10/core/ScalarType.h>
+#include <c10/macros/Macros.h>
+
+#include <cstdint>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// One parameter's part of a step on a device.
+struct StepRow {
+  StepSpan span;
+  float* count;  ///< how many steps were applied so far, on the device; null where none are counted
+  int group;     ///< whose constants hold
+  bool variant;  ///< amsgrad, momentum: which of an optimizer's two loops
+  at::ScalarType parameter_dtype;
+  at::ScalarType gradient_dtype;
+};
+
+/// Where the device finds what the host does not know. Null: no scale, no check, no clipping.
+struct StepInputs {
+  const float* inv_scale = nullptr;
+  const float* found_inf = nullptr;
+  const double* sum_of_squares = nullptr;
+  double max_norm = 0;
+  bool clear = false;
+};
+
+/// What one block of a kernel works on.
+struct StepSlice {
+  StepSpan span;
+  const float* count;
+  int group;
+  int64_t begin;
+  int64_t end;
+};
+
+/// The numbers of a parameter group.
+template <class Constants>
+struct StepGroup {
+  Constants constants;
+  double lr;
+};
+
+/// The parameters of one kernel launch, of one pair of dtypes, cut into blocks. It travels by value
+/// as the kernel's argument: nothing is copied to the device, and a CUDA graph keeps its own.
+template <class Constants, int kRows>
+class StepTable {
+ public:
+  static constexpr int kCapacity = kRows;
+  static constexpr int kGroups = 8;
+
+  explicit StepTable(int64_t elements_per_block) : elements_per_block_(elements_per_block) {}
+
+  bool empty() const { return rows_ == 0; }
+  int64_t blocks() const { return empty() ? 0 : end_block_[rows_ - 1]; }
+
+  /// False if there is no room for the row and its group; launch, clear and push it again.
+  bool push_back(const StepRow& row, const StepGroup<Constants>& group) {
+    const bool is_new = rows_ == 0 || row.group != last_group_;
+    if (rows_ == kCapacity || (is_new && groups_ == kGroups)) return false;
+    if (is_new) group_[groups_++] = group;
+    last_group_ = row.group;
+    const int64_t own = (row.span.count + elements_per_block_ - 1) / elements_per_block_;
+    end_block_[rows_] = blocks() + own;
+    span_[rows_] = row.span;
+    count_[rows_] = row.count;
+    group_of_[rows_] = groups_ - 1;
+    ++rows_;
+    return true;
+  }
+
+  void clear() { rows_ = groups_ = 0; }
+
+  C10_HOST_DEVICE const StepGroup<Constants>& group(int index) const { return group_[index]; }
+  C10_HOST_DEVICE int rows() const { return rows_; }
+  C10_HOST_DEVICE float* count(int row) const { return count_[row]; }
+
+  C10_HOST_DEVICE StepSlice slice_of(int64_t block) const {
+    int row = 0;  // the first whose end lies beyond the block
+    for (int high = rows_ - 1; row < high;) {
+      const int middle = (row + high) / 2;
+      if (block < end_block_[middle]) {
+        high = middle;
+      } else {
+        row = middle + 1;
+      }
+    }
+    const int64_t begin = (block - (row == 0 ? 0 : end_block_[row - 1])) * elements_per_block_;
+    const int64_t end = begin + elements_per_block_;
+    const int64_t count = span_[row].count;
+    return {span_[row], count_[row], group_of_[row], begin, end < count ? end : count};
+  }
+
+ private:
+  StepSpan span_[kCapacity];
+  float* count_[kCapacity];
+  int64_t end_block_[kCapacity];  // one past the last block that works on this row
+  int group_of_[kCapacity];
+  StepGroup<Constants> group_[kGroups];
+  int64_t elements_per_block_;
+  int rows_ = 0;
+  int groups_ = 0;
+  int last_group_ = -1;
+};
+
+/// As many rows as the 32,764 bytes hold that CUDA 12.1 allows from sm_70 on.
+template <class Constants>
+using DeviceStepTable = StepTable<Constants, 448>;
+
+/// The kernel's arguments.
+template <class Constants>
+inline constexpr bool kStepArgumentsFit =
+    sizeof(DeviceStepTable<Constants>) + sizeof(StepInputs) <= 32764;
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,93 @@
+/// \file
+/// Lion in one pass, with the rest of a mixed-precision step (unscale, clip, skip, clear) done
+/// while its memory is read and written once.
+#pragma once
+
+#include <mezzo/detail/optim/archive_keys.h>
+#include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/detail/optim/lion_traits.h>
+#include <mezzo/detail/optim/step_count.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/version.h>
+
+#include <torch/arg.h>
+#include <torch/optim/optimizer.h>
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace optim {
+
+/// The paper's names and defaults.
+struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions> {
+  using betas_t = std::tuple<double, double>;
+
+  LionOptions(double lr = 1e-4) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
+
+  /// The length of every parameter's step: a third to a tenth of what AdamW would take.
+  TORCH_ARG(double, lr) = 1e-4;
+  /// How much of the running mean is in a step's direction, and how much of it a step keeps; in
+  /// [0, 1).
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
+  /// Parameters shrink by lr * weight_decay a step, whatever the gradient.
+  TORCH_ARG(double, weight_decay) = 0;
+
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override {
+    lr_ = detail::read_key<double>(archive, "lr");
+    betas_ = detail::read_key<betas_t>(archive, "betas");
+    weight_decay_ = detail::read_key<double>(archive, "weight_decay");
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("lr", c10::IValue(lr_));
+    archive.write("betas", c10::IValue(betas_));
+    archive.write("weight_decay", c10::IValue(weight_decay_));
+  }
+  double get_lr() const override { return lr(); }
+  void set_lr(const double lr) override { this->lr(lr); }
+};
+
+/// What Lion remembers about a parameter: `exp_avg()`, of its shape and dtype, and `step()`, how
+/// many steps were applied, which waits for the device, if that is not the CPU.
+struct LionParamState : public torch::optim::OptimizerCloneableParamState<LionParamState> {
+  TORCH_ARG(at::Tensor, exp_avg);
+
+ public:
+  int64_t step() const { return count_.value(); }
+  LionParamState& step(int64_t step) {
+    count_.set(step);
+    return *this;
+  }
+  detail::StepCount& count() noexcept { return count_; }
+
+  void serialize(torch::serialize::InputArchive& archive) override {
+    count_.set(detail::read_key<int64_t>(archive, "step"));
+    detail::read_tensor_if_there(archive, "exp_avg", exp_avg_);
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("step", c10::IValue(step()));
+    detail::write_tensor_if_defined(archive, "exp_avg", exp_avg_);
+  }
+
+ private:
+  detail::StepCount count_;
+};
+
+/// Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023) with decoupled weight
+/// decay: one moment, and 20 bytes a parameter to AdamW's 28. All that AdamW's page
+/// (mezzo/optim/adamw.h) says of dtypes, layouts, groups and threads holds here; on CUDA it needs
+/// the target mezzo::cuda, for ATen has no kernel of it.
+class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions, LionParamState>> {
+ public:
+  /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1)
+  explicit Lion(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                const LionOptions& defaults = {})
+      : ElementwiseOptimizer(groups, defaults) {}
+  explicit Lion(std::vector<at::Tensor> parameters, const LionOptions& defaults = {})
+      : Lion({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+};
+
+}  // namespace optim
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
