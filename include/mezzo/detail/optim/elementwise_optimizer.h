@@ -398,7 +398,11 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     Prepared prepared;
     std::vector<AtenCall> calls;
     std::vector<StepCount*> counts;
-    for (const Participant& one : all) add_to_call(one, calls, counts, prepared.copies);
+    // ATen's kernels write unscaled gradients back: one that is shared would be unscaled twice.
+    const bool copies_gradients = verdict.grad_scale.has_value() && shares_gradients(all);
+    for (const Participant& one : all) {
+      add_to_call(one, copies_gradients, calls, counts, prepared.copies);
+    }
     count_on_device(device, counts, verdict, [&](const std::vector<at::Tensor>& after) {
       auto next = after.begin();
       for (AtenCall& call : calls) {
@@ -429,7 +433,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   }
 
   /// Participants come group by group, and so do those of a call.
-  void add_to_call(const Participant& one, std::vector<AtenCall>& calls,
+  void add_to_call(const Participant& one, bool copies_gradient, std::vector<AtenCall>& calls,
                    std::vector<StepCount*>& counts,
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
     const at::Tensor parameter = dense_parameter(*one.parameter);
@@ -440,7 +444,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     if (!joins) calls.push_back({one.options, {}});
     AtenLists& lists = calls.back().lists;
     lists.parameters.push_back(parameter);
-    lists.gradients.push_back(in_layout_of(parameter, one.gradient.to(parameter.scalar_type())));
+    const at::Tensor gradient = copies_gradient ? one.gradient.clone() : one.gradient;
+    lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
     if (!Traits::has_state(*one.options)) return;
     State& state = state_of(*one.parameter);
     counts.push_back(&Traits::count(state));
