@@ -38,6 +38,7 @@ class BucketedGradients;
 ///   for (auto& batch : *loader) {
 ///     buckets.zero_grad();                            // or the model's, or the optimizer's
 ///     loss(model, batch).backward();
+///     buckets.collect();
 ///     for (auto& bucket : buckets.buckets()) all_reduce(bucket.flat);
 ///     auto summary = buckets.summarize(inv_scale);    // one read; no host sync
 ///   }
@@ -106,8 +107,8 @@ class GradBuckets {
   /// element in its gradient's memory. Never uses what hooks have read.
   GradientStatistics statistics(const at::Tensor& inv_scale, at::ScalarType low_precision);
 
-  /// As `Module::zero_grad`: undefines all gradients, or with `false` sets them to zero (flat: one
-  /// fill a bucket, and every parameter that requires grad has a gradient then).
+  /// As `Module::zero_grad`: undefines all gradients, or with `false` sets those that there are
+  /// to zero (flat: one fill a bucket).
   void zero_grad(bool set_to_none = true);
 
   /// Groups the parameters anew, in the order in which the last backward pass made their gradients
@@ -134,8 +135,8 @@ class GradBuckets {
   /// survives. Should all micro-batches of a step be bad, the last one's gradients stay, so that
   /// the step's own check finds them (begin with `zero_grad()`: gradients of zero count as
   /// accumulated). Flat storage only: the buffer holds what is accumulated, and the micro-batch's
-  /// gradients are autograd's own, 4 bytes a float parameter more. If `backward` throws, what was
-  /// accumulated is put back.
+  /// gradients are autograd's own, 4 bytes a float parameter more. If `backward` throws, or leaves
+  /// a gradient that cannot be accumulated, what was accumulated is put back.
   ///
   /// \returns a bool of one element: whether it was dropped. On the CPU if all parameters are
   /// there; otherwise on the first parameter's device, with no host sync (a parameter of which only

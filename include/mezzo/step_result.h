@@ -62,8 +62,9 @@ class StepResult {
   float scale() const { return slot_->outcome().scale; }
 
   /// The 2-norm of all gradients, unscaled and not yet clipped, from a step that had to know it:
-  /// with an optimizer of mezzo's or a `max_norm`. Inf or NaN where an inf was found. May wait for
-  /// the device.
+  /// with an optimizer of mezzo's or a `max_norm`; from a disabled scaler only with a `max_norm`,
+  /// and not where an optimizer of mezzo's clips on a device. Inf or NaN where an inf was found.
+  /// May wait for the device.
   std::optional<double> grad_norm() const { return slot_->outcome().grad_norm; }
 
   /// What `optimizer.step` returned, none when it was skipped. torch::optim returns an undefined

@@ -114,6 +114,19 @@ TEST_F(MicroBatch, PutsBackWhatWasAccumulatedIfBackwardThrows) {
   expect_all(a_.grad(), 2);
 }
 
+TEST_F(MicroBatch, PutsBackWhatWasAccumulatedIfAGradientCannotBe) {
+  EXPECT_FALSE(run(1, 2));
+  EXPECT_THROW(buckets_.micro_batch([&] {
+    (a_ * 7).sum().backward();
+    b_.mutable_grad() = torch::ones({2});
+  }),
+               c10::Error);
+  expect_all(a_.grad(), 1);
+  expect_all(b_.grad(), 2);
+  EXPECT_FALSE(run(1, 2));
+  expect_all(a_.grad(), 2);
+}
+
 TEST_F(MicroBatch, TakesSparseGradients) {
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
   GradBuckets buckets({embedding->weight}, GradBucketsOptions().storage(GradStorage::flat));

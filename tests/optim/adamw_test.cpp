@@ -342,6 +342,31 @@ TEST(AdamWErrors, RefuseAParameterThatIsGivenTwice) {
         AdamW({x, torch::ones({1}), x});
       },
       ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")));
+  AdamW optimizer({x}, AdamWOptions(0.1));
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup({x}));
+  x.mutable_grad() = torch::ones({4});
+  EXPECT_THAT([&] { optimizer.step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")));
+  EXPECT_TRUE(torch::equal(x, torch::ones({4})));
+}
+
+TEST(AdamWErrors, RefuseParametersThatShareMemory) {
+  const auto x = torch::ones({8});
+  EXPECT_THAT(
+      [&] {
+        AdamW({x.narrow(0, 0, 5), x.narrow(0, 4, 4)});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("two parameters share memory")));
+  EXPECT_NO_THROW(AdamW({x.narrow(0, 0, 4), x.narrow(0, 4, 4)}));
+  EXPECT_NO_THROW(AdamW({at::_lazy_clone(x), at::_lazy_clone(x), torch::ones({0})}));
+  const auto expanded = torch::ones({1}).expand({4});
+  const auto y = torch::ones({4});
+  AdamW optimizer({y, expanded}, AdamWOptions(0.1));
+  y.mutable_grad() = torch::ones({4});
+  expanded.mutable_grad() = torch::ones({4});
+  EXPECT_THAT([&] { optimizer.step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("are the same memory")));
+  EXPECT_TRUE(torch::equal(y, torch::ones({4})));
 }
 
 TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {

@@ -87,6 +87,19 @@ TEST(AtenStep, GivesWhatMezzosKernelsGiveForSgd) {
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
 }
 
+TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
+  const auto gradient = torch::full({3}, 8.0F);
+  const auto x = torch::ones({3});
+  const auto y = torch::ones({3});
+  x.mutable_grad() = gradient;
+  y.mutable_grad() = gradient;
+  mezzo::optim::SGD optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
+  const auto number = [](double value) { return torch::full({}, value, torch::kFloat); };
+  optimizer.fused_step_with_aten({{{number(0.125), number(0), torch::Tensor()}}, {}});
+  EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
+  EXPECT_TRUE(torch::equal(y, x));
+}
+
 TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
   const auto x = torch::ones({2});
   x.mutable_grad() = torch::ones({2});

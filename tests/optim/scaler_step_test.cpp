@@ -146,6 +146,11 @@ TEST_F(FusedStep, TellsWhatBecameOfIt) {
   EXPECT_FALSE(result.found_inf());
   EXPECT_EQ(result.scale(), 1024.0F);
   EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
+  ASSERT_TRUE(result.value().has_value()) << "as from any optimizer's step without closure";
+  EXPECT_FALSE(result.value()->defined());
+  scaler_.update();
+  set_gradient({3, kInfinity});
+  EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).value().has_value());
 }
 
 TEST_F(FusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
@@ -193,6 +198,28 @@ TEST_F(FusedStep, LeavesGradientsScaledUnlessAskedToClearThem) {
   set_gradient({3, 4});
   scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(torch::equal(x_.grad(), torch::tensor({3072.0F, 4096.0F})));
+}
+
+// A thread that cleared one before another thread read it would lose half of the step.
+TEST_F(FusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
+  const std::vector<torch::Tensor> all{torch::ones({40000}).requires_grad_(),
+                                       torch::ones({40000}).requires_grad_()};
+  const auto gradient = torch::full({40000}, 1024.0F);
+  for (const auto& one : all) one.mutable_grad() = gradient;
+  AdamW optimizer(all, AdamWOptions(0.1));
+  EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).ran());
+  EXPECT_TRUE(torch::equal(all[0], all[1]));
+  EXPECT_NEAR(all[1][39999].item<double>(), 0.899, 1e-6);
+  EXPECT_EQ(gradient.abs().max().item<float>(), 0.0F);
+}
+
+TEST_F(FusedStep, ClearsGradientsWhoseElementsShareMemory) {
+  const auto y = torch::ones({5}).requires_grad_();
+  y.mutable_grad() = torch::full({1}, 1024.0F).expand({5});
+  AdamW optimizer({y}, AdamWOptions(0.1));
+  EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).ran());
+  EXPECT_TRUE(torch::allclose(y, torch::full({5}, 0.899F)));
+  EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({5})));
 }
 
 TEST_F(FusedStep, ChecksOnceMoreAfterUnscale) {
@@ -262,7 +289,9 @@ TEST_F(FusedStep, ADisabledScalerClipsClearsAndSteps) {
   x_.mutable_grad() = torch::tensor({3.0F, 4.0F});
   torch::optim::AdamW theirs({y}, torch::optim::AdamWOptions(0.1).eps(1.0).weight_decay(0));
   AdamW ours({x_}, AdamWOptions(0.1).eps(1.0).weight_decay(0));
-  EXPECT_TRUE(disabled.step(ours, {.max_norm = 1.0, .zero_grad = true}).ran());
+  const auto result = disabled.step(ours, {.max_norm = 1.0, .zero_grad = true});
+  EXPECT_TRUE(result.ran());
+  EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
   EXPECT_TRUE(disabled.step(theirs, {.max_norm = 1.0, .zero_grad = true}).ran());
   EXPECT_TRUE(torch::allclose(x_, y));
   EXPECT_NEAR(x_[0].item<double>(), -0.1 * 0.6 / 1.6, 1e-6);

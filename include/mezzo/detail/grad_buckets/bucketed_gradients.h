@@ -81,6 +81,8 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   GradientSummary summarize_on_cuda(const GradientsToRead& to_read, const at::Tensor& inv_scale);
 
   // Micro-batches (bucketed_gradients_micro_batch.h)
+  class AccumulatesOnly;
+  void check_micro_batch(const std::vector<at::Tensor>& accumulated, bool on_host) const;
   std::vector<at::Device> devices() const;
   at::Tensor any_bad(const at::TensorOptions& flag) const;
   at::Tensor accumulate(std::vector<at::Tensor>& accumulated);

@@ -40,10 +40,6 @@ inline at::Tensor accumulated_on_device(const at::Tensor& accumulated, const at:
   if (!gradient.defined() && !accumulated.defined()) return {};
   const at::Tensor before = accumulated.defined() ? accumulated : at::zeros_like(gradient);
   const at::Tensor own = gradient.defined() ? gradient : at::zeros_like(accumulated);
-  TORCH_CHECK(
-      !before.is_sparse() && !own.is_sparse(),
-      "micro_batch: a sparse gradient cannot be dropped without asking the device; give its "
-      "parameter a GradBuckets of its own on the CPU, or dense gradients");
   const at::Tensor if_bad = at::where(holds_bad, own, before);
   const at::Tensor if_good = at::where(holds_bad, own, before.add(own));
   const at::Tensor result = at::where(is_bad, if_bad, if_good);
@@ -54,6 +50,19 @@ inline at::Tensor accumulated_on_device(const at::Tensor& accumulated, const at:
 inline at::Tensor flag_on(at::Device device, const at::Tensor& flag) {
   return flag.to(device, at::kBool, /*non_blocking=*/!device.is_cpu());
 }
+
+class BucketedGradients::AccumulatesOnly {
+ public:
+  explicit AccumulatesOnly(BucketedGradients& buckets) : buckets_(buckets) {
+    buckets_.add_accumulate_only(1);
+  }
+  ~AccumulatesOnly() { buckets_.add_accumulate_only(-1); }
+  AccumulatesOnly(const AccumulatesOnly&) = delete;
+  AccumulatesOnly& operator=(const AccumulatesOnly&) = delete;
+
+ private:
+  BucketedGradients& buckets_;
+};
 
 inline at::Tensor BucketedGradients::micro_batch(const std::function<void()>& backward) {
   TORCH_CHECK(is_flat(), "micro_batch needs flat storage: the buffer holds what is accumulated");
@@ -71,20 +80,33 @@ inline at::Tensor BucketedGradients::micro_batch(const std::function<void()>& ba
       slots_[i].parameter.mutable_grad() = accumulated[i];
     }
   };
-  add_accumulate_only(1);
+  at::Tensor is_bad;
   try {
+    const AccumulatesOnly only(*this);
     backward();
+    const c10::NoGradGuard no_grad;
+    is_bad = accumulate(accumulated);
   } catch (...) {
-    add_accumulate_only(-1);
     put_back();
     throw;
   }
-  add_accumulate_only(-1);
-  const c10::NoGradGuard no_grad;
-  at::Tensor is_bad = accumulate(accumulated);
   put_back();
   collect();
   return is_bad;
+}
+
+/// \throws c10::Error before anything is accumulated, if something cannot be
+inline void BucketedGradients::check_micro_batch(const std::vector<at::Tensor>& accumulated,
+                                                 bool on_host) const {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const at::Tensor& gradient = slots_[i].gradient();
+    if (gradient.defined()) check_gradient(slots_[i], i);
+    const bool is_sparse = (gradient.defined() && gradient.is_sparse()) ||
+                           (accumulated[i].defined() && accumulated[i].is_sparse());
+    TORCH_CHECK(on_host || !is_sparse,
+                "micro_batch: a sparse gradient cannot be dropped without asking the device; give "
+                "its parameter a GradBuckets of its own on the CPU, or dense gradients");
+  }
 }
 
 inline std::vector<at::Device> BucketedGradients::devices() const {
@@ -116,6 +138,9 @@ inline at::Tensor BucketedGradients::any_bad(const at::TensorOptions& flag) cons
 inline at::Tensor BucketedGradients::accumulate(std::vector<at::Tensor>& accumulated) {
   const auto device = parameters_.empty() ? at::Device(at::kCPU) : parameters_.front().device();
   const auto flag = at::TensorOptions().device(device).dtype(at::kBool);
+  const std::vector<at::Device> all = devices();
+  const bool on_host = all.empty() || (all.size() == 1 && all.front().is_cpu());
+  check_micro_batch(accumulated, on_host);
   const at::Tensor is_bad = any_bad(flag);
   bool has_any = false;
   for (const at::Tensor& gradient : accumulated) has_any |= gradient.defined();
@@ -123,8 +148,6 @@ inline at::Tensor BucketedGradients::accumulate(std::vector<at::Tensor>& accumul
   const at::Tensor holds_bad = !has_any               ? at::ones({}, flag)
                                : holds_bad_.defined() ? holds_bad_
                                                       : at::zeros({}, flag);
-  const std::vector<at::Device> all = devices();
-  const bool on_host = all.empty() || (all.size() == 1 && all.front().is_cpu());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const at::Tensor& gradient = slots_[i].gradient();
     const at::Device own_device = slots_[i].parameter.device();

@@ -118,6 +118,7 @@ struct HostSummary {
   StepOutcome outcome(bool ran) const {
     StepOutcome outcome{.ran = ran, .found_inf = found_inf, .scale = scale};
     if (has_sum) outcome.grad_norm = std::sqrt(sum_of_squares);
+    if (ran) outcome.value = at::Tensor();  // what a step without closure returns
     return outcome;
   }
 };
@@ -153,7 +154,10 @@ inline StepResult step_without_scale(torch::optim::Optimizer& optimizer,
     if (!summaries.empty()) combine(summaries, checks);
   }
   if (fused != nullptr) {
+    const bool is_known = !summaries.empty() && summaries.front().sum_of_squares.is_cpu();
+    if (is_known) outcome.grad_norm = std::sqrt(summaries.front().sum_of_squares.item<double>());
     fused->fused_step({verdicts_of(summaries), options});
+    outcome.value = at::Tensor();
     return StepResult(std::move(outcome));
   }
   if (!summaries.empty()) {

@@ -52,10 +52,12 @@ class Letter {
 
   StepOutcome outcome() const {
     const bool found_inf = *found_inf_.const_data_ptr<float>() != 0.0F;
-    return {.ran = !found_inf,
-            .found_inf = found_inf,
-            .scale = *scale_.const_data_ptr<float>(),
-            .grad_norm = std::sqrt(*sum_of_squares_.const_data_ptr<double>())};
+    StepOutcome outcome{.ran = !found_inf,
+                        .found_inf = found_inf,
+                        .scale = *scale_.const_data_ptr<float>(),
+                        .grad_norm = std::sqrt(*sum_of_squares_.const_data_ptr<double>())};
+    if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
+    return outcome;
   }
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
 

@@ -5,6 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -39,6 +41,37 @@ inline at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& tensor)
 inline at::Tensor dense_parameter(const at::Tensor& parameter) {
   if (parameter.is_non_overlapping_and_dense() && is_plain(parameter)) return parameter;
   return parameter.detach().clone(at::MemoryFormat::Contiguous);
+}
+
+/// Whether two of the tensors lie in the same bytes, or, for tensors with gaps, may do so. Lazy
+/// copies do not, until they are written.
+inline bool may_overlap(const std::vector<at::Tensor>& tensors) {
+  struct Range {
+    const c10::StorageImpl* storage;
+    int64_t begin;
+    int64_t end;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0 || !tensor.has_storage()) continue;
+    int64_t last = 0;
+    for (int64_t dimension = 0; dimension < tensor.dim(); ++dimension) {
+      last += (tensor.size(dimension) - 1) * tensor.stride(dimension);
+    }
+    const auto element_size = static_cast<int64_t>(tensor.element_size());
+    const int64_t begin = tensor.storage_offset() * element_size;
+    ranges.push_back(
+        {tensor.storage().unsafeGetStorageImpl(), begin, begin + (last + 1) * element_size});
+  }
+  const auto is_before = [](const Range& a, const Range& b) {
+    return std::pair(a.storage, a.begin) < std::pair(b.storage, b.begin);
+  };
+  std::sort(ranges.begin(), ranges.end(), is_before);
+  const auto touch = [](const Range& a, const Range& b) {
+    return a.storage == b.storage && b.begin < a.end;
+  };
+  return std::adjacent_find(ranges.begin(), ranges.end(), touch) != ranges.end();
 }
 
 }  // namespace detail

@@ -8,6 +8,7 @@
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
@@ -115,17 +116,26 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     return *options;
   }
 
-  /// Two threads would step the same memory at once.
-  void refuse_duplicates() const {
+  /// Two threads would step the same memory at once. Looks again when there are more parameters.
+  void refuse_duplicates() {
+    std::size_t number = 0;
+    for (const auto& group : param_groups_) number += group.params().size();
+    if (number == checked_parameters_) return;
     std::vector<const void*> parameters;
+    std::vector<at::Tensor> dense;
     for (const auto& group : param_groups_) {
       for (const at::Tensor& parameter : group.params()) {
         parameters.push_back(parameter.unsafeGetTensorImpl());
+        const bool is_dense = parameter.layout() == at::kStrided;
+        if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
       }
     }
     std::sort(parameters.begin(), parameters.end());
     TORCH_CHECK(std::adjacent_find(parameters.begin(), parameters.end()) == parameters.end(),
                 Traits::kName, ": a parameter is given twice; give each once, tied ones too");
+    TORCH_CHECK(!may_overlap(dense), Traits::kName,
+                ": two parameters share memory; give one tensor for what is tied");
+    checked_parameters_ = number;
   }
 
   struct DeviceParticipants {
@@ -134,7 +144,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   };
 
   /// All is checked before anything is written.
-  std::vector<DeviceParticipants> participants_by_device() const {
+  std::vector<DeviceParticipants> participants_by_device() {
+    refuse_duplicates();
     std::vector<DeviceParticipants> all;
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       const Options& options = options_of(group);
@@ -172,6 +183,9 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     TORCH_CHECK(gradient.sizes() == parameter.sizes(), Traits::kName,
                 ": a parameter has the shape ", parameter.sizes(), " and its gradient ",
                 gradient.sizes());
+    TORCH_CHECK(at::has_internal_overlap(parameter) != at::MemOverlap::Yes, Traits::kName,
+                ": several elements of a parameter of the shape ", parameter.sizes(),
+                " are the same memory, as expand() makes them; give the tensor that was expanded");
     const auto run =
         Traits::step_function(options, parameter.scalar_type(), gradient.scalar_type());
     TORCH_CHECK(run != nullptr, Traits::kName, " takes parameters of float, double, bfloat16 and ",
@@ -236,10 +250,30 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     }
     Prepared prepared;
     prepared.tasks.reserve(all.size());
-    for (const Participant& one : all) prepare(one, clear, prepared);
-    run_step_cpu(prepared.tasks, {*factor, clear});
-    for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+    const bool clears_on_the_way = clear && !shares_gradients(all);
+    for (const Participant& one : all) prepare(one, clears_on_the_way, prepared);
+    run_step_cpu(prepared.tasks, {*factor, clears_on_the_way});
+    finish(all, clear && !clears_on_the_way, prepared);
     for (auto& [count, value] : prepared.counts) count->set(value);
+  }
+
+  /// Then no gradient may be cleared before all are read.
+  static bool shares_gradients(const std::vector<Participant>& all) {
+    std::vector<at::Tensor> gradients;
+    gradients.reserve(all.size());
+    for (const Participant& one : all) gradients.push_back(one.gradient);
+    return may_overlap(gradients);
+  }
+
+  struct Prepared;
+
+  /// What could not be done on the way.
+  static void finish(const std::vector<Participant>& all, bool clear_all,
+                     const Prepared& prepared) {
+    for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+    for (const at::Tensor& gradient : prepared.uncleared) gradient.zero_();
+    if (!clear_all) return;
+    for (const Participant& one : all) one.gradient.zero_();
   }
 
   /// What a step on the CPU is made of.
@@ -247,6 +281,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     std::vector<Task> tasks;
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (what has gaps, its dense copy)
     std::vector<at::Tensor> gradients;                      // kept alive; some are copies
+    std::vector<at::Tensor> uncleared;                      // those that were copied, if to clear
     std::vector<std::pair<StepCount*, int64_t>> counts;     // what they are after the step
     const Options* options = nullptr;  // whose coefficients are those of the last task
     int64_t count = 0;
@@ -273,9 +308,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     const at::Tensor parameter = dense_parameter(*one.parameter);
     if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
     const at::Tensor gradient = in_layout_of(parameter, one.gradient);
-    if (clear && !gradient.is_same(one.gradient)) {
-      prepared.copies.emplace_back(one.gradient, gradient);
-    }
+    if (clear && !gradient.is_same(one.gradient)) prepared.uncleared.push_back(one.gradient);
     StepSpan span{
         parameter.mutable_data_ptr(),
         clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
@@ -313,7 +346,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 #ifdef MEZZO_WITH_CUDA
   void step_on_cuda(const std::vector<Participant>& all, const optim::FusedStep& step) {
     const at::Device device = all.front().parameter->device();
-    const StepInputs inputs = step_inputs(verdict_on(device, step), step.options);
+    StepInputs inputs = step_inputs(verdict_on(device, step), step.options);
+    inputs.clear = inputs.clear && !shares_gradients(all);
     Prepared prepared;
     std::vector<StepRow> rows;
     std::vector<StepGroup<Constants>> groups;
@@ -337,7 +371,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
       rows[i].count = (next++)->template mutable_data_ptr<float>();
     }
     Traits::cuda_step(device, rows, groups, inputs);
-    for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+    finish(all, step.options.zero_grad && !inputs.clear, prepared);
   }
 
   static StepInputs step_inputs(const optim::DeviceVerdict* verdict, const StepOptions& options) {
@@ -364,7 +398,11 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     Prepared prepared;
     std::vector<AtenCall> calls;
     std::vector<StepCount*> counts;
-    for (const Participant& one : all) add_to_call(one, calls, counts, prepared.copies);
+    // ATen's kernels write unscaled gradients back: one that is shared would be unscaled twice.
+    const bool copies_gradients = verdict.grad_scale.has_value() && shares_gradients(all);
+    for (const Participant& one : all) {
+      add_to_call(one, copies_gradients, calls, counts, prepared.copies);
+    }
     count_on_device(device, counts, verdict, [&](const std::vector<at::Tensor>& after) {
       auto next = after.begin();
       for (AtenCall& call : calls) {
@@ -395,7 +433,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   }
 
   /// Participants come group by group, and so do those of a call.
-  void add_to_call(const Participant& one, std::vector<AtenCall>& calls,
+  void add_to_call(const Participant& one, bool copies_gradient, std::vector<AtenCall>& calls,
                    std::vector<StepCount*>& counts,
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
     const at::Tensor parameter = dense_parameter(*one.parameter);
@@ -406,7 +444,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     if (!joins) calls.push_back({one.options, {}});
     AtenLists& lists = calls.back().lists;
     lists.parameters.push_back(parameter);
-    lists.gradients.push_back(in_layout_of(parameter, one.gradient.to(parameter.scalar_type())));
+    const at::Tensor gradient = copies_gradient ? one.gradient.clone() : one.gradient;
+    lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
     if (!Traits::has_state(*one.options)) return;
     State& state = state_of(*one.parameter);
     counts.push_back(&Traits::count(state));
@@ -414,6 +453,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
       lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(state, k, parameter));
     }
   }
+
+  std::size_t checked_parameters_ = 0;  // how many there were when they were last compared
 };
 
 }  // namespace detail
