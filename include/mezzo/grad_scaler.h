@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/loss_scale.h>
+#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/step_result.h>
 #include <mezzo/version.h>
 
@@ -14,14 +15,18 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <mezzo/detail/grad_scaler/device_copies.h>
+#include <mezzo/detail/grad_scaler/fused_step.h>
 #include <mezzo/detail/grad_scaler/optimizer_records.h>
 #include <mezzo/detail/grad_scaler/scaled_outputs.h>
+#include <mezzo/detail/grad_scaler/step_mailbox.h>
 
 namespace torch::serialize {
 class InputArchive;
@@ -139,11 +144,26 @@ class GradScaler {
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Calls `unscale_` unless that has been done, then `optimizer.step(args...)` unless an inf or
-  /// NaN was found. Waits for the device to know which. \throws c10::Error when called twice in an
-  /// iteration, before any `scale`, when no parameter has
-  ///   a gradient, or when given a closure while enabled
+  /// NaN was found. Waits for the device to know which; with an optimizer of mezzo's it is the step
+  /// below. \throws c10::Error when called twice in an iteration, before any `scale`, when no
+  ///   parameter has a gradient, or when given a closure while enabled
   template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
-  StepResult step(OptimizerType& optimizer, Args&&... args);
+  requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> || ...)) StepResult
+      step(OptimizerType& optimizer, Args&&... args);
+
+  /// The same in fewer passes, and with clipping: `scaler.step(optimizer, {.max_norm = 1.0})`.
+  ///
+  /// With an optimizer of mezzo's the gradients are read once, for an inf and for their norm, and
+  /// once more by the step, which multiplies them by inverse scale and clip coefficient on their
+  /// way; they are not written, unless to clear them. The step is decided on the device: nothing
+  /// waits, the result is ready some time later, and the line about a skip may come some steps
+  /// late. With any other optimizer the second pass unscales and clips in place, and the host waits
+  /// once.
+  ///
+  /// After `unscale_` gradients are checked once more (see `recheck`) and not unscaled again. A
+  /// disabled scaler clips, clears and steps whatever the gradients are.
+  /// \throws c10::Error as above, or unless max_norm is positive
+  StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options);
 
   /// Ends the iteration: the next scale, from what the checks found; forgets the optimizers.
   /// No host sync, unless a step was skipped and a callback wants to know the new scale.
@@ -193,9 +213,13 @@ class GradScaler {
  private:
   using StepFunction = std::function<at::Tensor()>;
 
+  detail::OptimizerRecord& record_to_step(const torch::optim::Optimizer& optimizer);
   StepResult step_if_finite(torch::optim::Optimizer& optimizer, const StepFunction& step);
+  StepResult step_fused(optim::FusedOptimizer& optimizer, const StepOptions& options);
+  StepResult step_unfused(torch::optim::Optimizer& optimizer, const StepOptions& options);
   void unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
-  StepOutcome read_checks(const detail::OptimizerRecord& record) const;
+  std::vector<detail::DeviceSummary> summarize_into(detail::OptimizerRecord& record,
+                                                    const torch::optim::Optimizer& optimizer);
   void require_scale(const char* call) const;
   void create_scale(at::Device device);
   const at::Tensor& scale_on(at::Device device);
@@ -221,6 +245,11 @@ class GradScaler {
   at::Tensor hysteresis_left_;
   detail::OptimizerRecords records_;
 
+  // Of steps that a device decides.
+  detail::StepMailbox mailbox_;
+  std::vector<std::shared_ptr<detail::Letter>> letters_;  // this iteration's
+  detail::PendingLines pending_lines_;
+
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::OutputArchive>
   friend Archive& operator<<(Archive& archive, const GradScaler& scaler);
@@ -241,3 +270,4 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 #include <mezzo/detail/grad_scaler/grad_scaler_impl.h>   // IWYU pragma: export
 #include <mezzo/detail/grad_scaler/grad_scaler_state.h>  // IWYU pragma: export
+#include <mezzo/detail/grad_scaler/grad_scaler_step.h>   // IWYU pragma: export

@@ -17,6 +17,8 @@ struct StepOutcome {
   bool ran = false;        ///< whether `optimizer.step` was called
   bool found_inf = false;  ///< whether a gradient was inf or NaN
   float scale = 1.0F;      ///< the loss scale that this step's gradients carried
+  /// The 2-norm of all unscaled gradients before clipping, where a step knows it.
+  std::optional<double> grad_norm = std::nullopt;
   std::optional<at::Tensor> value = std::nullopt;  ///< what `optimizer.step` returned, if it ran
 };
 
@@ -58,6 +60,11 @@ class StepResult {
 
   /// The loss scale that the gradients carried; 1 from a disabled scaler. May wait for the device.
   float scale() const { return slot_->outcome().scale; }
+
+  /// The 2-norm of all gradients, unscaled and not yet clipped, from a step that had to know it:
+  /// with an optimizer of mezzo's or a `max_norm`. Inf or NaN where an inf was found. May wait for
+  /// the device.
+  std::optional<double> grad_norm() const { return slot_->outcome().grad_norm; }
 
   /// What `optimizer.step` returned, none when it was skipped. torch::optim returns an undefined
   /// tensor unless it was given a closure. May wait for the device.

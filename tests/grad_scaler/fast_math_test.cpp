@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/detail/kernels/unscale_loops.h>
 #include <mezzo/loss_scale.h>
 
 #include <array>

@@ -3,14 +3,19 @@
 
 #include <mezzo/detail/kernels/cuda_launch.h>
 #include <mezzo/detail/kernels/dense_gradients.h>
+#include <mezzo/cuda/gradient_summary.cuh>
 #include <mezzo/cuda/unscale.cuh>
 #include <mezzo/cuda/update_scale.cuh>
 
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <type_traits>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
@@ -52,6 +57,79 @@ void unscale_all(const DenseGradients& gradients, const float* inv_scale,
   unscale_dtype<double>(gradients.tensors(), inv_scale, found, stream);
 }
 
+template <class Element>
+bool is_of(const at::Tensor& tensor) {
+  return tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
+}
+
+/// Calls `launch(table)` with the tensors of `Element`'s dtype, as many at a time as a table holds.
+template <class Element, class Table, class Launch>
+void launch_tables(const std::vector<at::Tensor>& tensors,
+                   const std::vector<int64_t>& first_partials, const Launch& launch) {
+  Table table(kSummaryBlock<Element>);
+  const auto launch_table = [&] {
+    launch(table);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    table.clear();
+  };
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_of<Element>(tensors[i]) || tensors[i].numel() == 0) continue;
+    if (table.full()) launch_table();
+    table.push_back(tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i],
+                    static_cast<int32_t>(i));
+  }
+  if (!table.empty()) launch_table();
+}
+
+template <class Element, class Launch>
+void launch_dtype(const std::vector<at::Tensor>& tensors,
+                  const std::vector<int64_t>& first_partials, const Launch& launch) {
+  const auto ours = std::count_if(tensors.begin(), tensors.end(), is_of<Element>);
+  if (ours <= SmallSummaryTable::kCapacity) {
+    launch_tables<Element, SmallSummaryTable>(
+        tensors, first_partials, [&](const auto& table) { launch(Element{}, table); });
+  } else {
+    launch_tables<Element, LargeSummaryTable>(
+        tensors, first_partials, [&](const auto& table) { launch(Element{}, table); });
+  }
+}
+
+/// Calls `launch(Element{}, table)` for all dtypes.
+template <class Launch>
+void launch_dtypes(const std::vector<at::Tensor>& tensors,
+                   const std::vector<int64_t>& first_partials, const Launch& launch) {
+  launch_dtype<float>(tensors, first_partials, launch);
+  launch_dtype<c10::BFloat16>(tensors, first_partials, launch);
+  launch_dtype<c10::Half>(tensors, first_partials, launch);
+  launch_dtype<double>(tensors, first_partials, launch);
+}
+
+/// Where each tensor's partial results begin, and last how many there are.
+std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
+  std::vector<int64_t> offsets{0};
+  for (const at::Tensor& tensor : tensors) {
+    offsets.push_back(offsets.back() + cuda::partial_count(tensor));
+  }
+  return offsets;
+}
+
+template <class Partial>
+at::Tensor new_partials(int64_t count, const at::Tensor& like) {
+  return at::empty({count * static_cast<int64_t>(sizeof(Partial))},
+                   like.options().dtype(at::kByte));
+}
+
+template <class Partial>
+void finish(const at::Tensor& partials, const at::Tensor& inv_scale,
+            const SummaryOutputs& outputs) {
+  const int64_t count = partials.numel() / static_cast<int64_t>(sizeof(Partial));
+  finish_summary_kernel<Partial>
+      <<<1, kFinishThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          static_cast<const Partial*>(partials.const_data_ptr()), count,
+          inv_scale.const_data_ptr<float>(), outputs);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 }  // namespace
 
 __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients,
@@ -65,6 +143,74 @@ __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gra
 __attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients,
                                   const at::Tensor& found_inf) {
   unscale_all(DenseGradients(gradients), nullptr, found_inf);
+}
+
+__attribute__((weak)) int64_t partial_count(const at::Tensor& gradient) {
+  const int64_t bytes = gradient.numel() * static_cast<int64_t>(gradient.element_size());
+  return SmallSummaryTable::blocks_of(bytes, kSummaryBlock<char>);
+}
+
+__attribute__((weak)) int64_t partial_bytes() { return sizeof(GradientPartial); }
+
+__attribute__((weak)) void write_partials_(const std::vector<at::Tensor>& gradients,
+                                           const std::vector<int64_t>& first_partials,
+                                           const at::Tensor& partials) {
+  const c10::cuda::CUDAGuard guard(partials.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  auto* const results = static_cast<GradientPartial*>(partials.mutable_data_ptr());
+  launch_dtypes(gradients, first_partials, [&](auto element, const auto& table) {
+    using Element = decltype(element);
+    using Table = std::remove_cvref_t<decltype(table)>;
+    const auto blocks = static_cast<unsigned>(table.blocks());
+    summary_kernel<Element, Table><<<blocks, kSummaryThreads, 0, stream>>>(table, results);
+  });
+}
+
+__attribute__((weak)) void finish_partials_(const at::Tensor& partials,
+                                            const at::Tensor& inv_scale,
+                                            const at::Tensor& found_inf,
+                                            const at::Tensor& sum_of_squares,
+                                            const at::Tensor& max_abs) {
+  const c10::cuda::CUDAGuard guard(partials.device());
+  finish<GradientPartial>(
+      partials, inv_scale,
+      {found_inf.mutable_data_ptr<float>(), sum_of_squares.mutable_data_ptr<double>(),
+       max_abs.mutable_data_ptr<double>(), nullptr, nullptr, nullptr, nullptr});
+}
+
+__attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
+                                      const at::Tensor& inv_scale, const at::Tensor& found_inf,
+                                      const at::Tensor& sum_of_squares,
+                                      const at::Tensor& max_abs) {
+  const c10::cuda::CUDAGuard guard(inv_scale.device());
+  const std::vector<int64_t> offsets = partial_offsets(gradients);
+  const at::Tensor partials = new_partials<GradientPartial>(offsets.back(), inv_scale);
+  write_partials_(gradients, offsets, partials);
+  finish_partials_(partials, inv_scale, found_inf, sum_of_squares, max_abs);
+}
+
+__attribute__((weak)) void statistics_(const std::vector<at::Tensor>& gradients,
+                                       const at::Tensor& inv_scale, double underflow,
+                                       const std::vector<at::Tensor>& outputs) {
+  const c10::cuda::CUDAGuard guard(inv_scale.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const std::vector<int64_t> offsets = partial_offsets(gradients);
+  const at::Tensor partials = new_partials<StatisticsPartial>(offsets.back(), inv_scale);
+  auto* const results = static_cast<StatisticsPartial*>(partials.mutable_data_ptr());
+  const float* const factor = inv_scale.const_data_ptr<float>();
+  launch_dtypes(gradients, offsets, [&](auto element, const auto& table) {
+    using Element = decltype(element);
+    using Table = std::remove_cvref_t<decltype(table)>;
+    const auto blocks = static_cast<unsigned>(table.blocks());
+    statistics_kernel<Element, Table>
+        <<<blocks, kSummaryThreads, 0, stream>>>(table, factor, underflow, results);
+  });
+  finish<StatisticsPartial>(
+      partials, inv_scale,
+      {outputs[0].mutable_data_ptr<float>(), outputs[1].mutable_data_ptr<double>(),
+       outputs[2].mutable_data_ptr<double>(), outputs[3].mutable_data_ptr<int64_t>(),
+       outputs[4].mutable_data_ptr<int64_t>(), outputs[5].mutable_data_ptr<int64_t>(),
+       outputs[6].mutable_data_ptr<int64_t>()});
 }
 
 __attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor& scale,

@@ -6,7 +6,6 @@
 #include <mezzo/grad_scaler.h>
 
 #include <ATen/ops/full.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -28,16 +27,6 @@ inline std::string python_float(double value) {
   std::string result(text, end);
   if (is_fixed && result.find('.') == std::string::npos) result += ".0";
   return result;
-}
-
-/// A closure in the arguments of `optimizer.step` is refused; no closure, said aloud, is not one.
-template <class Argument>
-void refuse_closure(const Argument& argument) {
-  using LossClosure = torch::optim::Optimizer::LossClosure;
-  if constexpr (std::is_convertible_v<const Argument&, LossClosure>) {
-    TORCH_CHECK(LossClosure(argument) == nullptr,
-                "Closure use is not currently supported if GradScaler is enabled.");
-  }
 }
 
 inline constexpr const char* kNoneHasNoNewScale =
@@ -129,54 +118,6 @@ inline void GradScaler::unscale_into(detail::OptimizerRecord& record,
   record.stage = detail::Stage::unscaled;
 }
 
-template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
-StepResult GradScaler::step(OptimizerType& optimizer, Args&&... args) {
-  const auto call_step = [&]() -> at::Tensor {
-    return optimizer.step(std::forward<Args>(args)...);
-  };
-  if (!enabled_) return StepResult(StepOutcome{.ran = true, .value = call_step()});
-  (detail::refuse_closure(args), ...);
-  return step_if_finite(optimizer, call_step);
-}
-
-inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
-                                             const StepFunction& step) {
-  require_scale("step");
-  detail::OptimizerRecord& record = records_.of(optimizer);
-  TORCH_CHECK(record.stage != detail::Stage::stepped,
-              "step() has already been called since the last update().");
-  if (record.stage == detail::Stage::ready) {
-    unscale_into(record, optimizer);
-  } else if (recheck_) {
-    c10::NoGradGuard no_grad;
-    detail::recheck(detail::gradients_by_device(optimizer, /*allow_fp16=*/true), record.found_inf);
-  }
-  TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
-  StepOutcome outcome = read_checks(record);
-  if (!outcome.found_inf) {
-    outcome.value = step();
-    outcome.ran = true;
-  }
-  if (!outcome.ran) skipped_scale_ = outcome.scale;
-  record.stage = detail::Stage::stepped;
-  return StepResult(std::move(outcome));
-}
-
-// The one place where the host waits: what was found and the scale come over together.
-inline StepOutcome GradScaler::read_checks(const detail::OptimizerRecord& record) const {
-  c10::NoGradGuard no_grad;
-  const at::Device device = scale_.original().device();
-  std::vector<at::Tensor> values{scale_.original()};
-  for (const at::Tensor& found_inf : record.found_inf) {
-    values.push_back(found_inf.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu()));
-  }
-  const at::Tensor on_host = at::stack(values).to(at::kCPU);
-  const float* value = on_host.const_data_ptr<float>();
-  StepOutcome outcome{.scale = value[0]};
-  for (int64_t i = 1; i < on_host.numel(); ++i) outcome.found_inf |= value[i] != 0.0F;
-  return outcome;
-}
-
 inline void GradScaler::update() {
   if (!enabled_) return;
   require_scale("update");
@@ -231,11 +172,19 @@ inline void GradScaler::advance_scale() {
 inline void GradScaler::finish_iteration() {
   records_.clear();
   scale_.drop_copies();
-  if (!skipped_scale_) return;
-  const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
-  if (!on_skip_) return;
-  const SkipCallback tell = on_skip_;  // a copy: it may silence or replace itself
-  tell({.loss_id = loss_id_, .scale = overflowed, .next_scale = scale_.original().item<float>()});
+  const auto letters = std::exchange(letters_, {});
+  const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
+  const auto tell = [&](float scale, float next_scale) {
+    if (callback) callback({.loss_id = loss_id_, .scale = scale, .next_scale = next_scale});
+  };
+  if (skipped_scale_) {
+    const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
+    if (callback) tell(overflowed, scale_.original().item<float>());
+  } else if (!letters.empty() && callback) {
+    letters.back()->send_next_scale(scale_.original());
+    pending_lines_.add(letters);
+  }
+  pending_lines_.poll(tell);
 }
 
 inline void GradScaler::require_scale(const char* call) const {

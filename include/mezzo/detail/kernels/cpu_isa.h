@@ -3,54 +3,43 @@
 #include <mezzo/detail/kernels/cpu_lanes.h>
 #include <mezzo/version.h>
 
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
+#include <cstdint>
 
+// One body, compiled for each instruction set and chosen at run time.
+//
+// A kernel is a class template over the dtypes of its memory (or any types) and, last, its lanes:
+//
+//   template <class Element, class Lanes>
+//   struct UnscaleKernel {
+//     C10_ALWAYS_INLINE static bool run(void* data, int64_t count, float inv_scale);
+//   };
+//   bool (*unscale)(void*, int64_t, float) = cpu_kernel<UnscaleKernel, float>(best_isa());
+//
+// `run` and all that it calls are C10_ALWAYS_INLINE, or they would be compiled for the caller's
+// target; its arguments are no vectors. The lanes are those of the first type, ScalarLanes<Element>
+// or VectorLanes<Element, bytes>; `Lanes::template Like<Other>` are as many of another dtype.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// scalar: no vectors. vector128: what the caller's flags allow. avx2: with FMA.
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 
-/// The loops for one dtype and one instruction set.
-struct UnscaleLoops {
-  bool (*unscale)(void* data, int64_t count, float inv_scale);
-  bool (*check)(const void* data, int64_t count);
-};
+template <class Kernel, class Function = decltype(&Kernel::run)>
+struct KernelEntry;
 
-template <class Element, class Lanes>
-struct PlainLoops {
-  static bool unscale(void* data, int64_t count, float inv_scale) {
-    return unscale_loop<Element, Lanes>(data, count, inv_scale);
-  }
-  static bool check(const void* data, int64_t count) {
-    return check_loop<Element, Lanes>(data, count);
-  }
-};
-
+/// The function that a kernel's body is inlined into, for each target.
+template <class Kernel, class Result, class... Args>
+struct KernelEntry<Kernel, Result (*)(Args...)> {
+  static Result plain(Args... args) { return Kernel::run(args...); }
 #if defined(__GNUC__) && defined(__x86_64__)
-
-template <class Element>
-struct Avx2Loops {
-  __attribute__((target("avx2"))) static bool unscale(void* data, int64_t count, float inv_scale) {
-    return unscale_loop<Element, VectorLanes<Element, 32>>(data, count, inv_scale);
+  __attribute__((target("avx2,fma"))) static Result avx2(Args... args) {
+    return Kernel::run(args...);
   }
-  __attribute__((target("avx2"))) static bool check(const void* data, int64_t count) {
-    return check_loop<Element, VectorLanes<Element, 32>>(data, count);
+  __attribute__((target("avx512f"))) static Result avx512(Args... args) {
+    return Kernel::run(args...);
   }
-};
-
-template <class Element>
-struct Avx512Loops {
-  __attribute__((target("avx512f"))) static bool unscale(void* data, int64_t count,
-                                                         float inv_scale) {
-    return unscale_loop<Element, VectorLanes<Element, 64>>(data, count, inv_scale);
-  }
-  __attribute__((target("avx512f"))) static bool check(const void* data, int64_t count) {
-    return check_loop<Element, VectorLanes<Element, 64>>(data, count);
-  }
-};
-
 #endif
+};
 
 inline bool has_isa(CpuIsa isa) {
   switch (isa) {
@@ -64,7 +53,7 @@ inline bool has_isa(CpuIsa isa) {
 #endif
     case CpuIsa::avx2:
 #if defined(__GNUC__) && defined(__x86_64__)
-      return __builtin_cpu_supports("avx2") != 0;
+      return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
 #else
       return false;
 #endif
@@ -86,41 +75,22 @@ inline CpuIsa best_isa() {
   return best;
 }
 
-template <class Loops>
-constexpr UnscaleLoops loops_of() {
-  return {&Loops::unscale, &Loops::check};
-}
-
-template <class Element>
-UnscaleLoops unscale_loops(CpuIsa isa) {
+/// A pointer to the kernel's `run` for `isa`, which this CPU must have to call it.
+template <template <class...> class Kernel, class Element, class... Others>
+auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<Element>>::run) {
   switch (isa) {
 #if defined(__GNUC__) && defined(__x86_64__)
     case CpuIsa::avx512:
-      return loops_of<Avx512Loops<Element>>();
+      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 64>>>::avx512;
     case CpuIsa::avx2:
-      return loops_of<Avx2Loops<Element>>();
+      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 32>>>::avx2;
 #endif
 #if defined(__GNUC__)
     case CpuIsa::vector128:
-      return loops_of<PlainLoops<Element, VectorLanes<Element, 16>>>();
+      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 16>>>::plain;
 #endif
     default:
-      return loops_of<PlainLoops<Element, ScalarLanes<Element>>>();
-  }
-}
-
-inline UnscaleLoops unscale_loops(at::ScalarType dtype, CpuIsa isa) {
-  switch (dtype) {
-    case at::kFloat:
-      return unscale_loops<float>(isa);
-    case at::kDouble:
-      return unscale_loops<double>(isa);
-    case at::kHalf:
-      return unscale_loops<c10::Half>(isa);
-    case at::kBFloat16:
-      return unscale_loops<c10::BFloat16>(isa);
-    default:
-      TORCH_CHECK(false, "unscale: dtype ", dtype, " is none of float, double, half and bfloat16");
+      return &KernelEntry<Kernel<Element, Others..., ScalarLanes<Element>>>::plain;
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 // What host code calls of mezzo/cuda/mezzo_cuda.cu, which the target mezzo::cuda compiles into each
@@ -30,6 +31,31 @@ MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradi
 /// Sets `found_inf` to 1 if a gradient is inf or NaN. Reads only.
 MEZZO_CUDA_LAUNCHER void check_(const std::vector<at::Tensor>& gradients,
                                 const at::Tensor& found_inf);
+
+/// The summary of gradients (of one device, of any floating dtypes; dense) times `inv_scale`, into
+/// a float and two doubles. Two launches for one dtype of up to 904 tensors.
+MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
+                                    const at::Tensor& inv_scale, const at::Tensor& found_inf,
+                                    const at::Tensor& sum_of_squares, const at::Tensor& max_abs);
+
+/// The same and more, into: found_inf, sum_of_squares, max_abs, and int64 zeros, underflows,
+/// scaled_underflows and first_bad (of two elements).
+MEZZO_CUDA_LAUNCHER void statistics_(const std::vector<at::Tensor>& gradients,
+                                     const at::Tensor& inv_scale, double underflow,
+                                     const std::vector<at::Tensor>& outputs);
+
+/// summarize_ in two halves, of which the first can be called for some gradients at a time: how
+/// many partial results a gradient has, their size in bytes, writing those of `gradients` (the i-th
+/// one's from number first_partials[i] on), and merging all.
+MEZZO_CUDA_LAUNCHER int64_t partial_count(const at::Tensor& gradient);
+MEZZO_CUDA_LAUNCHER int64_t partial_bytes();
+MEZZO_CUDA_LAUNCHER void write_partials_(const std::vector<at::Tensor>& gradients,
+                                         const std::vector<int64_t>& first_partials,
+                                         const at::Tensor& partials);
+MEZZO_CUDA_LAUNCHER void finish_partials_(const at::Tensor& partials, const at::Tensor& inv_scale,
+                                          const at::Tensor& found_inf,
+                                          const at::Tensor& sum_of_squares,
+                                          const at::Tensor& max_abs);
 
 /// LossScale::next on the device: scale and found_inf are floats, the two counts int32, all of one
 /// element on one device.

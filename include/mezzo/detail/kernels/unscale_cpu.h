@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/dense_gradients.h>
 #include <mezzo/detail/kernels/parallel_spans.h>
+#include <mezzo/detail/kernels/unscale_loops.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>

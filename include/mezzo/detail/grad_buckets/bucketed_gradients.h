@@ -1,0 +1,105 @@
+#pragma once
+
+#include <mezzo/detail/grad_buckets/bucket_hook.h>
+#include <mezzo/detail/grad_buckets/gradient_slot.h>
+#include <mezzo/grad_buckets.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Gradients of one device for a summary, with the numbers of their parameters.
+struct GradientsToRead {
+  std::vector<std::size_t> numbers;
+  std::vector<at::Tensor> tensors;
+};
+
+/// What GradBuckets holds, at an address that hooks can refer to.
+class BucketedGradients : public std::enable_shared_from_this<BucketedGradients> {
+ public:
+  explicit BucketedGradients(const GradBucketsOptions& options) : options_(options) {}
+  BucketedGradients(const BucketedGradients&) = delete;
+  BucketedGradients& operator=(const BucketedGradients&) = delete;
+  ~BucketedGradients() = default;
+
+  const GradBucketsOptions& options() const noexcept { return options_; }
+  const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
+  const std::vector<GradBucket>& buckets() const noexcept { return buckets_; }
+
+  void add_parameters(const std::vector<at::Tensor>& parameters);
+  void remove_hooks();
+  void collect();
+  std::vector<BucketGradient> gradients();
+  std::vector<std::size_t> sparse_gradients();
+  GradientSummary summarize(const at::Tensor& inv_scale);
+  GradientStatistics statistics(const at::Tensor& inv_scale, at::ScalarType low_precision);
+  void zero_grad(bool set_to_none);
+  void regroup();
+  void add_accumulate_only(int change);
+  at::Tensor micro_batch(const std::function<void()>& backward);
+  void on_ready(std::function<void(std::size_t)> callback);
+
+  /// From the hook of parameter `number`, on one of autograd's threads.
+  void arrived(std::size_t number);
+
+ private:
+  bool is_flat() const noexcept { return options_.storage() == GradStorage::flat; }
+  const at::Tensor& flat_of(const GradientSlot& slot) const { return buckets_[slot.bucket].flat; }
+
+  // Layout (bucketed_gradients_layout.h)
+  void check_parameters(const std::vector<at::Tensor>& parameters) const;
+  void append_buckets(const std::vector<std::size_t>& order);
+  void place_slots(const GradBucket& bucket, const std::vector<int64_t>& offsets);
+  void install_hooks();
+  void settle(std::size_t number);
+  void move_to_place(GradientSlot& slot);
+
+  // Backward (bucketed_gradients_backward.h)
+  void begin_pass();
+  void end_pass(int pass);
+  void finish_pass(std::vector<std::size_t>& ready);
+  void forget_pass();
+  void take(std::size_t number);
+  void read_on_device(GradientSlot& slot, std::size_t number);
+  void read_pending();
+  bool count_arrival(std::size_t number);
+
+  // Reads (bucketed_gradients_summary.h)
+  GradientsToRead gradients_on(at::Device device);
+  GradientSummary summarize_on_cpu(const GradientsToRead& to_read, const at::Tensor& inv_scale);
+  GradientSummary summarize_on_cuda(const GradientsToRead& to_read, const at::Tensor& inv_scale);
+
+  // Micro-batches (bucketed_gradients_micro_batch.h)
+  at::Tensor accumulate(std::vector<at::Tensor>& accumulated);
+
+  GradBucketsOptions options_;
+  std::vector<at::Tensor> parameters_;
+  std::vector<GradientSlot> slots_;
+  std::vector<GradBucket> buckets_;
+
+  std::mutex mutex_;  // what follows, and the slots, while hooks run
+  std::function<void(std::size_t)> on_ready_;
+  int accumulate_only_ = 0;
+  std::vector<int> active_passes_;     // libtorch's numbers; several where one runs inside another
+  std::vector<std::size_t> missing_;   // a bucket: how many gradients are still to come
+  std::vector<bool> was_ready_;        // a bucket: whether on_ready was called for it in this pass
+  std::vector<std::size_t> arrivals_;  // in the order of the last pass
+  std::vector<std::size_t> pending_;   // to be read together
+  int64_t pending_bytes_ = 0;
+
+  /// Of micro-batches: a bool on the first device, whether what is accumulated is a bad one.
+  /// Undefined where it cannot be.
+  at::Tensor holds_bad_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

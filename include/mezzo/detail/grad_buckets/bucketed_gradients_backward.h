@@ -1,0 +1,183 @@
+#pragma once
+
+#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Gradients wait until there are so many bytes of them: enough for threads to share, and still in
+/// the cache.
+inline constexpr int64_t kReadTogetherBytes = int64_t{1} << 20;
+
+inline void BucketedGradients::arrived(std::size_t number) {
+  std::function<void(std::size_t)> tell;
+  const std::size_t bucket = slots_[number].bucket;
+  {
+    const std::lock_guard lock(mutex_);
+    if (accumulate_only_ > 0) return;
+    const c10::NoGradGuard no_grad;
+    begin_pass();
+    take(number);
+    if (!count_arrival(number)) return;
+    tell = on_ready_;
+  }
+  tell(bucket);
+}
+
+/// At the first gradient of a backward pass. A pass that runs inside another, as a checkpoint's
+/// does, belongs to it.
+inline void BucketedGradients::begin_pass() {
+  const int pass = torch::autograd::get_current_graph_task_id();
+  if (std::find(active_passes_.begin(), active_passes_.end(), pass) != active_passes_.end()) return;
+  if (active_passes_.empty()) {
+    arrivals_.clear();
+    missing_.assign(buckets_.size(), 0);
+    was_ready_.assign(buckets_.size(), false);
+    for (std::size_t number = 0; number < slots_.size(); ++number) {
+      slots_[number].has_arrived = false;
+      if (slots_[number].parameter.requires_grad()) {
+        ++missing_[slots_[number].bucket];
+      } else if (is_flat()) {
+        settle(number);
+      }
+    }
+  }
+  active_passes_.push_back(pass);
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), pass] {
+    if (const auto state = weak.lock()) state->end_pass(pass);
+  });
+}
+
+inline void BucketedGradients::end_pass(int pass) {
+  std::vector<std::size_t> ready;
+  std::function<void(std::size_t)> tell;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find(active_passes_.begin(), active_passes_.end(), pass);
+    if (found == active_passes_.end()) return;
+    active_passes_.erase(found);
+    if (!active_passes_.empty()) return;
+    const c10::NoGradGuard no_grad;
+    finish_pass(ready);
+    tell = on_ready_;
+  }
+  for (const std::size_t bucket : ready) tell(bucket);
+}
+
+inline void BucketedGradients::finish_pass(std::vector<std::size_t>& ready) {
+  read_pending();
+  if (on_ready_ == nullptr) return;
+  for (std::size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
+    if (was_ready_[bucket]) continue;
+    for (const std::size_t number : buckets_[bucket].parameters) settle(number);
+    ready.push_back(bucket);
+  }
+}
+
+/// After a pass that threw, its number would never leave the list.
+inline void BucketedGradients::forget_pass() { active_passes_.clear(); }
+
+/// Whether the arrival completes its bucket, for somebody who wants to know.
+inline bool BucketedGradients::count_arrival(std::size_t number) {
+  GradientSlot& slot = slots_[number];
+  if (slot.has_arrived) {
+    TORCH_CHECK(on_ready_ == nullptr || !was_ready_[slot.bucket], "The gradient of parameter ",
+                number,
+                " came once more in one backward pass, after its bucket had been reported "
+                "ready; a parameter that several checkpointed calls share cannot be used with "
+                "on_ready");
+    return false;
+  }
+  slot.has_arrived = true;
+  arrivals_.push_back(number);
+  if (--missing_[slot.bucket] > 0 || on_ready_ == nullptr) return false;
+  read_pending();
+  was_ready_[slot.bucket] = true;
+  return true;
+}
+
+/// Brings the gradient that has just come to its place, and reads it or leaves it to be read with
+/// others.
+inline void BucketedGradients::take(std::size_t number) {
+  GradientSlot& slot = slots_[number];
+  if (slot.gradient().defined() && slot.gradient().requires_grad()) return;  // create_graph
+  const bool reads = options_.check_during_backward() && slot.has_dense_gradient();
+  if (reads && slot.parameter.is_cpu()) {
+    if (slot.is_pending) return;
+    slot.is_pending = true;
+    pending_.push_back(number);
+    pending_bytes_ += static_cast<int64_t>(slot.gradient().nbytes());
+    if (pending_bytes_ >= kReadTogetherBytes) read_pending();
+    return;
+  }
+  settle(number);
+  if (reads) read_on_device(slot, number);
+}
+
+/// On the stream that made the gradient.
+inline void BucketedGradients::read_on_device([[maybe_unused]] GradientSlot& slot,
+                                              [[maybe_unused]] std::size_t number) {
+#ifdef MEZZO_WITH_CUDA
+  if (!slot.parameter.is_cuda()) return;
+  const at::Tensor& gradient = slot.gradient();
+  const int64_t bytes = cuda::partial_count(gradient) * cuda::partial_bytes();
+  if (!slot.device_partials.defined()) {
+    slot.device_partials = at::empty({bytes}, gradient.options().dtype(at::kByte));
+  }
+  cuda::write_partials_({gradient}, {0}, slot.device_partials);
+  slot.mark.set(gradient, flat_of(slot));
+#endif
+}
+
+/// Reads what waits, and on the way copies it to its place where it is not there yet.
+inline void BucketedGradients::read_pending() {
+  std::vector<std::size_t> numbers;
+  std::vector<SummaryStretch> stretches;
+  for (const std::size_t number : std::exchange(pending_, {})) {
+    GradientSlot& slot = slots_[number];
+    slot.is_pending = false;
+    if (!slot.has_dense_gradient() || slot.gradient().requires_grad()) continue;
+    const bool is_plain = is_laid_out_like(slot.gradient(), slot.parameter) &&
+                          slot.gradient().scalar_type() == slot.parameter.scalar_type() &&
+                          slot.gradient().sizes() == slot.parameter.sizes();
+    const bool is_foreign = is_flat() && !shares_storage(slot.gradient(), slot.place);
+    if (!is_plain || !is_foreign) settle(number);
+    void* const copy_to = is_plain && is_foreign ? slot.place.mutable_data_ptr() : nullptr;
+    numbers.push_back(number);
+    stretches.push_back(summary_stretch(slot.gradient(), copy_to));
+  }
+  pending_bytes_ = 0;
+  const std::vector<GradientPartial> partials = summarize_cpu(stretches);
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    GradientSlot& slot = slots_[numbers[i]];
+    if (stretches[i].copy_to != nullptr) {
+      slot.place.unsafeGetTensorImpl()->bump_version();
+      slot.parameter.mutable_grad() = slot.place;
+      slot.may_be_nonzero = true;
+    }
+    slot.partial = partials[i];
+    slot.mark.set(slot.gradient(), flat_of(slot));
+  }
+}
+
+inline void BucketedGradients::add_accumulate_only(int change) {
+  const std::lock_guard lock(mutex_);
+  accumulate_only_ += change;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

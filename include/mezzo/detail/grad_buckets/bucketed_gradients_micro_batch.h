@@ -1,0 +1,129 @@
+#pragma once
+
+#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/logical_and.h>
+#include <ATen/ops/logical_or.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// `accumulated` and a micro-batch's gradient, either of which may be undefined, as one; decided on
+/// the host.
+inline at::Tensor accumulated_on_host(const at::Tensor& accumulated, const at::Tensor& gradient,
+                                      bool is_bad, bool holds_bad) {
+  if (is_bad && !holds_bad) return accumulated;
+  if (holds_bad || !accumulated.defined()) return gradient;
+  if (!gradient.defined()) return accumulated;
+  return accumulated.is_sparse() && !gradient.is_sparse() ? gradient.add(accumulated)
+                                                          : accumulated.add_(gradient);
+}
+
+/// The same, decided on the device: the two are bools of one element there.
+inline at::Tensor accumulated_on_device(const at::Tensor& accumulated, const at::Tensor& gradient,
+                                        const at::Tensor& is_bad, const at::Tensor& holds_bad) {
+  if (!gradient.defined() && !accumulated.defined()) return {};
+  const at::Tensor before = accumulated.defined() ? accumulated : at::zeros_like(gradient);
+  const at::Tensor own = gradient.defined() ? gradient : at::zeros_like(accumulated);
+  TORCH_CHECK(
+      !before.is_sparse() && !own.is_sparse(),
+      "micro_batch: a sparse gradient cannot be dropped without asking the device; give its "
+      "parameter a GradBuckets of its own on the CPU, or dense gradients");
+  const at::Tensor if_bad = at::where(holds_bad, own, before);
+  const at::Tensor if_good = at::where(holds_bad, own, before.add(own));
+  const at::Tensor result = at::where(is_bad, if_bad, if_good);
+  return accumulated.defined() ? accumulated.copy_(result) : result;
+}
+
+inline at::Tensor BucketedGradients::micro_batch(const std::function<void()>& backward) {
+  TORCH_CHECK(is_flat(), "micro_batch needs flat storage: the buffer holds what is accumulated");
+  TORCH_CHECK(backward != nullptr, "micro_batch: backward is null");
+  collect();
+  std::vector<at::Tensor> accumulated;
+  for (GradientSlot& slot : slots_) {
+    accumulated.push_back(slot.gradient().defined()
+                              ? std::exchange(slot.parameter.mutable_grad(), at::Tensor())
+                              : at::Tensor());
+  }
+  const auto put_back = [&] {
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      if (!accumulated[i].defined() && !slots_[i].gradient().defined()) continue;
+      slots_[i].parameter.mutable_grad() = accumulated[i];
+    }
+  };
+  add_accumulate_only(1);
+  try {
+    backward();
+  } catch (...) {
+    add_accumulate_only(-1);
+    put_back();
+    throw;
+  }
+  add_accumulate_only(-1);
+  const c10::NoGradGuard no_grad;
+  at::Tensor is_bad = accumulate(accumulated);
+  put_back();
+  collect();
+  return is_bad;
+}
+
+/// Adds the parameters' gradients to those accumulated, or does not.
+inline at::Tensor BucketedGradients::accumulate(std::vector<at::Tensor>& accumulated) {
+  const auto first_device = parameters_.empty() ? at::Device(at::kCPU) : parameters_[0].device();
+  const auto flag = at::TensorOptions().device(first_device).dtype(at::kBool);
+  std::vector<at::Device> devices;
+  for (const GradBucket& bucket : buckets_) {
+    if (std::find(devices.begin(), devices.end(), bucket.device) == devices.end()) {
+      devices.push_back(bucket.device);
+    }
+  }
+  at::Tensor is_bad = at::zeros({}, flag);
+  for (const at::Device device : devices) {
+    const auto one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
+    std::vector<at::Tensor> tensors;
+    for (const GradientSlot& slot : slots_) {
+      const at::Tensor& gradient = slot.gradient();
+      if (!gradient.defined() || gradient.device() != device) continue;
+      tensors.push_back(gradient.is_sparse() ? gradient.coalesce()._values() : gradient.detach());
+    }
+    const at::Tensor found = summarize_gradients(tensors, one).found_inf.ne(0);
+    is_bad = at::logical_or(is_bad, found.to(first_device, found.scalar_type(), true));
+  }
+  bool has_any = false;
+  for (const at::Tensor& gradient : accumulated) has_any |= gradient.defined();
+  // With nothing accumulated yet, whatever comes replaces it, a bad one too.
+  const at::Tensor holds_bad = !has_any               ? at::ones({}, flag)
+                               : holds_bad_.defined() ? holds_bad_
+                                                      : at::zeros({}, flag);
+  const bool on_host = devices.size() == 1 && devices.front().is_cpu();
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const at::Tensor& gradient = slots_[i].gradient();
+    const at::Device device = slots_[i].parameter.device();
+    const at::Tensor own = gradient.defined() ? gradient.detach() : gradient;
+    accumulated[i] =
+        on_host
+            ? accumulated_on_host(accumulated[i], own, is_bad.item<bool>(), holds_bad.item<bool>())
+            : accumulated_on_device(accumulated[i], own, is_bad.to(device, at::kBool, true),
+                                    holds_bad.to(device, at::kBool, true));
+  }
+  holds_bad_ = at::logical_and(holds_bad, is_bad);
+  return is_bad;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/detail/grad_buckets/bucketed_gradients_backward.h>
+#include <mezzo/detail/grad_buckets/bucketed_gradients_layout.h>
+#include <mezzo/detail/grad_buckets/bucketed_gradients_micro_batch.h>
+#include <mezzo/detail/grad_buckets/bucketed_gradients_summary.h>
+#include <mezzo/grad_buckets.h>
+#include <mezzo/version.h>
+
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
+                                const GradBucketsOptions& options) {
+  TORCH_CHECK(options.bucket_bytes() > 0, "bucket_bytes is ", options.bucket_bytes(),
+              "; it must be greater than 0");
+  TORCH_CHECK(options.storage() == GradStorage::in_place || options.storage() == GradStorage::flat,
+              "storage is ", static_cast<int>(options.storage()),
+              "; it is GradStorage::in_place or GradStorage::flat");
+  state_ = std::make_shared<detail::BucketedGradients>(options);
+  state_->add_parameters(parameters);
+}
+
+inline GradBuckets::~GradBuckets() {
+  if (state_ != nullptr) state_->remove_hooks();
+}
+
+inline GradBuckets::GradBuckets(GradBuckets&&) noexcept = default;
+
+inline GradBuckets& GradBuckets::operator=(GradBuckets&& other) noexcept {
+  if (this == &other) return *this;
+  if (state_ != nullptr) state_->remove_hooks();
+  state_ = std::move(other.state_);
+  return *this;
+}
+
+inline void GradBuckets::add_parameters(const std::vector<at::Tensor>& parameters) {
+  state_->add_parameters(parameters);
+}
+
+inline const GradBucketsOptions& GradBuckets::options() const noexcept { return state_->options(); }
+
+inline const std::vector<at::Tensor>& GradBuckets::parameters() const noexcept {
+  return state_->parameters();
+}
+
+inline const std::vector<GradBucket>& GradBuckets::buckets() const noexcept {
+  return state_->buckets();
+}
+
+inline void GradBuckets::collect() { state_->collect(); }
+
+inline std::vector<BucketGradient> GradBuckets::gradients() { return state_->gradients(); }
+
+inline std::vector<std::size_t> GradBuckets::sparse_gradients() {
+  return state_->sparse_gradients();
+}
+
+inline GradientSummary GradBuckets::summarize(const at::Tensor& inv_scale) {
+  return state_->summarize(inv_scale);
+}
+
+inline GradientStatistics GradBuckets::statistics(const at::Tensor& inv_scale,
+                                                  at::ScalarType low_precision) {
+  return state_->statistics(inv_scale, low_precision);
+}
+
+inline void GradBuckets::zero_grad(bool set_to_none) { state_->zero_grad(set_to_none); }
+
+inline void GradBuckets::regroup() { state_->regroup(); }
+
+inline at::Tensor GradBuckets::micro_batch(const std::function<void()>& backward) {
+  return state_->micro_batch(backward);
+}
+
+inline void GradBuckets::on_ready(std::function<void(std::size_t bucket)> callback) {
+  state_->on_ready(std::move(callback));
+}
+
+inline GradBuckets::AccumulateOnly::AccumulateOnly(GradBuckets& buckets) : state_(buckets.state_) {
+  state_->add_accumulate_only(1);
+}
+
+inline GradBuckets::AccumulateOnly::~AccumulateOnly() { state_->add_accumulate_only(-1); }
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

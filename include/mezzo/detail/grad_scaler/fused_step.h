@@ -1,0 +1,170 @@
+#pragma once
+
+#include <mezzo/detail/grad_scaler/device_copies.h>
+#include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/detail/kernels/gradient_use.h>
+#include <mezzo/detail/kernels/unscale.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/step_result.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline void check_step_options(const StepOptions& options) {
+  TORCH_CHECK(options.max_norm > 0, "max_norm is ", options.max_norm,
+              "; it should be positive, and infinite for no clipping");
+}
+
+inline bool clips(const StepOptions& options) {
+  return options.max_norm != std::numeric_limits<double>::infinity();
+}
+
+/// What is known of the gradients on one device, in tensors of one element there.
+struct DeviceSummary {
+  std::vector<at::Tensor> gradients;
+  at::Tensor inv_scale;
+  at::Tensor found_inf;
+  at::Tensor sum_of_squares;
+};
+
+/// One read of all gradients, device by device.
+inline std::vector<DeviceSummary> summarize(std::vector<DeviceGradients> by_device,
+                                            DeviceCopies inv_scale) {
+  std::vector<DeviceSummary> summaries;
+  for (auto& [device, gradients] : by_device) {
+    const at::Tensor& inverse = inv_scale.on(device);
+    const GradientSummary summary = summarize_gradients(gradients, inverse);
+    summaries.push_back({std::move(gradients), inverse, summary.found_inf, summary.sum_of_squares});
+  }
+  return summaries;
+}
+
+/// Adds a check to those of an iteration, one a device.
+inline void add_check(std::vector<at::Tensor>& checks, const at::Tensor& found_inf) {
+  for (at::Tensor& check : checks) {
+    if (check.device() != found_inf.device()) continue;
+    check = check.add(found_inf);
+    return;
+  }
+  checks.push_back(found_inf);
+}
+
+/// The sum of one-element tensors of several devices, on one. Does not wait, unless for a device
+/// to tell the CPU.
+inline at::Tensor sum_on(at::Device device, const std::vector<at::Tensor>& values) {
+  const auto moved = [&](const at::Tensor& value) {
+    return value.to(device, value.scalar_type(), /*non_blocking=*/!device.is_cpu());
+  };
+  at::Tensor sum = moved(values.front());
+  for (std::size_t i = 1; i < values.size(); ++i) sum = sum.add(moved(values[i]));
+  return sum;
+}
+
+/// Makes every summary speak for all devices: an inf on one holds for all (`checks` is one a
+/// device, and may know of more devices), and the norm is that of all.
+inline void combine(std::vector<DeviceSummary>& summaries, const std::vector<at::Tensor>& checks) {
+  std::vector<at::Tensor> sums;
+  for (const DeviceSummary& summary : summaries) sums.push_back(summary.sum_of_squares);
+  for (DeviceSummary& summary : summaries) {
+    const at::Device device = summary.inv_scale.device();
+    summary.found_inf = sum_on(device, checks);
+    summary.sum_of_squares = sum_on(device, sums);
+  }
+}
+
+inline std::vector<optim::DeviceVerdict> verdicts_of(const std::vector<DeviceSummary>& summaries) {
+  std::vector<optim::DeviceVerdict> verdicts;
+  for (const DeviceSummary& summary : summaries) {
+    verdicts.push_back({summary.inv_scale, summary.found_inf, summary.sum_of_squares});
+  }
+  return verdicts;
+}
+
+/// What a step is to know on the host. The one place where it waits; all comes over together.
+struct HostSummary {
+  float scale = 1.0F;
+  bool found_inf = false;
+  double sum_of_squares = std::numeric_limits<double>::quiet_NaN();
+  bool has_sum = false;
+
+  HostSummary(const at::Tensor& scale_in, const std::vector<at::Tensor>& checks,
+              const std::vector<DeviceSummary>& summaries)
+      : has_sum(!summaries.empty()) {
+    const at::Device device = scale_in.device();
+    const auto wide = device.is_mps() ? at::kFloat : at::kDouble;
+    std::vector<at::Tensor> values{scale_in.to(wide), sum_on(device, checks).to(wide)};
+    if (has_sum) values.push_back(summaries.front().sum_of_squares.to(device, wide));
+    const at::Tensor on_host = at::stack(values).to(at::kCPU, at::kDouble);
+    const double* value = on_host.const_data_ptr<double>();
+    scale = static_cast<float>(value[0]);
+    found_inf = value[1] != 0.0;
+    if (has_sum) sum_of_squares = value[2];
+  }
+
+  StepOutcome outcome(bool ran) const {
+    StepOutcome outcome{.ran = ran, .found_inf = found_inf, .scale = scale};
+    if (has_sum) outcome.grad_norm = std::sqrt(sum_of_squares);
+    return outcome;
+  }
+};
+
+/// Multiplies all gradients in place.
+inline void multiply_gradients(const std::vector<DeviceSummary>& summaries, double factor) {
+  if (factor == 1.0) return;
+  for (const DeviceSummary& summary : summaries) {
+    at::Tensor unread = at::zeros_like(summary.found_inf);
+    unscale_and_check_(summary.gradients, unread, at::full_like(summary.inv_scale, factor));
+  }
+}
+
+inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (parameter.grad().defined()) parameter.mutable_grad().zero_();
+    }
+  }
+}
+
+/// The step of a disabled scaler: clips, clears and steps, whatever the gradients are.
+inline StepResult step_without_scale(torch::optim::Optimizer& optimizer,
+                                     optim::FusedOptimizer* fused, const StepOptions& options) {
+  std::vector<DeviceSummary> summaries;
+  StepOutcome outcome{.ran = true};
+  if (clips(options)) {
+    summaries = summarize(gradients_by_device(optimizer, /*allow_fp16=*/true),
+                          DeviceCopies(at::ones({}, at::kFloat)));
+    for (DeviceSummary& summary : summaries) summary.found_inf.zero_();
+    std::vector<at::Tensor> checks;
+    for (const DeviceSummary& summary : summaries) checks.push_back(summary.found_inf);
+    if (!summaries.empty()) combine(summaries, checks);
+  }
+  if (fused != nullptr) {
+    fused->fused_step({verdicts_of(summaries), options});
+    return StepResult(std::move(outcome));
+  }
+  if (!summaries.empty()) {
+    const double sum_of_squares = summaries.front().sum_of_squares.item<double>();
+    multiply_gradients(summaries, clip_coefficient(sum_of_squares, options.max_norm));
+    outcome.grad_norm = std::sqrt(sum_of_squares);
+  }
+  outcome.value = optimizer.step();
+  if (options.zero_grad) zero_gradients(optimizer);
+  return StepResult(std::move(outcome));
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

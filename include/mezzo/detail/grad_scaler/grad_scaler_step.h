@@ -1,0 +1,156 @@
+#pragma once
+
+#include <mezzo/detail/grad_scaler/fused_step.h>
+#include <mezzo/detail/grad_scaler/grad_scaler_impl.h>
+#include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/detail/kernels/unscale.h>
+#include <mezzo/grad_scaler.h>
+
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <concepts>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+// GradScaler::step, in its three forms: any optimizer with torch.amp's passes; any optimizer with
+// options; and mezzo's own optimizers.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A closure in the arguments of `optimizer.step` is refused; no closure, said aloud, is not one.
+template <class Argument>
+void refuse_closure(const Argument& argument) {
+  using LossClosure = torch::optim::Optimizer::LossClosure;
+  if constexpr (std::is_convertible_v<const Argument&, LossClosure>) {
+    TORCH_CHECK(LossClosure(argument) == nullptr,
+                "Closure use is not currently supported if GradScaler is enabled.");
+  }
+}
+
+}  // namespace detail
+
+template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
+requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
+           ...)) StepResult GradScaler::step(OptimizerType& optimizer, Args&&... args) {
+  const auto call_step = [&]() -> at::Tensor {
+    return optimizer.step(std::forward<Args>(args)...);
+  };
+  if (!enabled_) return StepResult(StepOutcome{.ran = true, .value = call_step()});
+  (detail::refuse_closure(args), ...);
+  if constexpr (sizeof...(Args) == 0) {
+    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+    if (fused != nullptr) return step_fused(*fused, {});
+  }
+  return step_if_finite(optimizer, call_step);
+}
+
+inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
+  detail::check_step_options(options);
+  c10::NoGradGuard no_grad;
+  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+  if (!enabled_) return detail::step_without_scale(optimizer, fused, options);
+  return fused != nullptr ? step_fused(*fused, options) : step_unfused(optimizer, options);
+}
+
+inline detail::OptimizerRecord& GradScaler::record_to_step(
+    const torch::optim::Optimizer& optimizer) {
+  require_scale("step");
+  detail::OptimizerRecord& record = records_.of(optimizer);
+  TORCH_CHECK(record.stage != detail::Stage::stepped,
+              "step() has already been called since the last update().");
+  return record;
+}
+
+// One read of the gradients; what it found joins what `unscale_` noted.
+inline std::vector<detail::DeviceSummary> GradScaler::summarize_into(
+    detail::OptimizerRecord& record, const torch::optim::Optimizer& optimizer) {
+  const bool was_unscaled = record.stage == detail::Stage::unscaled;
+  const at::Tensor& scale = scale_.original();
+  std::vector<detail::DeviceSummary> summaries = detail::summarize(
+      detail::gradients_by_device(optimizer, allow_fp16_gradients_ || was_unscaled),
+      detail::DeviceCopies(was_unscaled ? at::ones_like(scale) : detail::inverse_scale(scale)));
+  if (!was_unscaled) record.found_inf.clear();
+  for (const detail::DeviceSummary& summary : summaries) {
+    const at::Tensor found =
+        was_unscaled && !recheck_ ? at::zeros_like(summary.found_inf) : summary.found_inf;
+    detail::add_check(record.found_inf, found);
+  }
+  TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
+  detail::combine(summaries, record.found_inf);
+  return summaries;
+}
+
+inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
+                                         const StepOptions& options) {
+  const c10::NoGradGuard no_grad;
+  detail::OptimizerRecord& record = record_to_step(optimizer);
+  const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
+  const at::Tensor& scale = scale_.original();
+  if (scale.is_cpu()) {
+    const detail::HostSummary known(scale, record.found_inf, summaries);
+    optimizer.fused_step({detail::verdicts_of(summaries), options});
+    record.stage = detail::Stage::stepped;
+    if (known.found_inf) skipped_scale_ = known.scale;
+    return StepResult(known.outcome(/*ran=*/!known.found_inf));
+  }
+  const std::shared_ptr<detail::Letter> letter = mailbox_.letter_for(scale.device());
+  optimizer.fused_step({detail::verdicts_of(summaries), options});
+  record.stage = detail::Stage::stepped;
+  letter->send(scale, summaries.front().sum_of_squares.to(scale.device()),
+               detail::sum_on(scale.device(), record.found_inf));
+  letters_.push_back(letter);
+  return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
+}
+
+inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
+                                           const StepOptions& options) {
+  if (!detail::clips(options)) {
+    StepResult result = step_if_finite(optimizer, [&] { return optimizer.step(); });
+    if (options.zero_grad) detail::zero_gradients(optimizer);
+    return result;
+  }
+  detail::OptimizerRecord& record = record_to_step(optimizer);
+  const bool was_unscaled = record.stage == detail::Stage::unscaled;
+  const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
+  const detail::HostSummary known(scale_.original(), record.found_inf, summaries);
+  StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
+  if (outcome.ran) {
+    const double inverse = was_unscaled ? 1.0 : static_cast<float>(1.0 / known.scale);
+    detail::multiply_gradients(
+        summaries, inverse * detail::clip_coefficient(known.sum_of_squares, options.max_norm));
+    outcome.value = optimizer.step();
+  } else {
+    skipped_scale_ = known.scale;
+  }
+  record.stage = detail::Stage::stepped;
+  if (options.zero_grad) detail::zero_gradients(optimizer);
+  return StepResult(std::move(outcome));
+}
+
+inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
+                                             const StepFunction& step) {
+  detail::OptimizerRecord& record = record_to_step(optimizer);
+  if (record.stage == detail::Stage::ready) {
+    unscale_into(record, optimizer);
+  } else if (recheck_) {
+    c10::NoGradGuard no_grad;
+    detail::recheck(detail::gradients_by_device(optimizer, /*allow_fp16=*/true), record.found_inf);
+  }
+  TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
+  const detail::HostSummary known(scale_.original(), record.found_inf, {});
+  StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
+  if (outcome.ran) {
+    outcome.value = step();
+  } else {
+    skipped_scale_ = outcome.scale;
+  }
+  record.stage = detail::Stage::stepped;
+  return StepResult(std::move(outcome));
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,146 @@
+#pragma once
+
+#include <mezzo/step_result.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+#include <cmath>
+#include <deque>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// One-element tensors of a device on their way to the host, in pinned memory. Copies of a stream
+/// arrive in order, and each overwrites a value that no answer has: that the last is there says
+/// that all are. So nothing is asked of the device, which a CUDA graph under capture would forbid.
+class Letter {
+ public:
+  explicit Letter(at::Device device) : device_(device) {
+    const auto pinned = at::TensorOptions().device(at::kCPU).pinned_memory(!device.is_cpu());
+    scale_ = at::empty({}, pinned.dtype(at::kFloat));
+    next_scale_ = at::empty({}, pinned.dtype(at::kFloat));
+    sum_of_squares_ = at::empty({}, pinned.dtype(at::kDouble));
+    found_inf_ = at::empty({}, pinned.dtype(at::kFloat));
+    clear();
+  }
+
+  void clear() {
+    *found_inf_.mutable_data_ptr<float>() = kNotThere;
+    *next_scale_.mutable_data_ptr<float>() = kNotThere;
+  }
+
+  void send(const at::Tensor& scale, const at::Tensor& sum_of_squares,
+            const at::Tensor& found_inf) {
+    scale_.copy_(scale, /*non_blocking=*/true);
+    sum_of_squares_.copy_(sum_of_squares, /*non_blocking=*/true);
+    found_inf_.copy_(found_inf, /*non_blocking=*/true);
+  }
+  void send_next_scale(const at::Tensor& scale) { next_scale_.copy_(scale, /*non_blocking=*/true); }
+
+  bool has_outcome() const noexcept { return is_there(found_inf_); }
+  bool has_next_scale() const noexcept { return is_there(next_scale_); }
+  void wait() const {
+    c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
+  }
+
+  StepOutcome outcome() const {
+    const bool found_inf = *found_inf_.const_data_ptr<float>() != 0.0F;
+    return {.ran = !found_inf,
+            .found_inf = found_inf,
+            .scale = *scale_.const_data_ptr<float>(),
+            .grad_norm = std::sqrt(*sum_of_squares_.const_data_ptr<double>())};
+  }
+  float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
+
+ private:
+  static constexpr float kNotThere = -1.0F;  // found_inf is a count and a scale is positive
+
+  static bool is_there(const at::Tensor& value) noexcept {
+    const volatile float* const memory = value.const_data_ptr<float>();
+    const bool is_there = *memory != kNotThere;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return is_there;
+  }
+
+  at::Device device_;
+  at::Tensor scale_, next_scale_, sum_of_squares_, found_inf_;
+};
+
+/// A step that a device decides.
+class DeviceStepSlot final : public StepSlot {
+ public:
+  explicit DeviceStepSlot(std::shared_ptr<Letter> letter) : letter_(std::move(letter)) {}
+
+  bool ready() const noexcept override { return letter_ == nullptr || letter_->has_outcome(); }
+
+  const StepOutcome& outcome() override {
+    if (letter_ != nullptr) {
+      if (!letter_->has_outcome()) letter_->wait();
+      outcome_ = letter_->outcome();
+      letter_ = nullptr;
+    }
+    return outcome_;
+  }
+
+ private:
+  std::shared_ptr<Letter> letter_;
+  StepOutcome outcome_;
+};
+
+/// The letters of a scaler. One that nobody else holds any more is used again; all live as long as
+/// the scaler, for a captured graph goes on writing to those that it captured.
+class StepMailbox {
+ public:
+  std::shared_ptr<Letter> letter_for(at::Device device) {
+    for (const std::shared_ptr<Letter>& letter : letters_) {
+      if (letter.use_count() > 1 || !letter->has_outcome()) continue;
+      letter->clear();
+      return letter;
+    }
+    return letters_.emplace_back(std::make_shared<Letter>(device));
+  }
+
+ private:
+  std::vector<std::shared_ptr<Letter>> letters_;
+};
+
+/// The lines about skipped steps that are still to be written.
+class PendingLines {
+ public:
+  /// The letters of one iteration; the last also carries the next scale.
+  void add(std::vector<std::shared_ptr<Letter>> letters) {
+    iterations_.push_back(std::move(letters));
+  }
+
+  /// Calls `tell(scale, next scale)` for each skip that is known by now, in order. Never waits.
+  template <class Tell>
+  void poll(const Tell& tell) {
+    while (!iterations_.empty() && is_known(iterations_.front())) {
+      const std::vector<std::shared_ptr<Letter>> letters = std::move(iterations_.front());
+      iterations_.pop_front();
+      for (const auto& letter : letters) {
+        const StepOutcome outcome = letter->outcome();
+        if (!outcome.found_inf) continue;
+        tell(outcome.scale, letters.back()->next_scale());
+        break;  // one line an iteration
+      }
+    }
+  }
+
+ private:
+  static bool is_known(const std::vector<std::shared_ptr<Letter>>& letters) {
+    return letters.back()->has_next_scale();  // which was sent last
+  }
+
+  std::deque<std::vector<std::shared_ptr<Letter>>> iterations_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,279 @@
+#pragma once
+
+#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/detail/kernels/cpu_lanes.h>
+#include <mezzo/detail/kernels/gradient_summary_element.h>
+#include <mezzo/detail/kernels/gradient_summary_partial.h>
+#include <mezzo/version.h>
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+// The CPU's loops. Squares are summed in double, in sixteen sums whatever the vectors' width:
+// element i of a chunk belongs to sum i % 16, and the sixteen are added as a tree. So every
+// instruction set gives the same bits. The square of a float is exact in double.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline constexpr int64_t kSquareSums = 16;
+
+/// The sixteen sums, one at a time.
+template <class Lanes>
+struct SquareSums {
+  double sums[kSquareSums] = {};
+
+  template <std::size_t kLoad>
+  C10_ALWAYS_INLINE void add(const typename Lanes::Value& value) {
+    add_square(value, sums[kLoad]);
+  }
+  C10_ALWAYS_INLINE void store(double* to) const { __builtin_memcpy(to, sums, sizeof(sums)); }
+};
+
+#if defined(__GNUC__)
+
+/// The sixteen sums in vectors as wide as those that are loaded: of float, a load fills two.
+template <class Element, int kBytes>
+struct SquareSums<VectorLanes<Element, kBytes>> {
+  using Lanes = VectorLanes<Element, kBytes>;
+  static constexpr bool kIsDouble = sizeof(typename Lanes::Format::Value) == sizeof(double);
+  // g++ 12 forgets the attribute of a type that does not depend on a template's parameter.
+  using Double = std::conditional_t<kIsDouble, typename Lanes::Format::Value, double>;
+  typedef Double Doubles __attribute__((vector_size(kBytes)));
+  typedef typename Lanes::Format::Value HalfOfFloats __attribute__((vector_size(kBytes / 2)));
+
+  Doubles sums[kSquareSums * int64_t{sizeof(double)} / kBytes] = {};
+
+  template <std::size_t kLoad>
+  C10_ALWAYS_INLINE void add(const typename Lanes::Value& value) {
+    if constexpr (kIsDouble) {
+      Lanes::fma(value, value, sums[kLoad], sums[kLoad]);
+    } else {
+      Doubles low;
+      Doubles high;
+      widen(value, low, high);
+      sums[2 * kLoad] += low * low;
+      sums[2 * kLoad + 1] += high * high;
+    }
+  }
+  C10_ALWAYS_INLINE void store(double* to) const { __builtin_memcpy(to, sums, sizeof(sums)); }
+
+ private:
+  C10_ALWAYS_INLINE static void widen(const typename Lanes::Value& value, Doubles& low,
+                                      Doubles& high) {
+    HalfOfFloats low_floats;
+    HalfOfFloats high_floats;
+    __builtin_memcpy(&low_floats, &value, sizeof(HalfOfFloats));
+    __builtin_memcpy(&high_floats, reinterpret_cast<const char*>(&value) + sizeof(HalfOfFloats),
+                     sizeof(HalfOfFloats));
+#if defined(__x86_64__) && \
+    !defined(__clang__)  // g++ 12 makes a dozen instructions of the plain form
+    if constexpr (kBytes == 16) {
+      const typename Lanes::Flags upper{2, 3, 2, 3};
+      low = __builtin_ia32_cvtps2pd(value);
+      high = __builtin_ia32_cvtps2pd(__builtin_shuffle(value, upper));
+    } else {
+      asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(low) : "vm"(low_floats));
+      asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(high) : "vm"(high_floats));
+    }
+#else
+    low = __builtin_convertvector(low_floats, Doubles);
+    high = __builtin_convertvector(high_floats, Doubles);
+#endif
+  }
+};
+
+#endif
+
+/// The largest of a vector's lanes.
+template <class Lanes>
+C10_ALWAYS_INLINE typename Lanes::Format::Bits largest_lane(const typename Lanes::Bits& lanes) {
+  typename Lanes::Format::Bits each[Lanes::kWidth];
+  __builtin_memcpy(each, &lanes, sizeof(each));
+  auto largest = each[0];
+  for (int64_t lane = 1; lane < Lanes::kWidth; ++lane) {
+    largest = each[lane] > largest ? each[lane] : largest;
+  }
+  return largest;
+}
+
+/// Sums and maximum of one chunk on their way.
+template <class Element, class Lanes>
+struct SummaryAccumulator {
+  using Format = typename Lanes::Format;
+  using Stored = typename Format::Stored;
+
+  SquareSums<Lanes> sums;
+  typename Lanes::Bits largest{};
+
+  /// Sixteen elements.
+  C10_ALWAYS_INLINE void add_block(const Stored* data) {
+    add_loads(data,
+              std::make_index_sequence<static_cast<std::size_t>(kSquareSums / Lanes::kWidth)>{});
+  }
+
+  /// The elements [begin, count), fewer than sixteen, and all that came before.
+  C10_ALWAYS_INLINE void finish(const Stored* data, int64_t begin, int64_t count,
+                                GradientPartial& partial) const {
+    double each[kSquareSums];
+    sums.store(each);
+    typename Format::Bits most = largest_lane<Lanes>(largest);
+    for (int64_t i = begin; i < count; ++i) {
+      typename Format::Bits bits;
+      ScalarLanes<Element>::load(data + i, bits);
+      typename Format::Value value;
+      Format::widen(bits, value);
+      add_square(value, each[i - begin]);
+      keep_larger_magnitude<Format>(bits, most);
+    }
+    for (int64_t step = kSquareSums / 2; step > 0; step /= 2) {
+      for (int64_t i = 0; i < step; ++i) each[i] += each[i + step];
+    }
+    partial.sum_of_squares = each[0];
+    set_largest<Format>(most, partial);
+  }
+
+ private:
+  template <std::size_t... kLoads>
+  C10_ALWAYS_INLINE void add_loads(const Stored* data, std::index_sequence<kLoads...>) {
+    (add_load<kLoads>(data + static_cast<int64_t>(kLoads) * Lanes::kWidth), ...);
+  }
+  template <std::size_t kLoad>
+  C10_ALWAYS_INLINE void add_load(const Stored* data) {
+    typename Lanes::Bits bits;
+    Lanes::load(data, bits);
+    typename Lanes::Value value;
+    Format::widen(bits, value);
+    sums.template add<kLoad>(value);
+    keep_larger_magnitude<Format>(bits, largest);
+  }
+};
+
+/// `count` elements at `data`, of any alignment, at most kSummaryChunk of them.
+template <class Element, class Lanes>
+struct SummaryKernel {
+  C10_ALWAYS_INLINE static void run(const void* data, int64_t count, GradientPartial& partial) {
+    const auto* stored = static_cast<const typename Lanes::Format::Stored*>(data);
+    SummaryAccumulator<Element, Lanes> accumulator;
+    int64_t i = 0;
+    for (; i + kSquareSums <= count; i += kSquareSums) accumulator.add_block(stored + i);
+    accumulator.finish(stored, i, count, partial);
+  }
+};
+
+/// The same, and copies the elements to `to`, which does not overlap.
+template <class Element, class Lanes>
+struct CopySummaryKernel {
+  C10_ALWAYS_INLINE static void run(const void* data, void* to, int64_t count,
+                                    GradientPartial& partial) {
+    using Stored = typename Lanes::Format::Stored;
+    const auto* stored = static_cast<const Stored*>(data);
+    auto* copy = static_cast<Stored*>(to);
+    SummaryAccumulator<Element, Lanes> accumulator;
+    int64_t i = 0;
+    for (; i + kSquareSums <= count; i += kSquareSums) {
+      __builtin_memcpy(copy + i, stored + i, sizeof(Stored) * kSquareSums);
+      accumulator.add_block(stored + i);
+    }
+    if (i < count) {
+      __builtin_memcpy(copy + i, stored + i, sizeof(Stored) * static_cast<std::size_t>(count - i));
+    }
+    accumulator.finish(stored, i, count, partial);
+  }
+};
+
+/// Lane counts of the richer read.
+template <class Element, class Lanes>
+struct StatisticsAccumulator {
+  using Format = typename Lanes::Format;
+  StatisticsElement<Format, typename Lanes::Value, typename Lanes::Bits> element;
+  typename Lanes::Bits zeros{};
+  typename Lanes::Bits underflows{};
+  typename Lanes::Bits scaled_underflows{};
+
+  C10_ALWAYS_INLINE explicit StatisticsAccumulator(const StatisticsQuery& query) {
+    Lanes::broadcast(static_cast<typename Format::Value>(query.inv_scale), element.inv_scale);
+    element.set_underflow(query.underflow);
+  }
+  C10_ALWAYS_INLINE int64_t add(const typename Format::Stored* data, int64_t begin, int64_t count) {
+    int64_t i = begin;
+    for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+      typename Lanes::Bits bits;
+      Lanes::load(data + i, bits);
+      element(bits, zeros, underflows, scaled_underflows);
+    }
+    return i;
+  }
+  C10_ALWAYS_INLINE void finish(StatisticsPartial& partial) const {
+    partial.zeros += sum_of_lanes(zeros);
+    partial.underflows += sum_of_lanes(underflows);
+    partial.scaled_underflows += sum_of_lanes(scaled_underflows);
+  }
+
+ private:
+  C10_ALWAYS_INLINE static int64_t sum_of_lanes(const typename Lanes::Bits& lanes) {
+    typename Format::Bits each[Lanes::kWidth];
+    __builtin_memcpy(each, &lanes, sizeof(each));
+    int64_t sum = 0;
+    for (const auto lane : each) sum += static_cast<int64_t>(lane);
+    return sum;
+  }
+};
+
+template <class Element, class Lanes>
+struct StatisticsKernel {
+  C10_ALWAYS_INLINE static void run(const void* data, int64_t count, const StatisticsQuery& query,
+                                    StatisticsPartial& partial) {
+    SummaryKernel<Element, Lanes>::run(data, count, partial.summary);
+    const auto* stored = static_cast<const typename Lanes::Format::Stored*>(data);
+    StatisticsAccumulator<Element, Lanes> many(query);
+    const int64_t done = many.add(stored, 0, count);
+    many.finish(partial);
+    StatisticsAccumulator<Element, ScalarLanes<Element>> one(query);
+    one.add(stored, done, count);
+    one.finish(partial);
+    if (!FinishedSummary(partial.summary, query.inv_scale).found_inf) return;
+    for (int64_t i = 0; i < count && partial.first_bad_element < 0; ++i) {
+      typename Lanes::Format::Bits bits;
+      ScalarLanes<Element>::load(stored + i, bits);
+      if (one.element.is_bad(bits)) partial.first_bad_element = i;
+    }
+  }
+};
+
+/// The loops for one dtype and one instruction set.
+struct SummaryLoops {
+  void (*summarize)(const void* data, int64_t count, GradientPartial& partial);
+  void (*copy_and_summarize)(const void* data, void* to, int64_t count, GradientPartial& partial);
+  void (*statistics)(const void* data, int64_t count, const StatisticsQuery& query,
+                     StatisticsPartial& partial);
+};
+
+template <class Element>
+SummaryLoops summary_loops(CpuIsa isa) {
+  return {cpu_kernel<SummaryKernel, Element>(isa), cpu_kernel<CopySummaryKernel, Element>(isa),
+          cpu_kernel<StatisticsKernel, Element>(isa)};
+}
+
+inline SummaryLoops summary_loops(at::ScalarType dtype, CpuIsa isa) {
+  switch (dtype) {
+    case at::kFloat:
+      return summary_loops<float>(isa);
+    case at::kDouble:
+      return summary_loops<double>(isa);
+    case at::kHalf:
+      return summary_loops<c10::Half>(isa);
+    case at::kBFloat16:
+      return summary_loops<c10::BFloat16>(isa);
+    default:
+      TORCH_CHECK(false, "A gradient has the dtype ", dtype,
+                  "; gradients are float, double, bfloat16 or half");
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <c10/macros/Macros.h>
+
+#include <cstdint>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What SGD multiplies with in one step of one parameter.
+struct SgdCoefficients {
+  double lr;
+  double momentum;    ///< 0 in the first step, whose gradient the buffer becomes
+  double share;       ///< of the gradient in the buffer: 1 - dampening, and 1 in the first step
+  double look_ahead;  ///< Nesterov's: how much of the buffer joins the gradient
+  double weight_decay;
+};
+
+/// The numbers of a parameter group.
+struct SgdConstants {
+  double momentum;
+  double dampening;
+  double weight_decay;
+
+  /// `step` is 1 in the first step.
+  C10_HOST_DEVICE SgdCoefficients at(double lr, int64_t step) const {
+    return {.lr = lr,
+            .momentum = step == 1 ? 0.0 : momentum,
+            .share = step == 1 ? 1.0 : 1.0 - dampening,
+            .look_ahead = momentum,
+            .weight_decay = weight_decay};
+  }
+};
+
+enum class SgdKind : uint8_t { plain, momentum, nesterov };
+
+/// Stochastic gradient descent as torch::optim::SGD has it. Moment: momentum_buffer, if any.
+template <SgdKind kKind, bool kL2>
+struct SgdRule {
+  using Constants = SgdConstants;
+  using Coefficients = SgdCoefficients;
+  static constexpr int kMoments = kKind == SgdKind::plain ? 0 : 1;
+
+  template <class Lanes>
+  struct Element {
+    using Value = typename Lanes::Value;
+    using Scalar = typename Lanes::Format::Value;
+
+    Value minus_lr, momentum, share, look_ahead, weight_decay;
+
+    C10_HOST_DEVICE C10_ALWAYS_INLINE explicit Element(const SgdCoefficients& c) {
+      Lanes::broadcast(static_cast<Scalar>(-c.lr), minus_lr);
+      Lanes::broadcast(static_cast<Scalar>(c.momentum), momentum);
+      Lanes::broadcast(static_cast<Scalar>(c.share), share);
+      Lanes::broadcast(static_cast<Scalar>(c.look_ahead), look_ahead);
+      Lanes::broadcast(static_cast<Scalar>(c.weight_decay), weight_decay);
+    }
+
+    /// `gradient` is the true one: unscaled and clipped.
+    template <class Moments>
+    C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Value& parameter, Value& gradient,
+                                                      Moments& moments) const {
+      if constexpr (kL2) Lanes::fma(weight_decay, parameter, gradient, gradient);
+      Value direction = gradient;
+      if constexpr (kKind != SgdKind::plain) {
+        const Value addend = share * gradient;
+        Lanes::fma(momentum, moments[0], addend, moments[0]);
+        direction = moments[0];
+      }
+      if constexpr (kKind == SgdKind::nesterov) {
+        Lanes::fma(look_ahead, moments[0], gradient, direction);
+      }
+      Lanes::fma(minus_lr, direction, parameter, parameter);
+    }
+  };
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

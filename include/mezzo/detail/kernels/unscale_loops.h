@@ -1,0 +1,101 @@
+#pragma once
+
+#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/detail/kernels/cpu_lanes.h>
+#include <mezzo/detail/kernels/unscale_element.h>
+#include <mezzo/version.h>
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Whole vectors of [begin, count): returns where it stopped, and adds to `found` what it saw.
+template <class Lanes>
+C10_ALWAYS_INLINE int64_t unscale_lanes(typename Lanes::Format::Stored* data, int64_t begin,
+                                        int64_t count, typename Lanes::Format::Value inv_scale,
+                                        bool& found) {
+  UnscaleElement<typename Lanes::Format, typename Lanes::Value> unscale;
+  Lanes::broadcast(inv_scale, unscale.inv_scale);
+  typename Lanes::Flags nonfinite{};
+  int64_t i = begin;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+    typename Lanes::Bits bits;
+    Lanes::load(data + i, bits);
+    unscale(bits, nonfinite);
+    Lanes::store(bits, data + i);
+  }
+  found |= Lanes::any(nonfinite);
+  return i;
+}
+
+template <class Lanes>
+C10_ALWAYS_INLINE int64_t check_lanes(const typename Lanes::Format::Stored* data, int64_t begin,
+                                      int64_t count, bool& found) {
+  const CheckElement<typename Lanes::Format> check;
+  typename Lanes::Flags nonfinite{};
+  int64_t i = begin;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+    typename Lanes::Bits bits;
+    Lanes::load(data + i, bits);
+    check(bits, nonfinite);
+  }
+  found |= Lanes::any(nonfinite);
+  return i;
+}
+
+/// `count` elements at `data`, of any alignment: scaled in place; true if one became inf or NaN.
+template <class Element, class Lanes>
+struct UnscaleKernel {
+  C10_ALWAYS_INLINE static bool run(void* data, int64_t count, float inv_scale) {
+    auto* stored = static_cast<typename Lanes::Format::Stored*>(data);
+    bool found = false;
+    const int64_t done = unscale_lanes<Lanes>(stored, 0, count, inv_scale, found);
+    unscale_lanes<ScalarLanes<Element>>(stored, done, count, inv_scale, found);
+    return found;
+  }
+};
+
+/// `count` elements at `data`, of any alignment: true if one is inf or NaN.
+template <class Element, class Lanes>
+struct CheckKernel {
+  C10_ALWAYS_INLINE static bool run(const void* data, int64_t count) {
+    const auto* stored = static_cast<const typename Lanes::Format::Stored*>(data);
+    bool found = false;
+    const int64_t done = check_lanes<Lanes>(stored, 0, count, found);
+    check_lanes<ScalarLanes<Element>>(stored, done, count, found);
+    return found;
+  }
+};
+
+/// The loops for one dtype and one instruction set.
+struct UnscaleLoops {
+  bool (*unscale)(void* data, int64_t count, float inv_scale);
+  bool (*check)(const void* data, int64_t count);
+};
+
+template <class Element>
+UnscaleLoops unscale_loops(CpuIsa isa) {
+  return {cpu_kernel<UnscaleKernel, Element>(isa), cpu_kernel<CheckKernel, Element>(isa)};
+}
+
+inline UnscaleLoops unscale_loops(at::ScalarType dtype, CpuIsa isa) {
+  switch (dtype) {
+    case at::kFloat:
+      return unscale_loops<float>(isa);
+    case at::kDouble:
+      return unscale_loops<double>(isa);
+    case at::kHalf:
+      return unscale_loops<c10::Half>(isa);
+    case at::kBFloat16:
+      return unscale_loops<c10::BFloat16>(isa);
+    default:
+      TORCH_CHECK(false, "unscale: dtype ", dtype, " is none of float, double, half and bfloat16");
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

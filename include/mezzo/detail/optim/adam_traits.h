@@ -1,0 +1,113 @@
+#pragma once
+
+#include <mezzo/detail/kernels/adam_element.h>
+#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/detail/kernels/optimizer_step_kernel.h>
+#include <mezzo/detail/optim/archive_keys.h>
+#include <mezzo/detail/optim/aten_step.h>
+#include <mezzo/detail/optim/step_count.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+#include <optional>
+#include <tuple>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class Options>
+void read_adam_options(torch::serialize::InputArchive& archive, Options& options) {
+  options.lr(read_key<double>(archive, "lr"))
+      .betas(read_key<typename Options::betas_t>(archive, "betas"))
+      .eps(read_key<double>(archive, "eps"))
+      .weight_decay(read_key<double>(archive, "weight_decay"))
+      .amsgrad(read_key<bool>(archive, "amsgrad"));
+}
+
+template <class Options>
+void write_adam_options(torch::serialize::OutputArchive& archive, const Options& options) {
+  archive.write("lr", c10::IValue(options.lr()));
+  archive.write("betas", c10::IValue(options.betas()));
+  archive.write("eps", c10::IValue(options.eps()));
+  archive.write("weight_decay", c10::IValue(options.weight_decay()));
+  archive.write("amsgrad", c10::IValue(options.amsgrad()));
+}
+
+/// What ElementwiseOptimizer asks about Adam and, with kIsDecoupled, AdamW.
+template <class OptionsT, class StateT, bool kIsDecoupled>
+struct AdamTraits {
+  using Options = OptionsT;
+  using State = StateT;
+  using Constants = AdamConstants;
+  using Coefficients = AdamCoefficients;
+  static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
+
+  static void check(const Options& options) {
+    const auto [beta1, beta2] = options.betas();
+    TORCH_CHECK(options.lr() >= 0, kName, ": lr is ", options.lr(), "; it should be at least 0");
+    TORCH_CHECK(options.eps() >= 0, kName, ": eps is ", options.eps(), "; it should be at least 0");
+    TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, kName, ": betas are ", beta1,
+                " and ", beta2, "; they should be at least 0 and less than 1");
+    TORCH_CHECK(options.weight_decay() >= 0, kName, ": weight_decay is ", options.weight_decay(),
+                "; it should be at least 0");
+  }
+
+  static Constants constants(const Options& options) {
+    return {.beta1 = std::get<0>(options.betas()),
+            .beta2 = std::get<1>(options.betas()),
+            .eps = options.eps(),
+            .weight_decay = options.weight_decay(),
+            .is_decoupled = kIsDecoupled};
+  }
+
+  static StepFunction<Coefficients> step_function(const Options& options, at::ScalarType parameter,
+                                                  at::ScalarType gradient) {
+    const CpuIsa isa = best_isa();
+    if constexpr (!kIsDecoupled) {
+      if (options.weight_decay() != 0) {
+        return options.amsgrad()
+                   ? detail::step_function<AdamRule<true, true>>(parameter, gradient, isa)
+                   : detail::step_function<AdamRule<false, true>>(parameter, gradient, isa);
+      }
+    }
+    return options.amsgrad()
+               ? detail::step_function<AdamRule<true, false>>(parameter, gradient, isa)
+               : detail::step_function<AdamRule<false, false>>(parameter, gradient, isa);
+  }
+
+  static int moments(const Options& options) { return options.amsgrad() ? 3 : 2; }
+
+  static bool has_state(const Options&) { return true; }
+
+  static at::Tensor& moment(State& state, int k) {
+    return k == 0 ? state.exp_avg() : k == 1 ? state.exp_avg_sq() : state.max_exp_avg_sq();
+  }
+
+  static StepCount& count(State& state) { return state.count(); }
+
+  static void aten_step(const Options& options, const AtenLists& lists,
+                        const AtenVerdict& verdict) {
+    const auto [beta1, beta2] = options.betas();
+    const auto& [means, squares, largest] = lists.moments;
+    const auto step = kIsDecoupled ? fused_adamw_ : fused_adam_;
+    step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, options.lr(),
+         beta1, beta2, options.weight_decay(), options.eps(), options.amsgrad(),
+         /*maximize=*/false, verdict.grad_scale, verdict.found_inf);
+  }
+
+ private:
+  using AtenStep = void (*)(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                            at::TensorList, at::TensorList, double, double, double, double, double,
+                            bool, bool, const std::optional<at::Tensor>&,
+                            const std::optional<at::Tensor>&);
+  static constexpr AtenStep fused_adam_ = &at::_fused_adam_;
+  static constexpr AtenStep fused_adamw_ = &at::_fused_adamw_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

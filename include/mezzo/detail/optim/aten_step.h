@@ -1,0 +1,46 @@
+#pragma once
+
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <limits>
+#include <optional>
+#include <vector>
+
+// The step on devices that mezzo has no kernel for, CUDA without mezzo::cuda among them, through
+// ATen's fused optimizers: still without a wait, and in one pass of theirs. Differences: gradients
+// come out unscaled and clipped, since ATen's kernels write them.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Parameters of one group, device and dtype, as ATen's kernels take them; entry i of each list
+/// belongs to parameter i.
+struct AtenLists {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> gradients;  ///< of the parameters' dtype
+  std::array<std::vector<at::Tensor>, 3> moments;
+  std::vector<at::Tensor> counts;  ///< floats, of this step already
+};
+
+/// What ATen's kernels divide gradients by, and whether they are to do nothing.
+struct AtenVerdict {
+  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> found_inf;
+};
+
+inline AtenVerdict aten_verdict(const optim::DeviceVerdict* verdict, double max_norm) {
+  if (verdict == nullptr) return {};
+  at::Tensor factor = verdict->inv_scale;
+  const bool clips = max_norm != std::numeric_limits<double>::infinity();
+  if (clips && verdict->sum_of_squares.defined()) {
+    const at::Tensor norm = verdict->sum_of_squares.sqrt();
+    factor = factor * norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
+  }
+  return {factor.reciprocal().to(at::kFloat), verdict->found_inf};
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

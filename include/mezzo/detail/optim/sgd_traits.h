@@ -1,0 +1,82 @@
+#pragma once
+
+#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/detail/kernels/optimizer_step_kernel.h>
+#include <mezzo/detail/kernels/sgd_element.h>
+#include <mezzo/detail/optim/aten_step.h>
+#include <mezzo/detail/optim/step_count.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What ElementwiseOptimizer asks about SGD.
+template <class OptionsT, class StateT>
+struct SgdTraits {
+  using Options = OptionsT;
+  using State = StateT;
+  using Constants = SgdConstants;
+  using Coefficients = SgdCoefficients;
+  static constexpr const char* kName = "SGD";
+
+  static void check(const Options& options) {
+    TORCH_CHECK(options.lr() >= 0, "SGD: lr is ", options.lr(), "; it should be at least 0");
+    TORCH_CHECK(options.momentum() >= 0, "SGD: momentum is ", options.momentum(),
+                "; it should be at least 0");
+    TORCH_CHECK(options.weight_decay() >= 0, "SGD: weight_decay is ", options.weight_decay(),
+                "; it should be at least 0");
+    TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
+                "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
+                options.dampening(), "; it needs a positive momentum and a dampening of 0");
+  }
+
+  static Constants constants(const Options& options) {
+    return {.momentum = options.momentum(),
+            .dampening = options.dampening(),
+            .weight_decay = options.weight_decay()};
+  }
+
+  static StepFunction<Coefficients> step_function(const Options& options, at::ScalarType parameter,
+                                                  at::ScalarType gradient) {
+    if (options.momentum() == 0) return function<SgdKind::plain>(options, parameter, gradient);
+    return options.nesterov() ? function<SgdKind::nesterov>(options, parameter, gradient)
+                              : function<SgdKind::momentum>(options, parameter, gradient);
+  }
+
+  static int moments(const Options& options) { return options.momentum() == 0 ? 0 : 1; }
+  static bool has_state(const Options& options) { return options.momentum() != 0; }
+  static at::Tensor& moment(State& state, int) { return state.momentum_buffer(); }
+  static StepCount& count(State& state) { return state.count(); }
+
+  /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
+  /// 0. A kernel told of a first step would not see that the device skipped it.
+  static void aten_step(const Options& options, const AtenLists& lists,
+                        const AtenVerdict& verdict) {
+    TORCH_CHECK(
+        options.dampening() == 0 || options.momentum() == 0, "SGD: dampening is ",
+        options.dampening(),
+        " on a device that has no kernel of mezzo's; link the target mezzo::cuda, or set 0");
+    at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], options.weight_decay(),
+                    options.momentum(), options.lr(), options.dampening(), options.nesterov(),
+                    /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
+                    verdict.found_inf);
+  }
+
+ private:
+  template <SgdKind kKind>
+  static StepFunction<Coefficients> function(const Options& options, at::ScalarType parameter,
+                                             at::ScalarType gradient) {
+    const CpuIsa isa = best_isa();
+    return options.weight_decay() != 0
+               ? detail::step_function<SgdRule<kKind, true>>(parameter, gradient, isa)
+               : detail::step_function<SgdRule<kKind, false>>(parameter, gradient, isa);
+  }
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

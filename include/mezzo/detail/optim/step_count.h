@@ -1,0 +1,83 @@
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/tensor.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// How many steps were applied to a parameter. Of a parameter on the CPU the host knows; elsewhere
+/// the device decides whether a step is applied, and counts: in a float, which libtorch's kernels
+/// ask for, and so to 2^24 steps at most, when all corrections for early steps are long past.
+class StepCount {
+ public:
+  /// Waits for the device, where there is one.
+  int64_t value() const {
+    return on_device_.defined() ? static_cast<int64_t>(on_device_.item<float>()) : value_;
+  }
+
+  void set(int64_t value) {
+    value_ = value;
+    on_device_ = at::Tensor();
+  }
+
+  /// From here on a float of one element on the device counts, which holds the value already.
+  void move_to(at::Tensor on_device) { on_device_ = std::move(on_device); }
+  const at::Tensor& on_device() const noexcept { return on_device_; }
+
+ private:
+  int64_t value_ = 0;
+  at::Tensor on_device_;
+};
+
+/// The counts as tensors on `device`; those that the host kept are sent there together.
+inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<StepCount*>& counts) {
+  std::vector<StepCount*> newcomers;
+  std::vector<float> values;
+  for (StepCount* count : counts) {
+    if (count->on_device().defined() && count->on_device().device() == device) continue;
+    newcomers.push_back(count);
+    values.push_back(static_cast<float>(count->value()));
+  }
+  if (!newcomers.empty()) {
+    const at::Tensor together = at::tensor(values).to(device);
+    for (std::size_t i = 0; i < newcomers.size(); ++i) {
+      newcomers[i]->move_to(together.select(0, static_cast<int64_t>(i)));
+    }
+  }
+  std::vector<at::Tensor> tensors;
+  for (const StepCount* count : counts) tensors.push_back(count->on_device());
+  return tensors;
+}
+
+/// Counts that lie one after the other in memory, as those do that came to the device together, as
+/// one tensor; otherwise undefined.
+inline at::Tensor as_one(const std::vector<at::Tensor>& counts) {
+  const at::Tensor& first = counts.front();
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    const bool follows =
+        counts[i].is_alias_of(first) &&
+        counts[i].storage_offset() == first.storage_offset() + static_cast<int64_t>(i);
+    if (!follows) return {};
+  }
+  return first.as_strided({static_cast<int64_t>(counts.size())}, {1}, first.storage_offset());
+}
+
+inline void add_to_counts(const std::vector<at::Tensor>& counts, const at::Tensor& addend) {
+  at::Tensor all = as_one(counts);
+  if (all.defined()) {
+    all.add_(addend);
+  } else {
+    at::_foreach_add_(counts, addend);
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,199 @@
+/// \file
+/// Gradients as buckets: grouped by device and dtype, checked in one read, and on demand one
+/// contiguous buffer a bucket that can be all-reduced whole.
+#pragma once
+
+#include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/arg.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What one read of the gradients of one device gives: `found_inf` (float, 0 or 1),
+/// `sum_of_squares` and `max_abs` (double), one-element tensors on that device, of the gradients
+/// times inv_scale.
+using detail::GradientSummary;
+
+/// A summary with counts: `zeros`, `underflows` (not 0, but lost in the low-precision dtype),
+/// `scaled_underflows` (the same before unscaling) and `first_bad` {parameter, element}, all int64.
+using detail::GradientStatistics;
+
+namespace detail {
+class BucketedGradients;
+}
+
+enum class GradStorage : uint8_t {
+  /// Each gradient is the tensor that autograd made. The cheapest in backward.
+  in_place,
+  /// Each gradient is a part of its bucket's buffer: addresses are stable, and a bucket can be
+  /// reduced as one tensor. A first backward pass copies gradients there (8 bytes a float parameter
+  /// more), further ones add there as they would anywhere.
+  flat
+};
+
+/// 25 MiB, as libtorch's own DistributedDataParallel has it.
+inline constexpr int64_t kDefaultBucketBytes = int64_t{25} << 20;
+
+struct GradBucketsOptions {
+  TORCH_ARG(GradStorage, storage) = GradStorage::in_place;
+  /// A bucket holds no more, but one parameter that is larger; > 0.
+  TORCH_ARG(int64_t, bucket_bytes) = kDefaultBucketBytes;
+  /// Read each gradient for `summarize` as soon as autograd has it, instead of all afterwards. See
+  /// `GradBuckets::summarize` for what it costs. Without the target mezzo::cuda, gradients on CUDA
+  /// are read afterwards all the same.
+  TORCH_ARG(bool, check_during_backward) = false;
+};
+
+/// Parameters of one device and dtype whose gradients lie together.
+struct GradBucket {
+  at::Device device;
+  at::ScalarType dtype;
+  /// Numbers of its parameters in GradBuckets::parameters, in the order in which they lie.
+  std::vector<std::size_t> parameters;
+  /// Flat storage: the buffer, one dimension; each gradient begins at a multiple of 64 bytes, and
+  /// what lies between is zero. Undefined in place.
+  at::Tensor flat;
+};
+
+/// A dense gradient that there is: `gradient.numel()` elements from `gradient.const_data_ptr()` on,
+/// element by element those of the parameter's memory (of a parameter with gaps: of its contiguous
+/// form).
+struct BucketGradient {
+  std::size_t parameter;  ///< its number in GradBuckets::parameters
+  std::size_t bucket;     ///< its number in GradBuckets::buckets
+  at::Tensor gradient;
+};
+
+/// The gradients of a set of parameters.
+///
+/// \code
+///   mezzo::GradBuckets buckets(model->parameters(), {.storage(GradStorage::flat)});
+///   for (auto& batch : *loader) {
+///     buckets.zero_grad();                                 // or the model's or the optimizer's
+///     loss(model, batch).backward();
+///     auto summary = buckets.summarize(inv_scale);         // one read; no host sync
+///     for (auto& bucket : buckets.buckets()) all_reduce(bucket.flat);
+///   }
+/// \endcode
+///
+/// Buckets are filled in reverse order of the parameters, which is roughly the order in which
+/// backward makes gradients; `regroup` takes the order that it really took.
+///
+/// Nothing has to be told about what happens to gradients in between: one that is undefined (C++'s
+/// `zero_grad()` does that), replaced by the user, made by autograd anew, or missing since its
+/// parameter is frozen or unused, is noticed at the next call that reads gradients, which moves
+/// values back into the buffer and keeps them. Where a parameter has no dense gradient its part of
+/// the buffer is zero. A sparse gradient stays where it is, outside of all buckets. With flat
+/// storage a gradient's history (`create_graph`) is lost when it is moved.
+///
+/// Flat storage, `check_during_backward` and `on_ready` put a post-accumulate hook on each
+/// parameter, before which a hook that was there goes on being called; the destructor takes it
+/// away. One backward pass at a time may run over the parameters then. A GradBuckets is used from
+/// one thread at a time; hooks run on autograd's threads.
+class GradBuckets {
+ public:
+  /// `parameters` are leaves of a floating dtype, each once; they need not require grad.
+  /// \throws c10::Error naming the parameter or the option
+  explicit GradBuckets(const std::vector<at::Tensor>& parameters,
+                       const GradBucketsOptions& options = {});
+  ~GradBuckets();
+  GradBuckets(GradBuckets&&) noexcept;
+  GradBuckets& operator=(GradBuckets&&) noexcept;
+  GradBuckets(const GradBuckets&) = delete;
+  GradBuckets& operator=(const GradBuckets&) = delete;
+
+  /// Further parameters, in buckets of their own: those that there are stay where they lie.
+  void add_parameters(const std::vector<at::Tensor>& parameters);
+
+  const GradBucketsOptions& options() const noexcept;
+  const std::vector<at::Tensor>& parameters() const noexcept;
+  const std::vector<GradBucket>& buckets() const noexcept;
+
+  /// Takes stock of the gradients as they are now: see above. All calls below begin with it; call
+  /// it before reading `GradBucket::flat`.
+  /// \throws c10::Error if a gradient has another shape, dtype or device than its parameter
+  void collect();
+
+  /// The dense gradients that there are, bucket by bucket.
+  std::vector<BucketGradient> gradients();
+
+  /// The numbers of the parameters that have a sparse gradient now.
+  std::vector<std::size_t> sparse_gradients();
+
+  /// One read of all gradients on the device of `inv_scale` (float, one element): is one of them,
+  /// times `inv_scale`, inf or NaN; the sum of the products' squares; their largest magnitude.
+  /// Sparse gradients are coalesced (`.grad` is replaced) and count too. No host sync, except to
+  /// coalesce.
+  ///
+  /// Under `check_during_backward` what hooks have read already is not read again, unless it has
+  /// changed since: an in-place operation on the gradient or on its bucket is noticed, a write
+  /// through a raw pointer is not. The numbers are the same bits either way. With gradient
+  /// accumulation each pass reads what it has accumulated, and only the last pass counts:
+  /// `accumulate_only` spares the reads before. On a CPU and a 22.6 M parameter encoder (backward:
+  /// 280 ms) reads in hooks took 3 ms and a read afterwards 5 (benchmarks/grad_buckets): little to
+  /// gain, so it is off by default. With flat storage they ride along the copy into the buffer.
+  GradientSummary summarize(const at::Tensor& inv_scale);
+
+  /// The same read with counts; twice the work. `first_bad` holds the parameter's number and the
+  /// element in its gradient's memory. Never uses what hooks have read.
+  GradientStatistics statistics(const at::Tensor& inv_scale, at::ScalarType low_precision);
+
+  /// As `Module::zero_grad`: undefines all gradients, or with `false` sets them to zero (flat: one
+  /// fill a bucket, and every parameter that requires grad has a gradient then).
+  void zero_grad(bool set_to_none = true);
+
+  /// Groups the parameters anew, in the order in which the last backward pass made their gradients
+  /// (those that it did not reach come last, in their present order). Values stay; addresses of
+  /// flat storage do not. \throws c10::Error unless hooks are there to know the order
+  void regroup();
+
+  /// While one lives, backward passes only accumulate: nothing is checked or reported ready. For
+  /// all micro-batches but the last; what DistributedDataParallel calls `no_sync`.
+  class [[nodiscard]] AccumulateOnly {
+   public:
+    explicit AccumulateOnly(GradBuckets& buckets);
+    ~AccumulateOnly();
+    AccumulateOnly(const AccumulateOnly&) = delete;
+    AccumulateOnly& operator=(const AccumulateOnly&) = delete;
+
+   private:
+    std::shared_ptr<detail::BucketedGradients> state_;
+  };
+  AccumulateOnly accumulate_only() { return AccumulateOnly(*this); }
+
+  /// Runs `backward` for one micro-batch of several and adds its gradients to those accumulated,
+  /// unless one of them is inf or NaN: then the micro-batch is dropped, and what was accumulated
+  /// survives. Should all micro-batches of a step be bad, the last one's gradients stay, so that
+  /// the step's own check finds them (begin with `zero_grad()`: gradients of zero count as
+  /// accumulated). Flat storage only: the buffer holds what is accumulated, and the micro-batch's
+  /// gradients are autograd's own, 4 bytes a float parameter more. If `backward` throws, what was
+  /// accumulated is put back.
+  ///
+  /// \returns a bool of one element: whether it was dropped. On the CPU if all parameters are
+  /// there; otherwise on the first parameter's device, with no host sync (a parameter of which only
+  /// dropped micro-batches had a gradient then has one of zeros).
+  at::Tensor micro_batch(const std::function<void()>& backward);
+
+  /// `callback` hears, once a backward pass, of each bucket (its number) whose gradients are all
+  /// there; of those with unused parameters at the end of the pass. With flat storage the bucket's
+  /// `flat` is complete then. It runs on autograd's thread, with the stream of the gradient that
+  /// came last. Null: none. A pass that runs inside another, and reaches parameters before the
+  /// other does, is one of its own. After a pass that threw, call `zero_grad` or `collect` before
+  /// the next.
+  void on_ready(std::function<void(std::size_t bucket)> callback);
+
+ private:
+  std::shared_ptr<detail::BucketedGradients> state_;
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/grad_buckets/grad_buckets_impl.h>  // IWYU pragma: export

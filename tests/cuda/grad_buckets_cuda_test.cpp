@@ -1,0 +1,201 @@
+// Gradient summaries and buckets on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is
+// defined, through mezzo's: what the CPU says of the same gradients.
+
+#include <torch/torch.h>
+
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_buckets.h>
+
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+namespace {
+
+using mezzo::GradBuckets;
+using mezzo::GradBucketsOptions;
+using mezzo::GradStorage;
+using torch::Tensor;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+class GradBucketsCuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!torch::cuda::is_available()) GTEST_SKIP() << "libtorch sees no CUDA device here";
+  }
+};
+
+/// Every call that would wait for the device throws while this lives.
+class ForbidSync {
+ public:
+  ForbidSync() {
+    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
+  }
+  ~ForbidSync() {
+    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
+  }
+};
+
+std::vector<Tensor> mixed_gradients() {
+  torch::manual_seed(1);
+  std::vector<Tensor> gradients;
+  for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf, torch::kDouble}) {
+    for (const int64_t size : {0, 1, 3, 1000, 70001}) {
+      gradients.push_back(torch::randn({size}).to(dtype).to(torch::kCUDA));
+    }
+    gradients.push_back(torch::randn({40, 30}).to(dtype).to(torch::kCUDA).t());
+    gradients.push_back(torch::randn({200}).to(dtype).to(torch::kCUDA).slice(0, 3));
+  }
+  for (int i = 0; i < 1000; ++i) gradients.push_back(torch::randn({1 + i}).to(torch::kCUDA));
+  return gradients;
+}
+
+std::vector<Tensor> on_cpu(const std::vector<Tensor>& tensors) {
+  std::vector<Tensor> copies;
+  for (const auto& tensor : tensors) copies.push_back(tensor.cpu());
+  return copies;
+}
+
+void expect_same(const mezzo::GradientSummary& gpu, const mezzo::GradientSummary& cpu) {
+  EXPECT_EQ(gpu.found_inf.item<float>(), cpu.found_inf.item<float>());
+  if (cpu.found_inf.item<float>() == 0) {
+    const double expected = cpu.sum_of_squares.item<double>();
+    EXPECT_NEAR(gpu.sum_of_squares.item<double>(), expected, 1e-6 * expected);
+  } else {
+    EXPECT_FALSE(std::isfinite(gpu.sum_of_squares.item<double>()) &&
+                 std::isfinite(gpu.max_abs.item<double>()));
+  }
+  EXPECT_TRUE(torch::allclose(gpu.max_abs.cpu(), cpu.max_abs, 1e-6, 0, /*equal_nan=*/true));
+}
+
+TEST_F(GradBucketsCuda, SummaryAndStatisticsSayWhatTheCpuSays) {
+  auto gradients = mixed_gradients();
+  for (const float bad : {0.5F, 0.0F, kNan, std::numeric_limits<float>::infinity()}) {
+    for (const float inv_scale : {1.0F, 1.0F / 65536, 3e30F}) {
+      gradients[10][999] = bad;
+      const auto scale = torch::full({}, inv_scale);
+      expect_same(mezzo::detail::summarize_gradients(gradients, scale.cuda()),
+                  mezzo::detail::summarize_gradients(on_cpu(gradients), scale));
+      const auto gpu = mezzo::detail::gradient_statistics(gradients, scale.cuda(), torch::kHalf);
+      const auto cpu = mezzo::detail::gradient_statistics(on_cpu(gradients), scale, torch::kHalf);
+      expect_same(gpu.summary, cpu.summary);
+      EXPECT_EQ(gpu.zeros.item<int64_t>(), cpu.zeros.item<int64_t>());
+      EXPECT_EQ(gpu.underflows.item<int64_t>(), cpu.underflows.item<int64_t>());
+      EXPECT_EQ(gpu.scaled_underflows.item<int64_t>(), cpu.scaled_underflows.item<int64_t>());
+      EXPECT_TRUE(torch::equal(gpu.first_bad.cpu(), cpu.first_bad));
+    }
+  }
+}
+
+TEST_F(GradBucketsCuda, SummaryGivesTheSameBitsTwiceAndWaitsForNothing) {
+  const auto gradients = mixed_gradients();
+  const auto inv_scale = torch::full({}, 0.3F).cuda();
+  std::vector<Tensor> sums;
+  {
+    const ForbidSync forbid;
+    for (int i = 0; i < 5; ++i) {
+      sums.push_back(mezzo::detail::summarize_gradients(gradients, inv_scale).sum_of_squares);
+    }
+  }
+  for (const auto& sum : sums) {
+    EXPECT_EQ(std::bit_cast<uint64_t>(sum.item<double>()),
+              std::bit_cast<uint64_t>(sums.front().item<double>()));
+  }
+}
+
+TEST_F(GradBucketsCuda, SummaryIsCapturedInAGraph) {
+  auto gradient = torch::ones({100000}, torch::kCUDA);
+  const auto inv_scale = torch::ones({}, torch::kCUDA);
+  mezzo::detail::summarize_gradients({gradient}, inv_scale);
+  at::cuda::CUDAGraph graph;
+  std::optional<mezzo::GradientSummary> summary;
+  {
+    const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+    graph.capture_begin();
+    summary = mezzo::detail::summarize_gradients({gradient}, inv_scale);
+    graph.capture_end();
+  }
+  for (const float value : {2.0F, kNan, 3.0F}) {
+    gradient.fill_(value);
+    inv_scale.fill_(0.5F);
+    torch::cuda::synchronize();
+    graph.replay();
+    torch::cuda::synchronize();
+    EXPECT_EQ(summary->found_inf.item<float>(), std::isnan(value) ? 1.0F : 0.0F);
+    if (!std::isnan(value)) {
+      EXPECT_EQ(summary->sum_of_squares.item<double>(), 1e5 * value * value / 4);
+    }
+  }
+}
+
+TEST_F(GradBucketsCuda, ReadsDuringBackwardAsAfterwards) {
+  torch::nn::Sequential model(torch::nn::Linear(40, 300), torch::nn::ReLU(),
+                              torch::nn::Linear(300, 900), torch::nn::Linear(900, 3));
+  model->to(torch::kCUDA);
+  const auto inv_scale = torch::full({}, 0.25F).cuda();
+  for (const auto storage : {GradStorage::in_place, GradStorage::flat}) {
+    const auto options = GradBucketsOptions().storage(storage);
+    for (const float weight : {1.0F, kNan, 2.0F}) {
+      GradBuckets during(model->parameters(),
+                         GradBucketsOptions(options).check_during_backward(true));
+      const auto run = [&] {
+        model->zero_grad();
+        const auto input = torch::full({2, 40}, 0.1, torch::kCUDA);
+        (model->forward(input).square().sum() * weight).backward();
+      };
+      run();
+      mezzo::GradientSummary own;
+      {
+        const ForbidSync forbid;
+        own = during.summarize(inv_scale);
+      }
+      std::vector<Tensor> gradients;
+      for (const auto& parameter : model->parameters()) gradients.push_back(parameter.grad());
+      expect_same(own,
+                  mezzo::detail::summarize_gradients(on_cpu(gradients), torch::full({}, 0.25F)));
+      if (storage == GradStorage::flat) {
+        EXPECT_TRUE(gradients[0].storage().is_alias_of(during.buckets()[0].flat.storage()));
+      }
+      gradients[0].fill_(kNan);
+      EXPECT_EQ(during.summarize(inv_scale).found_inf.item<float>(), 1);
+    }
+  }
+}
+
+TEST_F(GradBucketsCuda, DropsABadMicroBatchWithoutWaiting) {
+  const auto a = torch::ones({1000}, torch::kCUDA).requires_grad_();
+  const auto b = torch::ones({10}, torch::kCUDA).requires_grad_();
+  GradBuckets buckets({a, b}, GradBucketsOptions().storage(GradStorage::flat));
+  std::vector<Tensor> dropped;
+  for (const float weight : {kNan, 1.0F, 2.0F, kNan, 4.0F}) {
+    const ForbidSync forbid;
+    dropped.push_back(buckets.micro_batch([&] { ((a.sum() + b.sum()) * weight).backward(); }));
+  }
+  EXPECT_TRUE(
+      torch::equal(torch::stack(dropped).cpu(), torch::tensor({true, false, false, true, false})));
+  EXPECT_TRUE(torch::equal(a.grad(), torch::full_like(a, 7)));
+  EXPECT_TRUE(torch::equal(b.grad(), torch::full_like(b, 7)));
+}
+
+TEST_F(GradBucketsCuda, HoldsParametersOfTwoDevices) {
+  const auto on_host = torch::ones({3}).requires_grad_();
+  const auto on_gpu = torch::ones({4}, torch::kCUDA).requires_grad_();
+  GradBuckets buckets({on_host, on_gpu}, GradBucketsOptions().storage(GradStorage::flat));
+  EXPECT_EQ(buckets.buckets().size(), 2U);
+  (on_host.sum() + on_gpu.sum().cpu() * 2).backward();
+  EXPECT_EQ(buckets.summarize(torch::ones({})).sum_of_squares.item<double>(), 3);
+  EXPECT_EQ(buckets.summarize(torch::ones({}, torch::kCUDA)).sum_of_squares.item<double>(), 16);
+  EXPECT_TRUE(buckets.micro_batch([&] { (on_host.sum() + on_gpu.sum().cpu() * kNan).backward(); })
+                  .item<bool>());
+  EXPECT_TRUE(torch::equal(on_host.grad(), torch::ones({3})));
+}
+
+}  // namespace

@@ -1,0 +1,155 @@
+// What a thread of the CUDA kernels does, on the host: all threads' shares together are every
+// element once, and the table sends each block to its part of a tensor, beyond 2^31 elements too.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/detail/kernels/gradient_summary_share.h>
+#include <mezzo/detail/kernels/gradient_summary_table.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "plain_summary.h"
+
+namespace {
+
+using mezzo::detail::SmallSummaryTable;
+using mezzo::detail::SummarySlice;
+
+struct CountVisits {
+  std::vector<int> visits;
+  const uint16_t* data;
+  void operator()(uint16_t stored, int64_t index) {
+    EXPECT_EQ(stored, data[index]);
+    ++visits[static_cast<std::size_t>(index)];
+  }
+};
+
+TEST(SummaryShare, SharesVisitEveryElementOnceAtAnyAlignment) {
+  std::vector<uint16_t> memory(4000);
+  for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<uint16_t>(i);
+  constexpr int kThreads = 8;
+  for (const int64_t count : {0, 1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 1000, 3000}) {
+    for (std::size_t offset = 0; offset < 9; ++offset) {
+      CountVisits count_visits{std::vector<int>(static_cast<std::size_t>(count)),
+                               memory.data() + offset};
+      for (int thread = 0; thread < kThreads; ++thread) {
+        mezzo::detail::visit_share(memory.data() + offset, count, thread, kThreads, count_visits);
+      }
+      EXPECT_EQ(count_visits.visits, std::vector<int>(static_cast<std::size_t>(count), 1))
+          << count << " from " << offset;
+    }
+  }
+}
+
+template <class Element>
+mezzo::detail::StatisticsPartial merged_shares(const torch::Tensor& values, float inv_scale) {
+  using Stored = typename mezzo::detail::FloatFormat<Element>::Stored;
+  constexpr int kThreads = 32;
+  const mezzo::detail::StatisticsQuery query{inv_scale, mezzo::detail::underflow_of(torch::kHalf)};
+  mezzo::detail::StatisticsPartial total;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    mezzo::detail::StatisticsShare<Element> share(query, 3, 1000);
+    mezzo::detail::visit_share(static_cast<const Stored*>(values.const_data_ptr()), values.numel(),
+                               thread, kThreads, share);
+    total.merge(share.partial());
+  }
+  return total;
+}
+
+template <class Element>
+void expect_shares_agree() {
+  torch::manual_seed(9);
+  const auto dtype = c10::CppTypeToScalarType<Element>::value;
+  auto values = (torch::randn({2311}, torch::kDouble) * 1e-6).to(dtype);
+  values[17] = 0;
+  for (const float inv_scale : {1.0F, 0.25F, 1e30F}) {
+    for (const int64_t bad : {-1, 0, 1200, 2310}) {
+      auto broken = values.clone();
+      if (bad >= 0) broken[bad] = std::numeric_limits<float>::quiet_NaN();
+      const auto expected = plain_summary({broken}, inv_scale);
+      const auto total = merged_shares<Element>(broken, inv_scale);
+      const mezzo::detail::FinishedSummary finished(total.summary, inv_scale);
+      EXPECT_EQ(finished.found_inf, expected.found_inf);
+      if (!expected.found_inf) {
+        EXPECT_EQ(finished.max_abs, expected.max_abs);
+        EXPECT_NEAR(finished.sum_of_squares, expected.sum_of_squares,
+                    1e-6 * expected.sum_of_squares);
+      }
+      EXPECT_EQ(total.zeros, expected.zeros);
+      EXPECT_EQ(total.underflows, expected.underflows);
+      EXPECT_EQ(total.scaled_underflows, expected.scaled_underflows);
+      EXPECT_EQ(total.first_bad_gradient, bad < 0 ? -1 : 3);
+      EXPECT_EQ(total.first_bad_element, bad < 0 ? -1 : 1000 + bad);
+    }
+  }
+}
+
+TEST(SummaryShare, SharesTogetherSayWhatTheReferenceSays) {
+  expect_shares_agree<float>();
+  expect_shares_agree<double>();
+  expect_shares_agree<c10::Half>();
+  expect_shares_agree<c10::BFloat16>();
+}
+
+TEST(SummaryTable, SendsEachBlockToItsPart) {
+  SmallSummaryTable table(16);
+  float first = 0;
+  float second = 0;
+  table.push_back(&first, 33, 100, 7);
+  table.push_back(&second, 16, 200, 9);
+  EXPECT_EQ(table.blocks(), 4);
+  const SummarySlice last_of_first = table.slice_of(2);
+  EXPECT_EQ(last_of_first.data, &first);
+  EXPECT_EQ(last_of_first.begin, 32);
+  EXPECT_EQ(last_of_first.end, 33);
+  EXPECT_EQ(last_of_first.partial, 102);
+  EXPECT_EQ(last_of_first.gradient, 7);
+  const SummarySlice of_second = table.slice_of(3);
+  EXPECT_EQ(of_second.data, &second);
+  EXPECT_EQ(of_second.begin, 0);
+  EXPECT_EQ(of_second.end, 16);
+  EXPECT_EQ(of_second.partial, 200);
+}
+
+TEST(SummaryTable, CountsBeyondTwoToTheThirtyOne) {
+  constexpr int64_t kHuge = (int64_t{1} << 33) + 5;
+  SmallSummaryTable table(16384);
+  float data = 0;
+  table.push_back(&data, kHuge, 0, 0);
+  table.push_back(&data, kHuge, SmallSummaryTable::blocks_of(kHuge, 16384), 1);
+  const SummarySlice last = table.slice_of(table.blocks() - 1);
+  EXPECT_EQ(last.begin, int64_t{1} << 33);
+  EXPECT_EQ(last.end, kHuge);
+  EXPECT_EQ(last.gradient, 1);
+  EXPECT_EQ(last.partial, table.blocks() - 1);
+}
+
+TEST(SummaryTable, FullTablesFindEveryTensor) {
+  using mezzo::detail::LargeSummaryTable;
+  LargeSummaryTable table(8);
+  int64_t expected_block = 0;
+  std::vector<float> memory(LargeSummaryTable::kCapacity);
+  for (int i = 0; i < LargeSummaryTable::kCapacity; ++i) {
+    EXPECT_FALSE(table.full());
+    table.push_back(&memory[static_cast<std::size_t>(i)], 1 + i % 20, i, i);
+  }
+  EXPECT_TRUE(table.full());
+  for (int i = 0; i < LargeSummaryTable::kCapacity; ++i) {
+    for (int64_t own = 0; own * 8 < 1 + i % 20; ++own, ++expected_block) {
+      const SummarySlice slice = table.slice_of(expected_block);
+      EXPECT_EQ(slice.gradient, i);
+      EXPECT_EQ(slice.data, &memory[static_cast<std::size_t>(i)]);
+      EXPECT_EQ(slice.begin, own * 8);
+      EXPECT_EQ(slice.partial, i + own);
+    }
+  }
+  EXPECT_EQ(expected_block, table.blocks());
+  table.clear();
+  EXPECT_TRUE(table.empty());
+}
+
+}  // namespace

@@ -1,0 +1,366 @@
+// One read of the gradients against a plain reference in double: every dtype and instruction set,
+// sizes around vectors and chunks, values at the edges, layouts.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/detail/kernels/gradient_summary.h>
+
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "plain_summary.h"
+
+namespace {
+
+using mezzo::detail::CpuIsa;
+using mezzo::detail::GradientPartial;
+using mezzo::detail::kSummaryChunk;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+torch::Tensor one_over(float scale) { return torch::full({}, 1.0F / scale); }
+
+void expect_near(double actual, double expected) {
+  if (std::isfinite(expected)) {
+    EXPECT_NEAR(actual, expected, 1e-6 * expected);
+  } else {
+    EXPECT_FALSE(std::isfinite(actual));
+  }
+}
+
+void expect_summary(const std::vector<torch::Tensor>& gradients, float inv_scale) {
+  const auto expected = plain_summary(gradients, inv_scale);
+  const auto summary = mezzo::detail::summarize_gradients(gradients, torch::full({}, inv_scale));
+  EXPECT_EQ(summary.found_inf.item<float>() != 0, expected.found_inf);
+  expect_near(summary.sum_of_squares.item<double>(), expected.sum_of_squares);
+  if (std::isnan(expected.max_abs)) {
+    EXPECT_TRUE(std::isnan(summary.max_abs.item<double>()));
+  } else {
+    EXPECT_EQ(summary.max_abs.item<double>(), expected.max_abs);
+  }
+}
+
+const char* name_of(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::scalar:
+      return "scalar";
+    case CpuIsa::vector128:
+      return "vector128";
+    case CpuIsa::avx2:
+      return "avx2";
+    case CpuIsa::avx512:
+      return "avx512";
+  }
+  return "unknown";
+}
+
+class SummaryLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
+ protected:
+  void SetUp() override {
+    if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << name_of(isa());
+  }
+  static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
+  static CpuIsa isa() { return std::get<1>(GetParam()); }
+
+  static GradientPartial run(const torch::Tensor& values, CpuIsa on) {
+    GradientPartial partial;
+    mezzo::detail::summary_loops(dtype(), on)
+        .summarize(values.const_data_ptr(), values.numel(), partial);
+    return partial;
+  }
+  static torch::Tensor random(int64_t count) {
+    return (torch::randn({count}, torch::kDouble) * 100).to(dtype());
+  }
+};
+
+TEST_P(SummaryLoop, GivesTheSameBitsAsTheScalarReferenceForEveryTail) {
+  torch::manual_seed(1);
+  for (int64_t count = 0; count <= 70; ++count) {
+    const auto values = random(count);
+    const GradientPartial reference = run(values, CpuIsa::scalar);
+    const GradientPartial partial = run(values, isa());
+    EXPECT_EQ(std::bit_cast<uint64_t>(partial.sum_of_squares),
+              std::bit_cast<uint64_t>(reference.sum_of_squares))
+        << count;
+    EXPECT_EQ(partial.max_double, reference.max_double) << count;
+    EXPECT_EQ(partial.max_float, reference.max_float) << count;
+    const auto expected = plain_summary({values}, 1.0F);
+    EXPECT_NEAR(partial.sum_of_squares, expected.sum_of_squares, 1e-12 * expected.sum_of_squares);
+  }
+}
+
+TEST_P(SummaryLoop, ReadsMemoryAtAnyByteAndCopiesItWhereAsked) {
+  torch::manual_seed(2);
+  constexpr int64_t kCount = 53;
+  const auto values = random(kCount);
+  const GradientPartial reference = run(values, CpuIsa::scalar);
+  const auto bytes = static_cast<std::size_t>(kCount) * values.element_size();
+  const auto loops = mezzo::detail::summary_loops(dtype(), isa());
+  for (std::size_t offset = 0; offset < 65; ++offset) {
+    std::vector<char> memory(bytes + 130, 'm');
+    std::vector<char> copy(bytes + 130, 'c');
+    std::memcpy(memory.data() + offset, values.const_data_ptr(), bytes);
+    GradientPartial partial;
+    loops.summarize(memory.data() + offset, kCount, partial);
+    EXPECT_EQ(partial.sum_of_squares, reference.sum_of_squares) << offset;
+    GradientPartial copied;
+    loops.copy_and_summarize(memory.data() + offset, copy.data() + offset, kCount, copied);
+    EXPECT_EQ(copied.sum_of_squares, reference.sum_of_squares) << offset;
+    EXPECT_EQ(std::memcmp(copy.data() + offset, values.const_data_ptr(), bytes), 0) << offset;
+    for (std::size_t i = 0; i < copy.size(); ++i) {
+      const bool is_outside = i < offset || i >= offset + bytes;
+      if (is_outside) {
+        ASSERT_EQ(copy[i], 'c') << offset << " " << i;
+      }
+    }
+  }
+}
+
+TEST_P(SummaryLoop, SeesOneBadElementAtEveryPlace) {
+  constexpr int64_t kCount = 39;
+  for (const float bad : {kInfinity, -kInfinity, kNan}) {
+    for (int64_t place = 0; place < kCount; ++place) {
+      auto values = torch::ones({kCount}, dtype());
+      values[place] = bad;
+      const mezzo::detail::FinishedSummary finished(run(values, isa()), 0.5F);
+      EXPECT_TRUE(finished.found_inf) << bad << " at " << place;
+      EXPECT_EQ(std::isnan(finished.max_abs), std::isnan(bad)) << bad << " at " << place;
+    }
+  }
+}
+
+TEST_P(SummaryLoop, SeesNothingInTheLargestAndSmallestFiniteValues) {
+  const double largest = dtype() == torch::kHalf       ? 65504.0
+                         : dtype() == torch::kBFloat16 ? 3.3895313892515355e38
+                         : dtype() == torch::kFloat    ? std::numeric_limits<float>::max()
+                                                       : 1e150;
+  auto values =
+      torch::tensor({largest, -largest, 0.0, -0.0, 6e-8, 1e-40, 1e-45, 1e-300}, torch::kDouble)
+          .to(dtype())
+          .repeat({11});
+  const GradientPartial partial = run(values, isa());
+  const mezzo::detail::FinishedSummary finished(partial, 1.0F);
+  EXPECT_FALSE(finished.found_inf);
+  EXPECT_EQ(finished.max_abs, largest);
+  EXPECT_DOUBLE_EQ(finished.sum_of_squares, 22 * largest * largest);
+}
+
+TEST_P(SummaryLoop, AddsUpSubnormals) {
+  const double smallest = dtype() == torch::kHalf       ? std::ldexp(1.0, -24)
+                          : dtype() == torch::kBFloat16 ? std::ldexp(1.0, -133)
+                                                        : std::ldexp(1.0, -149);
+  const auto values = torch::full({37}, 3 * smallest, torch::kDouble).to(dtype());
+  EXPECT_EQ(run(values, isa()).sum_of_squares, 37 * 9 * smallest * smallest);
+}
+
+TEST_P(SummaryLoop, CountsWhatALowPrecisionDtypeWouldLose) {
+  torch::manual_seed(3);
+  auto values = (torch::randn({531}, torch::kDouble) * 1e-7).to(dtype());
+  values.index_put_({torch::arange(0, 531, 7)}, 0);
+  values[45] = -std::ldexp(1.0, -25);  // half way between 0 and half's smallest: to even, 0
+  values[46] = std::ldexp(1.0, -25) * 1.5;
+  for (const float inv_scale : {1.0F, 0.125F, 16.0F}) {
+    for (const auto low : {torch::kHalf, torch::kBFloat16, torch::kFloat8_e5m2}) {
+      const auto expected = plain_summary({values}, inv_scale, low);
+      mezzo::detail::StatisticsPartial partial;
+      mezzo::detail::summary_loops(dtype(), isa())
+          .statistics(values.const_data_ptr(), values.numel(),
+                      {inv_scale, mezzo::detail::underflow_of(low)}, partial);
+      EXPECT_EQ(partial.zeros, expected.zeros) << inv_scale << low;
+      EXPECT_EQ(partial.underflows, expected.underflows) << inv_scale << low;
+      EXPECT_EQ(partial.scaled_underflows, expected.scaled_underflows) << inv_scale << low;
+      EXPECT_EQ(partial.first_bad_element, -1);
+      EXPECT_EQ(partial.summary.sum_of_squares, run(values, isa()).sum_of_squares);
+    }
+  }
+}
+
+TEST_P(SummaryLoop, NamesTheFirstBadElement) {
+  for (const int64_t place : {0, 1, 15, 16, 17, 63, 64, 129}) {
+    auto values = torch::ones({130}, dtype());
+    values[place] = kNan;
+    values[129] = kInfinity;
+    mezzo::detail::StatisticsPartial partial;
+    mezzo::detail::summary_loops(dtype(), isa())
+        .statistics(values.const_data_ptr(), values.numel(), {1.0F, 0.0}, partial);
+    EXPECT_EQ(partial.first_bad_element, place);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, SummaryLoop,
+                         testing::Combine(testing::Values(torch::kFloat, torch::kDouble,
+                                                          torch::kHalf, torch::kBFloat16),
+                                          testing::Values(CpuIsa::scalar, CpuIsa::vector128,
+                                                          CpuIsa::avx2, CpuIsa::avx512)),
+                         [](const auto& test) {
+                           return std::string(torch::toString(std::get<0>(test.param))) + "_" +
+                                  name_of(std::get<1>(test.param));
+                         });
+
+class SummaryOfDtype : public testing::TestWithParam<torch::ScalarType> {};
+
+TEST_P(SummaryOfDtype, AgreesWithTheReferenceForSizesAroundAChunk) {
+  torch::manual_seed(4);
+  for (const int64_t count : {int64_t{0}, int64_t{1}, kSummaryChunk - 1, kSummaryChunk,
+                              kSummaryChunk + 1, 3 * kSummaryChunk + 17}) {
+    const auto values = torch::randn({count}, torch::kDouble).to(GetParam());
+    SCOPED_TRACE(count);
+    expect_summary({values}, 0.25F);
+    if (count == 0) continue;
+    for (const int64_t place : {int64_t{0}, count / 2, count - 1}) {
+      auto broken = values.clone();
+      broken[place] = place == count / 2 ? kNan : kInfinity;
+      const auto summary = mezzo::detail::summarize_gradients({values, broken}, one_over(4));
+      EXPECT_EQ(summary.found_inf.item<float>(), 1.0F) << place;
+      const auto statistics =
+          mezzo::detail::gradient_statistics({values, broken}, one_over(4), torch::kHalf);
+      EXPECT_TRUE(torch::equal(statistics.first_bad, torch::tensor({int64_t{1}, place}))) << place;
+      EXPECT_EQ(statistics.summary.found_inf.item<float>(), 1.0F);
+    }
+  }
+}
+
+TEST_P(SummaryOfDtype, AgreesWithTheReferenceForScalesFromTinyToHuge) {
+  torch::manual_seed(5);
+  const auto values = torch::randn({1000}, torch::kDouble).to(GetParam());
+  for (int exponent = -24; exponent <= 24; ++exponent) {
+    SCOPED_TRACE(exponent);
+    expect_summary({values}, std::ldexp(1.0F, exponent));
+    expect_summary({values}, std::ldexp(1.37F, exponent));
+  }
+}
+
+TEST_P(SummaryOfDtype, ReadsEveryLayoutAndWritesNothing) {
+  torch::manual_seed(6);
+  const auto base = torch::randn({40, 30}, torch::kDouble).to(GetParam());
+  const auto before = base.clone();
+  const std::vector<torch::Tensor> layouts{
+      base.t(),
+      base.slice(0, 0, 40, 3),
+      base.slice(1, 1, 29),
+      base.flatten().slice(0, 1),
+      torch::ones({1}, GetParam()).expand({17}),
+      torch::_efficientzerotensor({5}, GetParam()),
+      torch::empty({0, 3}, GetParam()),
+      base.view({2, 20, 30}).permute({1, 2, 0}),
+      torch::_neg_view(base),
+  };
+  const auto version = base._version();
+  for (const auto& layout : layouts) {
+    SCOPED_TRACE(layout.sizes());
+    expect_summary({layout}, 0.5F);
+  }
+  expect_summary(layouts, 0.5F);
+  EXPECT_TRUE(torch::equal(base, before));
+  EXPECT_EQ(base._version(), version);
+}
+
+TEST_P(SummaryOfDtype, GivesTheSameBitsForAnyNumberOfThreads) {
+  torch::manual_seed(7);
+  std::vector<torch::Tensor> gradients;
+  for (int64_t i = 0; i < 40; ++i) {
+    gradients.push_back(torch::randn({1 + i * i * 97}, torch::kDouble).to(GetParam()));
+  }
+  const int threads = at::get_num_threads();
+  std::vector<double> sums;
+  for (const int count : {1, 2, 3, 4}) {
+    at::set_num_threads(count);
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      sums.push_back(
+          mezzo::detail::summarize_gradients(gradients, one_over(3)).sum_of_squares.item<double>());
+    }
+  }
+  at::set_num_threads(threads);
+  for (const double sum : sums) {
+    EXPECT_EQ(std::bit_cast<uint64_t>(sum), std::bit_cast<uint64_t>(sums.front()));
+  }
+}
+
+TEST_P(SummaryOfDtype, AgreesWithWhatAtensKernelsSay) {
+  torch::manual_seed(8);
+  std::vector<torch::Tensor> gradients{torch::randn({3, 50}, torch::kDouble).to(GetParam()),
+                                       torch::empty({0}, GetParam()), torch::randn({7}),
+                                       torch::randn({9}, torch::kDouble)};
+  for (const float bad : {1.0F, 0.0F, kInfinity, kNan}) {
+    for (const float inv_scale : {1.0F, 1e-3F, 4096.0F}) {
+      gradients[0][1][3] = bad;
+      const auto own =
+          mezzo::detail::gradient_statistics(gradients, torch::full({1}, inv_scale), torch::kHalf);
+      const auto aten = mezzo::detail::summarize_with_aten(gradients, torch::full({1}, inv_scale));
+      const auto counts = mezzo::detail::count_with_aten(gradients, torch::full({1}, inv_scale),
+                                                         mezzo::detail::underflow_of(torch::kHalf));
+      EXPECT_EQ(aten.found_inf.item<float>(), own.summary.found_inf.item<float>());
+      expect_near(aten.sum_of_squares.item<double>(), own.summary.sum_of_squares.item<double>());
+      EXPECT_TRUE(torch::allclose(aten.max_abs, own.summary.max_abs, 1e-6, 0, true));
+      EXPECT_EQ(counts.zeros.item<int64_t>(), own.zeros.item<int64_t>());
+      EXPECT_EQ(counts.underflows.item<int64_t>(), own.underflows.item<int64_t>());
+      EXPECT_EQ(counts.scaled_underflows.item<int64_t>(), own.scaled_underflows.item<int64_t>());
+      EXPECT_TRUE(torch::equal(counts.first_bad, own.first_bad));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllDtypes, SummaryOfDtype,
+                         testing::Values(torch::kFloat, torch::kDouble, torch::kHalf,
+                                         torch::kBFloat16),
+                         [](const auto& test) { return torch::toString(test.param); });
+
+TEST(GradientSummary, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
+  expect_summary({torch::full({3}, 1e30F)}, 1e20F);
+  expect_summary({torch::full({3}, 1e30, torch::kDouble)}, 1e20F);  // not in double
+  expect_summary({torch::zeros({3})}, kInfinity);
+  expect_summary({torch::zeros({3}, torch::kDouble)}, kNan);
+  expect_summary({torch::full({3}, std::numeric_limits<float>::max())}, std::nextafter(1.0F, 2.0F));
+}
+
+TEST(GradientSummary, OfNothingIsZero) {
+  for (const std::vector<torch::Tensor>& nothing :
+       {std::vector<torch::Tensor>{}, {torch::empty({0})}}) {
+    const auto inv_scale = torch::ones({});
+    const auto summary = mezzo::detail::summarize_gradients(nothing, inv_scale);
+    EXPECT_EQ(summary.found_inf.item<float>(), 0);
+    EXPECT_EQ(summary.sum_of_squares.item<double>(), 0);
+    EXPECT_EQ(summary.max_abs.item<double>(), 0);
+    const auto aten = mezzo::detail::summarize_with_aten(nothing, inv_scale);
+    EXPECT_EQ(aten.found_inf.item<float>(), 0);
+    EXPECT_EQ(aten.sum_of_squares.item<double>(), 0);
+    const auto statistics =
+        mezzo::detail::gradient_statistics(nothing, inv_scale, torch::kBFloat16);
+    EXPECT_TRUE(torch::equal(statistics.first_bad, torch::tensor({int64_t{-1}, int64_t{-1}})));
+  }
+}
+
+TEST(GradientSummary, LeavesCopyOnWriteGradientsShared) {
+  const auto gradient = torch::ones({100});
+  const auto lazy = torch::_lazy_clone(gradient);
+  mezzo::detail::summarize_gradients({lazy}, torch::ones({}));
+  EXPECT_EQ(lazy.const_data_ptr(), gradient.const_data_ptr());
+}
+
+TEST(GradientSummary, NamesWhatItCannotRead) {
+  const auto inv_scale = torch::ones({});
+  const auto error_of = [&](const std::vector<torch::Tensor>& gradients, const torch::Tensor& inv) {
+    try {
+      mezzo::detail::summarize_gradients(gradients, inv);
+    } catch (const c10::Error& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string();
+  };
+  EXPECT_NE(error_of({torch::ones({2}, torch::kLong)}, inv_scale).find("dtype Long"),
+            std::string::npos);
+  EXPECT_NE(error_of({torch::Tensor()}, inv_scale).find("undefined"), std::string::npos);
+  EXPECT_NE(error_of({torch::ones({2}).to_sparse()}, inv_scale).find("sparse"), std::string::npos);
+  EXPECT_NE(error_of({}, torch::ones({2})).find("inv_scale"), std::string::npos);
+  EXPECT_NE(error_of({}, torch::ones({}, torch::kDouble)).find("inv_scale"), std::string::npos);
+  EXPECT_THROW(mezzo::detail::underflow_of(torch::kLong), c10::Error);
+}
+
+}  // namespace

@@ -1,0 +1,83 @@
+// Built with and without MEZZO_WITH_CUDA, with hidden and with default visibility: shared libraries
+// that hold mezzo without knowing of each other. mixed_libraries.cpp loads them.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
+#include <c10/macros/Export.h>
+#include <mezzo/detail/kernels/update_scale.h>
+#include <mezzo/grad_buckets.h>
+#include <mezzo/loss_scale.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <typeinfo>
+#include <vector>
+
+#ifdef MEZZO_WITH_CUDA
+
+// In place of mezzo_cuda.cu, which takes nvcc: nothing here runs on a GPU.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail::cuda {
+
+[[noreturn]] static void no_gpu() { throw std::logic_error("a kernel was asked for on the CPU"); }
+
+void unscale_and_check_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&) {
+  no_gpu();
+}
+void check_(const std::vector<at::Tensor>&, const at::Tensor&) { no_gpu(); }
+void update_scale_(const LossScale&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                   const at::Tensor&) {
+  no_gpu();
+}
+void summarize_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&,
+                const at::Tensor&, const at::Tensor&) {
+  no_gpu();
+}
+void statistics_(const std::vector<at::Tensor>&, const at::Tensor&, double,
+                 const std::vector<at::Tensor>&) {
+  no_gpu();
+}
+int64_t partial_count(const at::Tensor&) { no_gpu(); }
+int64_t partial_bytes() { no_gpu(); }
+void write_partials_(const std::vector<at::Tensor>&, const std::vector<int64_t>&,
+                     const at::Tensor&) {
+  no_gpu();
+}
+void finish_partials_(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                      const at::Tensor&) {
+  no_gpu();
+}
+
+}  // namespace detail::cuda
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#endif
+
+extern "C" {
+
+C10_EXPORT bool was_built_with_cuda() {
+#ifdef MEZZO_WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
+// An inline function whose body depends on the macro: which body does this library call?
+C10_EXPORT bool has_cuda_kernels() {
+  bool (*const volatile ask)(at::Device) = &mezzo::detail::has_own_kernels;
+  return ask(at::Device(at::kCUDA, 0));
+}
+
+C10_EXPORT const char* type_name() { return typeid(mezzo::GradBuckets).name(); }
+
+// Gradients of 2 through hooks that this library hangs on `parameter` beside those of the other.
+C10_EXPORT double sum_of_squares(const at::Tensor& parameter) {
+  mezzo::GradBuckets buckets(
+      {parameter},
+      mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat).check_during_backward(true));
+  buckets.zero_grad();
+  parameter.mul(2).sum().backward();
+  return buckets.summarize(at::ones({})).sum_of_squares.item<double>();
+}
+}

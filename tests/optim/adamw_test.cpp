@@ -1,0 +1,368 @@
+// mezzo::optim::AdamW beside torch::optim::AdamW: the same answers, options, state and files.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/optim/adamw.h>
+
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::AdamWParamState;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+using TorchAdamW = torch::optim::AdamW;
+using TorchAdamWOptions = torch::optim::AdamWOptions;
+
+/// Parameters of several shapes, and a second set of equal values.
+struct Twins {
+  std::vector<torch::Tensor> ours;
+  std::vector<torch::Tensor> theirs;
+
+  explicit Twins(torch::ScalarType dtype = torch::kFloat) {
+    torch::manual_seed(1);
+    for (const std::vector<int64_t>& shape :
+         std::vector<std::vector<int64_t>>{{17, 9}, {1}, {0}, {30000}, {3, 1, 5}}) {
+      const auto values = torch::randn(shape, torch::kDouble).to(dtype);
+      ours.push_back(values.clone().requires_grad_());
+      theirs.push_back(values.clone().requires_grad_());
+    }
+  }
+
+  void set_gradients() const {
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      const auto gradient = torch::randn(ours[i].sizes(), torch::kDouble).to(ours[i].scalar_type());
+      ours[i].mutable_grad() = gradient.clone();
+      theirs[i].mutable_grad() = gradient.clone();
+    }
+  }
+
+  double largest_difference() const {
+    double largest = 0;
+    for (std::size_t i = 0; i < ours.size(); ++i) {
+      if (ours[i].numel() == 0) continue;
+      largest = std::max(largest, (ours[i] - theirs[i]).abs().max().item<double>());
+    }
+    return largest;
+  }
+};
+
+template <class Left, class Right>
+void step_both(Left& left, Right& right, const Twins& twins, int steps) {
+  for (int i = 0; i < steps; ++i) {
+    twins.set_gradients();
+    left.step();
+    right.step();
+  }
+}
+
+const AdamWParamState& state_of(const AdamW& optimizer, const torch::Tensor& parameter) {
+  return static_cast<const AdamWParamState&>(
+      *optimizer.state().at(parameter.unsafeGetTensorImpl()));
+}
+
+TEST(AdamW, GivesTorchsAnswersOverAHundredSteps) {
+  for (const bool amsgrad : {false, true}) {
+    const Twins twins;
+    AdamW ours(twins.ours, AdamWOptions(1e-2).weight_decay(0.1).amsgrad(amsgrad));
+    TorchAdamW theirs(twins.theirs, TorchAdamWOptions(1e-2).weight_decay(0.1).amsgrad(amsgrad));
+    step_both(ours, theirs, twins, 100);
+    EXPECT_LT(twins.largest_difference(), 2e-5) << amsgrad;
+  }
+}
+
+TEST(AdamW, GivesTorchsAnswersInDoubleToTheLastBits) {
+  for (const bool amsgrad : {false, true}) {
+    const Twins twins(torch::kDouble);
+    AdamW ours(twins.ours, AdamWOptions(1e-2).betas({0.8, 0.95}).eps(1e-6).amsgrad(amsgrad));
+    TorchAdamW theirs(twins.theirs,
+                      TorchAdamWOptions(1e-2).betas({0.8, 0.95}).eps(1e-6).amsgrad(amsgrad));
+    step_both(ours, theirs, twins, 50);
+    EXPECT_LT(twins.largest_difference(), 1e-13) << amsgrad;
+  }
+}
+
+TEST(AdamW, HasTorchsDefaults) {
+  const AdamWOptions ours;
+  const TorchAdamWOptions theirs;
+  EXPECT_EQ(ours.lr(), theirs.lr());
+  EXPECT_EQ(ours.betas(), theirs.betas());
+  EXPECT_EQ(ours.eps(), theirs.eps());
+  EXPECT_EQ(ours.weight_decay(), theirs.weight_decay());
+  EXPECT_EQ(ours.amsgrad(), theirs.amsgrad());
+}
+
+TEST(AdamW, GivesEachGroupItsOwnOptions) {
+  const Twins twins;
+  const std::vector<torch::Tensor> first{twins.ours[0]};
+  const std::vector<torch::Tensor> rest(twins.ours.begin() + 1, twins.ours.end());
+  std::vector<torch::optim::OptimizerParamGroup> groups{
+      {first, std::make_unique<AdamWOptions>(AdamWOptions(3e-2).weight_decay(0))}, {rest}};
+  AdamW ours(groups, AdamWOptions(1e-3).betas({0.5, 0.9}));
+  const std::vector<torch::Tensor> their_first{twins.theirs[0]};
+  const std::vector<torch::Tensor> their_rest(twins.theirs.begin() + 1, twins.theirs.end());
+  std::vector<torch::optim::OptimizerParamGroup> their_groups{
+      {their_first, std::make_unique<TorchAdamWOptions>(TorchAdamWOptions(3e-2).weight_decay(0))},
+      {their_rest}};
+  TorchAdamW theirs(their_groups, TorchAdamWOptions(1e-3).betas({0.5, 0.9}));
+  step_both(ours, theirs, twins, 10);
+  EXPECT_LT(twins.largest_difference(), 5e-6);
+  ours.param_groups()[1].options().set_lr(0);
+  const auto before = twins.ours[1].detach().clone();
+  twins.set_gradients();
+  ours.step();
+  EXPECT_TRUE(torch::equal(twins.ours[1], before)) << "a rate set between steps holds at once";
+}
+
+TEST(AdamW, PassesOverParametersWithoutAGradientAndDoesNotCountTheirStep) {
+  const Twins twins;
+  AdamW ours(twins.ours);
+  TorchAdamW theirs(twins.theirs);
+  for (int i = 0; i < 6; ++i) {
+    twins.set_gradients();
+    if (i % 2 == 0) {
+      twins.ours[0].mutable_grad() = torch::Tensor();
+      twins.theirs[0].mutable_grad() = torch::Tensor();
+    }
+    ours.step();
+    theirs.step();
+  }
+  EXPECT_LT(twins.largest_difference(), 1e-6);
+  EXPECT_EQ(state_of(ours, twins.ours[0]).step(), 3);
+  EXPECT_EQ(state_of(ours, twins.ours[1]).step(), 6);
+}
+
+TEST(AdamW, CallsTheClosureWithGradientsAndReturnsItsLoss) {
+  const auto x = torch::full({3}, 2.0).requires_grad_();
+  AdamW optimizer({x}, AdamWOptions(0.1).weight_decay(0));
+  const torch::NoGradGuard no_grad;
+  const auto loss = optimizer.step([&] {
+    optimizer.zero_grad();
+    auto value = (x * x).sum();
+    value.backward();
+    return value;
+  });
+  EXPECT_EQ(loss.item<float>(), 12.0F);
+  EXPECT_TRUE(torch::allclose(x, torch::full({3}, 1.9)));
+}
+
+TEST(AdamW, LeavesTheGradientsAsTheyAre) {
+  const Twins twins;
+  AdamW ours(twins.ours);
+  twins.set_gradients();
+  const auto before = twins.ours[0].grad().clone();
+  const auto version = twins.ours[0].grad()._version();
+  ours.step();
+  EXPECT_TRUE(torch::equal(twins.ours[0].grad(), before));
+  EXPECT_EQ(twins.ours[0].grad()._version(), version);
+}
+
+// The bits do not depend on how the work was shared out.
+TEST(AdamW, GivesTheSameBitsOnAnyNumberOfThreads) {
+  std::vector<torch::Tensor> results;
+  const int before = torch::get_num_threads();
+  for (const int threads : {1, 2, 5}) {
+    torch::set_num_threads(threads);
+    const Twins twins;
+    AdamW optimizer(twins.ours, AdamWOptions(1e-2));
+    for (int i = 0; i < 3; ++i) {
+      twins.set_gradients();
+      optimizer.step();
+    }
+    results.push_back(twins.ours[3].detach());
+  }
+  torch::set_num_threads(before);
+  EXPECT_TRUE(torch::equal(results[0], results[1]));
+  EXPECT_TRUE(torch::equal(results[0], results[2]));
+}
+
+TEST(AdamW, GoesOnWhereTorchStoppedAndTheOtherWayRound) {
+  for (const bool amsgrad : {false, true}) {
+    const Twins twins(torch::kDouble);
+    AdamW ours(twins.ours, AdamWOptions(1e-2).amsgrad(amsgrad));
+    TorchAdamW theirs(twins.theirs, TorchAdamWOptions(1e-2).amsgrad(amsgrad).eps(1e-5));
+    for (int i = 0; i < 5; ++i) {
+      twins.set_gradients();
+      theirs.step();
+    }
+    for (std::size_t i = 0; i < twins.ours.size(); ++i) twins.ours[i].data().copy_(twins.theirs[i]);
+    std::stringstream from_torch;
+    torch::save(theirs, from_torch);
+    torch::load(ours, from_torch);
+    EXPECT_EQ(state_of(ours, twins.ours[3]).step(), 5);
+    step_both(ours, theirs, twins, 5);
+    EXPECT_LT(twins.largest_difference(), 1e-14) << amsgrad;
+
+    std::stringstream from_mezzo;
+    torch::save(ours, from_mezzo);
+    TorchAdamW fresh(twins.theirs, TorchAdamWOptions(7.0));
+    torch::load(fresh, from_mezzo);
+    step_both(ours, fresh, twins, 5);
+    EXPECT_LT(twins.largest_difference(), 1e-14) << amsgrad;
+  }
+}
+
+TEST(AdamW, RestoresItsOwnStateBitForBit) {
+  const Twins twins;
+  AdamW first(twins.ours, AdamWOptions(1e-2));
+  AdamW second(twins.theirs);
+  for (int i = 0; i < 3; ++i) {
+    twins.set_gradients();
+    first.step();
+  }
+  std::stringstream archive;
+  torch::save(first, archive);
+  torch::load(second, archive);
+  for (std::size_t i = 0; i < twins.ours.size(); ++i) twins.theirs[i].data().copy_(twins.ours[i]);
+  step_both(first, second, twins, 3);
+  EXPECT_EQ(twins.largest_difference(), 0.0);
+}
+
+TEST(AdamW, CastsLoadedMomentsToTheParametersDtypeAndLayout) {
+  const auto row_major = torch::randn({4, 6}, torch::kDouble).requires_grad_();
+  const auto column_major = row_major.detach().to(torch::kFloat).t().contiguous().t();
+  ASSERT_NE(row_major.strides(), column_major.strides());
+  AdamW first({row_major});
+  row_major.mutable_grad() = torch::randn({4, 6}, torch::kDouble);
+  first.step();
+  std::stringstream archive;
+  torch::save(first, archive);
+  AdamW second({column_major});
+  torch::load(second, archive);
+  column_major.copy_(row_major.detach());
+  row_major.mutable_grad() = torch::randn({4, 6}, torch::kDouble);
+  column_major.mutable_grad() = row_major.grad().to(torch::kFloat);
+  first.step();
+  second.step();
+  EXPECT_TRUE(torch::allclose(column_major, row_major.to(torch::kFloat), 1e-5, 1e-6));
+}
+
+class AdamWMemory : public testing::Test {
+ protected:
+  /// One step on `parameter`, whose layout is peculiar, and on a contiguous twin.
+  static void expect_same_step(torch::Tensor parameter, torch::Tensor gradient) {
+    const auto twin = parameter.detach().clone(torch::MemoryFormat::Contiguous).requires_grad_();
+    twin.mutable_grad() = gradient.clone(torch::MemoryFormat::Contiguous);
+    parameter.mutable_grad() = gradient;
+    AdamW peculiar({parameter}, AdamWOptions(1e-1));
+    AdamW plain({twin}, AdamWOptions(1e-1));
+    for (int i = 0; i < 3; ++i) {
+      peculiar.step();
+      plain.step();
+    }
+    EXPECT_TRUE(torch::equal(parameter, twin));
+  }
+};
+
+TEST_F(AdamWMemory, StepsTransposedParameters) {
+  expect_same_step(torch::randn({6, 4}).t(), torch::randn({4, 6}));
+  expect_same_step(torch::randn({6, 4}).t(), torch::randn({6, 4}).t());
+  expect_same_step(torch::randn({4, 6}), torch::randn({6, 4}).t());
+}
+
+TEST_F(AdamWMemory, StepsParametersWithGapsAndLeavesTheGapsAlone) {
+  const auto base = torch::ones({6, 8});
+  expect_same_step(base.slice(1, 0, 8, 2), torch::randn({6, 4}));
+  EXPECT_TRUE(torch::equal(base.slice(1, 1, 8, 2), torch::ones({6, 4})));
+}
+
+TEST_F(AdamWMemory, TakesExpandedAndNegatedGradients) {
+  expect_same_step(torch::randn({5, 7}), torch::randn({1, 7}).expand({5, 7}));
+  const auto complex = torch::randn({4}, torch::kComplexFloat);
+  expect_same_step(torch::randn({4}), torch::imag(complex.conj()));
+}
+
+TEST_F(AdamWMemory, LeavesCopiesOnWriteAlone) {
+  const auto x = torch::ones({8});
+  const auto lazy = at::_lazy_clone(x);
+  x.mutable_grad() = torch::ones({8});
+  AdamW optimizer({x}, AdamWOptions(0.1));
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(lazy, torch::ones({8})));
+  EXPECT_FALSE(torch::equal(x, lazy));
+}
+
+TEST_F(AdamWMemory, BumpsTheVersionSoThatAutogradNotices) {
+  const auto x = torch::ones({3}).requires_grad_();
+  const auto square = (x * x).sum();
+  x.mutable_grad() = torch::ones({3});
+  AdamW optimizer({x});
+  optimizer.step();
+  EXPECT_THROW(square.backward(), c10::Error) << "x was written after it was saved for backward";
+}
+
+TEST(AdamWDtypes, TrainsBfloat16AndHalfParameters) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    const auto x = torch::full({100}, 2.0, dtype).requires_grad_();
+    AdamW optimizer({x}, AdamWOptions(0.05).weight_decay(0));
+    for (int i = 0; i < 60; ++i) {
+      optimizer.zero_grad();
+      (x.to(torch::kFloat) - 1).square().sum().backward();
+      optimizer.step();
+    }
+    EXPECT_TRUE(torch::allclose(x.to(torch::kFloat), torch::ones({100}), 0, 0.1)) << dtype;
+    EXPECT_EQ(state_of(optimizer, x).exp_avg().scalar_type(), dtype);
+  }
+}
+
+TEST(AdamWErrors, NameTheOptionAndItsRange) {
+  const std::vector<torch::Tensor> x{torch::ones({1})};
+  EXPECT_THAT([&] { AdamW(x, AdamWOptions(-1)); },
+              ThrowsMessage<c10::Error>(HasSubstr("AdamW: lr is -1; it should be at least 0")));
+  EXPECT_THAT([&] { AdamW(x, AdamWOptions().eps(-1)); },
+              ThrowsMessage<c10::Error>(HasSubstr("eps is -1")));
+  EXPECT_THAT(
+      [&] {
+        AdamW(x, AdamWOptions().betas({0.9, 1.0}));
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("betas are 0.9 and 1")));
+  EXPECT_THAT([&] { AdamW(x, AdamWOptions().weight_decay(-0.5)); },
+              ThrowsMessage<c10::Error>(HasSubstr("weight_decay is -0.5")));
+  EXPECT_THAT([&] { AdamW(x, AdamWOptions(std::numeric_limits<double>::quiet_NaN())); },
+              ThrowsMessage<c10::Error>(HasSubstr("lr is nan")));
+  std::vector<torch::optim::OptimizerParamGroup> groups{
+      {x, std::make_unique<TorchAdamWOptions>(1e-3)}};
+  EXPECT_THAT([&] { AdamW optimizer(groups); },
+              ThrowsMessage<c10::Error>(HasSubstr("are not mezzo::optim::AdamWOptions")));
+}
+
+TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {
+  const auto good = torch::ones({4});
+  const auto bad = torch::ones({4});
+  good.mutable_grad() = torch::ones({4});
+  AdamW optimizer({good, bad}, AdamWOptions(0.1));
+  bad.mutable_grad() = torch::ones({4}).to_sparse();
+  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("takes dense")));
+  const auto half = torch::ones({4}, torch::kHalf);
+  half.mutable_grad() = torch::ones({4}, torch::kFloat);
+  AdamW narrow({half});
+  EXPECT_THAT([&] { narrow.step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("its gradient of Float")));
+  EXPECT_TRUE(torch::equal(good, torch::ones({4})));
+  EXPECT_TRUE(optimizer.state().empty());
+}
+
+TEST(AdamWErrors, RefuseAStateOfAnotherShape) {
+  const auto small = torch::ones({4});
+  small.mutable_grad() = torch::ones({4});
+  AdamW saved({small});
+  saved.step();
+  std::stringstream archive;
+  torch::save(saved, archive);
+  const auto large = torch::ones({5});
+  large.mutable_grad() = torch::ones({5});
+  AdamW loaded({large});
+  torch::load(loaded, archive);
+  EXPECT_THAT([&] { loaded.step(); }, ThrowsMessage<c10::Error>(HasSubstr("another model's")));
+}
+
+}  // namespace

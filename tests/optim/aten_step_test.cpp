@@ -1,0 +1,98 @@
+// The way of devices that mezzo has no kernel for, walked on the CPU: ATen's fused optimizers give
+// what mezzo's kernels give, skips and counts included.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
+#include <sstream>
+#include <vector>
+
+namespace {
+
+using mezzo::optim::DeviceVerdict;
+using mezzo::optim::FusedStep;
+
+std::vector<torch::Tensor> parameters() {
+  torch::manual_seed(1);
+  return {torch::randn({17, 9}), torch::randn({6, 4}).t(), torch::ones({6, 8}).slice(1, 0, 8, 2),
+          torch::randn({5}, torch::kDouble), torch::randn({3})};
+}
+
+FusedStep verdict(bool found_inf, double norm) {
+  FusedStep step;
+  step.verdicts.push_back({torch::full({}, 0.25F), torch::full({}, found_inf ? 1.0F : 0.0F),
+                           torch::full({}, norm * norm, torch::kDouble)});
+  step.options.max_norm = 2.0;
+  return step;
+}
+
+/// Twelve steps of both ways, every third of which is skipped.
+template <class Optimizer, class Options>
+void expect_same_steps(const Options& options) {
+  const auto ours = parameters();
+  const auto aten = parameters();
+  Optimizer left(ours, options);
+  Optimizer right(aten, options);
+  for (int i = 0; i < 12; ++i) {
+    for (std::size_t k = 0; k < ours.size(); ++k) {
+      const bool is_left_out = k == 4 && i % 2 == 0;
+      const auto gradient = torch::randn(ours[k].sizes(), ours[k].options());
+      ours[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
+      aten[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
+    }
+    FusedStep step = i % 5 == 4 ? FusedStep{} : verdict(i % 3 == 0, i);
+    step.options.zero_grad = i == 7;
+    left.fused_step(step);
+    right.fused_step_with_aten(step);
+    EXPECT_EQ(ours[0].grad().abs().max().template item<float>() == 0, i == 7);
+    EXPECT_EQ(aten[0].grad().abs().max().template item<float>() == 0, i == 7);
+  }
+  for (std::size_t k = 0; k < ours.size(); ++k) {
+    EXPECT_TRUE(torch::allclose(ours[k], aten[k], 1e-5, 1e-5)) << k;
+  }
+  std::stringstream archive;  // the counts come home
+  torch::save(right, archive);
+  torch::load(left, archive);
+  for (const auto& parameter : aten) {
+    const auto found = right.state().find(parameter.unsafeGetTensorImpl());
+    if (found == right.state().end()) continue;
+    using State = typename Optimizer::State;
+    const auto& counted = static_cast<const State&>(*found->second);
+    const int64_t expected = parameter.is_same(aten[4]) ? 5 : 9;
+    EXPECT_EQ(counted.step(), expected);
+  }
+}
+
+TEST(AtenStep, GivesWhatMezzosKernelsGiveForAdamW) {
+  using mezzo::optim::AdamWOptions;
+  expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2));
+  expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2).amsgrad(true).weight_decay(0.1));
+}
+
+TEST(AtenStep, GivesWhatMezzosKernelsGiveForAdam) {
+  using mezzo::optim::AdamOptions;
+  expect_same_steps<mezzo::optim::Adam>(AdamOptions(1e-2));
+  expect_same_steps<mezzo::optim::Adam>(AdamOptions(1e-2).amsgrad(true).weight_decay(0.1));
+}
+
+TEST(AtenStep, GivesWhatMezzosKernelsGiveForSgd) {
+  using mezzo::optim::SGDOptions;
+  expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).weight_decay(0.1));
+  expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9));
+  expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
+}
+
+TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
+  const auto x = torch::ones({2});
+  x.mutable_grad() = torch::ones({2});
+  mezzo::optim::SGD sgd({x}, mezzo::optim::SGDOptions(1).momentum(0.9).dampening(0.1));
+  EXPECT_THROW(sgd.fused_step_with_aten({}), c10::Error);
+  EXPECT_TRUE(torch::equal(x, torch::ones({2})));
+}
+
+}  // namespace

@@ -1,0 +1,178 @@
+// The arithmetic under the kernels: every instruction set gives the bits of std::fma and std::sqrt.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/detail/kernels/cpu_isa.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using mezzo::detail::CpuIsa;
+
+/// c = a * b + c over whole vectors: `count` is a multiple of every width.
+template <class Element, class Lanes>
+struct FmaKernel {
+  C10_ALWAYS_INLINE static void run(const Element* a, const Element* b, Element* c, int64_t count) {
+    using Stored = typename Lanes::Stored;
+    for (int64_t i = 0; i < count; i += Lanes::kWidth) {
+      typename Lanes::Bits bits;
+      typename Lanes::Value left;
+      typename Lanes::Value right;
+      typename Lanes::Value sum;
+      Lanes::load(reinterpret_cast<const Stored*>(a + i), bits);
+      Lanes::Format::widen(bits, left);
+      Lanes::load(reinterpret_cast<const Stored*>(b + i), bits);
+      Lanes::Format::widen(bits, right);
+      Lanes::load(reinterpret_cast<const Stored*>(c + i), bits);
+      Lanes::Format::widen(bits, sum);
+      Lanes::fma(left, right, sum, sum);
+      Lanes::Format::narrow(sum, bits);
+      Lanes::store(bits, reinterpret_cast<Stored*>(c + i));
+    }
+  }
+};
+
+template <class Element, class Lanes>
+struct SqrtKernel {
+  C10_ALWAYS_INLINE static void run(Element* x, int64_t count) {
+    using Stored = typename Lanes::Stored;
+    for (int64_t i = 0; i < count; i += Lanes::kWidth) {
+      typename Lanes::Bits bits;
+      typename Lanes::Value value;
+      Lanes::load(reinterpret_cast<const Stored*>(x + i), bits);
+      Lanes::Format::widen(bits, value);
+      Lanes::sqrt(value, value);
+      Lanes::Format::narrow(value, bits);
+      Lanes::store(bits, reinterpret_cast<Stored*>(x + i));
+    }
+  }
+};
+
+template <class T>
+bool same(T left, T right) {
+  using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+  return std::bit_cast<Bits>(left) == std::bit_cast<Bits>(right) ||
+         (std::isnan(left) && std::isnan(right));
+}
+
+/// Triples where a second rounding shows: sums that cancel, ties, subnormals, overflow, inf, NaN.
+template <class T>
+class Operands {
+ public:
+  std::vector<T> a, b, c;
+
+  explicit Operands(std::size_t count) {
+    std::mt19937_64 random(7);
+    const auto any_bits = [&] {
+      using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+      return std::bit_cast<T>(static_cast<Bits>(random()));
+    };
+    std::uniform_int_distribution<int> near(-60, 60);
+    for (std::size_t i = 0; i < count; ++i) {
+      const T left = any_bits();
+      const T right = any_bits();
+      a.push_back(left);
+      b.push_back(right);
+      switch (i % 4) {
+        case 0:
+          c.push_back(any_bits());
+          break;
+        case 1:
+          c.push_back(-left * right);
+          break;
+        case 2:  // the addend's last bit near the product's
+          c.push_back(std::ldexp(left * right, near(random)));
+          break;
+        default: {  // halfway between two values, but for a tail that a wider sum drops
+          const T step = std::numeric_limits<T>::epsilon() * static_cast<T>(1 + random() % 500);
+          a.back() = T{1} + step;
+          b.back() = T{1} - step;
+          const T ulp_is_two = std::ldexp(T{1}, std::numeric_limits<T>::digits);
+          const T addend = ulp_is_two + static_cast<T>(random() % 2 * 2);
+          c.push_back(random() % 2 == 0 ? addend : -addend);
+        }
+      }
+    }
+    const T infinity = std::numeric_limits<T>::infinity();
+    const T tiny = std::numeric_limits<T>::denorm_min();
+    const T largest = std::numeric_limits<T>::max();
+    const std::vector<T> edges{0,
+                               -T{0},
+                               1,
+                               -1,
+                               tiny,
+                               -tiny,
+                               largest,
+                               -largest,
+                               infinity,
+                               -infinity,
+                               std::numeric_limits<T>::quiet_NaN(),
+                               std::numeric_limits<T>::min()};
+    for (const T x : edges) {
+      for (const T y : edges) {
+        for (const T z : edges) {
+          a.push_back(x);
+          b.push_back(y);
+          c.push_back(z);
+        }
+      }
+    }
+    for (auto* values : {&a, &b, &c}) values->resize(values->size() / 16 * 16);
+  }
+};
+
+class LaneMath : public testing::TestWithParam<CpuIsa> {
+ protected:
+  void SetUp() override {
+    if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "not on this CPU";
+  }
+
+  template <class T>
+  static void expect_fma_of_one_rounding() {
+    const Operands<T> operands(200000);
+    auto results = operands.c;
+    mezzo::detail::cpu_kernel<FmaKernel, T>(GetParam())(
+        operands.a.data(), operands.b.data(), results.data(), static_cast<int64_t>(results.size()));
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      const T expected = std::fma(operands.a[i], operands.b[i], operands.c[i]);
+      ASSERT_TRUE(same(results[i], expected))
+          << std::hexfloat << operands.a[i] << " * " << operands.b[i] << " + " << operands.c[i]
+          << " gave " << results[i] << " for " << expected;
+    }
+  }
+
+  template <class T>
+  static void expect_rounded_roots() {
+    const Operands<T> operands(4000);
+    auto results = operands.a;
+    mezzo::detail::cpu_kernel<SqrtKernel, T>(GetParam())(results.data(),
+                                                         static_cast<int64_t>(results.size()));
+    for (std::size_t i = 0; i < results.size(); ++i) {
+      ASSERT_TRUE(same(results[i], std::sqrt(operands.a[i]))) << std::hexfloat << operands.a[i];
+    }
+  }
+};
+
+TEST_P(LaneMath, MultipliesAndAddsFloatsWithOneRounding) { expect_fma_of_one_rounding<float>(); }
+
+TEST_P(LaneMath, MultipliesAndAddsDoublesWithOneRounding) { expect_fma_of_one_rounding<double>(); }
+
+TEST_P(LaneMath, TakesCorrectlyRoundedSquareRoots) {
+  expect_rounded_roots<float>();
+  expect_rounded_roots<double>();
+}
+
+INSTANTIATE_TEST_SUITE_P(AllInstructionSets, LaneMath,
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512));
+
+}  // namespace

@@ -1,0 +1,313 @@
+// GradScaler::step with mezzo's optimizers and with options: the fused path and the passes of
+// torch.amp give the same, step by step, through overflows.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::StepOptions;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+GradScaler quiet_scaler(const GradScalerOptions& options = GradScalerOptions().init_scale(1024)) {
+  GradScaler scaler(options);
+  scaler.on_skip(nullptr);
+  return scaler;
+}
+
+std::vector<torch::Tensor> parameters() {
+  torch::manual_seed(7);
+  std::vector<torch::Tensor> all;
+  for (const int64_t size : {33, 1, 9000, 7}) all.push_back(torch::randn({size}).requires_grad_());
+  return all;
+}
+
+/// Gradients of about unit size times the scale, as backward leaves them, in step `step` with an
+/// inf somewhere; the same for everyone who asks with the same numbers.
+void set_gradients(const std::vector<torch::Tensor>& all, double scale, int step, bool overflow) {
+  torch::manual_seed(1000 + step);
+  for (const auto& parameter : all) {
+    parameter.mutable_grad() = torch::randn_like(parameter) * scale;
+  }
+  if (overflow) all[2].mutable_grad()[step * 37] = step % 2 == 0 ? kInfinity : std::nanf("");
+}
+
+/// The state after a hundred steps, some of which overflow.
+struct Record {
+  std::vector<torch::Tensor> parameters = ::parameters();
+  std::vector<double> scales;
+  std::vector<bool> ran;
+  std::vector<double> norms;
+};
+
+template <class Optimizer, class Step>
+Record hundred_steps(Optimizer make_optimizer, const Step& step) {
+  Record run;
+  auto optimizer = make_optimizer(run.parameters);
+  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(1024).growth_interval(7));
+  std::mt19937 random(3);
+  for (int i = 0; i < 100; ++i) {
+    (void)scaler.scale(torch::zeros({}));
+    set_gradients(run.parameters, scaler.get_scale(), i, random() % 10 == 0);
+    const mezzo::StepResult result = step(scaler, optimizer, run);
+    run.ran.push_back(result.ran());
+    run.norms.push_back(result.grad_norm().value_or(0));
+    scaler.update();
+    run.scales.push_back(scaler.get_scale());
+  }
+  return run;
+}
+
+void expect_close(const Record& left, const Record& right) {
+  EXPECT_EQ(left.scales, right.scales);
+  EXPECT_EQ(left.ran, right.ran);
+  EXPECT_THAT(left.ran, testing::Contains(false));
+  for (std::size_t i = 0; i < left.parameters.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(left.parameters[i], right.parameters[i], 0, 2e-5)) << i;
+  }
+}
+
+const auto make_mezzo = [](const auto& all) { return AdamW(all, AdamWOptions(1e-2)); };
+const auto make_torch = [](const auto& all) {
+  return torch::optim::AdamW(all, torch::optim::AdamWOptions(1e-2));
+};
+
+TEST(FusedScalerStep, AgreesWithTorchsPassesOverAHundredStepsWithSkips) {
+  const Record fused = hundred_steps(make_mezzo, [](auto& scaler, auto& optimizer, Record&) {
+    return scaler.step(optimizer, {.max_norm = 50.0});
+  });
+  const Record torch_passes =
+      hundred_steps(make_torch, [](auto& scaler, auto& optimizer, Record& run) {
+        scaler.unscale_(optimizer);
+        torch::nn::utils::clip_grad_norm_(run.parameters, 50.0);
+        return scaler.step(optimizer);
+      });
+  expect_close(fused, torch_passes);
+  const Record with_options = hundred_steps(make_torch, [](auto& scaler, auto& optimizer, Record&) {
+    return scaler.step(optimizer, {.max_norm = 50.0});
+  });
+  expect_close(with_options, torch_passes);
+  for (std::size_t i = 0; i < fused.norms.size(); ++i) {
+    if (!fused.ran[i]) continue;
+    EXPECT_NEAR(fused.norms[i], with_options.norms[i], 1e-9 * fused.norms[i]);
+  }
+}
+
+TEST(FusedScalerStep, AgreesAfterUnscale) {
+  const Record fused = hundred_steps(
+      make_mezzo, [](auto& scaler, auto& optimizer, Record&) { return scaler.step(optimizer); });
+  const Record unscaled = hundred_steps(make_mezzo, [](auto& scaler, auto& optimizer, Record&) {
+    scaler.unscale_(optimizer);
+    return scaler.step(optimizer);
+  });
+  expect_close(fused, unscaled);
+  const Record through_base = hundred_steps(make_mezzo, [](auto& scaler, auto& optimizer, Record&) {
+    torch::optim::Optimizer& base = optimizer;
+    return scaler.step(base);
+  });
+  expect_close(fused, through_base);
+}
+
+class FusedStep : public testing::Test {
+ protected:
+  FusedStep() { (void)scaler_.scale(torch::zeros({})); }
+
+  void set_gradient(std::vector<float> values) { x_.mutable_grad() = torch::tensor(values) * 1024; }
+
+  torch::Tensor x_ = torch::zeros({2}).requires_grad_();
+  AdamW optimizer_{{x_}, AdamWOptions(0.1).weight_decay(0.01)};
+  GradScaler scaler_ = quiet_scaler();
+};
+
+TEST_F(FusedStep, TellsWhatBecameOfIt) {
+  set_gradient({3, 4});
+  const auto result = scaler_.step(optimizer_, {.max_norm = 1.0});
+  EXPECT_TRUE(result.ready());
+  EXPECT_TRUE(result.ran());
+  EXPECT_FALSE(result.found_inf());
+  EXPECT_EQ(result.scale(), 1024.0F);
+  EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
+}
+
+TEST_F(FusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
+  set_gradient({3, 4});
+  scaler_.step(optimizer_);
+  scaler_.update();
+  const auto& state = static_cast<const mezzo::optim::AdamWParamState&>(
+      *optimizer_.state().at(x_.unsafeGetTensorImpl()));
+  const std::vector<torch::Tensor> before{x_.detach().clone(), state.exp_avg().clone(),
+                                          state.exp_avg_sq().clone()};
+  const auto version = x_._version();
+  x_.mutable_grad() = torch::tensor({1.0F, kInfinity});
+  const auto result = scaler_.step(optimizer_);
+  scaler_.update();
+  EXPECT_FALSE(result.ran());
+  EXPECT_TRUE(result.found_inf());
+  EXPECT_TRUE(torch::equal(x_, before[0]));
+  EXPECT_TRUE(torch::equal(state.exp_avg(), before[1]));
+  EXPECT_TRUE(torch::equal(state.exp_avg_sq(), before[2]));
+  EXPECT_EQ(state.step(), 1);
+  EXPECT_EQ(x_._version(), version);
+  EXPECT_TRUE(torch::equal(x_.grad(), torch::tensor({1.0F, kInfinity})));
+  EXPECT_EQ(scaler_.get_scale(), 512.0);
+}
+
+TEST_F(FusedStep, ASkippedFirstStepLeavesNoStateBehind) {
+  set_gradient({kInfinity, 0});
+  scaler_.step(optimizer_);
+  EXPECT_TRUE(optimizer_.state().empty());
+}
+
+TEST_F(FusedStep, ClearsGradientsWhenAskedAfterASkipToo) {
+  set_gradient({3, 4});
+  const auto gradient = x_.grad();
+  scaler_.step(optimizer_, {.zero_grad = true});
+  scaler_.update();
+  EXPECT_TRUE(torch::equal(gradient, torch::zeros({2})));
+  EXPECT_TRUE(x_.grad().is_same(gradient));
+  x_.mutable_grad() = torch::full({2}, kInfinity);
+  EXPECT_FALSE(scaler_.step(optimizer_, {.zero_grad = true}).ran());
+  EXPECT_TRUE(torch::equal(x_.grad(), torch::zeros({2})));
+}
+
+TEST_F(FusedStep, LeavesGradientsScaledUnlessAskedToClearThem) {
+  set_gradient({3, 4});
+  scaler_.step(optimizer_, {.max_norm = 1.0});
+  EXPECT_TRUE(torch::equal(x_.grad(), torch::tensor({3072.0F, 4096.0F})));
+}
+
+TEST_F(FusedStep, ChecksOnceMoreAfterUnscale) {
+  set_gradient({3, 4});
+  scaler_.unscale_(optimizer_);
+  x_.mutable_grad()[0] = kInfinity;  // broken by the user
+  EXPECT_FALSE(scaler_.step(optimizer_).ran());
+}
+
+TEST_F(FusedStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) {
+  GradScaler trusting = quiet_scaler(GradScalerOptions().init_scale(1024).recheck(false));
+  (void)trusting.scale(torch::zeros({}));
+  set_gradient({3, 4});
+  trusting.unscale_(optimizer_);
+  x_.mutable_grad()[0] = kInfinity;
+  EXPECT_TRUE(trusting.step(optimizer_).ran());
+}
+
+TEST_F(FusedStep, SkipsWhenUnscaleFoundAnInfThatTheUserThenHid) {
+  set_gradient({kInfinity, 4});
+  scaler_.unscale_(optimizer_);
+  x_.mutable_grad() = torch::ones({2});
+  EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).ran());
+}
+
+TEST_F(FusedStep, FindsAnOverflowThatArisesFromUnscaling) {
+  scaler_.update(1e-30);
+  (void)scaler_.scale(torch::zeros({}));
+  x_.mutable_grad() = torch::full({2}, 1e20F);
+  EXPECT_FALSE(scaler_.step(optimizer_).ran());
+}
+
+TEST_F(FusedStep, KeepsTheOrderOfCalls) {
+  set_gradient({3, 4});
+  scaler_.step(optimizer_, {.max_norm = 1.0});
+  EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = 1.0}); },
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("step() has already been called since the last update().")));
+  EXPECT_THAT([&] { scaler_.unscale_(optimizer_); },
+              ThrowsMessage<c10::Error>(HasSubstr("unscale_() is being called after step().")));
+  GradScaler unused;
+  EXPECT_THAT([&] { unused.step(optimizer_, {}); },
+              ThrowsMessage<c10::Error>(HasSubstr("Attempted step but _scale is None.")));
+  scaler_.update();
+  x_.mutable_grad() = torch::Tensor();
+  EXPECT_THAT(
+      [&] { scaler_.step(optimizer_, {}); },
+      ThrowsMessage<c10::Error>(HasSubstr("No inf checks were recorded for this optimizer.")));
+}
+
+TEST_F(FusedStep, RefusesClosuresAndNormsThatAreNotPositive) {
+  set_gradient({3, 4});
+  EXPECT_THAT([&] { scaler_.step(optimizer_, [] { return torch::zeros({}); }); },
+              ThrowsMessage<c10::Error>(HasSubstr("Closure use is not currently supported")));
+  for (const double bad : {0.0, -1.0, std::nan("")}) {
+    EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = bad}); },
+                ThrowsMessage<c10::Error>(HasSubstr("max_norm is")));
+  }
+  const StepOptions options{.max_norm = 1.0};
+  EXPECT_TRUE(scaler_.step(optimizer_, options).ran());
+}
+
+TEST_F(FusedStep, ADisabledScalerClipsClearsAndSteps) {
+  GradScaler disabled(GradScalerOptions().enabled(false));
+  const auto y = torch::zeros({2}).requires_grad_();
+  y.mutable_grad() = torch::tensor({3.0F, 4.0F});
+  x_.mutable_grad() = torch::tensor({3.0F, 4.0F});
+  torch::optim::AdamW theirs({y}, torch::optim::AdamWOptions(0.1).eps(1.0).weight_decay(0));
+  AdamW ours({x_}, AdamWOptions(0.1).eps(1.0).weight_decay(0));
+  EXPECT_TRUE(disabled.step(ours, {.max_norm = 1.0, .zero_grad = true}).ran());
+  EXPECT_TRUE(disabled.step(theirs, {.max_norm = 1.0, .zero_grad = true}).ran());
+  EXPECT_TRUE(torch::allclose(x_, y));
+  EXPECT_NEAR(x_[0].item<double>(), -0.1 * 0.6 / 1.6, 1e-6);
+  EXPECT_TRUE(torch::equal(x_.grad(), torch::zeros({2})));
+  EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({2})));
+}
+
+TEST_F(FusedStep, SharesTheScaleWithOtherOptimizers) {
+  const auto y = torch::zeros({2}).requires_grad_();
+  torch::optim::SGD sgd({y}, torch::optim::SGDOptions(1.0));
+  set_gradient({3, 4});
+  y.mutable_grad() = torch::full({2}, kInfinity);
+  EXPECT_TRUE(scaler_.step(optimizer_, {.max_norm = 1.0}).ran());
+  EXPECT_FALSE(scaler_.step(sgd).ran());
+  scaler_.update();
+  EXPECT_EQ(scaler_.get_scale(), 512.0);
+}
+
+TEST(ScalerStepWithOptions, ClipsClearsAndTellsWithAnyOptimizer) {
+  const auto x = torch::zeros({2}).requires_grad_();
+  torch::optim::SGD sgd({x}, torch::optim::SGDOptions(1.0));
+  GradScaler scaler = quiet_scaler();
+  (void)scaler.scale(torch::zeros({}));
+  x.mutable_grad() = torch::tensor({3.0F, 4.0F}) * 1024;
+  const auto result = scaler.step(sgd, {.max_norm = 1.0, .zero_grad = true});
+  EXPECT_TRUE(result.ran());
+  EXPECT_NEAR(result.grad_norm().value(), 5.0, 1e-6);
+  EXPECT_TRUE(torch::allclose(x, torch::tensor({-0.6F, -0.8F})));
+  EXPECT_TRUE(torch::equal(x.grad(), torch::zeros({2})));
+  scaler.update();
+  x.mutable_grad() = torch::tensor({3.0F, kInfinity});
+  EXPECT_FALSE(scaler.step(sgd, {.zero_grad = true}).ran());
+  EXPECT_TRUE(torch::equal(x.grad(), torch::zeros({2})));
+  EXPECT_TRUE(torch::allclose(x, torch::tensor({-0.6F, -0.8F})));
+}
+
+TEST(ScalerStepWithOptions, ClipsSparseGradientsToo) {
+  const auto x = torch::zeros({4}).requires_grad_();
+  torch::optim::SGD sgd({x}, torch::optim::SGDOptions(1.0));
+  GradScaler scaler = quiet_scaler();
+  (void)scaler.scale(torch::zeros({}));
+  const auto values = torch::tensor({1024.0F, 2048.0F, 4096.0F});
+  x.mutable_grad() = torch::sparse_coo_tensor(torch::tensor({{1, 1, 3}}), values, {4});
+  EXPECT_TRUE(scaler.step(sgd, {.max_norm = 1.0}).ran());  // 3 at place 1, 4 at place 3
+  EXPECT_TRUE(torch::allclose(x, torch::tensor({0.0F, -0.6F, 0.0F, -0.8F})));
+}
+
+}  // namespace

@@ -1,0 +1,149 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <mezzo/detail/kernels/optimizer_step_kernel.h>
+
+#include <array>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+/// The dtypes of a parameter and its gradient.
+struct DtypePair {
+  torch::ScalarType parameter;
+  torch::ScalarType gradient;
+};
+
+inline constexpr std::array<DtypePair, 7> kDtypePairs{{{torch::kFloat, torch::kFloat},
+                                                       {torch::kFloat, torch::kBFloat16},
+                                                       {torch::kFloat, torch::kHalf},
+                                                       {torch::kDouble, torch::kDouble},
+                                                       {torch::kDouble, torch::kFloat},
+                                                       {torch::kBFloat16, torch::kBFloat16},
+                                                       {torch::kHalf, torch::kHalf}}};
+
+inline std::string name_of(const DtypePair& dtypes) {
+  return std::string(torch::toString(dtypes.parameter)) + torch::toString(dtypes.gradient);
+}
+
+inline std::string name_of(mezzo::detail::CpuIsa isa) {
+  const std::array<const char*, 4> names{"scalar", "vector128", "avx2", "avx512"};
+  return names[static_cast<std::size_t>(isa)];
+}
+
+/// What a step reads and writes of one parameter.
+struct StepBuffers {
+  torch::Tensor parameter;
+  torch::Tensor gradient;
+  std::array<torch::Tensor, mezzo::detail::kMaxMoments> moments;
+
+  static StepBuffers random(const DtypePair& dtypes, int64_t count) {
+    const auto values = [&](double spread) {
+      return torch::randn({count}, torch::kDouble) * spread;
+    };
+    return of(dtypes, values(1), values(2), values(0.1), values(0.1).abs(), values(0.1).abs());
+  }
+
+  /// Every combination of zeros, subnormals, the largest, inf and NaN as parameter and gradient.
+  static StepBuffers edges(const DtypePair& dtypes) {
+    const double infinity = std::numeric_limits<double>::infinity();
+    const auto edges = torch::tensor(
+        {0.0, -0.0, 1.0, -1.0, 6e-8, -6e-8, 1e-5, 1e-40, -1e-45, 1e-300, 65504.0, -65504.0, 3.3e38,
+         1e300, infinity, -infinity, std::numeric_limits<double>::quiet_NaN()},
+        torch::kDouble);
+    const int64_t count = edges.numel();
+    const auto outer = edges.repeat_interleave(count);
+    const auto inner = edges.repeat({count});
+    return of(dtypes, outer, inner, inner * 0.5, inner.abs() * 0.25, outer.abs() * 0.125);
+  }
+
+  StepBuffers clone() const {
+    return {parameter.clone(),
+            gradient.clone(),
+            {moments[0].clone(), moments[1].clone(), moments[2].clone()}};
+  }
+
+  std::vector<torch::Tensor> in_order() const {
+    return {parameter, gradient, moments[0], moments[1], moments[2]};
+  }
+
+  mezzo::detail::StepSpan span() {
+    return {parameter.data_ptr(),
+            gradient.data_ptr(),
+            {moments[0].data_ptr(), moments[1].data_ptr(), moments[2].data_ptr()},
+            parameter.numel()};
+  }
+
+ private:
+  static StepBuffers of(const DtypePair& dtypes, const torch::Tensor& parameter,
+                        const torch::Tensor& gradient, const torch::Tensor& first,
+                        const torch::Tensor& second, const torch::Tensor& third) {
+    return {parameter.to(dtypes.parameter),
+            gradient.to(dtypes.gradient),
+            {first.to(dtypes.parameter), second.to(dtypes.parameter), third.to(dtypes.parameter)}};
+  }
+};
+
+/// The same bits, but for the payload of NaN, which is the machine's affair.
+inline bool same_bits(const torch::Tensor& left, const torch::Tensor& right) {
+  const auto is_nan = left.isnan();
+  if (!torch::equal(is_nan, right.isnan())) return false;
+  const auto a = left.masked_fill(is_nan, 0).contiguous();
+  const auto b = right.masked_fill(is_nan, 0).contiguous();
+  return a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+inline bool same_bits(const StepBuffers& left, const StepBuffers& right) {
+  const auto a = left.in_order();
+  const auto b = right.in_order();
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (!same_bits(a[i], b[i])) return false;
+  }
+  return true;
+}
+
+/// Copies of buffers at `offset` bytes, the next ones a byte further each, with marks around them.
+class MisalignedBuffers {
+ public:
+  MisalignedBuffers(const StepBuffers& buffers, std::size_t offset)
+      : count_(buffers.parameter.numel()) {
+    for (const auto& tensor : buffers.in_order()) {
+      Place place{std::vector<char>(tensor.nbytes() + 2 * kMargin, kMark), offset++,
+                  tensor.nbytes()};
+      std::memcpy(place.data(), tensor.const_data_ptr(), tensor.nbytes());
+      places_.push_back(std::move(place));
+    }
+  }
+
+  mezzo::detail::StepSpan span() {
+    return {places_[0].data(),
+            places_[1].data(),
+            {places_[2].data(), places_[3].data(), places_[4].data()},
+            count_};
+  }
+
+  bool holds(const StepBuffers& expected) {
+    const auto tensors = expected.in_order();
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      Place& place = places_[i];
+      if (std::memcmp(place.data(), tensors[i].const_data_ptr(), place.bytes) != 0) return false;
+      std::memset(place.data(), kMark, place.bytes);
+      if (place.memory != std::vector<char>(place.memory.size(), kMark)) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr std::size_t kMargin = 80;
+  static constexpr char kMark = 'm';
+  struct Place {
+    std::vector<char> memory;
+    std::size_t offset;
+    std::size_t bytes;
+    char* data() { return memory.data() + offset; }
+  };
+  std::vector<Place> places_;
+  int64_t count_;
+};

@@ -1,0 +1,93 @@
+// Answers of a step that a device decides, with the CPU in the device's place: what is sent arrives
+// when the test sends it.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/detail/grad_scaler/step_mailbox.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using mezzo::detail::DeviceStepSlot;
+using mezzo::detail::Letter;
+using mezzo::detail::PendingLines;
+using mezzo::detail::StepMailbox;
+
+void answer(Letter& letter, float scale, double norm, bool found_inf) {
+  letter.send(torch::full({}, scale), torch::full({}, norm * norm, torch::kDouble),
+              torch::full({}, found_inf ? 1.0F : 0.0F));
+}
+
+TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
+  const auto letter = std::make_shared<Letter>(torch::kCPU);
+  const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(letter));
+  EXPECT_FALSE(result.ready());
+  answer(*letter, 8.0F, 5.0, false);
+  EXPECT_TRUE(result.ready());
+  EXPECT_TRUE(result.ran());
+  EXPECT_EQ(result.scale(), 8.0F);
+  EXPECT_EQ(result.grad_norm(), 5.0);
+}
+
+TEST(StepMailbox, DoesNotReuseALetterThatSomebodyHoldsOrThatIsOnItsWay) {
+  StepMailbox mailbox;
+  auto first = mailbox.letter_for(torch::kCPU);
+  const auto* const address = first.get();
+  auto second = mailbox.letter_for(torch::kCPU);
+  EXPECT_NE(second.get(), address);
+  first = nullptr;
+  EXPECT_NE(mailbox.letter_for(torch::kCPU).get(), address) << "its answer has not arrived";
+}
+
+TEST(StepMailbox, UsesAReadLetterAgainAndOldResultsKeepTheirAnswer) {
+  StepMailbox mailbox;
+  auto letter = mailbox.letter_for(torch::kCPU);
+  const auto* const address = letter.get();
+  const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(letter));
+  answer(*letter, 8.0F, 5.0, true);
+  letter = nullptr;
+  EXPECT_NE(mailbox.letter_for(torch::kCPU).get(), address) << "the result has not been asked";
+  EXPECT_TRUE(result.found_inf());
+  const auto again = mailbox.letter_for(torch::kCPU);
+  EXPECT_EQ(again.get(), address);
+  EXPECT_FALSE(again->has_outcome());
+  EXPECT_TRUE(result.found_inf());
+  EXPECT_EQ(result.scale(), 8.0F);
+}
+
+TEST(PendingLines, AreToldInOrderOnceTheyAreKnown) {
+  PendingLines lines;
+  std::vector<std::pair<float, float>> told;
+  const auto poll = [&] {
+    lines.poll([&](float scale, float next) { told.emplace_back(scale, next); });
+  };
+  std::vector<std::shared_ptr<Letter>> letters;
+  for (int i = 0; i < 3; ++i) {
+    letters.push_back(std::make_shared<Letter>(torch::kCPU));
+    lines.add({letters.back()});
+  }
+  poll();
+  EXPECT_TRUE(told.empty());
+  answer(*letters[2], 4.0F, 1.0, true);
+  letters[2]->send_next_scale(torch::full({}, 2.0F));
+  poll();
+  EXPECT_TRUE(told.empty()) << "the first is not known yet";
+  answer(*letters[0], 8.0F, 1.0, true);
+  poll();
+  EXPECT_TRUE(told.empty()) << "its next scale is not known yet";
+  letters[0]->send_next_scale(torch::full({}, 4.0F));
+  answer(*letters[1], 4.0F, 1.0, false);
+  letters[1]->send_next_scale(torch::full({}, 4.0F));
+  poll();
+  const std::vector<std::pair<float, float>> expected{{8.0F, 4.0F}, {4.0F, 2.0F}};
+  EXPECT_EQ(told, expected);
+  poll();
+  EXPECT_EQ(told, expected);
+}
+
+}  // namespace
