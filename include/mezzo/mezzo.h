@@ -1,6 +1,7 @@
 /// \file
 /// All of mezzo. Include the single headers instead where compile time counts: autocast_module.h
-/// brings in libtorch's modules, grad_scaler.h its optimizers, activation_checkpoint.h and
+/// brings in libtorch's modules, grad_scaler.h its optimizers, optim/*.h its archives,
+/// activation_checkpoint.h and
 /// autograd_function.h its autograd engine, op_policy.h and what stands on it the dispatcher, the
 /// others little more than c10.
 #pragma once
@@ -15,6 +16,9 @@
 #include <mezzo/grad_scaler.h>
 #include <mezzo/loss_scale.h>
 #include <mezzo/op_policy.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 #include <mezzo/precision.h>
 #include <mezzo/step_result.h>
 #include <mezzo/version.h>
