@@ -17,8 +17,8 @@ namespace bert_ner {
 namespace {
 
 namespace fs = std::filesystem;
+using mezzo::optim::AdamWParamState;
 using nlohmann::json;
-using torch::optim::AdamWParamState;
 
 constexpr const char* kStateTensors = "training_state.safetensors";
 constexpr int kFormat = 1;
@@ -168,7 +168,6 @@ void check_ranges(const RunRecord& record, const fs::path& path) {
   require(position.epoch >= 0 && position.epoch <= training.epochs, "epoch");
   require(position.group >= 0, "group");
   require(position.steps >= 0, "steps");
-  require(position.skipped >= 0 && position.skipped <= position.steps, "skipped");
 }
 
 }  // namespace
@@ -222,8 +221,12 @@ void load_training_state(const fs::path& folder, const RunRecord& record, Traine
   const StateReader reader(folder);
   load_optimizer(reader, trainer);
   if (trainer.scaler.is_enabled()) trainer.scaler.load_state_dict(reader.read_scalars("scaler."));
-  trainer.schedule.set_applied_steps(
-      reader.read("schedule.applied_steps", torch::kInt64, at::IntArrayRef{}).item<int64_t>());
+  const auto applied =
+      reader.read("schedule.applied_steps", torch::kInt64, at::IntArrayRef{}).item<int64_t>();
+  if (applied < 0 || applied > record.position.steps) {
+    reader.fail("schedule.applied_steps is out of range");
+  }
+  trainer.schedule.set_applied_steps(applied);
   trainer.position = record.position;
   const auto device = trainer.model->parameters().front().device();
   load_random_state(reader, torch::kCPU);

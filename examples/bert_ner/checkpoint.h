@@ -31,7 +31,7 @@ struct RunRecord {
   std::map<std::string, uint64_t> files;  ///< fingerprints of the checkpoint's other files, by name
 };
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingPosition, epoch, group, steps, skipped)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingPosition, epoch, group, steps)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunRecord, model, data, training, device, autocast,
                                    data_fingerprint, position, files)
 

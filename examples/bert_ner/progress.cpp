@@ -100,8 +100,8 @@ void Progress::on_step(const StepReport& report, const TrainingPosition& positio
         .step = position.steps,
         .steps = steps_,
         .loss = loss_sum_.item<double>() / static_cast<double>(losses_),
-        .scale = report.scale,
-        .skipped = position.skipped,
+        .scale = report.result.scale(),
+        .skipped = report.skipped,
         .tokens_per_second = static_cast<double>(tokens_) / seconds_,
         .seconds_left = a_step * static_cast<double>(steps_ - position.steps)});
   losses_ = 0;

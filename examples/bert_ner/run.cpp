@@ -188,7 +188,7 @@ RunResult Run::result(const Progress& progress) const {
           .tokens_per_second = seconds > 0 ? static_cast<double>(progress.tokens()) / seconds : 0.0,
           .train_seconds = seconds,
           .steps = trainer_.position.steps,
-          .skipped_steps = trainer_.position.skipped,
+          .skipped_steps = trainer_.position.steps - trainer_.schedule.applied_steps(),
           .loss_scale = trainer_.scaler.get_scale()};
 }
 

@@ -13,11 +13,10 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(
   for (const auto& parameter : model->parameters()) {
     (parameter.dim() > 1 ? decayed : others).push_back(parameter);
   }
-  const auto adamw = torch::optim::AdamWOptions(options.learning_rate);
   const auto group = [&](std::vector<torch::Tensor> parameters, double weight_decay) {
-    return torch::optim::OptimizerParamGroup(
-        std::move(parameters), std::make_unique<torch::optim::AdamWOptions>(
-                                   torch::optim::AdamWOptions(adamw).weight_decay(weight_decay)));
+    auto adamw = std::make_unique<mezzo::optim::AdamWOptions>(options.learning_rate);
+    adamw->weight_decay(weight_decay);
+    return torch::optim::OptimizerParamGroup(std::move(parameters), std::move(adamw));
   };
   return {group(std::move(decayed), options.weight_decay), group(std::move(others), 0.0)};
 }
@@ -45,8 +44,7 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
                  mezzo::AutocastSetting precision, const std::vector<double>& class_weights,
                  int64_t epoch_steps)
     : model(std::move(trained_model)),
-      optimizer(parameter_groups(model, options),
-                torch::optim::AdamWOptions(options.learning_rate)),
+      optimizer(parameter_groups(model, options), options.learning_rate),
       schedule(optimizer, schedule_options(options, epoch_steps)),
       scaler(mezzo::GradScalerOptions().enabled(options.precision == Precision::amp)),
       options_(options),
@@ -55,7 +53,8 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
       device_(model->parameters().front().device()) {}
 
 StepReport Trainer::train_step(std::span<const Batch> micro_batches) {
-  StepReport report{.loss = torch::zeros({}, device_)};
+  torch::Tensor mean_loss = torch::zeros({}, device_);
+  int64_t tokens = 0;
   for (const auto& batch : micro_batches) {
     torch::Tensor loss;
     {
@@ -65,18 +64,15 @@ StepReport Trainer::train_step(std::span<const Batch> micro_batches) {
       loss = loss / static_cast<double>(micro_batches.size());  // gradients add up to a mean
     }
     scaler.scale(loss).backward();
-    report.loss += loss.detach();
-    report.tokens += batch.tokens;
+    mean_loss += loss.detach();
+    tokens += batch.tokens;
   }
-  scaler.unscale_(optimizer);  // so that the norm below is the true one
-  torch::nn::utils::clip_grad_norm_(model->parameters(), options_.max_grad_norm);
-  const auto result = scaler.step(optimizer);  // not if there is an inf or a NaN
+  // Unscales, clips and steps, unless there is an inf or a NaN.
+  auto result = scaler.step(optimizer, {.max_norm = options_.max_grad_norm});
   scaler.update();
-  schedule.step(result.ran());
+  schedule.step(result);  // a skipped step spends no learning rate
   optimizer.zero_grad();
-  report.ran = result.ran();
-  report.scale = result.scale();
-  return report;
+  return {.loss = mean_loss, .tokens = tokens, .result = std::move(result)};
 }
 
 void Trainer::train_epoch(std::span<const Example> examples, const BatchList& batches,
@@ -92,10 +88,10 @@ void Trainer::train_epoch(std::span<const Example> examples, const BatchList& ba
     for (auto i = begin; i < end; ++i) {
       micro_batches.push_back(collate(examples, batches[i], padding, max_length, device_));
     }
-    const auto report = train_step(micro_batches);
+    auto report = train_step(micro_batches);
     ++position.group;
     ++position.steps;
-    if (!report.ran) ++position.skipped;
+    report.skipped = position.steps - schedule.counted_steps();
     if (!on_step(report)) return;
   }
   position.group = 0;

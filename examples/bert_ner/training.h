@@ -4,6 +4,7 @@
 
 #include <mezzo/autocast.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -13,7 +14,6 @@
 
 #include "batches.h"
 #include "bert.h"
-#include "fused_adamw.h"
 #include "linear_schedule.h"
 #include "options.h"
 
@@ -21,18 +21,17 @@ namespace bert_ner {
 
 /// How far a run has come.
 struct TrainingPosition {
-  int64_t epoch = 0;    ///< epochs that are complete
-  int64_t group = 0;    ///< steps of the present epoch that are complete
-  int64_t steps = 0;    ///< steps since the start, skipped ones too
-  int64_t skipped = 0;  ///< those that the scaler skipped
+  int64_t epoch = 0;  ///< epochs that are complete
+  int64_t group = 0;  ///< steps of the present epoch that are complete
+  int64_t steps = 0;  ///< steps since the start, skipped ones too
 };
 
 /// What one step did.
 struct StepReport {
-  torch::Tensor loss;  ///< mean of the batches' means, on the device, without a gradient
-  int64_t tokens = 0;  ///< that were read
-  double scale = 1;    ///< the loss scale it was done with
-  bool ran = false;    ///< false: skipped for an inf or NaN
+  torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
+  int64_t tokens = 0;        ///< that were read
+  mezzo::StepResult result;  ///< whether it ran and with what loss scale, for those who wait
+  int64_t skipped = 0;       ///< of all steps so far: those known to have been skipped
 };
 
 /// A model and everything that changes while it is trained.
@@ -51,7 +50,7 @@ class Trainer {
                    int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
 
   BertForTokenClassification model;
-  FusedAdamW optimizer;
+  mezzo::optim::AdamW optimizer;
   LinearSchedule schedule;
   mezzo::GradScaler scaler;
   TrainingPosition position;

@@ -244,11 +244,13 @@ TEST_F(Checkpoint, WithAValueOutOfRangeIsRefusedByName) {
     EXPECT_THAT(error_with((std::string("/training/") + field).c_str(), 0),
                 AllOf(HasSubstr("training_state.json: \"" + std::string(field) + "\"")));
   }
-  for (const char* field : {"epoch", "group", "steps", "skipped"}) {
+  for (const char* field : {"epoch", "group", "steps"}) {
     EXPECT_THAT(error_with((std::string("/position/") + field).c_str(), -3),
                 HasSubstr("training_state.json: \"" + std::string(field) + "\""));
   }
   EXPECT_THAT(error_with("/position/group", 100000), HasSubstr("do not fit together"));
+  EXPECT_THAT(error_with("/position", {{"epoch", 0}, {"group", 0}, {"steps", 0}}),
+              HasSubstr("training_state.safetensors: schedule.applied_steps is out of range"));
   EXPECT_THAT(error_with("/format", 99), HasSubstr("format 99, here 1"));
 }
 

@@ -42,7 +42,12 @@ TEST(Progress, DrawsABarWhereThereIsRoom) {
   EXPECT_EQ(progress_bar(kHalfway, 10), text.substr(0, 10));
 }
 
-StepReport a_step() { return {.loss = torch::tensor(0.5), .tokens = 10, .scale = 8, .ran = true}; }
+StepReport a_step() {
+  return {.loss = torch::tensor(0.5),
+          .tokens = 10,
+          .result = mezzo::StepResult(mezzo::StepOutcome{.ran = true, .scale = 8}),
+          .skipped = 2};
+}
 
 TEST(Progress, RewritesOneLineOfATerminal) {
   std::ostringstream out;
@@ -63,7 +68,7 @@ TEST(Progress, WritesPlainLinesElsewhere) {
     EXPECT_EQ(progress.tokens(), 30);
   }
   // Three quick steps: no line before the last one, which is always shown.
-  EXPECT_THAT(out.str(), StartsWith("epoch 1/1  step 3/3  loss 0.5000  scale 8  skipped 0"));
+  EXPECT_THAT(out.str(), StartsWith("epoch 1/1  step 3/3  loss 0.5000  scale 8  skipped 2"));
   EXPECT_THAT(out.str(), Not(HasSubstr("\r")));
 }
 

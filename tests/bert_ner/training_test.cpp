@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <memory>
 
 #include "tiny_bert.h"
 
@@ -43,6 +45,7 @@ struct TinyTraining {
     while (trainer->position.epoch < options.epochs) {
       trainer->train_epoch(examples, batches, {0}, 20, [&](const StepReport& report) {
         losses.push_back(report.loss.item<double>());
+        reports.push_back(report);
         return true;
       });
     }
@@ -54,6 +57,7 @@ struct TinyTraining {
   std::vector<Example> examples;
   BatchList batches;
   std::unique_ptr<Trainer> trainer;
+  std::vector<StepReport> reports;
 };
 
 TrainingOptions tiny_options(Precision precision) {
@@ -85,10 +89,14 @@ TEST(Training, SkipsStepsThatOverflowAndLearnsOn) {
       mezzo::GradScaler(mezzo::GradScalerOptions().init_scale(std::ldexp(1.0, 24)));
   run.trainer->scaler.on_skip(nullptr);
   const auto losses = run.train();
-  const auto& position = run.trainer->position;
-  EXPECT_GT(position.skipped, 0);
-  EXPECT_LT(position.skipped, 20);
-  EXPECT_EQ(run.trainer->schedule.applied_steps(), position.steps - position.skipped);
+  const auto skipped = run.trainer->position.steps - run.trainer->schedule.applied_steps();
+  EXPECT_GT(skipped, 0);
+  EXPECT_LT(skipped, 20);
+  EXPECT_EQ(run.reports.back().skipped, skipped);
+  EXPECT_EQ(run.reports.front().skipped, 1);
+  EXPECT_EQ(std::ranges::count_if(run.reports, [](auto& one) { return !one.result.ran(); }),
+            skipped);
+  EXPECT_EQ(run.reports.front().result.scale(), std::ldexp(1.0F, 24));
   EXPECT_LT(losses.back(), losses.front() * 0.7);
 }
 
@@ -145,47 +153,51 @@ TEST(Training, ClipsTheUnscaledGradients) {
   EXPECT_THAT(scaled.train(), Pointwise(testing::DoubleNear(1e-5), plain.train()));
 }
 
-TEST(FusedAdamW, StepsAsLibtorchsOwnClass) {
-  torch::manual_seed(3);
-  std::vector<torch::Tensor> ours, theirs;
-  for (int i = 0; i < 3; ++i) {
-    ours.push_back(torch::randn({5, i + 1}).requires_grad_());
-    theirs.push_back(ours.back().detach().clone().requires_grad_());
-  }
-  const auto options = torch::optim::AdamWOptions(0.05).weight_decay(0.1).betas({0.8, 0.95});
-  FusedAdamW fused(ours, options);
-  torch::optim::AdamW reference(theirs, options);
-  for (int step = 0; step < 4; ++step) {
-    for (std::size_t i = 0; i < ours.size(); ++i) {
-      const auto gradient = torch::randn_like(ours[i]);
-      // The last parameter has no gradient in every other step, so its count of steps falls behind.
-      const bool present = i < 2 || step % 2 == 0;
-      ours[i].mutable_grad() = present ? gradient : torch::Tensor();
-      theirs[i].mutable_grad() = present ? gradient.clone() : torch::Tensor();
-    }
-    fused.step();
-    reference.step();
-  }
-  for (std::size_t i = 0; i < ours.size(); ++i) {
-    EXPECT_TRUE(torch::allclose(ours[i], theirs[i], 1e-6, 1e-7)) << i;
+TEST(Training, ClipsInEveryPrecision) {
+  for (const auto precision : {Precision::fp32, Precision::amp}) {
+    auto options = tiny_options(precision);
+    options.epochs = 1;
+    options.max_grad_norm = 1e-9;  // leaves gradients that are small beside AdamW's eps
+    options.weight_decay = 0;
+    TinyTraining run(options);
+    const auto before = run.trainer->model->classifier->weight.detach().clone();
+    run.train();
+    EXPECT_TRUE(torch::allclose(run.trainer->model->classifier->weight, before, 0, 4e-3))
+        << flag_of(precision);
+    EXPECT_GT(run.reports.front().result.grad_norm().value(), 0.1) << "of what is clipped";
   }
 }
 
-TEST(FusedAdamW, CountsStepsOfEachParameter) {
-  auto a = torch::ones({2}).requires_grad_(), b = torch::ones({2}).requires_grad_();
-  FusedAdamW optimizer(std::vector<torch::Tensor>{a, b}, torch::optim::AdamWOptions(0.1));
-  a.mutable_grad() = torch::ones({2});
-  optimizer.step();
-  b.mutable_grad() = torch::ones({2});
-  optimizer.step();
-  const auto steps = [&](const torch::Tensor& parameter) {
-    return static_cast<torch::optim::AdamWParamState&>(
-               *optimizer.state().at(parameter.unsafeGetTensorImpl()))
-        .step();
-  };
-  EXPECT_EQ(steps(a), 2);
-  EXPECT_EQ(steps(b), 1);
+TEST(Training, DecaysWeightsAloneAndBiasesNot) {
+  auto options = tiny_options(Precision::fp32);
+  options.weight_decay = 0.5;
+  TinyTraining run(options);
+  for (const auto& group : run.trainer->optimizer.param_groups()) {
+    const auto& adamw = static_cast<const mezzo::optim::AdamWOptions&>(group.options());
+    for (const auto& parameter : group.params()) {
+      EXPECT_EQ(adamw.weight_decay(), parameter.dim() > 1 ? 0.5 : 0.0);
+    }
+  }
 }
+
+mezzo::StepResult known(bool ran) { return mezzo::StepResult(mezzo::StepOutcome{.ran = ran}); }
+
+/// A step whose outcome is that of a device: it comes some time later.
+class LateStep final : public mezzo::StepSlot {
+ public:
+  explicit LateStep(bool ran) : outcome_{.ran = ran} {}
+  void arrive() { arrived_ = true; }
+  bool was_waited_for() const { return was_waited_for_; }
+  bool ready() const noexcept override { return arrived_; }
+  const mezzo::StepOutcome& outcome() override {
+    was_waited_for_ = was_waited_for_ || !arrived_;
+    return outcome_;
+  }
+
+ private:
+  mezzo::StepOutcome outcome_;
+  bool arrived_ = false, was_waited_for_ = false;
+};
 
 TEST(LinearSchedule, RisesThenFallsToZero) {
   auto parameter = torch::ones({1}).requires_grad_();
@@ -194,7 +206,7 @@ TEST(LinearSchedule, RisesThenFallsToZero) {
   std::vector<double> rates;
   for (int i = 0; i < 9; ++i) {
     rates.push_back(optimizer.param_groups()[0].options().get_lr());
-    schedule.step(/*ran=*/true);
+    schedule.step(known(/*ran=*/true));
   }
   EXPECT_THAT(rates, ElementsAre(0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25, 0, 0));
 }
@@ -203,11 +215,42 @@ TEST(LinearSchedule, StandsStillWhenAStepWasSkipped) {
   auto parameter = torch::ones({1}).requires_grad_();
   torch::optim::SGD optimizer({parameter}, torch::optim::SGDOptions(2.0));
   LinearSchedule schedule(optimizer, {.warmup_steps = 0, .total_steps = 4});
-  schedule.step(false);
+  schedule.step(known(/*ran=*/false));
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 2.0);
-  schedule.step(true);
+  schedule.step(known(/*ran=*/true));
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1.5);
   EXPECT_EQ(schedule.applied_steps(), 1);
+}
+
+TEST(LinearSchedule, CountsALateStepUntilItIsKnownToHaveBeenSkippedAndDoesNotWait) {
+  auto parameter = torch::ones({1}).requires_grad_();
+  torch::optim::SGD optimizer({parameter}, torch::optim::SGDOptions(1.0));
+  LinearSchedule schedule(optimizer, {.warmup_steps = 0, .total_steps = 10});
+  const auto rate = [&] { return optimizer.param_groups()[0].options().get_lr(); };
+  const auto first = std::make_shared<LateStep>(/*ran=*/false);
+  const auto second = std::make_shared<LateStep>(/*ran=*/true);
+  schedule.step(mezzo::StepResult(first));
+  schedule.step(mezzo::StepResult(second));
+  EXPECT_DOUBLE_EQ(rate(), 0.8);
+  EXPECT_EQ(schedule.counted_steps(), 2);
+  first->arrive();
+  schedule.step(known(/*ran=*/true));
+  EXPECT_DOUBLE_EQ(rate(), 0.8);
+  EXPECT_EQ(schedule.counted_steps(), 2);
+  EXPECT_FALSE(first->was_waited_for() || second->was_waited_for());
+}
+
+TEST(LinearSchedule, WaitsForLateStepsToTellHowManyWereApplied) {
+  auto parameter = torch::ones({1}).requires_grad_();
+  torch::optim::SGD optimizer({parameter}, torch::optim::SGDOptions(1.0));
+  LinearSchedule schedule(optimizer, {.warmup_steps = 0, .total_steps = 10});
+  for (const bool ran : {true, false, true}) {
+    schedule.step(mezzo::StepResult(std::make_shared<LateStep>(ran)));
+  }
+  EXPECT_EQ(schedule.counted_steps(), 3);
+  EXPECT_EQ(schedule.applied_steps(), 2);
+  schedule.set_applied_steps(5);  // what was under way is of another run
+  EXPECT_EQ(schedule.applied_steps(), 5);
 }
 
 }  // namespace

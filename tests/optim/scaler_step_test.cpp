@@ -289,14 +289,35 @@ TEST_F(FusedStep, ADisabledScalerClipsClearsAndSteps) {
   x_.mutable_grad() = torch::tensor({3.0F, 4.0F});
   torch::optim::AdamW theirs({y}, torch::optim::AdamWOptions(0.1).eps(1.0).weight_decay(0));
   AdamW ours({x_}, AdamWOptions(0.1).eps(1.0).weight_decay(0));
-  const auto result = disabled.step(ours, {.max_norm = 1.0, .zero_grad = true});
-  EXPECT_TRUE(result.ran());
-  EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
-  EXPECT_TRUE(disabled.step(theirs, {.max_norm = 1.0, .zero_grad = true}).ran());
+  const auto our_result = disabled.step(ours, {.max_norm = 1.0, .zero_grad = true});
+  const auto their_result = disabled.step(theirs, {.max_norm = 1.0, .zero_grad = true});
+  for (const auto& result : {our_result, their_result}) {
+    EXPECT_TRUE(result.ran());
+    EXPECT_EQ(result.scale(), 1.0F);
+    EXPECT_EQ(result.grad_norm(), 5.0);
+  }
   EXPECT_TRUE(torch::allclose(x_, y));
   EXPECT_NEAR(x_[0].item<double>(), -0.1 * 0.6 / 1.6, 1e-6);
   EXPECT_TRUE(torch::equal(x_.grad(), torch::zeros({2})));
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({2})));
+}
+
+TEST_F(FusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
+  GradScaler disabled(GradScalerOptions().enabled(false));
+  x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
+  const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
+  EXPECT_TRUE(result.ran());
+  EXPECT_FALSE(result.found_inf());
+  EXPECT_FALSE(std::isfinite(result.grad_norm().value()));
+  EXPECT_TRUE(x_.isnan().any().item<bool>());  // inf / inf, as after clip_grad_norm_
+}
+
+TEST_F(FusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
+  GradScaler disabled(GradScalerOptions().enabled(false));
+  const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
+  EXPECT_TRUE(result.ran());
+  EXPECT_EQ(result.grad_norm(), std::nullopt);
+  EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
 }
 
 TEST_F(FusedStep, SharesTheScaleWithOtherOptimizers) {

@@ -2,6 +2,7 @@
 
 #include <mezzo/detail/grad_scaler/device_copies.h>
 #include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/detail/grad_scaler/step_mailbox.h>
 #include <mezzo/detail/kernels/gradient_summary.h>
 #include <mezzo/detail/kernels/gradient_use.h>
 #include <mezzo/detail/kernels/unscale.h>
@@ -18,6 +19,7 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -140,26 +142,42 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
   }
 }
 
+/// What clipping without a scale has to know: the norm, and that nothing is to be skipped.
+inline std::vector<DeviceSummary> summarize_to_clip(const torch::optim::Optimizer& optimizer) {
+  std::vector<DeviceSummary> summaries = summarize(
+      gradients_by_device(optimizer, /*allow_fp16=*/true), DeviceCopies(at::ones({}, at::kFloat)));
+  for (DeviceSummary& summary : summaries) summary.found_inf.zero_();
+  std::vector<at::Tensor> checks;
+  for (const DeviceSummary& summary : summaries) checks.push_back(summary.found_inf);
+  if (!summaries.empty()) combine(summaries, checks);
+  return summaries;
+}
+
+/// The norm that `step` used, which on a device is known some time later.
+inline StepResult step_fused_without_scale(optim::FusedOptimizer& optimizer,
+                                           const std::vector<DeviceSummary>& summaries,
+                                           const StepOptions& options, StepMailbox& mailbox) {
+  optimizer.fused_step({verdicts_of(summaries), options});
+  if (summaries.empty()) return StepResult(StepOutcome{.ran = true, .value = at::Tensor()});
+  const DeviceSummary& summary = summaries.front();
+  if (summary.sum_of_squares.is_cpu()) {
+    const double sum_of_squares = *summary.sum_of_squares.const_data_ptr<double>();
+    return StepResult(
+        StepOutcome{.ran = true, .value = at::Tensor(), .grad_norm = std::sqrt(sum_of_squares)});
+  }
+  const std::shared_ptr<Letter> letter = mailbox.letter_for(summary.sum_of_squares.device());
+  letter->send(summary.inv_scale, summary.sum_of_squares, summary.found_inf);
+  return StepResult(std::make_shared<DeviceStepSlot>(letter));
+}
+
 /// The step of a disabled scaler: clips, clears and steps, whatever the gradients are.
 inline StepResult step_without_scale(torch::optim::Optimizer& optimizer,
-                                     optim::FusedOptimizer* fused, const StepOptions& options) {
+                                     optim::FusedOptimizer* fused, const StepOptions& options,
+                                     StepMailbox& mailbox) {
   std::vector<DeviceSummary> summaries;
+  if (clips(options)) summaries = summarize_to_clip(optimizer);
+  if (fused != nullptr) return step_fused_without_scale(*fused, summaries, options, mailbox);
   StepOutcome outcome{.ran = true};
-  if (clips(options)) {
-    summaries = summarize(gradients_by_device(optimizer, /*allow_fp16=*/true),
-                          DeviceCopies(at::ones({}, at::kFloat)));
-    for (DeviceSummary& summary : summaries) summary.found_inf.zero_();
-    std::vector<at::Tensor> checks;
-    for (const DeviceSummary& summary : summaries) checks.push_back(summary.found_inf);
-    if (!summaries.empty()) combine(summaries, checks);
-  }
-  if (fused != nullptr) {
-    const bool is_known = !summaries.empty() && summaries.front().sum_of_squares.is_cpu();
-    if (is_known) outcome.grad_norm = std::sqrt(summaries.front().sum_of_squares.item<double>());
-    fused->fused_step({verdicts_of(summaries), options});
-    outcome.value = at::Tensor();
-    return StepResult(std::move(outcome));
-  }
   if (!summaries.empty()) {
     const double sum_of_squares = summaries.front().sum_of_squares.item<double>();
     multiply_gradients(summaries, clip_coefficient(sum_of_squares, options.max_norm));

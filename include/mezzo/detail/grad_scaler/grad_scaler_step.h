@@ -53,7 +53,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Ste
   detail::check_step_options(options);
   c10::NoGradGuard no_grad;
   auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
-  if (!enabled_) return detail::step_without_scale(optimizer, fused, options);
+  if (!enabled_) return detail::step_without_scale(optimizer, fused, options, mailbox_);
   return fused != nullptr ? step_fused(*fused, options) : step_unfused(optimizer, options);
 }
 

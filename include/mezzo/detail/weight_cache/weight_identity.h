@@ -19,7 +19,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Whether the tensor's values are those in its memory, and no tangent goes with them.
-inline bool is_plain(const at::Tensor& tensor) {
+inline bool is_as_stored(const at::Tensor& tensor) {
   static constexpr c10::DispatchKeySet kOtherValues(
       {c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
   if (tensor.layout() != at::kStrided || !tensor.has_storage() ||
@@ -33,7 +33,7 @@ inline bool is_plain(const at::Tensor& tensor) {
 /// Whether a copy of the tensor stands for it: it has a version that tells of writes, and no graph
 /// behind it.
 inline bool can_be_held(const at::Tensor& tensor) {
-  return !tensor.is_inference() && is_plain(tensor) && tensor.is_leaf();
+  return !tensor.is_inference() && is_as_stored(tensor) && tensor.is_leaf();
 }
 
 /// The tensor whose memory `tensor` shows: itself, or, where it is a view of all of another one's
@@ -41,11 +41,12 @@ inline bool can_be_held(const at::Tensor& tensor) {
 /// are new tensors each time. A parameter stands for itself also where its memory is another's.
 inline c10::MaybeOwned<at::Tensor> shown_by(const at::Tensor& tensor) {
   const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
-  if (!tensor.is_view() || is_parameter || !is_plain(tensor)) {
+  if (!tensor.is_view() || is_parameter || !is_as_stored(tensor)) {
     return c10::MaybeOwned<at::Tensor>::borrowed(tensor);
   }
   at::Tensor base(tensor._base());
-  const bool all = is_plain(base) && tensor.is_alias_of(base) && tensor.numel() == base.numel() &&
+  const bool all = is_as_stored(base) && tensor.is_alias_of(base) &&
+                   tensor.numel() == base.numel() &&
                    tensor.storage_offset() == base.storage_offset() &&
                    tensor.scalar_type() == base.scalar_type() &&
                    tensor.is_non_overlapping_and_dense() && base.is_non_overlapping_and_dense();
