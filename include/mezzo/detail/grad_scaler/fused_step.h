@@ -163,7 +163,7 @@ inline StepResult step_fused_without_scale(optim::FusedOptimizer& optimizer,
   if (summary.sum_of_squares.is_cpu()) {
     const double sum_of_squares = *summary.sum_of_squares.const_data_ptr<double>();
     return StepResult(
-        StepOutcome{.ran = true, .value = at::Tensor(), .grad_norm = std::sqrt(sum_of_squares)});
+        StepOutcome{.ran = true, .grad_norm = std::sqrt(sum_of_squares), .value = at::Tensor()});
   }
   const std::shared_ptr<Letter> letter = mailbox.letter_for(summary.sum_of_squares.device());
   letter->send(summary.inv_scale, summary.sum_of_squares, summary.found_inf);
