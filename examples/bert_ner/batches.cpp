@@ -126,7 +126,11 @@ Batch collate(std::span<const Example> examples, std::span<const std::size_t> po
     }
   }
   if (tokens == rows * length) mask = torch::Tensor();
-  return {ids.to(device), mask.defined() ? mask.to(device) : mask, labels.to(device), tokens};
+  // A copy that blocks would wait for all that the device still has to do.
+  const auto moved = [&](const torch::Tensor& tensor) {
+    return tensor.defined() ? tensor.to(device, /*non_blocking=*/true) : tensor;
+  };
+  return {moved(ids), moved(mask), moved(labels), tokens};
 }
 
 }  // namespace bert_ner
