@@ -111,9 +111,9 @@ struct SkippedStep {
 /// optional ceiling, and hysteresis; skipped steps are told to a callback.
 ///
 /// The scale lives on the device of the first tensor that `scale` sees. On CUDA, with the target
-/// `mezzo::cuda` or with ATen's kernels, nothing but `step` (whether to step is the host's
-/// decision, as in torch.amp), `get_scale`, `state_dict` and the line about a skip waits for the
-/// device.
+/// `mezzo::cuda` or with ATen's kernels, `get_scale` and `state_dict` wait for the device; so do,
+/// with an optimizer that is not mezzo's, `step` (whether to step is the host's decision then, as
+/// in torch.amp) and the line about a skip. Nothing else waits.
 ///
 /// Threads: a scaler is used from one thread at a time. What is remembered about an optimizer ends
 /// with `update`; in between, do not move it to another address.

@@ -38,14 +38,15 @@ inline bool can_be_held(const at::Tensor& tensor) {
 
 /// The tensor whose memory `tensor` shows: itself, or, where it is a view of all of another one's
 /// memory, as `weight.t()` is, that one. Modules of libtorch's C++ compute with such views, which
-/// are new tensors each time. A parameter stands for itself also where its memory is another's.
+/// are new tensors each time. A parameter stands for itself also where its memory is another's; a
+/// view that NoGradGuard saw made is a leaf that requires grad as well, but so does its base.
 inline c10::MaybeOwned<at::Tensor> shown_by(const at::Tensor& tensor) {
-  const bool is_parameter = tensor.is_leaf() && tensor.requires_grad();
-  if (!tensor.is_view() || is_parameter || !is_as_stored(tensor)) {
+  if (!tensor.is_view() || !is_as_stored(tensor)) {
     return c10::MaybeOwned<at::Tensor>::borrowed(tensor);
   }
   at::Tensor base(tensor._base());
-  const bool all = is_as_stored(base) && tensor.is_alias_of(base) &&
+  const bool is_parameter = tensor.is_leaf() && tensor.requires_grad() && !base.requires_grad();
+  const bool all = !is_parameter && is_as_stored(base) && tensor.is_alias_of(base) &&
                    tensor.numel() == base.numel() &&
                    tensor.storage_offset() == base.storage_offset() &&
                    tensor.scalar_type() == base.scalar_type() &&
