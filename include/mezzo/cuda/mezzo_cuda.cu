@@ -87,11 +87,11 @@ void launch_dtype(const std::vector<at::Tensor>& tensors,
                   const std::vector<int64_t>& first_partials, const Launch& launch) {
   const auto ours = std::count_if(tensors.begin(), tensors.end(), is_of<Element>);
   if (ours <= SmallSummaryTable::kCapacity) {
-    launch_tables<Element, SmallSummaryTable>(
-        tensors, first_partials, [&](const auto& table) { launch(Element{}, table); });
+    launch_tables<Element, SmallSummaryTable>(tensors, first_partials,
+                                              [&](const auto& table) { launch(Element{}, table); });
   } else {
-    launch_tables<Element, LargeSummaryTable>(
-        tensors, first_partials, [&](const auto& table) { launch(Element{}, table); });
+    launch_tables<Element, LargeSummaryTable>(tensors, first_partials,
+                                              [&](const auto& table) { launch(Element{}, table); });
   }
 }
 
@@ -124,10 +124,9 @@ template <class Partial>
 void finish(const at::Tensor& partials, const at::Tensor& inv_scale,
             const SummaryOutputs& outputs) {
   const int64_t count = partials.numel() / static_cast<int64_t>(sizeof(Partial));
-  finish_summary_kernel<Partial>
-      <<<1, kFinishThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-          static_cast<const Partial*>(partials.const_data_ptr()), count,
-          inv_scale.const_data_ptr<float>(), outputs);
+  finish_summary_kernel<Partial><<<1, kFinishThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      static_cast<const Partial*>(partials.const_data_ptr()), count,
+      inv_scale.const_data_ptr<float>(), outputs);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -167,8 +166,7 @@ __attribute__((weak)) void write_partials_(const std::vector<at::Tensor>& gradie
   });
 }
 
-__attribute__((weak)) void finish_partials_(const at::Tensor& partials,
-                                            const at::Tensor& inv_scale,
+__attribute__((weak)) void finish_partials_(const at::Tensor& partials, const at::Tensor& inv_scale,
                                             const at::Tensor& found_inf,
                                             const at::Tensor& sum_of_squares,
                                             const at::Tensor& max_abs) {
@@ -181,8 +179,7 @@ __attribute__((weak)) void finish_partials_(const at::Tensor& partials,
 
 __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
                                       const at::Tensor& inv_scale, const at::Tensor& found_inf,
-                                      const at::Tensor& sum_of_squares,
-                                      const at::Tensor& max_abs) {
+                                      const at::Tensor& sum_of_squares, const at::Tensor& max_abs) {
   const c10::cuda::CUDAGuard guard(inv_scale.device());
   const std::vector<int64_t> offsets = partial_offsets(gradients);
   const at::Tensor partials = new_partials<GradientPartial>(offsets.back(), inv_scale);

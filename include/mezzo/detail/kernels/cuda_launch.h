@@ -68,9 +68,9 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const at::Tensor& 
                                        const at::Tensor& hysteresis_left,
                                        const at::Tensor& found_inf);
 
-/// One step of Adam and AdamW, of SGD or of Lion, over parameters of one device: one launch for each pair
-/// of dtypes and variant of up to 448 parameters and 8 groups, and one that counts the step.
-/// `groups[row.group]` are a row's numbers; all pointers are the device's.
+/// One step of Adam and AdamW, of SGD or of Lion, over parameters of one device: one launch for
+/// each pair of dtypes and variant of up to 448 parameters and 8 groups, and one that counts the
+/// step. `groups[row.group]` are a row's numbers; all pointers are the device's.
 MEZZO_CUDA_LAUNCHER void adam_step_(at::Device device, const std::vector<StepRow>& rows,
                                     const std::vector<StepGroup<AdamConstants>>& groups,
                                     const StepInputs& inputs);

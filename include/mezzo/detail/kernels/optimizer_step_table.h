@@ -114,8 +114,8 @@ using DeviceStepTable = StepTable<Constants, 448>;
 
 /// The kernel's arguments.
 template <class Constants>
-inline constexpr bool kStepArgumentsFit =
-    sizeof(DeviceStepTable<Constants>) + sizeof(StepInputs) <= 32764;
+inline constexpr bool kStepArgumentsFit = sizeof(DeviceStepTable<Constants>) + sizeof(StepInputs) <=
+                                          32764;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

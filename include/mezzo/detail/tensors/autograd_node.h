@@ -16,10 +16,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 template <class Node>
-using NodePtr =
-    std::conditional_t<std::is_same_v<decltype(torch::autograd::Edge::function),
-                                      std::shared_ptr<torch::autograd::Node>>,
-                       std::shared_ptr<Node>, c10::intrusive_ptr<Node>>;
+using NodePtr = std::conditional_t<std::is_same_v<decltype(torch::autograd::Edge::function),
+                                                  std::shared_ptr<torch::autograd::Node>>,
+                                   std::shared_ptr<Node>, c10::intrusive_ptr<Node>>;
 
 template <class Node, class... Args>
 NodePtr<Node> make_node(Args&&... args) {
