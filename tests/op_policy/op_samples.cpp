@@ -357,7 +357,7 @@ std::vector<uint8_t> bytes_of(const Tensor& tensor) {
   return bytes;
 }
 
-std::string difference(const Tensor& expected, const Tensor& found) {
+std::string difference(const Tensor& expected, const Tensor& found, Values values) {
   if (expected.defined() != found.defined()) {
     return "one result is undefined";
   }
@@ -371,7 +371,10 @@ std::string difference(const Tensor& expected, const Tensor& found) {
   if (expected.sizes() != found.sizes()) {
     return "shapes differ";
   }
-  return bytes_of(expected) == bytes_of(found) ? "" : "values differ";
+  const bool agree = values == Values::same_bits
+                         ? bytes_of(expected) == bytes_of(found)
+                         : torch::allclose(expected, found, /*rtol=*/1e-5, /*atol=*/1e-5);
+  return agree ? "" : "values differ";
 }
 
 }  // namespace
@@ -415,7 +418,7 @@ Outcome call(const c10::OperatorHandle& op, std::vector<c10::IValue> arguments) 
   return outcome;
 }
 
-std::string difference(const Outcome& expected, const Outcome& found) {
+std::string difference(const Outcome& expected, const Outcome& found, Values values) {
   if (expected.threw != found.threw) {
     return expected.threw ? "no exception, expected: " + expected.error
                           : "exception: " + found.error;
@@ -427,7 +430,8 @@ std::string difference(const Outcome& expected, const Outcome& found) {
     if (!expected.results[i].isTensor()) {
       continue;
     }
-    const auto text = difference(expected.results[i].toTensor(), found.results[i].toTensor());
+    const auto text =
+        difference(expected.results[i].toTensor(), found.results[i].toTensor(), values);
     if (!text.empty()) {
       return "result " + std::to_string(i) + ": " + text;
     }

@@ -57,7 +57,9 @@ struct Outcome {
 
 Outcome call(const c10::OperatorHandle& op, std::vector<c10::IValue> arguments);
 
-/// Empty if the two agree in kind, dtype, shape and every bit; else what differs first.
-std::string difference(const Outcome& expected, const Outcome& found);
+enum class Values { same_bits, within_rounding };
+
+/// Empty if the two agree in kind, dtype, shape and values; else what differs first.
+std::string difference(const Outcome& expected, const Outcome& found, Values values);
 
 }  // namespace op_policy_test
