@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/kernels/block_search.h>
 #include <mezzo/version.h>
 
 #include <c10/macros/Macros.h>
@@ -48,15 +49,7 @@ class SummaryTable {
   }
 
   C10_HOST_DEVICE SummarySlice slice_of(int64_t block) const {
-    int tensor = 0;  // the first whose end lies beyond the block
-    for (int high = tensors_ - 1; tensor < high;) {
-      const int middle = (tensor + high) / 2;
-      if (block < end_block_[middle]) {
-        high = middle;
-      } else {
-        tensor = middle + 1;
-      }
-    }
+    const int tensor = item_of_block(end_block_, tensors_, block);
     const int64_t own_block = block - (tensor == 0 ? 0 : end_block_[tensor - 1]);
     const int64_t begin = own_block * elements_per_block_;
     const int64_t end = begin + elements_per_block_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/kernels/block_search.h>
 #include <mezzo/detail/kernels/step_span.h>
 #include <mezzo/version.h>
 
@@ -81,15 +82,7 @@ class StepTable {
   C10_HOST_DEVICE float* count(int row) const { return count_[row]; }
 
   C10_HOST_DEVICE StepSlice slice_of(int64_t block) const {
-    int row = 0;  // the first whose end lies beyond the block
-    for (int high = rows_ - 1; row < high;) {
-      const int middle = (row + high) / 2;
-      if (block < end_block_[middle]) {
-        high = middle;
-      } else {
-        row = middle + 1;
-      }
-    }
+    const int row = item_of_block(end_block_, rows_, block);
     const int64_t begin = (block - (row == 0 ? 0 : end_block_[row - 1])) * elements_per_block_;
     const int64_t end = begin + elements_per_block_;
     const int64_t count = span_[row].count;
