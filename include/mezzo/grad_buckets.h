@@ -151,6 +151,9 @@ class GradBuckets {
   /// the next.
   void on_ready(std::function<void(std::size_t bucket)> callback);
 
+  /// For an optimizer that stands on these buckets: it may outlive this object.
+  std::shared_ptr<detail::BucketedGradients> share() const noexcept { return state_; }
+
  private:
   std::shared_ptr<detail::BucketedGradients> state_;
 };

@@ -219,7 +219,7 @@ class GradScaler {
   StepResult step_unfused(torch::optim::Optimizer& optimizer, const StepOptions& options);
   void unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
   std::vector<detail::DeviceSummary> summarize_into(detail::OptimizerRecord& record,
-                                                    const torch::optim::Optimizer& optimizer);
+                                                    torch::optim::Optimizer& optimizer);
   void require_scale(const char* call) const;
   void create_scale(at::Device device);
   const at::Tensor& scale_on(at::Device device);

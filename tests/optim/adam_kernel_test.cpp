@@ -20,7 +20,7 @@ using mezzo::detail::AdamCoefficients;
 using mezzo::detail::AdamConstants;
 using mezzo::detail::AdamRule;
 using mezzo::detail::CpuIsa;
-using mezzo::detail::GradientUse;
+using mezzo::detail::StepUse;
 
 /// One element, as the papers and torch::optim have it; T is float, or double for double.
 template <class T>
@@ -57,7 +57,7 @@ struct AdamCase {
     return constants.at(/*lr=*/1e-3, /*step=*/3);
   }
 
-  void run(const mezzo::detail::StepSpan& span, const GradientUse& use) const {
+  void run(const mezzo::detail::StepSpan& span, const StepUse& use) const {
     using mezzo::detail::step_function;
     const auto [parameter, gradient] = dtypes;
     const auto loop = amsgrad ? step_function<AdamRule<true>>(parameter, gradient, isa)
@@ -164,7 +164,8 @@ TEST(AdamLoopDtypes, HasNoLoopForGradientsWiderThanTheirParameters) {
 
 TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {
   constexpr int64_t kPiece = mezzo::detail::kStepPiece;
-  using Task = mezzo::detail::StepTask<AdamCoefficients>;
+  using Task =
+      mezzo::detail::StepTask<mezzo::detail::StepFunction<AdamCoefficients>, AdamCoefficients>;
   std::vector<std::vector<char>> memory;
   for (const int64_t count : {int64_t{3}, int64_t{0}, kPiece - 4, kPiece + 1, int64_t{1},
                               3 * kPiece, int64_t{7}, kPiece - 1, kPiece}) {
@@ -177,11 +178,11 @@ TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {
                        for (int64_t i = 0; i < span.count; ++i) ++visits[i];
                      },
                      {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
-                     1,
-                     1,
+                     {.parameter = 1, .gradient = 1, .moment = 1, .average = 1},
+                     {},
                      {}});
   }
-  mezzo::detail::run_step_cpu(tasks, {});
+  mezzo::detail::run_step_cpu(tasks);
   for (const auto& bytes : memory) EXPECT_EQ(bytes, std::vector<char>(bytes.size(), 1));
 }
 

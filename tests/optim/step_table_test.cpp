@@ -35,7 +35,7 @@ TEST(StepTable, ItsBlocksCoverEveryElementOfEveryParameterOnce) {
   for (int i = 0; i < Table::kCapacity; ++i) {
     const int group = i / 100;
     ASSERT_TRUE(table.push_back(row_of(memory[static_cast<std::size_t>(i)], nullptr, group),
-                                {{}, /*lr=*/static_cast<double>(group)}));
+                                {{}, /*lr=*/static_cast<double>(group), 0, 0}));
   }
   EXPECT_FALSE(table.push_back(row_of(memory[0], nullptr, 4), {})) << "it is full";
   for (int64_t block = 0; block < table.blocks(); ++block) {

@@ -226,20 +226,25 @@ __attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor
 
 namespace {
 
-/// Launches over the rows of one pair of dtypes and one variant.
-template <class Parameter, class Gradient, class Rule>
+/// Launches over the rows of one pair of dtypes, one variant and one way of keeping weights.
+template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
 void step_rows(const std::vector<StepRow>& rows,
                const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
                const StepInputs& inputs, cudaStream_t stream) {
+  using optim::WeightStorage;
   static_assert(kStepArgumentsFit<typename Rule::Constants>);
+  constexpr bool kIsSplit = std::is_same_v<Weights, SplitWeights>;
+  constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
   DeviceStepTable<typename Rule::Constants> table(kStepBlock);
   const auto launch = [&] {
-    launch_optimizer_step<Parameter, Gradient, Rule>(table, inputs, stream);
+    launch_optimizer_step<Parameter, Gradient, Rule, Weights>(table, inputs, stream);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     table.clear();
   };
   for (const StepRow& row : rows) {
     const bool is_ours = row.variant == variant &&
+                         kIsSplit == (row.storage == WeightStorage::split_master) &&
+                         kIsStochastic == (row.storage == WeightStorage::stochastic) &&
                          row.parameter_dtype == c10::CppTypeToScalarType<Parameter>::value &&
                          row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
     if (!is_ours) continue;
@@ -251,21 +256,39 @@ void step_rows(const std::vector<StepRow>& rows,
   if (!table.empty()) launch();
 }
 
-/// The pairs of dtypes that the CPU has loops for too.
+/// What the CPU has loops for too.
 template <class Rule>
 void step_all_dtypes(const std::vector<StepRow>& rows,
                      const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
                      const StepInputs& inputs, cudaStream_t stream) {
+  using c10::BFloat16;
+  using c10::Half;
   step_rows<float, float, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<float, c10::BFloat16, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<float, c10::Half, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<float, BFloat16, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<float, Half, Rule>(rows, groups, variant, inputs, stream);
   step_rows<double, double, Rule>(rows, groups, variant, inputs, stream);
   step_rows<double, float, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<c10::BFloat16, c10::BFloat16, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<c10::Half, c10::Half, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<BFloat16, BFloat16, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<BFloat16, BFloat16, Rule, SplitWeights>(rows, groups, variant, inputs, stream);
+  step_rows<BFloat16, BFloat16, Rule, StochasticWeights>(rows, groups, variant, inputs, stream);
+  step_rows<Half, Half, Rule>(rows, groups, variant, inputs, stream);
 }
 
 }  // namespace
+
+__attribute__((weak)) void count_steps_(at::Device device, const std::vector<float*>& counters,
+                                        const float* found_inf) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  for (std::size_t begin = 0; begin < counters.size(); begin += CounterTable::kCapacity) {
+    const std::size_t end = std::min(counters.size(), begin + CounterTable::kCapacity);
+    CounterTable table;
+    table.size = static_cast<int>(end - begin);
+    std::copy(counters.begin() + begin, counters.begin() + end, table.counter);
+    launch_count_steps(table, found_inf, stream);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+}
 
 __attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepRow>& rows,
                                       const std::vector<StepGroup<AdamConstants>>& groups,

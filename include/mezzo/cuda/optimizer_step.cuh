@@ -3,7 +3,7 @@
 /// nothing, in one pass. The arithmetic is that of the CPU's loops (detail/kernels/*_element.h).
 #pragma once
 
-#include <mezzo/detail/kernels/gradient_use.h>
+#include <mezzo/detail/kernels/optimizer_step_body.h>
 #include <mezzo/detail/kernels/optimizer_step_table.h>
 #include <mezzo/detail/kernels/scalar_lanes.h>
 #include <mezzo/version.h>
@@ -53,100 +53,103 @@ __device__ void store_pack(const StepPack<Stored>& pack, int count, bool is_whol
 }
 
 /// The streams of one slice, typed.
-template <class Parameter, class Gradient, class Rule>
+template <class Parameter, class Gradient, class Rule, class Weights>
 struct StepStreams {
   using Lanes = ScalarLanes<Parameter>;
-  using GradientLanes = ScalarLanes<Gradient>;
+  using Body = StepBody<Parameter, Gradient, Rule, Weights, Lanes>;
+  using Place = typename Body::Place;
   using Stored = typename Lanes::Stored;
-  using StoredGradient = typename GradientLanes::Stored;
-  using Value = typename Lanes::Value;
+  using StoredGradient = typename ScalarLanes<Gradient>::Stored;
+  using StoredMoment = typename Place::MomentLanes::Stored;
+  using Scalar = typename Lanes::Format::Value;
   static constexpr int kMoments = Rule::kMoments;
-  static constexpr int kMomentSlots = kMoments > 0 ? kMoments : 1;
 
-  Stored* parameter;
-  StoredGradient* gradient;
-  Stored* moment[kMomentSlots];
+  Place base;
   bool is_aligned;
 
   __device__ explicit StepStreams(const StepSlice& slice)
-      : parameter(static_cast<Stored*>(slice.span.parameter) + slice.begin),
-        gradient(static_cast<StoredGradient*>(slice.span.gradient) + slice.begin),
-        is_aligned(is_pack_aligned(parameter) && is_pack_aligned(gradient)) {
+      : base{static_cast<Stored*>(slice.span.parameter) + slice.begin,
+             static_cast<StoredGradient*>(slice.span.gradient) + slice.begin,
+             {},
+             advanced(static_cast<uint16_t*>(slice.span.beside), slice.begin),
+             advanced(static_cast<Scalar*>(slice.span.average), slice.begin)},
+        is_aligned(is_pack_aligned(base.parameter) && is_pack_aligned(base.gradient) &&
+                   is_pack_aligned(base.beside) && is_pack_aligned(base.average)) {
 #pragma unroll
     for (int k = 0; k < kMoments; ++k) {
-      moment[k] = static_cast<Stored*>(slice.span.moments[k]) + slice.begin;
-      is_aligned = is_aligned && is_pack_aligned(moment[k]);
+      base.moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]) + slice.begin;
+      is_aligned = is_aligned && is_pack_aligned(base.moments[k]);
     }
   }
 
-  __device__ void step_pack(int64_t at, int count,
-                            const typename Rule::template Element<Lanes>& update, Value factor,
-                            bool clear) const {
+  template <class T>
+  __device__ static T* advanced(T* pointer, int64_t by) {
+    return pointer == nullptr ? nullptr : pointer + by;
+  }
+
+  __device__ void step_pack(int64_t at, int count, const Body& step, uint32_t number,
+                            const RandomKey& key, bool clear) const {
     const bool is_whole = is_aligned && count == kStepPack;
+    const bool reads_beside = Body::kIsSplit;
     StepPack<StoredGradient> gradients;
     StepPack<Stored> parameters;
-    StepPack<Stored> moments[kMomentSlots];
-    load_pack(gradient + at, count, is_whole, gradients);
-    load_pack(parameter + at, count, is_whole, parameters);
+    StepPack<StoredMoment> moments[Place::kMomentSlots];
+    StepPack<uint16_t> beside;
+    StepPack<Scalar> average;
+    load_pack(base.gradient + at, count, is_whole, gradients);
+    load_pack(base.parameter + at, count, is_whole, parameters);
 #pragma unroll
-    for (int k = 0; k < kMoments; ++k) load_pack(moment[k] + at, count, is_whole, moments[k]);
+    for (int k = 0; k < kMoments; ++k) load_pack(base.moments[k] + at, count, is_whole, moments[k]);
+    if (reads_beside) load_pack(base.beside + at, count, is_whole, beside);
+    if (base.average != nullptr) load_pack(base.average + at, count, is_whole, average);
 #pragma unroll
     for (int i = 0; i < kStepPack; ++i) {
-      step_element(gradients.element[i], parameters.element[i], moments, i, update, factor);
-    }
-    store_pack(parameters, count, is_whole, parameter + at);
+      Place place{&parameters.element[i],
+                  &gradients.element[i],
+                  {},
+                  base.beside == nullptr ? nullptr : &beside.element[i],
+                  base.average == nullptr ? nullptr : &average.element[i]};
 #pragma unroll
-    for (int k = 0; k < kMoments; ++k) store_pack(moments[k], count, is_whole, moment[k] + at);
-    if (clear) store_pack(StepPack<StoredGradient>{}, count, is_whole, gradient + at);
-  }
-
-  __device__ static void step_element(StoredGradient stored_gradient, Stored& stored_parameter,
-                                      StepPack<Stored> (&stored_moments)[kMomentSlots], int i,
-                                      const typename Rule::template Element<Lanes>& update,
-                                      Value factor) {
-    typename GradientLanes::Bits gradient_bits;
-    typename GradientLanes::Value own_value;
-    GradientLanes::load(&stored_gradient, gradient_bits);
-    GradientLanes::Format::widen(gradient_bits, own_value);
-    Value gradient_value;
-    Lanes::convert(own_value, gradient_value);
-    gradient_value = gradient_value * factor;
-    Value parameter_value;
-    widen_stored(stored_parameter, parameter_value);
-    Value moment_values[kMomentSlots];
-#pragma unroll
-    for (int k = 0; k < kMoments; ++k) {
-      widen_stored(stored_moments[k].element[i], moment_values[k]);
+      for (int k = 0; k < kMoments; ++k) place.moments[k] = &moments[k].element[i];
+      step(place, number + static_cast<uint32_t>(i), key);
     }
-    update(parameter_value, gradient_value, moment_values);
-    narrow_value(parameter_value, stored_parameter);
+    store_pack(parameters, count, is_whole, base.parameter + at);
 #pragma unroll
-    for (int k = 0; k < kMoments; ++k) {
-      narrow_value(moment_values[k], stored_moments[k].element[i]);
-    }
-  }
-
-  __device__ static void widen_stored(const Stored& stored, Value& value) {
-    typename Lanes::Bits bits;
-    Lanes::load(&stored, bits);
-    Lanes::Format::widen(bits, value);
-  }
-  __device__ static void narrow_value(const Value& value, Stored& stored) {
-    typename Lanes::Bits bits;
-    Lanes::Format::narrow(value, bits);
-    Lanes::store(bits, &stored);
+    for (int k = 0; k < kMoments; ++k)
+      store_pack(moments[k], count, is_whole, base.moments[k] + at);
+    if (base.beside != nullptr) store_pack(beside, count, is_whole, base.beside + at);
+    if (base.average != nullptr) store_pack(average, count, is_whole, base.average + at);
+    if (clear) store_pack(gradients, count, is_whole, base.gradient + at);
   }
 
   __device__ void clear_pack(int64_t at, int count) const {
-    store_pack(StepPack<StoredGradient>{}, count, is_aligned && count == kStepPack, gradient + at);
+    store_pack(StepPack<StoredGradient>{}, count, is_aligned && count == kStepPack,
+               base.gradient + at);
   }
 };
 
-template <class Parameter, class Gradient, class Rule, class Table>
+/// What thread 0 works out for its block: powers and roots are hundreds of cycles in double each.
+template <class Table>
+__device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
+                                const StepInputs& inputs) {
+  const auto& group = table.group(slice.group);
+  StepUse use{.clear = inputs.clear,
+              .copies_half = slice.copies_half,
+              .average_share = group.average_share,
+              .seed = group.seed,
+              .step = slice.count == nullptr ? 1 : static_cast<uint64_t>(*slice.count) + 1,
+              .parameter = static_cast<uint64_t>(slice.number)};
+  if (inputs.inv_scale != nullptr) use.factor = static_cast<double>(*inputs.inv_scale);
+  if (inputs.sum_of_squares != nullptr) {
+    use.factor *= clip_coefficient(*inputs.sum_of_squares, inputs.max_norm);
+  }
+  return use;
+}
+
+template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
     optimizer_step_kernel(const __grid_constant__ Table table, const StepInputs inputs) {
-  using Streams = StepStreams<Parameter, Gradient, Rule>;
-  using Lanes = typename Streams::Lanes;
+  using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
   const int64_t count = slice.end - slice.begin;
@@ -163,46 +166,47 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
     return;
   }
 
-  // Powers and roots once a block: each is hundreds of cycles in double.
   __shared__ typename Rule::Coefficients coefficients;
-  __shared__ double factor;
+  __shared__ StepUse use;
+  __shared__ RandomKey key;
   if (threadIdx.x == 0) {
+    use = use_of_slice(table, slice, inputs);
     const auto& group = table.group(slice.group);
-    const int64_t step = slice.count == nullptr ? 1 : static_cast<int64_t>(*slice.count) + 1;
-    coefficients = group.constants.at(group.lr, step);
-    factor = inputs.inv_scale == nullptr ? 1.0 : static_cast<double>(*inputs.inv_scale);
-    if (inputs.sum_of_squares != nullptr) {
-      factor *= clip_coefficient(*inputs.sum_of_squares, inputs.max_norm);
-    }
+    coefficients =
+        group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
+    // A block's elements have one key: 2^32 is a multiple of their number.
+    key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(slice.begin >> 32));
   }
   __syncthreads();
-  const typename Rule::template Element<Lanes> update(coefficients);
-  const auto own_factor = static_cast<typename Lanes::Value>(factor);
+  const typename Streams::Body step(coefficients, use);
   for (int64_t at = first; at < count; at += kStride) {
-    streams.step_pack(at, pack_size(at), update, own_factor, inputs.clear);
+    streams.step_pack(at, pack_size(at), step, static_cast<uint32_t>(slice.begin + at), key,
+                      inputs.clear);
   }
 }
+static_assert((int64_t{1} << 32) % kStepBlock == 0);
 
-/// After the step, which reads the counts in all blocks.
-template <class Table>
+/// After the step, which reads the counters in all blocks.
 __attribute__((visibility("hidden"))) __global__ void count_steps_kernel(
-    const __grid_constant__ Table table, const float* found_inf) {
+    const __grid_constant__ CounterTable table, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
-  for (int row = static_cast<int>(threadIdx.x); row < table.rows();
-       row += static_cast<int>(blockDim.x)) {
-    if (table.count(row) != nullptr) *table.count(row) += 1.0F;
+  for (int i = static_cast<int>(threadIdx.x); i < table.size; i += static_cast<int>(blockDim.x)) {
+    *table.counter[i] += 1.0F;
   }
 }
 
-/// Launches both on `stream`; the caller checks for launch errors.
-template <class Parameter, class Gradient, class Rule, class Table>
+/// Launches on `stream`; the caller checks for launch errors.
+template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 void launch_optimizer_step(const Table& table, const StepInputs& inputs, cudaStream_t stream) {
-  if (table.blocks() > 0) {
-    const auto blocks = static_cast<unsigned>(table.blocks());
-    optimizer_step_kernel<Parameter, Gradient, Rule>
-        <<<blocks, kStepThreads, 0, stream>>>(table, inputs);
-  }
-  count_steps_kernel<<<1, kStepThreads, 0, stream>>>(table, inputs.found_inf);
+  if (table.blocks() == 0) return;
+  const auto blocks = static_cast<unsigned>(table.blocks());
+  optimizer_step_kernel<Parameter, Gradient, Rule, Weights>
+      <<<blocks, kStepThreads, 0, stream>>>(table, inputs);
+}
+
+inline void launch_count_steps(const CounterTable& table, const float* found_inf,
+                               cudaStream_t stream) {
+  count_steps_kernel<<<1, kStepThreads, 0, stream>>>(table, found_inf);
 }
 
 }  // namespace detail::cuda

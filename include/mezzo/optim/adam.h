@@ -7,6 +7,7 @@
 #include <mezzo/detail/optim/adam_traits.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
 #include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <torch/arg.h>
@@ -20,7 +21,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// Those of `torch::optim::AdamOptions`, with its names, defaults and keys in an archive.
-struct AdamOptions : public torch::optim::OptimizerCloneableOptions<AdamOptions> {
+struct AdamOptions : public FusedOptions<AdamOptions> {
   using betas_t = std::tuple<double, double>;
 
   AdamOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
@@ -38,9 +39,11 @@ struct AdamOptions : public torch::optim::OptimizerCloneableOptions<AdamOptions>
  public:
   void serialize(torch::serialize::InputArchive& archive) override {
     detail::read_adam_options(archive, *this);
+    read_extras(archive);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     detail::write_adam_options(archive, *this);
+    write_extras(archive);
   }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
@@ -62,6 +65,10 @@ class Adam : public detail::ElementwiseOptimizer<
       : ElementwiseOptimizer(groups, defaults) {}
   explicit Adam(std::vector<at::Tensor> parameters, const AdamOptions& defaults = {})
       : Adam({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+  /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
+  /// and parameters of groups that are added later join them.
+  explicit Adam(GradBuckets& buckets, const AdamOptions& defaults = {})
+      : ElementwiseOptimizer(buckets, defaults) {}
 };
 
 }  // namespace optim

@@ -7,6 +7,7 @@
 #include <mezzo/detail/optim/adam_traits.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
 #include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <torch/arg.h>
@@ -20,7 +21,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// Those of `torch::optim::AdamWOptions`, with its names, defaults and keys in an archive.
-struct AdamWOptions : public torch::optim::OptimizerCloneableOptions<AdamWOptions> {
+struct AdamWOptions : public FusedOptions<AdamWOptions> {
   using betas_t = std::tuple<double, double>;
 
   AdamWOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
@@ -39,9 +40,11 @@ struct AdamWOptions : public torch::optim::OptimizerCloneableOptions<AdamWOption
  public:
   void serialize(torch::serialize::InputArchive& archive) override {
     detail::read_adam_options(archive, *this);
+    read_extras(archive);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     detail::write_adam_options(archive, *this);
+    write_extras(archive);
   }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
@@ -81,6 +84,10 @@ class AdamW : public detail::ElementwiseOptimizer<
       : ElementwiseOptimizer(groups, defaults) {}
   explicit AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& defaults = {})
       : AdamW({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+  /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
+  /// and parameters of groups that are added later join them.
+  explicit AdamW(GradBuckets& buckets, const AdamWOptions& defaults = {})
+      : ElementwiseOptimizer(buckets, defaults) {}
 };
 
 }  // namespace optim

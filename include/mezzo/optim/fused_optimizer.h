@@ -3,15 +3,24 @@
 /// and skips by itself, from numbers that lie on the parameters' device.
 #pragma once
 
+#include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/detail/optim/step_count.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <cmath>
+#include <cstdint>
+#include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+class WeightCache;
 
 /// What `GradScaler::step(optimizer, {.max_norm = 1.0})` does beside stepping.
 struct StepOptions {
@@ -52,6 +61,86 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// Runs on the current streams; waits for a device only where parameters lie on several.
   /// \throws c10::Error if a gradient is sparse, or of a dtype wider than its parameter's
   virtual void fused_step(const FusedStep& step) = 0;
+
+  /// Of the gradients on the device of `inv_scale`, which `gradients` are: one read, or none where
+  /// the optimizer stands on buckets that were read during backward (GradBuckets::summarize).
+  virtual detail::GradientSummary summarize(const std::vector<at::Tensor>& gradients,
+                                            const at::Tensor& inv_scale) {
+    return detail::summarize_gradients(gradients, inv_scale);
+  }
+
+  /// A schedule as a table: after n applied steps the next one multiplies each group's lr by
+  /// factors[n], and by the last factor from there on. The device that decides whether a step is
+  /// applied looks the factor up, so that a skipped step does not use one up, without a host sync,
+  /// and in a captured CUDA graph as well (set it before the capture). Not in files: `load` keeps
+  /// the table that there is, and goes on at the saved number of steps. Empty: no schedule.
+  /// \throws c10::Error if a factor is negative or not finite
+  void set_lr_factors(std::vector<double> factors) {
+    for (std::size_t i = 0; i < factors.size(); ++i) {
+      TORCH_CHECK(std::isfinite(factors[i]) && factors[i] >= 0, "lr factor ", i, " is ", factors[i],
+                  "; it should be finite and at least 0");
+    }
+    lr_factors_ = std::move(factors);
+    lr_factors_on_device_ = at::Tensor();
+  }
+  const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
+
+  /// How many steps were applied, which is to say not skipped. Waits for the device that counts:
+  /// that of the parameters.
+  int64_t applied_steps() const { return applied_steps_.value(); }
+
+  /// From here on each step writes copies of the weights of float in `dtype` (bfloat16 or half),
+  /// rounded to nearest, in the same pass, and publishes them in `cache`: regions of that dtype
+  /// that use the cache cast no weight any more. 2 bytes a parameter, which the cache counts. Where
+  /// mezzo has no kernel (CUDA without mezzo::cuda) nothing is published, and regions cast as ever.
+  /// Include mezzo/weight_cache.h to call it. \throws c10::Error for another dtype
+  template <class Cache>
+  requires std::same_as<Cache, WeightCache>
+  void publish_to(const Cache& cache, at::ScalarType dtype) {
+    TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf,
+                "publish_to takes bfloat16 and half, "
+                "the dtypes of autocast, and got ",
+                dtype);
+    published_dtype_ = dtype;
+    copy_for_ = [cache, dtype](const at::Tensor& weight) {
+      return cache.buffer_for(weight, dtype);
+    };
+    publish_ = [cache](const at::Tensor& weight, const at::Tensor& copy) {
+      cache.publish(weight, copy);
+    };
+  }
+
+ protected:
+  bool publishes() const noexcept { return copy_for_ != nullptr; }
+  at::ScalarType published_dtype() const noexcept { return published_dtype_; }
+  at::Tensor copy_for(const at::Tensor& weight) const { return copy_for_(weight); }
+  void publish(const at::Tensor& weight, const at::Tensor& copy) const { publish_(weight, copy); }
+
+  detail::StepCount& applied_count() noexcept { return applied_steps_; }
+  const detail::StepCount& applied_count() const noexcept { return applied_steps_; }
+
+  /// What the next step multiplies the lr with, of which the host knows where it counts.
+  double lr_factor(int64_t applied) const {
+    if (lr_factors_.empty()) return 1.0;
+    return lr_factors_[std::min(static_cast<std::size_t>(applied), lr_factors_.size() - 1)];
+  }
+
+  /// The table as doubles on `device`; undefined where there is none.
+  const at::Tensor& lr_factors_on(at::Device device) {
+    if (lr_factors_.empty()) return lr_factors_on_device_;
+    if (!lr_factors_on_device_.defined() || lr_factors_on_device_.device() != device) {
+      lr_factors_on_device_ = at::tensor(lr_factors_, at::kDouble).to(device);
+    }
+    return lr_factors_on_device_;
+  }
+
+ private:
+  std::vector<double> lr_factors_;
+  at::Tensor lr_factors_on_device_;
+  detail::StepCount applied_steps_;
+  at::ScalarType published_dtype_ = at::kBFloat16;
+  std::function<at::Tensor(const at::Tensor&)> copy_for_;
+  std::function<void(const at::Tensor&, const at::Tensor&)> publish_;
 };
 
 }  // namespace optim

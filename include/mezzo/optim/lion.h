@@ -6,8 +6,9 @@
 #include <mezzo/detail/optim/archive_keys.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
 #include <mezzo/detail/optim/lion_traits.h>
-#include <mezzo/detail/optim/step_count.h>
+#include <mezzo/detail/optim/param_state.h>
 #include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <torch/arg.h>
@@ -21,7 +22,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// The paper's names and defaults.
-struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions> {
+struct LionOptions : public FusedOptions<LionOptions> {
   using betas_t = std::tuple<double, double>;
 
   LionOptions(double lr = 1e-4) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
@@ -39,11 +40,13 @@ struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions>
     lr_ = detail::read_key<double>(archive, "lr");
     betas_ = detail::read_key<betas_t>(archive, "betas");
     weight_decay_ = detail::read_key<double>(archive, "weight_decay");
+    read_extras(archive);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("lr", c10::IValue(lr_));
     archive.write("betas", c10::IValue(betas_));
     archive.write("weight_decay", c10::IValue(weight_decay_));
+    write_extras(archive);
   }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
@@ -51,28 +54,20 @@ struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions>
 
 /// What Lion remembers about a parameter: `exp_avg()`, of its shape and dtype, and `step()`, how
 /// many steps were applied, which waits for the device, if that is not the CPU.
-struct LionParamState : public torch::optim::OptimizerCloneableParamState<LionParamState> {
+struct LionParamState : public detail::ParamState<LionParamState> {
   TORCH_ARG(at::Tensor, exp_avg);
 
  public:
-  int64_t step() const { return count_.value(); }
-  LionParamState& step(int64_t step) {
-    count_.set(step);
-    return *this;
-  }
-  detail::StepCount& count() noexcept { return count_; }
-
   void serialize(torch::serialize::InputArchive& archive) override {
-    count_.set(detail::read_key<int64_t>(archive, "step"));
+    step(detail::read_key<int64_t>(archive, "step"));
     detail::read_tensor_if_there(archive, "exp_avg", exp_avg_);
+    read_kept(archive);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("step", c10::IValue(step()));
     detail::write_tensor_if_defined(archive, "exp_avg", exp_avg_);
+    write_kept(archive);
   }
-
- private:
-  detail::StepCount count_;
 };
 
 /// Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023) with decoupled weight
@@ -87,6 +82,10 @@ class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions,
       : ElementwiseOptimizer(groups, defaults) {}
   explicit Lion(std::vector<at::Tensor> parameters, const LionOptions& defaults = {})
       : Lion({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+  /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
+  /// and parameters of groups that are added later join them.
+  explicit Lion(GradBuckets& buckets, const LionOptions& defaults = {})
+      : ElementwiseOptimizer(buckets, defaults) {}
 };
 
 }  // namespace optim

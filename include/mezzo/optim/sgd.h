@@ -6,9 +6,10 @@
 
 #include <mezzo/detail/optim/archive_keys.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/detail/optim/param_state.h>
 #include <mezzo/detail/optim/sgd_traits.h>
-#include <mezzo/detail/optim/step_count.h>
 #include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <torch/arg.h>
@@ -21,7 +22,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// Those of `torch::optim::SGDOptions`, with its names, defaults and keys in an archive.
-struct SGDOptions : public torch::optim::OptimizerCloneableOptions<SGDOptions> {
+struct SGDOptions : public FusedOptions<SGDOptions> {
   SGDOptions(double lr) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
 
   TORCH_ARG(double, lr);
@@ -41,6 +42,7 @@ struct SGDOptions : public torch::optim::OptimizerCloneableOptions<SGDOptions> {
     dampening_ = detail::read_key<double>(archive, "dampening");
     weight_decay_ = detail::read_key<double>(archive, "weight_decay");
     nesterov_ = detail::read_key<bool>(archive, "nesterov");
+    read_extras(archive);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("lr", c10::IValue(lr_));
@@ -48,6 +50,7 @@ struct SGDOptions : public torch::optim::OptimizerCloneableOptions<SGDOptions> {
     archive.write("dampening", c10::IValue(dampening_));
     archive.write("weight_decay", c10::IValue(weight_decay_));
     archive.write("nesterov", c10::IValue(nesterov_));
+    write_extras(archive);
   }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
@@ -56,32 +59,24 @@ struct SGDOptions : public torch::optim::OptimizerCloneableOptions<SGDOptions> {
 /// What SGD with momentum remembers about a parameter (without it, nothing): `momentum_buffer()`,
 /// of the parameter's shape and dtype, and `step()`, how many steps were applied, which libtorch's
 /// does not count, and which waits for the device, if that is not the CPU.
-struct SGDParamState : public torch::optim::OptimizerCloneableParamState<SGDParamState> {
+struct SGDParamState : public detail::ParamState<SGDParamState> {
   TORCH_ARG(at::Tensor, momentum_buffer);
 
  public:
-  int64_t step() const { return count_.value(); }
-  SGDParamState& step(int64_t step) {
-    count_.set(step);
-    return *this;
-  }
-  detail::StepCount& count() noexcept { return count_; }
-
   void serialize(torch::serialize::InputArchive& archive) override {
     detail::read_tensor_if_there(archive, "momentum_buffer", momentum_buffer_);
     // libtorch's has no count, and a buffer from the first step on: whether there was a step is all
     // that matters.
     c10::IValue count;
     const bool is_counted = archive.try_read("step", count);
-    count_.set(is_counted ? count.toInt() : momentum_buffer_.defined() ? 1 : 0);
+    step(is_counted ? count.toInt() : momentum_buffer_.defined() ? 1 : 0);
+    read_kept(archive);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("step", c10::IValue(step()));
     detail::write_tensor_if_defined(archive, "momentum_buffer", momentum_buffer_);
+    write_kept(archive);
   }
-
- private:
-  detail::StepCount count_;
 };
 
 /// Gradient descent with momentum, dampening, weight decay and Nesterov's look ahead: the answers
@@ -97,6 +92,10 @@ class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SG
       : ElementwiseOptimizer(groups, defaults) {}
   explicit SGD(std::vector<at::Tensor> parameters, const SGDOptions& defaults)
       : SGD({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+  /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
+  /// and parameters of groups that are added later join them.
+  explicit SGD(GradBuckets& buckets, const SGDOptions& defaults)
+      : ElementwiseOptimizer(buckets, defaults) {}
 };
 
 }  // namespace optim

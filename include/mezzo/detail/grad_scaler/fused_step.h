@@ -4,7 +4,7 @@
 #include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/detail/grad_scaler/step_mailbox.h>
 #include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/detail/kernels/gradient_use.h>
+#include <mezzo/detail/kernels/step_use.h>
 #include <mezzo/detail/kernels/unscale.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/step_result.h>
@@ -43,13 +43,15 @@ struct DeviceSummary {
   at::Tensor sum_of_squares;
 };
 
-/// One read of all gradients, device by device.
-inline std::vector<DeviceSummary> summarize(std::vector<DeviceGradients> by_device,
+/// One read of all gradients of `optimizer`, device by device.
+inline std::vector<DeviceSummary> summarize(torch::optim::Optimizer& optimizer, bool allow_fp16,
                                             DeviceCopies inv_scale) {
+  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
   std::vector<DeviceSummary> summaries;
-  for (auto& [device, gradients] : by_device) {
+  for (auto& [device, gradients] : gradients_by_device(optimizer, allow_fp16)) {
     const at::Tensor& inverse = inv_scale.on(device);
-    const GradientSummary summary = summarize_gradients(gradients, inverse);
+    const GradientSummary summary = fused != nullptr ? fused->summarize(gradients, inverse)
+                                                     : summarize_gradients(gradients, inverse);
     summaries.push_back({std::move(gradients), inverse, summary.found_inf, summary.sum_of_squares});
   }
   return summaries;
@@ -143,9 +145,9 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
 }
 
 /// What clipping without a scale has to know: the norm, and that nothing is to be skipped.
-inline std::vector<DeviceSummary> summarize_to_clip(const torch::optim::Optimizer& optimizer) {
-  std::vector<DeviceSummary> summaries = summarize(
-      gradients_by_device(optimizer, /*allow_fp16=*/true), DeviceCopies(at::ones({}, at::kFloat)));
+inline std::vector<DeviceSummary> summarize_to_clip(torch::optim::Optimizer& optimizer) {
+  std::vector<DeviceSummary> summaries =
+      summarize(optimizer, /*allow_fp16=*/true, DeviceCopies(at::ones({}, at::kFloat)));
   for (DeviceSummary& summary : summaries) summary.found_inf.zero_();
   std::vector<at::Tensor> checks;
   for (const DeviceSummary& summary : summaries) checks.push_back(summary.found_inf);

@@ -68,11 +68,11 @@ inline detail::OptimizerRecord& GradScaler::record_to_step(
 
 // One read of the gradients; what it found joins what `unscale_` noted.
 inline std::vector<detail::DeviceSummary> GradScaler::summarize_into(
-    detail::OptimizerRecord& record, const torch::optim::Optimizer& optimizer) {
+    detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer) {
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const at::Tensor& scale = scale_.original();
   std::vector<detail::DeviceSummary> summaries = detail::summarize(
-      detail::gradients_by_device(optimizer, allow_fp16_gradients_ || was_unscaled),
+      optimizer, allow_fp16_gradients_ || was_unscaled,
       detail::DeviceCopies(was_unscaled ? at::ones_like(scale) : detail::inverse_scale(scale)));
   if (!was_unscaled) record.found_inf.clear();
   for (const detail::DeviceSummary& summary : summaries) {

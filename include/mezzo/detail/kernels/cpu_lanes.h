@@ -53,6 +53,11 @@ struct VectorLanes {
     for (int64_t lane = 0; lane < kWidth; ++lane) all |= flags[lane];
     return all != 0;
   }
+  C10_ALWAYS_INLINE static void enumerate(Bits& numbers) {
+    for (int64_t lane = 0; lane < kWidth; ++lane) {
+      numbers[lane] = static_cast<typename Format::Bits>(lane);
+    }
+  }
   template <class Other>
   C10_ALWAYS_INLINE static void convert(const Other& from, Value& to) {
     to = __builtin_convertvector(from, Value);

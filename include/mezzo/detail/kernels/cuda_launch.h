@@ -69,8 +69,8 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const at::Tensor& 
                                        const at::Tensor& found_inf);
 
 /// One step of Adam and AdamW, of SGD or of Lion, over parameters of one device: one launch for
-/// each pair of dtypes and variant of up to 448 parameters and 8 groups, and one that counts the
-/// step. `groups[row.group]` are a row's numbers; all pointers are the device's.
+/// each pair of dtypes, variant and weight storage of up to 304 parameters and 8 groups.
+/// `groups[row.group]` are a row's numbers; all pointers are the device's. Counts nothing.
 MEZZO_CUDA_LAUNCHER void adam_step_(at::Device device, const std::vector<StepRow>& rows,
                                     const std::vector<StepGroup<AdamConstants>>& groups,
                                     const StepInputs& inputs);
@@ -80,6 +80,11 @@ MEZZO_CUDA_LAUNCHER void sgd_step_(at::Device device, const std::vector<StepRow>
 MEZZO_CUDA_LAUNCHER void lion_step_(at::Device device, const std::vector<StepRow>& rows,
                                     const std::vector<StepGroup<LionConstants>>& groups,
                                     const StepInputs& inputs);
+
+/// Adds 1 to each counter, unless `found_inf`, where not null, points to another value than 0: one
+/// launch for 4,000 of them.
+MEZZO_CUDA_LAUNCHER void count_steps_(at::Device device, const std::vector<float*>& counters,
+                                      const float* found_inf);
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -14,14 +14,22 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// One parameter's part of a step.
-template <class Coefficients>
+/// Bytes of an element of each stream that has one of its own.
+struct StepElementSizes {
+  int64_t parameter;
+  int64_t gradient;
+  int64_t moment;
+  int64_t average;
+};
+
+/// One parameter's part of a step. Loop is called with the other three.
+template <class Loop, class Coefficients>
 struct StepTask {
-  StepFunction<Coefficients> run;
+  Loop run;
   StepSpan span;
-  int64_t parameter_size;  ///< bytes of an element, as those of its moments
-  int64_t gradient_size;
+  StepElementSizes sizes;
   Coefficients coefficients;
+  StepUse use;
 };
 
 /// Where a piece of work begins; it ends where the next one begins.
@@ -34,24 +42,25 @@ struct StepPiece {
 /// second-level cache, and few enough pieces that taking them costs nothing.
 inline constexpr int64_t kStepPiece = 16384;
 
-inline StepSpan part_of(const StepSpan& span, int64_t begin, int64_t count, int64_t parameter_size,
-                        int64_t gradient_size) {
-  const auto advanced = [](void* pointer, int64_t bytes) -> void* {
-    return pointer == nullptr ? nullptr : static_cast<char*>(pointer) + bytes;
+inline StepSpan part_of(const StepSpan& span, int64_t begin, int64_t count,
+                        const StepElementSizes& sizes) {
+  const auto advanced = [begin](void* pointer, int64_t bytes) -> void* {
+    return pointer == nullptr ? nullptr : static_cast<char*>(pointer) + begin * bytes;
   };
-  StepSpan part{advanced(span.parameter, begin * parameter_size),
-                advanced(span.gradient, begin * gradient_size),
+  StepSpan part{advanced(span.parameter, sizes.parameter),
+                advanced(span.gradient, sizes.gradient),
                 {},
-                count};
-  for (int k = 0; k < kMaxMoments; ++k) {
-    part.moments[k] = advanced(span.moments[k], begin * parameter_size);
-  }
+                count,
+                advanced(span.beside, int64_t{sizeof(uint16_t)}),
+                advanced(span.average, sizes.average),
+                span.first + begin};
+  for (int k = 0; k < kMaxMoments; ++k) part.moments[k] = advanced(span.moments[k], sizes.moment);
   return part;
 }
 
 /// Cuts tasks into pieces of `kStepPiece` elements; small tasks share one.
-template <class Coefficients>
-std::vector<StepPiece> step_pieces(const std::vector<StepTask<Coefficients>>& tasks) {
+template <class Task>
+std::vector<StepPiece> step_pieces(const std::vector<Task>& tasks) {
   std::vector<StepPiece> pieces;
   int64_t room = 0;
   for (std::size_t task = 0; task < tasks.size(); ++task) {
@@ -80,22 +89,29 @@ void parallel_dynamic(int64_t count, const Work& work) {
   });
 }
 
-/// All tasks of a step, in one pass over their memory.
-template <class Coefficients>
-void run_step_cpu(const std::vector<StepTask<Coefficients>>& tasks, const GradientUse& use) {
+/// Calls `work(task number, the part of its span)` for all of `tasks`, piece by piece.
+template <class Task, class Work>
+void for_each_part(const std::vector<Task>& tasks, const Work& work) {
   const std::vector<StepPiece> pieces = step_pieces(tasks);
   parallel_dynamic(static_cast<int64_t>(pieces.size()), [&](int64_t index) {
     int64_t left = kStepPiece;
     const StepPiece& piece = pieces[static_cast<std::size_t>(index)];
     int64_t begin = piece.offset;
     for (std::size_t i = piece.task; left > 0 && i < tasks.size(); ++i) {
-      const StepTask<Coefficients>& task = tasks[i];
+      const Task& task = tasks[i];
       const int64_t count = std::min(left, task.span.count - begin);
-      task.run(part_of(task.span, begin, count, task.parameter_size, task.gradient_size),
-               task.coefficients, use);
+      work(i, part_of(task.span, begin, count, task.sizes));
       left -= count;
       begin = 0;
     }
+  });
+}
+
+/// All tasks of a step, in one pass over their memory.
+template <class Coefficients>
+void run_step_cpu(const std::vector<StepTask<StepFunction<Coefficients>, Coefficients>>& tasks) {
+  for_each_part(tasks, [&](std::size_t i, const StepSpan& part) {
+    tasks[i].run(part, tasks[i].coefficients, tasks[i].use);
   });
 }
 

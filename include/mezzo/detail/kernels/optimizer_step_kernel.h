@@ -2,105 +2,111 @@
 
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/cpu_lanes.h>
-#include <mezzo/detail/kernels/gradient_use.h>
+#include <mezzo/detail/kernels/optimizer_step_body.h>
 #include <mezzo/detail/kernels/step_span.h>
 #include <mezzo/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
+#include <algorithm>
 #include <cstdint>
 
 // The CPU's loop of every optimizer whose update looks at one element at a time: reads gradient,
-// parameter and moments once, and writes parameter and moments once. A Rule (adam_element.h) has
-//   Coefficients, what one step of one parameter multiplies with,
-//   kMoments, and Element<Lanes>, made of Coefficients and called with the values.
+// parameter and moments once, and writes parameter and moments once.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-template <class Parameter, class Gradient, class Rule, class Lanes>
-C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin,
+template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
+C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_t end,
                                      const typename Rule::Coefficients& coefficients,
-                                     const GradientUse& use) {
-  using Format = typename Lanes::Format;
-  using Stored = typename Lanes::Stored;
-  using GradientLanes = typename Lanes::template Like<Gradient>;
-  using StoredGradient = typename GradientLanes::Stored;
+                                     const StepUse& use, const RandomKey& key) {
+  using Body = StepBody<Parameter, Gradient, Rule, Weights, Lanes>;
+  using Place = typename Body::Place;
+  using Bits = typename Lanes::Bits;
 
-  const typename Rule::template Element<Lanes> update(coefficients);
-  typename Lanes::Value factor;
-  Lanes::broadcast(static_cast<typename Format::Value>(use.factor), factor);
-  const typename GradientLanes::Bits zero{};
-  auto* const parameters = static_cast<Stored*>(span.parameter);
-  auto* const gradients = static_cast<StoredGradient*>(span.gradient);
-  const bool clear = use.clear;
+  const Body step(coefficients, use);
+  const auto at = []<class T>(T* base, int64_t i) { return base == nullptr ? nullptr : base + i; };
+  Place base{static_cast<decltype(Place::parameter)>(span.parameter),
+             static_cast<decltype(Place::gradient)>(span.gradient),
+             {},
+             static_cast<decltype(Place::beside)>(span.beside),
+             static_cast<decltype(Place::average)>(span.average)};
+  for (int k = 0; k < Rule::kMoments; ++k) {
+    base.moments[k] =
+        static_cast<std::remove_reference_t<decltype(base.moments[k])>>(span.moments[k]);
+  }
+  Bits lane_numbers;
+  Lanes::enumerate(lane_numbers);
   int64_t i = begin;
-  for (; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) {
-    typename GradientLanes::Bits gradient_bits;
-    typename GradientLanes::Value stored_gradient;
-    GradientLanes::load(gradients + i, gradient_bits);
-    GradientLanes::Format::widen(gradient_bits, stored_gradient);
-    typename Lanes::Value gradient;
-    Lanes::convert(stored_gradient, gradient);
-    gradient = gradient * factor;
-
-    typename Lanes::Bits bits;
-    typename Lanes::Value parameter;
-    typename Lanes::Value moments[Rule::kMoments > 0 ? Rule::kMoments : 1];
-    Lanes::load(parameters + i, bits);
-    Format::widen(bits, parameter);
-    for (int k = 0; k < Rule::kMoments; ++k) {
-      Lanes::load(static_cast<const Stored*>(span.moments[k]) + i, bits);
-      Format::widen(bits, moments[k]);
-    }
-    update(parameter, gradient, moments);
-    Format::narrow(parameter, bits);
-    Lanes::store(bits, parameters + i);
-    for (int k = 0; k < Rule::kMoments; ++k) {
-      Format::narrow(moments[k], bits);
-      Lanes::store(bits, static_cast<Stored*>(span.moments[k]) + i);
-    }
-    if (clear) GradientLanes::store(zero, gradients + i);
+  for (; i + Lanes::kWidth <= end; i += Lanes::kWidth) {
+    Place place = base;
+    place.parameter += i;
+    place.gradient += i;
+    for (int k = 0; k < Rule::kMoments; ++k) place.moments[k] += i;
+    place.beside = at(base.beside, i);
+    place.average = at(base.average, i);
+    const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
+    step(place, numbers, key);
   }
   return i;
 }
 
-template <class Parameter, class Gradient, class Rule, class Lanes>
+template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
 struct OptimizerStepKernel {
   C10_ALWAYS_INLINE static void run(const StepSpan& span,
                                     const typename Rule::Coefficients& coefficients,
-                                    const GradientUse& use) {
-    const int64_t done = step_lanes<Parameter, Gradient, Rule, Lanes>(span, 0, coefficients, use);
-    step_lanes<Parameter, Gradient, Rule, ScalarLanes<Parameter>>(span, done, coefficients, use);
+                                    const StepUse& use) {
+    using Plain = ScalarLanes<Parameter>;
+    constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
+    int64_t begin = 0;
+    while (begin < span.count) {
+      int64_t end = span.count;
+      RandomKey key;
+      if constexpr (kIsStochastic) {  // one key for 2^32 elements
+        const int64_t block = (span.first + begin) >> 32;
+        end = std::min(end, ((block + 1) << 32) - span.first);
+        key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(block));
+      }
+      begin = step_lanes<Parameter, Gradient, Rule, Weights, Lanes>(span, begin, end, coefficients,
+                                                                    use, key);
+      begin = step_lanes<Parameter, Gradient, Rule, Weights, Plain>(span, begin, end, coefficients,
+                                                                    use, key);
+    }
   }
 };
 
 template <class Coefficients>
-using StepFunction = void (*)(const StepSpan&, const Coefficients&, const GradientUse&);
+using StepFunction = void (*)(const StepSpan&, const Coefficients&, const StepUse&);
 
-/// The loop for a parameter's dtype and its gradient's, which is the same or a narrower one; null
-/// for a pair that there is no loop for.
+/// The loop for a parameter's dtype, all of whose streams have it, and its gradient's, which is
+/// the same or a narrower one; null for a pair that there is no loop for.
 template <class Rule>
 StepFunction<typename Rule::Coefficients> step_function(at::ScalarType parameter,
                                                         at::ScalarType gradient, CpuIsa isa) {
+  const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {
+    return cpu_kernel<OptimizerStepKernel, Parameter, Gradient, Rule, PlainWeights<Parameter>>(isa);
+  };
   if (parameter == at::kFloat) {
-    if (gradient == at::kFloat) return cpu_kernel<OptimizerStepKernel, float, float, Rule>(isa);
-    if (gradient == at::kBFloat16) {
-      return cpu_kernel<OptimizerStepKernel, float, c10::BFloat16, Rule>(isa);
-    }
-    if (gradient == at::kHalf) return cpu_kernel<OptimizerStepKernel, float, c10::Half, Rule>(isa);
+    if (gradient == at::kFloat) return loop(float{}, float{});
+    if (gradient == at::kBFloat16) return loop(float{}, c10::BFloat16{});
+    if (gradient == at::kHalf) return loop(float{}, c10::Half{});
   }
   if (parameter == at::kDouble) {
-    if (gradient == at::kDouble) return cpu_kernel<OptimizerStepKernel, double, double, Rule>(isa);
-    if (gradient == at::kFloat) return cpu_kernel<OptimizerStepKernel, double, float, Rule>(isa);
+    if (gradient == at::kDouble) return loop(double{}, double{});
+    if (gradient == at::kFloat) return loop(double{}, float{});
   }
   if (parameter == at::kBFloat16 && gradient == at::kBFloat16) {
-    return cpu_kernel<OptimizerStepKernel, c10::BFloat16, c10::BFloat16, Rule>(isa);
+    return loop(c10::BFloat16{}, c10::BFloat16{});
   }
-  if (parameter == at::kHalf && gradient == at::kHalf) {
-    return cpu_kernel<OptimizerStepKernel, c10::Half, c10::Half, Rule>(isa);
-  }
+  if (parameter == at::kHalf && gradient == at::kHalf) return loop(c10::Half{}, c10::Half{});
   return nullptr;
+}
+
+/// The loop for parameters and gradients of bfloat16 that are kept as Weights say.
+template <class Rule, class Weights>
+StepFunction<typename Rule::Coefficients> bfloat16_step_function(CpuIsa isa) {
+  return cpu_kernel<OptimizerStepKernel, c10::BFloat16, c10::BFloat16, Rule, Weights>(isa);
 }
 
 }  // namespace detail

@@ -2,6 +2,7 @@
 
 #include <mezzo/detail/kernels/block_search.h>
 #include <mezzo/detail/kernels/step_span.h>
+#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <c10/core/ScalarType.h>
@@ -15,20 +16,34 @@ namespace detail {
 /// One parameter's part of a step on a device.
 struct StepRow {
   StepSpan span;
-  float* count;  ///< how many steps were applied so far, on the device; null where none are counted
-  int group;     ///< whose constants hold
-  bool variant;  ///< amsgrad, momentum: which of an optimizer's two loops
-  at::ScalarType parameter_dtype;
+  float* count;      ///< how many steps were applied so far, on the device; null: none are counted
+  int group;         ///< whose constants hold
+  int number;        ///< the parameter's, in the optimizer
+  bool variant;      ///< amsgrad, momentum: which of an optimizer's two loops
+  bool copies_half;  ///< the dtype of the copy, where there is one
+  optim::WeightStorage storage;
+  at::ScalarType parameter_dtype;  ///< of what is trained: float where it is a master
   at::ScalarType gradient_dtype;
 };
 
-/// Where the device finds what the host does not know. Null: no scale, no check, no clipping.
+/// Where the device finds what the host does not know. Null: no scale, no check, no clipping, no
+/// schedule.
 struct StepInputs {
   const float* inv_scale = nullptr;
   const float* found_inf = nullptr;
   const double* sum_of_squares = nullptr;
   double max_norm = 0;
   bool clear = false;
+  const float* applied = nullptr;  ///< how many steps the optimizer has applied
+  const double* lr_factors = nullptr;
+  int64_t lr_factor_count = 0;
+
+  /// Of the step that comes after those applied.
+  C10_HOST_DEVICE double lr_factor() const {
+    if (lr_factors == nullptr) return 1.0;
+    const auto number = static_cast<int64_t>(*applied);
+    return lr_factors[number < lr_factor_count ? number : lr_factor_count - 1];
+  }
 };
 
 /// What one block of a kernel works on.
@@ -36,6 +51,8 @@ struct StepSlice {
   StepSpan span;
   const float* count;
   int group;
+  int number;
+  bool copies_half;
   int64_t begin;
   int64_t end;
 };
@@ -45,6 +62,8 @@ template <class Constants>
 struct StepGroup {
   Constants constants;
   double lr;
+  double average_share;
+  uint64_t seed;
 };
 
 /// The parameters of one kernel launch, of one pair of dtypes, cut into blocks. It travels by value
@@ -70,7 +89,9 @@ class StepTable {
     end_block_[rows_] = blocks() + own;
     span_[rows_] = row.span;
     count_[rows_] = row.count;
-    group_of_[rows_] = groups_ - 1;
+    group_of_[rows_] = static_cast<int8_t>(groups_ - 1);
+    number_[rows_] = row.number;
+    copies_half_[rows_] = row.copies_half;
     ++rows_;
     return true;
   }
@@ -78,22 +99,23 @@ class StepTable {
   void clear() { rows_ = groups_ = 0; }
 
   C10_HOST_DEVICE const StepGroup<Constants>& group(int index) const { return group_[index]; }
-  C10_HOST_DEVICE int rows() const { return rows_; }
-  C10_HOST_DEVICE float* count(int row) const { return count_[row]; }
 
   C10_HOST_DEVICE StepSlice slice_of(int64_t block) const {
     const int row = item_of_block(end_block_, rows_, block);
     const int64_t begin = (block - (row == 0 ? 0 : end_block_[row - 1])) * elements_per_block_;
     const int64_t end = begin + elements_per_block_;
     const int64_t count = span_[row].count;
-    return {span_[row], count_[row], group_of_[row], begin, end < count ? end : count};
+    return {span_[row],        count_[row], group_of_[row],           number_[row],
+            copies_half_[row], begin,       end < count ? end : count};
   }
 
  private:
   StepSpan span_[kCapacity];
-  float* count_[kCapacity];
+  const float* count_[kCapacity];
   int64_t end_block_[kCapacity];  // one past the last block that works on this row
-  int group_of_[kCapacity];
+  int number_[kCapacity];
+  int8_t group_of_[kCapacity];
+  bool copies_half_[kCapacity];
   StepGroup<Constants> group_[kGroups];
   int64_t elements_per_block_;
   int rows_ = 0;
@@ -103,7 +125,14 @@ class StepTable {
 
 /// As many rows as the 32,764 bytes hold that CUDA 12.1 allows from sm_70 on.
 template <class Constants>
-using DeviceStepTable = StepTable<Constants, 448>;
+using DeviceStepTable = StepTable<Constants, 304>;
+
+/// The counters of one launch that counts a step.
+struct CounterTable {
+  static constexpr int kCapacity = 4000;
+  float* counter[kCapacity];
+  int size = 0;
+};
 
 /// The kernel's arguments.
 template <class Constants>

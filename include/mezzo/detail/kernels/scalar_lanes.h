@@ -43,6 +43,8 @@ struct ScalarLanes {
   }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void broadcast(Value from, Value& to) { to = from; }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static bool any(const Flags& flags) { return flags != 0; }
+  /// 0, 1, 2 ... in the order in which lanes lie in memory.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void enumerate(Bits& numbers) { numbers = 0; }
 
   /// From the values of another dtype's lanes: exact, or rounded once.
   template <class Other>

@@ -13,8 +13,11 @@ inline constexpr int kMaxMoments = 3;
 struct StepSpan {
   void* parameter;
   void* gradient;
-  void* moments[kMaxMoments];  ///< of the parameter's dtype; null where there are fewer
+  void* moments[kMaxMoments];  ///< null where there are fewer
   int64_t count;
+  void* beside = nullptr;   ///< SplitWeights: their lower halves. Floats: where to write a copy
+  void* average = nullptr;  ///< of the parameter over the steps; null where none is kept
+  int64_t first = 0;        ///< the number, in the parameter, of the first element
 };
 
 }  // namespace detail

@@ -2,10 +2,10 @@
 
 #include <mezzo/detail/kernels/adam_element.h>
 #include <mezzo/detail/kernels/cpu_isa.h>
-#include <mezzo/detail/kernels/optimizer_step_kernel.h>
 #include <mezzo/detail/optim/archive_keys.h>
 #include <mezzo/detail/optim/aten_step.h>
-#include <mezzo/detail/optim/step_count.h>
+#include <mezzo/detail/optim/step_loops.h>
+#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -69,11 +69,11 @@ struct AdamTraits {
             .is_decoupled = kIsDecoupled};
   }
 
-  static StepFunction<Coefficients> step_function(const Options& options, at::ScalarType parameter,
-                                                  at::ScalarType gradient) {
-    return options.amsgrad()
-               ? detail::step_function<AdamRule<true>>(parameter, gradient, best_isa())
-               : detail::step_function<AdamRule<false>>(parameter, gradient, best_isa());
+  using Loop = StepFunction<Coefficients>;
+  static Loop loop(const Options& options, optim::WeightStorage storage, at::ScalarType kept,
+                   at::ScalarType gradient, CpuIsa isa) {
+    return options.amsgrad() ? step_loop<AdamRule<true>>(storage, kept, gradient, isa)
+                             : step_loop<AdamRule<false>>(storage, kept, gradient, isa);
   }
 
   static int moments(const Options& options) { return options.amsgrad() ? 3 : 2; }
@@ -84,8 +84,6 @@ struct AdamTraits {
     return k == 0 ? state.exp_avg() : k == 1 ? state.exp_avg_sq() : state.max_exp_avg_sq();
   }
 
-  static StepCount& count(State& state) { return state.count(); }
-
 #ifdef MEZZO_WITH_CUDA
   static bool variant(const Options& options) { return options.amsgrad(); }
   static constexpr auto cuda_step = &cuda::adam_step_;
@@ -95,19 +93,28 @@ struct AdamTraits {
                         const AtenVerdict& verdict) {
     const auto [beta1, beta2] = options.betas();
     const auto& [means, squares, largest] = lists.moments;
-    const auto step = kIsDecoupled ? fused_adamw_ : fused_adam_;
-    step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, options.lr(),
-         beta1, beta2, options.weight_decay(), options.eps(), options.amsgrad(),
-         /*maximize=*/false, verdict.grad_scale, verdict.found_inf);
+    const auto call = [&](auto step, auto lr) {
+      step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, beta1,
+           beta2, options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false,
+           verdict.grad_scale, verdict.found_inf);
+    };
+    if (verdict.lr_factor) {
+      call(kIsDecoupled ? scheduled_adamw_ : scheduled_adam_, *verdict.lr_factor * options.lr());
+    } else {
+      call(kIsDecoupled ? fused_adamw_ : fused_adam_, options.lr());
+    }
   }
 
  private:
+  template <class Lr>
   using AtenStep = void (*)(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                            at::TensorList, at::TensorList, double, double, double, double, double,
+                            at::TensorList, at::TensorList, Lr, double, double, double, double,
                             bool, bool, const std::optional<at::Tensor>&,
                             const std::optional<at::Tensor>&);
-  static constexpr AtenStep fused_adam_ = &at::_fused_adam_;
-  static constexpr AtenStep fused_adamw_ = &at::_fused_adamw_;
+  static constexpr AtenStep<double> fused_adam_ = &at::_fused_adam_;
+  static constexpr AtenStep<double> fused_adamw_ = &at::_fused_adamw_;
+  static constexpr AtenStep<const at::Tensor&> scheduled_adam_ = &at::_fused_adam_;
+  static constexpr AtenStep<const at::Tensor&> scheduled_adamw_ = &at::_fused_adamw_;
 };
 
 }  // namespace detail

@@ -25,10 +25,12 @@ struct AtenLists {
   std::vector<at::Tensor> counts;  ///< floats, of this step already
 };
 
-/// What ATen's kernels divide gradients by, and whether they are to do nothing.
+/// What ATen's kernels divide gradients by, and whether they are to do nothing; and a double there
+/// that multiplies the lr, if there is a schedule.
 struct AtenVerdict {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;
+  std::optional<at::Tensor> lr_factor;
 };
 
 inline AtenVerdict aten_verdict(const optim::DeviceVerdict* verdict, double max_norm) {
@@ -39,7 +41,7 @@ inline AtenVerdict aten_verdict(const optim::DeviceVerdict* verdict, double max_
     const at::Tensor norm = verdict->sum_of_squares.sqrt();
     factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0).mul(factor);
   }
-  return {factor.reciprocal().to(at::kFloat), verdict->found_inf};
+  return {factor.reciprocal().to(at::kFloat), verdict->found_inf, std::nullopt};
 }
 
 }  // namespace detail

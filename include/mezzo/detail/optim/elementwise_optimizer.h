@@ -1,16 +1,16 @@
 #pragma once
 
-#include <mezzo/detail/kernels/gradient_use.h>
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
+#include <mezzo/detail/kernels/step_use.h>
 #include <mezzo/detail/optim/aten_step.h>
-#include <mezzo/detail/optim/dense_memory.h>
+#include <mezzo/detail/optim/kept_weights.h>
 #include <mezzo/detail/optim/step_count.h>
+#include <mezzo/detail/optim/step_participants.h>
+#include <mezzo/grad_buckets.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -35,9 +36,10 @@ namespace detail {
 /// Traits say what is AdamW's, SGD's ... own:
 ///   kName; Options and State, as libtorch's serialization wants them; Constants and Coefficients,
 ///   the numbers of a group and of one step (adam_element.h);
-///   check(options), constants(options), step_function(options, parameter dtype, gradient dtype);
+///   check(options), constants(options); Loop, and loop(options, storage, kept dtype, gradient
+///   dtype, isa), the CPU's;
 ///   moments(options), how many there are, and moment(state, k), the k-th; has_state(options),
-///   whether anything is remembered of a parameter; count(state);
+///   whether anything is remembered of a parameter;
 ///   aten_step(options, lists, verdict); and cuda_step, with variant(options) (cuda_launch.h).
 template <class Traits>
 class ElementwiseOptimizer : public optim::FusedOptimizer {
@@ -48,11 +50,16 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   ElementwiseOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                        const Options& defaults)
       : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
-    Traits::check(defaults);
+    check_options(defaults);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      Traits::check(options_of(group));
+      check_options(options_of(group));
     }
-    refuse_duplicates();
+    look_for_duplicates();
+  }
+
+  ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults)
+      : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
+    buckets_ = buckets.share();
   }
 
   at::Tensor step(LossClosure closure = nullptr) override {
@@ -67,395 +74,298 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   void fused_step(const optim::FusedStep& step) override {
     const c10::NoGradGuard no_grad;
-    for (const auto& [device, participants] : participants_by_device()) {
+    auto all = participants_by_device();
+    bool is_counted = false;
+    for (auto& [device, participants] : all) {
       if (device.is_cpu()) {
         step_cpu(participants, step);
       } else {
-        step_on_device(participants, step);
+        is_counted = step_on_device(participants, step, all.size() == 1);
       }
     }
+    if (!is_counted) count_applied(all, step);
   }
 
   /// The step through ATen's fused kernels, which on the CPU too are there to be tested.
   void fused_step_with_aten(const optim::FusedStep& step) {
     const c10::NoGradGuard no_grad;
-    for (const auto& [device, participants] : participants_by_device()) {
-      step_with_aten(participants, step);
-    }
+    auto all = participants_by_device();
+    for (auto& [device, participants] : all) step_with_aten(participants, step);
+    count_applied(all, step);
   }
 
-  void save(torch::serialize::OutputArchive& archive) const override {
-    torch::optim::serialize<State, Options>(archive, *this);
-  }
+  GradientSummary summarize(const std::vector<at::Tensor>& gradients,
+                            const at::Tensor& inv_scale) override;
 
-  void load(torch::serialize::InputArchive& archive) override {
-    c10::IValue version;
-    TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
-                ": the archive holds no optimizer's state, or that of a libtorch before 1.5; save "
-                "it with torch::save(optimizer, path)");
-    torch::optim::serialize<State, Options>(archive, *this);
-  }
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 
  private:
   using Constants = typename Traits::Constants;
   using Coefficients = typename Traits::Coefficients;
-  using Task = StepTask<Coefficients>;
+  using Task = StepTask<typename Traits::Loop, Coefficients>;
+  using One = Participant<Traits>;
+  using Many = std::vector<One>;
 
-  /// A parameter with a gradient.
-  struct Participant {
-    const at::Tensor* parameter;
-    at::Tensor gradient;
-    const Options* options;
-    StepFunction<Coefficients> run;
-  };
-
-  const Options& options_of(std::size_t group) const {
-    const auto* options = dynamic_cast<const Options*>(&param_groups_[group].options());
-    TORCH_CHECK(options != nullptr, Traits::kName, ": the options of parameter group ", group,
-                " are not mezzo::optim::", Traits::kName, "Options; make the group with those");
-    return *options;
-  }
-
-  /// Two threads would step the same memory at once. Looks again when there are more parameters.
-  void refuse_duplicates() {
-    std::size_t number = 0;
-    for (const auto& group : param_groups_) number += group.params().size();
-    if (number == checked_parameters_) return;
-    std::vector<const void*> parameters;
-    std::vector<at::Tensor> dense;
-    for (const auto& group : param_groups_) {
-      for (const at::Tensor& parameter : group.params()) {
-        parameters.push_back(parameter.unsafeGetTensorImpl());
-        const bool is_dense = parameter.layout() == at::kStrided;
-        if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
-      }
-    }
-    std::sort(parameters.begin(), parameters.end());
-    TORCH_CHECK(std::adjacent_find(parameters.begin(), parameters.end()) == parameters.end(),
-                Traits::kName, ": a parameter is given twice; give each once, tied ones too");
-    TORCH_CHECK(!may_overlap(dense), Traits::kName,
-                ": two parameters share memory; give one tensor for what is tied");
-    checked_parameters_ = number;
-  }
-
-  struct DeviceParticipants {
-    at::Device device;
-    std::vector<Participant> participants;
-  };
-
-  /// All is checked before anything is written.
-  std::vector<DeviceParticipants> participants_by_device() {
-    refuse_duplicates();
-    std::vector<DeviceParticipants> all;
-    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      const Options& options = options_of(group);
-      Traits::check(options);
-      for (const at::Tensor& parameter : param_groups_[group].params()) {
-        const at::Tensor& gradient = parameter.grad();
-        if (!gradient.defined()) continue;
-        const auto run = checked_function(options, parameter, gradient);
-        const at::Device device = parameter.device();
-        if (all.empty() || all.back().device != device) select_device(all, device);
-        all.back().participants.push_back({&parameter, gradient, &options, run});
-      }
-    }
-    return all;
-  }
-
-  /// Makes `device`'s entry the last.
-  static void select_device(std::vector<DeviceParticipants>& all, at::Device device) {
-    for (DeviceParticipants& one : all) {
-      if (one.device != device) continue;
-      std::swap(one, all.back());
-      return;
-    }
-    all.push_back({device, {}});
-  }
-
-  static StepFunction<Coefficients> checked_function(const Options& options,
-                                                     const at::Tensor& parameter,
-                                                     const at::Tensor& gradient) {
-    TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided,
-                Traits::kName, " takes dense parameters and gradients, and has one of the layout ",
-                gradient.layout(), "; torch::optim::SGD takes sparse ones");
-    TORCH_CHECK(gradient.device() == parameter.device(), Traits::kName, ": a parameter is on ",
-                parameter.device(), " and its gradient on ", gradient.device());
-    TORCH_CHECK(gradient.sizes() == parameter.sizes(), Traits::kName,
-                ": a parameter has the shape ", parameter.sizes(), " and its gradient ",
-                gradient.sizes());
-    TORCH_CHECK(at::has_internal_overlap(parameter) != at::MemOverlap::Yes, Traits::kName,
-                ": several elements of a parameter of the shape ", parameter.sizes(),
-                " are the same memory, as expand() makes them; give the tensor that was expanded");
-    const auto run =
-        Traits::step_function(options, parameter.scalar_type(), gradient.scalar_type());
-    TORCH_CHECK(run != nullptr, Traits::kName, " takes parameters of float, double, bfloat16 and ",
-                "half with gradients of the same dtype, float ones also with gradients of bfloat16 "
-                "and half, double ones with float; here a parameter is of ",
-                parameter.scalar_type(), " and its gradient of ", gradient.scalar_type());
-    return run;
-  }
-
-  State& state_of(const at::Tensor& parameter) {
-    auto& slot = state_[parameter.unsafeGetTensorImpl()];
-    if (!slot) slot = std::make_unique<State>();
-    return static_cast<State&>(*slot);
-  }
-
-  /// The k-th moment, in memory laid out as the parameter's: made when there is none yet, and
-  /// converted when it was loaded from elsewhere.
-  static at::Tensor& fitting_moment(State& state, int k, const at::Tensor& parameter) {
-    at::Tensor& moment = Traits::moment(state, k);
-    if (!moment.defined()) {
-      moment = at::zeros_like(parameter, at::MemoryFormat::Preserve);
-      return moment;
-    }
-    TORCH_CHECK(moment.sizes() == parameter.sizes(), Traits::kName,
-                ": the state of a parameter of the shape ", parameter.sizes(),
-                " has a moment of the shape ", moment.sizes(), "; it is another model's");
-    if (moment.scalar_type() != parameter.scalar_type() || moment.device() != parameter.device()) {
-      moment = moment.to(parameter.options().requires_grad(false));
-    }
-    moment = in_layout_of(parameter, moment);
-    return moment;
-  }
-
-  static const optim::DeviceVerdict* verdict_on(at::Device device, const optim::FusedStep& step) {
-    for (const optim::DeviceVerdict& verdict : step.verdicts) {
-      if (verdict.inv_scale.device() == device) return &verdict;
-    }
-    TORCH_CHECK(step.verdicts.empty(), Traits::kName, ": the step has no verdict for ", device,
-                ", where there are gradients");
-    return nullptr;
-  }
-
-  /// What to multiply gradients with on the CPU; none when the step is to be skipped.
-  static std::optional<double> gradient_factor(const optim::FusedStep& step) {
-    const optim::DeviceVerdict* const verdict = verdict_on(at::kCPU, step);
-    if (verdict == nullptr) return 1.0;
-    if (*verdict->found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
-    const double factor = *verdict->inv_scale.template const_data_ptr<float>();
-    if (!verdict->sum_of_squares.defined()) return factor;
-    return factor * clip_coefficient(*verdict->sum_of_squares.template const_data_ptr<double>(),
-                                     step.options.max_norm);
-  }
-
-  void step_cpu(const std::vector<Participant>& all, const optim::FusedStep& step) {
-    const std::optional<double> factor = gradient_factor(step);
-    const bool clear = step.options.zero_grad;
-    if (!factor) {
-      if (clear) {
-        for (const Participant& one : all) one.gradient.zero_();
-      }
-      return;
-    }
-    Prepared prepared;
-    prepared.tasks.reserve(all.size());
-    const bool clears_on_the_way = clear && !shares_gradients(all);
-    for (const Participant& one : all) prepare(one, clears_on_the_way, prepared);
-    run_step_cpu(prepared.tasks, {*factor, clears_on_the_way});
-    finish(all, clear && !clears_on_the_way, prepared);
-    for (auto& [count, value] : prepared.counts) count->set(value);
-  }
-
-  /// Then no gradient may be cleared before all are read.
-  static bool shares_gradients(const std::vector<Participant>& all) {
-    std::vector<at::Tensor> gradients;
-    gradients.reserve(all.size());
-    for (const Participant& one : all) gradients.push_back(one.gradient);
-    return may_overlap(gradients);
-  }
-
-  struct Prepared;
-
-  /// What could not be done on the way.
-  static void finish(const std::vector<Participant>& all, bool clear_all,
-                     const Prepared& prepared) {
-    for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
-    for (const at::Tensor& gradient : prepared.uncleared) gradient.zero_();
-    if (!clear_all) return;
-    for (const Participant& one : all) one.gradient.zero_();
-  }
-
-  /// What a step on the CPU is made of.
+  /// What a step on mezzo's kernels is made of.
   struct Prepared {
     std::vector<Task> tasks;
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (what has gaps, its dense copy)
     std::vector<at::Tensor> gradients;                      // kept alive; some are copies
     std::vector<at::Tensor> uncleared;                      // those that were copied, if to clear
-    std::vector<std::pair<StepCount*, int64_t>> counts;     // what they are after the step
+    std::vector<std::pair<at::Tensor, at::Tensor>> published;  // (weight, its low-precision copy)
+    std::vector<std::pair<StepCount*, int64_t>> counts;        // what they are after the step
     const Options* options = nullptr;  // whose coefficients are those of the last task
     int64_t count = 0;
     Coefficients coefficients{};
+    double lr_factor = 1.0;
   };
 
-  void prepare(const Participant& one, bool clear, Prepared& prepared) {
-    State* const state = Traits::has_state(*one.options) ? &state_of(*one.parameter) : nullptr;
-    int64_t count = 1;
-    if (state != nullptr) {
-      count = Traits::count(*state).value() + 1;
-      prepared.counts.emplace_back(&Traits::count(*state), count);
-    }
-    set_coefficients(one, count, prepared);
-    const StepSpan span = span_of(one, state, clear, prepared);
-    prepared.tasks.push_back({one.run, span, static_cast<int64_t>(one.parameter->element_size()),
-                              static_cast<int64_t>(one.gradient.element_size()),
-                              prepared.coefficients});
-  }
+  static void check_options(const Options& options);
+  const Options& options_of(std::size_t group) const;
+  void look_for_duplicates();
+  std::vector<at::Tensor> parameters_outside_of(const std::vector<at::Tensor>& known) const;
 
-  /// The memory that a step of `one` reads and writes. Autograd does not see raw writes: versions
-  /// are bumped here.
-  static StepSpan span_of(const Participant& one, State* state, bool clear, Prepared& prepared) {
-    const at::Tensor parameter = dense_parameter(*one.parameter);
-    if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
-    const at::Tensor gradient = in_layout_of(parameter, one.gradient);
-    if (clear && !gradient.is_same(one.gradient)) prepared.uncleared.push_back(one.gradient);
-    StepSpan span{
-        parameter.mutable_data_ptr(),
-        clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
-        {},
-        parameter.numel()};
-    for (int k = 0; state != nullptr && k < Traits::moments(*one.options); ++k) {
-      const at::Tensor& moment = fitting_moment(*state, k, parameter);
-      span.moments[k] = moment.mutable_data_ptr();
-      moment.unsafeGetTensorImpl()->bump_version();
-    }
-    parameter.unsafeGetTensorImpl()->bump_version();
-    if (clear) gradient.unsafeGetTensorImpl()->bump_version();
-    prepared.gradients.push_back(gradient);
-    return span;
-  }
+  // All is checked before anything is written.
+  std::vector<DeviceParticipants<Traits>> participants_by_device();
+  void open_states(Many& all);
+  static at::Tensor& fitting_moment(const One& one, int k, const at::Tensor& parameter);
+  static const optim::DeviceVerdict* verdict_on(at::Device device, const optim::FusedStep& step);
+  static bool shares_gradients(const Many& all);
+  static void clear_gradients(const Many& all);
+  at::Device counting_device(const std::vector<DeviceParticipants<Traits>>& all);
+  void count_applied(const std::vector<DeviceParticipants<Traits>>& all,
+                     const optim::FusedStep& step);
 
-  /// Powers are dear, and parameters of a group mostly have the same count.
-  static void set_coefficients(const Participant& one, int64_t count, Prepared& prepared) {
-    if (prepared.options == one.options && prepared.count == count) return;
-    prepared.options = one.options;
-    prepared.count = count;
-    prepared.coefficients = Traits::constants(*one.options).at(one.options->lr(), count);
-  }
+  // mezzo's kernels (elementwise_optimizer_step.h)
+  static std::optional<double> gradient_factor(const optim::FusedStep& step);
+  void step_cpu(Many& all, const optim::FusedStep& step);
+  void prepare(const One& one, const StepUse& use, Prepared& prepared);
+  static void use_of(const One& one, StepUse& use);
+  static StepElementSizes element_sizes(const One& one);
+  void set_coefficients(const One& one, int64_t count, Prepared& prepared);
+  StepSpan span_of(const One& one, bool clear, Prepared& prepared);
+  void place_weights(const One& one, const at::Tensor& parameter, StepSpan& span,
+                     Prepared& prepared);
+  void finish(const Many& all, bool clear_all, const Prepared& prepared);
 
-  void step_on_device(const std::vector<Participant>& all, const optim::FusedStep& step) {
-#ifdef MEZZO_WITH_CUDA
-    if (all.front().parameter->is_cuda()) {
-      step_on_cuda(all, step);
-      return;
-    }
-#endif
-    step_with_aten(all, step);
-  }
-
-#ifdef MEZZO_WITH_CUDA
-  void step_on_cuda(const std::vector<Participant>& all, const optim::FusedStep& step) {
-    const at::Device device = all.front().parameter->device();
-    StepInputs inputs = step_inputs(verdict_on(device, step), step.options);
-    inputs.clear = inputs.clear && !shares_gradients(all);
-    Prepared prepared;
-    std::vector<StepRow> rows;
-    std::vector<StepGroup<Constants>> groups;
-    std::vector<StepCount*> counts;
-    const Options* options = nullptr;
-    for (const Participant& one : all) {
-      if (one.options != options) {
-        options = one.options;
-        groups.push_back({Traits::constants(*options), options->lr()});
-      }
-      State* const state = Traits::has_state(*options) ? &state_of(*one.parameter) : nullptr;
-      if (state != nullptr) counts.push_back(&Traits::count(*state));
-      rows.push_back({span_of(one, state, inputs.clear, prepared), nullptr,
-                      static_cast<int>(groups.size()) - 1, Traits::variant(*options),
-                      one.parameter->scalar_type(), one.gradient.scalar_type()});
-    }
-    const std::vector<at::Tensor> on_device = counts_on(device, counts);
-    auto next = on_device.begin();
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      if (!Traits::has_state(*all[i].options)) continue;
-      rows[i].count = (next++)->template mutable_data_ptr<float>();
-    }
-    Traits::cuda_step(device, rows, groups, inputs);
-    finish(all, step.options.zero_grad && !inputs.clear, prepared);
-  }
-
-  static StepInputs step_inputs(const optim::DeviceVerdict* verdict, const StepOptions& options) {
-    StepInputs inputs{.max_norm = options.max_norm, .clear = options.zero_grad};
-    if (verdict == nullptr) return inputs;
-    inputs.inv_scale = verdict->inv_scale.template const_data_ptr<float>();
-    inputs.found_inf = verdict->found_inf.template const_data_ptr<float>();
-    if (verdict->sum_of_squares.defined()) {
-      inputs.sum_of_squares = verdict->sum_of_squares.template const_data_ptr<double>();
-    }
-    return inputs;
-  }
-#endif
-
-  /// What one call of ATen's kernel takes.
-  struct AtenCall {
-    const Options* options;
-    AtenLists lists;
-  };
-
-  void step_with_aten(const std::vector<Participant>& all, const optim::FusedStep& step) {
-    const at::Device device = all.front().parameter->device();
-    const AtenVerdict verdict = aten_verdict(verdict_on(device, step), step.options.max_norm);
-    Prepared prepared;
-    std::vector<AtenCall> calls;
-    std::vector<StepCount*> counts;
-    // ATen's kernels write unscaled gradients back: one that is shared would be unscaled twice.
-    const bool copies_gradients = verdict.grad_scale.has_value() && shares_gradients(all);
-    for (const Participant& one : all) {
-      add_to_call(one, copies_gradients, calls, counts, prepared.copies);
-    }
-    count_on_device(device, counts, verdict, [&](const std::vector<at::Tensor>& after) {
-      auto next = after.begin();
-      for (AtenCall& call : calls) {
-        if (Traits::has_state(*call.options)) {
-          const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
-          call.lists.counts.assign(next, next + size);
-          next += size;
-        }
-        Traits::aten_step(*call.options, call.lists, verdict);
-      }
-    });
-    for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
-    if (!step.options.zero_grad) return;
-    for (const Participant& one : all) one.gradient.zero_();
-  }
-
-  /// Runs `step` with counts one higher than they were, and takes that back if the step is skipped.
-  template <class Step>
-  static void count_on_device(at::Device device, const std::vector<StepCount*>& counts,
-                              const AtenVerdict& verdict, const Step& step) {
-    const std::vector<at::Tensor> tensors = counts_on(device, counts);
-    const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
-    if (!tensors.empty()) add_to_counts(tensors, one);
-    step(tensors);
-    if (!tensors.empty() && verdict.found_inf) {
-      add_to_counts(tensors, verdict.found_inf->ne(0).to(at::kFloat).neg());
-    }
-  }
-
-  /// Participants come group by group, and so do those of a call.
-  void add_to_call(const Participant& one, bool copies_gradient, std::vector<AtenCall>& calls,
+  // Other devices (elementwise_optimizer_device.h)
+  // With the only device there is, may count the step as applied on the way; says whether it did.
+  bool step_on_device(Many& all, const optim::FusedStep& step, bool is_alone);
+  void step_on_cuda(Many& all, const optim::FusedStep& step, bool counts_applied);
+  at::Tensor applied_on(at::Device device);
+  struct AtenCall;
+  void step_with_aten(Many& all, const optim::FusedStep& step);
+  void add_to_call(const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
                    std::vector<StepCount*>& counts,
-                   std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
-    const at::Tensor parameter = dense_parameter(*one.parameter);
-    if (!parameter.is_same(*one.parameter)) copies.emplace_back(*one.parameter, parameter);
-    const bool joins =
-        !calls.empty() && calls.back().options == one.options &&
-        calls.back().lists.parameters.back().scalar_type() == parameter.scalar_type();
-    if (!joins) calls.push_back({one.options, {}});
-    AtenLists& lists = calls.back().lists;
-    lists.parameters.push_back(parameter);
-    const at::Tensor gradient = copies_gradient ? one.gradient.clone() : one.gradient;
-    lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
-    if (!Traits::has_state(*one.options)) return;
-    State& state = state_of(*one.parameter);
-    counts.push_back(&Traits::count(state));
-    for (int k = 0; k < Traits::moments(*one.options); ++k) {
-      lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(state, k, parameter));
+                   std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
+  static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
+
+  std::shared_ptr<BucketedGradients> buckets_;  // null where the optimizer stands on parameters
+  std::size_t bucketed_parameters_ = 0;         // how many there were when all were last in buckets
+  std::size_t checked_parameters_ = 0;          // how many there were when they were last compared
+};
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
+  Traits::check(options);
+  TORCH_CHECK(options.ema_decay() >= 0 && options.ema_decay() < 1, Traits::kName, ": ema_decay is ",
+              options.ema_decay(), "; it should be at least 0, which is none, and less than 1");
+}
+
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> const Options& {
+  const auto* options = dynamic_cast<const Options*>(&param_groups_[group].options());
+  TORCH_CHECK(options != nullptr, Traits::kName, ": the options of parameter group ", group,
+              " are not mezzo::optim::", Traits::kName, "Options; make the group with those");
+  return *options;
+}
+
+/// Looks again when there are more parameters.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::look_for_duplicates() {
+  std::size_t number = 0;
+  for (const auto& group : param_groups_) number += group.params().size();
+  if (number == checked_parameters_) return;
+  refuse_duplicates(param_groups_, Traits::kName);
+  checked_parameters_ = number;
+}
+
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::participants_by_device()
+    -> std::vector<DeviceParticipants<Traits>> {
+  look_for_duplicates();
+  std::vector<DeviceParticipants<Traits>> all;
+  uint64_t number = 0;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    const Options& options = options_of(group);
+    check_options(options);
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      const uint64_t own_number = number++;
+      const at::Tensor& gradient = parameter.grad();
+      if (!gradient.defined()) continue;
+      const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
+      const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
+      const at::Device device = parameter.device();
+      if (all.empty() || all.back().device != device) select_device(all, device);
+      all.back().participants.push_back(
+          {&parameter, gradient, &options, storage, run, nullptr, own_number});
     }
   }
+  return all;
+}
 
-  std::size_t checked_parameters_ = 0;  // how many there were when they were last compared
-};
+/// For a step that will not be skipped, as far as the host knows.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::open_states(Many& all) {
+  for (One& one : all) {
+    if (!keeps_state<Traits>(*one.options, one.storage)) continue;
+    auto& slot = state_[one.parameter->unsafeGetTensorImpl()];
+    if (!slot) slot = std::make_unique<State>();
+    one.state = static_cast<State*>(slot.get());
+  }
+}
+
+/// The k-th moment, in memory laid out as the parameter's: made when there is none yet, and
+/// converted when it was loaded from elsewhere.
+template <class Traits>
+at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
+                                                         const at::Tensor& parameter) {
+  at::Tensor& moment = Traits::moment(*one.state, k);
+  const at::ScalarType dtype = moment_dtype(parameter, one.storage);
+  if (!moment.defined()) {
+    moment = at::zeros_like(parameter, parameter.options().dtype(dtype).requires_grad(false),
+                            at::MemoryFormat::Preserve);
+    return moment;
+  }
+  TORCH_CHECK(moment.sizes() == parameter.sizes(), Traits::kName,
+              ": the state of a parameter of the shape ", parameter.sizes(),
+              " has a moment of the shape ", moment.sizes(), "; it is another model's");
+  moment = in_layout_of(parameter, moment.to(parameter.device(), dtype));
+  return moment;
+}
+
+template <class Traits>
+const optim::DeviceVerdict* ElementwiseOptimizer<Traits>::verdict_on(at::Device device,
+                                                                     const optim::FusedStep& step) {
+  for (const optim::DeviceVerdict& verdict : step.verdicts) {
+    if (verdict.inv_scale.device() == device) return &verdict;
+  }
+  TORCH_CHECK(step.verdicts.empty(), Traits::kName, ": the step has no verdict for ", device,
+              ", where there are gradients");
+  return nullptr;
+}
+
+/// Then no gradient may be cleared before all are read.
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::shares_gradients(const Many& all) {
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(all.size());
+  for (const One& one : all) gradients.push_back(one.gradient);
+  return may_overlap(gradients);
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::clear_gradients(const Many& all) {
+  for (const One& one : all) one.gradient.zero_();
+}
+
+/// The device that decides whether steps are applied counts them. Of several, one speaks for all:
+/// they step together or not at all.
+template <class Traits>
+at::Device ElementwiseOptimizer<Traits>::counting_device(
+    const std::vector<DeviceParticipants<Traits>>& all) {
+  const at::Tensor& count = applied_count().on_device();
+  for (const DeviceParticipants<Traits>& one : all) {
+    if (count.defined() && one.device == count.device()) return one.device;
+  }
+  return all.front().device;
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::count_applied(const std::vector<DeviceParticipants<Traits>>& all,
+                                                 const optim::FusedStep& step) {
+  if (all.empty()) return;
+  const at::Device device = counting_device(all);
+  const optim::DeviceVerdict* const verdict = verdict_on(device, step);
+  count_step(applied_count(), device, verdict == nullptr ? at::Tensor() : verdict->found_inf);
+}
+
+template <class Traits>
+GradientSummary ElementwiseOptimizer<Traits>::summarize(const std::vector<at::Tensor>& gradients,
+                                                        const at::Tensor& inv_scale) {
+  if (buckets_ == nullptr) return FusedOptimizer::summarize(gradients, inv_scale);
+  look_for_duplicates();
+  if (bucketed_parameters_ != checked_parameters_) {
+    buckets_->add_parameters(parameters_outside_of(buckets_->parameters()));
+    bucketed_parameters_ = checked_parameters_;
+  }
+  return buckets_->summarize(inv_scale);
+}
+
+/// Those of groups that were added later, first of all.
+template <class Traits>
+std::vector<at::Tensor> ElementwiseOptimizer<Traits>::parameters_outside_of(
+    const std::vector<at::Tensor>& known) const {
+  std::unordered_set<const c10::TensorImpl*> inside;
+  for (const at::Tensor& parameter : known) inside.insert(parameter.unsafeGetTensorImpl());
+  std::vector<at::Tensor> outside;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (inside.count(parameter.unsafeGetTensorImpl()) == 0) outside.push_back(parameter);
+    }
+  }
+  return outside;
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::save(torch::serialize::OutputArchive& archive) const {
+  const c10::NoGradGuard no_grad;
+  std::vector<State*> lent;  // a file has the whole of split weights, as if they were not split
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto found = state_.find(parameter.unsafeGetTensorImpl());
+      if (found == state_.end()) continue;
+      State& state = static_cast<State&>(*found->second);
+      if (!state.lower_half().defined()) continue;
+      settle_lower_half(parameter, state);
+      state.master(joined(parameter, state.lower_half()));
+      lent.push_back(&state);
+    }
+  }
+  torch::optim::serialize<State, Options>(archive, *this);
+  for (State* state : lent) state->master(at::Tensor());
+  archive.write("applied_steps", c10::IValue(applied_steps()));
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::load(torch::serialize::InputArchive& archive) {
+  c10::IValue version;
+  TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
+              ": the archive holds no optimizer's state, or that of a libtorch before 1.5; save "
+              "it with torch::save(optimizer, path)");
+  std::vector<Options> before;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    before.push_back(options_of(group));
+  }
+  torch::optim::serialize<State, Options>(archive, *this);
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    static_cast<Options&>(param_groups_[group].options()).keep_unread(before[group]);
+  }
+  int64_t applied = 0;
+  c10::IValue saved;
+  if (archive.try_read("applied_steps", saved)) {
+    applied = saved.toInt();
+  } else {  // libtorch's file: a parameter that had a gradient in each step knows
+    for (const auto& [parameter, state] : state_) {
+      applied = std::max(applied, static_cast<const State&>(*state).step());
+    }
+  }
+  applied_count().set(applied);
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/optim/elementwise_optimizer_device.h>
+#include <mezzo/detail/optim/elementwise_optimizer_step.h>

@@ -2,9 +2,9 @@
 
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/lion_element.h>
-#include <mezzo/detail/kernels/optimizer_step_kernel.h>
 #include <mezzo/detail/optim/aten_step.h>
-#include <mezzo/detail/optim/step_count.h>
+#include <mezzo/detail/optim/step_loops.h>
+#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -44,15 +44,15 @@ struct LionTraits {
             .weight_decay = options.weight_decay()};
   }
 
-  static StepFunction<Coefficients> step_function(const Options&, at::ScalarType parameter,
-                                                  at::ScalarType gradient) {
-    return detail::step_function<LionRule>(parameter, gradient, best_isa());
+  using Loop = StepFunction<Coefficients>;
+  static Loop loop(const Options&, optim::WeightStorage storage, at::ScalarType kept,
+                   at::ScalarType gradient, CpuIsa isa) {
+    return step_loop<LionRule>(storage, kept, gradient, isa);
   }
 
   static int moments(const Options&) { return 1; }
   static bool has_state(const Options&) { return true; }
   static at::Tensor& moment(State& state, int) { return state.exp_avg(); }
-  static StepCount& count(State& state) { return state.count(); }
 
   static void aten_step(const Options&, const AtenLists& lists, const AtenVerdict&) {
     TORCH_CHECK(false, "Lion: ATen has no kernel for it on ", lists.parameters.front().device(),

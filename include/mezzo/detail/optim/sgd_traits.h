@@ -1,10 +1,10 @@
 #pragma once
 
 #include <mezzo/detail/kernels/cpu_isa.h>
-#include <mezzo/detail/kernels/optimizer_step_kernel.h>
 #include <mezzo/detail/kernels/sgd_element.h>
 #include <mezzo/detail/optim/aten_step.h>
-#include <mezzo/detail/optim/step_count.h>
+#include <mezzo/detail/optim/step_loops.h>
+#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -46,17 +46,16 @@ struct SgdTraits {
             .nesterov = options.nesterov()};
   }
 
-  static StepFunction<Coefficients> step_function(const Options& options, at::ScalarType parameter,
-                                                  at::ScalarType gradient) {
-    return options.momentum() != 0
-               ? detail::step_function<SgdRule<true>>(parameter, gradient, best_isa())
-               : detail::step_function<SgdRule<false>>(parameter, gradient, best_isa());
+  using Loop = StepFunction<Coefficients>;
+  static Loop loop(const Options& options, optim::WeightStorage storage, at::ScalarType kept,
+                   at::ScalarType gradient, CpuIsa isa) {
+    return options.momentum() != 0 ? step_loop<SgdRule<true>>(storage, kept, gradient, isa)
+                                   : step_loop<SgdRule<false>>(storage, kept, gradient, isa);
   }
 
   static int moments(const Options& options) { return options.momentum() == 0 ? 0 : 1; }
   static bool has_state(const Options& options) { return options.momentum() != 0; }
   static at::Tensor& moment(State& state, int) { return state.momentum_buffer(); }
-  static StepCount& count(State& state) { return state.count(); }
 
 #ifdef MEZZO_WITH_CUDA
   static bool variant(const Options& options) { return options.momentum() != 0; }
@@ -71,10 +70,17 @@ struct SgdTraits {
         options.dampening() == 0 || options.momentum() == 0, "SGD: dampening is ",
         options.dampening(),
         " on a device that has no kernel of mezzo's; link the target mezzo::cuda, or set 0");
-    at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], options.weight_decay(),
-                    options.momentum(), options.lr(), options.dampening(), options.nesterov(),
-                    /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
-                    verdict.found_inf);
+    const auto call = [&](const auto& lr) {
+      at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], options.weight_decay(),
+                      options.momentum(), lr, options.dampening(), options.nesterov(),
+                      /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
+                      verdict.found_inf);
+    };
+    if (verdict.lr_factor) {
+      call(*verdict.lr_factor * options.lr());
+    } else {
+      call(options.lr());
+    }
   }
 };
 

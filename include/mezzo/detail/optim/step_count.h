@@ -79,5 +79,20 @@ inline void add_to_counts(const std::vector<at::Tensor>& counts, const at::Tenso
   }
 }
 
+/// One more, unless `found_inf`, a float on `device` or undefined, says that a step was skipped.
+inline void count_step(StepCount& count, at::Device device, const at::Tensor& found_inf) {
+  if (device.is_cpu()) {
+    const bool ran = !found_inf.defined() || *found_inf.const_data_ptr<float>() == 0.0F;
+    if (ran) count.set(count.value() + 1);
+    return;
+  }
+  at::Tensor on_device = counts_on(device, {&count}).front();
+  if (found_inf.defined()) {
+    on_device.add_(found_inf.eq(0));
+  } else {
+    on_device.add_(1);
+  }
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

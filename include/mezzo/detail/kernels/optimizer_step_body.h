@@ -1,0 +1,184 @@
+#pragma once
+
+#include <mezzo/detail/kernels/random_bits.h>
+#include <mezzo/detail/kernels/step_use.h>
+#include <mezzo/detail/kernels/weight_formats.h>
+#include <mezzo/version.h>
+
+#include <c10/macros/Macros.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What lies at one place of a parameter's streams: in memory on the CPU, in registers on a device.
+template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
+struct StepPlace {
+  static constexpr int kMomentSlots = Rule::kMoments > 0 ? Rule::kMoments : 1;
+  using MomentLanes = typename Lanes::template Like<typename Weights::Moment>;
+
+  typename Lanes::Stored* parameter;
+  typename Lanes::template Like<Gradient>::Stored* gradient;
+  typename MomentLanes::Stored* moments[kMomentSlots];
+  uint16_t* beside;                        ///< null where nothing is
+  typename Lanes::Format::Value* average;  ///< null where none is kept
+};
+
+/// A step at one place: reads what is there, computes, and writes it back.
+///
+/// The body of every optimizer whose update looks at one element at a time. A Rule
+/// (adam_element.h) has
+///   Constants and Coefficients, the numbers of a group and of one step of one parameter;
+///   kMoments, and Element<Lanes>, made of Coefficients and called with the values.
+/// Weights (weight_formats.h) say how parameter and moments are stored.
+template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
+class StepBody {
+ public:
+  using Place = StepPlace<Parameter, Gradient, Rule, Weights, Lanes>;
+  using Value = typename Lanes::Value;
+  using Bits = typename Lanes::Bits;
+  static constexpr bool kIsSplit = std::is_same_v<Weights, SplitWeights>;
+  static constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
+  /// The low-precision copy of a parameter of floats.
+  static constexpr bool kMayCopy = std::is_same_v<Weights, PlainWeights<float>>;
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE StepBody(const typename Rule::Coefficients& coefficients,
+                                             const StepUse& use)
+      : update_(coefficients), copies_half_(use.copies_half), clear_(use.clear) {
+    Lanes::broadcast(static_cast<Scalar>(use.factor), factor_);
+    Lanes::broadcast(static_cast<Scalar>(use.average_share), average_share_);
+  }
+
+  /// `numbers` are those of the elements, of which only stochastic rounding takes note.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(const Place& place, const Bits& numbers,
+                                                    const RandomKey& key) const {
+    Value gradient;
+    read_gradient(place.gradient, gradient);
+    gradient = gradient * factor_;
+    Value parameter;
+    read_parameter(place, parameter);
+    Value moments[Place::kMomentSlots];
+    for (int k = 0; k < Rule::kMoments; ++k) read_moment(place.moments[k], moments[k]);
+
+    update_(parameter, gradient, moments);
+
+    if constexpr (kIsStochastic) {
+      write_stochastically(place, parameter, moments, numbers, key);
+    } else {
+      write_parameter(place, parameter);
+      for (int k = 0; k < Rule::kMoments; ++k) write_moment(moments[k], place.moments[k]);
+    }
+    if (place.average != nullptr) update_average(parameter, place.average);
+    if (clear_) GradientLanes::store(typename GradientLanes::Bits{}, place.gradient);
+  }
+
+ private:
+  using Scalar = typename Lanes::Format::Value;
+  using GradientLanes = typename Lanes::template Like<Gradient>;
+  using MomentLanes = typename Place::MomentLanes;
+  using Halves = typename Lanes::template Like<c10::BFloat16>;  // any dtype of 16 bits
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_gradient(
+      const typename GradientLanes::Stored* from, Value& gradient) {
+    typename GradientLanes::Bits bits;
+    typename GradientLanes::Value own;
+    GradientLanes::load(from, bits);
+    GradientLanes::Format::widen(bits, own);
+    Lanes::convert(own, gradient);
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_parameter(const Place& place, Value& value) {
+    Bits bits;
+    Lanes::load(place.parameter, bits);
+    if constexpr (kIsSplit) {
+      Bits lower;
+      Halves::load(place.beside, lower);
+      join_halves(bits, lower, value);
+    } else {
+      Lanes::Format::widen(bits, value);
+    }
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void write_parameter(const Place& place,
+                                                         const Value& value) const {
+    Bits bits;
+    if constexpr (kIsSplit) {
+      Bits lower;
+      split_halves(value, bits, lower);
+      Halves::store(lower, place.beside);
+    } else {
+      Lanes::Format::narrow(value, bits);
+    }
+    Lanes::store(bits, place.parameter);
+    if constexpr (kMayCopy) {
+      if (place.beside == nullptr) return;
+      if (copies_half_) {
+        FloatFormat<c10::Half>::narrow(value, bits);
+      } else {
+        FloatFormat<c10::BFloat16>::narrow(value, bits);
+      }
+      Halves::store(bits, place.beside);
+    }
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_moment(
+      const typename MomentLanes::Stored* from, Value& moment) {
+    typename MomentLanes::Bits bits;
+    MomentLanes::load(from, bits);
+    MomentLanes::Format::widen(bits, moment);
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moment(const Value& moment,
+                                                             typename MomentLanes::Stored* to) {
+    typename MomentLanes::Bits bits;
+    MomentLanes::Format::narrow(moment, bits);
+    MomentLanes::store(bits, to);
+  }
+
+  /// Sixteen random bits for each of up to four streams.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_stochastically(
+      const Place& place, const Value& parameter, const Value (&moments)[Place::kMomentSlots],
+      const Bits& numbers, const RandomKey& key) {
+    Bits noise = numbers ^ key.first;
+    mix(noise);
+    Bits bits;
+    const Bits lower = noise & 0xFFFFU;
+    narrow_stochastically(parameter, lower, bits);
+    Lanes::store(bits, place.parameter);
+    for (int k = 0; k < Rule::kMoments; ++k) {
+      if (k == 1) {
+        noise = noise + key.second;
+        mix(noise);
+      }
+      const Bits own = k == 1 ? noise & 0xFFFFU : noise >> 16;
+      narrow_stochastically(moments[k], own, bits);
+      Lanes::store(bits, place.moments[k]);
+    }
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void update_average(const Value& parameter,
+                                                        Scalar* place) const {
+    using Plain = typename Lanes::template Like<Scalar>;
+    typename Plain::Bits bits;
+    Value average;
+    Plain::load(reinterpret_cast<const typename Plain::Stored*>(place), bits);
+    Plain::Format::widen(bits, average);
+    const Value difference = parameter - average;
+    Lanes::fma(average_share_, difference, average, average);
+    Plain::Format::narrow(average, bits);
+    Plain::store(bits, reinterpret_cast<typename Plain::Stored*>(place));
+  }
+
+  typename Rule::template Element<Lanes> update_;
+  Value factor_;
+  Value average_share_;
+  bool copies_half_;
+  bool clear_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,206 @@
+#pragma once
+
+#include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/version.h>
+
+#include <ATen/ops/ones.h>
+
+// The step on CUDA, and, through ATen's fused optimizers, on devices that mezzo has no kernel for.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::step_on_device(Many& all, const optim::FusedStep& step,
+                                                  [[maybe_unused]] bool is_alone) {
+#ifdef MEZZO_WITH_CUDA
+  if (all.front().parameter->is_cuda()) {
+    step_on_cuda(all, step, is_alone);
+    return is_alone;
+  }
+#endif
+  step_with_aten(all, step);
+  return false;
+}
+
+#ifdef MEZZO_WITH_CUDA
+
+inline StepInputs step_inputs(const optim::DeviceVerdict* verdict, const StepOptions& options) {
+  StepInputs inputs{.max_norm = options.max_norm, .clear = options.zero_grad};
+  if (verdict == nullptr) return inputs;
+  inputs.inv_scale = verdict->inv_scale.const_data_ptr<float>();
+  inputs.found_inf = verdict->found_inf.const_data_ptr<float>();
+  if (verdict->sum_of_squares.defined()) {
+    inputs.sum_of_squares = verdict->sum_of_squares.const_data_ptr<double>();
+  }
+  return inputs;
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedStep& step,
+                                                bool counts_applied) {
+  open_states(all);
+  const at::Device device = all.front().parameter->device();
+  StepInputs inputs = step_inputs(verdict_on(device, step), step.options);
+  inputs.clear = inputs.clear && !shares_gradients(all);
+  const at::Tensor applied = applied_on(device);
+  const at::Tensor& factors = lr_factors_on(device);
+  if (factors.defined()) {
+    inputs.applied = applied.template const_data_ptr<float>();
+    inputs.lr_factors = factors.template const_data_ptr<double>();
+    inputs.lr_factor_count = factors.numel();
+  }
+  Prepared prepared;
+  std::vector<StepRow> rows;
+  std::vector<StepGroup<Constants>> groups;
+  std::vector<StepCount*> counts;
+  const Options* options = nullptr;
+  for (const One& one : all) {
+    StepUse use{.copies_half = publishes() && published_dtype() == at::kHalf};
+    use_of(one, use);
+    if (one.options != options) {
+      options = one.options;
+      groups.push_back({Traits::constants(*options), options->lr(), use.average_share, use.seed});
+    }
+    if (one.state != nullptr) counts.push_back(&one.state->count());
+    const bool has_master = one.storage == optim::WeightStorage::master;
+    rows.push_back(
+        {span_of(one, inputs.clear, prepared), nullptr, static_cast<int>(groups.size()) - 1,
+         static_cast<int>(one.number), Traits::variant(*options), use.copies_half, one.storage,
+         has_master ? at::kFloat : one.parameter->scalar_type(), one.gradient.scalar_type()});
+  }
+  const std::vector<at::Tensor> on_device = counts_on(device, counts);
+  std::vector<float*> counters;
+  auto next = on_device.begin();
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (all[i].state == nullptr) continue;
+    rows[i].count = (next++)->template mutable_data_ptr<float>();
+    counters.push_back(rows[i].count);
+  }
+  Traits::cuda_step(device, rows, groups, inputs);
+  if (counts_applied) counters.push_back(applied.template mutable_data_ptr<float>());
+  if (!counters.empty()) cuda::count_steps_(device, counters, inputs.found_inf);
+  finish(all, step.options.zero_grad && !inputs.clear, prepared);
+}
+
+#endif
+
+/// How many steps were applied, as a float on `device`; a copy where another device counts.
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::applied_on(at::Device device) {
+  const at::Tensor& count = applied_count().on_device();
+  if (count.defined() && count.device() != device) return count.to(device, /*non_blocking=*/true);
+  return counts_on(device, {&applied_count()}).front();
+}
+
+/// What one call of ATen's kernel takes.
+template <class Traits>
+struct ElementwiseOptimizer<Traits>::AtenCall {
+  const Options* options;
+  bool counted;
+  AtenLists lists;
+};
+
+/// Runs `step` with counts one higher than they were, and takes that back if the step is skipped.
+template <class Step>
+void count_on_device(at::Device device, const std::vector<StepCount*>& counts,
+                     const AtenVerdict& verdict, const Step& step) {
+  const std::vector<at::Tensor> tensors = counts_on(device, counts);
+  const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
+  if (!tensors.empty()) add_to_counts(tensors, one);
+  step(tensors);
+  if (!tensors.empty() && verdict.found_inf) {
+    add_to_counts(tensors, verdict.found_inf->ne(0).to(at::kFloat).neg());
+  }
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedStep& step) {
+  open_states(all);
+  const at::Device device = all.front().parameter->device();
+  AtenVerdict verdict = aten_verdict(verdict_on(device, step), step.options.max_norm);
+  const at::Tensor& factors = lr_factors_on(device);
+  if (factors.defined()) {
+    const at::Tensor number = applied_on(device).clamp_max(factors.numel() - 1).to(at::kLong);
+    verdict.lr_factor = factors.take(number);
+  }
+  Prepared prepared;
+  std::vector<AtenCall> calls;
+  std::vector<StepCount*> counts;
+  // ATen's kernels write unscaled gradients back: one that is shared would be unscaled twice.
+  const bool copies_gradients = verdict.grad_scale.has_value() && shares_gradients(all);
+  for (const One& one : all) {
+    add_to_call(one, copies_gradients, calls, counts, prepared.copies);
+  }
+  count_on_device(device, counts, verdict, [&](const std::vector<at::Tensor>& after) {
+    auto next = after.begin();
+    for (AtenCall& call : calls) {
+      if (call.counted) {
+        const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
+        call.lists.counts.assign(next, next + size);
+        next += size;
+      }
+      Traits::aten_step(*call.options, call.lists, verdict);
+    }
+  });
+  for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+  finish_with_aten(all, verdict);
+  if (step.options.zero_grad) clear_gradients(all);
+}
+
+/// Participants come group by group, and so do those of a call.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::add_to_call(
+    const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
+    std::vector<StepCount*>& counts, std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+  TORCH_CHECK(
+      one.storage == optim::WeightStorage::plain || one.storage == optim::WeightStorage::master,
+      Traits::kName, ": WeightStorage::split_master and stochastic need mezzo's kernels, ",
+      "which there are for the CPU, and for CUDA with the target mezzo::cuda; a parameter ",
+      "is on ", one.parameter->device(), "; use WeightStorage::master there");
+  at::Tensor parameter = dense_parameter(*one.parameter);
+  if (!parameter.is_same(*one.parameter)) copies.emplace_back(*one.parameter, parameter);
+  if (one.state != nullptr) {
+    settle_weights(*one.parameter, one.storage, *one.state);
+    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
+    if (one.state->master().defined()) {
+      one.state->master() = in_layout_of(parameter, one.state->master());
+    }
+  }
+  const at::Tensor dense = parameter;
+  if (one.storage == optim::WeightStorage::master) {
+    copies.emplace_back(*one.parameter, parameter = one.state->master());
+  }
+  const bool joins = !calls.empty() && calls.back().options == one.options &&
+                     calls.back().counted == (one.state != nullptr) &&
+                     calls.back().lists.parameters.back().scalar_type() == parameter.scalar_type();
+  if (!joins) calls.push_back({one.options, one.state != nullptr, {}});
+  AtenLists& lists = calls.back().lists;
+  lists.parameters.push_back(parameter);
+  const at::Tensor gradient = copies_gradient ? one.gradient.clone() : one.gradient;
+  lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
+  if (one.state == nullptr) return;
+  counts.push_back(&one.state->count());
+  for (int k = 0; k < Traits::moments(*one.options); ++k) {
+    lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(one, k, dense));
+  }
+}
+
+/// Averages, which ATen's kernels know nothing of, and stamps.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::finish_with_aten(const Many& all, const AtenVerdict& verdict) {
+  for (const One& one : all) {
+    if (one.state == nullptr) continue;
+    State& state = *one.state;
+    if (state.ema().defined()) {
+      const at::Tensor& weights = state.master().defined() ? state.master() : *one.parameter;
+      const double share = 1.0 - one.options->ema_decay();
+      const at::Tensor difference = weights.detach().to(state.ema().scalar_type()) - state.ema();
+      state.ema().add_(verdict.found_inf ? difference * verdict.found_inf->eq(0) : difference,
+                       share);
+    }
+    state.stamp() = WriteStamp::of(*one.parameter);
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,159 @@
+#pragma once
+
+#include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/version.h>
+
+// The step on the CPU, and what it shares with that on CUDA: which memory is read and written.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What to multiply gradients with on the CPU; none when the step is to be skipped.
+template <class Traits>
+std::optional<double> ElementwiseOptimizer<Traits>::gradient_factor(const optim::FusedStep& step) {
+  const optim::DeviceVerdict* const verdict = verdict_on(at::kCPU, step);
+  if (verdict == nullptr) return 1.0;
+  if (*verdict->found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
+  const double factor = *verdict->inv_scale.template const_data_ptr<float>();
+  if (!verdict->sum_of_squares.defined()) return factor;
+  return factor * clip_coefficient(*verdict->sum_of_squares.template const_data_ptr<double>(),
+                                   step.options.max_norm);
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& step) {
+  const std::optional<double> factor = gradient_factor(step);
+  const bool clear = step.options.zero_grad;
+  if (!factor) {
+    if (clear) clear_gradients(all);
+    return;
+  }
+  const bool clears_on_the_way = clear && !shares_gradients(all);
+  const StepUse use{.factor = *factor,
+                    .clear = clears_on_the_way,
+                    .copies_half = publishes() && published_dtype() == at::kHalf};
+  open_states(all);
+  Prepared prepared;
+  prepared.tasks.reserve(all.size());
+  prepared.lr_factor = lr_factor(applied_steps());
+  for (const One& one : all) prepare(one, use, prepared);
+  run_step_cpu(prepared.tasks);
+  finish(all, clear && !clears_on_the_way, prepared);
+  for (auto& [count, value] : prepared.counts) count->set(value);
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::prepare(const One& one, const StepUse& use, Prepared& prepared) {
+  int64_t count = 1;
+  if (one.state != nullptr) {
+    count = one.state->count().value() + 1;
+    prepared.counts.emplace_back(&one.state->count(), count);
+  }
+  set_coefficients(one, count, prepared);
+  const StepSpan span = span_of(one, use.clear, prepared);
+  StepUse own_use = use;
+  use_of(one, own_use);
+  own_use.step = static_cast<uint64_t>(count);
+  prepared.tasks.push_back({one.run, span, element_sizes(one), prepared.coefficients, own_use});
+}
+
+/// What of a step's use is the parameter's own.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::use_of(const One& one, StepUse& use) {
+  use.average_share = 1.0 - one.options->ema_decay();
+  use.seed = one.options->seed();
+  use.parameter = one.number;
+  if (one.storage == optim::WeightStorage::master) {
+    use.copies_half = one.parameter->scalar_type() == at::kHalf;
+  }
+}
+
+template <class Traits>
+StepElementSizes ElementwiseOptimizer<Traits>::element_sizes(const One& one) {
+  const bool has_master = one.storage == optim::WeightStorage::master;
+  const auto own = static_cast<int64_t>(one.parameter->element_size());
+  return {
+      .parameter = has_master ? int64_t{sizeof(float)} : own,
+      .gradient = static_cast<int64_t>(one.gradient.element_size()),
+      .moment = static_cast<int64_t>(c10::elementSize(moment_dtype(*one.parameter, one.storage))),
+      .average = std::max(own, int64_t{sizeof(float)})};
+}
+
+/// The memory that a step of `one` reads and writes. Autograd does not see raw writes: versions
+/// are bumped here.
+template <class Traits>
+StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepared& prepared) {
+  const at::Tensor parameter = dense_parameter(*one.parameter);
+  if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
+  const at::Tensor gradient = in_layout_of(parameter, one.gradient);
+  if (clear && !gradient.is_same(one.gradient)) prepared.uncleared.push_back(one.gradient);
+  StepSpan span{parameter.mutable_data_ptr(),
+                clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
+                {},
+                parameter.numel()};
+  if (one.state != nullptr) {
+    for (int k = 0; k < Traits::moments(*one.options); ++k) {
+      const at::Tensor& moment = fitting_moment(one, k, parameter);
+      span.moments[k] = moment.mutable_data_ptr();
+      moment.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  place_weights(one, parameter, span, prepared);
+  parameter.unsafeGetTensorImpl()->bump_version();
+  if (clear) gradient.unsafeGetTensorImpl()->bump_version();
+  prepared.gradients.push_back(gradient);
+  return span;
+}
+
+/// What is kept, or written, of the weights beside the parameter.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::place_weights(const One& one, const at::Tensor& parameter,
+                                                 StepSpan& span, Prepared& prepared) {
+  if (one.state != nullptr) {
+    settle_weights(*one.parameter, one.storage, *one.state);
+    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
+    for (at::Tensor* kept : {&one.state->master(), &one.state->lower_half(), &one.state->ema()}) {
+      if (!kept->defined()) continue;
+      *kept = in_layout_of(parameter, *kept);
+      kept->unsafeGetTensorImpl()->bump_version();
+    }
+    if (one.state->ema().defined()) span.average = one.state->ema().mutable_data_ptr();
+  }
+  if (one.storage == optim::WeightStorage::master) {
+    span.beside = span.parameter;
+    span.parameter = one.state->master().mutable_data_ptr();
+  } else if (one.storage == optim::WeightStorage::split_master) {
+    span.beside = one.state->lower_half().mutable_data_ptr();
+  } else if (publishes() && parameter.scalar_type() == at::kFloat &&
+             parameter.is_same(*one.parameter)) {
+    const at::Tensor copy = copy_for(parameter);
+    span.beside = copy.mutable_data_ptr();
+    prepared.published.emplace_back(parameter, copy);
+  }
+}
+
+/// What could not be done on the way, and what was done becomes known.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::finish(const Many& all, bool clear_all,
+                                          const Prepared& prepared) {
+  for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+  for (const at::Tensor& gradient : prepared.uncleared) gradient.zero_();
+  if (clear_all) clear_gradients(all);
+  for (const auto& [weight, copy] : prepared.published) publish(weight, copy);
+  for (const One& one : all) {
+    if (one.state != nullptr) one.state->stamp() = WriteStamp::of(*one.parameter);
+  }
+}
+
+/// Powers are dear, and parameters of a group mostly have the same count.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::set_coefficients(const One& one, int64_t count,
+                                                    Prepared& prepared) {
+  if (prepared.options == one.options && prepared.count == count) return;
+  prepared.options = one.options;
+  prepared.count = count;
+  prepared.coefficients =
+      Traits::constants(*one.options).at(one.options->lr() * prepared.lr_factor, count);
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,135 @@
+#pragma once
+
+#include <mezzo/detail/optim/dense_memory.h>
+#include <mezzo/detail/optim/param_state.h>
+#include <mezzo/optim/weight_storage.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
+
+// What the state keeps of a parameter's value, brought in line with the parameter before a step:
+// the parameter may have been written by others meanwhile (a model was loaded, averaged weights
+// were swapped in), and what they wrote counts. These are rare, so ATen's ops will do.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Bits of a float as (bfloat16, rest), in the terms of weight_formats.h.
+inline at::Tensor upper_half_of(const at::Tensor& floats) {
+  return floats.view(at::kInt).add(0x8000).bitwise_right_shift(16).to(at::kShort);
+}
+inline at::Tensor lower_half_of(const at::Tensor& floats) {
+  return floats.view(at::kInt).to(at::kShort);
+}
+inline at::Tensor joined(const at::Tensor& parameter, const at::Tensor& lower_half) {
+  const at::Tensor upper = parameter.detach().view(at::kShort).to(at::kInt);
+  return upper.bitwise_left_shift(16).add(lower_half.to(at::kInt)).view(at::kFloat);
+}
+
+/// Where `parameter` is what a step would have made of `master`, by either way of breaking ties.
+inline at::Tensor is_rounded_from(const at::Tensor& master, const at::Tensor& parameter) {
+  const at::Tensor own = parameter.detach();
+  const at::Tensor is_nearest = master.to(own.scalar_type()).eq(own);
+  if (own.scalar_type() != at::kBFloat16) return is_nearest;
+  return is_nearest.logical_or(upper_half_of(master).eq(own.view(at::kShort)));
+}
+
+/// How `parameter` is kept: as the group's options say, if it has 16 bits.
+inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::WeightStorage wanted,
+                                       const char* optimizer) {
+  using optim::WeightStorage;
+  const at::ScalarType dtype = parameter.scalar_type();
+  if (dtype != at::kBFloat16 && dtype != at::kHalf) return WeightStorage::plain;
+  const bool is_for_bfloat16 =
+      wanted == WeightStorage::split_master || wanted == WeightStorage::stochastic;
+  TORCH_CHECK(
+      dtype == at::kBFloat16 || !is_for_bfloat16, optimizer,
+      ": WeightStorage::", wanted == WeightStorage::stochastic ? "stochastic" : "split_master",
+      " takes parameters of bfloat16, and one is of half; use WeightStorage::master for it");
+  return wanted;
+}
+
+inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage) {
+  const bool is_float =
+      storage == optim::WeightStorage::master || storage == optim::WeightStorage::split_master;
+  return is_float ? at::kFloat : parameter.scalar_type();
+}
+
+/// The value that is trained, in float (double for double), as a tensor of its own.
+template <class State>
+at::Tensor trained_value(const at::Tensor& parameter, State& state) {
+  if (state.master().defined()) return state.master().clone();
+  if (state.lower_half().defined()) return joined(parameter, state.lower_half());
+  const auto wide = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return parameter.detach().to(wide, /*non_blocking=*/false, /*copy=*/true);
+}
+
+/// Where the parameter is no longer what the master was rounded to, it is right and the master not.
+template <class State>
+void settle_master(const at::Tensor& parameter, State& state) {
+  at::Tensor& master = state.master();
+  if (!master.defined()) {
+    master = trained_value(parameter, state);
+    state.lower_half() = at::Tensor();
+  } else if (state.stamp() != WriteStamp::of(parameter)) {
+    master = master.to(parameter.device(), at::kFloat);
+    master =
+        at::where(is_rounded_from(master, parameter), master, parameter.detach().to(at::kFloat));
+  }
+  master = in_layout_of(parameter, master);
+}
+
+/// The same for the lower half, which cannot tell where the parameter was written: all of it is
+/// given up then, unless a master says more, as after loading a file.
+template <class State>
+void settle_lower_half(const at::Tensor& parameter, State& state) {
+  at::Tensor& lower = state.lower_half();
+  if (state.master().defined()) {
+    const at::Tensor master = state.master().to(parameter.device(), at::kFloat);
+    const at::Tensor is_current = is_rounded_from(master, parameter);
+    const at::Tensor own = parameter.detach().view(at::kShort);
+    own.copy_(at::where(is_current, upper_half_of(master), own));  // ties may differ
+    const at::Tensor rest = lower_half_of(master);
+    lower = at::where(is_current, rest, at::zeros_like(rest));
+    state.master() = at::Tensor();
+  } else if (!lower.defined()) {
+    lower = at::zeros_like(parameter, at::kShort, std::nullopt, std::nullopt, std::nullopt,
+                           at::MemoryFormat::Preserve);
+  } else if (state.stamp() != WriteStamp::of(parameter)) {
+    lower.zero_();
+  }
+  lower = in_layout_of(parameter, lower);
+}
+
+/// Makes the state hold what `storage` needs, and nothing else.
+template <class State>
+void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage, State& state) {
+  switch (storage) {
+    case optim::WeightStorage::master:
+      return settle_master(parameter, state);
+    case optim::WeightStorage::split_master:
+      return settle_lower_half(parameter, state);
+    case optim::WeightStorage::plain:
+    case optim::WeightStorage::stochastic:
+      state.master() = at::Tensor();
+      state.lower_half() = at::Tensor();
+  }
+}
+
+/// `ema`, laid out as the parameter; begins as the value that is trained.
+template <class State>
+void settle_average(const at::Tensor& parameter, double decay, State& state) {
+  at::Tensor& ema = state.ema();
+  if (decay == 0) {
+    ema = at::Tensor();
+    return;
+  }
+  if (!ema.defined()) ema = trained_value(parameter, state);
+  const auto dtype = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  ema = in_layout_of(parameter, ema.to(parameter.device(), dtype));
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

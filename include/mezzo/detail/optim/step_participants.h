@@ -1,0 +1,110 @@
+#pragma once
+
+#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/detail/kernels/optimizer_step_kernel.h>
+#include <mezzo/detail/optim/dense_memory.h>
+#include <mezzo/detail/optim/kept_weights.h>
+#include <mezzo/optim/weight_storage.h>
+#include <mezzo/version.h>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+// Who takes part in a step, and whether it can be done: all is checked before anything is written.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A parameter with a gradient.
+template <class Traits>
+struct Participant {
+  const at::Tensor* parameter;
+  at::Tensor gradient;
+  const typename Traits::Options* options;
+  optim::WeightStorage storage;
+  typename Traits::Loop run;
+  typename Traits::State* state;  ///< null until a step begins, and where nothing is remembered
+  uint64_t number;                ///< in the optimizer
+};
+
+template <class Traits>
+struct DeviceParticipants {
+  at::Device device;
+  std::vector<Participant<Traits>> participants;
+};
+
+/// Whether anything is remembered of `parameter`.
+template <class Traits>
+bool keeps_state(const typename Traits::Options& options, optim::WeightStorage storage) {
+  return Traits::has_state(options) || options.ema_decay() != 0 ||
+         storage == optim::WeightStorage::master || storage == optim::WeightStorage::split_master;
+}
+
+/// Two threads would step the same memory at once.
+inline void refuse_duplicates(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                              const char* optimizer) {
+  std::vector<const void*> parameters;
+  std::vector<at::Tensor> dense;
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      parameters.push_back(parameter.unsafeGetTensorImpl());
+      const bool is_dense = parameter.layout() == at::kStrided;
+      if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
+    }
+  }
+  std::sort(parameters.begin(), parameters.end());
+  TORCH_CHECK(std::adjacent_find(parameters.begin(), parameters.end()) == parameters.end(),
+              optimizer, ": a parameter is given twice; give each once, tied ones too");
+  TORCH_CHECK(!may_overlap(dense), optimizer,
+              ": two parameters share memory; give one tensor for what is tied");
+}
+
+inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradient,
+                           const char* optimizer) {
+  TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
+              " takes dense parameters and gradients, and has one of the layout ",
+              gradient.layout(), "; torch::optim::SGD takes sparse ones");
+  TORCH_CHECK(gradient.device() == parameter.device(), optimizer, ": a parameter is on ",
+              parameter.device(), " and its gradient on ", gradient.device());
+  TORCH_CHECK(gradient.sizes() == parameter.sizes(), optimizer, ": a parameter has the shape ",
+              parameter.sizes(), " and its gradient ", gradient.sizes());
+  TORCH_CHECK(at::has_internal_overlap(parameter) != at::MemOverlap::Yes, optimizer,
+              ": several elements of a parameter of the shape ", parameter.sizes(),
+              " are the same memory, as expand() makes them; give the tensor that was expanded");
+}
+
+/// The CPU's loop for what is kept of a parameter; other devices have the same.
+template <class Traits>
+typename Traits::Loop checked_loop(const typename Traits::Options& options,
+                                   optim::WeightStorage storage, const at::Tensor& parameter,
+                                   const at::Tensor& gradient) {
+  check_gradient(parameter, gradient, Traits::kName);
+  const at::ScalarType own = parameter.scalar_type();
+  const auto kept = storage == optim::WeightStorage::master ? at::kFloat : own;
+  const auto run = Traits::loop(options, storage, kept, gradient.scalar_type(), best_isa());
+  TORCH_CHECK(run, Traits::kName, " takes parameters of float, double, bfloat16 and half with ",
+              "gradients of the same dtype, float ones also with gradients of bfloat16 and half, ",
+              "double ones with float; here a parameter is of ", own, " and its gradient of ",
+              gradient.scalar_type());
+  return run;
+}
+
+/// Makes `device`'s entry the last.
+template <class Traits>
+void select_device(std::vector<DeviceParticipants<Traits>>& all, at::Device device) {
+  for (DeviceParticipants<Traits>& one : all) {
+    if (one.device != device) continue;
+    std::swap(one, all.back());
+    return;
+  }
+  all.push_back({device, {}});
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

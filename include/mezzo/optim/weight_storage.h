@@ -1,0 +1,102 @@
+/// \file
+/// What mezzo's optimizers offer beyond libtorch's: how weights of 16 bits are kept from step to
+/// step, and an average of the weights, in the same pass over memory as the update.
+#pragma once
+
+#include <mezzo/detail/optim/archive_keys.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <cstdint>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace optim {
+
+/// How an optimizer keeps a parameter of bfloat16 or half between steps. Parameters of float and
+/// double are always kept as they are. Bytes a parameter are those of AdamW with its gradient.
+enum class WeightStorage : std::uint8_t {
+  /// As they are, moments too, each result rounded to nearest. 8 bytes. Updates smaller than half a
+  /// unit in the last place are lost: bfloat16 has 8 bits, so training stalls, and moments with a
+  /// beta2 of 0.999 never move at all.
+  plain,
+  /// A float copy in the state is what is trained; the parameter is that copy rounded to nearest.
+  /// Moments are floats. 16 bytes. What torch's O2 recipes call master weights.
+  master,
+  /// The same trained values without the copy: 16 more bits a parameter complete the bfloat16 to
+  /// the float that it was rounded from. Moments are floats. 14 bytes. Parameters are of bfloat16.
+  split_master,
+  /// As plain, but each result goes to one of its two neighbours with the probability that makes
+  /// the mean right, moments too, so that small updates count. 8 bytes. Parameters are of bfloat16.
+  /// The random bits follow from `seed`, the step, and the element's place: the same on any number
+  /// of threads, on any device, and in a resumed run.
+  stochastic,
+};
+
+/// Base of the options of mezzo's optimizers. A file keeps these under keys of their own, if they
+/// are not the defaults; where a file has none, as one of libtorch's, loading it leaves them.
+template <class Own>
+class FusedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
+ public:
+  WeightStorage weight_storage() const noexcept { return extras_.weight_storage; }
+  Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
+
+  /// More than 0: the state keeps `ema`, in float (double for double), which begins as the weights
+  /// before the first step and after each applied step is ema_decay * ema + (1 - ema_decay) *
+  /// weights; of master weights where there are some. Less than 1; 0 for none.
+  double ema_decay() const noexcept { return extras_.ema_decay; }
+  Own& ema_decay(double value) { return set(extras_.ema_decay, value); }
+
+  /// Of WeightStorage::stochastic.
+  std::uint64_t seed() const noexcept { return extras_.seed; }
+  Own& seed(std::uint64_t value) { return set(extras_.seed, value); }
+
+  /// For loading: takes these options from `other` unless they were in the file.
+  void keep_unread(const FusedOptions& other) {
+    if (!was_read_) extras_ = other.extras_;
+    was_read_ = false;
+  }
+
+ protected:
+  void read_extras(torch::serialize::InputArchive& archive) {
+    c10::IValue storage;
+    was_read_ = archive.try_read("weight_storage", storage);
+    if (!was_read_) return;
+    const int64_t number = storage.toInt();
+    TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic),
+                "The archive of an optimizer has the weight_storage ", number,
+                ", which this version does not know; it is a newer one's, or damaged");
+    extras_ = {static_cast<WeightStorage>(number), detail::read_key<double>(archive, "ema_decay"),
+               static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed"))};
+  }
+
+  void write_extras(torch::serialize::OutputArchive& archive) const {
+    if (extras_ == Extras{}) return;
+    archive.write("weight_storage", c10::IValue(static_cast<int64_t>(extras_.weight_storage)));
+    archive.write("ema_decay", c10::IValue(extras_.ema_decay));
+    archive.write("seed", c10::IValue(static_cast<int64_t>(extras_.seed)));
+  }
+
+ private:
+  struct Extras {
+    WeightStorage weight_storage = WeightStorage::plain;
+    double ema_decay = 0;
+    std::uint64_t seed = 0;
+    bool operator==(const Extras&) const = default;
+  };
+
+  template <class T>
+  Own& set(T& member, T value) {
+    member = value;
+    return static_cast<Own&>(*this);
+  }
+
+  Extras extras_;
+  bool was_read_ = false;
+};
+
+}  // namespace optim
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

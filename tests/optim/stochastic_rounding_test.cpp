@@ -1,0 +1,214 @@
+// Stochastic rounding: right in the mean, the same on every machine, and what it is for: a model
+// of bfloat16 that goes on learning.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/detail/kernels/adam_element.h>
+#include <mezzo/detail/kernels/optimizer_step_cpu.h>
+#include <mezzo/detail/kernels/random_bits.h>
+#include <mezzo/optim/adamw.h>
+
+#include <array>
+#include <cmath>
+#include <set>
+#include <vector>
+
+#include "step_buffers.h"
+
+namespace {
+
+using mezzo::detail::AdamRule;
+using mezzo::detail::CpuIsa;
+using mezzo::detail::RandomKey;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::WeightStorage;
+
+c10::BFloat16 rounded(float value, uint32_t noise) {
+  uint32_t bits = 0;
+  mezzo::detail::narrow_stochastically(value, noise, bits);
+  return {static_cast<uint16_t>(bits), c10::BFloat16::from_bits()};
+}
+
+TEST(StochasticRounding, GoesToEitherNeighbourAsOftenAsItIsNear) {
+  for (const float value : {1.0F + 1.0F / 512, -3.14159F, 1e-30F, 6e4F, 1e-39F}) {
+    double sum = 0;
+    std::set<float> seen;
+    for (uint32_t noise = 0; noise < 65536; ++noise) {
+      const float one = rounded(value, noise);
+      seen.insert(one);
+      sum += static_cast<double>(one);
+    }
+    EXPECT_EQ(sum / 65536, static_cast<double>(value)) << "the mean over all noise is exact";
+    EXPECT_LE(seen.size(), 2U);
+  }
+  for (uint32_t noise = 0; noise < 65536; ++noise) {
+    EXPECT_EQ(static_cast<float>(rounded(1.5F, noise)), 1.5F) << "what is exact stays";
+    EXPECT_TRUE(std::isinf(static_cast<float>(rounded(HUGE_VALF, noise))));
+    EXPECT_TRUE(std::isnan(static_cast<float>(rounded(std::nanf(""), noise))));
+  }
+}
+
+/// Elements of a key's stream, as the kernel draws them for the parameter and the first moment.
+std::array<double, 2> mean_noise(RandomKey key, uint32_t count) {
+  std::array<double, 2> sums{};
+  for (uint32_t i = 0; i < count; ++i) {
+    uint32_t bits = i ^ key.first;
+    mezzo::detail::mix(bits);
+    sums[0] += bits & 0xFFFFU;
+    sums[1] += bits >> 16;
+  }
+  return {sums[0] / count / 65536, sums[1] / count / 65536};
+}
+
+TEST(RandomBits, AreEvenlySpreadForEveryStepAndParameter) {
+  constexpr uint32_t kCount = 100000;
+  const double tolerance = 5 / std::sqrt(12.0 * kCount);  // five standard deviations
+  for (uint64_t step = 1; step <= 20; ++step) {
+    for (uint64_t parameter = 0; parameter < 5; ++parameter) {
+      const auto means = mean_noise(mezzo::detail::random_key(0, step, parameter, 0), kCount);
+      EXPECT_NEAR(means[0], 0.5, tolerance);
+      EXPECT_NEAR(means[1], 0.5, tolerance);
+    }
+  }
+}
+
+TEST(RandomBits, DifferBySeedStepParameterAndBlock) {
+  std::set<std::pair<uint32_t, uint32_t>> keys;
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    for (uint64_t step = 1; step < 20; ++step) {
+      for (uint64_t parameter = 0; parameter < 20; ++parameter) {
+        for (uint64_t block = 0; block < 3; ++block) {
+          const RandomKey key = mezzo::detail::random_key(seed, step, parameter, block);
+          EXPECT_TRUE(keys.emplace(key.first, key.second).second);
+        }
+      }
+    }
+  }
+}
+
+/// Adam's plain arithmetic and rounding with the random bits of each element, one at a time.
+template <bool kAmsgrad>
+StepBuffers expected_after(const StepBuffers& before,
+                           const mezzo::detail::AdamCoefficients& coefficients,
+                           const mezzo::detail::StepUse& use, int64_t first) {
+  StepBuffers after = before.clone();
+  const auto float_of = [](const torch::Tensor& tensor, int64_t i) {
+    return static_cast<float>(tensor.const_data_ptr<c10::BFloat16>()[i]);
+  };
+  for (int64_t i = 0; i < before.parameter.numel(); ++i) {
+    const auto number = static_cast<uint64_t>(first + i);
+    const RandomKey key =
+        mezzo::detail::random_key(use.seed, use.step, use.parameter, number >> 32);
+    using Lanes = mezzo::detail::ScalarLanes<float>;
+    const typename AdamRule<kAmsgrad>::template Element<Lanes> update(coefficients);
+    float parameter = float_of(before.parameter, i);
+    float gradient = float_of(before.gradient, i) * static_cast<float>(use.factor);
+    float moments[AdamRule<kAmsgrad>::kMoments];
+    for (int k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
+      moments[k] = float_of(before.moments[static_cast<std::size_t>(k)], i);
+    }
+    update(parameter, gradient, moments);
+    uint32_t noise = static_cast<uint32_t>(number) ^ key.first;
+    mezzo::detail::mix(noise);
+    uint32_t more = noise + key.second;
+    mezzo::detail::mix(more);
+    const std::array<uint32_t, 3> own{noise >> 16, more & 0xFFFFU, more >> 16};
+    after.parameter.data_ptr<c10::BFloat16>()[i] = rounded(parameter, noise & 0xFFFFU);
+    for (int k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
+      const auto which = static_cast<std::size_t>(k);
+      after.moments[which].data_ptr<c10::BFloat16>()[i] = rounded(moments[k], own[which]);
+    }
+  }
+  return after;
+}
+
+class StochasticLoop : public testing::TestWithParam<CpuIsa> {
+ protected:
+  void SetUp() override {
+    if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "this CPU does not have it";
+  }
+
+  template <bool kAmsgrad>
+  void expect_plain_results(int64_t first) {
+    using mezzo::detail::StochasticWeights;
+    const auto loop =
+        mezzo::detail::bfloat16_step_function<AdamRule<kAmsgrad>, StochasticWeights>(GetParam());
+    const auto coefficients = mezzo::detail::AdamConstants{0.9, 0.999, 1e-8, 0.1, true}.at(1e-2, 7);
+    const mezzo::detail::StepUse use{.factor = 0.25, .seed = 11, .step = 7, .parameter = 3};
+    for (const int64_t count : {0, 1, 15, 16, 17, 100, 1000}) {
+      torch::manual_seed(count);
+      auto buffers = StepBuffers::random({torch::kBFloat16, torch::kBFloat16}, count);
+      const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
+      auto span = buffers.span();
+      span.first = first;
+      loop(span, coefficients, use);
+      EXPECT_TRUE(same_bits(buffers, expected)) << count << " elements from " << first;
+    }
+  }
+};
+
+TEST_P(StochasticLoop, GivesThePlainResultsToTheBit) {
+  for (const int64_t first : {int64_t{0}, int64_t{5}, (int64_t{1} << 32) - 20, int64_t{3} << 32}) {
+    expect_plain_results<false>(first);
+    expect_plain_results<true>(first);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticLoop,
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512),
+                         [](const auto& test) { return name_of(test.param); });
+
+torch::Tensor trained(int threads, uint64_t seed) {
+  const int before = torch::get_num_threads();
+  torch::set_num_threads(threads);
+  torch::manual_seed(1);
+  const auto parameter = torch::randn({100000}).to(torch::kBFloat16).requires_grad_();
+  AdamW optimizer({parameter},
+                  AdamWOptions(1e-4).weight_storage(WeightStorage::stochastic).seed(seed));
+  for (int step = 0; step < 3; ++step) {
+    parameter.mutable_grad() = torch::randn({100000}).to(torch::kBFloat16);
+    optimizer.step();
+  }
+  torch::set_num_threads(before);
+  return parameter.detach();
+}
+
+TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
+  EXPECT_TRUE(torch::equal(trained(1, 7), trained(2, 7)));
+  EXPECT_FALSE(torch::equal(trained(1, 7), trained(1, 8)));
+}
+
+/// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.
+double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
+  torch::manual_seed(2);
+  const auto inputs = torch::randn({256, 64});
+  const auto targets = inputs.mm(torch::randn({64, 16}));
+  const auto weight = (torch::randn({64, 16}) * 0.1).to(dtype).requires_grad_();
+  AdamW optimizer({weight}, AdamWOptions(2e-3).weight_decay(0).weight_storage(storage));
+  for (int step = 0; step < 1000; ++step) {
+    const auto error = inputs.mm(weight.to(torch::kFloat)) - targets;
+    optimizer.zero_grad();
+    error.square().mean().backward();
+    optimizer.step();
+  }
+  const torch::NoGradGuard no_grad;
+  return (inputs.mm(weight.to(torch::kFloat)) - targets).square().mean().item<double>();
+}
+
+TEST(StochasticRounding, LearnsInAThousandStepsWhatFloatLearnsWhereNearestStalls) {
+  const double with_float = loss_after_training(torch::kFloat, WeightStorage::plain);
+  const double nearest = loss_after_training(torch::kBFloat16, WeightStorage::plain);
+  const double stochastic = loss_after_training(torch::kBFloat16, WeightStorage::stochastic);
+  const double master = loss_after_training(torch::kBFloat16, WeightStorage::master);
+  const double split = loss_after_training(torch::kBFloat16, WeightStorage::split_master);
+  EXPECT_GT(nearest, 2 * with_float);
+  EXPECT_NEAR(stochastic, with_float, 0.02 * with_float);
+  EXPECT_NEAR(master, with_float, 0.02 * with_float);
+  EXPECT_NEAR(split, master, 0.001 * master);
+}
+
+}  // namespace

@@ -1,0 +1,382 @@
+// Weights of 16 bits: what each way of keeping them gives, beside float and beside what was asked.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/detail/kernels/weight_formats.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+
+#include <cstring>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::AdamWParamState;
+using mezzo::optim::WeightStorage;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+/// Values of every exponent, infinities, subnormals, and the ties of bfloat16.
+std::vector<float> interesting_floats() {
+  std::vector<float> values{0.0F,
+                            -0.0F,
+                            std::numeric_limits<float>::max(),
+                            -std::numeric_limits<float>::max(),
+                            std::numeric_limits<float>::denorm_min(),
+                            std::numeric_limits<float>::infinity(),
+                            -std::numeric_limits<float>::infinity()};
+  for (uint32_t exponent = 0; exponent < 255; ++exponent) {
+    for (const uint32_t fraction : {0x0U, 0x1U, 0x7FFFU, 0x8000U, 0x8001U, 0xFFFFU, 0x18000U,
+                                    0x28000U, 0x7F8000U, 0x7FFFFFU}) {
+      for (const uint32_t sign : {0U, 0x80000000U}) {
+        const uint32_t bits = sign | exponent << 23 | fraction;
+        float value = 0;
+        std::memcpy(&value, &bits, sizeof(value));
+        values.push_back(value);
+      }
+    }
+  }
+  return values;
+}
+
+TEST(SplitWeights, GiveEveryFloatBackToTheBit) {
+  for (const float value : interesting_floats()) {
+    uint32_t upper = 0;
+    uint32_t lower = 0;
+    mezzo::detail::split_halves(value, upper, lower);
+    ASSERT_LE(upper, 0xFFFFU);
+    ASSERT_LE(lower, 0xFFFFU);
+    float back = 0;
+    mezzo::detail::join_halves(upper, lower, back);
+    EXPECT_EQ(std::memcmp(&back, &value, sizeof(value)), 0) << value;
+  }
+}
+
+TEST(SplitWeights, HaveTheNearestBfloat16AsTheirUpperHalf) {
+  for (const float value : interesting_floats()) {
+    uint32_t upper = 0;
+    uint32_t lower = 0;
+    mezzo::detail::split_halves(value, upper, lower);
+    const c10::BFloat16 own(static_cast<uint16_t>(upper), c10::BFloat16::from_bits());
+    const c10::BFloat16 nearest(value);
+    if (static_cast<float>(own) == static_cast<float>(nearest)) continue;
+    const double above = std::abs(static_cast<double>(static_cast<float>(own)) - value);
+    const double below = std::abs(static_cast<double>(static_cast<float>(nearest)) - value);
+    EXPECT_EQ(above, below) << value << " is no tie, and was not rounded to nearest";
+  }
+}
+
+TEST(SplitWeights, KeepNaNANaN) {
+  for (const uint32_t bits : {0x7F800001U, 0x7FFFFFFFU, 0xFFFFFFFFU, 0x7FC00000U, 0xFF80FFFFU}) {
+    float value = 0;
+    std::memcpy(&value, &bits, sizeof(value));
+    uint32_t upper = 0;
+    uint32_t lower = 0;
+    float back = 0;
+    mezzo::detail::split_halves(value, upper, lower);
+    EXPECT_LE(upper, 0xFFFFU);
+    mezzo::detail::join_halves(upper, lower, back);
+    EXPECT_TRUE(std::isnan(back));
+  }
+}
+
+/// A model of bfloat16 or half, and one of float with the same values.
+struct Models {
+  std::vector<torch::Tensor> low;
+  std::vector<torch::Tensor> floats;
+
+  explicit Models(torch::ScalarType dtype = torch::kBFloat16) {
+    torch::manual_seed(3);
+    for (const std::vector<int64_t>& shape :
+         std::vector<std::vector<int64_t>>{{33, 17}, {1}, {20000}, {0}}) {
+      const auto values = torch::randn(shape).to(dtype);
+      low.push_back(values.clone().requires_grad_());
+      floats.push_back(values.to(torch::kFloat).requires_grad_());
+    }
+    low.push_back(torch::randn({6, 5}).to(dtype).t().requires_grad_());
+    floats.push_back(low.back().detach().to(torch::kFloat).requires_grad_());
+    low.push_back(torch::randn({6, 8}).to(dtype).slice(1, 0, 8, 2).requires_grad_());
+    floats.push_back(low.back().detach().to(torch::kFloat).requires_grad_());
+  }
+
+  void set_gradients() const {
+    for (std::size_t i = 0; i < low.size(); ++i) {
+      const auto gradient = torch::randn(low[i].sizes()).to(low[i].scalar_type());
+      low[i].mutable_grad() = gradient.clone();
+      floats[i].mutable_grad() = gradient.to(torch::kFloat);
+    }
+  }
+
+  template <class Left, class Right>
+  void step(Left& left, Right& right, int steps) const {
+    for (int i = 0; i < steps; ++i) {
+      set_gradients();
+      left.step();
+      right.step();
+    }
+  }
+};
+
+template <class State>
+State& state_of(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
+  return static_cast<State&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+}
+
+template <class T>
+class EveryOptimizer : public testing::Test {};
+
+struct AdamWCase {
+  using Optimizer = mezzo::optim::AdamW;
+  using State = mezzo::optim::AdamWParamState;
+  static auto options() { return mezzo::optim::AdamWOptions(1e-3).weight_decay(0.1); }
+};
+struct AmsgradCase {
+  using Optimizer = mezzo::optim::Adam;
+  using State = mezzo::optim::AdamParamState;
+  static auto options() { return mezzo::optim::AdamOptions(1e-3).amsgrad(true); }
+};
+struct MomentumCase {
+  using Optimizer = mezzo::optim::SGD;
+  using State = mezzo::optim::SGDParamState;
+  static auto options() { return mezzo::optim::SGDOptions(1e-3).momentum(0.9); }
+};
+struct PlainSgdCase {
+  using Optimizer = mezzo::optim::SGD;
+  using State = mezzo::optim::SGDParamState;
+  static auto options() { return mezzo::optim::SGDOptions(1e-3); }
+};
+struct LionCase {
+  using Optimizer = mezzo::optim::Lion;
+  using State = mezzo::optim::LionParamState;
+  static auto options() { return mezzo::optim::LionOptions(1e-3); }
+};
+using Cases = testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase>;
+TYPED_TEST_SUITE(EveryOptimizer, Cases, );
+
+TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    const Models models(dtype);
+    typename TypeParam::Optimizer low(models.low,
+                                      TypeParam::options().weight_storage(WeightStorage::master));
+    typename TypeParam::Optimizer floats(models.floats, TypeParam::options());
+    models.step(low, floats, 20);
+    for (std::size_t i = 0; i < models.low.size(); ++i) {
+      const auto& master = state_of<typename TypeParam::State>(low, models.low[i]).master();
+      EXPECT_TRUE(torch::equal(master, models.floats[i])) << i;
+      EXPECT_TRUE(torch::equal(models.low[i], models.floats[i].to(dtype))) << i;
+    }
+  }
+}
+
+TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) {
+  const Models models;
+  typename TypeParam::Optimizer low(
+      models.low, TypeParam::options().weight_storage(WeightStorage::split_master));
+  typename TypeParam::Optimizer floats(models.floats, TypeParam::options());
+  models.step(low, floats, 20);
+  for (std::size_t i = 0; i < models.low.size(); ++i) {
+    auto& state = state_of<typename TypeParam::State>(low, models.low[i]);
+    EXPECT_FALSE(state.master().defined());
+    const auto whole = mezzo::detail::joined(models.low[i], state.lower_half());
+    EXPECT_TRUE(torch::equal(whole, models.floats[i])) << i;
+  }
+}
+
+TYPED_TEST(EveryOptimizer, KeepsAnAverageOfTheWeights) {
+  constexpr double kDecay = 0.75;
+  for (const auto storage : {WeightStorage::plain, WeightStorage::master,
+                             WeightStorage::split_master, WeightStorage::stochastic}) {
+    const Models models;
+    typename TypeParam::Optimizer low(
+        models.low, TypeParam::options().weight_storage(storage).ema_decay(kDecay));
+    typename TypeParam::Optimizer floats(models.floats, TypeParam::options().ema_decay(kDecay));
+    std::vector<torch::Tensor> expected;
+    for (const auto& parameter : models.floats) expected.push_back(parameter.detach().clone());
+    for (int step = 0; step < 5; ++step) {
+      models.step(low, floats, 1);
+      for (std::size_t i = 0; i < expected.size(); ++i) {
+        expected[i].lerp_(models.floats[i].detach(), 1 - kDecay);
+      }
+    }
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      const auto& own = state_of<typename TypeParam::State>(floats, models.floats[i]).ema();
+      EXPECT_TRUE(torch::allclose(own, expected[i], 1e-6, 1e-6)) << i;
+      const auto& ema = state_of<typename TypeParam::State>(low, models.low[i]).ema();
+      EXPECT_EQ(ema.scalar_type(), torch::kFloat);
+      const bool is_exact =
+          storage == WeightStorage::master || storage == WeightStorage::split_master;
+      const double tolerance = is_exact ? 0 : 0.02;
+      EXPECT_TRUE(torch::allclose(ema, own, tolerance, tolerance)) << i;
+    }
+  }
+}
+
+TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
+  for (const auto storage : {WeightStorage::plain, WeightStorage::master,
+                             WeightStorage::split_master, WeightStorage::stochastic}) {
+    const auto options = TypeParam::options().weight_storage(storage).ema_decay(0.9).seed(5);
+    const Models models;
+    typename TypeParam::Optimizer first(models.low, options);
+    models.step(first, first, 3);
+    std::stringstream file;
+    torch::save(first, file);
+    std::vector<torch::Tensor> saved;
+    for (const auto& parameter : models.low) saved.push_back(parameter.detach().clone());
+
+    Models resumed;
+    {  // another process: the optimizer's file is read first, and then the model's
+      typename TypeParam::Optimizer second(resumed.low, TypeParam::options());
+      torch::load(second, file);
+      EXPECT_EQ(second.applied_steps(), first.applied_steps());
+      const torch::NoGradGuard no_grad;
+      for (std::size_t i = 0; i < saved.size(); ++i) resumed.low[i].copy_(saved[i]);
+      for (int step = 0; step < 3; ++step) {
+        models.set_gradients();
+        for (std::size_t i = 0; i < saved.size(); ++i) {
+          resumed.low[i].mutable_grad() = models.low[i].grad().clone();
+        }
+        first.step();
+        second.step();
+      }
+      for (std::size_t i = 0; i < saved.size(); ++i) {
+        EXPECT_TRUE(torch::equal(resumed.low[i], models.low[i]))
+            << i << ", storage " << static_cast<int>(storage);
+        EXPECT_TRUE(
+            torch::equal(state_of<typename TypeParam::State>(first, models.low[i]).ema(),
+                         state_of<typename TypeParam::State>(second, resumed.low[i]).ema()));
+      }
+    }
+  }
+}
+
+TEST(MasterWeights, TakeOverWhatIsWrittenToTheParameterAndKeepTheRest) {
+  const auto parameter = torch::randn({1000}).to(torch::kBFloat16).requires_grad_();
+  AdamW optimizer({parameter}, AdamWOptions(1e-4).weight_storage(WeightStorage::master));
+  parameter.mutable_grad() = torch::randn({1000}).to(torch::kBFloat16);
+  optimizer.step();
+  const auto before = state_of<AdamWParamState>(optimizer, parameter).master().clone();
+  {
+    const torch::NoGradGuard no_grad;
+    parameter.slice(0, 0, 10).fill_(5);
+    const auto averaged_out = parameter.clone();  // swapped out for an evaluation, and in again
+    parameter.fill_(0);
+    parameter.copy_(averaged_out);
+  }
+  parameter.mutable_grad() = torch::zeros({1000}, torch::kBFloat16);
+  optimizer.param_groups()[0].options().set_lr(0);
+  optimizer.step();
+  const auto& after = state_of<AdamWParamState>(optimizer, parameter).master();
+  EXPECT_TRUE(torch::equal(after.slice(0, 0, 10), torch::full({10}, 5.0F)));
+  EXPECT_TRUE(torch::equal(after.slice(0, 10), before.slice(0, 10)));
+}
+
+TEST(SplitWeights, TakeOverWhatIsWrittenToTheParameter) {
+  const auto parameter = torch::randn({1000}).to(torch::kBFloat16).requires_grad_();
+  AdamW optimizer({parameter}, AdamWOptions(1e-4).weight_storage(WeightStorage::split_master));
+  parameter.mutable_grad() = torch::randn({1000}).to(torch::kBFloat16);
+  optimizer.step();
+  EXPECT_TRUE(state_of<AdamWParamState>(optimizer, parameter).lower_half().any().item<bool>());
+  {
+    const torch::NoGradGuard no_grad;
+    parameter.fill_(5);
+  }
+  optimizer.param_groups()[0].options().set_lr(0);
+  optimizer.step();
+  EXPECT_FALSE(state_of<AdamWParamState>(optimizer, parameter).lower_half().any().item<bool>());
+  EXPECT_TRUE(torch::equal(parameter, torch::full({1000}, 5.0F).to(torch::kBFloat16)));
+}
+
+TEST(WeightStorage, MayBeChangedBetweenSteps) {
+  const Models models;
+  AdamW low(models.low, AdamWOptions(1e-3).weight_storage(WeightStorage::master));
+  AdamW floats(models.floats, AdamWOptions(1e-3));
+  auto& options = static_cast<AdamWOptions&>(low.param_groups()[0].options());
+  for (const auto storage : {WeightStorage::split_master, WeightStorage::master,
+                             WeightStorage::split_master, WeightStorage::split_master}) {
+    models.step(low, floats, 2);
+    options.weight_storage(storage);
+  }
+  models.step(low, floats, 2);
+  for (std::size_t i = 0; i < models.low.size(); ++i) {
+    const auto whole = mezzo::detail::joined(
+        models.low[i], state_of<AdamWParamState>(low, models.low[i]).lower_half());
+    EXPECT_TRUE(torch::equal(whole, models.floats[i])) << i;
+  }
+  options.weight_storage(WeightStorage::plain);
+  models.step(low, floats, 1);
+  EXPECT_FALSE(state_of<AdamWParamState>(low, models.low[0]).lower_half().defined());
+  EXPECT_EQ(state_of<AdamWParamState>(low, models.low[0]).exp_avg().scalar_type(),
+            torch::kBFloat16);
+}
+
+TEST(WeightStorage, OfParametersOfFloatIsAlwaysPlain) {
+  for (const auto storage :
+       {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
+    const auto ours = torch::ones({50}).requires_grad_();
+    const auto plain = torch::ones({50}).requires_grad_();
+    AdamW with(std::vector{ours}, AdamWOptions(1e-2).weight_storage(storage));
+    AdamW without(std::vector{plain}, AdamWOptions(1e-2));
+    ours.mutable_grad() = torch::rand({50});
+    plain.mutable_grad() = ours.grad().clone();
+    with.step();
+    without.step();
+    EXPECT_TRUE(torch::equal(ours, plain));
+    EXPECT_FALSE(state_of<AdamWParamState>(with, ours).master().defined());
+  }
+}
+
+TEST(WeightStorage, OfHalfCannotBeSplitOrStochastic) {
+  for (const auto& [storage, name] : std::vector<std::pair<WeightStorage, std::string>>{
+           {WeightStorage::split_master, "split_master"},
+           {WeightStorage::stochastic, "stochastic"}}) {
+    const auto parameter = torch::ones({3}, torch::kHalf).requires_grad_();
+    parameter.mutable_grad() = torch::ones({3}, torch::kHalf);
+    AdamW optimizer({parameter}, AdamWOptions(1e-2).weight_storage(storage));
+    EXPECT_THAT([&] { optimizer.step(); },
+                ThrowsMessage<c10::Error>(testing::AllOf(HasSubstr("WeightStorage::" + name),
+                                                         HasSubstr("one is of half"),
+                                                         HasSubstr("use WeightStorage::master"))));
+  }
+}
+
+TEST(WeightStorage, RefusesAnEmaDecayThatIsNone) {
+  const auto parameter = torch::ones({3}).requires_grad_();
+  for (const double decay : {-0.1, 1.0, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_THAT([&] { AdamW({parameter}, AdamWOptions(1e-2).ema_decay(decay)); },
+                ThrowsMessage<c10::Error>(HasSubstr("ema_decay")));
+  }
+}
+
+TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
+  const Models models;
+  torch::optim::AdamW theirs(models.low, torch::optim::AdamWOptions(1e-3));
+  models.set_gradients();
+  theirs.step();
+  std::stringstream file;
+  torch::save(theirs, file);
+  AdamW ours(models.low,
+             AdamWOptions(7).weight_storage(WeightStorage::master).ema_decay(0.5).seed(9));
+  torch::load(ours, file);
+  const auto& options = static_cast<const AdamWOptions&>(ours.param_groups()[0].options());
+  EXPECT_EQ(options.lr(), 1e-3);
+  EXPECT_EQ(options.weight_storage(), WeightStorage::master);
+  EXPECT_EQ(options.ema_decay(), 0.5);
+  EXPECT_EQ(options.seed(), 9U);
+  EXPECT_EQ(ours.applied_steps(), 1);
+  models.set_gradients();
+  ours.step();
+  EXPECT_EQ(state_of<AdamWParamState>(ours, models.low[0]).exp_avg().scalar_type(), torch::kFloat);
+  EXPECT_EQ(state_of<AdamWParamState>(ours, models.low[0]).step(), 2);
+}
+
+}  // namespace
