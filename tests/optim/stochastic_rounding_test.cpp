@@ -107,8 +107,8 @@ StepBuffers expected_after(const StepBuffers& before,
     float parameter = float_of(before.parameter, i);
     float gradient = float_of(before.gradient, i) * static_cast<float>(use.factor);
     float moments[AdamRule<kAmsgrad>::kMoments];
-    for (int k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
-      moments[k] = float_of(before.moments[static_cast<std::size_t>(k)], i);
+    for (unsigned k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
+      moments[k] = float_of(before.moments[k], i);
     }
     update(parameter, gradient, moments);
     uint32_t noise = static_cast<uint32_t>(number) ^ key.first;
@@ -117,9 +117,8 @@ StepBuffers expected_after(const StepBuffers& before,
     mezzo::detail::mix(more);
     const std::array<uint32_t, 3> own{noise >> 16, more & 0xFFFFU, more >> 16};
     after.parameter.data_ptr<c10::BFloat16>()[i] = rounded(parameter, noise & 0xFFFFU);
-    for (int k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
-      const auto which = static_cast<std::size_t>(k);
-      after.moments[which].data_ptr<c10::BFloat16>()[i] = rounded(moments[k], own[which]);
+    for (unsigned k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
+      after.moments[k].data_ptr<c10::BFloat16>()[i] = rounded(moments[k], own[k]);
     }
   }
   return after;
