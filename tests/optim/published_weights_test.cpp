@@ -28,6 +28,7 @@ class PublishedWeights : public testing::TestWithParam<torch::ScalarType> {
 
   void backward(double factor = 1.0) {
     optimizer_.zero_grad();
+    const mezzo::AutocastGuard autocast(torch::kCPU, GetParam(), {.weight_cache = cache_});
     (first_->forward(torch::randn({4, 24})).sum() * factor).backward();
   }
 
@@ -127,11 +128,37 @@ TEST(PublishToCache, LeavesOutWhatIsNotFloatOrNotDense) {
   const WeightCache cache;
   AdamW optimizer({doubles, gaps}, AdamWOptions(1e-2));
   optimizer.publish_to(cache, torch::kBFloat16);
+  {
+    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    torch::linear(torch::ones({1, 4}), gaps).sum().backward();
+  }
   doubles.mutable_grad() = torch::ones({6}, torch::kDouble);
-  gaps.mutable_grad() = torch::ones({6, 4});
   optimizer.step();
   EXPECT_LT(gaps.max().item<float>(), 1);
-  EXPECT_EQ(cache.statistics().casts, 0);
+  EXPECT_EQ(cache.statistics().published, 0);
+}
+
+TEST(PublishToCache, LeavesOutWhatNoRegionAsksFor) {
+  torch::nn::Embedding words(50, 16);
+  torch::nn::Linear head(16, 4);
+  auto parameters = head->parameters();
+  parameters.push_back(words->weight);
+  const WeightCache cache;
+  AdamW optimizer(parameters, AdamWOptions(1e-2));
+  optimizer.publish_to(cache, torch::kBFloat16);
+  for (int step = 0; step < 2; ++step) {
+    optimizer.zero_grad();
+    {
+      const mezzo::Autocast<torch::kCPU> autocast(cache);
+      head->forward(words->forward(torch::arange(9))).to(torch::kFloat).sum().backward();
+    }
+    optimizer.step();
+  }
+  EXPECT_TRUE(cache.is_asked_for(head->weight, torch::kBFloat16));
+  EXPECT_FALSE(cache.is_asked_for(head->weight, torch::kHalf));
+  EXPECT_FALSE(cache.is_asked_for(words->weight, torch::kBFloat16));
+  EXPECT_TRUE(cache.holds(head->weight, torch::kBFloat16));
+  EXPECT_FALSE(cache.holds(words->weight, torch::kBFloat16));
 }
 
 TEST(PublishToCache, RefusesADtypeThatAutocastDoesNotHave) {

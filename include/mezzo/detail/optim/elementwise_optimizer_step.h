@@ -126,6 +126,7 @@ void ElementwiseOptimizer<Traits>::place_weights(const One& one, const at::Tenso
   } else if (publishes() && parameter.scalar_type() == at::kFloat &&
              parameter.is_same(*one.parameter)) {
     const at::Tensor copy = copy_for(parameter);
+    if (!copy.defined()) return;
     span.beside = copy.mutable_data_ptr();
     prepared.published.emplace_back(parameter, copy);
   }
