@@ -9,6 +9,7 @@
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
 #include <mezzo/detail/kernels/random_bits.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 
 #include <array>
 #include <cmath>
@@ -179,6 +180,19 @@ torch::Tensor trained(int threads, uint64_t seed) {
 TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
   EXPECT_TRUE(torch::equal(trained(1, 7), trained(2, 7)));
   EXPECT_FALSE(torch::equal(trained(1, 7), trained(1, 8)));
+}
+
+TEST(StochasticRounding, DrawsAnewEachStepWithoutMomentsToo) {
+  const auto parameter = torch::full({1000}, 1.0F).to(torch::kBFloat16).requires_grad_();
+  mezzo::optim::SGD optimizer(
+      {parameter}, mezzo::optim::SGDOptions(1.0 / 1024).weight_storage(WeightStorage::stochastic));
+  for (int step = 0; step < 256; ++step) {
+    parameter.mutable_grad() = torch::full({1000}, -1.0F).to(torch::kBFloat16);
+    optimizer.step();
+  }
+  const auto values = parameter.detach().to(torch::kDouble);
+  EXPECT_NEAR(values.mean().item<double>(), 1.25, 0.005);
+  EXPECT_LT(values.max().item<double>(), 1.5) << "an element that is always rounded up gets to 3";
 }
 
 /// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.
