@@ -162,9 +162,19 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticLoop,
                                          CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
-torch::Tensor trained(int threads, uint64_t seed) {
-  const int before = torch::get_num_threads();
-  torch::set_num_threads(threads);
+class Threads {
+ public:
+  explicit Threads(int number) { torch::set_num_threads(number); }
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+  ~Threads() { torch::set_num_threads(before_); }
+
+ private:
+  int before_ = torch::get_num_threads();
+};
+
+torch::Tensor trained(int number_of_threads, uint64_t seed) {
+  const Threads threads(number_of_threads);
   torch::manual_seed(1);
   const auto parameter = torch::randn({100000}).to(torch::kBFloat16).requires_grad_();
   AdamW optimizer({parameter},
@@ -173,7 +183,6 @@ torch::Tensor trained(int threads, uint64_t seed) {
     parameter.mutable_grad() = torch::randn({100000}).to(torch::kBFloat16);
     optimizer.step();
   }
-  torch::set_num_threads(before);
   return parameter.detach();
 }
 
@@ -197,6 +206,7 @@ TEST(StochasticRounding, DrawsAnewEachStepWithoutMomentsToo) {
 
 /// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.
 double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
+  const Threads one(1);  // small operations: threads that wait for each other take longer
   torch::manual_seed(2);
   const auto inputs = torch::randn({256, 64});
   const auto targets = inputs.mm(torch::randn({64, 16}));
