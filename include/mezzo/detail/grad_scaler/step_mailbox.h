@@ -44,8 +44,8 @@ class Letter {
   }
   void send_next_scale(const at::Tensor& scale) { next_scale_.copy_(scale, /*non_blocking=*/true); }
 
-  bool has_outcome() const noexcept { return is_there(found_inf_); }
-  bool has_next_scale() const noexcept { return is_there(next_scale_); }
+  bool has_outcome() noexcept { return is_there(found_inf_); }
+  bool has_next_scale() noexcept { return is_there(next_scale_); }
   void wait() const {
     c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
   }
@@ -64,11 +64,9 @@ class Letter {
  private:
   static constexpr float kNotThere = -1.0F;  // found_inf is a count and a scale is positive
 
-  static bool is_there(const at::Tensor& value) noexcept {
-    const volatile float* const memory = value.const_data_ptr<float>();
-    const bool is_there = *memory != kNotThere;
-    std::atomic_thread_fence(std::memory_order_acquire);
-    return is_there;
+  static bool is_there(at::Tensor& value) noexcept {
+    std::atomic_ref<float> memory(*static_cast<float*>(value.data_ptr()));
+    return memory.load(std::memory_order_acquire) != kNotThere;
   }
 
   at::Device device_;
