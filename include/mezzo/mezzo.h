@@ -15,6 +15,7 @@
 #include <mezzo/grad_buckets.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/loss_scale.h>
+#include <mezzo/matmul_precision.h>
 #include <mezzo/op_policy.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
