@@ -17,6 +17,7 @@
 #include <mezzo/loss_scale.h>
 #include <mezzo/matmul_precision.h>
 #include <mezzo/op_policy.h>
+#include <mezzo/opt_level.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
