@@ -15,6 +15,7 @@
 #include <mezzo/grad_buckets.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/loss_scale.h>
+#include <mezzo/lr_schedule.h>
 #include <mezzo/matmul_precision.h>
 #include <mezzo/op_policy.h>
 #include <mezzo/opt_level.h>
