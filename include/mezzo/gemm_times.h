@@ -90,3 +90,4 @@ GemmTimes time_gemms(Model&& model, const Sample& sample, const GemmTimingOption
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #include <mezzo/detail/gemm_times/gemm_times_impl.h>
+#include <mezzo/detail/gemm_times/table.h>
