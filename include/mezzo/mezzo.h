@@ -1,8 +1,8 @@
 /// \file
 /// All of mezzo. Include the single headers instead where compile time counts: autocast_module.h
-/// brings in libtorch's modules, grad_scaler.h its optimizers, optim/*.h its archives,
-/// activation_checkpoint.h, autograd_function.h and weight_cache.h its autograd engine, op_policy.h
-/// and what stands on it the dispatcher, the others little more than c10.
+/// brings in libtorch's modules, grad_scaler.h and lr_schedule.h its optimizers, optim/*.h its
+/// archives, activation_checkpoint.h, autograd_function.h and weight_cache.h its autograd engine,
+/// op_policy.h and what stands on it the dispatcher, the others little more than c10.
 #pragma once
 
 #include <mezzo/activation_checkpoint.h>
@@ -11,11 +11,15 @@
 #include <mezzo/autograd_function.h>
 #include <mezzo/cast_functions.h>
 #include <mezzo/cast_trace.h>
+#include <mezzo/gemm_times.h>
 #include <mezzo/grad_bucket.h>
 #include <mezzo/grad_buckets.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/loss_scale.h>
+#include <mezzo/lr_schedule.h>
+#include <mezzo/matmul_precision.h>
 #include <mezzo/op_policy.h>
+#include <mezzo/opt_level.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>

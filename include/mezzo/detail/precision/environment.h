@@ -3,6 +3,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <mezzo/detail/precision/cpu_features.h>
 #include <mezzo/detail/precision/recommended.h>
 #include <mezzo/precision.h>
 
@@ -14,6 +15,11 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline constexpr const char* kAutocastVariable = "MEZZO_AUTOCAST";
+
+// Of recommended.h, which comes later where it is what a unit includes first.
+inline AutocastSetting autocast_off(c10::DeviceType device, const std::string& why);
+inline const char* cost_of_emulation(const CpuFeatures& cpu, at::ScalarType dtype);
+inline std::string lack_of_instructions(const CpuFeatures& cpu, const char* dtype);
 
 /// The dtype that the user named, with a word of warning where this CPU only emulates it.
 inline AutocastSetting asked_for(c10::DeviceType device, at::ScalarType dtype,

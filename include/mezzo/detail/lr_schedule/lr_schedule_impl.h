@@ -1,0 +1,154 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <mezzo/lr_schedule.h>
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A curve as the table that FusedOptimizer::set_lr_factors takes.
+template <LrCurve Curve>
+std::vector<double> lr_factors(const Curve& curve) {
+  const int64_t total = curve.total_steps;
+  TORCH_CHECK(total >= 0 && total < (int64_t{1} << 24), "LrSchedule: total_steps is ", total,
+              "; a device counts applied steps up to 16777215");
+  std::vector<double> factors;
+  factors.reserve(static_cast<std::size_t>(total) + 1);
+  for (int64_t n = 0; n <= total; ++n) factors.push_back(curve.factor(n));
+  return factors;
+}
+
+inline std::vector<double> lrs_of_groups(const torch::optim::Optimizer& optimizer) {
+  std::vector<double> lrs;
+  for (const auto& group : optimizer.param_groups()) lrs.push_back(group.options().get_lr());
+  return lrs;
+}
+
+}  // namespace detail
+
+template <LrCurve Curve>
+LrSchedule<Curve>::LrSchedule(torch::optim::Optimizer& optimizer, Curve curve)
+    : optimizer_(&optimizer),
+      fused_(dynamic_cast<optim::FusedOptimizer*>(&optimizer)),
+      curve_(std::move(curve)) {
+  if (fused_ != nullptr) {
+    fused_->set_lr_factors(detail::lr_factors(curve_));
+  } else {
+    set_lrs();
+  }
+}
+
+template <LrCurve Curve>
+void LrSchedule<Curve>::step(const StepResult& result) {
+  if (fused_ != nullptr) return;
+  if (result.ran()) ++applied_steps_;
+  set_lrs();
+}
+
+template <LrCurve Curve>
+void LrSchedule<Curve>::step() {
+  if (fused_ != nullptr) return;
+  ++applied_steps_;
+  set_lrs();
+}
+
+template <LrCurve Curve>
+int64_t LrSchedule<Curve>::applied_steps() const {
+  return fused_ != nullptr ? fused_->applied_steps() : applied_steps_;
+}
+
+template <LrCurve Curve>
+std::vector<double> LrSchedule<Curve>::lrs() const {
+  std::vector<double> lrs = detail::lrs_of_groups(*optimizer_);
+  if (fused_ != nullptr) {
+    const double factor = curve_.factor(applied_steps());
+    for (double& lr : lrs) lr *= factor;
+  }
+  return lrs;
+}
+
+template <LrCurve Curve>
+std::vector<double> LrSchedule<Curve>::base_lrs() const {
+  return fused_ != nullptr ? detail::lrs_of_groups(*optimizer_) : base_lrs_;
+}
+
+template <LrCurve Curve>
+void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
+  TORCH_CHECK(fused_ == nullptr,
+              "set_applied_steps: this optimizer counts its steps itself; load its file instead");
+  TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
+              "; it should be at least 0");
+  applied_steps_ = applied_steps;
+  set_lrs();
+}
+
+template <LrCurve Curve>
+void LrSchedule<Curve>::add_new_groups() {
+  const auto& groups = optimizer_->param_groups();
+  for (std::size_t i = base_lrs_.size(); i < groups.size(); ++i) {
+    base_lrs_.push_back(groups[i].options().get_lr());
+  }
+}
+
+template <LrCurve Curve>
+void LrSchedule<Curve>::set_lrs() {
+  const double factor = curve_.factor(applied_steps_);
+  add_new_groups();
+  auto& groups = optimizer_->param_groups();
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    groups[i].options().set_lr(base_lrs_[i] * factor);
+  }
+}
+
+template <LrCurve Curve>
+void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>& base_lrs) {
+  auto& groups = optimizer_->param_groups();
+  TORCH_CHECK(applied_steps >= 0, "The archive of a schedule has ", applied_steps,
+              " applied steps; it is damaged");
+  TORCH_CHECK(base_lrs.size() == groups.size(), "The archive of a schedule has ", base_lrs.size(),
+              " param groups, and this optimizer ", groups.size(),
+              "; make the groups that were there when it was saved");
+  for (const double lr : base_lrs) {
+    TORCH_CHECK(std::isfinite(lr), "The archive of a schedule has the rate ", lr,
+                "; it is damaged");
+  }
+  if (fused_ != nullptr) {
+    TORCH_CHECK(applied_steps == fused_->applied_steps(), "The archive of a schedule has ",
+                applied_steps, " applied steps, and this optimizer has ", fused_->applied_steps(),
+                "; it counts them itself, so load the file that it was saved to first");
+    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(base_lrs[i]);
+    return;
+  }
+  applied_steps_ = applied_steps;
+  base_lrs_ = base_lrs;
+  set_lrs();
+}
+
+template <class Archive, LrCurve Curve>
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const LrSchedule<Curve>& schedule) {
+  archive.write("applied_steps", c10::IValue(schedule.applied_steps()));
+  archive.write("base_lrs", c10::IValue(schedule.base_lrs()));
+  return archive;
+}
+
+template <class Archive, LrCurve Curve>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, LrSchedule<Curve>& schedule) {
+  c10::IValue applied_steps, base_lrs;
+  TORCH_CHECK(archive.try_read("applied_steps", applied_steps) &&
+                  archive.try_read("base_lrs", base_lrs) && applied_steps.isInt() &&
+                  base_lrs.isDoubleList(),
+              "This archive is not a schedule's: it lacks applied_steps or base_lrs");
+  schedule.restore(applied_steps.toInt(), base_lrs.toDoubleVector());
+  return archive;
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,185 @@
+/// \file
+/// libtorch's settings for matrix products, read and written to the last bit.
+///
+/// There are two layers. The newer one is a table over (backend, op) whose entries may be NONE and
+/// then inherit: an op from its backend's ALL, that from GENERIC. Its getter tells only what comes
+/// of it. The older one is a value and a flag beside the table, whose setters write to the table as
+/// well and whose getters throw when it says something else. So reading takes writing: parents are
+/// set to NONE for as long as their children are looked at.
+#pragma once
+
+#include <ATen/Context.h>
+#include <c10/macros/Export.h>
+#include <c10/util/Exception.h>
+#include <mezzo/version.h>
+
+#include <array>
+#include <cstddef>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+struct Float32Place {
+  at::Float32Backend backend;
+  at::Float32Op op;
+};
+
+/// All of the table, parents before children.
+inline constexpr std::array<Float32Place, 9> kFloat32Places = {
+    {{at::Float32Backend::GENERIC, at::Float32Op::ALL},
+     {at::Float32Backend::CUDA, at::Float32Op::ALL},
+     {at::Float32Backend::MKLDNN, at::Float32Op::ALL},
+     {at::Float32Backend::CUDA, at::Float32Op::MATMUL},
+     {at::Float32Backend::CUDA, at::Float32Op::CONV},
+     {at::Float32Backend::CUDA, at::Float32Op::RNN},
+     {at::Float32Backend::MKLDNN, at::Float32Op::MATMUL},
+     {at::Float32Backend::MKLDNN, at::Float32Op::CONV},
+     {at::Float32Backend::MKLDNN, at::Float32Op::RNN}}};
+
+using Float32Table = std::array<at::Float32Precision, kFloat32Places.size()>;
+
+inline void write_float32_table(at::Context& context, const Float32Table& table) {
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    context.setFloat32Precision(kFloat32Places[i].backend, kFloat32Places[i].op, table[i]);
+  }
+}
+
+/// The entries as they stand; afterwards all of them are NONE.
+inline Float32Table take_float32_table(at::Context& context) {
+  Float32Table table{};
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    const auto [backend, op] = kFloat32Places[i];
+    table[i] = context.float32Precision(backend, op);
+    context.setFloat32Precision(backend, op, at::Float32Precision::NONE);
+  }
+  return table;
+}
+
+inline const char* matmul_precision_name(at::Float32MatmulPrecision precision) {
+  switch (precision) {
+    case at::Float32MatmulPrecision::HIGHEST:
+      return "highest";
+    case at::Float32MatmulPrecision::HIGH:
+      return "high";
+    default:
+      return "medium";
+  }
+}
+
+inline void set_cudnn_table(at::Context& context, at::Float32Precision precision) {
+  context.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV, precision);
+  context.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN, precision);
+}
+
+/// The older layer's flag for cuDNN, from its getter, which answers only where the table agrees.
+inline bool take_cudnn_flag(at::Context& context) {
+  set_cudnn_table(context, at::Float32Precision::TF32);
+  try {
+    return context.allowTF32CuDNN();
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+/// A snapshot of every setting that a guard may change.
+class MatmulSettings {
+ public:
+  static MatmulSettings read(at::Context& context) {
+    MatmulSettings settings;
+    settings.table_ = take_float32_table(context);
+    settings.float32_ = context.float32MatmulPrecision();  // an empty table contradicts nothing
+    settings.cudnn_ = take_cudnn_flag(context);
+    settings.fp16_reduction_ = context.allowFP16ReductionCuBLAS();
+    settings.bf16_reduction_ = context.allowBF16ReductionCuBLAS();
+    settings.fp16_accumulation_ = context.allowFP16AccumulationCuBLAS();
+    write_float32_table(context, settings.table_);
+    return settings;
+  }
+
+  void write(at::Context& context) const {
+    context.setFloat32MatmulPrecision(matmul_precision_name(float32_));
+    context.setAllowTF32CuDNN(cudnn_);
+    write_float32_table(context, table_);  // last, for both of the above wrote to it
+    context.setAllowFP16ReductionCuBLAS(is_reduced(fp16_reduction_), splits(fp16_reduction_));
+    context.setAllowBF16ReductionCuBLAS(is_reduced(bf16_reduction_), splits(bf16_reduction_));
+    context.setAllowFP16AccumulationCuBLAS(fp16_accumulation_);
+  }
+
+ private:
+  static bool is_reduced(at::CuBLASReductionOption option) {
+    return option == at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
+  }
+  static bool splits(at::CuBLASReductionOption option) {
+    return option != at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK;
+  }
+
+  Float32Table table_{};
+  at::Float32MatmulPrecision float32_{};
+  bool cudnn_ = false;
+  at::CuBLASReductionOption fp16_reduction_{};
+  at::CuBLASReductionOption bf16_reduction_{};
+  bool fp16_accumulation_ = false;
+};
+
+inline void set_float32_matmul(at::Context& context,
+                               std::optional<at::Float32MatmulPrecision> precision) {
+  if (!precision) return;
+  context.setFloat32MatmulPrecision(matmul_precision_name(*precision));
+  if (*precision != at::Float32MatmulPrecision::HIGHEST) return;
+  // Said outright, for an entry that some version leaves at NONE would inherit.
+  for (const auto backend : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN}) {
+    context.setFloat32Precision(backend, at::Float32Op::MATMUL, at::Float32Precision::IEEE);
+  }
+}
+
+inline void set_cudnn_tf32(at::Context& context, std::optional<bool> allowed) {
+  if (!allowed) return;
+  context.setAllowTF32CuDNN(*allowed);
+  set_cudnn_table(context, *allowed ? at::Float32Precision::TF32 : at::Float32Precision::IEEE);
+}
+
+inline void set_cublas(at::Context& context, std::optional<bool> fp16_reduction,
+                       std::optional<bool> bf16_reduction, std::optional<bool> fp16_accumulation) {
+  if (fp16_reduction) context.setAllowFP16ReductionCuBLAS(*fp16_reduction);
+  if (bf16_reduction) context.setAllowBF16ReductionCuBLAS(*bf16_reduction);
+  if (fp16_accumulation) context.setAllowFP16AccumulationCuBLAS(*fp16_accumulation);
+}
+
+/// Whose turn it is to change the settings: one thread's at a time.
+struct MatmulPrecisionOwner {
+  std::mutex mutex{};
+  std::thread::id thread{};
+  int depth = 0;
+};
+
+/// One a process, as the settings are; so exported, and never destroyed.
+C10_EXPORT inline MatmulPrecisionOwner& matmul_precision_owner() {
+  static MatmulPrecisionOwner& owner = *new MatmulPrecisionOwner;
+  return owner;
+}
+
+class MatmulPrecisionTurn {
+ public:
+  MatmulPrecisionTurn() {
+    MatmulPrecisionOwner& owner = matmul_precision_owner();
+    const std::lock_guard lock(owner.mutex);
+    TORCH_CHECK(owner.depth == 0 || owner.thread == std::this_thread::get_id(),
+                "MatmulPrecisionGuard: another thread holds one, and the settings are the "
+                "process's; hold one guard around all threads' work instead");
+    owner.thread = std::this_thread::get_id();
+    ++owner.depth;
+  }
+  MatmulPrecisionTurn(const MatmulPrecisionTurn&) = delete;
+  MatmulPrecisionTurn& operator=(const MatmulPrecisionTurn&) = delete;
+  ~MatmulPrecisionTurn() {
+    MatmulPrecisionOwner& owner = matmul_precision_owner();
+    const std::lock_guard lock(owner.mutex);
+    --owner.depth;
+  }
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

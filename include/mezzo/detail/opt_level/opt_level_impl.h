@@ -1,0 +1,255 @@
+/// \file
+/// The levels' table, what may be combined with what, and Apex's report.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <mezzo/detail/grad_scaler/python_float.h>
+#include <mezzo/detail/precision/dtype_names.h>
+#include <mezzo/opt_level.h>
+
+#include <array>
+#include <charconv>
+#include <cstddef>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <system_error>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline LossScale apex_dynamic_scale() { return LossScale::dynamic({.max_scale = kApexMaxScale}); }
+
+inline LossScale loss_scale_of(std::string_view text) {
+  if (text == "dynamic") return apex_dynamic_scale();
+  double scale = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), scale);
+  TORCH_CHECK(error == std::errc() && end == text.data() + text.size(), "loss_scale \"", text,
+              "\" is neither a number nor \"dynamic\"");
+  return LossScale::fixed(scale);
+}
+
+inline std::string option_text(const char* name, at::ScalarType dtype) {
+  return c10::str(name, " = ", dtype_name(dtype));
+}
+
+inline std::string option_text(const char* name, bool value) {
+  return c10::str(name, value ? " = true" : " = false");
+}
+
+}  // namespace detail
+
+inline LossScaleChoice::LossScaleChoice(double scale) : rule_(LossScale::fixed(scale)) {}
+inline LossScaleChoice::LossScaleChoice(const char* text) : rule_(detail::loss_scale_of(text)) {}
+inline LossScaleChoice::LossScaleChoice(const std::string& text)
+    : rule_(detail::loss_scale_of(text)) {}
+
+struct OptLevel::Defaults {
+  std::string_view name;
+  std::string_view brief;
+  at::ScalarType low_precision;  ///< what it lowers to; float32 where it does not
+  std::optional<at::ScalarType> cast_model_type;
+  bool op_lists;
+  std::optional<bool> keep_batchnorm_fp32;
+  std::optional<bool> master_weights;
+  bool dynamic_scale;
+  bool tf32;
+};
+
+inline const OptLevel::Defaults& OptLevel::defaults_of(std::string_view name) {
+  constexpr auto kFloat = at::ScalarType::Float;
+  constexpr auto kHalf = at::ScalarType::Half;
+  constexpr auto kBFloat16 = at::ScalarType::BFloat16;
+  constexpr std::nullopt_t kNone = std::nullopt;
+  static constexpr std::array<Defaults, 8> kLevels = {
+      {{"O0", "float32 throughout.", kFloat, kFloat, false, kNone, false, false, false},
+       {"O1", "each op in half or float32, as the op lists say; weights stay float32.", kHalf,
+        kNone, true, kNone, kNone, true, false},
+       {"O2", "a half model with float32 batch norms and float32 master weights.", kHalf, kHalf,
+        false, true, true, true, false},
+       {"O3", "half throughout.", kHalf, kHalf, false, false, false, false, false},
+       {"O1_bf16", "each op in bfloat16 or float32, as the op lists say; weights stay float32.",
+        kBFloat16, kNone, true, kNone, kNone, false, false},
+       {"O2_bf16", "a bfloat16 model with float32 batch norms and float32 master weights.",
+        kBFloat16, kBFloat16, false, true, true, false, false},
+       {"O3_bf16", "bfloat16 throughout.", kBFloat16, kBFloat16, false, false, false, false, false},
+       {"TF32", "float32 throughout, with matrix products and convolutions through TF32.", kFloat,
+        kFloat, false, kNone, false, false, true}}};
+  for (const Defaults& level : kLevels) {
+    if (level.name == name) return level;
+  }
+  TORCH_CHECK(false, "Unexpected optimization level ", name,
+              ". Options are 'O0', 'O1', 'O2', 'O3'. Here also 'O1_bf16', 'O2_bf16', 'O3_bf16' and "
+              "'TF32'; O is the letter, not the number zero.");
+}
+
+inline OptLevel::OptLevel(const Defaults& defaults, const OptLevelOverrides& overrides)
+    : defaults_(&defaults),
+      overrides_(overrides),
+      loss_scale_(overrides.loss_scale     ? overrides.loss_scale->rule()
+                  : defaults.dynamic_scale ? detail::apex_dynamic_scale()
+                                           : LossScale::none()) {
+  check_dtypes();
+  check_against_level();
+  const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
+  TORCH_CHECK(!master_weights() || model != at::ScalarType::Float, "OptLevel ", name(),
+              ": master_weights = true contradicts cast_model_type = float32: masters are float32 "
+              "copies of half or bfloat16 weights; give master_weights = false, or cast the model");
+}
+
+inline void OptLevel::check_dtypes() const {
+  if (const auto dtype = overrides_.cast_model_type) {
+    TORCH_CHECK(*dtype == at::ScalarType::Float || *dtype == at::ScalarType::Half ||
+                    *dtype == at::ScalarType::BFloat16,
+                "OptLevel ", name(), ": cast_model_type is ", detail::dtype_name(*dtype),
+                "; it should be float32, float16 or bfloat16");
+  }
+  if (const auto dtype = overrides_.cast_model_outputs) {
+    TORCH_CHECK(detail::is_training_dtype(*dtype), "OptLevel ", name(), ": cast_model_outputs is ",
+                detail::dtype_name(*dtype), "; it should be float32, bfloat16, float16 or float64");
+  }
+}
+
+inline void OptLevel::check_against_level() const {
+  const std::string level = c10::str(" contradicts opt_level = ", name());
+  const auto refuse = [&](const std::string& option, const char* advice) {
+    TORCH_CHECK(false, "OptLevel ", name(), ": ", option, level, advice);
+  };
+  const bool by_op = defaults_->op_lists;
+  if (overrides_.patch_torch_functions.value_or(false) && !by_op) {
+    refuse("patch_torch_functions = true",
+           ": only O1 and O1_bf16 cast op by op; choose one of them, or leave the option out");
+  }
+  if (by_op && overrides_.keep_batchnorm_fp32) {
+    refuse(detail::option_text("keep_batchnorm_fp32", *overrides_.keep_batchnorm_fp32),
+           ", whose op lists say what batch norms run in; leave the option out, or give the region "
+           "an OpPolicy");
+  }
+  if (by_op && overrides_.master_weights) {
+    refuse(detail::option_text("master_weights", *overrides_.master_weights),
+           ", whose weights are float32 themselves; leave the option out, or choose O2");
+  }
+  const at::ScalarType type = overrides_.cast_model_type.value_or(at::ScalarType::Float);
+  if (type == at::ScalarType::Float) return;
+  const std::string option = detail::option_text("cast_model_type", type);
+  if (by_op) {
+    refuse(option,
+           ", which casts inputs of ops and leaves weights float32; choose O2 or O3 to "
+           "cast the model, or leave the option out");
+  }
+  if (defaults_->low_precision == at::ScalarType::Float) {
+    refuse(option, ", which is float32 throughout; choose O2 or O3");
+  }
+  if (defaults_->low_precision == at::ScalarType::BFloat16 && type == at::ScalarType::Half) {
+    refuse(option, ", which is bfloat16 without a loss scale; choose O2 or O3");
+  }
+}
+
+inline OptLevel OptLevel::parse(std::string_view name, const OptLevelOverrides& overrides) {
+  return {defaults_of(name), overrides};
+}
+
+inline OptLevel OptLevel::O0(const OptLevelOverrides& set) { return parse("O0", set); }
+inline OptLevel OptLevel::O1(const OptLevelOverrides& set) { return parse("O1", set); }
+inline OptLevel OptLevel::O2(const OptLevelOverrides& set) { return parse("O2", set); }
+inline OptLevel OptLevel::O3(const OptLevelOverrides& set) { return parse("O3", set); }
+inline OptLevel OptLevel::O1_bf16(const OptLevelOverrides& set) { return parse("O1_bf16", set); }
+inline OptLevel OptLevel::O2_bf16(const OptLevelOverrides& set) { return parse("O2_bf16", set); }
+inline OptLevel OptLevel::O3_bf16(const OptLevelOverrides& set) { return parse("O3_bf16", set); }
+inline OptLevel OptLevel::TF32(const OptLevelOverrides& set) { return parse("TF32", set); }
+
+inline OptLevel OptLevel::with(const OptLevelOverrides& overrides) const {
+  OptLevelOverrides all = overrides_;
+  const auto take = [](auto& mine, const auto& theirs) {
+    if (theirs) mine = theirs;
+  };
+  take(all.cast_model_type, overrides.cast_model_type);
+  take(all.patch_torch_functions, overrides.patch_torch_functions);
+  take(all.keep_batchnorm_fp32, overrides.keep_batchnorm_fp32);
+  take(all.master_weights, overrides.master_weights);
+  take(all.loss_scale, overrides.loss_scale);
+  take(all.cast_model_outputs, overrides.cast_model_outputs);
+  return {*defaults_, all};
+}
+
+inline std::string_view OptLevel::name() const noexcept { return defaults_->name; }
+
+inline std::optional<at::ScalarType> OptLevel::cast_model_type() const noexcept {
+  return overrides_.cast_model_type ? overrides_.cast_model_type : defaults_->cast_model_type;
+}
+
+inline std::optional<at::ScalarType> OptLevel::cast_model_outputs() const noexcept {
+  if (overrides_.cast_model_outputs) return overrides_.cast_model_outputs;
+  return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
+}
+
+inline bool OptLevel::uses_op_lists() const noexcept {
+  return overrides_.patch_torch_functions.value_or(defaults_->op_lists);
+}
+
+inline bool OptLevel::keep_batchnorm_fp32() const noexcept {
+  return overrides_.keep_batchnorm_fp32.value_or(defaults_->keep_batchnorm_fp32.value_or(false));
+}
+
+inline bool OptLevel::master_weights() const noexcept {
+  return overrides_.master_weights.value_or(defaults_->master_weights.value_or(false));
+}
+
+inline Precision OptLevel::precision() const {
+  const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
+  const at::ScalarType compute = uses_op_lists() ? defaults_->low_precision : model;
+  return Precision({.param = master_weights() ? at::ScalarType::Float : model,
+                    .compute = compute,
+                    .output = cast_model_outputs().value_or(compute)});
+}
+
+inline MatmulPrecisionOptions OptLevel::matmul_precision() const {
+  if (!defaults_->tf32) return {};
+  return {.float32 = at::Float32MatmulPrecision::HIGH, .cudnn_tf32 = true};
+}
+
+inline std::string OptLevel::describe() const {
+  return c10::str("Selected optimization level ", name(), ":  ", defaults_->brief, "\n",
+                  OptLevel(*defaults_, {}).listing(),
+                  "Processing user overrides (options that were given)...\n"
+                  "After processing overrides, optimization options are:\n",
+                  listing());
+}
+
+inline std::string OptLevel::listing() const {
+  const auto flag = [](std::optional<bool> value) {
+    return !value ? "None" : *value ? "True" : "False";
+  };
+  const auto either = [](const auto& mine, const auto& default_value) {
+    return mine ? mine : default_value;
+  };
+  const auto dtype = [](std::optional<at::ScalarType> value) {
+    return value ? c10::str("torch.", detail::dtype_name(*value)) : "None";
+  };
+  std::string text;
+  const auto line = [&text](std::string property, const std::string& value) {
+    property.resize(22, ' ');
+    text += c10::str(property, " : ", value, "\n");
+  };
+  line("enabled", "True");
+  line("opt_level", std::string(name()));
+  line("cast_model_type", dtype(cast_model_type()));
+  line("patch_torch_functions", flag(uses_op_lists()));
+  line("keep_batchnorm_fp32",
+       flag(either(overrides_.keep_batchnorm_fp32, defaults_->keep_batchnorm_fp32)));
+  line("master_weights", flag(either(overrides_.master_weights, defaults_->master_weights)));
+  line("loss_scale", loss_scale_.kind() == LossScaleKind::dynamic
+                         ? "dynamic"
+                         : detail::python_float(static_cast<float>(loss_scale_.init_scale())));
+  if (overrides_.cast_model_outputs) line("cast_model_outputs", dtype(cast_model_outputs()));
+  if (defaults_->tf32) line("float32_matmul", "high");
+  return text;
+}
+
+inline std::ostream& operator<<(std::ostream& stream, const OptLevel& level) {
+  return stream << level.describe();
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,148 @@
+/// \file
+/// Apex's optimization levels O0 to O3 as values: which dtype the model is cast to, whether ops are
+/// cast one by one, what stays float32, and how the loss is scaled. A level changes nothing by
+/// itself.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+#include <mezzo/loss_scale.h>
+#include <mezzo/matmul_precision.h>
+#include <mezzo/precision.h>
+#include <mezzo/version.h>
+
+#include <iosfwd>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// A loss scale as people write it: 128.0, "128.0", "dynamic", or a LossScale.
+class LossScaleChoice {
+ public:
+  LossScaleChoice(const LossScale& rule) : rule_(rule) {}  // NOLINT(google-explicit-constructor)
+
+  /// A constant scale.
+  /// \throws c10::Error unless it is positive and finite as a float
+  LossScaleChoice(double scale);  // NOLINT(google-explicit-constructor)
+
+  /// A number, or "dynamic": Apex's rule, from 2^16 doubled every 2000 clean steps up to 2^24 and
+  /// halved by an overflow. For other bounds give `LossScale::dynamic({...})`.
+  /// \throws c10::Error for any other text
+  LossScaleChoice(const char* text);         // NOLINT(google-explicit-constructor)
+  LossScaleChoice(const std::string& text);  // NOLINT(google-explicit-constructor)
+
+  const LossScale& rule() const noexcept { return rule_; }
+
+ private:
+  LossScale rule_;
+};
+
+/// What to change of a level, by Apex's names; what is left out is the level's own.
+struct OptLevelOverrides {
+  /// float32, half or bfloat16: what the weights and inputs of the model are cast to.
+  std::optional<at::ScalarType> cast_model_type = std::nullopt;
+  /// Whether ops are cast one by one, by the op lists (nothing is patched: it is autocast).
+  std::optional<bool> patch_torch_functions = std::nullopt;
+  /// Whether batch norms stay float32 in a model that is cast.
+  std::optional<bool> keep_batchnorm_fp32 = std::nullopt;
+  /// Whether the optimizer keeps float32 copies of low-precision weights.
+  std::optional<bool> master_weights = std::nullopt;
+  /// 128.0, "dynamic" or a LossScale; any, at any level.
+  std::optional<LossScaleChoice> loss_scale = std::nullopt;
+  /// What the model's outputs are cast to; otherwise float32 where the model is cast.
+  std::optional<at::ScalarType> cast_model_outputs = std::nullopt;
+};
+
+/// An optimization level with its overrides, an immutable value:
+///
+///     auto level = mezzo::OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0});
+///     auto level = mezzo::OptLevel::parse(flags.opt_level, {.loss_scale = flags.loss_scale});
+///     std::cout << level;
+///
+/// |                       | O0      | O1      | O2      | O3   |
+/// |-----------------------|---------|---------|---------|------|
+/// | cast_model_type       | float32 |         | half    | half |
+/// | patch_torch_functions | no      | yes     | no      | no   |
+/// | keep_batchnorm_fp32   |         |         | yes     | no   |
+/// | master_weights        | no      |         | yes     | no   |
+/// | loss_scale            | 1       | dynamic | dynamic | 1    |
+///
+/// O1_bf16, O2_bf16 and O3_bf16 are O1 to O3 in bfloat16, with loss scale 1: bfloat16 has float32's
+/// range. TF32 is O0 with float32 products through TF32.
+///
+/// Every way to make a level looks at the whole set of overrides at once, so their order never
+/// matters, and throws c10::Error for a contradiction, naming both sides and what to do:
+/// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights: it leaves
+///   weights in float32 and its op lists run batch norms in float32. As in Apex.
+/// - patch_torch_functions = true with any level but O1. As in Apex.
+/// - O0 or TF32 with a low-precision cast_model_type, a bf16 level with half, and master_weights
+///   for a model in float32. Apex takes these silently.
+/// A dynamic loss scale for a model without half is no contradiction, here as in Apex: the scale is
+/// a power of two and changes nothing but the range, and an inf still skips a step.
+class OptLevel {
+ public:
+  static OptLevel O0(const OptLevelOverrides& overrides = {});  ///< float32
+  static OptLevel O1(const OptLevelOverrides& overrides = {});  ///< op by op; Apex's default
+  static OptLevel O2(const OptLevelOverrides& overrides = {});  ///< half with float32 masters
+  static OptLevel O3(const OptLevelOverrides& overrides = {});  ///< half throughout
+  static OptLevel O1_bf16(const OptLevelOverrides& overrides = {});
+  static OptLevel O2_bf16(const OptLevelOverrides& overrides = {});
+  static OptLevel O3_bf16(const OptLevelOverrides& overrides = {});
+  static OptLevel TF32(const OptLevelOverrides& overrides = {});
+
+  /// The level of that name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16", "TF32".
+  /// \throws c10::Error for any other, in Apex's words
+  static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {});
+
+  /// The same level with these overrides in place of, or beside, those that it has. What belongs
+  /// together goes into one call, for the result is looked at as a whole.
+  [[nodiscard]] OptLevel with(const OptLevelOverrides& overrides) const;
+
+  std::string_view name() const noexcept;
+
+  /// What weights and inputs of the model are cast to; none where it is left as it is.
+  std::optional<at::ScalarType> cast_model_type() const noexcept;
+  /// What the model's outputs are cast to; none where they come as the ops make them.
+  std::optional<at::ScalarType> cast_model_outputs() const noexcept;
+  /// Whether the forward pass runs under autocast, in the dtype `precision().compute()`.
+  bool uses_op_lists() const noexcept;
+  bool keep_batchnorm_fp32() const noexcept;
+  bool master_weights() const noexcept;
+  /// LossScale::none() for 1.
+  const LossScale& loss_scale() const noexcept { return loss_scale_; }
+
+  /// The level in short. Its params are what the optimizer keeps, so float32 with master weights;
+  /// its output is as its compute where outputs are not cast.
+  Precision precision() const;
+
+  /// For a MatmulPrecisionGuard around the training; changes nothing but at the level TF32.
+  MatmulPrecisionOptions matmul_precision() const;
+
+  /// What Apex prints, from "Selected optimization level O1:" on to the options after overrides.
+  std::string describe() const;
+
+  /// The overrides that it was made with.
+  const OptLevelOverrides& overrides() const noexcept { return overrides_; }
+
+ private:
+  struct Defaults;
+
+  OptLevel(const Defaults& defaults, const OptLevelOverrides& overrides);
+
+  static const Defaults& defaults_of(std::string_view name);
+  void check_dtypes() const;
+  void check_against_level() const;
+  std::string listing() const;
+
+  const Defaults* defaults_;
+  OptLevelOverrides overrides_;
+  LossScale loss_scale_;
+};
+
+/// `describe()`.
+inline std::ostream& operator<<(std::ostream& stream, const OptLevel& level);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/opt_level/opt_level_impl.h>

@@ -1,0 +1,295 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/lr_schedule.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using mezzo::LinearSchedule;
+using mezzo::StepResult;
+using testing::DoubleEq;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+torch::Tensor weight(double value = 0) { return torch::full({1}, value).requires_grad_(); }
+
+double lr_of(const torch::optim::Optimizer& optimizer, std::size_t group = 0) {
+  return optimizer.param_groups()[group].options().get_lr();
+}
+
+StepResult known(bool ran) { return StepResult({.ran = ran}); }
+
+torch::optim::OptimizerParamGroup group_with(double lr) {
+  return {{weight()}, std::make_unique<torch::optim::SGDOptions>(lr)};
+}
+
+/// A training loop whose gradients are 1, or inf where `finite` says so; the weight before each
+/// step, and after the last.
+template <class Optimizer, class Schedule>
+std::vector<double> train(torch::Tensor parameter, Optimizer& optimizer, Schedule& schedule,
+                          mezzo::GradScaler& scaler, const std::vector<bool>& finite) {
+  std::vector<double> weights{parameter.item<double>()};
+  for (const bool is_finite : finite) {
+    optimizer.zero_grad();
+    const double slope = is_finite ? 1 : std::numeric_limits<double>::infinity();
+    scaler.scale(parameter.mul(slope).sum()).backward();
+    const auto result = scaler.step(optimizer, {});
+    scaler.update();
+    schedule.step(result);
+    weights.push_back(parameter.item<double>());
+  }
+  return weights;
+}
+
+mezzo::GradScaler quiet_scaler() {
+  mezzo::GradScaler scaler(mezzo::LossScale::dynamic({.init_scale = 4}));
+  scaler.on_skip(nullptr);
+  return scaler;
+}
+
+TEST(LrSchedule, MovesTheRateOfALibtorchOptimizer) {
+  torch::optim::SGD optimizer({weight()}, 2.0);
+  LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 6});
+  std::vector<double> rates;
+  for (int i = 0; i < 8; ++i) {
+    rates.push_back(lr_of(optimizer));
+    schedule.step(known(/*ran=*/true));
+  }
+  EXPECT_THAT(rates, ElementsAre(0, 1, 2, 1.5, 1, 0.5, 0, 0));
+  EXPECT_EQ(schedule.applied_steps(), 8);
+}
+
+TEST(LrSchedule, StandsStillForASkippedStep) {
+  torch::optim::SGD optimizer({weight()}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  schedule.step(known(/*ran=*/true));
+  EXPECT_EQ(lr_of(optimizer), 0.75);
+  schedule.step(known(/*ran=*/false));
+  EXPECT_EQ(lr_of(optimizer), 0.75);
+  EXPECT_EQ(schedule.applied_steps(), 1);
+}
+
+TEST(LrSchedule, CountsEveryStepWithoutAScaler) {
+  torch::optim::SGD optimizer({weight()}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  schedule.step();
+  schedule.step();
+  EXPECT_EQ(lr_of(optimizer), 0.5);
+}
+
+TEST(LrSchedule, KeepsEachGroupsBaseAndTakesInGroupsThatComeLater) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.push_back(group_with(1.0));
+  groups.push_back(group_with(0.25));
+  torch::optim::SGD optimizer(std::move(groups), torch::optim::SGDOptions(9.0));
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  schedule.step();
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 0.1875));
+  optimizer.add_param_group(group_with(8.0));
+  schedule.step(known(/*ran=*/false));
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 0.1875, 6.0));
+  schedule.step();
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.5, 0.125, 4.0));
+  EXPECT_THAT(schedule.base_lrs(), ElementsAre(1.0, 0.25, 8.0));
+}
+
+TEST(LrSchedule, LeavesAnOptimizerAloneWhoseNumbersAreRefused) {
+  torch::optim::SGD optimizer({weight()}, 2.0);
+  EXPECT_THAT([&] { LinearSchedule schedule(optimizer, {.warmup_steps = 3, .total_steps = 2}); },
+              ThrowsMessage<c10::Error>(HasSubstr("warmup_steps is 3")));
+  EXPECT_EQ(lr_of(optimizer), 2.0);
+}
+
+const std::vector<bool> kOverflows{true, true, false, true, false, false, true, true};
+// Rates 1, 3/4, (3/4 skipped), 1/2, (1/4 skipped twice), 1/4, 0.
+const std::vector<double> kWeights{0, -1, -1.75, -1.75, -2.25, -2.25, -2.25, -2.5, -2.5};
+
+TEST(LrSchedule, SpendsNoRateOnOverflowsOfALibtorchOptimizer) {
+  const torch::Tensor parameter = weight();
+  torch::optim::SGD optimizer({parameter}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  mezzo::GradScaler scaler = quiet_scaler();
+  EXPECT_EQ(train(parameter, optimizer, schedule, scaler, kOverflows), kWeights);
+}
+
+TEST(LrSchedule, MovesAFusedOptimizersRateByItsOwnCount) {
+  const torch::Tensor parameter = weight();
+  mezzo::optim::SGD optimizer({parameter}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  mezzo::GradScaler scaler = quiet_scaler();
+  EXPECT_EQ(train(parameter, optimizer, schedule, scaler, kOverflows), kWeights);
+  EXPECT_EQ(lr_of(optimizer), 1.0) << "the group's own rate is the base";
+  EXPECT_EQ(schedule.applied_steps(), 5);
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.0));
+}
+
+class UnknownOutcome final : public mezzo::StepSlot {
+ public:
+  bool ready() const noexcept override { return false; }
+  const mezzo::StepOutcome& outcome() override {
+    ADD_FAILURE() << "the schedule waited for a device";
+    return outcome_;
+  }
+
+ private:
+  mezzo::StepOutcome outcome_{};
+};
+
+TEST(LrSchedule, NeverWaitsForAFusedOptimizersStep) {
+  mezzo::optim::AdamW optimizer({weight()}, 1e-3);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  schedule.step(StepResult(std::make_shared<UnknownOutcome>()));
+}
+
+TEST(LrSchedule, GivesAFusedOptimizerItsCurveAsATable) {
+  mezzo::optim::AdamW optimizer({weight()}, 1e-3);
+  const LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 4});
+  EXPECT_THAT(optimizer.lr_factors(), ElementsAre(0, 0.5, 1, 0.5, 0));
+}
+
+TEST(LrSchedule, RefusesACurveLongerThanADeviceCounts) {
+  mezzo::optim::AdamW optimizer({weight()}, 1e-3);
+  EXPECT_THAT([&] { LinearSchedule(optimizer, {.total_steps = 1 << 24}); },
+              ThrowsMessage<c10::Error>(HasSubstr("total_steps is 16777216; a device counts")));
+  EXPECT_TRUE(optimizer.lr_factors().empty());
+}
+
+TEST(LrSchedule, ReachesGroupsThatAFusedOptimizerGetsLater) {
+  const torch::Tensor first = weight();
+  const torch::Tensor late = weight();
+  mezzo::optim::SGD optimizer({first}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  mezzo::GradScaler scaler = quiet_scaler();
+  train(first, optimizer, schedule, scaler, {true});
+  optimizer.add_param_group({{late}, std::make_unique<mezzo::optim::SGDOptions>(8.0)});
+  train(late, optimizer, schedule, scaler, {true});
+  EXPECT_EQ(late.item<double>(), -6.0);
+}
+
+struct Halving {
+  int64_t total_steps = 3;
+  double factor(int64_t applied_steps) const {
+    return 1.0 / static_cast<double>(1 << std::min(applied_steps, total_steps));
+  }
+};
+
+TEST(LrSchedule, FollowsACurveOfYours) {
+  torch::optim::SGD host({weight()}, 1.0);
+  mezzo::LrSchedule schedule(host, Halving());
+  schedule.step();
+  schedule.step();
+  EXPECT_EQ(lr_of(host), 0.25);
+  mezzo::optim::SGD fused({weight()}, 1.0);
+  const mezzo::LrSchedule table(fused, Halving());
+  EXPECT_THAT(fused.lr_factors(), ElementsAre(1, 0.5, 0.25, 0.125));
+}
+
+TEST(LrSchedule, MovesToAStepOfYourOwnFile) {
+  torch::optim::SGD optimizer({weight()}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  schedule.set_applied_steps(3);
+  EXPECT_EQ(lr_of(optimizer), 0.25);
+  EXPECT_THAT([&] { schedule.set_applied_steps(-1); },
+              ThrowsMessage<c10::Error>(HasSubstr("applied_steps is -1")));
+  mezzo::optim::SGD fused({weight()}, 1.0);
+  LinearSchedule table(fused, {.total_steps = 4});
+  EXPECT_THAT([&] { table.set_applied_steps(3); },
+              ThrowsMessage<c10::Error>(HasSubstr("counts its steps itself; load its file")));
+}
+
+template <class T>
+std::string saved(const T& value) {
+  std::ostringstream file;
+  torch::save(value, file);
+  return file.str();
+}
+
+template <class T>
+void load(T& value, const std::string& text) {
+  std::istringstream file(text);
+  torch::load(value, file);
+}
+
+/// Trains for some steps, saves, and goes on with what the files gave; the weights of the rest.
+template <class Before, class After>
+std::vector<double> resume(bool load_before_attaching) {
+  torch::Tensor parameter = weight();
+  Before optimizer({parameter}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 8});
+  mezzo::GradScaler scaler = quiet_scaler();
+  train(parameter, optimizer, schedule, scaler, {true, false, true});
+  const auto files = std::pair(saved(optimizer), saved(schedule));
+
+  parameter = weight();
+  After resumed({parameter}, 1.0);
+  if (load_before_attaching) load(resumed, files.first);
+  LinearSchedule again(resumed, {.total_steps = 8});
+  if (!load_before_attaching) load(resumed, files.first);
+  load(again, files.second);
+  EXPECT_EQ(again.applied_steps(), 2);
+  EXPECT_THAT(again.base_lrs(), ElementsAre(1.0));
+  return train(parameter, resumed, again, scaler, {true, false, true});
+}
+
+TEST(LrScheduleFiles, ResumeWhereTheyWereSavedWhicheverIsMadeFirst) {
+  const auto goes_on = ElementsAre(0, -0.75, -0.75, -1.375);
+  for (const bool first : {false, true}) {
+    EXPECT_THAT((resume<torch::optim::SGD, torch::optim::SGD>(first)), goes_on);
+    EXPECT_THAT((resume<mezzo::optim::SGD, mezzo::optim::SGD>(first)), goes_on);
+  }
+}
+
+TEST(LrScheduleFiles, GoFromMezzosOptimizersToLibtorchs) {
+  EXPECT_THAT((resume<mezzo::optim::SGD, torch::optim::SGD>(false)),
+              ElementsAre(0, -0.75, -0.75, -1.375));
+}
+
+TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzosWhereTheirFilesHoldACount) {
+  const auto move = [](auto before, auto after) {
+    LinearSchedule schedule(before, {.total_steps = 8});
+    mezzo::GradScaler scaler = quiet_scaler();
+    train(before.param_groups()[0].params()[0], before, schedule, scaler, {true, false, true});
+    load(after, saved(before));
+    LinearSchedule again(after, {.total_steps = 8});
+    load(again, saved(schedule));
+    return again.lrs();
+  };
+  EXPECT_THAT(move(torch::optim::AdamW({weight()}, 1.0), mezzo::optim::AdamW({weight()}, 1.0)),
+              ElementsAre(0.75));
+  EXPECT_THAT([&] { move(torch::optim::SGD({weight()}, 1.0), mezzo::optim::SGD({weight()}, 1.0)); },
+              ThrowsMessage<c10::Error>(HasSubstr(
+                  "has 2 applied steps, and this optimizer has 0; it counts them itself")));
+}
+
+TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
+  torch::optim::SGD optimizer({weight()}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  schedule.step();
+  const std::string file = saved(schedule);
+
+  torch::optim::SGD other({weight()}, 4.0);
+  other.add_param_group(group_with(2.0));
+  LinearSchedule wider(other, {.total_steps = 4});
+  EXPECT_THAT([&] { load(wider, file); },
+              ThrowsMessage<c10::Error>(HasSubstr("1 param groups, and this optimizer 2")));
+  EXPECT_THAT(wider.lrs(), ElementsAre(4.0, 2.0));
+  EXPECT_EQ(wider.applied_steps(), 0);
+
+  const std::string tensor = saved(torch::ones({2}));
+  EXPECT_THAT([&] { load(schedule, tensor); },
+              ThrowsMessage<c10::Error>(HasSubstr("This archive is not a schedule's")));
+}
+
+}  // namespace

@@ -1,0 +1,201 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/matmul_precision.h>
+
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using mezzo::MatmulPrecisionGuard;
+using Backend = at::Float32Backend;
+using Op = at::Float32Op;
+using Precision = at::Float32Precision;
+using Matmul = at::Float32MatmulPrecision;
+using Reduction = at::CuBLASReductionOption;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+at::Context& context() { return at::globalContext(); }
+
+/// What libtorch's newer getter says of every op, without a GENERIC setting and with one: an entry
+/// that inherits changes, one that was set does not.
+std::vector<Precision> table() {
+  std::vector<Precision> seen;
+  const Precision generic = context().float32Precision(Backend::GENERIC, Op::ALL);
+  for (const Precision parent : {Precision::NONE, Precision::IEEE, Precision::TF32}) {
+    context().setFloat32Precision(Backend::GENERIC, Op::ALL, parent);
+    for (const Backend backend : {Backend::CUDA, Backend::MKLDNN}) {
+      for (const Op op : {Op::ALL, Op::MATMUL, Op::CONV, Op::RNN}) {
+        seen.push_back(context().float32Precision(backend, op));
+      }
+    }
+  }
+  context().setFloat32Precision(Backend::GENERIC, Op::ALL, generic);
+  seen.push_back(generic);
+  return seen;
+}
+
+Precision cuda(Op op) { return context().float32Precision(Backend::CUDA, op); }
+Precision onednn(Op op) { return context().float32Precision(Backend::MKLDNN, op); }
+
+/// Leaves the process as it was found, whatever a test sets beforehand.
+class MatmulPrecision : public testing::Test {
+ protected:
+  void SetUp() override {
+    // What libtorch 2.11 starts with.
+    context().setFloat32MatmulPrecision("highest");
+    context().setAllowTF32CuDNN(true);
+    for (const auto& [backend, op] : mezzo::detail::kFloat32Places) {
+      const bool cudnn = backend == Backend::CUDA && (op == Op::CONV || op == Op::RNN);
+      context().setFloat32Precision(backend, op, cudnn ? Precision::TF32 : Precision::NONE);
+    }
+    context().setAllowFP16ReductionCuBLAS(true);
+    context().setAllowBF16ReductionCuBLAS(true);
+    context().setAllowFP16AccumulationCuBLAS(false);
+  }
+  void TearDown() override { SetUp(); }
+};
+
+TEST_F(MatmulPrecision, IsTf32InTheScopeAndAsItWasAfterwards) {
+  const auto before = table();
+  {
+    const MatmulPrecisionGuard guard({.float32 = Matmul::HIGH});
+    EXPECT_EQ(cuda(Op::MATMUL), Precision::TF32);
+    EXPECT_TRUE(context().allowTF32CuBLAS());
+    EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGH);
+  }
+  EXPECT_EQ(table(), before);
+  EXPECT_FALSE(context().allowTF32CuBLAS());
+  EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST);
+}
+
+TEST_F(MatmulPrecision, SetsWhatTorchSetsForEachName) {
+  {
+    const MatmulPrecisionGuard guard({.float32 = Matmul::MEDIUM});
+    EXPECT_EQ(cuda(Op::MATMUL), Precision::TF32);
+    EXPECT_EQ(onednn(Op::MATMUL), Precision::BF16);
+  }
+  context().setFloat32Precision(Backend::GENERIC, Op::ALL, Precision::TF32);
+  const MatmulPrecisionGuard guard({.float32 = Matmul::HIGHEST});
+  EXPECT_EQ(cuda(Op::MATMUL), Precision::IEEE) << "whatever stands above it";
+  EXPECT_EQ(onednn(Op::MATMUL), Precision::IEEE);
+}
+
+TEST_F(MatmulPrecision, LeavesAloneWhatItIsNotTold) {
+  context().setAllowFP16ReductionCuBLAS(false);
+  const auto before = table();
+  const MatmulPrecisionGuard guard({.bf16_reduction = false});
+  EXPECT_EQ(table(), before);
+  EXPECT_EQ(context().allowFP16ReductionCuBLAS(), Reduction::DisallowReducedPrecisionAllowSplitK);
+  EXPECT_EQ(context().allowBF16ReductionCuBLAS(), Reduction::DisallowReducedPrecisionAllowSplitK);
+  EXPECT_FALSE(context().allowFP16AccumulationCuBLAS());
+}
+
+TEST_F(MatmulPrecision, SetsAndRestoresTheRestOfTheFlags) {
+  context().setAllowBF16ReductionCuBLAS(false, false);
+  {
+    const MatmulPrecisionGuard guard({.cudnn_tf32 = false,
+                                      .fp16_reduction = false,
+                                      .bf16_reduction = true,
+                                      .fp16_accumulation = true});
+    EXPECT_FALSE(context().allowTF32CuDNN());
+    EXPECT_EQ(cuda(Op::CONV), Precision::IEEE);
+    EXPECT_EQ(cuda(Op::RNN), Precision::IEEE);
+    EXPECT_EQ(context().allowFP16ReductionCuBLAS(), Reduction::DisallowReducedPrecisionAllowSplitK);
+    EXPECT_EQ(context().allowBF16ReductionCuBLAS(), Reduction::AllowReducedPrecisionWithSplitK);
+    EXPECT_TRUE(context().allowFP16AccumulationCuBLAS());
+  }
+  EXPECT_TRUE(context().allowTF32CuDNN());
+  EXPECT_EQ(context().allowFP16ReductionCuBLAS(), Reduction::AllowReducedPrecisionWithSplitK);
+  EXPECT_EQ(context().allowBF16ReductionCuBLAS(),
+            Reduction::DisallowReducedPrecisionDisallowSplitK);
+  EXPECT_FALSE(context().allowFP16AccumulationCuBLAS());
+}
+
+TEST_F(MatmulPrecision, RestoresEachScopeOfANest) {
+  std::vector<Matmul> seen;
+  const auto look = [&] { seen.push_back(context().float32MatmulPrecision()); };
+  {
+    const MatmulPrecisionGuard outer({.float32 = Matmul::MEDIUM});
+    look();
+    {
+      const MatmulPrecisionGuard inner({.float32 = Matmul::HIGHEST});
+      look();
+      context().setAllowTF32CuBLAS(true);
+    }
+    look();
+  }
+  look();
+  EXPECT_THAT(seen, ElementsAre(Matmul::MEDIUM, Matmul::HIGHEST, Matmul::MEDIUM, Matmul::HIGHEST));
+}
+
+TEST_F(MatmulPrecision, IsRestoredByExceptionsAndEarlyReturns) {
+  const auto before = table();
+  const auto leave = [](bool by_exception) {
+    const MatmulPrecisionGuard guard({.float32 = Matmul::HIGH, .cudnn_tf32 = false});
+    if (by_exception) throw std::runtime_error("in the scope");
+    return 1;
+  };
+  EXPECT_EQ(leave(false), 1);
+  EXPECT_EQ(table(), before);
+  EXPECT_THROW(leave(true), std::runtime_error);
+  EXPECT_EQ(table(), before);
+  EXPECT_TRUE(context().allowTF32CuDNN());
+}
+
+TEST_F(MatmulPrecision, KeepsWhatInheritsInheriting) {
+  context().setFloat32Precision(Backend::CUDA, Op::ALL, Precision::TF32);
+  ASSERT_EQ(cuda(Op::MATMUL), Precision::TF32) << "by inheritance";
+  { const MatmulPrecisionGuard guard({.float32 = Matmul::HIGHEST}); }
+  context().setFloat32Precision(Backend::CUDA, Op::ALL, Precision::IEEE);
+  EXPECT_EQ(cuda(Op::MATMUL), Precision::IEEE);
+}
+
+TEST_F(MatmulPrecision, RestoresAMixOfTheTwoInterfaces) {
+  context().setFloat32Precision(Backend::CUDA, Op::MATMUL, Precision::TF32);
+  context().setFloat32Precision(Backend::CUDA, Op::CONV, Precision::IEEE);
+  ASSERT_ANY_THROW(context().float32MatmulPrecision()) << "libtorch's older getter refuses it";
+  ASSERT_ANY_THROW(context().allowTF32CuDNN());
+  const auto before = table();
+  {
+    const MatmulPrecisionGuard guard({.float32 = Matmul::HIGHEST, .cudnn_tf32 = true});
+    EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST);
+    EXPECT_TRUE(context().allowTF32CuDNN());
+  }
+  EXPECT_EQ(table(), before);
+  context().setFloat32Precision(Backend::CUDA, Op::MATMUL, Precision::NONE);
+  context().setFloat32Precision(Backend::CUDA, Op::CONV, Precision::TF32);
+  EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST) << "the older layer, too";
+  EXPECT_TRUE(context().allowTF32CuDNN());
+}
+
+TEST_F(MatmulPrecision, KeepsTheOlderFlagOfCudnn) {
+  context().setAllowTF32CuDNN(false);
+  { const MatmulPrecisionGuard guard({.cudnn_tf32 = true}); }
+  EXPECT_FALSE(context().allowTF32CuDNN());
+}
+
+TEST_F(MatmulPrecision, BelongsToOneThreadAtATime) {
+  const MatmulPrecisionGuard guard({.float32 = Matmul::HIGH});
+  std::thread([] {
+    EXPECT_THAT([] { const MatmulPrecisionGuard overlapping({.float32 = Matmul::HIGHEST}); },
+                ThrowsMessage<c10::Error>(HasSubstr("another thread holds one")));
+    EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGH) << "of the process";
+  }).join();
+}
+
+TEST_F(MatmulPrecision, IsFreeForOtherThreadsAfterwards) {
+  { const MatmulPrecisionGuard guard({.float32 = Matmul::HIGH}); }
+  std::thread([] {
+    const MatmulPrecisionGuard guard({.float32 = Matmul::HIGH});
+    EXPECT_TRUE(context().allowTF32CuBLAS());
+  }).join();
+  EXPECT_FALSE(context().allowTF32CuBLAS());
+}
+
+}  // namespace

@@ -1,0 +1,257 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/opt_level.h>
+
+#include <functional>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using mezzo::LossScale;
+using mezzo::LossScaleKind;
+using mezzo::OptLevel;
+using mezzo::OptLevelOverrides;
+using mezzo::Precision;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+std::string precision_of(const OptLevel& level) { return level.precision().to_string(); }
+
+TEST(OptLevel, O0IsFloat32) {
+  const OptLevel level = OptLevel::O0();
+  EXPECT_EQ(level.cast_model_type(), torch::kFloat);
+  EXPECT_FALSE(level.uses_op_lists() || level.keep_batchnorm_fp32() || level.master_weights());
+  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::none);
+  EXPECT_EQ(level.precision(), Precision());
+}
+
+TEST(OptLevel, O1CastsOpsAndNotTheModel) {
+  const OptLevel level = OptLevel::O1();
+  EXPECT_EQ(level.cast_model_type(), std::nullopt);
+  EXPECT_EQ(level.cast_model_outputs(), std::nullopt);
+  EXPECT_TRUE(level.uses_op_lists());
+  EXPECT_FALSE(level.keep_batchnorm_fp32() || level.master_weights());
+  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::dynamic);
+  EXPECT_EQ(precision_of(level), "params=float32,compute=float16,output=float16");
+}
+
+TEST(OptLevel, O2IsHalfWithFloat32BatchNormsAndMasters) {
+  const OptLevel level = OptLevel::O2();
+  EXPECT_EQ(level.cast_model_type(), torch::kHalf);
+  EXPECT_EQ(level.cast_model_outputs(), torch::kFloat);
+  EXPECT_FALSE(level.uses_op_lists());
+  EXPECT_TRUE(level.keep_batchnorm_fp32() && level.master_weights());
+  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::dynamic);
+  EXPECT_EQ(precision_of(level), "params=float32,compute=float16,output=float32");
+}
+
+TEST(OptLevel, O3IsHalfThroughout) {
+  const OptLevel level = OptLevel::O3();
+  EXPECT_EQ(level.cast_model_type(), torch::kHalf);
+  EXPECT_FALSE(level.uses_op_lists() || level.keep_batchnorm_fp32() || level.master_weights());
+  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::none);
+  EXPECT_EQ(precision_of(level), "params=float16,compute=float16,output=float32");
+}
+
+TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
+  const LossScale rule = OptLevel::O2().loss_scale();
+  EXPECT_EQ(rule.init_scale(), 65536);
+  EXPECT_EQ(rule.growth_factor(), 2);
+  EXPECT_EQ(rule.backoff_factor(), 0.5);
+  EXPECT_EQ(rule.growth_interval(), 2000);
+  EXPECT_EQ(rule.max_scale(), 16777216);
+}
+
+TEST(OptLevel, ComputesInBFloat16WithoutALossScaleInItsBf16Forms) {
+  EXPECT_EQ(precision_of(OptLevel::O1_bf16()), "params=float32,compute=bfloat16,output=bfloat16");
+  EXPECT_EQ(precision_of(OptLevel::O2_bf16()), "params=float32,compute=bfloat16,output=float32");
+  EXPECT_EQ(precision_of(OptLevel::O3_bf16()), "params=bfloat16,compute=bfloat16,output=float32");
+  for (const auto& level : {OptLevel::O1_bf16(), OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
+    EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::none) << level;
+  }
+  EXPECT_TRUE(OptLevel::O1_bf16().uses_op_lists());
+  EXPECT_TRUE(OptLevel::O2_bf16().master_weights() && OptLevel::O2_bf16().keep_batchnorm_fp32());
+  EXPECT_FALSE(OptLevel::O3_bf16().master_weights());
+}
+
+TEST(OptLevel, NamesTf32AndAsksForItInMatrixProducts) {
+  const OptLevel level = OptLevel::TF32();
+  EXPECT_EQ(level.precision(), Precision());
+  EXPECT_EQ(level.matmul_precision().float32, at::Float32MatmulPrecision::HIGH);
+  EXPECT_EQ(level.matmul_precision().cudnn_tf32, true);
+  EXPECT_EQ(OptLevel::O0().matmul_precision().float32, std::nullopt);
+  EXPECT_EQ(OptLevel::O2().matmul_precision().cudnn_tf32, std::nullopt);
+}
+
+TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
+  const OptLevel level = OptLevel::O2({.cast_model_type = torch::kBFloat16,
+                                       .keep_batchnorm_fp32 = false,
+                                       .loss_scale = 128.0,
+                                       .cast_model_outputs = torch::kHalf});
+  EXPECT_EQ(level.cast_model_type(), torch::kBFloat16);
+  EXPECT_FALSE(level.keep_batchnorm_fp32());
+  EXPECT_TRUE(level.master_weights());
+  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::fixed);
+  EXPECT_EQ(level.loss_scale().init_scale(), 128);
+  EXPECT_EQ(precision_of(level), "params=float32,compute=bfloat16,output=float16");
+
+  EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kBFloat16}).loss_scale().kind(),
+            LossScaleKind::dynamic);
+  EXPECT_EQ(precision_of(OptLevel::O2({.master_weights = false})),
+            "params=float16,compute=float16,output=float32");
+  EXPECT_EQ(precision_of(OptLevel::O1({.cast_model_outputs = torch::kFloat})),
+            "params=float32,compute=float16,output=float32");
+  EXPECT_EQ(precision_of(OptLevel::O1({.patch_torch_functions = false})),
+            "params=float32,compute=float32,output=float32");
+}
+
+TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
+  EXPECT_EQ(OptLevel::O3({.loss_scale = "dynamic"}).loss_scale().max_scale(), 16777216);
+  EXPECT_EQ(OptLevel::O3({.loss_scale = std::string("128.0")}).loss_scale().init_scale(), 128);
+  EXPECT_EQ(OptLevel::O3({.loss_scale = 64}).loss_scale().init_scale(), 64);
+  const LossScale rule = LossScale::dynamic({.init_scale = 8, .min_scale = 2});
+  EXPECT_EQ(OptLevel::O3({.loss_scale = rule}).loss_scale().min_scale(), 2);
+  for (const char* text : {"dynamics", "", "128x", " 1"}) {
+    EXPECT_THAT([&] { OptLevel::O2({.loss_scale = text}); },
+                ThrowsMessage<c10::Error>(HasSubstr("loss_scale \"" + std::string(text) +
+                                                    "\" is neither a number nor \"dynamic\"")));
+  }
+  EXPECT_THROW(OptLevel::O2({.loss_scale = -1.0}), c10::Error);
+}
+
+TEST(OptLevelOverrides, MayScaleDynamicallyWithoutAnythingInHalf) {
+  EXPECT_EQ(OptLevel::O0({.loss_scale = "dynamic"}).loss_scale().kind(), LossScaleKind::dynamic);
+  EXPECT_EQ(OptLevel::O3_bf16({.loss_scale = "dynamic"}).loss_scale().kind(),
+            LossScaleKind::dynamic);
+}
+
+TEST(OptLevelOverrides, AddUp) {
+  const OptLevel level =
+      OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0}).with({.loss_scale = 4.0});
+  EXPECT_FALSE(level.keep_batchnorm_fp32());
+  EXPECT_EQ(level.loss_scale().init_scale(), 4);
+  EXPECT_EQ(level.name(), "O2");
+}
+
+using Make = std::function<OptLevel()>;
+
+TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
+  const std::vector<std::pair<Make, std::string>> cases{
+      {[] { return OptLevel::O1({.cast_model_type = torch::kHalf}); },
+       "OptLevel O1: cast_model_type = float16 contradicts opt_level = O1, which casts inputs of "
+       "ops and leaves weights float32; choose O2 or O3 to cast the model, or leave the option "
+       "out"},
+      {[] { return OptLevel::O1_bf16({.cast_model_type = torch::kBFloat16}); },
+       "cast_model_type = bfloat16 contradicts opt_level = O1_bf16"},
+      {[] { return OptLevel::O1({.keep_batchnorm_fp32 = true}); },
+       "keep_batchnorm_fp32 = true contradicts opt_level = O1, whose op lists say"},
+      {[] { return OptLevel::O1({.master_weights = false}); },
+       "master_weights = false contradicts opt_level = O1, whose weights are float32 themselves"},
+      {[] { return OptLevel::O2({.patch_torch_functions = true}); },
+       "patch_torch_functions = true contradicts opt_level = O2: only O1 and O1_bf16 cast op by "
+       "op"},
+      {[] { return OptLevel::O0({.cast_model_type = torch::kHalf}); },
+       "cast_model_type = float16 contradicts opt_level = O0, which is float32 throughout"},
+      {[] { return OptLevel::TF32({.cast_model_type = torch::kBFloat16}); },
+       "cast_model_type = bfloat16 contradicts opt_level = TF32"},
+      {[] { return OptLevel::O2_bf16({.cast_model_type = torch::kHalf, .loss_scale = 8.0}); },
+       "cast_model_type = float16 contradicts opt_level = O2_bf16, which is bfloat16 without a "
+       "loss scale; choose O2 or O3"},
+      {[] { return OptLevel::O0({.master_weights = true}); },
+       "OptLevel O0: master_weights = true contradicts cast_model_type = float32"},
+      {[] { return OptLevel::O2({.cast_model_type = torch::kFloat}); },
+       "OptLevel O2: master_weights = true contradicts cast_model_type = float32: masters are "
+       "float32 copies of half or bfloat16 weights; give master_weights = false, or cast the "
+       "model"},
+      {[] { return OptLevel::O3({.cast_model_type = torch::kDouble}); },
+       "cast_model_type is float64; it should be float32, float16 or bfloat16"},
+      {[] { return OptLevel::O3({.cast_model_outputs = torch::kLong}); },
+       "cast_model_outputs is Long"}};
+  for (const auto& [make, error] : cases) {
+    EXPECT_THAT(make, ThrowsMessage<c10::Error>(HasSubstr(error)));
+  }
+}
+
+TEST(OptLevelContradictions, DoNotDependOnTheOrderOfOverrides) {
+  EXPECT_NO_THROW(OptLevel::O2({.cast_model_type = torch::kFloat, .master_weights = false}));
+  const OptLevel level = OptLevel::O2({.master_weights = false});
+  EXPECT_EQ(level.with({.cast_model_type = torch::kFloat}).precision(), Precision());
+  const auto error = ThrowsMessage<c10::Error>(
+      AllOf(HasSubstr("master_weights = true"), HasSubstr("cast_model_type = float32")));
+  EXPECT_THAT(
+      [] {
+        return OptLevel::O3({.master_weights = true}).with({.cast_model_type = torch::kFloat});
+      },
+      error);
+  EXPECT_THAT(
+      [] {
+        return OptLevel::O3({.cast_model_type = torch::kFloat}).with({.master_weights = true});
+      },
+      error);
+}
+
+TEST(OptLevelContradictions, LeaveOutWhatSaysTheSame) {
+  EXPECT_NO_THROW(OptLevel::O1({.cast_model_type = torch::kFloat}));
+  EXPECT_NO_THROW(OptLevel::O1({.patch_torch_functions = true}));
+  EXPECT_NO_THROW(OptLevel::O2({.patch_torch_functions = false}));
+  EXPECT_NO_THROW(OptLevel::O2_bf16({.cast_model_type = torch::kBFloat16}));
+  EXPECT_NO_THROW(OptLevel::O0({.keep_batchnorm_fp32 = true, .master_weights = false}));
+}
+
+TEST(OptLevelText, IsParsedByName) {
+  for (const char* name : {"O0", "O1", "O2", "O3", "O1_bf16", "O2_bf16", "O3_bf16", "TF32"}) {
+    EXPECT_EQ(OptLevel::parse(name).name(), name);
+  }
+  EXPECT_EQ(OptLevel::parse("O2", {.loss_scale = 16.0}).loss_scale().init_scale(), 16);
+}
+
+TEST(OptLevelText, IsRefusedInApexsWords) {
+  for (const std::string name : {"O4", "02", "o1", ""}) {
+    EXPECT_THAT([&] { OptLevel::parse(name); },
+                ThrowsMessage<c10::Error>(HasSubstr("Unexpected optimization level " + name +
+                                                    ". Options are 'O0', 'O1', 'O2', 'O3'.")));
+  }
+}
+
+TEST(OptLevelText, IsApexsReport) {
+  std::ostringstream text;
+  text << OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0});
+  EXPECT_EQ(text.str(),
+            "Selected optimization level O2:  a half model with float32 batch norms and float32 "
+            "master weights.\n"
+            "enabled                : True\n"
+            "opt_level              : O2\n"
+            "cast_model_type        : torch.float16\n"
+            "patch_torch_functions  : False\n"
+            "keep_batchnorm_fp32    : True\n"
+            "master_weights         : True\n"
+            "loss_scale             : dynamic\n"
+            "Processing user overrides (options that were given)...\n"
+            "After processing overrides, optimization options are:\n"
+            "enabled                : True\n"
+            "opt_level              : O2\n"
+            "cast_model_type        : torch.float16\n"
+            "patch_torch_functions  : False\n"
+            "keep_batchnorm_fp32    : False\n"
+            "master_weights         : True\n"
+            "loss_scale             : 128.0\n");
+}
+
+TEST(OptLevelText, SaysNoneWhereALevelHasNoSay) {
+  const std::string text = OptLevel::O1().describe();
+  EXPECT_THAT(text, AllOf(HasSubstr("cast_model_type        : None\n"),
+                          HasSubstr("patch_torch_functions  : True\n"),
+                          HasSubstr("keep_batchnorm_fp32    : None\n"),
+                          HasSubstr("master_weights         : None\n")));
+  EXPECT_THAT(OptLevel::TF32().describe(), HasSubstr("float32_matmul         : high\n"));
+  EXPECT_THAT(OptLevel::O0().describe(), HasSubstr("loss_scale             : 1.0\n"));
+}
+
+}  // namespace
