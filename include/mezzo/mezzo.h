@@ -18,6 +18,7 @@
 #include <mezzo/op_policy.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/precision.h>
