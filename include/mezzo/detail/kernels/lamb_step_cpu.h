@@ -25,9 +25,12 @@ class LambPieces {
     int64_t count;
   };
 
-  explicit LambPieces(const std::vector<LambTask>& tasks) {
+  /// Of those tasks for which `takes_part` says so.
+  template <class TakesPart>
+  LambPieces(const std::vector<LambTask>& tasks, const TakesPart& takes_part) {
     int64_t room = 0;
     for (std::size_t task = 0; task < tasks.size(); ++task) {
+      if (!takes_part(tasks[task])) continue;
       const int64_t total = tasks[task].span.count;
       for (int64_t begin = 0; begin < total; begin += kStepPiece) {
         const int64_t count = std::min(kStepPiece, total - begin);
@@ -61,34 +64,37 @@ class LambPieces {
   std::vector<std::size_t> first_of_batch_;  // and the number of all pieces
 };
 
-/// All tasks of a step, in two passes over their memory; in one where no norm is wanted or a piece
-/// is all of its parameter, which is then moved while it lies in the cache.
+/// Whether a task is one piece, which is moved while it lies in the cache, or wants no norm.
+inline bool needs_one_pass(const LambTask& task) {
+  return !task.coefficients.adapts || task.span.count <= kStepPiece;
+}
+
+inline void move_piece(const LambTask& task, const StepSpan& part, const LambNorms& norms) {
+  LambCoefficients coefficients = task.coefficients;
+  coefficients.adapt(norms);
+  task.run.move(part, coefficients, task.use);
+}
+
+/// All tasks of a step: in one pass over their memory where that will do, in two elsewhere.
 inline void run_step_cpu(const std::vector<LambTask>& tasks) {
-  const LambPieces pieces(tasks);
-  const auto part = [&](const LambPieces::Piece& piece) {
+  const auto part_of_piece = [&](const LambPieces::Piece& piece) {
     const LambTask& task = tasks[piece.task];
     return part_of(task.span, piece.begin, piece.count, task.sizes);
   };
-  const auto moves_at_once = [&](const LambPieces::Piece& piece) {
-    const LambTask& task = tasks[piece.task];
-    return !task.coefficients.adapts || piece.count == task.span.count;
-  };
-  const auto move = [&](const LambPieces::Piece& piece, const LambNorms& norms) {
-    const LambTask& task = tasks[piece.task];
-    LambCoefficients coefficients = task.coefficients;
-    coefficients.adapt(norms);
-    task.run.move(part(piece), coefficients, task.use);
-  };
+  const LambPieces pieces(tasks, [](const LambTask&) { return true; });
   std::vector<LambNorms> of_piece(pieces.size());
   pieces.for_each([&](std::size_t i) {
     const LambTask& task = tasks[pieces[i].task];
-    task.run.learn(part(pieces[i]), task.coefficients, task.use, of_piece[i]);
-    if (moves_at_once(pieces[i])) move(pieces[i], of_piece[i]);
+    const StepSpan part = part_of_piece(pieces[i]);
+    task.run.learn(part, task.coefficients, task.use, of_piece[i]);
+    if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
   });
   std::vector<LambNorms> of_task(tasks.size());
   for (std::size_t i = 0; i < pieces.size(); ++i) of_task[pieces[i].task].merge(of_piece[i]);
-  pieces.for_each([&](std::size_t i) {
-    if (!moves_at_once(pieces[i])) move(pieces[i], of_task[pieces[i].task]);
+  const LambPieces left(tasks, [](const LambTask& task) { return !needs_one_pass(task); });
+  left.for_each([&](std::size_t i) {
+    const std::size_t task = left[i].task;
+    move_piece(tasks[task], part_of_piece(left[i]), of_task[task]);
   });
 }
 
