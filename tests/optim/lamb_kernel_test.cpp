@@ -342,7 +342,7 @@ TEST(LambPieces, CoverEveryElementOfEveryTaskOnceInEachPassWithTheWholeParameter
 TEST(LambTable, KnowsTheBlocksOfEachRow) {
   using Table = mezzo::detail::DeviceStepTable<LambConstants>;
   Table table(/*elements_per_block=*/16);
-  for (const int64_t count : {0, 1, 16, 17, 0, 100}) {
+  for (const int64_t count : {40, 0, 1, 16, 17, 100}) {
     mezzo::detail::StepRow row{};
     row.span.count = count;
     ASSERT_TRUE(table.push_back(row, {}));
