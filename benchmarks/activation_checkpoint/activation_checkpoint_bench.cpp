@@ -5,63 +5,17 @@
 // cost of a checkpoint around one small op.
 
 #include <benchmark/benchmark.h>
-#include <c10/core/CPUAllocator.h>
 #include <torch/torch.h>
 
 #include <mezzo/activation_checkpoint.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "counting_allocator.h"
+
 namespace {
-
-// libtorch's CPU allocator, and the bytes that it has given out.
-class CountingAllocator final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(std::size_t size) override {
-    c10::DataPtr data = inner_->allocate(size);
-    auto* const block = new Block{this, size, std::move(data)};
-    in_use_ += static_cast<int64_t>(size);
-    peak_ = std::max<int64_t>(peak_, in_use_);
-    return {block->data.get(), block, &release, block->data.device()};
-  }
-  void copy_data(void* target, const void* source, std::size_t size) const override {
-    default_copy_data(target, source, size);
-  }
-
-  int64_t in_use() const { return in_use_; }
-  int64_t peak() const { return peak_; }
-  void forget_peak() { peak_ = in_use_.load(); }
-
- private:
-  struct Block {
-    CountingAllocator* owner;
-    std::size_t size;
-    c10::DataPtr data;
-  };
-
-  static void release(void* context) {
-    auto* const block = static_cast<Block*>(context);
-    block->owner->in_use_ -= static_cast<int64_t>(block->size);
-    delete block;
-  }
-
-  c10::Allocator* inner_ = c10::GetCPUAllocator();
-  std::atomic<int64_t> in_use_ = 0;
-  int64_t peak_ = 0;
-};
-
-CountingAllocator& counting_allocator() {
-  static auto* const allocator = [] {
-    auto* const counting = new CountingAllocator;  // outlives every tensor
-    c10::SetCPUAllocator(counting, /*priority=*/1);
-    return counting;
-  }();
-  return *allocator;
-}
 
 constexpr int kLayers = 12;
 
@@ -96,7 +50,7 @@ struct Encoder {
 };
 
 void forward_and_backward(benchmark::State& state) {
-  auto& allocator = counting_allocator();
+  auto& allocator = bench::counting_allocator();
   Encoder encoder;
   encoder.loss(0).backward();  // so that the gradients are there
   const int per_checkpoint = static_cast<int>(state.range(0));

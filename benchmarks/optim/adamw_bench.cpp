@@ -240,7 +240,8 @@ class Floor : public Peer {
                                         parameter.numel()};
       for (int64_t begin = 0; begin < all.count; begin += kPiece) {
         pieces_.push_back(
-            mezzo::detail::part_of(all, begin, std::min(kPiece, all.count - begin), 4, 4));
+            mezzo::detail::part_of(all, begin, std::min(kPiece, all.count - begin),
+                                   {.parameter = 4, .gradient = 4, .moment = 4, .average = 4}));
       }
     }
   }

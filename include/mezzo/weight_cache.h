@@ -120,6 +120,10 @@ class WeightCache {
   /// Whether a use of `weight` in `dtype`, in this thread and its region, would find a copy.
   [[nodiscard]] bool holds(const at::Tensor& weight, at::ScalarType dtype) const;
 
+  /// Whether an op in a region of `dtype` has asked for a copy of `weight` so far, be it held or
+  /// cast for it: what an optimizer publishes for nobody, such as embeddings, costs 2 bytes.
+  [[nodiscard]] bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const;
+
   /// Forgets the copies of `weight`, for writes that leave no trace. Published ones keep their
   /// address and are cast anew when used or asked for.
   void forget(const at::Tensor& weight) const;

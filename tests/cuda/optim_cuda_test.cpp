@@ -47,9 +47,9 @@ class ForbidSync {
 };
 
 /// Every layout and dtype that a parameter may have, on the CPU.
-std::vector<torch::Tensor> mixed_parameters() {
+std::vector<torch::Tensor> mixed_parameters(const std::vector<torch::ScalarType>& dtypes) {
   std::vector<torch::Tensor> all;
-  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf}) {
+  for (const auto dtype : dtypes) {
     for (const int64_t size : {0, 1, 3, 1000, 70001}) {
       all.push_back(torch::randn({size}).to(dtype));
     }
@@ -89,14 +89,19 @@ double tolerance(torch::ScalarType dtype) {
   }
 }
 
-/// Ten steps on both machines, some skipped, clipped at norm 3, without one wait.
+/// Ten steps on both machines, some skipped, clipped at norm 3, by a schedule, without one wait.
 template <class Optimizer, class Options>
-void expect_the_cpus_answers(const Options& options) {
-  const auto cpu = mixed_parameters();
+void expect_the_cpus_answers(const Options& options,
+                             const std::vector<torch::ScalarType>& dtypes = {
+                                 torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf}) {
+  const auto cpu = mixed_parameters(dtypes);
   std::vector<torch::Tensor> gpu;
   for (const auto& parameter : cpu) gpu.push_back(on_gpu(parameter));
   Optimizer cpu_optimizer(cpu, options);
   Optimizer gpu_optimizer(gpu, options);
+  for (Optimizer* optimizer : {&cpu_optimizer, &gpu_optimizer}) {
+    optimizer->set_lr_factors({1.0, 0.8, 0.5, 1.2});
+  }
   const auto scaler_options =
       GradScalerOptions().init_scale(16).growth_interval(3).allow_fp16_gradients(true);
   GradScaler cpu_scaler(scaler_options);
@@ -142,6 +147,7 @@ void expect_the_cpus_answers(const Options& options) {
     EXPECT_TRUE(torch::allclose(gpu[i].cpu(), cpu[i], close, close))
         << i << " " << cpu[i].scalar_type();
   }
+  EXPECT_EQ(gpu_optimizer.applied_steps(), cpu_optimizer.applied_steps());
   std::stringstream archive;  // on the CPU goes on what the GPU began
   torch::save(gpu_optimizer, archive);
   torch::load(cpu_optimizer, archive);
@@ -156,6 +162,41 @@ TEST_F(OptimCuda, AdamWGivesTheCpusAnswersWithoutASync) {
   expect_the_cpus_answers<mezzo::optim::AdamW>(AdamWOptions(1e-2).eps(1e-3));
   expect_the_cpus_answers<mezzo::optim::AdamW>(AdamWOptions(1e-2).eps(1e-3).amsgrad(true));
 }
+
+TEST_F(OptimCuda, KeepsMastersAndAveragesAsTheCpuDoes) {
+  using mezzo::optim::AdamWOptions;
+  using mezzo::optim::WeightStorage;
+  expect_the_cpus_answers<mezzo::optim::AdamW>(
+      AdamWOptions(1e-2).eps(1e-3).weight_storage(WeightStorage::master).ema_decay(0.9));
+}
+
+#ifdef MEZZO_WITH_CUDA
+
+TEST_F(OptimCuda, SplitsMastersAsTheCpuDoes) {
+  using mezzo::optim::AdamWOptions;
+  using mezzo::optim::WeightStorage;
+  expect_the_cpus_answers<mezzo::optim::AdamW>(
+      AdamWOptions(1e-2).eps(1e-3).weight_storage(WeightStorage::split_master).ema_decay(0.9),
+      {torch::kFloat, torch::kBFloat16});
+}
+
+// The same random bits: rounding differs only where the arithmetic's last bits do.
+TEST_F(OptimCuda, RoundsStochasticallyAsTheCpuDoes) {
+  using mezzo::optim::AdamWOptions;
+  using mezzo::optim::WeightStorage;
+  const auto options =
+      AdamWOptions(1e-2).eps(1e-3).weight_storage(WeightStorage::stochastic).seed(7);
+  expect_the_cpus_answers<mezzo::optim::AdamW>(options, {torch::kBFloat16});
+  const auto cpu = torch::randn({100000}).to(torch::kBFloat16);
+  const auto gpu = cpu.to(torch::kCUDA);
+  cpu.mutable_grad() = torch::randn({100000}).to(torch::kBFloat16);
+  gpu.mutable_grad() = cpu.grad().to(torch::kCUDA);
+  mezzo::optim::AdamW({cpu}, options).step();
+  mezzo::optim::AdamW({gpu}, options).step();
+  EXPECT_LT(gpu.cpu().ne(cpu).sum().item<int64_t>(), 100);
+}
+
+#endif
 
 TEST_F(OptimCuda, AdamGivesTheCpusAnswersWithoutASync) {
   using mezzo::optim::AdamOptions;

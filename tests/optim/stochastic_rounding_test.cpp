@@ -9,6 +9,7 @@
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
 #include <mezzo/detail/kernels/random_bits.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 
 #include <array>
 #include <cmath>
@@ -107,8 +108,8 @@ StepBuffers expected_after(const StepBuffers& before,
     float parameter = float_of(before.parameter, i);
     float gradient = float_of(before.gradient, i) * static_cast<float>(use.factor);
     float moments[AdamRule<kAmsgrad>::kMoments];
-    for (int k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
-      moments[k] = float_of(before.moments[static_cast<std::size_t>(k)], i);
+    for (unsigned k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
+      moments[k] = float_of(before.moments[k], i);
     }
     update(parameter, gradient, moments);
     uint32_t noise = static_cast<uint32_t>(number) ^ key.first;
@@ -117,9 +118,8 @@ StepBuffers expected_after(const StepBuffers& before,
     mezzo::detail::mix(more);
     const std::array<uint32_t, 3> own{noise >> 16, more & 0xFFFFU, more >> 16};
     after.parameter.data_ptr<c10::BFloat16>()[i] = rounded(parameter, noise & 0xFFFFU);
-    for (int k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
-      const auto which = static_cast<std::size_t>(k);
-      after.moments[which].data_ptr<c10::BFloat16>()[i] = rounded(moments[k], own[which]);
+    for (unsigned k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
+      after.moments[k].data_ptr<c10::BFloat16>()[i] = rounded(moments[k], own[k]);
     }
   }
   return after;
@@ -180,6 +180,19 @@ torch::Tensor trained(int threads, uint64_t seed) {
 TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
   EXPECT_TRUE(torch::equal(trained(1, 7), trained(2, 7)));
   EXPECT_FALSE(torch::equal(trained(1, 7), trained(1, 8)));
+}
+
+TEST(StochasticRounding, DrawsAnewEachStepWithoutMomentsToo) {
+  const auto parameter = torch::full({1000}, 1.0F).to(torch::kBFloat16).requires_grad_();
+  mezzo::optim::SGD optimizer(
+      {parameter}, mezzo::optim::SGDOptions(1.0 / 1024).weight_storage(WeightStorage::stochastic));
+  for (int step = 0; step < 256; ++step) {
+    parameter.mutable_grad() = torch::full({1000}, -1.0F).to(torch::kBFloat16);
+    optimizer.step();
+  }
+  const auto values = parameter.detach().to(torch::kDouble);
+  EXPECT_NEAR(values.mean().item<double>(), 1.25, 0.005);
+  EXPECT_LT(values.max().item<double>(), 1.5) << "an element that is always rounded up gets to 3";
 }
 
 /// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.

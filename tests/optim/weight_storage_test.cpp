@@ -266,6 +266,18 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
   }
 }
 
+TEST(SplitWeights, TakeAMastersTiesOverThatRoundTheOtherWay) {
+  const auto parameter = torch::full({1}, 1.0F).to(torch::kBFloat16);
+  const auto tie = torch::full({1}, 1.0F + 1.0F / 256);  // the nearest even bfloat16 is 1
+  AdamWParamState state;
+  state.master(tie.clone());
+  mezzo::detail::settle_weights(parameter, WeightStorage::split_master, state);
+  EXPECT_TRUE(torch::equal(mezzo::detail::joined(parameter, state.lower_half()), tie));
+  mezzo::detail::settle_weights(parameter, WeightStorage::master, state);
+  EXPECT_TRUE(torch::equal(state.master(), tie));
+  EXPECT_FALSE(state.lower_half().defined());
+}
+
 TEST(MasterWeights, TakeOverWhatIsWrittenToTheParameterAndKeepTheRest) {
   const auto parameter = torch::randn({1000}).to(torch::kBFloat16).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(1e-4).weight_storage(WeightStorage::master));

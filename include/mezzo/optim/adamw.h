@@ -68,7 +68,9 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState> {};
 /// Parameters are float, double, bfloat16 or half, of any strides; gradients of the same dtype, or
 /// for float of bfloat16 or half, for double of float. Arithmetic is in float (double for double),
 /// each result rounded once to the parameter's dtype, and the same bits whatever the number of
-/// threads and the CPU. Moments have the parameter's dtype.
+/// threads and the CPU. Moments have the parameter's dtype; how parameters of bfloat16 and half are
+/// kept otherwise, and averages of weights, is for the options to say
+/// (mezzo/optim/weight_storage.h).
 ///
 /// Parameters without a gradient are passed over, and do not count the step. Param groups may be
 /// added and changed between steps. `torch::save` and `torch::load` read and write what

@@ -89,11 +89,12 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// that of the parameters.
   int64_t applied_steps() const { return applied_steps_.value(); }
 
-  /// From here on each step writes copies of the weights of float in `dtype` (bfloat16 or half),
+  /// From here on each step writes copies of weights of float in `dtype` (bfloat16 or half),
   /// rounded to nearest, in the same pass, and publishes them in `cache`: regions of that dtype
-  /// that use the cache cast no weight any more. 2 bytes a parameter, which the cache counts. Where
-  /// mezzo has no kernel (CUDA without mezzo::cuda) nothing is published, and regions cast as ever.
-  /// Include mezzo/weight_cache.h to call it. \throws c10::Error for another dtype
+  /// that use the cache cast no weight any more. Copied are those weights that regions have asked
+  /// the cache for before (not embeddings, say); they take 2 bytes an element, which the cache
+  /// counts. Where mezzo has no kernel (CUDA without mezzo::cuda) nothing is published, and regions
+  /// cast as ever. Include mezzo/weight_cache.h to call it. \throws c10::Error for another dtype
   template <class Cache>
   requires std::same_as<Cache, WeightCache>
   void publish_to(const Cache& cache, at::ScalarType dtype) {
@@ -103,7 +104,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
                 dtype);
     published_dtype_ = dtype;
     copy_for_ = [cache, dtype](const at::Tensor& weight) {
-      return cache.buffer_for(weight, dtype);
+      return cache.is_asked_for(weight, dtype) ? cache.buffer_for(weight, dtype) : at::Tensor();
     };
     publish_ = [cache](const at::Tensor& weight, const at::Tensor& copy) {
       cache.publish(weight, copy);
@@ -113,6 +114,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
  protected:
   bool publishes() const noexcept { return copy_for_ != nullptr; }
   at::ScalarType published_dtype() const noexcept { return published_dtype_; }
+  /// Where to write the copy of `weight`; undefined where none is wanted.
   at::Tensor copy_for(const at::Tensor& weight) const { return copy_for_(weight); }
   void publish(const at::Tensor& weight, const at::Tensor& copy) const { publish_(weight, copy); }
 

@@ -49,7 +49,7 @@ template <bool kAmsgrad>
 struct AdamRule {
   using Constants = AdamConstants;
   using Coefficients = AdamCoefficients;
-  static constexpr int kMoments = kAmsgrad ? 3 : 2;
+  static constexpr unsigned kMoments = kAmsgrad ? 3 : 2;
 
   template <class Lanes>
   struct Element {

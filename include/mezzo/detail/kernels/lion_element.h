@@ -33,7 +33,7 @@ struct LionConstants {
 struct LionRule {
   using Constants = LionConstants;
   using Coefficients = LionCoefficients;
-  static constexpr int kMoments = 1;
+  static constexpr unsigned kMoments = 1;
 
   template <class Lanes>
   struct Element {

@@ -22,17 +22,17 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
                                      const typename Rule::Coefficients& coefficients,
                                      const StepUse& use, const RandomKey& key) {
   using Body = StepBody<Parameter, Gradient, Rule, Weights, Lanes>;
-  using Place = typename Body::Place;
+  using Streams = typename Body::Place;
   using Bits = typename Lanes::Bits;
 
   const Body step(coefficients, use);
   const auto at = []<class T>(T* base, int64_t i) { return base == nullptr ? nullptr : base + i; };
-  Place base{static_cast<decltype(Place::parameter)>(span.parameter),
-             static_cast<decltype(Place::gradient)>(span.gradient),
-             {},
-             static_cast<decltype(Place::beside)>(span.beside),
-             static_cast<decltype(Place::average)>(span.average)};
-  for (int k = 0; k < Rule::kMoments; ++k) {
+  Streams base{static_cast<decltype(Streams::parameter)>(span.parameter),
+               static_cast<decltype(Streams::gradient)>(span.gradient),
+               {},
+               static_cast<decltype(Streams::beside)>(span.beside),
+               static_cast<decltype(Streams::average)>(span.average)};
+  for (unsigned k = 0; k < Rule::kMoments; ++k) {
     base.moments[k] =
         static_cast<std::remove_reference_t<decltype(base.moments[k])>>(span.moments[k]);
   }
@@ -40,10 +40,10 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
   Lanes::enumerate(lane_numbers);
   int64_t i = begin;
   for (; i + Lanes::kWidth <= end; i += Lanes::kWidth) {
-    Place place = base;
+    Streams place = base;
     place.parameter += i;
     place.gradient += i;
-    for (int k = 0; k < Rule::kMoments; ++k) place.moments[k] += i;
+    for (unsigned k = 0; k < Rule::kMoments; ++k) place.moments[k] += i;
     place.beside = at(base.beside, i);
     place.average = at(base.average, i);
     const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);

@@ -40,7 +40,7 @@ template <bool kHasMomentum>
 struct SgdRule {
   using Constants = SgdConstants;
   using Coefficients = SgdCoefficients;
-  static constexpr int kMoments = kHasMomentum ? 1 : 0;
+  static constexpr unsigned kMoments = kHasMomentum ? 1 : 0;
 
   template <class Lanes>
   struct Element {

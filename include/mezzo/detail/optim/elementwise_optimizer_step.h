@@ -82,6 +82,10 @@ StepElementSizes ElementwiseOptimizer<Traits>::element_sizes(const One& one) {
 /// are bumped here.
 template <class Traits>
 StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepared& prepared) {
+  if (one.state != nullptr) {  // first, for it may write to the parameter
+    settle_weights(*one.parameter, one.storage, *one.state);
+    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
+  }
   const at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
   const at::Tensor gradient = in_layout_of(parameter, one.gradient);
@@ -109,8 +113,6 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::place_weights(const One& one, const at::Tensor& parameter,
                                                  StepSpan& span, Prepared& prepared) {
   if (one.state != nullptr) {
-    settle_weights(*one.parameter, one.storage, *one.state);
-    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
     for (at::Tensor* kept : {&one.state->master(), &one.state->lower_half(), &one.state->ema()}) {
       if (!kept->defined()) continue;
       *kept = in_layout_of(parameter, *kept);
@@ -126,6 +128,7 @@ void ElementwiseOptimizer<Traits>::place_weights(const One& one, const at::Tenso
   } else if (publishes() && parameter.scalar_type() == at::kFloat &&
              parameter.is_same(*one.parameter)) {
     const at::Tensor copy = copy_for(parameter);
+    if (!copy.defined()) return;
     span.beside = copy.mutable_data_ptr();
     prepared.published.emplace_back(parameter, copy);
   }

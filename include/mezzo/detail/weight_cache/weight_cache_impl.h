@@ -160,6 +160,10 @@ inline bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) c
   return detail::can_be_held(*shown) && shared_->store().holds(*shown, dtype, shared_->since());
 }
 
+inline bool WeightCache::is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const {
+  return weight.defined() && shared_->store().is_asked_for(*detail::shown_by(weight), dtype);
+}
+
 inline void WeightCache::forget(const at::Tensor& weight) const {
   TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter, or call clear()");
   const auto shown = detail::shown_by(weight);

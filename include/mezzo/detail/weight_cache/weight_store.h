@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -78,6 +79,7 @@ class WeightStore final : public WeightCasts {
     if (!is_worth_holding(wanted, place)) {
       return tensor.to(dtype);
     }
+    note_asked_for(weight, dtype);
     Use use = find_or_cast(wanted, /*fixed=*/false);
     return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
   }
@@ -133,6 +135,11 @@ class WeightStore final : public WeightCasts {
   bool holds(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
     const std::lock_guard lock(mutex_);
     return find_current({weight, dtype, since, weight.requires_grad()}) != nullptr;
+  }
+
+  bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
+    const std::lock_guard lock(mutex_);
+    return asked_for_.count({weight.unsafeGetTensorImpl(), dtype}) != 0;
   }
 
   /// Forgets the copies of one weight, or all; fixed ones keep their memory.
@@ -339,6 +346,14 @@ class WeightStore final : public WeightCasts {
     return false;
   }
 
+  /// The first use of a weight finds no copy, and comes by here.
+  void note_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
+    static constexpr std::size_t kMost = 65536;
+    const std::lock_guard lock(mutex_);
+    if (asked_for_.size() >= kMost) asked_for_.clear();  // of dead weights; the others come again
+    asked_for_.emplace(weight.unsafeGetTensorImpl(), dtype);
+  }
+
   void count_hit(std::int64_t bytes) {
     ++counts_.hits;
     counts_.bytes_saved += bytes;
@@ -357,6 +372,7 @@ class WeightStore final : public WeightCasts {
   std::size_t insertions_ = 0;  // since the last look for dead weights
   std::int64_t inserted_bytes_ = 0;
   std::unordered_map<const void*, std::pair<const void*, std::int64_t>> candidates_;
+  std::set<std::pair<const c10::TensorImpl*, at::ScalarType>> asked_for_;
 };
 
 }  // namespace detail

@@ -1,0 +1,162 @@
+// A schedule as a table, indexed by the steps that were applied.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+
+#include <limits>
+#include <sstream>
+#include <vector>
+
+namespace {
+
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::FusedStep;
+using mezzo::optim::SGD;
+using mezzo::optim::SGDOptions;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+FusedStep step_with(bool found_inf) {
+  FusedStep step;
+  step.verdicts.push_back({torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F), {}});
+  return step;
+}
+
+/// Steps of SGD with gradient 1: how far each one went.
+class Distances : public testing::Test {
+ protected:
+  double step(bool found_inf = false) {
+    const double before = parameter_.item<double>();
+    parameter_.mutable_grad() = torch::ones({}, torch::kDouble);
+    if (with_aten_) {
+      optimizer_.fused_step_with_aten(step_with(found_inf));
+    } else {
+      optimizer_.fused_step(step_with(found_inf));
+    }
+    return before - parameter_.item<double>();
+  }
+
+  bool with_aten_ = false;
+  torch::Tensor parameter_ = torch::zeros({}, torch::kDouble).requires_grad_();
+  SGD optimizer_ = SGD({parameter_}, SGDOptions(0.5));
+};
+
+TEST_F(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {
+  for (const bool with_aten : {false, true}) {
+    with_aten_ = with_aten;
+    SGD fresh({parameter_}, SGDOptions(0.5));
+    std::swap(optimizer_, fresh);
+    optimizer_.set_lr_factors({1.0, 0.5, 0.0, 2.0});
+    for (const double expected : {0.5, 0.25, 0.0, 1.0, 1.0, 1.0}) {
+      EXPECT_DOUBLE_EQ(step(), expected) << with_aten;
+    }
+    EXPECT_EQ(optimizer_.applied_steps(), 6);
+  }
+}
+
+TEST_F(Distances, AreNotUsedUpBySkippedSteps) {
+  for (const bool with_aten : {false, true}) {
+    with_aten_ = with_aten;
+    SGD fresh({parameter_}, SGDOptions(0.5));
+    std::swap(optimizer_, fresh);
+    optimizer_.set_lr_factors({1.0, 0.5, 0.25});
+    EXPECT_EQ(step(true), 0);
+    EXPECT_EQ(optimizer_.applied_steps(), 0);
+    EXPECT_DOUBLE_EQ(step(), 0.5);
+    EXPECT_EQ(step(true), 0);
+    EXPECT_EQ(step(true), 0);
+    EXPECT_DOUBLE_EQ(step(), 0.25);
+    EXPECT_EQ(optimizer_.applied_steps(), 2);
+  }
+}
+
+TEST_F(Distances, FollowTheLrOfTheGroupToo) {
+  optimizer_.set_lr_factors({1.0, 0.5});
+  EXPECT_DOUBLE_EQ(step(), 0.5);
+  optimizer_.param_groups()[0].options().set_lr(8);
+  EXPECT_DOUBLE_EQ(step(), 4);
+  optimizer_.set_lr_factors({});
+  EXPECT_DOUBLE_EQ(step(), 8);
+}
+
+TEST_F(Distances, GoOnWhereASavedRunWas) {
+  const std::vector<double> factors{1.0, 0.5, 0.25, 0.125};
+  optimizer_.set_lr_factors(factors);
+  step();
+  step();
+  std::stringstream file;
+  torch::save(optimizer_, file);
+  SGD resumed({parameter_}, SGDOptions(3));
+  resumed.set_lr_factors(factors);
+  torch::load(resumed, file);
+  std::swap(optimizer_, resumed);
+  EXPECT_EQ(optimizer_.applied_steps(), 2);
+  EXPECT_DOUBLE_EQ(step(), 0.125);
+  EXPECT_DOUBLE_EQ(step(), 0.0625);
+}
+
+TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
+  const auto always = torch::zeros({1}).requires_grad_();
+  const auto seldom = torch::zeros({1}).requires_grad_();
+  SGD optimizer({always, seldom}, SGDOptions(1.0));
+  optimizer.set_lr_factors({1.0, 0.5, 0.25});
+  always.mutable_grad() = torch::ones({1});
+  optimizer.step();
+  optimizer.step();
+  seldom.mutable_grad() = torch::ones({1});
+  optimizer.step();
+  EXPECT_EQ(seldom.item<float>(), -0.25F);
+}
+
+TEST(LrFactors, GiveWithAtenWhatTheyGiveWithMezzosKernels) {
+  const auto left = torch::randn({100}).requires_grad_();
+  const auto right = left.detach().clone().requires_grad_();
+  AdamW ours({left}, AdamWOptions(0.1));
+  AdamW aten({right}, AdamWOptions(0.1));
+  for (AdamW* optimizer : {&ours, &aten}) optimizer->set_lr_factors({1, 0.3, 0.1});
+  for (int i = 0; i < 6; ++i) {
+    left.mutable_grad() = torch::randn({100});
+    right.mutable_grad() = left.grad().clone();
+    ours.fused_step(step_with(i == 2));
+    aten.fused_step_with_aten(step_with(i == 2));
+  }
+  EXPECT_TRUE(torch::allclose(left, right, 1e-5, 1e-6));
+}
+
+TEST(LrFactors, AreChecked) {
+  const auto parameter = torch::zeros({1}).requires_grad_();
+  SGD optimizer({parameter}, SGDOptions(1.0));
+  for (const double bad :
+       {-0.5, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_THAT(
+        [&] {
+          optimizer.set_lr_factors({1.0, bad});
+        },
+        ThrowsMessage<c10::Error>(HasSubstr("lr factor 1 is")));
+  }
+  EXPECT_TRUE(optimizer.lr_factors().empty());
+}
+
+TEST(AppliedSteps, AreThoseThatTheScalerDidNotSkip) {
+  const auto parameter = torch::zeros({4}).requires_grad_();
+  mezzo::optim::Lion optimizer({parameter}, mezzo::optim::LionOptions(1e-3));
+  mezzo::GradScaler scaler;
+  for (int i = 0; i < 10; ++i) {
+    optimizer.zero_grad();
+    const double bad = i % 3 == 0 ? std::numeric_limits<double>::infinity() : 1.0;
+    scaler.scale((parameter * bad).sum()).backward();
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(optimizer.applied_steps(), 6);
+}
+
+}  // namespace
