@@ -22,6 +22,7 @@
 #include <mezzo/opt_level.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/precision.h>

@@ -12,6 +12,7 @@
 #include <mezzo/grad_scaler.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
@@ -218,6 +219,27 @@ TEST_F(OptimCuda, LionGivesTheCpusAnswersWithoutASyncOrSaysWhatItNeeds) {
   const auto x = torch::zeros({4}, torch::kCUDA);
   x.mutable_grad() = torch::ones({4}, torch::kCUDA);
   Lion optimizer({x});
+  EXPECT_THROW(optimizer.step(), c10::Error);
+#endif
+}
+
+TEST_F(OptimCuda, LambGivesTheCpusAnswersWithoutASyncOrSaysWhatItNeeds) {
+  using mezzo::optim::LAMB;
+  using mezzo::optim::LAMBOptions;
+#ifdef MEZZO_WITH_CUDA
+  using mezzo::optim::WeightStorage;
+  const auto options = LAMBOptions(1e-2).eps(1e-3).weight_decay(0.1);
+  expect_the_cpus_answers<LAMB>(options);
+  expect_the_cpus_answers<LAMB>(LAMBOptions(1e-2).eps(1e-3).weight_decay(0));
+  expect_the_cpus_answers<LAMB>(
+      LAMBOptions(options).weight_storage(WeightStorage::master).ema_decay(0.9));
+  expect_the_cpus_answers<LAMB>(
+      LAMBOptions(options).weight_storage(WeightStorage::split_master).ema_decay(0.9),
+      {torch::kFloat, torch::kBFloat16});
+#else
+  const auto x = torch::zeros({4}, torch::kCUDA);
+  x.mutable_grad() = torch::ones({4}, torch::kCUDA);
+  LAMB optimizer({x});
   EXPECT_THROW(optimizer.step(), c10::Error);
 #endif
 }

@@ -8,6 +8,7 @@
 #include <mezzo/detail/kernels/weight_formats.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
@@ -160,7 +161,13 @@ struct LionCase {
   using State = mezzo::optim::LionParamState;
   static auto options() { return mezzo::optim::LionOptions(1e-3); }
 };
-using Cases = testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase>;
+struct LambCase {
+  using Optimizer = mezzo::optim::LAMB;
+  using State = mezzo::optim::LAMBParamState;
+  static auto options() { return mezzo::optim::LAMBOptions(1e-3).weight_decay(0.1); }
+};
+using Cases =
+    testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase, LambCase>;
 TYPED_TEST_SUITE(EveryOptimizer, Cases, );
 
 TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {

@@ -4,6 +4,7 @@
 #include <mezzo/detail/kernels/cuda_launch.h>
 #include <mezzo/detail/kernels/dense_gradients.h>
 #include <mezzo/cuda/gradient_summary.cuh>
+#include <mezzo/cuda/lamb_step.cuh>
 #include <mezzo/cuda/optimizer_step.cuh>
 #include <mezzo/cuda/unscale.cuh>
 #include <mezzo/cuda/update_scale.cuh>
@@ -305,6 +306,14 @@ __attribute__((weak)) void lion_step_(at::Device device, const std::vector<StepR
   const c10::cuda::CUDAGuard guard(device);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   step_all_dtypes<LionRule>(rows, groups, /*variant=*/false, inputs, stream);
+}
+
+__attribute__((weak)) void lamb_step_(at::Device device, const std::vector<StepRow>& rows,
+                                      const std::vector<StepGroup<LambConstants>>& groups,
+                                      const StepInputs& inputs) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  step_all_dtypes<LambRule>(rows, groups, /*variant=*/false, inputs, stream);
 }
 
 __attribute__((weak)) void sgd_step_(at::Device device, const std::vector<StepRow>& rows,

@@ -5,6 +5,7 @@
 #endif
 
 #include <mezzo/detail/kernels/adam_element.h>
+#include <mezzo/detail/kernels/lamb_element.h>
 #include <mezzo/detail/kernels/lion_element.h>
 #include <mezzo/detail/kernels/optimizer_step_table.h>
 #include <mezzo/detail/kernels/sgd_element.h>
@@ -79,6 +80,11 @@ MEZZO_CUDA_LAUNCHER void sgd_step_(at::Device device, const std::vector<StepRow>
                                    const StepInputs& inputs);
 MEZZO_CUDA_LAUNCHER void lion_step_(at::Device device, const std::vector<StepRow>& rows,
                                     const std::vector<StepGroup<LionConstants>>& groups,
+                                    const StepInputs& inputs);
+
+/// The same for LAMB, in three launches, which take memory for a few norms.
+MEZZO_CUDA_LAUNCHER void lamb_step_(at::Device device, const std::vector<StepRow>& rows,
+                                    const std::vector<StepGroup<LambConstants>>& groups,
                                     const StepInputs& inputs);
 
 /// Adds 1 to each counter, unless `found_inf`, where not null, points to another value than 0: one

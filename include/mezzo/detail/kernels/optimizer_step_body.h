@@ -76,7 +76,7 @@ class StepBody {
     if (clear_) GradientLanes::store(typename GradientLanes::Bits{}, place.gradient);
   }
 
- private:
+ protected:
   using Scalar = typename Lanes::Format::Value;
   using GradientLanes = typename Lanes::template Like<Gradient>;
   using MomentLanes = typename Place::MomentLanes;

@@ -79,28 +79,35 @@ struct OptimizerStepKernel {
 template <class Coefficients>
 using StepFunction = void (*)(const StepSpan&, const Coefficients&, const StepUse&);
 
-/// The loop for a parameter's dtype, all of whose streams have it, and its gradient's, which is
-/// the same or a narrower one; null for a pair that there is no loop for.
+/// `make(Parameter{}, Gradient{})` of a parameter's dtype, all of whose streams have it, and its
+/// gradient's, which is the same or a narrower one; null for a pair that there is no loop for.
+template <class Make>
+auto for_step_dtypes(at::ScalarType parameter, at::ScalarType gradient, const Make& make)
+    -> decltype(make(float{}, float{})) {
+  if (parameter == at::kFloat) {
+    if (gradient == at::kFloat) return make(float{}, float{});
+    if (gradient == at::kBFloat16) return make(float{}, c10::BFloat16{});
+    if (gradient == at::kHalf) return make(float{}, c10::Half{});
+  }
+  if (parameter == at::kDouble) {
+    if (gradient == at::kDouble) return make(double{}, double{});
+    if (gradient == at::kFloat) return make(double{}, float{});
+  }
+  if (parameter == at::kBFloat16 && gradient == at::kBFloat16) {
+    return make(c10::BFloat16{}, c10::BFloat16{});
+  }
+  if (parameter == at::kHalf && gradient == at::kHalf) return make(c10::Half{}, c10::Half{});
+  return {};
+}
+
+/// The loop for a parameter's dtype and its gradient's; null for a pair that there is none for.
 template <class Rule>
 StepFunction<typename Rule::Coefficients> step_function(at::ScalarType parameter,
                                                         at::ScalarType gradient, CpuIsa isa) {
   const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {
     return cpu_kernel<OptimizerStepKernel, Parameter, Gradient, Rule, PlainWeights<Parameter>>(isa);
   };
-  if (parameter == at::kFloat) {
-    if (gradient == at::kFloat) return loop(float{}, float{});
-    if (gradient == at::kBFloat16) return loop(float{}, c10::BFloat16{});
-    if (gradient == at::kHalf) return loop(float{}, c10::Half{});
-  }
-  if (parameter == at::kDouble) {
-    if (gradient == at::kDouble) return loop(double{}, double{});
-    if (gradient == at::kFloat) return loop(double{}, float{});
-  }
-  if (parameter == at::kBFloat16 && gradient == at::kBFloat16) {
-    return loop(c10::BFloat16{}, c10::BFloat16{});
-  }
-  if (parameter == at::kHalf && gradient == at::kHalf) return loop(c10::Half{}, c10::Half{});
-  return nullptr;
+  return for_step_dtypes(parameter, gradient, loop);
 }
 
 /// The loop for parameters and gradients of bfloat16 that are kept as Weights say.

@@ -55,6 +55,7 @@ struct StepSlice {
   bool copies_half;
   int64_t begin;
   int64_t end;
+  int row;  ///< of the table
 };
 
 /// The numbers of a parameter group.
@@ -102,12 +103,22 @@ class StepTable {
 
   C10_HOST_DEVICE StepSlice slice_of(int64_t block) const {
     const int row = item_of_block(end_block_, rows_, block);
-    const int64_t begin = (block - (row == 0 ? 0 : end_block_[row - 1])) * elements_per_block_;
+    const int64_t begin = (block - first_block(row)) * elements_per_block_;
     const int64_t end = begin + elements_per_block_;
     const int64_t count = span_[row].count;
-    return {span_[row],        count_[row], group_of_[row],           number_[row],
-            copies_half_[row], begin,       end < count ? end : count};
+    return {span_[row],
+            count_[row],
+            group_of_[row],
+            number_[row],
+            copies_half_[row],
+            begin,
+            end < count ? end : count,
+            row};
   }
+
+  C10_HOST_DEVICE int rows() const { return rows_; }
+  C10_HOST_DEVICE int64_t first_block(int row) const { return row == 0 ? 0 : end_block_[row - 1]; }
+  C10_HOST_DEVICE int64_t end_block(int row) const { return end_block_[row]; }
 
  private:
   StepSpan span_[kCapacity];

@@ -1,0 +1,224 @@
+/// \file
+/// LAMB on CUDA: two passes over the parameters of a table, and between them one block for each
+/// that adds up its norms. The arithmetic of an element is that of the CPU's loops
+/// (detail/kernels/lamb_body.h). No atomics: the same numbers give the same bits. Nothing waits.
+#pragma once
+
+#include <mezzo/detail/kernels/lamb_body.h>
+#include <mezzo/detail/kernels/lamb_element.h>
+#include <mezzo/version.h>
+#include <mezzo/cuda/gradient_summary.cuh>
+#include <mezzo/cuda/optimizer_step.cuh>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <cuda_runtime.h>
+
+#include <concepts>
+#include <cstdint>
+#include <type_traits>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Here for merge_block, which finds it by its argument.
+__device__ inline LambNorms shuffle_down(const LambNorms& norms, int lanes) {
+  return {cuda::shuffle_down(norms.parameter, lanes), cuda::shuffle_down(norms.update, lanes)};
+}
+
+namespace cuda {
+
+/// The streams of one slice, pack by pack, in either pass.
+template <class Parameter, class Gradient, class Weights>
+struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
+  using Streams = StepStreams<Parameter, Gradient, LambRule, Weights>;
+  using Body = LambBody<Parameter, Gradient, Weights, typename Streams::Lanes>;
+  using Place = typename Body::Place;
+  using typename Streams::Scalar;
+  using typename Streams::Stored;
+  using typename Streams::StoredGradient;
+  using typename Streams::StoredMoment;
+  static constexpr bool kReadsBeside = std::is_same_v<Weights, SplitWeights>;
+  using Streams::base;
+  using Streams::is_aligned;
+  using Streams::Streams;
+
+  __device__ void learn_pack(int64_t at, int count, const Body& body, uint32_t number,
+                             const RandomKey& key, bool clear, LambNorms& norms) const {
+    const bool is_whole = is_aligned && count == kStepPack;
+    StepPack<StoredGradient> gradients;
+    StepPack<Stored> parameters;
+    StepPack<StoredMoment> means;
+    StepPack<StoredMoment> squares;
+    StepPack<uint16_t> beside;
+    load_pack(base.gradient + at, count, is_whole, gradients);
+    load_pack(base.parameter + at, count, is_whole, parameters);
+    load_pack(base.moments[0] + at, count, is_whole, means);
+    load_pack(base.moments[1] + at, count, is_whole, squares);
+    if (kReadsBeside) load_pack(base.beside + at, count, is_whole, beside);
+#pragma unroll
+    for (int i = 0; i < kStepPack; ++i) {
+      const Place place{&parameters.element[i],
+                        &gradients.element[i],
+                        {&means.element[i], &squares.element[i]},
+                        &beside.element[i],
+                        nullptr};
+      Scalar parameter;
+      Scalar update;
+      body.learn(place, number + static_cast<uint32_t>(i), key, parameter, update);
+      if (i < count) {
+        const auto wide_parameter = static_cast<double>(parameter);
+        const auto wide_update = static_cast<double>(update);
+        norms.parameter = ::fma(wide_parameter, wide_parameter, norms.parameter);
+        norms.update = ::fma(wide_update, wide_update, norms.update);
+      }
+    }
+    store_pack(means, count, is_whole, base.moments[0] + at);
+    store_pack(squares, count, is_whole, base.moments[1] + at);
+    if (clear) store_pack(gradients, count, is_whole, base.gradient + at);
+  }
+
+  __device__ void move_pack(int64_t at, int count, const Body& body, uint32_t number,
+                            const RandomKey& key) const {
+    const bool is_whole = is_aligned && count == kStepPack;
+    StepPack<Stored> parameters;
+    StepPack<StoredMoment> means;
+    StepPack<StoredMoment> squares;
+    StepPack<uint16_t> beside;
+    StepPack<Scalar> average;
+    load_pack(base.parameter + at, count, is_whole, parameters);
+    load_pack(base.moments[0] + at, count, is_whole, means);
+    load_pack(base.moments[1] + at, count, is_whole, squares);
+    if (kReadsBeside) load_pack(base.beside + at, count, is_whole, beside);
+    if (base.average != nullptr) load_pack(base.average + at, count, is_whole, average);
+#pragma unroll
+    for (int i = 0; i < kStepPack; ++i) {
+      const Place place{&parameters.element[i],
+                        nullptr,
+                        {&means.element[i], &squares.element[i]},
+                        base.beside == nullptr ? nullptr : &beside.element[i],
+                        base.average == nullptr ? nullptr : &average.element[i]};
+      body.move(place, number + static_cast<uint32_t>(i), key);
+    }
+    store_pack(parameters, count, is_whole, base.parameter + at);
+    if (base.beside != nullptr) store_pack(beside, count, is_whole, base.beside + at);
+    if (base.average != nullptr) store_pack(average, count, is_whole, base.average + at);
+  }
+};
+
+/// Calls `work(at, count)` for each of the thread's packs in a slice of `count` elements.
+template <class Work>
+__device__ void for_each_pack(int64_t count, const Work& work) {
+  constexpr int64_t kStride = int64_t{kStepThreads} * kStepPack;
+  for (int64_t at = int64_t{threadIdx.x} * kStepPack; at < count; at += kStride) {
+    work(at, static_cast<int>(count - at < kStepPack ? count - at : kStepPack));
+  }
+}
+
+/// What thread 0 works out for its block: the coefficients of a step of the slice's row. A block's
+/// elements have one random key, as in optimizer_step_kernel.
+template <class Table>
+__device__ void prepare_lamb(const Table& table, const StepSlice& slice, const StepInputs& inputs,
+                             LambCoefficients& coefficients, StepUse& use, RandomKey& key) {
+  use = use_of_slice(table, slice, inputs);
+  const auto& group = table.group(slice.group);
+  coefficients = group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
+  key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(slice.begin >> 32));
+}
+
+__device__ inline bool is_skipped(const StepInputs& inputs) {
+  return inputs.found_inf != nullptr && *inputs.found_inf != 0.0F;
+}
+
+/// The first pass; each block leaves its part of the norms.
+template <class Parameter, class Gradient, class Weights, class Table>
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
+    lamb_moments_kernel(const __grid_constant__ Table table, const StepInputs inputs,
+                        LambNorms* of_blocks) {
+  using Streams = LambStreams<Parameter, Gradient, Weights>;
+  const StepSlice slice = table.slice_of(blockIdx.x);
+  const Streams streams(slice);
+  const int64_t count = slice.end - slice.begin;
+  if (is_skipped(inputs)) {
+    if (!inputs.clear) return;
+    for_each_pack(count, [&](int64_t at, int size) { streams.clear_pack(at, size); });
+    return;
+  }
+  __shared__ LambCoefficients coefficients;
+  __shared__ StepUse use;
+  __shared__ RandomKey key;
+  if (threadIdx.x == 0) prepare_lamb(table, slice, inputs, coefficients, use, key);
+  __syncthreads();
+  const typename Streams::Body body(coefficients, use);
+  LambNorms norms;
+  for_each_pack(count, [&](int64_t at, int size) {
+    streams.learn_pack(at, size, body, static_cast<uint32_t>(slice.begin + at), key, inputs.clear,
+                       norms);
+  });
+  norms = merge_block<LambNorms, kStepThreads>(norms);
+  if (threadIdx.x == 0) of_blocks[blockIdx.x] = norms;
+}
+
+/// One block for each row: the norms of its blocks as one, in an order that is fixed.
+template <class Table>
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
+    lamb_norms_kernel(const __grid_constant__ Table table, const StepInputs inputs,
+                      const LambNorms* of_blocks, LambNorms* of_rows) {
+  if (is_skipped(inputs)) return;
+  const auto row = static_cast<int>(blockIdx.x);
+  LambNorms norms;
+  const int64_t end = table.end_block(row);
+  for (int64_t i = table.first_block(row) + threadIdx.x; i < end; i += kStepThreads) {
+    norms.merge(of_blocks[i]);
+  }
+  norms = merge_block<LambNorms, kStepThreads>(norms);
+  if (threadIdx.x == 0) of_rows[row] = norms;
+}
+
+/// The second pass.
+template <class Parameter, class Weights, class Table>
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
+    lamb_parameter_kernel(const __grid_constant__ Table table, const StepInputs inputs,
+                          const LambNorms* of_rows) {
+  if (is_skipped(inputs)) return;
+  using Streams = LambStreams<Parameter, Parameter, Weights>;
+  StepSlice slice = table.slice_of(blockIdx.x);
+  slice.span.gradient = slice.span.parameter;  // not used, and of another dtype
+  const Streams streams(slice);
+  __shared__ LambCoefficients coefficients;
+  __shared__ StepUse use;
+  __shared__ RandomKey key;
+  if (threadIdx.x == 0) {
+    prepare_lamb(table, slice, inputs, coefficients, use, key);
+    coefficients.adapt(of_rows[slice.row]);
+  }
+  __syncthreads();
+  const typename Streams::Body body(coefficients, use);
+  for_each_pack(slice.end - slice.begin, [&](int64_t at, int size) {
+    streams.move_pack(at, size, body, static_cast<uint32_t>(slice.begin + at), key);
+  });
+}
+
+/// The overload for LAMB: three launches on `stream`, which is the current one, as the norms'
+/// memory is taken and given back in its order. The caller checks for launch errors.
+template <class Parameter, class Gradient, std::same_as<LambRule> Rule, class Weights, class Table>
+void launch_optimizer_step(const Table& table, const StepInputs& inputs, cudaStream_t stream) {
+  static_assert(sizeof(Table) + sizeof(StepInputs) + 2 * sizeof(LambNorms*) <= 32764);
+  if (table.blocks() == 0) return;
+  const auto blocks = static_cast<unsigned>(table.blocks());
+  const auto rows = static_cast<unsigned>(table.rows());
+  const at::Tensor norms = at::empty({(table.blocks() + table.rows()) * int64_t{sizeof(LambNorms)}},
+                                     at::TensorOptions().device(at::kCUDA).dtype(at::kByte));
+  auto* const of_blocks = static_cast<LambNorms*>(norms.mutable_data_ptr());
+  LambNorms* const of_rows = of_blocks + table.blocks();
+  lamb_moments_kernel<Parameter, Gradient, Weights>
+      <<<blocks, kStepThreads, 0, stream>>>(table, inputs, of_blocks);
+  lamb_norms_kernel<<<rows, kStepThreads, 0, stream>>>(table, inputs, of_blocks, of_rows);
+  lamb_parameter_kernel<Parameter, Weights>
+      <<<blocks, kStepThreads, 0, stream>>>(table, inputs, of_rows);
+}
+
+}  // namespace cuda
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
