@@ -93,8 +93,8 @@ struct LAMBParamState : public detail::ParamState<LAMBParamState> {
 ///   update = m / (sqrt(v) + eps) + weight_decay * p,    p -= lr * (||p|| / ||update||) * update
 ///
 /// where the ratio of 2-norms, the trust ratio, is 1 if either norm is 0, and in groups without
-/// weight decay (LAMBOptions::always_adapt). A float or double NaN in a gradient makes all of its
-/// parameter NaN, if no GradScaler skips the step.
+/// weight decay (LAMBOptions::always_adapt). So a NaN in a gradient makes all of its parameter NaN,
+/// unless a GradScaler skips the step.
 ///
 /// The ratio wants all of a parameter before any of it may move: two passes, the second of which
 /// computes the update again in place of keeping it. 40 bytes a parameter to AdamW's 28; parameters

@@ -64,6 +64,7 @@ C10_ALWAYS_INLINE void emulated_fma(const Vector& a, const Vector& b, Vector& su
     sum[i] = static_cast<float>(total[0]);
     sum[i + 1] = static_cast<float>(total[1]);
   }
+  asm("" : "+x"(sum));  // at -O3 g++ 12 hands a next product the sum as it was before rounding
 }
 
 template <class Vector>
