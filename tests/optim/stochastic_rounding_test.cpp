@@ -9,6 +9,7 @@
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
 #include <mezzo/detail/kernels/random_bits.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 
 #include <array>
 #include <cmath>
@@ -179,6 +180,18 @@ torch::Tensor trained(int threads, uint64_t seed) {
 TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
   EXPECT_TRUE(torch::equal(trained(1, 7), trained(2, 7)));
   EXPECT_FALSE(torch::equal(trained(1, 7), trained(1, 8)));
+}
+
+/// Of 1.5, whose neighbour is 2^-7 below, steps by an eighth of that.
+TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
+  const auto parameter = torch::full({10000}, 1.5F).to(torch::kBFloat16).requires_grad_();
+  mezzo::optim::SGD optimizer(
+      {parameter}, mezzo::optim::SGDOptions(0x1p-10).weight_storage(WeightStorage::stochastic));
+  parameter.mutable_grad() = torch::ones({10000}, torch::kBFloat16);
+  for (int step = 0; step < 32; ++step) optimizer.step();
+  const auto moved = (1.5F - parameter.detach().to(torch::kFloat)) * 128;  // binomial: 32, 1/8
+  EXPECT_NEAR(moved.mean().item<double>(), 4, 0.1);
+  EXPECT_NEAR(moved.std().item<double>(), std::sqrt(32 * 0.125 * 0.875), 0.1);
 }
 
 /// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.
