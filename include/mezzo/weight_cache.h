@@ -121,7 +121,8 @@ class WeightCache {
   [[nodiscard]] bool holds(const at::Tensor& weight, at::ScalarType dtype) const;
 
   /// Whether an op in a region of `dtype` has asked for a copy of `weight` so far, be it held or
-  /// cast for it: what an optimizer publishes for nobody, such as embeddings, costs 2 bytes.
+  /// cast for it: what an optimizer publishes for nobody, such as embeddings, costs 2 bytes. Not
+  /// of a view of all of another tensor, whose copy it is then.
   [[nodiscard]] bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const;
 
   /// Forgets the copies of `weight`, for writes that leave no trace. Published ones keep their

@@ -108,4 +108,19 @@ TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
   EXPECT_TRUE(torch::equal(x, torch::ones({2})));
 }
 
+/// Or a backward pass would go on with weights that are no longer those of its forward pass.
+TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
+  const auto parameter = torch::ones({5}).requires_grad_();
+  mezzo::optim::AdamW adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
+  mezzo::optim::SGD sgd({parameter}, mezzo::optim::SGDOptions(1e-2));
+  const auto expect_bump = [&](auto& optimizer) {
+    const auto loss = (parameter * parameter).sum();
+    parameter.mutable_grad() = torch::ones({5});
+    optimizer.fused_step_with_aten({});
+    EXPECT_THROW(loss.backward(), c10::Error);
+  };
+  expect_bump(adam);
+  expect_bump(sgd);
+}
+
 }  // namespace

@@ -191,17 +191,16 @@ TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
   EXPECT_FALSE(torch::equal(trained(1, 7), trained(1, 8)));
 }
 
-TEST(StochasticRounding, DrawsAnewEachStepWithoutMomentsToo) {
-  const auto parameter = torch::full({1000}, 1.0F).to(torch::kBFloat16).requires_grad_();
+/// Of 1.5, whose neighbour is 2^-7 below, steps by an eighth of that.
+TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
+  const auto parameter = torch::full({10000}, 1.5F).to(torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer(
-      {parameter}, mezzo::optim::SGDOptions(1.0 / 1024).weight_storage(WeightStorage::stochastic));
-  for (int step = 0; step < 256; ++step) {
-    parameter.mutable_grad() = torch::full({1000}, -1.0F).to(torch::kBFloat16);
-    optimizer.step();
-  }
-  const auto values = parameter.detach().to(torch::kDouble);
-  EXPECT_NEAR(values.mean().item<double>(), 1.25, 0.005);
-  EXPECT_LT(values.max().item<double>(), 1.5) << "an element that is always rounded up gets to 3";
+      {parameter}, mezzo::optim::SGDOptions(0x1p-10).weight_storage(WeightStorage::stochastic));
+  parameter.mutable_grad() = torch::ones({10000}, torch::kBFloat16);
+  for (int step = 0; step < 32; ++step) optimizer.step();
+  const auto moved = (1.5F - parameter.detach().to(torch::kFloat)) * 128;  // binomial: 32, 1/8
+  EXPECT_NEAR(moved.mean().item<double>(), 4, 0.1);
+  EXPECT_NEAR(moved.std().item<double>(), std::sqrt(32 * 0.125 * 0.875), 0.1);
 }
 
 /// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.

@@ -3,6 +3,7 @@
 /// and skips by itself, from numbers that lie on the parameters' device.
 #pragma once
 
+#include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/detail/kernels/gradient_summary.h>
 #include <mezzo/detail/optim/step_count.h>
 #include <mezzo/version.h>
@@ -11,7 +12,8 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <cmath>
+#include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -72,13 +74,14 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// A schedule as a table: after n applied steps the next one multiplies each group's lr by
   /// factors[n], and by the last factor from there on. The device that decides whether a step is
   /// applied looks the factor up, so that a skipped step does not use one up, without a host sync,
-  /// and in a captured CUDA graph as well (set it before the capture). Not in files: `load` keeps
+  /// and in a captured CUDA graph as well (set it before the capture, and step once; a graph that
+  /// was captured before reads the old table's memory: capture it anew). Not in files: `load` keeps
   /// the table that there is, and goes on at the saved number of steps. Empty: no schedule.
   /// \throws c10::Error if a factor is negative or not finite
   void set_lr_factors(std::vector<double> factors) {
     for (std::size_t i = 0; i < factors.size(); ++i) {
-      TORCH_CHECK(std::isfinite(factors[i]) && factors[i] >= 0, "lr factor ", i, " is ", factors[i],
-                  "; it should be finite and at least 0");
+      TORCH_CHECK(!detail::nonfinite_bits(factors[i]) && factors[i] >= 0, "lr factor ", i, " is ",
+                  factors[i], "; it should be finite and at least 0");
     }
     lr_factors_ = std::move(factors);
     lr_factors_on_device_ = at::Tensor();
@@ -94,7 +97,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// that use the cache cast no weight any more. Copied are those weights that regions have asked
   /// the cache for before (not embeddings, say); they take 2 bytes an element, which the cache
   /// counts. Where mezzo has no kernel (CUDA without mezzo::cuda) nothing is published, and regions
-  /// cast as ever. Include mezzo/weight_cache.h to call it. \throws c10::Error for another dtype
+  /// cast as ever. A cache that isolates threads gives them to the thread that steps, if that also
+  /// runs the regions. A step throws before it writes anything where copies exceed max_bytes.
+  /// Include mezzo/weight_cache.h to call it. \throws c10::Error for another dtype
   template <class Cache>
   requires std::same_as<Cache, WeightCache>
   void publish_to(const Cache& cache, at::ScalarType dtype) {

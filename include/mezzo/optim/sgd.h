@@ -56,9 +56,10 @@ struct SGDOptions : public FusedOptions<SGDOptions> {
   void set_lr(const double lr) override { this->lr(lr); }
 };
 
-/// What SGD with momentum remembers about a parameter (without it, nothing): `momentum_buffer()`,
-/// of the parameter's shape and dtype, and `step()`, how many steps were applied, which libtorch's
-/// does not count, and which waits for the device, if that is not the CPU.
+/// What SGD with momentum remembers about a parameter (without it, only what weight_storage and
+/// ema_decay ask for): `momentum_buffer()`, of the parameter's shape and dtype, and `step()`, how
+/// many steps were applied, which libtorch's does not count, and which waits for the device, if
+/// that is not the CPU.
 struct SGDParamState : public detail::ParamState<SGDParamState> {
   TORCH_ARG(at::Tensor, momentum_buffer);
 

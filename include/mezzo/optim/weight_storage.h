@@ -18,6 +18,12 @@ namespace optim {
 
 /// How an optimizer keeps a parameter of bfloat16 or half between steps. Parameters of float and
 /// double are always kept as they are. Bytes a parameter are those of AdamW with its gradient.
+///
+/// The model's parameter may be written between steps: what was written counts, and a master keeps
+/// the rest, element by element; a split master begins anew from the parameter as a whole (also
+/// when that moves to another device). Writes through `parameter.data()`, or by a raw pointer that
+/// bumps no version, leave no trace, and the next step undoes them where there is a master: write
+/// under NoGradGuard, or use set_data.
 enum class WeightStorage : std::uint8_t {
   /// As they are, moments too, each result rounded to nearest. 8 bytes. Updates smaller than half a
   /// unit in the last place are lost: bfloat16 has 8 bits, so training stalls, and moments with a
@@ -46,7 +52,8 @@ class FusedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
 
   /// More than 0: the state keeps `ema`, in float (double for double), which begins as the weights
   /// before the first step and after each applied step is ema_decay * ema + (1 - ema_decay) *
-  /// weights; of master weights where there are some. Less than 1; 0 for none.
+  /// weights; of master weights where there are some, and in mezzo's kernels of the new weights
+  /// before they are rounded. Less than 1; 0 for none, which also drops the average that there is.
   double ema_decay() const noexcept { return extras_.ema_decay; }
   Own& ema_decay(double value) { return set(extras_.ema_decay, value); }
 

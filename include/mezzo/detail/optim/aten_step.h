@@ -25,8 +25,18 @@ struct AtenLists {
   std::vector<at::Tensor> counts;  ///< floats, of this step already
 };
 
-/// What ATen's kernels divide gradients by, and whether they are to do nothing; and a double there
-/// that multiplies the lr, if there is a schedule.
+/// ATen's fused optimizers write without bumping: autograd would not notice, nor a WeightCache.
+inline void bump_versions(const AtenLists& lists) {
+  const auto bump = [](const std::vector<at::Tensor>& written) {
+    for (const at::Tensor& tensor : written) tensor.unsafeGetTensorImpl()->bump_version();
+  };
+  bump(lists.parameters);
+  bump(lists.gradients);
+  for (const std::vector<at::Tensor>& moments : lists.moments) bump(moments);
+}
+
+/// What ATen's kernels divide gradients by, and whether they are to do nothing; and what multiplies
+/// the lr, if there is a schedule: a float there, the only dtype in which CUDA's kernels take it.
 struct AtenVerdict {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;

@@ -115,6 +115,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     std::vector<at::Tensor> uncleared;                      // those that were copied, if to clear
     std::vector<std::pair<at::Tensor, at::Tensor>> published;  // (weight, its low-precision copy)
     std::vector<std::pair<StepCount*, int64_t>> counts;        // what they are after the step
+    std::vector<c10::TensorImpl*> written;                     // raw, which autograd does not see
     const Options* options = nullptr;  // whose coefficients are those of the last task
     int64_t count = 0;
     Coefficients coefficients{};
@@ -144,6 +145,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   static void use_of(const One& one, StepUse& use);
   static StepElementSizes element_sizes(const One& one);
   void set_coefficients(const One& one, int64_t count, Prepared& prepared);
+  static void settle(const One& one);
   StepSpan span_of(const One& one, bool clear, Prepared& prepared);
   void place_weights(const One& one, const at::Tensor& parameter, StepSpan& span,
                      Prepared& prepared);
@@ -153,7 +155,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   // With the only device there is, may count the step as applied on the way; says whether it did.
   bool step_on_device(Many& all, const optim::FusedStep& step, bool is_alone);
   void step_on_cuda(Many& all, const optim::FusedStep& step, bool counts_applied);
-  at::Tensor applied_on(at::Device device);
+  at::Tensor applied_on(at::Device device, bool counts_there);
   struct AtenCall;
   void step_with_aten(Many& all, const optim::FusedStep& step);
   void add_to_call(const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
@@ -238,9 +240,7 @@ at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
                             at::MemoryFormat::Preserve);
     return moment;
   }
-  TORCH_CHECK(moment.sizes() == parameter.sizes(), Traits::kName,
-              ": the state of a parameter of the shape ", parameter.sizes(),
-              " has a moment of the shape ", moment.sizes(), "; it is another model's");
+  check_shape_of(moment, "a moment", parameter, Traits::kName);
   moment = in_layout_of(parameter, moment.to(parameter.device(), dtype));
   return moment;
 }
@@ -327,9 +327,8 @@ void ElementwiseOptimizer<Traits>::save(torch::serialize::OutputArchive& archive
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
       State& state = static_cast<State&>(*found->second);
-      if (!state.lower_half().defined()) continue;
-      settle_lower_half(parameter, state);
-      state.master(joined(parameter, state.lower_half()));
+      if (!state.lower_half().defined() || state.master().defined()) continue;
+      state.master(trained_value(parameter, state));
       lent.push_back(&state);
     }
   }

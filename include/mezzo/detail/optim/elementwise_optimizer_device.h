@@ -42,7 +42,7 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
   const at::Device device = all.front().parameter->device();
   StepInputs inputs = step_inputs(verdict_on(device, step), step.options);
   inputs.clear = inputs.clear && !shares_gradients(all);
-  const at::Tensor applied = applied_on(device);
+  const at::Tensor applied = applied_on(device, counts_applied);
   const at::Tensor& factors = lr_factors_on(device);
   if (factors.defined()) {
     inputs.applied = applied.template const_data_ptr<float>();
@@ -84,11 +84,13 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
 
 #endif
 
-/// How many steps were applied, as a float on `device`; a copy where another device counts.
+/// How many steps were applied, as a float on `device`; a copy where another device counts, unless
+/// this one is to count from here on.
 template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::applied_on(at::Device device) {
+at::Tensor ElementwiseOptimizer<Traits>::applied_on(at::Device device, bool counts_there) {
   const at::Tensor& count = applied_count().on_device();
-  if (count.defined() && count.device() != device) return count.to(device, /*non_blocking=*/true);
+  if (!counts_there && count.defined() && count.device() != device)
+    return count.to(device, /*non_blocking=*/true);
   return counts_on(device, {&applied_count()}).front();
 }
 
@@ -120,8 +122,9 @@ void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedS
   AtenVerdict verdict = aten_verdict(verdict_on(device, step), step.options.max_norm);
   const at::Tensor& factors = lr_factors_on(device);
   if (factors.defined()) {
-    const at::Tensor number = applied_on(device).clamp_max(factors.numel() - 1).to(at::kLong);
-    verdict.lr_factor = factors.take(number);
+    const at::Tensor number =
+        applied_on(device, /*counts_there=*/false).clamp_max(factors.numel() - 1).to(at::kLong);
+    verdict.lr_factor = factors.take(number).to(at::kFloat);
   }
   Prepared prepared;
   std::vector<AtenCall> calls;
@@ -140,6 +143,7 @@ void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedS
         next += size;
       }
       Traits::aten_step(*call.options, call.lists, verdict);
+      bump_versions(call.lists);
     }
   });
   for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
@@ -157,14 +161,11 @@ void ElementwiseOptimizer<Traits>::add_to_call(
       Traits::kName, ": WeightStorage::split_master and stochastic need mezzo's kernels, ",
       "which there are for the CPU, and for CUDA with the target mezzo::cuda; a parameter ",
       "is on ", one.parameter->device(), "; use WeightStorage::master there");
+  settle(one);
   at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) copies.emplace_back(*one.parameter, parameter);
-  if (one.state != nullptr) {
-    settle_weights(*one.parameter, one.storage, *one.state);
-    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
-    if (one.state->master().defined()) {
-      one.state->master() = in_layout_of(parameter, one.state->master());
-    }
+  if (one.state != nullptr && one.state->master().defined()) {
+    one.state->master() = in_layout_of(parameter, one.state->master());
   }
   const at::Tensor dense = parameter;
   if (one.storage == optim::WeightStorage::master) {

@@ -34,11 +34,11 @@ void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& s
   open_states(all);
   Prepared prepared;
   prepared.tasks.reserve(all.size());
-  prepared.lr_factor = lr_factor(applied_steps());
+  if (!lr_factors().empty()) prepared.lr_factor = lr_factor(applied_steps());
   for (const One& one : all) prepare(one, use, prepared);
   run_step_cpu(prepared.tasks);
-  finish(all, clear && !clears_on_the_way, prepared);
   for (auto& [count, value] : prepared.counts) count->set(value);
+  finish(all, clear && !clears_on_the_way, prepared);
 }
 
 template <class Traits>
@@ -78,14 +78,21 @@ StepElementSizes ElementwiseOptimizer<Traits>::element_sizes(const One& one) {
       .average = std::max(own, int64_t{sizeof(float)})};
 }
 
-/// The memory that a step of `one` reads and writes. Autograd does not see raw writes: versions
-/// are bumped here.
+/// Brings what the state keeps of the weights in line with them.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::settle(const One& one) {
+  if (one.state == nullptr) return;
+  check_shape_of(one.state->master(), "a master", *one.parameter, Traits::kName);
+  check_shape_of(one.state->ema(), "an ema", *one.parameter, Traits::kName);
+  settle_weights(*one.parameter, one.storage, *one.state);
+  settle_average(*one.parameter, one.options->ema_decay(), *one.state);
+}
+
+/// The memory that a step of `one` reads and writes. Settles first: that may write the parameter,
+/// and a lazy copy moves when its memory is asked for.
 template <class Traits>
 StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepared& prepared) {
-  if (one.state != nullptr) {  // first, for it may write to the parameter
-    settle_weights(*one.parameter, one.storage, *one.state);
-    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
-  }
+  settle(one);
   const at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
   const at::Tensor gradient = in_layout_of(parameter, one.gradient);
@@ -98,12 +105,12 @@ StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepa
     for (int k = 0; k < Traits::moments(*one.options); ++k) {
       const at::Tensor& moment = fitting_moment(one, k, parameter);
       span.moments[k] = moment.mutable_data_ptr();
-      moment.unsafeGetTensorImpl()->bump_version();
+      prepared.written.push_back(moment.unsafeGetTensorImpl());
     }
   }
   place_weights(one, parameter, span, prepared);
-  parameter.unsafeGetTensorImpl()->bump_version();
-  if (clear) gradient.unsafeGetTensorImpl()->bump_version();
+  prepared.written.push_back(parameter.unsafeGetTensorImpl());
+  if (clear) prepared.written.push_back(gradient.unsafeGetTensorImpl());
   prepared.gradients.push_back(gradient);
   return span;
 }
@@ -116,7 +123,7 @@ void ElementwiseOptimizer<Traits>::place_weights(const One& one, const at::Tenso
     for (at::Tensor* kept : {&one.state->master(), &one.state->lower_half(), &one.state->ema()}) {
       if (!kept->defined()) continue;
       *kept = in_layout_of(parameter, *kept);
-      kept->unsafeGetTensorImpl()->bump_version();
+      prepared.written.push_back(kept->unsafeGetTensorImpl());
     }
     if (one.state->ema().defined()) span.average = one.state->ema().mutable_data_ptr();
   }
@@ -134,17 +141,19 @@ void ElementwiseOptimizer<Traits>::place_weights(const One& one, const at::Tenso
   }
 }
 
-/// What could not be done on the way, and what was done becomes known.
+/// What could not be done on the way, and what was done becomes known. What may throw comes last:
+/// another thread may have taken the room in the cache.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::finish(const Many& all, bool clear_all,
                                           const Prepared& prepared) {
   for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
   for (const at::Tensor& gradient : prepared.uncleared) gradient.zero_();
   if (clear_all) clear_gradients(all);
-  for (const auto& [weight, copy] : prepared.published) publish(weight, copy);
+  for (c10::TensorImpl* written : prepared.written) written->bump_version();
   for (const One& one : all) {
     if (one.state != nullptr) one.state->stamp() = WriteStamp::of(*one.parameter);
   }
+  for (const auto& [weight, copy] : prepared.published) publish(weight, copy);
 }
 
 /// Powers are dear, and parameters of a group mostly have the same count.

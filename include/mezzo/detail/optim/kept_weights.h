@@ -1,6 +1,5 @@
 #pragma once
 
-#include <mezzo/detail/optim/dense_memory.h>
 #include <mezzo/detail/optim/param_state.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
@@ -57,11 +56,29 @@ inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightSto
   return is_float ? at::kFloat : parameter.scalar_type();
 }
 
+/// What a state has from a file may be another model's.
+inline void check_shape_of(const at::Tensor& kept, const char* what, const at::Tensor& parameter,
+                           const char* optimizer) {
+  TORCH_CHECK(!kept.defined() || kept.sizes() == parameter.sizes(), optimizer,
+              ": the state of a parameter of the shape ", parameter.sizes(), " has ", what,
+              " of the shape ", kept.sizes(),
+              "; it is another model's, or of before the parameter was resized: erase it");
+}
+
+/// Whether the lower half completes the parameter as it is now. Where the parameter was written it
+/// does not, and cannot tell where that was: all of it is given up then.
+template <class State>
+bool completes(const at::Tensor& parameter, State& state) {
+  return state.lower_half().defined() && parameter.scalar_type() == at::kBFloat16 &&
+         state.lower_half().sizes() == parameter.sizes() &&
+         state.stamp() == WriteStamp::of(parameter);
+}
+
 /// The value that is trained, in float (double for double), as a tensor of its own.
 template <class State>
 at::Tensor trained_value(const at::Tensor& parameter, State& state) {
   if (state.master().defined()) return state.master().clone();
-  if (state.lower_half().defined()) return joined(parameter, state.lower_half());
+  if (completes(parameter, state)) return joined(parameter, state.lower_half());
   const auto wide = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return parameter.detach().to(wide, /*non_blocking=*/false, /*copy=*/true);
 }
@@ -73,16 +90,14 @@ void settle_master(const at::Tensor& parameter, State& state) {
   if (!master.defined()) {
     master = trained_value(parameter, state);
     state.lower_half() = at::Tensor();
-  } else if (state.stamp() != WriteStamp::of(parameter)) {
-    master = master.to(parameter.device(), at::kFloat);
-    master =
-        at::where(is_rounded_from(master, parameter), master, parameter.detach().to(at::kFloat));
+    return;
   }
-  master = in_layout_of(parameter, master);
+  master = master.to(parameter.device(), at::kFloat);
+  if (state.stamp() == WriteStamp::of(parameter)) return;
+  master = at::where(is_rounded_from(master, parameter), master, parameter.detach().to(at::kFloat));
 }
 
-/// The same for the lower half, which cannot tell where the parameter was written: all of it is
-/// given up then, unless a master says more, as after loading a file.
+/// The same for the lower half; there is a master beside it, or in its place, after loading a file.
 template <class State>
 void settle_lower_half(const at::Tensor& parameter, State& state) {
   at::Tensor& lower = state.lower_half();
@@ -94,31 +109,32 @@ void settle_lower_half(const at::Tensor& parameter, State& state) {
     const at::Tensor rest = lower_half_of(master);
     lower = at::where(is_current, rest, at::zeros_like(rest));
     state.master() = at::Tensor();
-  } else if (!lower.defined()) {
-    lower = at::zeros_like(parameter, at::kShort, std::nullopt, std::nullopt, std::nullopt,
+  } else if (!completes(parameter, state)) {
+    lower = at::zeros_like(parameter, parameter.options().dtype(at::kShort).requires_grad(false),
                            at::MemoryFormat::Preserve);
-  } else if (state.stamp() != WriteStamp::of(parameter)) {
-    lower.zero_();
   }
-  lower = in_layout_of(parameter, lower);
 }
 
-/// Makes the state hold what `storage` needs, and nothing else.
+/// Makes the state hold what `storage` needs, and nothing else, in agreement with the parameter as
+/// it is now: no writing to that may come between this and the step.
 template <class State>
 void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage, State& state) {
   switch (storage) {
     case optim::WeightStorage::master:
-      return settle_master(parameter, state);
+      settle_master(parameter, state);
+      break;
     case optim::WeightStorage::split_master:
-      return settle_lower_half(parameter, state);
+      settle_lower_half(parameter, state);
+      break;
     case optim::WeightStorage::plain:
     case optim::WeightStorage::stochastic:
       state.master() = at::Tensor();
       state.lower_half() = at::Tensor();
   }
+  state.stamp() = WriteStamp::of(parameter);
 }
 
-/// `ema`, laid out as the parameter; begins as the value that is trained.
+/// `ema`, which begins as the value that is trained; after settle_weights.
 template <class State>
 void settle_average(const at::Tensor& parameter, double decay, State& state) {
   at::Tensor& ema = state.ema();
@@ -128,7 +144,7 @@ void settle_average(const at::Tensor& parameter, double decay, State& state) {
   }
   if (!ema.defined()) ema = trained_value(parameter, state);
   const auto dtype = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  ema = in_layout_of(parameter, ema.to(parameter.device(), dtype));
+  ema = ema.to(parameter.device(), dtype);
 }
 
 }  // namespace detail

@@ -5,23 +5,28 @@
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Tells whether somebody else wrote to a tensor since.
+/// Tells whether somebody else wrote to a tensor since. Knows the storage itself, weakly: an
+/// allocator may give memory that set_data let go to the tensor's next storage.
 struct WriteStamp {
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
   const void* data = nullptr;
   uint32_t version = 0;
 
   static WriteStamp of(const at::Tensor& tensor) {
     const uint32_t version = tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-    return {tensor.const_data_ptr(), version};
+    return {tensor.storage().getWeakStorageImpl(), tensor.const_data_ptr(), version};
   }
   bool operator==(const WriteStamp&) const = default;
 };
@@ -45,7 +50,7 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Own> {
   StepCount& count() noexcept { return count_; }
   /// With WeightStorage::split_master, int16: see join_halves.
   at::Tensor& lower_half() noexcept { return lower_half_; }
-  /// Of the parameter, after the last step that `master` or `lower_half` belong to.
+  /// Of the parameter, when `master` or `lower_half` last agreed with it.
   WriteStamp& stamp() noexcept { return stamp_; }
 
  protected:

@@ -39,7 +39,8 @@ struct DeviceParticipants {
   std::vector<Participant<Traits>> participants;
 };
 
-/// Whether anything is remembered of a parameter: for stochastic rounding, which step it is.
+/// Whether anything is remembered of a parameter: of one that is rounded stochastically at least
+/// how many steps there were, for each has random bits of its own.
 template <class Traits>
 bool keeps_state(const typename Traits::Options& options, optim::WeightStorage storage) {
   return Traits::has_state(options) || options.ema_decay() != 0 ||

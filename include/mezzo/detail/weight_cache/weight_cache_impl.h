@@ -161,7 +161,7 @@ inline bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) c
 }
 
 inline bool WeightCache::is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const {
-  return weight.defined() && shared_->store().is_asked_for(*detail::shown_by(weight), dtype);
+  return weight.defined() && shared_->store().is_asked_for(weight, dtype);
 }
 
 inline void WeightCache::forget(const at::Tensor& weight) const {

@@ -1,0 +1,198 @@
+// What an optimizer keeps of 16-bit weights, beside what others do to the weights between steps.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
+#include <cstdint>
+#include <sstream>
+#include <vector>
+
+namespace {
+
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::AdamWParamState;
+using mezzo::optim::SGD;
+using mezzo::optim::SGDOptions;
+using mezzo::optim::SGDParamState;
+using mezzo::optim::WeightStorage;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+template <class State>
+State& state_of(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
+  return static_cast<State&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+}
+
+torch::Tensor whole(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
+  return mezzo::detail::joined(parameter,
+                               state_of<AdamWParamState>(optimizer, parameter).lower_half());
+}
+
+void set_gradient(const torch::Tensor& parameter, double value) {
+  parameter.mutable_grad() = torch::full_like(parameter.detach(), value);
+}
+
+/// A parameter of bfloat16 that was trained a little, so that there is something in its lower half.
+class SplitParameter : public testing::Test {
+ protected:
+  SplitParameter() {
+    set_gradient(parameter_, 0.5);
+    optimizer_.step();
+    EXPECT_TRUE(state_of<AdamWParamState>(optimizer_, parameter_).lower_half().any().item<bool>());
+  }
+
+  AdamWOptions& options() {
+    return static_cast<AdamWOptions&>(optimizer_.param_groups()[0].options());
+  }
+
+  /// Settles what is kept, and changes nothing.
+  void step_without_moving() {
+    options().lr(0);
+    set_gradient(parameter_, 0);
+    optimizer_.step();
+  }
+
+  torch::Tensor parameter_ = torch::rand({100}).to(torch::kBFloat16).requires_grad_();
+  AdamW optimizer_{{parameter_}, AdamWOptions(1e-4).weight_storage(WeightStorage::split_master)};
+};
+
+TEST_F(SplitParameter, ThatWasWrittenIsWhatAMasterBeginsWith) {
+  {
+    const torch::NoGradGuard no_grad;
+    parameter_.fill_(5);
+  }
+  options().weight_storage(WeightStorage::master);
+  step_without_moving();
+  EXPECT_TRUE(torch::equal(state_of<AdamWParamState>(optimizer_, parameter_).master(),
+                           torch::full({100}, 5.0F)));
+}
+
+TEST_F(SplitParameter, CanBeSavedAfterItsDtypeChanged) {
+  for (const auto dtype : {torch::kHalf, torch::kFloat}) {
+    parameter_.set_data(parameter_.detach().to(dtype));
+    std::stringstream file;
+    torch::save(optimizer_, file);
+    AdamW loaded({parameter_}, AdamWOptions(1e-4));
+    torch::load(loaded, file);
+    EXPECT_TRUE(torch::equal(state_of<AdamWParamState>(loaded, parameter_).master(),
+                             parameter_.detach().to(torch::kFloat)));
+  }
+}
+
+TEST_F(SplitParameter, KeepsItsLowerHalfWhenALazyCopyOfItIsMade) {
+  const auto before = whole(optimizer_, parameter_);
+  const auto copy = at::_lazy_clone(parameter_.detach());
+  step_without_moving();
+  EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), before));
+}
+
+TEST_F(SplitParameter, KeepsItsLowerHalfThroughAStepThatThrows) {
+  const auto before = whole(optimizer_, parameter_);
+  const auto version = parameter_._version();
+  const auto other = torch::ones({3}).requires_grad_();
+  optimizer_.add_param_group(torch::optim::OptimizerParamGroup(std::vector{other}));
+  set_gradient(other, 1);
+  auto state = std::make_unique<AdamWParamState>();
+  state->exp_avg(torch::zeros({4})).exp_avg_sq(torch::zeros({4}));
+  optimizer_.state()[other.unsafeGetTensorImpl()] = std::move(state);
+  EXPECT_THROW(step_without_moving(), c10::Error);
+  EXPECT_EQ(parameter_._version(), version);
+  optimizer_.state().erase(other.unsafeGetTensorImpl());
+  step_without_moving();
+  EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), before));
+}
+
+TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
+  SGD optimizer({parameter_}, SGDOptions(0).weight_storage(WeightStorage::split_master));
+  optimizer.step();
+  parameter_.mutable_grad() = torch::Tensor();
+  parameter_.set_data(torch::ones({100000}, torch::kBFloat16));
+  set_gradient(parameter_, 0);
+  optimizer.step();
+  EXPECT_EQ(state_of<SGDParamState>(optimizer, parameter_).lower_half().numel(), 100000);
+  EXPECT_TRUE(torch::equal(parameter_, torch::ones({100000}, torch::kBFloat16)));
+}
+
+TEST_F(SplitParameter, NoticesNewMemoryAtTheOldAddress) {
+  auto memory = torch::full({100}, 2.0F).to(torch::kBFloat16);
+  const auto seen_anew = [&] {
+    return torch::from_blob(memory.data_ptr(), {100}, torch::kBFloat16);
+  };
+  parameter_.set_data(seen_anew());
+  options().lr(1e-4);
+  set_gradient(parameter_, 1);
+  optimizer_.step();
+  memory.fill_(3);
+  parameter_.set_data(seen_anew());  // as an allocator may give the same memory again
+  step_without_moving();
+  EXPECT_TRUE(torch::equal(whole(optimizer_, parameter_), torch::full({100}, 3.0F)));
+}
+
+TEST(KeptWeights, OfParametersWithGapsSurviveTiesWhenAMasterIsSplit) {
+  const auto parameter = torch::ones({4, 6}, torch::kBFloat16).slice(1, 0, 6, 2).requires_grad_();
+  AdamW optimizer({parameter},
+                  AdamWOptions(0).weight_decay(0).weight_storage(WeightStorage::master));
+  set_gradient(parameter, 0);
+  optimizer.step();
+  const auto tie = torch::full({4, 3}, 1 + 0x1p-8F);  // of which 1 is the nearest even
+  state_of<AdamWParamState>(optimizer, parameter).master(tie.clone());
+  static_cast<AdamWOptions&>(optimizer.param_groups()[0].options())
+      .weight_storage(WeightStorage::split_master);
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(whole(optimizer, parameter), tie));
+}
+
+TEST(KeptWeights, OfAnotherShapeAreRefused) {
+  const auto small = torch::ones({2}, torch::kBFloat16).requires_grad_();
+  const auto large = torch::ones({100000}, torch::kBFloat16).requires_grad_();
+  for (const auto storage : {WeightStorage::master, WeightStorage::plain}) {
+    const double decay = storage == WeightStorage::plain ? 0.5 : 0;
+    SGD saved({small}, SGDOptions(1).weight_storage(storage).ema_decay(decay));
+    set_gradient(small, 1);
+    saved.step();
+    std::stringstream file;
+    torch::save(saved, file);
+    SGD loaded({large}, SGDOptions(1));
+    torch::load(loaded, file);
+    set_gradient(large, 1);
+    EXPECT_THAT([&] { loaded.step(); },
+                ThrowsMessage<c10::Error>(HasSubstr("of the shape [2]; it is another model's")));
+    EXPECT_TRUE(torch::equal(large, torch::ones({100000}, torch::kBFloat16)));
+  }
+}
+
+TEST(KeptWeights, OfADtypeThatSomebodySetAreConverted) {
+  const auto parameter = torch::ones({1000}, torch::kBFloat16).requires_grad_();
+  AdamW optimizer({parameter}, AdamWOptions(0).weight_storage(WeightStorage::master));
+  set_gradient(parameter, 0);
+  optimizer.step();
+  auto& state = state_of<AdamWParamState>(optimizer, parameter);
+  state.master(state.master().to(torch::kHalf));
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(state.master(), torch::ones({1000})));
+  EXPECT_TRUE(torch::equal(parameter, torch::ones({1000}, torch::kBFloat16)));
+}
+
+TEST(KeptWeights, GoThroughAFileOfAnOptimizerThatNeverStepped) {
+  const auto parameter = torch::ones({5}, torch::kBFloat16).requires_grad_();
+  constexpr uint64_t kSeed = 0xFFFFFFFFFFFFFFF1U;
+  AdamW saved({parameter}, AdamWOptions(0.5).weight_storage(WeightStorage::stochastic).seed(kSeed));
+  std::stringstream file;
+  torch::save(saved, file);
+  AdamW loaded({parameter}, AdamWOptions(1));
+  torch::load(loaded, file);
+  const auto& options = static_cast<const AdamWOptions&>(loaded.param_groups()[0].options());
+  EXPECT_EQ(options.lr(), 0.5);
+  EXPECT_EQ(options.weight_storage(), WeightStorage::stochastic);
+  EXPECT_EQ(options.seed(), kSeed);
+  EXPECT_EQ(loaded.applied_steps(), 0);
+  EXPECT_TRUE(loaded.state().empty());
+}
+
+}  // namespace
