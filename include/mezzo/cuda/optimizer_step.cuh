@@ -76,7 +76,7 @@ struct StepStreams {
         is_aligned(is_pack_aligned(base.parameter) && is_pack_aligned(base.gradient) &&
                    is_pack_aligned(base.beside) && is_pack_aligned(base.average)) {
 #pragma unroll
-    for (unsigned k = 0; k < kMoments; ++k) {
+    for (unsigned k = 0; k != kMoments; ++k) {
       base.moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]) + slice.begin;
       is_aligned = is_aligned && is_pack_aligned(base.moments[k]);
     }
@@ -99,7 +99,7 @@ struct StepStreams {
     load_pack(base.gradient + at, count, is_whole, gradients);
     load_pack(base.parameter + at, count, is_whole, parameters);
 #pragma unroll
-    for (unsigned k = 0; k < kMoments; ++k)
+    for (unsigned k = 0; k != kMoments; ++k)
       load_pack(base.moments[k] + at, count, is_whole, moments[k]);
     if (reads_beside) load_pack(base.beside + at, count, is_whole, beside);
     if (base.average != nullptr) load_pack(base.average + at, count, is_whole, average);
@@ -111,12 +111,12 @@ struct StepStreams {
                   base.beside == nullptr ? nullptr : &beside.element[i],
                   base.average == nullptr ? nullptr : &average.element[i]};
 #pragma unroll
-      for (unsigned k = 0; k < kMoments; ++k) place.moments[k] = &moments[k].element[i];
+      for (unsigned k = 0; k != kMoments; ++k) place.moments[k] = &moments[k].element[i];
       step(place, number + static_cast<uint32_t>(i), key);
     }
     store_pack(parameters, count, is_whole, base.parameter + at);
 #pragma unroll
-    for (unsigned k = 0; k < kMoments; ++k)
+    for (unsigned k = 0; k != kMoments; ++k)
       store_pack(moments[k], count, is_whole, base.moments[k] + at);
     if (base.beside != nullptr) store_pack(beside, count, is_whole, base.beside + at);
     if (base.average != nullptr) store_pack(average, count, is_whole, base.average + at);

@@ -62,7 +62,7 @@ class StepBody {
     Value parameter;
     read_parameter(place, parameter);
     Value moments[Place::kMomentSlots];
-    for (unsigned k = 0; k < Rule::kMoments; ++k) read_moment(place.moments[k], moments[k]);
+    for (unsigned k = 0; k != Rule::kMoments; ++k) read_moment(place.moments[k], moments[k]);
 
     update_(parameter, gradient, moments);
 
@@ -70,7 +70,7 @@ class StepBody {
       write_stochastically(place, parameter, moments, numbers, key);
     } else {
       write_parameter(place, parameter);
-      for (unsigned k = 0; k < Rule::kMoments; ++k) write_moment(moments[k], place.moments[k]);
+      for (unsigned k = 0; k != Rule::kMoments; ++k) write_moment(moments[k], place.moments[k]);
     }
     if (place.average != nullptr) update_average(parameter, place.average);
     if (clear_) GradientLanes::store(typename GradientLanes::Bits{}, place.gradient);
@@ -149,7 +149,7 @@ class StepBody {
     const Bits lower = noise & 0xFFFFU;
     narrow_stochastically(parameter, lower, bits);
     Lanes::store(bits, place.parameter);
-    for (unsigned k = 0; k < Rule::kMoments; ++k) {
+    for (unsigned k = 0; k != Rule::kMoments; ++k) {
       if (k == 1) {
         noise = noise + key.second;
         mix(noise);

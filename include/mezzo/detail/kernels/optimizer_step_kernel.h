@@ -32,7 +32,7 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
                {},
                static_cast<decltype(Streams::beside)>(span.beside),
                static_cast<decltype(Streams::average)>(span.average)};
-  for (unsigned k = 0; k < Rule::kMoments; ++k) {
+  for (unsigned k = 0; k != Rule::kMoments; ++k) {
     base.moments[k] =
         static_cast<std::remove_reference_t<decltype(base.moments[k])>>(span.moments[k]);
   }
@@ -43,7 +43,7 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
     Streams place = base;
     place.parameter += i;
     place.gradient += i;
-    for (unsigned k = 0; k < Rule::kMoments; ++k) place.moments[k] += i;
+    for (unsigned k = 0; k != Rule::kMoments; ++k) place.moments[k] += i;
     place.beside = at(base.beside, i);
     place.average = at(base.average, i);
     const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
