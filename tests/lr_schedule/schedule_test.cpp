@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/lr_schedule.h>
-#include <mezzo/optim/adamw.h>
-#include <mezzo/optim/sgd.h>
 
 #include <limits>
 #include <memory>
@@ -13,6 +11,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "../optim/optimizers.h"
 
 namespace {
 

@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_scaler.h>
-#include <mezzo/optim/lamb.h>
 
 #include <cmath>
 #include <cstdint>
@@ -16,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "optimizers.h"
 #include "step_buffers.h"
 
 namespace {

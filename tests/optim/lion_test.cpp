@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_scaler.h>
-#include <mezzo/optim/lion.h>
 
 #include <cmath>
 #include <limits>
@@ -14,6 +13,7 @@
 #include <sstream>
 #include <vector>
 
+#include "optimizers.h"
 #include "step_buffers.h"
 
 namespace {

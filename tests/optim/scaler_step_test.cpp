@@ -7,7 +7,6 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_scaler.h>
-#include <mezzo/optim/adamw.h>
 
 #include <cmath>
 #include <cstring>
@@ -15,6 +14,8 @@
 #include <random>
 #include <string>
 #include <vector>
+
+#include "optimizers.h"
 
 namespace {
 
