@@ -3,6 +3,7 @@
 #include <mezzo/grad_scaler.h>
 
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <array>
