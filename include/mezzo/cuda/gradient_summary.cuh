@@ -71,7 +71,7 @@ __device__ Partial merge_block(Partial partial) {
 
 template <class Element, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
-    summary_kernel(const __grid_constant__ Table table, GradientPartial* partials) {
+    summary_kernel(const __grid_constant__ PagedTable<Table> table, GradientPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const SummarySlice slice = table.slice_of(blockIdx.x);
   const auto* const data = static_cast<const Stored*>(slice.data) + slice.begin;
@@ -83,8 +83,8 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummary
 
 template <class Element, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
-    statistics_kernel(const __grid_constant__ Table table, const float* inv_scale, double underflow,
-                      StatisticsPartial* partials) {
+    statistics_kernel(const __grid_constant__ PagedTable<Table> table, const float* inv_scale,
+                      double underflow, StatisticsPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const SummarySlice slice = table.slice_of(blockIdx.x);
   const auto* const data = static_cast<const Stored*>(slice.data) + slice.begin;

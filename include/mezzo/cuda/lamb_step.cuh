@@ -134,7 +134,7 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
 /// The first pass; each block leaves its part of the norms.
 template <class Parameter, class Gradient, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_moments_kernel(const __grid_constant__ Table table, const StepInputs inputs,
+    lamb_moments_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
                         LambNorms* of_blocks) {
   using Streams = LambStreams<Parameter, Gradient, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
@@ -163,7 +163,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 /// One block for each row: the norms of its blocks as one, in an order that is fixed.
 template <class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_norms_kernel(const __grid_constant__ Table table, const StepInputs inputs,
+    lamb_norms_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
                       const LambNorms* of_blocks, LambNorms* of_rows) {
   if (is_skipped(inputs)) return;
   const auto row = static_cast<int>(blockIdx.x);
@@ -179,7 +179,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 /// The second pass.
 template <class Parameter, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_parameter_kernel(const __grid_constant__ Table table, const StepInputs inputs,
+    lamb_parameter_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
                           const LambNorms* of_rows) {
   if (is_skipped(inputs)) return;
   using Streams = LambStreams<Parameter, Parameter, Weights>;
@@ -203,8 +203,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 /// The overload for LAMB: three launches on `stream`, which is the current one, as the norms'
 /// memory is taken and given back in its order. The caller checks for launch errors.
 template <class Parameter, class Gradient, std::same_as<LambRule> Rule, class Weights, class Table>
-void launch_optimizer_step(const Table& table, const StepInputs& inputs, cudaStream_t stream) {
-  static_assert(sizeof(Table) + sizeof(StepInputs) + 2 * sizeof(LambNorms*) <= 32764);
+void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
+                           cudaStream_t stream) {
+  static_assert(sizeof(table) + sizeof(StepInputs) + 2 * sizeof(LambNorms*) <= 32764);
   if (table.blocks() == 0) return;
   const auto blocks = static_cast<unsigned>(table.blocks());
   const auto rows = static_cast<unsigned>(table.rows());

@@ -11,10 +11,12 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -64,46 +66,68 @@ bool is_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
 }
 
-/// Calls `launch(table)` with the tensors of `Element`'s dtype, as many at a time as a table holds.
-template <class Element, class Table, class Launch>
-void launch_tables(const std::vector<at::Tensor>& tensors,
-                   const std::vector<int64_t>& first_partials, const Launch& launch) {
-  Table table(kSummaryBlock<Element>);
-  const auto launch_table = [&] {
-    launch(table);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    table.clear();
-  };
+bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+/// Calls `launch(paged table)` for `pages`, at least one: once where there is memory for them.
+template <class Table, class Launch>
+void launch_pages(std::vector<Table>& pages, at::Device device, TableMemory* memory,
+                  const Launch& launch) {
+  if (pages.size() == 1 || memory == nullptr) {
+    for (const Table& page : pages) launch(PagedTable<Table>(page));
+    return;
+  }
+  const std::vector<std::byte> bytes = PagedTable<Table>::bytes_of(pages);
+  launch(PagedTable<Table>(pages, memory->on(device, bytes, is_capturing())));
+}
+
+template <class Element, class Table>
+std::vector<Table> tables_of(const std::vector<at::Tensor>& tensors,
+                             const std::vector<int64_t>& first_partials) {
+  std::vector<Table> pages;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!is_of<Element>(tensors[i]) || tensors[i].numel() == 0) continue;
-    if (table.full()) launch_table();
-    table.push_back(tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i],
-                    static_cast<int32_t>(i));
+    if (pages.empty() || pages.back().full()) pages.emplace_back(kSummaryBlock<Element>);
+    pages.back().push_back(tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i],
+                           static_cast<int32_t>(i));
   }
-  if (!table.empty()) launch_table();
+  return pages;
+}
+
+template <class Element, class Table, class Launch>
+void launch_tables(const std::vector<at::Tensor>& tensors,
+                   const std::vector<int64_t>& first_partials, TableMemory* memory,
+                   const Launch& launch) {
+  auto pages = tables_of<Element, Table>(tensors, first_partials);
+  if (pages.empty()) return;
+  launch_pages(pages, tensors.front().device(), memory, [&](const auto& table) {
+    launch(Element{}, table);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
 }
 
 template <class Element, class Launch>
 void launch_dtype(const std::vector<at::Tensor>& tensors,
-                  const std::vector<int64_t>& first_partials, const Launch& launch) {
+                  const std::vector<int64_t>& first_partials, TableMemory* memory,
+                  const Launch& launch) {
   const auto ours = std::count_if(tensors.begin(), tensors.end(), is_of<Element>);
   if (ours <= SmallSummaryTable::kCapacity) {
-    launch_tables<Element, SmallSummaryTable>(tensors, first_partials,
-                                              [&](const auto& table) { launch(Element{}, table); });
+    launch_tables<Element, SmallSummaryTable>(tensors, first_partials, memory, launch);
   } else {
-    launch_tables<Element, LargeSummaryTable>(tensors, first_partials,
-                                              [&](const auto& table) { launch(Element{}, table); });
+    launch_tables<Element, LargeSummaryTable>(tensors, first_partials, memory, launch);
   }
 }
 
 /// Calls `launch(Element{}, table)` for all dtypes.
 template <class Launch>
 void launch_dtypes(const std::vector<at::Tensor>& tensors,
-                   const std::vector<int64_t>& first_partials, const Launch& launch) {
-  launch_dtype<float>(tensors, first_partials, launch);
-  launch_dtype<c10::BFloat16>(tensors, first_partials, launch);
-  launch_dtype<c10::Half>(tensors, first_partials, launch);
-  launch_dtype<double>(tensors, first_partials, launch);
+                   const std::vector<int64_t>& first_partials, TableMemory* memory,
+                   const Launch& launch) {
+  launch_dtype<float>(tensors, first_partials, memory, launch);
+  launch_dtype<c10::BFloat16>(tensors, first_partials, memory, launch);
+  launch_dtype<c10::Half>(tensors, first_partials, memory, launch);
+  launch_dtype<double>(tensors, first_partials, memory, launch);
 }
 
 /// Where each tensor's partial results begin, and last how many there are.
@@ -155,15 +179,14 @@ __attribute__((weak)) int64_t partial_bytes() { return sizeof(GradientPartial); 
 
 __attribute__((weak)) void write_partials_(const std::vector<at::Tensor>& gradients,
                                            const std::vector<int64_t>& first_partials,
-                                           const at::Tensor& partials) {
+                                           const at::Tensor& partials, TableMemory* memory) {
   const c10::cuda::CUDAGuard guard(partials.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   auto* const results = static_cast<GradientPartial*>(partials.mutable_data_ptr());
-  launch_dtypes(gradients, first_partials, [&](auto element, const auto& table) {
+  launch_dtypes(gradients, first_partials, memory, [&](auto element, const auto& table) {
     using Element = decltype(element);
-    using Table = std::remove_cvref_t<decltype(table)>;
     const auto blocks = static_cast<unsigned>(table.blocks());
-    summary_kernel<Element, Table><<<blocks, kSummaryThreads, 0, stream>>>(table, results);
+    summary_kernel<Element><<<blocks, kSummaryThreads, 0, stream>>>(table, results);
   });
 }
 
@@ -180,11 +203,12 @@ __attribute__((weak)) void finish_partials_(const at::Tensor& partials, const at
 
 __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
                                       const at::Tensor& inv_scale, const at::Tensor& found_inf,
-                                      const at::Tensor& sum_of_squares, const at::Tensor& max_abs) {
+                                      const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
+                                      TableMemory* memory) {
   const c10::cuda::CUDAGuard guard(inv_scale.device());
   const std::vector<int64_t> offsets = partial_offsets(gradients);
   const at::Tensor partials = new_partials<GradientPartial>(offsets.back(), inv_scale);
-  write_partials_(gradients, offsets, partials);
+  write_partials_(gradients, offsets, partials, memory);
   finish_partials_(partials, inv_scale, found_inf, sum_of_squares, max_abs);
 }
 
@@ -197,11 +221,10 @@ __attribute__((weak)) void statistics_(const std::vector<at::Tensor>& gradients,
   const at::Tensor partials = new_partials<StatisticsPartial>(offsets.back(), inv_scale);
   auto* const results = static_cast<StatisticsPartial*>(partials.mutable_data_ptr());
   const float* const factor = inv_scale.const_data_ptr<float>();
-  launch_dtypes(gradients, offsets, [&](auto element, const auto& table) {
+  launch_dtypes(gradients, offsets, nullptr, [&](auto element, const auto& table) {
     using Element = decltype(element);
-    using Table = std::remove_cvref_t<decltype(table)>;
     const auto blocks = static_cast<unsigned>(table.blocks());
-    statistics_kernel<Element, Table>
+    statistics_kernel<Element>
         <<<blocks, kSummaryThreads, 0, stream>>>(table, factor, underflow, results);
   });
   finish<StatisticsPartial>(
@@ -227,21 +250,25 @@ __attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor
 
 namespace {
 
+/// Where a step goes.
+struct StepTarget {
+  at::Device device;
+  cudaStream_t stream;
+  const StepInputs& inputs;
+  TableMemory& memory;
+};
+
 /// Launches over the rows of one pair of dtypes, one variant and one way of keeping weights.
 template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
 void step_rows(const std::vector<StepRow>& rows,
                const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
-               const StepInputs& inputs, cudaStream_t stream) {
+               const StepTarget& target) {
   using optim::WeightStorage;
+  using Table = DeviceStepTable<typename Rule::Constants>;
   static_assert(kStepArgumentsFit<typename Rule::Constants>);
   constexpr bool kIsSplit = std::is_same_v<Weights, SplitWeights>;
   constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
-  DeviceStepTable<typename Rule::Constants> table(kStepBlock);
-  const auto launch = [&] {
-    launch_optimizer_step<Parameter, Gradient, Rule, Weights>(table, inputs, stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-    table.clear();
-  };
+  std::vector<Table> pages;
   for (const StepRow& row : rows) {
     const bool is_ours = row.variant == variant &&
                          kIsSplit == (row.storage == WeightStorage::split_master) &&
@@ -250,32 +277,40 @@ void step_rows(const std::vector<StepRow>& rows,
                          row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
     if (!is_ours) continue;
     const auto& group = groups[static_cast<std::size_t>(row.group)];
-    if (table.push_back(row, group)) continue;
-    launch();
-    table.push_back(row, group);
+    if (!pages.empty() && pages.back().push_back(row, group)) continue;
+    pages.emplace_back(kStepBlock).push_back(row, group);
   }
-  if (!table.empty()) launch();
+  if (pages.empty()) return;
+  launch_pages(pages, target.device, &target.memory, [&](const PagedTable<Table>& table) {
+    launch_optimizer_step<Parameter, Gradient, Rule, Weights>(table, target.inputs, target.stream);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  });
 }
 
 /// What the CPU has loops for too.
 template <class Rule>
 void step_all_dtypes(const std::vector<StepRow>& rows,
                      const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
-                     const StepInputs& inputs, cudaStream_t stream) {
+                     const StepTarget& target) {
   using c10::BFloat16;
   using c10::Half;
-  step_rows<float, float, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<float, BFloat16, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<float, Half, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<double, double, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<double, float, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<BFloat16, BFloat16, Rule>(rows, groups, variant, inputs, stream);
-  step_rows<BFloat16, BFloat16, Rule, SplitWeights>(rows, groups, variant, inputs, stream);
-  step_rows<BFloat16, BFloat16, Rule, StochasticWeights>(rows, groups, variant, inputs, stream);
-  step_rows<Half, Half, Rule>(rows, groups, variant, inputs, stream);
+  step_rows<float, float, Rule>(rows, groups, variant, target);
+  step_rows<float, BFloat16, Rule>(rows, groups, variant, target);
+  step_rows<float, Half, Rule>(rows, groups, variant, target);
+  step_rows<double, double, Rule>(rows, groups, variant, target);
+  step_rows<double, float, Rule>(rows, groups, variant, target);
+  step_rows<BFloat16, BFloat16, Rule>(rows, groups, variant, target);
+  step_rows<BFloat16, BFloat16, Rule, SplitWeights>(rows, groups, variant, target);
+  step_rows<BFloat16, BFloat16, Rule, StochasticWeights>(rows, groups, variant, target);
+  step_rows<Half, Half, Rule>(rows, groups, variant, target);
 }
 
 }  // namespace
+
+__attribute__((weak)) void begin_step_(at::Device device, TableMemory& memory) {
+  const c10::cuda::CUDAGuard guard(device);
+  memory.begin_step(is_capturing());
+}
 
 __attribute__((weak)) void count_steps_(at::Device device, const std::vector<float*>& counters,
                                         const float* found_inf) {
@@ -293,36 +328,36 @@ __attribute__((weak)) void count_steps_(at::Device device, const std::vector<flo
 
 __attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepRow>& rows,
                                       const std::vector<StepGroup<AdamConstants>>& groups,
-                                      const StepInputs& inputs) {
+                                      const StepInputs& inputs, TableMemory& memory) {
   const c10::cuda::CUDAGuard guard(device);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  step_all_dtypes<AdamRule<false>>(rows, groups, /*variant=*/false, inputs, stream);
-  step_all_dtypes<AdamRule<true>>(rows, groups, /*variant=*/true, inputs, stream);
+  const StepTarget target{device, c10::cuda::getCurrentCUDAStream(), inputs, memory};
+  step_all_dtypes<AdamRule<false>>(rows, groups, /*variant=*/false, target);
+  step_all_dtypes<AdamRule<true>>(rows, groups, /*variant=*/true, target);
 }
 
 __attribute__((weak)) void lion_step_(at::Device device, const std::vector<StepRow>& rows,
                                       const std::vector<StepGroup<LionConstants>>& groups,
-                                      const StepInputs& inputs) {
+                                      const StepInputs& inputs, TableMemory& memory) {
   const c10::cuda::CUDAGuard guard(device);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  step_all_dtypes<LionRule>(rows, groups, /*variant=*/false, inputs, stream);
+  const StepTarget target{device, c10::cuda::getCurrentCUDAStream(), inputs, memory};
+  step_all_dtypes<LionRule>(rows, groups, /*variant=*/false, target);
 }
 
 __attribute__((weak)) void lamb_step_(at::Device device, const std::vector<StepRow>& rows,
                                       const std::vector<StepGroup<LambConstants>>& groups,
-                                      const StepInputs& inputs) {
+                                      const StepInputs& inputs, TableMemory& memory) {
   const c10::cuda::CUDAGuard guard(device);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  step_all_dtypes<LambRule>(rows, groups, /*variant=*/false, inputs, stream);
+  const StepTarget target{device, c10::cuda::getCurrentCUDAStream(), inputs, memory};
+  step_all_dtypes<LambRule>(rows, groups, /*variant=*/false, target);
 }
 
 __attribute__((weak)) void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
                                      const std::vector<StepGroup<SgdConstants>>& groups,
-                                     const StepInputs& inputs) {
+                                     const StepInputs& inputs, TableMemory& memory) {
   const c10::cuda::CUDAGuard guard(device);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  step_all_dtypes<SgdRule<false>>(rows, groups, /*variant=*/false, inputs, stream);
-  step_all_dtypes<SgdRule<true>>(rows, groups, /*variant=*/true, inputs, stream);
+  const StepTarget target{device, c10::cuda::getCurrentCUDAStream(), inputs, memory};
+  step_all_dtypes<SgdRule<false>>(rows, groups, /*variant=*/false, target);
+  step_all_dtypes<SgdRule<true>>(rows, groups, /*variant=*/true, target);
 }
 
 }  // namespace detail::cuda

@@ -149,7 +149,8 @@ __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
 
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    optimizer_step_kernel(const __grid_constant__ Table table, const StepInputs inputs) {
+    optimizer_step_kernel(const __grid_constant__ PagedTable<Table> table,
+                          const StepInputs inputs) {
   using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
@@ -198,7 +199,8 @@ __attribute__((visibility("hidden"))) __global__ void count_steps_kernel(
 
 /// Launches on `stream`; the caller checks for launch errors.
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
-void launch_optimizer_step(const Table& table, const StepInputs& inputs, cudaStream_t stream) {
+void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
+                           cudaStream_t stream) {
   if (table.blocks() == 0) return;
   const auto blocks = static_cast<unsigned>(table.blocks());
   optimizer_step_kernel<Parameter, Gradient, Rule, Weights>

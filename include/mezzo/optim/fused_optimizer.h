@@ -5,6 +5,7 @@
 
 #include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/detail/kernels/table_memory.h>
 #include <mezzo/detail/optim/step_count.h>
 #include <mezzo/version.h>
 
@@ -68,7 +69,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// the optimizer stands on buckets that were read during backward (GradBuckets::summarize).
   virtual detail::GradientSummary summarize(const std::vector<at::Tensor>& gradients,
                                             const at::Tensor& inv_scale) {
-    return detail::summarize_gradients(gradients, inv_scale);
+    return detail::summarize_gradients(gradients, inv_scale, &table_memory_);
   }
 
   /// A schedule as a table: after n applied steps the next one multiplies each group's lr by
@@ -123,6 +124,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
   at::Tensor copy_for(const at::Tensor& weight) const { return copy_for_(weight); }
   void publish(const at::Tensor& weight, const at::Tensor& copy) const { publish_(weight, copy); }
 
+  /// For launches on a device.
+  detail::TableMemory& table_memory() noexcept { return table_memory_; }
+
   detail::StepCount& applied_count() noexcept { return applied_steps_; }
   const detail::StepCount& applied_count() const noexcept { return applied_steps_; }
 
@@ -145,6 +149,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   std::vector<double> lr_factors_;
   at::Tensor lr_factors_on_device_;
   detail::StepCount applied_steps_;
+  detail::TableMemory table_memory_;
   at::ScalarType published_dtype_ = at::kBFloat16;
   std::function<at::Tensor(const at::Tensor&)> copy_for_;
   std::function<void(const at::Tensor&, const at::Tensor&)> publish_;

@@ -92,6 +92,8 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   std::vector<GradientSlot> slots_;
   std::vector<GradBucket> buckets_;
 
+  TableMemory table_memory_;  // of reading many at once on a device
+
   std::mutex mutex_;  // what follows, and the slots, while hooks run
   std::function<void(std::size_t)> on_ready_;
   int accumulate_only_ = 0;

@@ -140,7 +140,7 @@ inline void BucketedGradients::read_on_device([[maybe_unused]] GradientSlot& slo
   if (!slot.device_partials.defined()) {
     slot.device_partials = at::empty({bytes}, gradient.options().dtype(at::kByte));
   }
-  cuda::write_partials_({gradient}, {0}, slot.device_partials);
+  cuda::write_partials_({gradient}, {0}, slot.device_partials, nullptr);
   slot.mark.set(gradient, flat_of(slot));
 #endif
 }

@@ -79,6 +79,7 @@ inline GradientSummary BucketedGradients::summarize_on_cpu(const GradientsToRead
 
 inline GradientSummary BucketedGradients::summarize_on_cuda(const GradientsToRead& to_read,
                                                             const at::Tensor& inv_scale) {
+  cuda::begin_step_(inv_scale.device(), table_memory_);
   std::vector<at::Tensor> partials;
   std::vector<at::Tensor> unread;
   std::vector<int64_t> first{0};
@@ -94,10 +95,10 @@ inline GradientSummary BucketedGradients::summarize_on_cuda(const GradientsToRea
   const DenseGradients dense(unread);
   const auto bytes = inv_scale.options().dtype(at::kByte);
   partials.push_back(at::empty({first.back() * cuda::partial_bytes()}, bytes));
-  cuda::write_partials_(dense.tensors(), first, partials.back());
+  cuda::write_partials_(dense.tensors(), first, partials.back(), &table_memory_);
   const GradientSummary summary = new_summary(inv_scale.device());
-  cuda::finish_partials_(at::cat(partials), inv_scale, summary.found_inf, summary.sum_of_squares,
-                         summary.max_abs);
+  cuda::finish_partials_(partials.size() == 1 ? partials.front() : at::cat(partials), inv_scale,
+                         summary.found_inf, summary.sum_of_squares, summary.max_abs);
   return summary;
 }
 

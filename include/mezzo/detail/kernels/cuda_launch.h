@@ -9,6 +9,7 @@
 #include <mezzo/detail/kernels/lion_element.h>
 #include <mezzo/detail/kernels/optimizer_step_table.h>
 #include <mezzo/detail/kernels/sgd_element.h>
+#include <mezzo/detail/kernels/table_memory.h>
 #include <mezzo/loss_scale.h>
 #include <mezzo/version.h>
 
@@ -38,10 +39,12 @@ MEZZO_CUDA_LAUNCHER void check_(const std::vector<at::Tensor>& gradients,
                                 const at::Tensor& found_inf);
 
 /// The summary of gradients (of one device, of any floating dtypes; dense) times `inv_scale`, into
-/// a float and two doubles. Two launches for one dtype of up to 904 tensors.
+/// a float and two doubles. Two launches for one dtype, where `memory` may be null for up to 900
+/// tensors; without it one more for every 900.
 MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale, const at::Tensor& found_inf,
-                                    const at::Tensor& sum_of_squares, const at::Tensor& max_abs);
+                                    const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
+                                    TableMemory* memory);
 
 /// The same and more, into: found_inf, sum_of_squares, max_abs, and int64 zeros, underflows,
 /// scaled_underflows and first_bad (of two elements).
@@ -56,7 +59,7 @@ MEZZO_CUDA_LAUNCHER int64_t partial_count(const at::Tensor& gradient);
 MEZZO_CUDA_LAUNCHER int64_t partial_bytes();
 MEZZO_CUDA_LAUNCHER void write_partials_(const std::vector<at::Tensor>& gradients,
                                          const std::vector<int64_t>& first_partials,
-                                         const at::Tensor& partials);
+                                         const at::Tensor& partials, TableMemory* memory);
 MEZZO_CUDA_LAUNCHER void finish_partials_(const at::Tensor& partials, const at::Tensor& inv_scale,
                                           const at::Tensor& found_inf,
                                           const at::Tensor& sum_of_squares,
@@ -70,22 +73,26 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const at::Tensor& 
                                        const at::Tensor& found_inf);
 
 /// One step of Adam and AdamW, of SGD or of Lion, over parameters of one device: one launch for
-/// each pair of dtypes, variant and weight storage of up to 304 parameters and 8 groups.
+/// each pair of dtypes, variant and weight storage, whatever their number; where that is beyond
+/// 300, or 8 groups, a table of 32 KB for each 300 is copied to the device unless it lies there.
 /// `groups[row.group]` are a row's numbers; all pointers are the device's. Counts nothing.
 MEZZO_CUDA_LAUNCHER void adam_step_(at::Device device, const std::vector<StepRow>& rows,
                                     const std::vector<StepGroup<AdamConstants>>& groups,
-                                    const StepInputs& inputs);
+                                    const StepInputs& inputs, TableMemory& memory);
 MEZZO_CUDA_LAUNCHER void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
                                    const std::vector<StepGroup<SgdConstants>>& groups,
-                                   const StepInputs& inputs);
+                                   const StepInputs& inputs, TableMemory& memory);
 MEZZO_CUDA_LAUNCHER void lion_step_(at::Device device, const std::vector<StepRow>& rows,
                                     const std::vector<StepGroup<LionConstants>>& groups,
-                                    const StepInputs& inputs);
+                                    const StepInputs& inputs, TableMemory& memory);
 
 /// The same for LAMB, in three launches, which take memory for a few norms.
 MEZZO_CUDA_LAUNCHER void lamb_step_(at::Device device, const std::vector<StepRow>& rows,
                                     const std::vector<StepGroup<LambConstants>>& groups,
-                                    const StepInputs& inputs);
+                                    const StepInputs& inputs, TableMemory& memory);
+
+/// Before the launches of a step: what the last one had no use for is given back.
+MEZZO_CUDA_LAUNCHER void begin_step_(at::Device device, TableMemory& memory);
 
 /// Adds 1 to each counter, unless `found_inf`, where not null, points to another value than 0: one
 /// launch for 4,000 of them.

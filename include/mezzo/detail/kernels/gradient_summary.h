@@ -4,6 +4,7 @@
 #include <mezzo/detail/kernels/gradient_summary_aten.h>
 #include <mezzo/detail/kernels/gradient_summary_cpu.h>
 #include <mezzo/detail/kernels/gradient_summary_partial.h>
+#include <mezzo/detail/kernels/table_memory.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -112,8 +113,10 @@ inline std::vector<SummaryStretch> summary_stretches(const DenseGradients& gradi
 /// device once; writes nothing to them; no host sync. Squares are summed in double, in an order
 /// that depends on the sizes alone: not on threads, and on the CPU not on the instruction set.
 /// A gradient of double above 1e154 has a square beyond double: inf, with found_inf 0.
+/// On CUDA `memory` makes one launch of those that many tensors take.
 inline GradientSummary summarize_gradients(const std::vector<at::Tensor>& gradients,
-                                           const at::Tensor& inv_scale) {
+                                           const at::Tensor& inv_scale,
+                                           [[maybe_unused]] TableMemory* memory = nullptr) {
   check_summary_arguments(gradients, inv_scale);
   const DenseGradients dense(gradients);
   if (inv_scale.is_cpu()) {
@@ -123,7 +126,7 @@ inline GradientSummary summarize_gradients(const std::vector<at::Tensor>& gradie
   if (inv_scale.is_cuda()) {
     const GradientSummary summary = new_summary(inv_scale.device());
     cuda::summarize_(dense.tensors(), inv_scale, summary.found_inf, summary.sum_of_squares,
-                     summary.max_abs);
+                     summary.max_abs, memory);
     return summary;
   }
 #endif

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <mezzo/detail/kernels/block_search.h>
+#include <mezzo/detail/kernels/paged_table.h>
 #include <mezzo/version.h>
 
 #include <c10/macros/Macros.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -19,8 +21,9 @@ struct SummarySlice {
   int32_t gradient;  ///< the caller's number of the tensor
 };
 
-/// The tensors of one kernel launch, of one dtype, cut into blocks. It travels by value as the
-/// kernel's argument: nothing is copied to the device, and a CUDA graph keeps its own.
+/// Tensors of one kernel launch, of one dtype, cut into blocks. It travels by value as the kernel's
+/// argument, so that nothing is copied to the device and a CUDA graph keeps its own; those of more
+/// tensors are the pages of a PagedTable.
 template <int kTensors>
 class SummaryTable {
  public:
@@ -48,6 +51,18 @@ class SummaryTable {
     ++tensors_;
   }
 
+  /// Gives what is not used yet a value, so that equal tables have equal bytes.
+  void clear_rest() {
+    std::fill(data_ + tensors_, data_ + kCapacity, nullptr);
+    std::fill(count_ + tensors_, count_ + kCapacity, 0);
+    std::fill(first_partial_ + tensors_, first_partial_ + kCapacity, 0);
+    std::fill(end_block_ + tensors_, end_block_ + kCapacity, blocks());
+    std::fill(gradient_ + tensors_, gradient_ + kCapacity, 0);
+  }
+
+  /// A slice's numbers are the caller's, on whichever page of a PagedTable it stands.
+  C10_HOST_DEVICE static void renumber(int, SummarySlice&) {}
+
   C10_HOST_DEVICE SummarySlice slice_of(int64_t block) const {
     const int tensor = item_of_block(end_block_, tensors_, block);
     const int64_t own_block = block - (tensor == 0 ? 0 : end_block_[tensor - 1]);
@@ -70,9 +85,10 @@ class SummaryTable {
 /// For most models, in the 4 KB that every launch can carry cheaply; and for models of many
 /// tensors, in the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
 using SmallSummaryTable = SummaryTable<108>;
-using LargeSummaryTable = SummaryTable<904>;
+using LargeSummaryTable = SummaryTable<900>;
 static_assert(sizeof(SmallSummaryTable) < 4000, "with the pointers beside it within 4 KB");
-static_assert(sizeof(LargeSummaryTable) < 32700, "with the pointers beside it within 32,764 bytes");
+static_assert(sizeof(PagedTable<LargeSummaryTable>) < 32700,
+              "with the pointers beside it within 32,764 bytes");
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

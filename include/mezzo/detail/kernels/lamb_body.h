@@ -35,17 +35,17 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     Base::read_gradient(place.gradient, gradient);
     gradient = gradient * Base::factor_;
     Value moments[LambRule::kMoments];
-    read_moments(place, moments);
+    Base::read_moments(place, moments);
     Base::update_.learn(gradient, moments);
     if constexpr (Base::kIsStochastic) {
-      write_moments_stochastically(place, moments, numbers, key);
+      Bits noise;
+      Base::draw(numbers, key, noise);
+      Base::write_moments_stochastically(place, moments, noise, key);
     } else {
-      for (unsigned k = 0; k < LambRule::kMoments; ++k) {
-        Base::write_moment(moments[k], place.moments[k]);
-      }
+      Base::write_moments(place, moments);
     }
     if constexpr (sizeof(typename MomentLanes::Stored) < sizeof(Scalar)) {
-      read_moments(place, moments);  // as they were rounded
+      Base::read_moments(place, moments);  // as they were rounded
     }
     Base::read_parameter(place, parameter);
     Base::update_.aim(parameter, moments, update);
@@ -56,7 +56,7 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
   C10_HOST_DEVICE C10_ALWAYS_INLINE void move(const Place& place, const Bits& numbers,
                                               const RandomKey& key) const {
     Value moments[LambRule::kMoments];
-    read_moments(place, moments);
+    Base::read_moments(place, moments);
     Value parameter;
     Base::read_parameter(place, parameter);
     Value update;
@@ -64,47 +64,12 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     Base::update_.move(update, parameter);
     if constexpr (Base::kIsStochastic) {
       Bits noise;
-      Bits bits;
-      draw(numbers, key, noise);
-      const Bits lower = noise & 0xFFFFU;
-      narrow_stochastically(parameter, lower, bits);
-      Lanes::store(bits, place.parameter);
+      Base::draw(numbers, key, noise);
+      Base::write_parameter_stochastically(place, parameter, noise);
     } else {
       Base::write_parameter(place, parameter);
     }
     if (place.average != nullptr) Base::update_average(parameter, place.average);
-  }
-
- private:
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_moments(const Place& place,
-                                                             Value (&moments)[LambRule::kMoments]) {
-    for (unsigned k = 0; k < LambRule::kMoments; ++k) {
-      Base::read_moment(place.moments[k], moments[k]);
-    }
-  }
-
-  // Bits as StepBody deals them out: of the first 32 the parameter has the lower half and exp_avg
-  // the upper one.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void draw(const Bits& numbers, const RandomKey& key,
-                                                     Bits& noise) {
-    noise = numbers ^ key.first;
-    mix(noise);
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moments_stochastically(
-      const Place& place, const Value (&moments)[LambRule::kMoments], const Bits& numbers,
-      const RandomKey& key) {
-    Bits noise;
-    draw(numbers, key, noise);
-    Bits own = noise >> 16;
-    Bits bits;
-    narrow_stochastically(moments[0], own, bits);
-    Lanes::store(bits, place.moments[0]);
-    noise = noise + key.second;
-    mix(noise);
-    own = noise & 0xFFFFU;
-    narrow_stochastically(moments[1], own, bits);
-    Lanes::store(bits, place.moments[1]);
   }
 };
 

@@ -12,6 +12,13 @@
 #include <cstdint>
 #include <type_traits>
 
+// Moments stay in a device's registers only where loops over them are unrolled.
+#ifdef __CUDA_ARCH__
+#define MEZZO_UNROLL_FOR_DEVICE _Pragma("unroll")
+#else
+#define MEZZO_UNROLL_FOR_DEVICE
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -62,15 +69,18 @@ class StepBody {
     Value parameter;
     read_parameter(place, parameter);
     Value moments[Place::kMomentSlots];
-    for (unsigned k = 0; k != Rule::kMoments; ++k) read_moment(place.moments[k], moments[k]);
+    read_moments(place, moments);
 
     update_(parameter, gradient, moments);
 
     if constexpr (kIsStochastic) {
-      write_stochastically(place, parameter, moments, numbers, key);
+      Bits noise;
+      draw(numbers, key, noise);
+      write_parameter_stochastically(place, parameter, noise);
+      write_moments_stochastically(place, moments, noise, key);
     } else {
       write_parameter(place, parameter);
-      for (unsigned k = 0; k != Rule::kMoments; ++k) write_moment(moments[k], place.moments[k]);
+      write_moments(place, moments);
     }
     if (place.average != nullptr) update_average(parameter, place.average);
     if (clear_) GradientLanes::store(typename GradientLanes::Bits{}, place.gradient);
@@ -125,30 +135,48 @@ class StepBody {
     }
   }
 
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_moment(
-      const typename MomentLanes::Stored* from, Value& moment) {
-    typename MomentLanes::Bits bits;
-    MomentLanes::load(from, bits);
-    MomentLanes::Format::widen(bits, moment);
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_moments(
+      const Place& place, Value (&moments)[Place::kMomentSlots]) {
+    MEZZO_UNROLL_FOR_DEVICE
+    for (unsigned k = 0; k != Rule::kMoments; ++k) {
+      typename MomentLanes::Bits bits;
+      MomentLanes::load(place.moments[k], bits);
+      MomentLanes::Format::widen(bits, moments[k]);
+    }
   }
 
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moment(const Value& moment,
-                                                             typename MomentLanes::Stored* to) {
-    typename MomentLanes::Bits bits;
-    MomentLanes::Format::narrow(moment, bits);
-    MomentLanes::store(bits, to);
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moments(
+      const Place& place, const Value (&moments)[Place::kMomentSlots]) {
+    MEZZO_UNROLL_FOR_DEVICE
+    for (unsigned k = 0; k != Rule::kMoments; ++k) {
+      typename MomentLanes::Bits bits;
+      MomentLanes::Format::narrow(moments[k], bits);
+      MomentLanes::store(bits, place.moments[k]);
+    }
   }
 
-  /// Sixteen random bits for each of up to four streams.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_stochastically(
-      const Place& place, const Value& parameter, const Value (&moments)[Place::kMomentSlots],
-      const Bits& numbers, const RandomKey& key) {
-    Bits noise = numbers ^ key.first;
+  /// Sixteen random bits for each of up to four streams: of these 32 the parameter has the lower
+  /// half and the first moment the upper one.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void draw(const Bits& numbers, const RandomKey& key,
+                                                     Bits& noise) {
+    noise = numbers ^ key.first;
     mix(noise);
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_parameter_stochastically(
+      const Place& place, const Value& parameter, const Bits& noise) {
     Bits bits;
     const Bits lower = noise & 0xFFFFU;
     narrow_stochastically(parameter, lower, bits);
     Lanes::store(bits, place.parameter);
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moments_stochastically(
+      const Place& place, const Value (&moments)[Place::kMomentSlots], const Bits& drawn,
+      const RandomKey& key) {
+    Bits noise = drawn;
+    Bits bits;
+    MEZZO_UNROLL_FOR_DEVICE
     for (unsigned k = 0; k != Rule::kMoments; ++k) {
       if (k == 1) {
         noise = noise + key.second;
@@ -182,3 +210,5 @@ class StepBody {
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#undef MEZZO_UNROLL_FOR_DEVICE

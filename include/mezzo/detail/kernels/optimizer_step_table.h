@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/detail/kernels/block_search.h>
+#include <mezzo/detail/kernels/paged_table.h>
 #include <mezzo/detail/kernels/step_span.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
@@ -8,6 +9,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -67,8 +69,9 @@ struct StepGroup {
   uint64_t seed;
 };
 
-/// The parameters of one kernel launch, of one pair of dtypes, cut into blocks. It travels by value
-/// as the kernel's argument: nothing is copied to the device, and a CUDA graph keeps its own.
+/// Parameters of one kernel launch, of one pair of dtypes, cut into blocks. It travels by value as
+/// the kernel's argument, so that nothing is copied to the device and a CUDA graph keeps its own;
+/// those of more parameters are the pages of a PagedTable.
 template <class Constants, int kRows>
 class StepTable {
  public:
@@ -80,7 +83,7 @@ class StepTable {
   bool empty() const { return rows_ == 0; }
   int64_t blocks() const { return empty() ? 0 : end_block_[rows_ - 1]; }
 
-  /// False if there is no room for the row and its group; launch, clear and push it again.
+  /// False if there is no room for the row and its group; it belongs to the next page.
   bool push_back(const StepRow& row, const StepGroup<Constants>& group) {
     const bool is_new = rows_ == 0 || row.group != last_group_;
     if (rows_ == kCapacity || (is_new && groups_ == kGroups)) return false;
@@ -98,6 +101,23 @@ class StepTable {
   }
 
   void clear() { rows_ = groups_ = 0; }
+
+  /// Gives what is not used yet a value, so that equal tables have equal bytes.
+  void clear_rest() {
+    std::fill(span_ + rows_, span_ + kCapacity, StepSpan{});
+    std::fill(count_ + rows_, count_ + kCapacity, nullptr);
+    std::fill(end_block_ + rows_, end_block_ + kCapacity, blocks());
+    std::fill(number_ + rows_, number_ + kCapacity, 0);
+    std::fill(group_of_ + rows_, group_of_ + kCapacity, int8_t{0});
+    std::fill(copies_half_ + rows_, copies_half_ + kCapacity, false);
+    std::fill(group_ + groups_, group_ + kGroups, StepGroup<Constants>{});
+  }
+
+  /// Makes the row and the group of page `page`'s slice those of a PagedTable.
+  C10_HOST_DEVICE static void renumber(int page, StepSlice& slice) {
+    slice.row += page * kCapacity;
+    slice.group += page * kGroups;
+  }
 
   C10_HOST_DEVICE const StepGroup<Constants>& group(int index) const { return group_[index]; }
 
@@ -136,7 +156,7 @@ class StepTable {
 
 /// As many rows as the 32,764 bytes hold that CUDA 12.1 allows from sm_70 on.
 template <class Constants>
-using DeviceStepTable = StepTable<Constants, 304>;
+using DeviceStepTable = StepTable<Constants, 300>;
 
 /// The counters of one launch that counts a step.
 struct CounterTable {
@@ -147,7 +167,8 @@ struct CounterTable {
 
 /// The kernel's arguments.
 template <class Constants>
-inline constexpr bool kStepArgumentsFit = sizeof(DeviceStepTable<Constants>) + sizeof(StepInputs) <=
+inline constexpr bool kStepArgumentsFit = sizeof(PagedTable<DeviceStepTable<Constants>>) +
+                                              sizeof(StepInputs) <=
                                           32764;
 
 }  // namespace detail

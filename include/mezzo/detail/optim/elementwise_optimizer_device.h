@@ -76,7 +76,8 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
     rows[i].count = (next++)->template mutable_data_ptr<float>();
     counters.push_back(rows[i].count);
   }
-  Traits::cuda_step(device, rows, groups, inputs);
+  cuda::begin_step_(device, table_memory());
+  Traits::cuda_step(device, rows, groups, inputs, table_memory());
   if (counts_applied) counters.push_back(applied.template mutable_data_ptr<float>());
   if (!counters.empty()) cuda::count_steps_(device, counters, inputs.found_inf);
   finish(all, step.options.zero_grad && !inputs.clear, prepared);
