@@ -58,8 +58,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// time of a step, by the number of applied steps.
 ///
 /// **Writing to a parameter** between steps counts (a model loaded, averaged weights swapped in):
-/// where the parameter is no longer what its master was rounded to, the master begins anew from it.
-/// As with WeightStorage, writes that bump no version leave no trace, and are undone.
+/// where an element is no longer what its master was rounded to, the master begins anew from it.
+/// Values are compared at each step, so that writes through `data()` count as well, among them
+/// those of the inner optimizer when it steps alone.
 ///
 /// **State from before** that is of 16 bits (Adagrad's sum, which it makes in its constructor;
 /// moments of steps without masters) is converted to float if it is of SGD, Adam, AdamW, RMSprop or

@@ -2,7 +2,6 @@
 
 #include <mezzo/detail/optim/dense_memory.h>
 #include <mezzo/detail/optim/kept_weights.h>
-#include <mezzo/detail/optim/param_state.h>
 #include <mezzo/detail/optim/trained_once.h>
 #include <mezzo/version.h>
 
@@ -36,7 +35,8 @@ class KeptMasters {
     return found == kept_.end() ? at::Tensor() : found->second.master;
   }
 
-  /// In agreement with the parameter as it is now; made if there is none.
+  /// In agreement with the parameter as it is now; made if there is none. Compares values: an
+  /// optimizer of libtorch's that steps alone writes through `data()`, which bumps no version.
   const at::Tensor& settled(const at::Tensor& parameter) {
     const c10::NoGradGuard no_grad;
     Kept& kept = kept_[parameter.unsafeGetTensorImpl()];
@@ -45,26 +45,23 @@ class KeptMasters {
       kept.master = parameter.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
     } else {
       check_shape_of(kept.master, "a master", parameter, kName);
-      reconcile_master(parameter, kept.stamp, kept.master);
+      follow_writes(parameter, kept.master);
     }
     kept.master.set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
-    kept.stamp = WriteStamp::of(parameter);
     return kept.master;
   }
 
   /// The parameter becomes its master, rounded to nearest.
-  void round(const at::Tensor& parameter) {
+  void round(const at::Tensor& parameter) const {
     const c10::NoGradGuard no_grad;
-    Kept& kept = kept_.at(parameter.unsafeGetTensorImpl());
-    parameter.detach().copy_(kept.master);
-    kept.stamp = WriteStamp::of(parameter);
+    parameter.detach().copy_(kept_.at(parameter.unsafeGetTensorImpl()).master);
   }
 
   /// From a file; the next `settled` compares it with the parameter.
   void replace(std::vector<std::pair<at::Tensor, at::Tensor>> parameters_and_masters) {
     std::unordered_map<const c10::TensorImpl*, Kept> fresh;
     for (auto& [parameter, master] : parameters_and_masters) {
-      fresh[parameter.unsafeGetTensorImpl()] = {parameter, std::move(master), WriteStamp()};
+      fresh[parameter.unsafeGetTensorImpl()] = {parameter, std::move(master)};
     }
     kept_ = std::move(fresh);
   }
@@ -91,7 +88,6 @@ class KeptMasters {
   struct Kept {
     at::Tensor parameter;  // held, so that its address cannot come to name another tensor
     at::Tensor master;
-    WriteStamp stamp;  // of the parameter, when the master last agreed with it
   };
 
   std::unordered_map<const c10::TensorImpl*, Kept> kept_;

@@ -5,6 +5,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 
@@ -54,13 +55,14 @@ inline void check_file(torch::serialize::InputArchive& archive, const MasterLayo
               "newer one's, or damaged");
   const auto group_sizes = read_key<std::vector<int64_t>>(archive, "group_sizes");
   TORCH_CHECK(group_sizes == layout.group_sizes, "MasterWeights: the archive has groups of ",
-              group_sizes, " parameters, and this optimizer has groups of ", layout.group_sizes,
+              c10::IntArrayRef(group_sizes), " parameters, and this optimizer has groups of ",
+              c10::IntArrayRef(layout.group_sizes),
               "; make the groups that were there when it was saved");
   const auto low_precision = read_key<std::vector<int64_t>>(archive, "low_precision");
   TORCH_CHECK(low_precision == layout.low_precision,
               "MasterWeights: the archive was saved for masters of the parameters number ",
-              low_precision, ", and here those of half and bfloat16 are ", layout.low_precision,
-              "; cast the model as it was then");
+              c10::IntArrayRef(low_precision), ", and here those of half and bfloat16 are ",
+              c10::IntArrayRef(layout.low_precision), "; cast the model as it was then");
 }
 
 inline std::vector<std::pair<at::Tensor, at::Tensor>> read_masters(
