@@ -84,6 +84,13 @@ at::Tensor trained_value(const at::Tensor& parameter, State& state) {
 }
 
 /// Where the parameter is no longer what the master was rounded to, it is right and the master not.
+/// Written in place: others may hold the master, to clip its gradient.
+inline void follow_writes(const at::Tensor& parameter, at::Tensor& master) {
+  master = master.to(parameter.device(), at::kFloat);
+  master.copy_(
+      at::where(is_rounded_from(master, parameter), master, parameter.detach().to(at::kFloat)));
+}
+
 template <class State>
 void settle_master(const at::Tensor& parameter, State& state) {
   at::Tensor& master = state.master();
@@ -93,8 +100,7 @@ void settle_master(const at::Tensor& parameter, State& state) {
     return;
   }
   master = master.to(parameter.device(), at::kFloat);
-  if (state.stamp() == WriteStamp::of(parameter)) return;
-  master = at::where(is_rounded_from(master, parameter), master, parameter.detach().to(at::kFloat));
+  if (state.stamp() != WriteStamp::of(parameter)) follow_writes(parameter, master);
 }
 
 /// The same for the lower half; there is a master beside it, or in its place, after loading a file.

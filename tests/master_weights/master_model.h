@@ -1,0 +1,129 @@
+#pragma once
+
+#include <mezzo/grad_scaler.h>
+#include <mezzo/master_weights.h>
+#include <torch/optim.h>
+#include <torch/types.h>
+
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace master_weights_test {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr double kScale = 1024;
+
+using Tensors = std::vector<torch::Tensor>;
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const Groups&)>;
+
+/// Same dtype, shape and bits: 0 is not -0 here, and a NaN is itself.
+inline bool same_bits(const torch::Tensor& left, const torch::Tensor& right) {
+  if (left.scalar_type() != right.scalar_type() || left.sizes() != right.sizes()) return false;
+  const auto a = left.detach().contiguous();
+  const auto b = right.detach().contiguous();
+  return a.numel() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
+}
+
+inline bool same_bits(const Tensors& left, const Tensors& right) {
+  if (left.size() != right.size()) return false;
+  for (std::size_t i = 0; i < left.size(); ++i) {
+    if (!same_bits(left[i], right[i])) return false;
+  }
+  return true;
+}
+
+inline Tensors copies_of(const Tensors& tensors) {
+  Tensors copies;
+  for (const auto& tensor : tensors) copies.push_back(tensor.detach().clone());
+  return copies;
+}
+
+/// A scaler that has seen a loss, and tells nobody of its skips.
+inline mezzo::GradScaler quiet_scaler(
+    const mezzo::GradScalerOptions& options = mezzo::GradScalerOptions().init_scale(kScale)) {
+  mezzo::GradScaler scaler(options);
+  scaler.on_skip(nullptr);
+  (void)scaler.scale(torch::zeros({}));
+  return scaler;
+}
+
+/// Parameters of `dtype` and float in two groups, one of them transposed, one empty, one with gaps;
+/// and what they are in float.
+struct Model {
+  Tensors parameters;
+
+  explicit Model(torch::ScalarType dtype) {
+    torch::manual_seed(3);
+    add(torch::randn({7, 5}).to(dtype));
+    add(torch::randn({33}));
+    add(torch::randn({6, 5}).to(dtype).t());
+    add(torch::randn({6, 8}).to(dtype).slice(1, 0, 8, 2));
+    add(torch::randn({0}).to(dtype));
+    add(torch::randn({}).to(dtype));
+  }
+
+  /// The same values, all in float.
+  Model in_float() const {
+    Model model = *this;
+    for (auto& parameter : model.parameters) {
+      parameter = parameter.detach().to(torch::kFloat, /*non_blocking=*/false, /*copy=*/true);
+      parameter.requires_grad_();
+    }
+    return model;
+  }
+
+  Groups groups() const {
+    const auto middle = parameters.begin() + 3;
+    return {torch::optim::OptimizerParamGroup(Tensors(parameters.begin(), middle)),
+            torch::optim::OptimizerParamGroup(Tensors(middle, parameters.end()))};
+  }
+
+  /// Gradients of step number `step` as backward leaves them, times the scale.
+  void set_gradients(int step, double scale = kScale) const {
+    torch::manual_seed(100 + step);
+    for (const auto& parameter : parameters) {
+      parameter.mutable_grad() =
+          (torch::randn(parameter.sizes()) * scale).to(parameter.scalar_type());
+    }
+  }
+
+  /// Those of `other`, unscaled in float.
+  void take_gradients(const Model& other, double scale = kScale) const {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i].mutable_grad() = other.parameters[i].grad().to(torch::kFloat).mul(1 / scale);
+    }
+  }
+
+  Tensors gradients() const {
+    Tensors all;
+    for (const auto& parameter : parameters) all.push_back(parameter.grad());
+    return all;
+  }
+
+ private:
+  void add(const torch::Tensor& values) { parameters.push_back(values.requires_grad_()); }
+};
+
+template <class Optimizer, class Options>
+MakeOptimizer maker(const Options& options) {
+  return [options](const Groups& groups) -> std::unique_ptr<torch::optim::Optimizer> {
+    return std::make_unique<Optimizer>(groups, options);
+  };
+}
+
+inline std::vector<MakeOptimizer> libtorch_optimizers() {
+  using namespace torch::optim;
+  return {maker<SGD>(SGDOptions(0.01)),
+          maker<SGD>(SGDOptions(0.01).momentum(0.9).nesterov(true).weight_decay(0.1)),
+          maker<Adam>(AdamOptions(1e-3).amsgrad(true)),
+          maker<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
+          maker<RMSprop>(RMSpropOptions(1e-3).centered(true).momentum(0.5)),
+          maker<Adagrad>(AdagradOptions(1e-2))};
+}
+
+}  // namespace master_weights_test

@@ -1,0 +1,542 @@
+// MasterWeights: any optimizer of libtorch's, or a user's own, trains float masters of half and
+// bfloat16 parameters, and is an ordinary optimizer again after each step.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/lr_schedule.h>
+#include <mezzo/weight_cache.h>
+
+#include "../optim/optimizers.h"
+#include "master_model.h"
+
+#include <cmath>
+#include <stdexcept>
+
+namespace {
+
+using namespace master_weights_test;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::master_params;
+using mezzo::MasterWeights;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+using torch::optim::SGD;
+using torch::optim::SGDOptions;
+
+class StepOfDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(MasterWeightsStep, StepOfDtype,
+                         testing::Values(torch::kHalf, torch::kBFloat16));
+
+void expect_rounded(const Model& model, const Tensors& masters) {
+  for (std::size_t i = 0; i < masters.size(); ++i) {
+    EXPECT_EQ(masters[i].scalar_type(), torch::kFloat);
+    const auto& parameter = model.parameters[i];
+    EXPECT_TRUE(same_bits(parameter, masters[i].to(parameter.scalar_type()))) << i;
+  }
+}
+
+TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
+  for (const MakeOptimizer& make : libtorch_optimizers()) {
+    const Model model(GetParam());
+    const Model floats = model.in_float();
+    const auto inner = make(model.groups());
+    const auto reference = make(floats.groups());
+    MasterWeights optimizer(*inner);
+    GradScaler scaler = quiet_scaler();
+    for (int step = 0; step < 8; ++step) {
+      model.set_gradients(step);
+      floats.take_gradients(model);
+      EXPECT_TRUE(scaler.step(optimizer).ran());
+      scaler.update();
+      reference->step();
+    }
+    EXPECT_TRUE(same_bits(master_params(optimizer), floats.parameters));
+    expect_rounded(model, master_params(optimizer));
+    EXPECT_EQ(optimizer.applied_steps(), 8);
+  }
+}
+
+TEST_P(StepOfDtype, ClipsAsAFloatModelIsClipped) {
+  const Model model(GetParam());
+  const Model floats = model.in_float();
+  SGD inner(model.groups(), SGDOptions(0.1).momentum(0.9));
+  SGD reference(floats.groups(), SGDOptions(0.1).momentum(0.9));
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  for (int step = 0; step < 5; ++step) {
+    model.set_gradients(step);
+    floats.take_gradients(model);
+    const auto result = scaler.step(optimizer, {.max_norm = 0.5});
+    scaler.update();
+    const double norm = torch::nn::utils::clip_grad_norm_(floats.parameters, 0.5);
+    EXPECT_NEAR(result.grad_norm().value(), norm, 1e-5 * norm);
+    reference.step();
+  }
+  const Tensors masters = master_params(optimizer);
+  for (std::size_t i = 0; i < masters.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(masters[i], floats.parameters[i], 1e-6, 1e-7)) << i;
+  }
+}
+
+TEST_P(StepOfDtype, LeavesGradientsAsTheyWereUnlessAskedToClearThem) {
+  const Model model(GetParam());
+  SGD inner(model.groups(), SGDOptions(0.1));
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  model.set_gradients(0);
+  const Tensors gradients = model.gradients();
+  const Tensors before = copies_of(gradients);
+  scaler.step(optimizer, {.max_norm = 1.0});
+  scaler.update();
+  EXPECT_TRUE(same_bits(model.gradients(), before));
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    EXPECT_TRUE(model.gradients()[i].is_same(gradients[i])) << i;
+  }
+  scaler.step(optimizer, {.zero_grad = true});
+  scaler.update();
+  model.parameters[0].mutable_grad()[3][3] = kInfinity;
+  EXPECT_FALSE(scaler.step(optimizer, {.zero_grad = true}).ran());
+  for (const auto& gradient : gradients) EXPECT_EQ(gradient.count_nonzero().item<int64_t>(), 0);
+}
+
+TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
+  const Model model(GetParam());
+  SGD inner(model.groups(), SGDOptions(0.1));
+  MasterWeights optimizer(inner);
+  model.set_gradients(0);
+  std::vector<int64_t> versions;
+  for (const auto& parameter : model.parameters) versions.push_back(parameter._version());
+  optimizer.step();
+  for (std::size_t i = 0; i < versions.size(); ++i) {
+    if (model.parameters[i].scalar_type() != GetParam()) continue;  // written by libtorch
+    EXPECT_GT(model.parameters[i]._version(), versions[i]) << i;
+  }
+}
+
+TEST_P(StepOfDtype, AddsUpUpdatesThatTheParameterAloneWouldLose) {
+  const auto alone = torch::ones({2}, GetParam()).requires_grad_();
+  const auto with_master = alone.detach().clone().requires_grad_();
+  SGD plain({alone}, SGDOptions(1e-5));
+  SGD inner({with_master}, SGDOptions(1e-5));
+  MasterWeights optimizer(inner);
+  for (int step = 0; step < 1000; ++step) {
+    alone.mutable_grad() = torch::ones_like(alone);
+    with_master.mutable_grad() = torch::ones_like(alone);
+    plain.step();
+    optimizer.step();
+  }
+  EXPECT_EQ(alone[0].item<float>(), 1.0F);
+  EXPECT_NEAR(with_master[0].item<float>(), 0.99F, 0.002F);
+  EXPECT_NEAR(master_params(optimizer)[0][0].item<float>(), 0.99F, 1e-4F);
+}
+
+/// Steps `optimizer` once, then copies all there is.
+struct Everything {
+  Tensors parameters, masters, moments;
+  std::vector<int64_t> versions;
+  std::size_t states;
+
+  Everything(const Model& model, MasterWeights& optimizer) {
+    parameters = copies_of(model.parameters);
+    masters = copies_of(master_params(optimizer));
+    for (const auto& parameter : model.parameters) {
+      versions.push_back(parameter._version());
+      const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (state == optimizer.state().end()) continue;
+      const auto& adam = static_cast<const torch::optim::AdamParamState&>(*state->second);
+      moments.push_back(adam.exp_avg().clone());
+      moments.push_back(adam.exp_avg_sq().clone());
+      moments.push_back(torch::tensor(adam.step()));
+    }
+    states = optimizer.state().size();
+  }
+  friend bool operator==(const Everything& left, const Everything& right) {
+    return same_bits(left.parameters, right.parameters) && same_bits(left.masters, right.masters) &&
+           same_bits(left.moments, right.moments) && left.versions == right.versions &&
+           left.states == right.states;
+  }
+};
+
+TEST_P(StepOfDtype, ASkippedStepLeavesEveryBitAsItIs) {
+  const Model model(GetParam());
+  torch::optim::Adam inner(model.groups(), torch::optim::AdamOptions(0.1));
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  for (int step = 0; step < 6; ++step) {
+    model.set_gradients(step, scaler.get_scale());
+    const bool overflows = step % 2 == 0;
+    const auto& bad = model.parameters[step == 2 ? 1 : 0].mutable_grad();
+    if (overflows) bad.view({-1})[5] = step == 4 ? std::nanf("") : kInfinity;
+    const Everything before(model, optimizer);
+    if (step >= 3) scaler.unscale_(optimizer);
+    const auto result = scaler.step(optimizer, {.max_norm = 1.0});
+    scaler.update();
+    EXPECT_EQ(result.ran(), !overflows);
+    EXPECT_EQ(before == Everything(model, optimizer), overflows) << "step " << step;
+  }
+  EXPECT_EQ(optimizer.applied_steps(), 3);
+}
+
+TEST(MasterWeightsStep, FindsAnOverflowThatOnlyUnscalingMakes) {
+  const auto x = torch::ones({2}, torch::kBFloat16).requires_grad_();
+  SGD inner({x}, SGDOptions(1.0));
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(1e-30).min_scale(0));
+  for (const bool explicitly : {false, true}) {
+    x.mutable_grad() = torch::full({2}, 1e20F).to(torch::kBFloat16);
+    if (explicitly) scaler.unscale_(optimizer);
+    EXPECT_FALSE(scaler.step(optimizer).ran());
+    scaler.update(1e-30);
+  }
+  EXPECT_TRUE(torch::equal(x, torch::ones({2}, torch::kBFloat16)));
+}
+
+// 2^-24 is half's smallest; an update of 2^-24 / 2^16 is 0 there, and counts in float.
+TEST(MasterWeightsStep, GradientsGoToFloatBeforeTheyAreMultiplied) {
+  const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
+  SGD inner({x}, SGDOptions(1.0));
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(0x1p16));
+  x.mutable_grad() = torch::full({2}, 0x1p-24F).to(torch::kHalf);
+  scaler.step(optimizer);
+  EXPECT_EQ(master_params(optimizer)[0][0].item<float>(), -0x1p-40F);
+}
+
+TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
+  const Model model(torch::kBFloat16);
+  SGD inner(model.groups(), SGDOptions(0.1).momentum(0.9));
+  MasterWeights optimizer(inner);
+  for (int step = 0; step < 3; ++step) {
+    model.set_gradients(step, 1.0);
+    optimizer.step();
+    std::size_t number = 0;
+    for (const auto& group : inner.param_groups()) {
+      for (const auto& parameter : group.params()) {
+        EXPECT_TRUE(parameter.is_same(model.parameters[number])) << number;
+        const auto state = inner.state().find(parameter.unsafeGetTensorImpl());
+        ASSERT_NE(state, inner.state().end()) << number;
+        const auto& sgd = static_cast<const torch::optim::SGDParamState&>(*state->second);
+        EXPECT_EQ(sgd.momentum_buffer().scalar_type(), torch::kFloat);
+        ++number;
+      }
+    }
+    EXPECT_EQ(inner.state().size(), model.parameters.size());
+  }
+  const auto master = master_params(optimizer)[0].clone();
+  model.set_gradients(3, 1.0);
+  inner.step();  // alone, on the parameter of 16 bits
+  const auto after = model.parameters[0].detach().to(torch::kFloat);
+  EXPECT_FALSE(same_bits(master.to(torch::kBFloat16), model.parameters[0]));
+  const auto followed = master_params(optimizer)[0];
+  const auto is_kept = master.to(torch::kBFloat16).eq(model.parameters[0]);
+  EXPECT_TRUE(same_bits(followed, torch::where(is_kept, master, after)));
+}
+
+TEST(MasterWeightsStep, WhatIsWrittenToAParameterCountsAndTheRestKeepsItsMaster) {
+  const auto x = torch::ones({3}, torch::kBFloat16).requires_grad_();
+  SGD inner({x}, SGDOptions(1e-4));
+  MasterWeights optimizer(inner);
+  x.mutable_grad() = torch::ones_like(x);
+  optimizer.step();
+  const auto master = master_params(optimizer)[0];
+  {
+    const torch::NoGradGuard no_grad;
+    x[1] = 5;
+  }
+  optimizer.step();
+  EXPECT_TRUE(master_params(optimizer)[0].is_same(master)) << "who holds it goes on holding it";
+  EXPECT_FLOAT_EQ(master[0].item<float>(), 0.9998F);
+  EXPECT_FLOAT_EQ(master[1].item<float>(), 4.9999F);
+}
+
+TEST(MasterWeightsStep, UndefinedGradientsAreLeftOut) {
+  const Model model(torch::kHalf);
+  SGD inner(model.groups(), SGDOptions(0.1).weight_decay(0.5));
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  model.set_gradients(0);
+  for (const std::size_t i : {0, 1}) model.parameters[i].mutable_grad() = torch::Tensor();
+  const Tensors before = copies_of(model.parameters);
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    const bool is_unchanged = same_bits(model.parameters[i], before[i]);
+    EXPECT_EQ(is_unchanged, i < 2 || before[i].numel() == 0) << i;
+  }
+  scaler.update();
+  model.parameters[0].mutable_grad() = torch::ones_like(model.parameters[0]);
+  scaler.unscale_(optimizer);
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_FALSE(same_bits(model.parameters[0], before[0]));
+}
+
+TEST(MasterWeightsStep, TakesGroupsAndRatesFromEitherOfTheTwo) {
+  const auto make = [] { return torch::zeros({2}, torch::kHalf).requires_grad_(); };
+  const Tensors all{make(), make(), make()};
+  SGD inner({all[0]}, SGDOptions(1.0));
+  MasterWeights optimizer(inner);
+  torch::optim::Optimizer& base = optimizer;
+  inner.add_param_group(torch::optim::OptimizerParamGroup({all[1]}));
+  GradScaler scaler = quiet_scaler();
+  base.add_param_group(torch::optim::OptimizerParamGroup({all[2]}));
+  const auto step = [&] {
+    for (const auto& x : all) x.mutable_grad() = torch::full_like(x, kScale);
+    scaler.step(base, {.zero_grad = true});
+    scaler.update();
+  };
+  step();
+  EXPECT_EQ(inner.param_groups().size(), 3U);
+  for (const auto& x : all) EXPECT_EQ(x[0].item<float>(), -1.0F);
+  inner.param_groups()[0].options().set_lr(2.0);
+  base.param_groups()[1].options().set_lr(3.0);
+  optimizer.param_groups()[2].options().set_lr(4.0);
+  step();
+  step();
+  EXPECT_EQ(all[0][0].item<float>(), -5.0F);
+  EXPECT_EQ(all[1][0].item<float>(), -7.0F);
+  EXPECT_EQ(all[2][0].item<float>(), -9.0F);
+  optimizer.zero_grad();
+  for (const auto& x : all) EXPECT_FALSE(x.grad().defined());
+}
+
+TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
+  const auto x = torch::zeros({1}, torch::kHalf).requires_grad_();
+  SGD inner({x}, SGDOptions(8.0));
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  mezzo::LinearSchedule ours(optimizer, {.total_steps = 4});
+  for (const float expected : {8.0F, 8.0F, 14.0F}) {  // rates 8, none for the skip, 6
+    x.mutable_grad() =
+        torch::full_like(x, expected == 8.0F && x.item<float>() != 0 ? kInfinity : -kScale);
+    const auto result = scaler.step(optimizer);
+    scaler.update(kScale);
+    ours.step(result);
+    EXPECT_EQ(x.item<float>(), expected);
+    EXPECT_EQ(inner.param_groups()[0].options().get_lr(), 8.0);
+  }
+  EXPECT_EQ(ours.lrs(), std::vector<double>{4.0});
+  optimizer.set_lr_factors({});
+  torch::optim::StepLR theirs(optimizer, /*step_size=*/1, /*gamma=*/0.5);
+  theirs.step();  // halves the rate at its second step
+  theirs.step();
+  x.mutable_grad() = torch::full_like(x, -1);
+  optimizer.step();
+  EXPECT_EQ(x.item<float>(), 18.0F);
+}
+
+TEST(MasterWeightsStep, CallsAClosureOnceWithGradients) {
+  const auto x = torch::full({1}, 2.0F).to(torch::kHalf).requires_grad_();
+  SGD inner({x}, SGDOptions(0.25));
+  MasterWeights optimizer(inner);
+  int calls = 0;
+  const torch::NoGradGuard no_grad;
+  const auto loss = optimizer.step([&] {
+    ++calls;
+    optimizer.zero_grad();
+    auto squared = (x * x).sum();
+    squared.backward();
+    return squared;
+  });
+  EXPECT_EQ(calls, 1);
+  EXPECT_EQ(loss.item<float>(), 4.0F);
+  EXPECT_EQ(x.item<float>(), 1.0F);
+}
+
+/// A user's own: subtracts what has added up, throws when told to, and has no learning rate.
+struct SummingOptions : torch::optim::OptimizerCloneableOptions<SummingOptions> {};
+struct SummingState : torch::optim::OptimizerCloneableParamState<SummingState> {
+  torch::Tensor sum;
+};
+class Summing : public torch::optim::Optimizer {
+ public:
+  explicit Summing(Tensors parameters)
+      : Optimizer(std::move(parameters), std::make_unique<SummingOptions>()) {}
+
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    const torch::NoGradGuard no_grad;
+    EXPECT_FALSE(closure);
+    int number = 0;
+    for (auto& group : param_groups_) {
+      for (auto& parameter : group.params()) {
+        if (!parameter.grad().defined() || !parameter.requires_grad()) continue;
+        if (number++ == throw_at) throw std::runtime_error("stop");
+        auto& state = state_[parameter.unsafeGetTensorImpl()];
+        if (!state) {
+          state = std::make_unique<SummingState>();
+          static_cast<SummingState&>(*state).sum = torch::zeros_like(parameter);
+        }
+        parameter -= static_cast<SummingState&>(*state).sum.add_(parameter.grad());
+      }
+    }
+    return {};
+  }
+  int throw_at = -1;
+};
+
+TEST(MasterWeightsStep, StepsAnOptimizerOfTheUsersOwn) {
+  const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  Summing inner({x});
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  for (int step = 0; step < 3; ++step) {
+    x.mutable_grad() = torch::full_like(x, kScale);
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(x[0].item<float>(), -6.0F);
+  const auto& state = static_cast<SummingState&>(*inner.state().at(x.unsafeGetTensorImpl()));
+  EXPECT_EQ(state.sum.scalar_type(), torch::kFloat);
+}
+
+TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
+  const Tensors all{torch::zeros({2}, torch::kHalf).requires_grad_(),
+                    torch::zeros({2}).requires_grad_(),
+                    torch::zeros({2}, torch::kHalf).requires_grad_()};
+  Summing inner(all);
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  const auto set_gradients = [&] {
+    for (const auto& x : all) x.mutable_grad() = torch::full_like(x, kScale);
+  };
+  set_gradients();
+  const Tensors gradients{all[0].grad(), all[1].grad(), all[2].grad()};
+  inner.throw_at = 2;
+  EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    EXPECT_TRUE(inner.param_groups()[0].params()[i].is_same(all[i])) << i;
+    EXPECT_TRUE(all[i].grad().is_same(gradients[i])) << i;
+    EXPECT_EQ(all[i].grad()[0].item<float>(), kScale) << i;
+    EXPECT_EQ(inner.state().count(all[i].unsafeGetTensorImpl()), i < 2 ? 1U : 0U) << i;
+    EXPECT_EQ(all[i][0].item<float>(), i < 2 ? -1.0F : 0.0F) << i;
+  }
+  EXPECT_EQ(inner.state().size(), 2U);
+  EXPECT_EQ(optimizer.applied_steps(), 0);
+  for (const auto& master : master_params(optimizer)) {
+    EXPECT_EQ(master.grad().defined(), master.is_same(all[1]));
+  }
+  inner.throw_at = -1;
+  EXPECT_TRUE(scaler.step(optimizer).ran()) << "the iteration goes on where it stood";
+  EXPECT_EQ(all[0][0].item<float>(), -3.0F);
+  EXPECT_EQ(all[2][0].item<float>(), -1.0F);
+}
+
+TEST(MasterWeightsStep, ConvertsStateThatIsOf16Bits) {
+  const auto x = torch::ones({2}, torch::kBFloat16).requires_grad_();
+  const auto moments_of = [&](const torch::optim::AdamW& adam) {
+    return static_cast<torch::optim::AdamWParamState&>(*adam.state().at(x.unsafeGetTensorImpl()));
+  };
+  torch::optim::AdamW inner({x}, torch::optim::AdamWOptions(1e-3));
+  x.mutable_grad() = torch::ones_like(x);
+  inner.step();
+  ASSERT_EQ(moments_of(inner).exp_avg_sq().scalar_type(), torch::kBFloat16);
+  MasterWeights optimizer(inner);
+  optimizer.step();
+  EXPECT_EQ(moments_of(inner).exp_avg().scalar_type(), torch::kFloat);
+  EXPECT_EQ(moments_of(inner).exp_avg_sq().scalar_type(), torch::kFloat);
+  EXPECT_EQ(moments_of(inner).step(), 2);
+}
+
+TEST(MasterWeightsStep, TakesSparseGradients) {
+  for (const bool explicitly : {false, true}) {
+    const auto x = torch::zeros({4}, torch::kHalf).requires_grad_();
+    SGD inner({x}, SGDOptions(1.0));
+    MasterWeights optimizer(inner);
+    GradScaler scaler = quiet_scaler();
+    const auto set_gradient = [&](std::vector<float> values) {
+      x.mutable_grad() = torch::sparse_coo_tensor(torch::tensor({{1, 1, 3}}),
+                                                  torch::tensor(values).to(torch::kHalf), {4});
+    };
+    set_gradient({1024, 2048, 4096});
+    if (explicitly) scaler.unscale_(optimizer);
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0}).ran());  // 3 at place 1, 4 at place 3
+    scaler.update();
+    EXPECT_TRUE(
+        torch::allclose(master_params(optimizer)[0], torch::tensor({0.0F, -0.6F, 0.0F, -0.8F})));
+    EXPECT_TRUE(same_bits(x, master_params(optimizer)[0].to(torch::kHalf)));
+    set_gradient({64000, 64000, 0});  // an inf once it is coalesced
+    if (explicitly) scaler.unscale_(optimizer);
+    EXPECT_FALSE(scaler.step(optimizer).ran());
+  }
+}
+
+TEST(MasterWeightsStep, ADisabledScalerClipsClearsAndSteps) {
+  const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  SGD inner({x}, SGDOptions(1.0));
+  MasterWeights optimizer(inner);
+  GradScaler disabled(GradScalerOptions().enabled(false));
+  const auto set_gradient = [&] {
+    x.mutable_grad() = torch::tensor({3.0F, 4.0F}).to(torch::kBFloat16);
+  };
+  set_gradient();
+  const auto result = disabled.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
+  EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
+  EXPECT_TRUE(torch::allclose(master_params(optimizer)[0], torch::tensor({-0.6F, -0.8F})));
+  EXPECT_EQ(x.grad().count_nonzero().item<int64_t>(), 0);
+  set_gradient();
+  disabled.step(optimizer);
+  EXPECT_TRUE(torch::allclose(master_params(optimizer)[0], torch::tensor({-3.6F, -4.8F})));
+}
+
+TEST(MasterWeightsStep, PublishesFloatWeightsToACache) {
+  torch::nn::Linear model(4, 3);
+  model->bias.set_data(model->bias.detach().to(torch::kBFloat16));
+  SGD inner(model->parameters(), SGDOptions(1.0));
+  MasterWeights optimizer(inner);
+  mezzo::WeightCache cache;
+  optimizer.publish_to(cache, torch::kBFloat16);
+  {
+    const mezzo::AutocastGuard autocast(torch::kCPU, torch::kBFloat16, {.weight_cache = cache});
+    model->forward(torch::randn({2, 4})).sum().backward();
+  }
+  optimizer.step();
+  ASSERT_TRUE(cache.holds(model->weight, torch::kBFloat16));
+  const auto casts = cache.statistics().casts;
+  EXPECT_TRUE(same_bits(cache.buffer_for(model->weight, torch::kBFloat16),
+                        model->weight.detach().to(torch::kBFloat16)));
+  EXPECT_EQ(cache.statistics().casts, casts);
+}
+
+TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
+  const auto x = torch::zeros({4}, torch::kHalf).requires_grad_();
+  torch::optim::LBFGS lbfgs({x});
+  EXPECT_THAT([&] { MasterWeights optimizer(lbfgs); },
+              ThrowsMessage<c10::Error>(HasSubstr("LBFGS calls its closure several times")));
+  mezzo::optim::SGD ours({x}, mezzo::optim::SGDOptions(0.1));
+  EXPECT_THAT([&] { MasterWeights optimizer(ours); },
+              ThrowsMessage<c10::Error>(HasSubstr("weight_storage(WeightStorage::master)")));
+  SGD overlapping({x, x.detach().slice(0, 1, 3).requires_grad_()}, SGDOptions(0.1));
+  EXPECT_THAT([&] { MasterWeights optimizer(overlapping); },
+              ThrowsMessage<c10::Error>(HasSubstr("two parameters share memory")));
+  SGD twice({x, x}, SGDOptions(0.1));
+  EXPECT_THAT([&] { MasterWeights optimizer(twice); },
+              ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")));
+}
+
+TEST(MasterWeightsStep, AModelThatIsCastMeanwhileTrainsAsWhatItIs) {
+  torch::nn::Linear model(3, 2);
+  model->to(torch::kHalf);
+  SGD inner(model->parameters(), SGDOptions(1.0));
+  MasterWeights optimizer(inner);
+  const auto step = [&] {
+    for (const auto& one : model->parameters()) one.mutable_grad() = torch::ones_like(one);
+    optimizer.step();
+  };
+  step();
+  model->to(torch::kFloat);
+  step();
+  EXPECT_TRUE(master_params(optimizer)[0].is_same(model->weight));
+  {
+    const torch::NoGradGuard no_grad;
+    model->weight.fill_(7.0);
+  }
+  model->to(torch::kBFloat16);
+  step();
+  EXPECT_EQ(master_params(optimizer)[0][0][0].item<float>(), 6.0F);
+  EXPECT_EQ(model->weight[1][2].item<float>(), 6.0F);
+}
+
+}  // namespace

@@ -1,0 +1,433 @@
+// GradScaler::unscale_ where an optimizer keeps masters: true gradients in float, to be clipped at
+// master_params(optimizer), and gone when the iteration is over.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_buckets.h>
+
+#include "../optim/optimizers.h"
+#include "master_model.h"
+
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+
+namespace {
+
+using namespace master_weights_test;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::master_params;
+using mezzo::MasterWeights;
+using mezzo::StepOptions;
+using mezzo::optim::WeightStorage;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+/// An optimizer that keeps masters, whoever it is.
+struct Keeper {
+  std::unique_ptr<torch::optim::Optimizer> inner;  // null where the optimizer does it alone
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+};
+using MakeKeeper = std::function<Keeper(const Groups&)>;
+
+template <class Optimizer, class Options>
+MakeKeeper ours(Options options) {
+  options.weight_storage(WeightStorage::master);
+  return [options](const Groups& groups) {
+    return Keeper{nullptr, std::make_unique<Optimizer>(groups, options)};
+  };
+}
+
+MakeKeeper adapter(const MakeOptimizer& make) {
+  return [make](const Groups& groups) {
+    Keeper keeper{make(groups), nullptr};
+    keeper.optimizer = std::make_unique<MasterWeights>(*keeper.inner);
+    return keeper;
+  };
+}
+
+std::vector<MakeKeeper> keepers() {
+  using namespace mezzo::optim;
+  std::vector<MakeKeeper> all{ours<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
+                              ours<Adam>(AdamOptions(1e-3).amsgrad(true).ema_decay(0.9)),
+                              ours<SGD>(SGDOptions(1e-2)),
+                              ours<SGD>(SGDOptions(1e-2).momentum(0.9)),
+                              ours<Lion>(LionOptions(1e-3)),
+                              ours<LAMB>(LAMBOptions(1e-3))};
+  for (const MakeOptimizer& make : libtorch_optimizers()) all.push_back(adapter(make));
+  return all;
+}
+
+template <class Step>
+Model trained(torch::ScalarType dtype, const MakeKeeper& make, const Step& step) {
+  const Model model(dtype);
+  const Keeper keeper = make(model.groups());
+  GradScaler scaler = quiet_scaler();
+  for (int number = 0; number < 7; ++number) {
+    model.set_gradients(number, scaler.get_scale());
+    if (number == 3) model.parameters[2].mutable_grad()[2][1] = kInfinity;
+    const auto before = copies_of(model.gradients());
+    step(scaler, *keeper.optimizer);
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      if (model.parameters[i].scalar_type() == torch::kFloat) continue;
+      EXPECT_TRUE(same_bits(model.gradients()[i], before[i])) << i;
+    }
+    scaler.update();
+  }
+  Model all = model;
+  for (const auto& master : master_params(*keeper.optimizer)) {
+    EXPECT_EQ(master.scalar_type(), torch::kFloat);
+    all.parameters.push_back(master);
+  }
+  return all;
+}
+
+class UnscaledOfDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(UnscaledMasters, UnscaledOfDtype,
+                         testing::Values(torch::kHalf, torch::kBFloat16));
+
+TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
+  int number = 0;
+  for (const MakeKeeper& make : keepers()) {
+    const Model one_pass =
+        trained(GetParam(), make, [](auto& scaler, auto& optimizer) { scaler.step(optimizer); });
+    const Model unscaled = trained(GetParam(), make, [](auto& scaler, auto& optimizer) {
+      scaler.unscale_(optimizer);
+      scaler.step(optimizer);
+    });
+    EXPECT_TRUE(same_bits(one_pass.parameters, unscaled.parameters)) << "optimizer " << number;
+    const Model fresh(GetParam());
+    EXPECT_FALSE(same_bits(fresh.parameters[0], unscaled.parameters[0])) << number;
+    ++number;
+  }
+}
+
+TEST_P(UnscaledOfDtype, AreClippedInTheStepToo) {
+  int number = 0;
+  for (const MakeKeeper& make : keepers()) {
+    const StepOptions options{.max_norm = 0.5};
+    const Model one_pass = trained(
+        GetParam(), make, [&](auto& scaler, auto& optimizer) { scaler.step(optimizer, options); });
+    const Model unscaled = trained(GetParam(), make, [&](auto& scaler, auto& optimizer) {
+      scaler.unscale_(optimizer);
+      scaler.step(optimizer, options);
+    });
+    EXPECT_TRUE(same_bits(one_pass.parameters, unscaled.parameters)) << "optimizer " << number;
+    const Model by_hand = trained(GetParam(), make, [&](auto& scaler, auto& optimizer) {
+      scaler.unscale_(optimizer);
+      torch::nn::utils::clip_grad_norm_(master_params(optimizer), 0.5);
+      scaler.step(optimizer);
+    });
+    for (std::size_t i = 6; i < by_hand.parameters.size(); ++i) {
+      EXPECT_TRUE(torch::allclose(by_hand.parameters[i], one_pass.parameters[i], 1e-4, 1e-5)) << i;
+    }
+    ++number;
+  }
+}
+
+/// One parameter of half, one of float, with masters of mezzo's SGD or of the adapter's.
+class Unscaled : public testing::TestWithParam<bool> {
+ protected:
+  Unscaled() {
+    if (GetParam()) {
+      optimizer_ = std::make_unique<mezzo::optim::SGD>(
+          Tensors{x_, y_}, mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::master));
+    } else {
+      inner_.emplace(Tensors{x_, y_}, torch::optim::SGDOptions(1.0));
+      optimizer_ = std::make_unique<MasterWeights>(*inner_);
+    }
+  }
+
+  void set_gradients(float value, double scale = kScale) {
+    for (const auto& parameter : {x_, y_}) {
+      parameter.mutable_grad() = torch::full({2}, value * scale).to(parameter.scalar_type());
+    }
+  }
+  torch::Tensor master() { return master_params(*optimizer_)[0]; }
+  float value() { return master()[0].item<float>(); }
+
+  torch::Tensor x_ = torch::zeros({2}, torch::kHalf).requires_grad_();
+  torch::Tensor y_ = torch::zeros({2}).requires_grad_();
+  std::optional<torch::optim::SGD> inner_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  GradScaler scaler_ = quiet_scaler();
+};
+INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one) {
+  return one.param ? "OfMezzosOptimizer" : "OfTheAdapter";
+});
+
+TEST_P(Unscaled, GradientsStandAtTheMastersInFloatAndTheModelsStayAsTheyAre) {
+  set_gradients(3);
+  const auto gradient = x_.grad();
+  scaler_.unscale_(*optimizer_);
+  EXPECT_TRUE(same_bits(master().grad(), torch::full({2}, 3.0F)));
+  EXPECT_TRUE(x_.grad().is_same(gradient));
+  EXPECT_EQ(x_.grad()[0].item<float>(), 3 * kScale);
+  EXPECT_TRUE(same_bits(y_.grad(), torch::full({2}, 3.0F)));
+  EXPECT_TRUE(master_params(*optimizer_)[1].is_same(y_));
+  EXPECT_TRUE(scaler_.step(*optimizer_).ran());
+  EXPECT_EQ(value(), -3.0F);
+  EXPECT_EQ(y_[0].item<float>(), -3.0F);
+  EXPECT_FALSE(master().grad().defined());
+}
+
+TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
+  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(0x1p16));
+  x_.mutable_grad() = torch::full({2}, 0x1p-20F).to(torch::kHalf);
+  ASSERT_EQ((x_.grad() / 65536)[0].item<float>(), 0.0F);
+  scaler.unscale_(*optimizer_);
+  EXPECT_EQ(master().grad()[0].item<float>(), 0x1p-36F);
+  scaler.step(*optimizer_);
+  EXPECT_EQ(value(), -0x1p-36F);
+}
+
+TEST_P(Unscaled, WhatIsClippedIsWhatTheStepTakes) {
+  set_gradients(3);
+  y_.mutable_grad() = torch::zeros({2});
+  scaler_.unscale_(*optimizer_);
+  const double norm = torch::nn::utils::clip_grad_norm_(master_params(*optimizer_), 1.0);
+  EXPECT_NEAR(norm, std::sqrt(18.0), 1e-6);
+  const auto result = scaler_.step(*optimizer_, {.zero_grad = true});
+  EXPECT_NEAR(result.grad_norm().value(), 1.0, 1e-6);
+  EXPECT_NEAR(value(), -std::sqrt(0.5), 1e-6);
+  EXPECT_EQ(x_.grad().count_nonzero().item<int64_t>(), 0) << "the model's are cleared";
+}
+
+TEST_P(Unscaled, AnInfSkipsAndIsForgotten) {
+  set_gradients(kInfinity);
+  scaler_.unscale_(*optimizer_);
+  const auto result = scaler_.step(*optimizer_, {.zero_grad = true});
+  EXPECT_FALSE(result.ran());
+  EXPECT_EQ(value(), 0.0F);
+  EXPECT_FALSE(master().grad().defined());
+  EXPECT_EQ(x_.grad().count_nonzero().item<int64_t>(), 0);
+  scaler_.update();
+  EXPECT_EQ(scaler_.get_scale(), kScale / 2);
+}
+
+TEST_P(Unscaled, AreCheckedOnceMoreUnlessToldNotTo) {
+  for (const bool recheck : {true, false}) {
+    GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(kScale).recheck(recheck));
+    set_gradients(3);
+    scaler.unscale_(*optimizer_);
+    master().mutable_grad()[0] = kInfinity;  // broken by the user
+    EXPECT_EQ(scaler.step(*optimizer_).ran(), !recheck);
+    scaler.update();
+  }
+}
+
+TEST_P(Unscaled, AreSkippedForAnInfThatTheUserThenHid) {
+  set_gradients(kInfinity);
+  scaler_.unscale_(*optimizer_);
+  for (const auto& master : master_params(*optimizer_)) {
+    master.mutable_grad() = torch::ones({2});
+  }
+  EXPECT_FALSE(scaler_.step(*optimizer_).ran());
+}
+
+TEST_P(Unscaled, ANewIterationNeverTakesAnOlderOnesGradients) {
+  set_gradients(3);
+  scaler_.unscale_(*optimizer_);
+  scaler_.update();  // without a step
+  EXPECT_FALSE(master().grad().defined());
+  set_gradients(5);
+  scaler_.step(*optimizer_);
+  scaler_.update();
+  EXPECT_EQ(value(), -5.0F);
+  set_gradients(7);
+  {
+    GradScaler lost = quiet_scaler();
+    lost.unscale_(*optimizer_);
+  }
+  EXPECT_FALSE(master().grad().defined()) << "a scaler that is gone leaves none either";
+  master().mutable_grad() = torch::full({2}, 100.0F);  // the user's own, before the iteration
+  set_gradients(1);
+  scaler_.step(*optimizer_);
+  EXPECT_EQ(value(), -6.0F) << "was not unscaled in this iteration";
+}
+
+TEST_P(Unscaled, AStepWithoutTheScalerIsRefusedAndTakesNoScaledGradient) {
+  set_gradients(3);
+  scaler_.unscale_(*optimizer_);
+  EXPECT_THAT([&] { optimizer_->step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("step with scaler.step(optimizer)")));
+  EXPECT_EQ(value(), 0.0F);
+  scaler_.update();
+  set_gradients(3, 1.0);
+  optimizer_->step();
+  EXPECT_EQ(value(), -3.0F);
+}
+
+TEST_P(Unscaled, KeepTheOrderOfCalls) {
+  set_gradients(3);
+  scaler_.unscale_(*optimizer_);
+  EXPECT_THAT([&] { scaler_.unscale_(*optimizer_); },
+              ThrowsMessage<c10::Error>(HasSubstr("unscale_() has already been called")));
+  EXPECT_TRUE(same_bits(master().grad(), torch::full({2}, 3.0F)));
+  scaler_.step(*optimizer_, nullptr);  // no closure, said aloud
+  EXPECT_EQ(value(), -3.0F);
+  EXPECT_THAT([&] { scaler_.unscale_(*optimizer_); },
+              ThrowsMessage<c10::Error>(HasSubstr("unscale_() is being called after step().")));
+}
+
+TEST_P(Unscaled, OutliveTheModelsGradientsAndMissingOnesStayMissing) {
+  set_gradients(3);
+  y_.mutable_grad() = torch::Tensor();
+  scaler_.unscale_(*optimizer_);
+  optimizer_->zero_grad();
+  EXPECT_TRUE(scaler_.step(*optimizer_).ran());
+  EXPECT_EQ(value(), -3.0F);
+  scaler_.update();
+  x_.mutable_grad() = torch::Tensor();
+  y_.mutable_grad() = torch::full({2}, 1024.0F);
+  scaler_.unscale_(*optimizer_);
+  EXPECT_TRUE(scaler_.step(*optimizer_).ran());
+  EXPECT_EQ(value(), -3.0F);
+  EXPECT_EQ(y_[0].item<float>(), -1.0F);
+}
+
+TEST_P(Unscaled, ADisabledScalerHandsGradientsToMastersToo) {
+  GradScaler disabled(GradScalerOptions().enabled(false));
+  for (const float max_norm : {1.0F, 2.0F}) {
+    const float before = value();
+    set_gradients(3, 1.0);
+    y_.mutable_grad() = torch::zeros({2});
+    disabled.unscale_(*optimizer_);
+    torch::nn::utils::clip_grad_norm_(master_params(*optimizer_), max_norm);
+    if (max_norm == 1.0F) {
+      disabled.step(*optimizer_);
+    } else {
+      disabled.step(*optimizer_, {.max_norm = 0.5});
+    }
+    EXPECT_NEAR(value() - before, (max_norm == 1.0F ? -1 : -0.5) * std::sqrt(0.5), 1e-6);
+    disabled.update();
+  }
+  set_gradients(3, 1.0);
+  disabled.unscale_(*optimizer_);
+  disabled.update();
+  const float before = value();
+  set_gradients(5, 1.0);
+  disabled.step(*optimizer_);
+  EXPECT_EQ(value() - before, -5.0F);
+}
+
+TEST_P(Unscaled, WhatIsWrittenToTheParameterBeforeTheStepCounts) {
+  set_gradients(3);
+  scaler_.unscale_(*optimizer_);
+  {
+    const torch::NoGradGuard no_grad;
+    x_.fill_(10.0);
+  }
+  EXPECT_TRUE(scaler_.step(*optimizer_).ran());
+  EXPECT_EQ(value(), 7.0F);
+}
+
+TEST(UnscaledMasters, ReadTheirOwnGradientsWhereTheParametersLieInBuckets) {
+  const Model model(torch::kBFloat16);
+  Tensors dense;
+  for (const auto& parameter : model.parameters) {
+    if (parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
+  }
+  mezzo::GradBuckets buckets(dense, mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat));
+  mezzo::optim::SGD optimizer(buckets,
+                              mezzo::optim::SGDOptions(1e-2).weight_storage(WeightStorage::master));
+  GradScaler scaler = quiet_scaler();
+  model.set_gradients(0);
+  buckets.collect();
+  scaler.unscale_(optimizer);
+  const double norm = torch::nn::utils::clip_grad_norm_(master_params(optimizer), 1.0);
+  EXPECT_GT(norm, 2.0);
+  const auto result = scaler.step(optimizer, {.zero_grad = true});
+  EXPECT_NEAR(result.grad_norm().value(), 1.0, 1e-5);
+  for (const auto& parameter : dense) {
+    EXPECT_EQ(parameter.grad().count_nonzero().item<int64_t>(), 0);
+  }
+}
+
+TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
+  const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
+  x.mutable_grad() = torch::ones_like(x);
+  GradScaler scaler = quiet_scaler();
+  mezzo::optim::SGD plain({x}, mezzo::optim::SGDOptions(1.0));
+  for (const bool explicitly : {false, true}) {
+    EXPECT_THAT([&] { explicitly ? scaler.unscale_(plain) : (void)scaler.step(plain); },
+                ThrowsMessage<c10::Error>(HasSubstr("Attempting to unscale FP16 gradients.")));
+  }
+  mezzo::optim::SGD kept({x}, mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::master));
+  EXPECT_TRUE(scaler.step(kept).ran());
+}
+
+TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
+  const Model model(torch::kBFloat16);
+  torch::optim::SGD theirs(model.groups(), torch::optim::SGDOptions(1.0));
+  mezzo::optim::SGD plain(model.groups(), mezzo::optim::SGDOptions(1.0));
+  mezzo::optim::SGD stochastic(
+      model.groups(), mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::stochastic));
+  for (torch::optim::Optimizer* optimizer : {static_cast<torch::optim::Optimizer*>(&theirs),
+                                             static_cast<torch::optim::Optimizer*>(&plain),
+                                             static_cast<torch::optim::Optimizer*>(&stochastic)}) {
+    const Tensors params = master_params(*optimizer);
+    ASSERT_EQ(params.size(), model.parameters.size());
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      EXPECT_TRUE(params[i].is_same(model.parameters[i])) << i;
+    }
+  }
+}
+
+TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
+  for (const MakeKeeper& make : {keepers().front(), keepers().back()}) {
+    const Model model(torch::kHalf);
+    const Keeper keeper = make(model.groups());
+    const Tensors before = master_params(*keeper.optimizer);
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      EXPECT_TRUE(same_bits(before[i], model.parameters[i].to(torch::kFloat))) << i;
+    }
+    GradScaler scaler = quiet_scaler();
+    for (int step = 0; step < 3; ++step) {
+      model.set_gradients(step);
+      scaler.step(*keeper.optimizer);
+      scaler.update();
+    }
+    const Tensors after = master_params(*keeper.optimizer);
+    for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(after[i].is_same(before[i])) << i;
+  }
+}
+
+// bfloat16 has float's exponents, so that unscaling by a power of two in place loses nothing.
+TEST(MasterParams, OfSplitMastersThereAreNone) {
+  const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  mezzo::optim::SGD split(
+      {x}, mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::split_master));
+  EXPECT_THAT([&] { master_params(split); },
+              ThrowsMessage<c10::Error>(HasSubstr("keeps no master as a tensor; clip with "
+                                                  "scaler.step(optimizer, {.max_norm")));
+  GradScaler scaler = quiet_scaler();
+  x.mutable_grad() = torch::full_like(x, kScale);
+  scaler.unscale_(split);
+  EXPECT_EQ(x.grad()[0].item<float>(), 1.0F);
+  EXPECT_TRUE(scaler.step(split).ran());
+  EXPECT_EQ(x[0].item<float>(), -1.0F);
+}
+
+TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
+  const Model model(torch::kHalf);
+  const auto options = mezzo::optim::AdamWOptions(1e-3).weight_storage(WeightStorage::master);
+  mezzo::optim::AdamW optimizer(model.groups(), options);
+  (void)master_params(optimizer);
+  std::stringstream file;
+  torch::save(optimizer, file);
+  mezzo::optim::AdamW other(model.groups(), options);
+  torch::load(other, file);
+  model.set_gradients(0, 1.0);
+  other.step();
+  const Tensors masters = master_params(other);
+  EXPECT_TRUE(same_bits(model.parameters[0], masters[0].to(torch::kHalf)));
+}
+
+}  // namespace
