@@ -160,6 +160,7 @@ inline void GradScaler::advance_scale() {
 inline void GradScaler::finish_iteration() {
   records_.clear();
   scale_.drop_copies();
+  clip_watch_.poll();
   const auto letters = std::exchange(letters_, {});
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   const auto tell = [&](float scale, float next_scale) {

@@ -35,6 +35,17 @@ class OptimizerRecords {
     return entries_.emplace_back(&optimizer, parameter, OptimizerRecord{}).record;
   }
 
+  /// As it stands, `ready` where the iteration knows nothing of it.
+  Stage stage_of(const torch::optim::Optimizer& optimizer) const {
+    const at::Tensor parameter = first_parameter(optimizer);
+    for (const Entry& entry : entries_) {
+      if (entry.optimizer == &optimizer && entry.parameter.is_same(parameter)) {
+        return entry.record.stage;
+      }
+    }
+    return Stage::ready;
+  }
+
   bool empty() const noexcept { return entries_.empty(); }
   void clear() noexcept { entries_.clear(); }
 
