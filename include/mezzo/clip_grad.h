@@ -33,6 +33,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// \return a tensor without dimensions on the device of the first gradient: of double where a
 ///   gradient is double, else of float; 0 on the CPU where there is no gradient
 ///
+/// Where the optimizer keeps float masters (MasterWeights, WeightStorage::master), the masters'
+/// gradients are clipped, which `scaler.step` takes.
+///
 /// Gradients may lie on several devices and have several dtypes; undefined ones are left out and
 /// sparse ones coalesced (`.grad` is replaced). Sums are in double, and a coefficient is not
 /// rounded to half, both unlike torch's. A disabled scaler clips as if it were not there.

@@ -146,15 +146,20 @@ class GradScaler {
   /// Divides the gradients of all of `optimizer`'s parameters by the scale, in place, and notes
   /// whether any quotient is inf or NaN. Undefined gradients are left out, sparse ones coalesced
   /// first (`.grad` is replaced). No host sync, except to coalesce.
+  ///
+  /// Where the optimizer keeps a float master of a parameter (WeightStorage::master, MasterWeights)
+  /// the quotient goes to the master's gradient, in float, so that nothing underflows, and the
+  /// parameter's own stays as it is. Clip `master_params(optimizer)` then; `step` takes those
+  /// gradients, and drops them, as the end of the iteration does. A disabled scaler, too, hands
+  /// gradients to masters.
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
-  ///   for fp16 gradients (see `allow_fp16_gradients`)
+  ///   for fp16 gradients of parameters without a master (see `allow_fp16_gradients`)
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  /// Whether `unscale_` has made this iteration's gradients those of the loss itself, so that they
-  /// may be clipped or looked at; always when disabled. False again after `step` and `update`.
-  bool is_unscaled(const torch::optim::Optimizer& optimizer) const {
-    return !enabled_ || records_.stage_of(optimizer) == detail::Stage::unscaled;
-  }
+  /// Calls `unscale_` unless that has been done in this iteration; gives the tensors whose
+  /// gradients the step will take, and which may be clipped now: parameters that have one, masters
+  /// in place of those that keep one. \throws c10::Error as `unscale_` does
+  std::vector<at::Tensor> unscaled_parameters(torch::optim::Optimizer& optimizer);
 
   /// Calls `unscale_` unless that has been done, then `optimizer.step(args...)` unless an inf or
   /// NaN was found. Waits for the device to know which; with an optimizer of mezzo's it is the step
@@ -231,9 +236,12 @@ class GradScaler {
   StepResult step_fused(optim::FusedOptimizer& optimizer, const StepOptions& options);
   StepResult step_unfused(torch::optim::Optimizer& optimizer, const StepOptions& options);
   void unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
+  void hand_to_masters(optim::FusedOptimizer* optimizer);
+  static void finish_step(detail::OptimizerRecord& record);
   std::vector<detail::DeviceSummary> summarize_into(detail::OptimizerRecord& record,
                                                     torch::optim::Optimizer& optimizer);
-  std::vector<detail::DeviceSummary> summarize_unscaled(torch::optim::Optimizer& optimizer);
+  std::vector<detail::DeviceSummary> summarize_unscaled(const detail::OptimizerRecord& record,
+                                                        torch::optim::Optimizer& optimizer);
   void require_scale(const char* call) const;
   void create_scale(at::Device device);
   const at::Tensor& scale_on(at::Device device);

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/clip_grad.h>
+#include <mezzo/master_weights.h>
 
 #include <cmath>
 #include <limits>
@@ -67,9 +68,7 @@ TEST_F(ClipGrad, DoesNotUnscaleTwice) {
 TEST_F(ClipGrad, UnscalesAnewInTheNextIteration) {
   for (int iteration = 0; iteration < 3; ++iteration) {
     set_gradient(weight_, {3 * kScale, 4 * kScale});
-    EXPECT_FALSE(scaler_.is_unscaled(optimizer_));
     EXPECT_EQ(clip_grad_norm_(scaler_, optimizer_, 1.0).item<float>(), 5.0F);
-    EXPECT_TRUE(scaler_.is_unscaled(optimizer_));
     scaler_.step(optimizer_);
     scaler_.update();
   }
@@ -211,6 +210,24 @@ TEST(ClipGradParameters, InHalfMayHaveANormThatHalfCannotHold) {
   EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 50.0).item<float>(), 100000.0F);
   EXPECT_EQ(weight.grad().scalar_type(), torch::kHalf);
   EXPECT_FLOAT_EQ(weight.grad()[0].item<float>(), 0.5F);
+}
+
+TEST(ClipGradMasters, AreWhatIsClippedWhereParametersKeepThem) {
+  for (const bool enabled : {true, false}) {
+    const auto weight = torch::ones({2}, torch::kHalf).requires_grad_();
+    auto inner = sgd({weight});
+    mezzo::MasterWeights optimizer(inner);
+    auto scaler = quiet_scaler(GradScalerOptions().init_scale(2).enabled(enabled));
+    weight.mutable_grad() = torch::tensor({6.0F, 8.0F}).to(torch::kHalf);
+    const float norm = enabled ? 5.0F : 10.0F;
+    EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 0.5).item<float>(), norm);
+    EXPECT_NEAR(clip_grad_norm_(scaler, optimizer, 0.25).item<float>(), 0.5, 1e-6);
+    EXPECT_EQ(weight.grad()[1].item<float>(), 8.0F) << "the model's own gradient stays";
+    scaler.step(optimizer);
+    scaler.update();
+    EXPECT_NEAR(weight[0].item<float>(), 1 - 0.15, 1e-3);
+    EXPECT_NEAR(mezzo::master_params(optimizer)[0][1].item<float>(), 1 - 0.2, 1e-6);
+  }
 }
 
 /// torch's grid of norms, over gradients of several dtypes, layouts and sizes.

@@ -26,9 +26,12 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What clipping reads and multiplies: the one place that says which gradients those are.
-inline std::vector<DeviceGradients> gradients_to_clip(const torch::optim::Optimizer& optimizer) {
-  return gradients_by_device(optimizer, /*allow_fp16=*/true);
+/// What clipping reads and multiplies: the gradients that the step will take, unscaled.
+inline std::vector<DeviceGradients> gradients_to_clip(GradScaler& scaler,
+                                                      torch::optim::Optimizer& optimizer) {
+  const std::vector<at::Tensor> parameters = scaler.unscaled_parameters(optimizer);
+  const c10::NoGradGuard no_grad;
+  return gradients_by_device(parameters);
 }
 
 inline bool has_double(const std::vector<DeviceGradients>& all) {
@@ -109,9 +112,9 @@ inline void clamp_to(const DeviceGradients& gradients, double limit) {
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type, bool error_if_nonfinite) {
   detail::check_norm_arguments(max_norm, norm_type);
-  if (!scaler.is_unscaled(optimizer)) scaler.unscale_(optimizer);
   const c10::NoGradGuard no_grad;
-  const std::vector<detail::DeviceGradients> gradients = detail::gradients_to_clip(optimizer);
+  const std::vector<detail::DeviceGradients> gradients =
+      detail::gradients_to_clip(scaler, optimizer);
   if (gradients.empty()) return at::zeros({}, at::kFloat);
   const at::Tensor norm = detail::total_norm(gradients, norm_type);
   if (error_if_nonfinite) detail::require_finite(norm, norm_type);
@@ -124,9 +127,8 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
 inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                              double clip_value) {
   TORCH_CHECK(clip_value > 0, "clip_value is ", clip_value, "; it should be positive");
-  if (!scaler.is_unscaled(optimizer)) scaler.unscale_(optimizer);
   const c10::NoGradGuard no_grad;
-  for (const detail::DeviceGradients& gradients : detail::gradients_to_clip(optimizer)) {
+  for (const detail::DeviceGradients& gradients : detail::gradients_to_clip(scaler, optimizer)) {
     detail::clamp_to(gradients, clip_value);
   }
 }
