@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include <mezzo/detail/grad_scaler/clip_watch.h>
 #include <mezzo/detail/grad_scaler/device_copies.h>
 #include <mezzo/detail/grad_scaler/fused_step.h>
 #include <mezzo/detail/grad_scaler/optimizer_records.h>
@@ -115,6 +116,12 @@ struct SkippedStep {
 /// with an optimizer that is not mezzo's, `step` (whether to step is the host's decision then, as
 /// in torch.amp) and the line about a skip. Nothing else waits.
 ///
+/// Gradients that are clipped before they are unscaled are clipped to a bound that is thousands of
+/// times too tight. Where that shows in the first 64 steps of an optimizer (the norm, or the
+/// largest magnitude, of float gradients is a round number eight times in a row while the gradients
+/// change), one warning (TORCH_WARN) says so. It costs one more read of the gradients in those
+/// steps, where a step does not read them anyway, and no host sync.
+///
 /// Threads: a scaler is used from one thread at a time. What is remembered about an optimizer ends
 /// with `update`; in between, do not move it to another address.
 class GradScaler {
@@ -148,6 +155,11 @@ class GradScaler {
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
   ///   for fp16 gradients of parameters without a master (see `allow_fp16_gradients`)
   void unscale_(torch::optim::Optimizer& optimizer);
+
+  /// Calls `unscale_` unless that has been done in this iteration; gives the tensors whose
+  /// gradients the step will take, and which may be clipped now: parameters that have one, masters
+  /// in place of those that keep one. \throws c10::Error as `unscale_` does
+  std::vector<at::Tensor> unscaled_parameters(torch::optim::Optimizer& optimizer);
 
   /// Calls `unscale_` unless that has been done, then `optimizer.step(args...)` unless an inf or
   /// NaN was found. Waits for the device to know which; with an optimizer of mezzo's it is the step
@@ -228,6 +240,8 @@ class GradScaler {
   static void finish_step(detail::OptimizerRecord& record);
   std::vector<detail::DeviceSummary> summarize_into(detail::OptimizerRecord& record,
                                                     torch::optim::Optimizer& optimizer);
+  std::vector<detail::DeviceSummary> summarize_unscaled(const detail::OptimizerRecord& record,
+                                                        torch::optim::Optimizer& optimizer);
   void require_scale(const char* call) const;
   void create_scale(at::Device device);
   const at::Tensor& scale_on(at::Device device);
@@ -252,6 +266,7 @@ class GradScaler {
   at::Tensor growth_tracker_;
   at::Tensor hysteresis_left_;
   detail::OptimizerRecords records_;
+  detail::ClipWatch clip_watch_;
 
   // Of steps that a device decides.
   detail::StepMailbox mailbox_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/grad_scaler/clip_watch.h>
 #include <mezzo/detail/grad_scaler/device_copies.h>
 #include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/detail/grad_scaler/master_gradients.h>
@@ -13,6 +14,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros_like.h>
@@ -42,6 +44,7 @@ struct DeviceSummary {
   at::Tensor inv_scale;
   at::Tensor found_inf;
   at::Tensor sum_of_squares;
+  at::Tensor max_abs;
 };
 
 /// One read of the gradients that `optimizer`'s step takes, device by device. Those of `masters`
@@ -57,7 +60,8 @@ inline std::vector<DeviceSummary> summarize(torch::optim::Optimizer& optimizer,
     const at::Tensor& inverse = inv_scale.on(device);
     const GradientSummary summary = fused != nullptr ? fused->summarize(gradients, inverse)
                                                      : summarize_gradients(gradients, inverse);
-    summaries.push_back({std::move(gradients), inverse, summary.found_inf, summary.sum_of_squares});
+    summaries.push_back({std::move(gradients), inverse, summary.found_inf, summary.sum_of_squares,
+                         summary.max_abs});
   }
   return summaries;
 }
@@ -81,6 +85,17 @@ inline at::Tensor sum_on(at::Device device, const std::vector<at::Tensor>& value
   at::Tensor sum = moved(values.front());
   for (std::size_t i = 1; i < values.size(); ++i) sum = sum.add(moved(values[i]));
   return sum;
+}
+
+/// The largest magnitude of all devices, on one. Waits as `sum_on` does.
+inline at::Tensor max_abs_on(at::Device device, const std::vector<DeviceSummary>& summaries) {
+  at::Tensor largest;
+  for (const DeviceSummary& summary : summaries) {
+    const at::Tensor moved = summary.max_abs.to(device, summary.max_abs.scalar_type(),
+                                                /*non_blocking=*/!device.is_cpu());
+    largest = largest.defined() ? at::maximum(largest, moved) : moved;
+  }
+  return largest;
 }
 
 /// Makes every summary speak for all devices: an inf on one holds for all (`checks` is one a
@@ -108,6 +123,7 @@ struct HostSummary {
   float scale = 1.0F;
   bool found_inf = false;
   double sum_of_squares = std::numeric_limits<double>::quiet_NaN();
+  double max_abs = std::numeric_limits<double>::quiet_NaN();
   bool has_sum = false;
 
   HostSummary(const at::Tensor& scale_in, const std::vector<at::Tensor>& checks,
@@ -117,11 +133,18 @@ struct HostSummary {
     const auto wide = device.is_mps() ? at::kFloat : at::kDouble;
     std::vector<at::Tensor> values{scale_in.to(wide), sum_on(device, checks).to(wide)};
     if (has_sum) values.push_back(summaries.front().sum_of_squares.to(device, wide));
+    if (has_sum) values.push_back(max_abs_on(device, summaries).to(wide));
     const at::Tensor on_host = at::stack(values).to(at::kCPU, at::kDouble);
     const double* value = on_host.const_data_ptr<double>();
     scale = static_cast<float>(value[0]);
     found_inf = value[1] != 0.0;
     if (has_sum) sum_of_squares = value[2];
+    if (has_sum) max_abs = value[3];
+  }
+
+  /// Gradients as they came, with the scale on them.
+  void show_to(ClipWatch& watch, const torch::optim::Optimizer& optimizer) const {
+    if (has_sum) watch.see(&optimizer, scale, std::sqrt(sum_of_squares), max_abs);
   }
 
   StepOutcome outcome(bool ran) const {

@@ -92,6 +92,16 @@ inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   unscale_into(record, optimizer);
 }
 
+inline std::vector<at::Tensor> GradScaler::unscaled_parameters(torch::optim::Optimizer& optimizer) {
+  (void)detail::refreshed(optimizer);
+  const detail::OptimizerRecord* record = records_.find(optimizer);
+  const bool is_done = record != nullptr && (!enabled_ || record->stage == detail::Stage::unscaled);
+  if (!is_done) unscale_(optimizer);
+  record = records_.find(optimizer);
+  if (record == nullptr) return detail::with_gradient(optimizer, /*allow_fp16=*/true);
+  return record->masters.holders(optimizer);
+}
+
 /// Of a disabled scaler: whoever clips the gradients of the masters finds them there all the same.
 inline void GradScaler::hand_to_masters(optim::FusedOptimizer* optimizer) {
   if (optimizer == nullptr) return;
@@ -175,6 +185,7 @@ inline void GradScaler::advance_scale() {
 inline void GradScaler::finish_iteration() {
   records_.clear();
   scale_.drop_copies();
+  clip_watch_.poll();
   const auto letters = std::exchange(letters_, {});
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   const auto tell = [&](float scale, float next_scale) {

@@ -13,6 +13,7 @@
 
 #include <concepts>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -105,14 +106,27 @@ inline std::vector<detail::DeviceSummary> GradScaler::summarize_into(
   return summaries;
 }
 
+// For the watch on clipping, where a step would not read the gradients by itself.
+inline std::vector<detail::DeviceSummary> GradScaler::summarize_unscaled(
+    const detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer) {
+  const c10::NoGradGuard no_grad;
+  std::vector<detail::DeviceSummary> summaries =
+      detail::summarize(optimizer, record.masters, /*allow_fp16=*/true,
+                        detail::DeviceCopies(at::ones_like(scale_.original())));
+  if (!summaries.empty()) detail::combine(summaries, {summaries.front().found_inf});
+  return summaries;
+}
+
 inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
                                          const StepOptions& options) {
   const c10::NoGradGuard no_grad;
   detail::OptimizerRecord& record = record_to_step(optimizer);
+  const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
   const at::Tensor& scale = scale_.original();
   if (scale.is_cpu()) {
     const detail::HostSummary known(scale, record.found_inf, summaries);
+    if (!was_unscaled) known.show_to(clip_watch_, optimizer);
     optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
     finish_step(record);
     if (known.found_inf) skipped_scale_ = known.scale;
@@ -121,6 +135,10 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   const std::shared_ptr<detail::Letter> letter = mailbox_.letter_for(scale.device());
   optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
   finish_step(record);
+  if (!was_unscaled && !summaries.empty() && clip_watch_.wants(&optimizer)) {
+    letter->send_max_abs(detail::max_abs_on(scale.device(), summaries));
+    clip_watch_.expect(&optimizer, letter);
+  }
   letter->send(scale, summaries.front().sum_of_squares.to(scale.device()),
                detail::sum_on(scale.device(), record.found_inf));
   letters_.push_back(letter);
@@ -138,6 +156,7 @@ inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
   const detail::HostSummary known(scale_.original(), record.found_inf, summaries);
+  if (!was_unscaled) known.show_to(clip_watch_, optimizer);
   StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
   if (outcome.ran) {
     const double inverse = was_unscaled ? 1.0 : static_cast<float>(1.0 / known.scale);
@@ -155,8 +174,10 @@ inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
 inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
                                              const StepFunction& step) {
   detail::OptimizerRecord& record = record_to_step(optimizer);
+  std::vector<detail::DeviceSummary> watched;
   if (record.stage == detail::Stage::ready) {
     unscale_into(record, optimizer);
+    if (clip_watch_.wants(&optimizer)) watched = summarize_unscaled(record, optimizer);
   } else if (recheck_) {
     c10::NoGradGuard no_grad;
     const auto parameters = detail::with_gradient(optimizer, /*allow_fp16=*/true);
@@ -167,8 +188,10 @@ inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
               "masters, of which a step of its own does not know; use step(optimizer), or "
               "step(optimizer, {.max_norm = ...})");
   TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
-  const detail::HostSummary known(scale_.original(), record.found_inf, {});
+  const detail::HostSummary known(scale_.original(), record.found_inf, watched);
+  known.show_to(clip_watch_, optimizer);
   StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
+  outcome.grad_norm = std::nullopt;  // which is not known in later steps
   if (outcome.ran) {
     outcome.value = step();
   } else {

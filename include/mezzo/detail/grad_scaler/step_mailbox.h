@@ -27,6 +27,7 @@ class Letter {
     scale_ = at::empty({}, pinned.dtype(at::kFloat));
     next_scale_ = at::empty({}, pinned.dtype(at::kFloat));
     sum_of_squares_ = at::empty({}, pinned.dtype(at::kDouble));
+    max_abs_ = at::empty({}, pinned.dtype(at::kDouble));
     found_inf_ = at::empty({}, pinned.dtype(at::kFloat));
     clear();
   }
@@ -42,6 +43,8 @@ class Letter {
     sum_of_squares_.copy_(sum_of_squares, /*non_blocking=*/true);
     found_inf_.copy_(found_inf, /*non_blocking=*/true);
   }
+  /// Not part of the outcome; before `send`, which arrives later.
+  void send_max_abs(const at::Tensor& max_abs) { max_abs_.copy_(max_abs, /*non_blocking=*/true); }
   void send_next_scale(const at::Tensor& scale) { next_scale_.copy_(scale, /*non_blocking=*/true); }
 
   bool has_outcome() noexcept { return is_there(found_inf_); }
@@ -59,6 +62,7 @@ class Letter {
     if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
     return outcome;
   }
+  double max_abs() const { return *max_abs_.const_data_ptr<double>(); }
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
 
  private:
@@ -70,7 +74,7 @@ class Letter {
   }
 
   at::Device device_;
-  at::Tensor scale_, next_scale_, sum_of_squares_, found_inf_;
+  at::Tensor scale_, next_scale_, sum_of_squares_, max_abs_, found_inf_;
 };
 
 /// A step that a device decides.

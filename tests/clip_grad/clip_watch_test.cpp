@@ -1,0 +1,271 @@
+// What the scaler says to those who clip gradients that still carry the loss scale, and that it
+// says it to nobody else.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/clip_grad.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/tiny_optimizer.h"
+#include "../optim/optimizers.h"
+
+namespace {
+
+using grad_scaler_test::kInfinity;
+using grad_scaler_test::quiet_scaler;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::detail::ClipWatch;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using torch::optim::Optimizer;
+
+/// Gathers warnings in place of the terminal.
+class HeardWarnings : public c10::WarningHandler {
+ public:
+  HeardWarnings() : guard_(this) {}
+  void process(const c10::Warning& warning) override { lines_.push_back(warning.msg()); }
+  const std::vector<std::string>& lines() const { return lines_; }
+
+ private:
+  c10::WarningUtils::WarningHandlerGuard guard_;
+  std::vector<std::string> lines_;
+};
+
+/// A loop over batches, with the user's own code where gradients are clipped.
+struct Loop {
+  explicit Loop(double scale = 65536)
+      : scaler(quiet_scaler(GradScalerOptions().init_scale(scale))) {
+    torch::manual_seed(5);
+  }
+
+  using Step = std::function<void(Loop&)>;
+
+  /// Gradients of random batches, whose norms are some 3 to 6, times the scale.
+  void run(int steps, const Step& clip_and_step) {
+    for (int i = 0; i < steps; ++i) {
+      const double size = 1 + torch::rand({}).item<double>();
+      for (auto& weight : weights) {
+        weight.mutable_grad() = torch::randn(weight.sizes()) * (size * scaler.get_scale());
+      }
+      clip_and_step(*this);
+      scaler.update();
+    }
+  }
+
+  double clip(double max_norm) { return torch::nn::utils::clip_grad_norm_(weights, max_norm); }
+
+  std::vector<torch::Tensor> weights{torch::zeros({7}).requires_grad_(),
+                                     torch::zeros({2, 3}).requires_grad_()};
+  torch::optim::SGD sgd{weights, 1e-3};
+  mezzo::optim::SGD fused{weights, 1e-3};
+  GradScaler scaler;
+  HeardWarnings warnings;
+};
+
+const auto kBoundOfOne = AllOf(
+    HasSubstr("the norm of the scaled gradients has been 1 for 8 steps in a row"),
+    HasSubstr("the loss scale 65536, which is a bound of 1.526e-05 on the true ones"),
+    HasSubstr("call unscale_(optimizer) before clipping, or step(optimizer, {.max_norm = ...})"));
+
+TEST(ClipWatch, ExplainsOnceThatTheBoundIsOnScaledGradients) {
+  Loop loop;
+  const Loop::Step mistake = [](Loop& self) {
+    self.clip(1.0);
+    self.scaler.step(self.sgd);
+  };
+  loop.run(7, mistake);
+  EXPECT_THAT(loop.warnings.lines(), IsEmpty());
+  loop.run(1, mistake);
+  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+  loop.run(20, mistake);
+  EXPECT_THAT(loop.warnings.lines(), ElementsAre(testing::_));
+}
+
+TEST(ClipWatch, SeesWhatMezzosOptimizersReadAnyway) {
+  Loop loop;
+  loop.run(10, [](Loop& self) {
+    self.clip(1.0);
+    self.scaler.step(self.fused);
+  });
+  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+}
+
+TEST(ClipWatch, SeesWhatAStepThatClipsReads) {
+  Loop loop;
+  loop.run(10, [](Loop& self) {
+    self.clip(1.0);
+    self.scaler.step(self.sgd, {.max_norm = 1.0});
+  });
+  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+}
+
+TEST(ClipWatch, SeesEachOfTwoOptimizersByItself) {
+  Loop loop;
+  auto other = torch::zeros({9}).requires_grad_();
+  torch::optim::SGD second({other}, 1e-3);
+  loop.run(10, [&](Loop& self) {
+    other.mutable_grad() = torch::randn({9});
+    self.clip(1.0);
+    self.scaler.step(second);
+    self.scaler.step(self.sgd);
+  });
+  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+}
+
+TEST(ClipWatch, CountsOnAfterSkippedSteps) {
+  Loop loop(65536 * 8);
+  int step = 0;
+  loop.run(12, [&](Loop& self) {
+    self.clip(1.0);
+    if (step++ < 3) self.weights[0].mutable_grad()[2] = kInfinity;
+    self.scaler.step(self.sgd);
+  });
+  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+}
+
+TEST(ClipWatch, SeesClippingByValueToo) {
+  Loop loop;
+  loop.run(10, [](Loop& self) {
+    torch::nn::utils::clip_grad_value_(self.weights, 0.5);
+    // Not all elements at the bound: else the norm would hold as well.
+    self.weights[0].mutable_grad().mul_(torch::rand({7}));
+    self.scaler.step(self.sgd);
+  });
+  EXPECT_THAT(loop.warnings.lines(),
+              ElementsAre(AllOf(HasSubstr("the largest magnitude of the scaled gradients has been "
+                                          "0.5 for 8 steps in a row"),
+                                HasSubstr("mezzo::clip_grad_value_(scaler, optimizer, ...)"))));
+}
+
+TEST(ClipWatch, LeavesStepResultAsItWas) {
+  Loop loop;
+  loop.run(3, [](Loop& self) { EXPECT_EQ(self.scaler.step(self.sgd).grad_norm(), std::nullopt); });
+}
+
+struct Innocent {
+  const char* name;
+  double scale;
+  Loop::Step step;
+};
+
+class ClipWatchIsSilent : public testing::TestWithParam<Innocent> {};
+
+TEST_P(ClipWatchIsSilent, ToThose) {
+  Loop loop(GetParam().scale);
+  loop.run(80, GetParam().step);
+  EXPECT_THAT(loop.warnings.lines(), IsEmpty());
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Innocents, ClipWatchIsSilent,
+    testing::Values(Innocent{"WhoDoNotClip", 65536, [](Loop& self) { self.scaler.step(self.sgd); }},
+                    Innocent{"WhoUnscaleFirst", 65536,
+                             [](Loop& self) {
+                               self.scaler.unscale_(self.sgd);
+                               self.clip(1.0);
+                               self.scaler.step(self.sgd);
+                             }},
+                    Innocent{"WhoClipWithTheScaler", 65536,
+                             [](Loop& self) {
+                               mezzo::clip_grad_norm_(self.scaler, self.sgd, 1.0);
+                               self.scaler.step(self.sgd);
+                             }},
+                    Innocent{"WhoUnscaleForMezzosOptimizers", 65536,
+                             [](Loop& self) {
+                               self.scaler.unscale_(self.fused);
+                               self.clip(1.0);
+                               self.scaler.step(self.fused);
+                             }},
+                    Innocent{"WhoMultiplyTheBoundByTheScale", 65536,
+                             [](Loop& self) {
+                               self.clip(1.0 * self.scaler.get_scale());
+                               self.scaler.step(self.sgd);
+                             }},
+                    Innocent{"WhoMultiplyTheBoundByASmallScale", 64,
+                             [](Loop& self) {
+                               self.clip(1.0 * self.scaler.get_scale());
+                               self.scaler.step(self.sgd);
+                             }},
+                    Innocent{"WhoHaveAScaleOfOne", 1,
+                             [](Loop& self) {
+                               self.clip(1.0);
+                               self.scaler.step(self.sgd);
+                             }},
+                    Innocent{"WhoHaveTheSameGradientsInEveryStep", 128,
+                             [](Loop& self) {
+                               for (auto& weight : self.weights)
+                                 weight.mutable_grad() = torch::full_like(weight, 10.0);
+                               self.weights[0].mutable_grad().fill_(0).slice(0, 0, 3).fill_(10.0);
+                               self.scaler.step(self.sgd);
+                             }},
+                    Innocent{"WhoseGradientsHaveAnOddLengthByConstruction", 65536,
+                             [](Loop& self) {
+                               self.clip(65536 * 1.73205);
+                               self.scaler.step(self.sgd);
+                             }}),
+    [](const auto& innocent) { return std::string(innocent.param.name); });
+
+TEST(ClipWatchNumbers, OfMillionsOfElementsMayBeAsFarOffAsLibtorchsNorms) {
+  HeardWarnings warnings;
+  ClipWatch watch;
+  for (int i = 0; i < 8; ++i) {
+    const double norm = 1.0 + (i % 2 == 0 ? 9e-5 : 7e-5);
+    watch.see(&watch, 65536, norm / 65536, (0.1 + 0.01 * i) / 65536);
+  }
+  EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));
+}
+
+TEST(ClipWatchNumbers, ThatDriftSlowlyTogetherAreNoBound) {
+  HeardWarnings warnings;
+  ClipWatch watch;
+  for (int i = 0; i < 60; ++i) {  // full batches at a tiny rate, with a norm near a round number
+    watch.see(&watch, 65536, (1.0 - 1e-6 * i) / 65536, (0.3 - 3e-5 * i) / 65536);
+  }
+  EXPECT_THAT(warnings.lines(), IsEmpty());
+}
+
+TEST(ClipWatchNumbers, AreWantedForTheFirstStepsOnly) {
+  ClipWatch watch;
+  int first = 0;
+  int second = 0;
+  for (int i = 0; i < 64; ++i) {
+    EXPECT_TRUE(watch.wants(&first)) << i;
+    watch.see(&first, 65536, 1.0 + i, 0.5 + i);
+  }
+  EXPECT_FALSE(watch.wants(&first));
+  EXPECT_TRUE(watch.wants(&second));
+}
+
+TEST(ClipWatchNumbers, FromADeviceAreSeenWhenTheyHaveArrived) {
+  HeardWarnings warnings;
+  ClipWatch watch;
+  std::vector<std::shared_ptr<mezzo::detail::Letter>> letters;
+  for (int i = 0; i < 8; ++i) {
+    letters.push_back(std::make_shared<mezzo::detail::Letter>(torch::kCPU));
+    watch.expect(&watch, letters.back());
+  }
+  watch.poll();
+  EXPECT_THAT(warnings.lines(), IsEmpty());
+  for (std::size_t i = 0; i < letters.size(); ++i) {
+    const double unscaled = 1.0 / 65536;
+    const auto wide = torch::TensorOptions(torch::kDouble);
+    letters[i]->send_max_abs(
+        torch::full({}, unscaled * (0.5 + 0.01 * static_cast<double>(i)), wide));
+    letters[i]->send(torch::full({}, 65536.0F), torch::full({}, unscaled * unscaled, wide),
+                     torch::zeros({}));
+  }
+  watch.poll();
+  EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));
+}
+
+}  // namespace
