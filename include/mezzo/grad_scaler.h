@@ -139,8 +139,14 @@ class GradScaler {
   /// Divides the gradients of all of `optimizer`'s parameters by the scale, in place, and notes
   /// whether any quotient is inf or NaN. Undefined gradients are left out, sparse ones coalesced
   /// first (`.grad` is replaced). No host sync, except to coalesce.
+  ///
+  /// Where the optimizer keeps a float master of a parameter (WeightStorage::master, MasterWeights)
+  /// the quotient goes to the master's gradient, in float, so that nothing underflows, and the
+  /// parameter's own stays as it is. Clip `master_params(optimizer)` then; `step` takes those
+  /// gradients, and drops them, as the end of the iteration does. A disabled scaler, too, hands
+  /// gradients to masters.
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
-  ///   for fp16 gradients (see `allow_fp16_gradients`)
+  ///   for fp16 gradients of parameters without a master (see `allow_fp16_gradients`)
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Calls `unscale_` unless that has been done, then `optimizer.step(args...)` unless an inf or
@@ -218,6 +224,8 @@ class GradScaler {
   StepResult step_fused(optim::FusedOptimizer& optimizer, const StepOptions& options);
   StepResult step_unfused(torch::optim::Optimizer& optimizer, const StepOptions& options);
   void unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
+  void hand_to_masters(optim::FusedOptimizer* optimizer);
+  static void finish_step(detail::OptimizerRecord& record);
   std::vector<detail::DeviceSummary> summarize_into(detail::OptimizerRecord& record,
                                                     torch::optim::Optimizer& optimizer);
   void require_scale(const char* call) const;

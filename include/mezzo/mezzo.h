@@ -17,6 +17,7 @@
 #include <mezzo/grad_scaler.h>
 #include <mezzo/loss_scale.h>
 #include <mezzo/lr_schedule.h>
+#include <mezzo/master_weights.h>
 #include <mezzo/matmul_precision.h>
 #include <mezzo/op_policy.h>
 #include <mezzo/opt_level.h>

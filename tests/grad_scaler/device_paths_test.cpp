@@ -76,7 +76,8 @@ TEST(Gradients, AreGroupedByDevice) {
     return x;
   };
   auto optimizer = sgd({on(torch::kCPU), on(torch::kMeta), on(torch::kCPU)});
-  const auto groups = mezzo::detail::gradients_by_device(optimizer, false);
+  const auto groups = mezzo::detail::gradients_by_device(
+      mezzo::detail::with_gradient(optimizer, /*allow_fp16=*/false));
   ASSERT_EQ(groups.size(), 2U);
   EXPECT_EQ(groups[0].device, torch::kCPU);
   EXPECT_EQ(groups[0].tensors.size(), 2U);

@@ -48,6 +48,9 @@ struct DeviceVerdict {
 struct FusedStep {
   std::vector<DeviceVerdict> verdicts;  ///< one for each device that has a gradient
   StepOptions options;
+  /// Where a parameter keeps a master, the master's gradient is taken and the parameter's own is
+  /// not read: it was unscaled onto there. `options.zero_grad` clears the parameter's.
+  bool master_gradients = false;
 };
 
 /// An optimizer that does all of a training step's last part in one pass over its memory: unscale,
@@ -70,6 +73,24 @@ class FusedOptimizer : public torch::optim::Optimizer {
                                             const at::Tensor& inv_scale) {
     return detail::summarize_gradients(gradients, inv_scale);
   }
+
+  /// Whether `parameter`, of group number `group`, is rounded from a float master that is trained
+  /// in its place and can be had as a tensor (see trained_tensor).
+  virtual bool keeps_master([[maybe_unused]] std::size_t group,
+                            [[maybe_unused]] const at::Tensor& parameter) const {
+    return false;
+  }
+
+  /// What a step trains in place of `parameter`, of group number `group`: its float master, made if
+  /// there is none yet and in agreement with the parameter as it is now; or the parameter itself.
+  /// \throws c10::Error if it is trained as something that is no tensor, a split master
+  virtual at::Tensor trained_tensor([[maybe_unused]] std::size_t group,
+                                    const at::Tensor& parameter) {
+    return parameter;
+  }
+
+  /// Called before param groups are read: an optimizer whose groups are another's mirrors them.
+  virtual void refresh_groups() {}
 
   /// A schedule as a table: after n applied steps the next one multiplies each group's lr by
   /// factors[n], and by the last factor from there on. The device that decides whether a step is

@@ -2,6 +2,7 @@
 
 #include <mezzo/detail/grad_scaler/device_copies.h>
 #include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/detail/grad_scaler/master_gradients.h>
 #include <mezzo/detail/grad_scaler/step_mailbox.h>
 #include <mezzo/detail/kernels/gradient_summary.h>
 #include <mezzo/detail/kernels/step_use.h>
@@ -43,12 +44,16 @@ struct DeviceSummary {
   at::Tensor sum_of_squares;
 };
 
-/// One read of all gradients of `optimizer`, device by device.
-inline std::vector<DeviceSummary> summarize(torch::optim::Optimizer& optimizer, bool allow_fp16,
+/// One read of the gradients that `optimizer`'s step takes, device by device. Those of `masters`
+/// lie in no bucket.
+inline std::vector<DeviceSummary> summarize(torch::optim::Optimizer& optimizer,
+                                            const MasterGradients& masters, bool allow_fp16,
                                             DeviceCopies inv_scale) {
-  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+  auto* const fused = masters.empty() ? dynamic_cast<optim::FusedOptimizer*>(&optimizer) : nullptr;
+  const std::vector<at::Tensor> holders =
+      masters.empty() ? with_gradient(optimizer, allow_fp16) : masters.holders(optimizer);
   std::vector<DeviceSummary> summaries;
-  for (auto& [device, gradients] : gradients_by_device(optimizer, allow_fp16)) {
+  for (auto& [device, gradients] : gradients_by_device(holders)) {
     const at::Tensor& inverse = inv_scale.on(device);
     const GradientSummary summary = fused != nullptr ? fused->summarize(gradients, inverse)
                                                      : summarize_gradients(gradients, inverse);
@@ -145,9 +150,10 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
 }
 
 /// What clipping without a scale has to know: the norm, and that nothing is to be skipped.
-inline std::vector<DeviceSummary> summarize_to_clip(torch::optim::Optimizer& optimizer) {
+inline std::vector<DeviceSummary> summarize_to_clip(torch::optim::Optimizer& optimizer,
+                                                    const MasterGradients& masters) {
   std::vector<DeviceSummary> summaries =
-      summarize(optimizer, /*allow_fp16=*/true, DeviceCopies(at::ones({}, at::kFloat)));
+      summarize(optimizer, masters, /*allow_fp16=*/true, DeviceCopies(at::ones({}, at::kFloat)));
   for (DeviceSummary& summary : summaries) summary.found_inf.zero_();
   std::vector<at::Tensor> checks;
   for (const DeviceSummary& summary : summaries) checks.push_back(summary.found_inf);
@@ -158,8 +164,9 @@ inline std::vector<DeviceSummary> summarize_to_clip(torch::optim::Optimizer& opt
 /// The norm that `step` used, which on a device is known some time later.
 inline StepResult step_fused_without_scale(optim::FusedOptimizer& optimizer,
                                            const std::vector<DeviceSummary>& summaries,
+                                           const MasterGradients& masters,
                                            const StepOptions& options, StepMailbox& mailbox) {
-  optimizer.fused_step({verdicts_of(summaries), options});
+  optimizer.fused_step({verdicts_of(summaries), options, !masters.empty()});
   if (summaries.empty()) return StepResult(StepOutcome{.ran = true, .value = at::Tensor()});
   const DeviceSummary& summary = summaries.front();
   if (summary.sum_of_squares.is_cpu()) {
@@ -174,11 +181,12 @@ inline StepResult step_fused_without_scale(optim::FusedOptimizer& optimizer,
 
 /// The step of a disabled scaler: clips, clears and steps, whatever the gradients are.
 inline StepResult step_without_scale(torch::optim::Optimizer& optimizer,
-                                     optim::FusedOptimizer* fused, const StepOptions& options,
-                                     StepMailbox& mailbox) {
+                                     optim::FusedOptimizer* fused, const MasterGradients& masters,
+                                     const StepOptions& options, StepMailbox& mailbox) {
   std::vector<DeviceSummary> summaries;
-  if (clips(options)) summaries = summarize_to_clip(optimizer);
-  if (fused != nullptr) return step_fused_without_scale(*fused, summaries, options, mailbox);
+  if (clips(options)) summaries = summarize_to_clip(optimizer, masters);
+  if (fused != nullptr)
+    return step_fused_without_scale(*fused, summaries, masters, options, mailbox);
   StepOutcome outcome{.ran = true};
   if (!summaries.empty()) {
     const double sum_of_squares = summaries.front().sum_of_squares.item<double>();

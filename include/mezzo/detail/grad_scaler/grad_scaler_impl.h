@@ -79,7 +79,11 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
 }
 
 inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
-  if (!enabled_) return;
+  auto* const fused = detail::refreshed(optimizer);
+  if (!enabled_) {
+    hand_to_masters(fused);
+    return;
+  }
   require_scale("unscale_");
   detail::OptimizerRecord& record = records_.of(optimizer);
   TORCH_CHECK(record.stage != detail::Stage::unscaled,
@@ -88,10 +92,21 @@ inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   unscale_into(record, optimizer);
 }
 
+/// Of a disabled scaler: whoever clips the gradients of the masters finds them there all the same.
+inline void GradScaler::hand_to_masters(optim::FusedOptimizer* optimizer) {
+  if (optimizer == nullptr) return;
+  detail::MasterGradients masters(*optimizer);
+  if (!masters.empty()) records_.of(*optimizer).masters = std::move(masters);
+}
+
 inline void GradScaler::unscale_into(detail::OptimizerRecord& record,
                                      torch::optim::Optimizer& optimizer) {
   c10::NoGradGuard no_grad;
-  auto gradients = detail::gradients_by_device(optimizer, allow_fp16_gradients_);
+  const auto parameters = detail::with_gradient(optimizer, allow_fp16_gradients_);
+  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+  if (fused != nullptr) record.masters = detail::MasterGradients(*fused);
+  const auto gradients = detail::gradients_by_device(
+      record.masters.empty() ? parameters : record.masters.holders(optimizer));
   const at::Tensor& scale = scale_.original();
   detail::DeviceCopies inverse(detail::inverse_scale(scale));
   record.found_inf.clear();
@@ -107,14 +122,14 @@ inline void GradScaler::unscale_into(detail::OptimizerRecord& record,
 }
 
 inline void GradScaler::update() {
-  if (!enabled_) return;
+  if (!enabled_) return records_.clear();
   require_scale("update");
   advance_scale();
   finish_iteration();
 }
 
 inline void GradScaler::update(double new_scale) {
-  if (!enabled_) return;
+  if (!enabled_) return records_.clear();
   require_scale("update");
   check_new_scale(new_scale);
   at::Tensor scale = scale_.original();
@@ -123,7 +138,7 @@ inline void GradScaler::update(double new_scale) {
 }
 
 inline void GradScaler::update(const at::Tensor& new_scale) {
-  if (!enabled_) return;
+  if (!enabled_) return records_.clear();
   require_scale("update");
   TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "

@@ -22,13 +22,17 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A closure in the arguments of `optimizer.step` is refused; no closure, said aloud, is not one.
 template <class Argument>
-void refuse_closure(const Argument& argument) {
-  using LossClosure = torch::optim::Optimizer::LossClosure;
-  if constexpr (std::is_convertible_v<const Argument&, LossClosure>) {
-    TORCH_CHECK(LossClosure(argument) == nullptr,
-                "Closure use is not currently supported if GradScaler is enabled.");
+inline constexpr bool kMayBeClosure = std::is_convertible_v<const std::remove_cvref_t<Argument>&,
+                                                            torch::optim::Optimizer::LossClosure>;
+
+/// Of an argument of `optimizer.step`; no closure, said aloud, is not one.
+template <class Argument>
+bool is_closure(const Argument& argument) {
+  if constexpr (kMayBeClosure<Argument>) {
+    return torch::optim::Optimizer::LossClosure(argument) != nullptr;
+  } else {
+    return false;
   }
 }
 
@@ -40,20 +44,31 @@ requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
   const auto call_step = [&]() -> at::Tensor {
     return optimizer.step(std::forward<Args>(args)...);
   };
-  if (!enabled_) return StepResult(StepOutcome{.ran = true, .value = call_step()});
-  (detail::refuse_closure(args), ...);
-  if constexpr (sizeof...(Args) == 0) {
-    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
-    if (fused != nullptr) return step_fused(*fused, {});
+  auto* const fused = detail::refreshed(optimizer);
+  constexpr bool kMayBeFused = (detail::kMayBeClosure<Args> && ...);
+  if (!enabled_) {
+    const bool is_bare = kMayBeFused && !(detail::is_closure(args) || ...);
+    if (is_bare && records_.find(optimizer) != nullptr) return step(optimizer, StepOptions{});
+    return StepResult(StepOutcome{.ran = true, .value = call_step()});
   }
+  TORCH_CHECK(!(detail::is_closure(args) || ...),
+              "Closure use is not currently supported if GradScaler is enabled.");
+  if (kMayBeFused && fused != nullptr) return step_fused(*fused, {});
   return step_if_finite(optimizer, call_step);
 }
 
 inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
   detail::check_step_options(options);
   c10::NoGradGuard no_grad;
-  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
-  if (!enabled_) return detail::step_without_scale(optimizer, fused, options, mailbox_);
+  auto* const fused = detail::refreshed(optimizer);
+  if (!enabled_) {
+    const detail::OptimizerRecord nothing;
+    const detail::OptimizerRecord* const record = records_.find(optimizer);
+    const detail::MasterGradients& masters = (record != nullptr ? *record : nothing).masters;
+    StepResult result = detail::step_without_scale(optimizer, fused, masters, options, mailbox_);
+    records_.forget(optimizer);
+    return result;
+  }
   return fused != nullptr ? step_fused(*fused, options) : step_unfused(optimizer, options);
 }
 
@@ -66,13 +81,18 @@ inline detail::OptimizerRecord& GradScaler::record_to_step(
   return record;
 }
 
+inline void GradScaler::finish_step(detail::OptimizerRecord& record) {
+  record.stage = detail::Stage::stepped;
+  record.masters.drop();
+}
+
 // One read of the gradients; what it found joins what `unscale_` noted.
 inline std::vector<detail::DeviceSummary> GradScaler::summarize_into(
     detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer) {
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const at::Tensor& scale = scale_.original();
   std::vector<detail::DeviceSummary> summaries = detail::summarize(
-      optimizer, allow_fp16_gradients_ || was_unscaled,
+      optimizer, record.masters, allow_fp16_gradients_ || was_unscaled,
       detail::DeviceCopies(was_unscaled ? at::ones_like(scale) : detail::inverse_scale(scale)));
   if (!was_unscaled) record.found_inf.clear();
   for (const detail::DeviceSummary& summary : summaries) {
@@ -93,14 +113,14 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   const at::Tensor& scale = scale_.original();
   if (scale.is_cpu()) {
     const detail::HostSummary known(scale, record.found_inf, summaries);
-    optimizer.fused_step({detail::verdicts_of(summaries), options});
-    record.stage = detail::Stage::stepped;
+    optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
+    finish_step(record);
     if (known.found_inf) skipped_scale_ = known.scale;
     return StepResult(known.outcome(/*ran=*/!known.found_inf));
   }
   const std::shared_ptr<detail::Letter> letter = mailbox_.letter_for(scale.device());
-  optimizer.fused_step({detail::verdicts_of(summaries), options});
-  record.stage = detail::Stage::stepped;
+  optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
+  finish_step(record);
   letter->send(scale, summaries.front().sum_of_squares.to(scale.device()),
                detail::sum_on(scale.device(), record.found_inf));
   letters_.push_back(letter);
@@ -127,7 +147,7 @@ inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
   } else {
     skipped_scale_ = known.scale;
   }
-  record.stage = detail::Stage::stepped;
+  finish_step(record);
   if (options.zero_grad) detail::zero_gradients(optimizer);
   return StepResult(std::move(outcome));
 }
@@ -139,8 +159,13 @@ inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
     unscale_into(record, optimizer);
   } else if (recheck_) {
     c10::NoGradGuard no_grad;
-    detail::recheck(detail::gradients_by_device(optimizer, /*allow_fp16=*/true), record.found_inf);
+    const auto parameters = detail::with_gradient(optimizer, /*allow_fp16=*/true);
+    detail::recheck(detail::gradients_by_device(parameters), record.found_inf);
   }
+  TORCH_CHECK(record.masters.empty(),
+              "step(optimizer, arguments...): the optimizer's gradients were unscaled onto its "
+              "masters, of which a step of its own does not know; use step(optimizer), or "
+              "step(optimizer, {.max_norm = ...})");
   TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
   const detail::HostSummary known(scale_.original(), record.found_inf, {});
   StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
@@ -149,7 +174,7 @@ inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
   } else {
     skipped_scale_ = outcome.scale;
   }
-  record.stage = detail::Stage::stepped;
+  finish_step(record);
   return StepResult(std::move(outcome));
 }
 

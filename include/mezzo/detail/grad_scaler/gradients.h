@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -40,20 +41,38 @@ inline void check_gradient_dtype(at::ScalarType dtype, bool allow_fp16) {
       "A gradient has the dtype ", dtype, "; GradScaler takes float, double, bfloat16 and half");
 }
 
-/// All gradients that there are, of all parameter groups. Checks all before it coalesces any.
-inline std::vector<DeviceGradients> gradients_by_device(const torch::optim::Optimizer& optimizer,
-                                                        bool allow_fp16) {
-  std::vector<at::Tensor> with_gradient;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
+/// mezzo's, with its groups as they are now; null for any other optimizer.
+inline optim::FusedOptimizer* refreshed(torch::optim::Optimizer& optimizer) {
+  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+  if (fused != nullptr) fused->refresh_groups();
+  return fused;
+}
+
+/// The parameters that have a gradient. Half is refused unless it is to be unscaled in half, or is
+/// unscaled in float on its way to a master.
+inline std::vector<at::Tensor> with_gradient(const torch::optim::Optimizer& optimizer,
+                                             bool allow_fp16) {
+  const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+  const auto& groups = optimizer.param_groups();
+  std::vector<at::Tensor> parameters;
+  for (std::size_t group = 0; group < groups.size(); ++group) {
+    for (const at::Tensor& parameter : groups[group].params()) {
       if (!parameter.grad().defined()) continue;
-      check_gradient_dtype(parameter.grad().scalar_type(), allow_fp16);
-      with_gradient.push_back(parameter);
+      const at::ScalarType dtype = parameter.grad().scalar_type();
+      const bool is_widened =
+          dtype == at::kHalf && fused != nullptr && fused->keeps_master(group, parameter);
+      check_gradient_dtype(dtype, allow_fp16 || is_widened);
+      parameters.push_back(parameter);
     }
   }
+  return parameters;
+}
+
+/// The gradients of tensors that have one.
+inline std::vector<DeviceGradients> gradients_by_device(const std::vector<at::Tensor>& holders) {
   std::vector<DeviceGradients> by_device;
-  for (const at::Tensor& parameter : with_gradient) {
-    at::Tensor values = gradient_values(parameter);
+  for (const at::Tensor& holder : holders) {
+    at::Tensor values = gradient_values(holder);
     auto group = by_device.begin();
     while (group != by_device.end() && group->device != values.device()) ++group;
     if (group == by_device.end()) group = by_device.insert(group, {values.device(), {}});

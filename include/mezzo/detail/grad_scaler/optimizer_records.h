@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/grad_scaler/master_gradients.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -19,6 +20,7 @@ enum class Stage : uint8_t { ready, unscaled, stepped };
 struct OptimizerRecord {
   Stage stage = Stage::ready;
   std::vector<at::Tensor> found_inf;  ///< one float of one element a device: 0, or 1 for an inf
+  MasterGradients masters;            ///< what was unscaled onto masters, until the step took it
 };
 
 /// The records of one iteration. An optimizer is known by its address together with its first
@@ -28,11 +30,22 @@ struct OptimizerRecord {
 class OptimizerRecords {
  public:
   OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
+    OptimizerRecord* const known = find(optimizer);
+    if (known != nullptr) return *known;
+    return entries_.emplace_back(&optimizer, first_parameter(optimizer), OptimizerRecord{}).record;
+  }
+
+  /// Null where nothing is known of it.
+  OptimizerRecord* find(const torch::optim::Optimizer& optimizer) {
     const at::Tensor parameter = first_parameter(optimizer);
     for (Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer && entry.parameter.is_same(parameter)) return entry.record;
+      if (entry.optimizer == &optimizer && entry.parameter.is_same(parameter)) return &entry.record;
     }
-    return entries_.emplace_back(&optimizer, parameter, OptimizerRecord{}).record;
+    return nullptr;
+  }
+
+  void forget(const torch::optim::Optimizer& optimizer) {
+    std::erase_if(entries_, [&](const Entry& entry) { return entry.optimizer == &optimizer; });
   }
 
   bool empty() const noexcept { return entries_.empty(); }

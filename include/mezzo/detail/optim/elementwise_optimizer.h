@@ -68,13 +68,16 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
       const c10::AutoGradMode enable_grad(true);
       loss = closure();
     }
+    for (const auto& [parameter, state] : state_) {
+      refuse_unscaled_master(static_cast<State&>(*state).master(), Traits::kName);
+    }
     fused_step({});
     return loss;
   }
 
   void fused_step(const optim::FusedStep& step) override {
     const c10::NoGradGuard no_grad;
-    auto all = participants_by_device();
+    auto all = participants_by_device(step.master_gradients);
     bool is_counted = false;
     for (auto& [device, participants] : all) {
       if (device.is_cpu()) {
@@ -84,18 +87,22 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
       }
     }
     if (!is_counted) count_applied(all, step);
+    if (step.master_gradients && step.options.zero_grad) clear_gradients_beside_masters();
   }
 
   /// The step through ATen's fused kernels, which on the CPU too are there to be tested.
   void fused_step_with_aten(const optim::FusedStep& step) {
     const c10::NoGradGuard no_grad;
-    auto all = participants_by_device();
+    auto all = participants_by_device(step.master_gradients);
     for (auto& [device, participants] : all) step_with_aten(participants, step);
     count_applied(all, step);
   }
 
   GradientSummary summarize(const std::vector<at::Tensor>& gradients,
                             const at::Tensor& inv_scale) override;
+
+  bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
+  at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
 
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
@@ -128,7 +135,9 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   std::vector<at::Tensor> parameters_outside_of(const std::vector<at::Tensor>& known) const;
 
   // All is checked before anything is written.
-  std::vector<DeviceParticipants<Traits>> participants_by_device();
+  std::vector<DeviceParticipants<Traits>> participants_by_device(bool master_gradients);
+  at::Tensor master_gradient(const at::Tensor& parameter) const;
+  void clear_gradients_beside_masters();
   void open_states(Many& all);
   static at::Tensor& fitting_moment(const One& one, int k, const at::Tensor& parameter);
   static const optim::DeviceVerdict* verdict_on(at::Device device, const optim::FusedStep& step);
@@ -189,12 +198,16 @@ void ElementwiseOptimizer<Traits>::look_for_duplicates() {
   std::size_t number = 0;
   for (const auto& group : param_groups_) number += group.params().size();
   if (number == checked_parameters_) return;
-  refuse_duplicates(param_groups_, Traits::kName);
+  std::vector<at::Tensor> all;
+  for (const auto& group : param_groups_) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  }
+  refuse_duplicates(all, Traits::kName);
   checked_parameters_ = number;
 }
 
 template <class Traits>
-auto ElementwiseOptimizer<Traits>::participants_by_device()
+auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
     -> std::vector<DeviceParticipants<Traits>> {
   look_for_duplicates();
   std::vector<DeviceParticipants<Traits>> all;
@@ -204,9 +217,10 @@ auto ElementwiseOptimizer<Traits>::participants_by_device()
     check_options(options);
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const uint64_t own_number = number++;
-      const at::Tensor& gradient = parameter.grad();
-      if (!gradient.defined()) continue;
       const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
+      const bool is_masters = master_gradients && storage == optim::WeightStorage::master;
+      const at::Tensor gradient = is_masters ? master_gradient(parameter) : parameter.grad();
+      if (!gradient.defined()) continue;
       const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
       const at::Device device = parameter.device();
       if (all.empty() || all.back().device != device) select_device(all, device);
@@ -215,6 +229,51 @@ auto ElementwiseOptimizer<Traits>::participants_by_device()
     }
   }
   return all;
+}
+
+/// What was unscaled onto the master; undefined where there is none.
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::master_gradient(const at::Tensor& parameter) const {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  if (found == state_.end()) return {};
+  const at::Tensor& master = static_cast<State&>(*found->second).master();
+  return master.defined() ? master.grad() : at::Tensor();
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::clear_gradients_beside_masters() {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      if (!keeps_master(group, parameter) || !parameter.grad().defined()) continue;
+      parameter.mutable_grad().zero_();
+    }
+  }
+}
+
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::keeps_master(std::size_t group,
+                                                const at::Tensor& parameter) const {
+  const optim::WeightStorage wanted = options_of(group).weight_storage();
+  return storage_of(parameter, wanted, Traits::kName) == optim::WeightStorage::master;
+}
+
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
+                                                        const at::Tensor& parameter) {
+  using optim::WeightStorage;
+  const auto storage = storage_of(parameter, options_of(group).weight_storage(), Traits::kName);
+  TORCH_CHECK(storage != WeightStorage::split_master, Traits::kName,
+              ": WeightStorage::split_master keeps no master as a tensor; clip with "
+              "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
+  if (storage != WeightStorage::master) return parameter;
+  const c10::NoGradGuard no_grad;
+  auto& slot = state_[parameter.unsafeGetTensorImpl()];
+  if (!slot) slot = std::make_unique<State>();
+  auto& state = static_cast<State&>(*slot);
+  check_shape_of(state.master(), "a master", parameter, Traits::kName);
+  settle_weights(parameter, storage, state);
+  state.master() = in_layout_of(dense_parameter(parameter), state.master());
+  return state.master();
 }
 
 /// For a step that will not be skipped, as far as the host knows.

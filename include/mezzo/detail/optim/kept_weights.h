@@ -83,7 +83,16 @@ at::Tensor trained_value(const at::Tensor& parameter, State& state) {
   return parameter.detach().to(wide, /*non_blocking=*/false, /*copy=*/true);
 }
 
-/// Where the parameter is no longer what the master was rounded to, it is right and the master not.
+/// Where the parameter is no longer what the master was rounded to when `stamp` was taken, it is
+/// right and the master not. Written in place: others may hold the master, to clip its gradient.
+inline void reconcile_master(const at::Tensor& parameter, const WriteStamp& stamp,
+                             at::Tensor& master) {
+  master = master.to(parameter.device(), at::kFloat);
+  if (stamp == WriteStamp::of(parameter)) return;
+  master.copy_(
+      at::where(is_rounded_from(master, parameter), master, parameter.detach().to(at::kFloat)));
+}
+
 template <class State>
 void settle_master(const at::Tensor& parameter, State& state) {
   at::Tensor& master = state.master();
@@ -92,9 +101,7 @@ void settle_master(const at::Tensor& parameter, State& state) {
     state.lower_half() = at::Tensor();
     return;
   }
-  master = master.to(parameter.device(), at::kFloat);
-  if (state.stamp() == WriteStamp::of(parameter)) return;
-  master = at::where(is_rounded_from(master, parameter), master, parameter.detach().to(at::kFloat));
+  reconcile_master(parameter, state.stamp(), master);
 }
 
 /// The same for the lower half; there is a master beside it, or in its place, after loading a file.

@@ -4,13 +4,13 @@
 #include <mezzo/detail/kernels/optimizer_step_kernel.h>
 #include <mezzo/detail/optim/dense_memory.h>
 #include <mezzo/detail/optim/kept_weights.h>
+#include <mezzo/detail/optim/trained_once.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -45,25 +45,6 @@ template <class Traits>
 bool keeps_state(const typename Traits::Options& options, optim::WeightStorage storage) {
   return Traits::has_state(options) || options.ema_decay() != 0 ||
          storage != optim::WeightStorage::plain;
-}
-
-/// Two threads would step the same memory at once.
-inline void refuse_duplicates(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                              const char* optimizer) {
-  std::vector<const void*> parameters;
-  std::vector<at::Tensor> dense;
-  for (const auto& group : groups) {
-    for (const at::Tensor& parameter : group.params()) {
-      parameters.push_back(parameter.unsafeGetTensorImpl());
-      const bool is_dense = parameter.layout() == at::kStrided;
-      if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
-    }
-  }
-  std::sort(parameters.begin(), parameters.end());
-  TORCH_CHECK(std::adjacent_find(parameters.begin(), parameters.end()) == parameters.end(),
-              optimizer, ": a parameter is given twice; give each once, tied ones too");
-  TORCH_CHECK(!may_overlap(dense), optimizer,
-              ": two parameters share memory; give one tensor for what is tied");
 }
 
 inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradient,

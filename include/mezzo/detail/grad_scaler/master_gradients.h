@@ -1,0 +1,81 @@
+#pragma once
+
+#include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Gradients in float that stand at an optimizer's masters from `unscale_` to the end of the step
+/// or of the iteration: no later iteration finds them there.
+class MasterGradients {
+ public:
+  MasterGradients() = default;
+
+  /// Gives each master a copy of its parameter's gradient, still scaled.
+  explicit MasterGradients(optim::FusedOptimizer& optimizer) {
+    const c10::NoGradGuard no_grad;
+    const auto& groups = optimizer.param_groups();
+    for (std::size_t group = 0; group < groups.size(); ++group) {
+      for (const at::Tensor& parameter : groups[group].params()) {
+        if (!parameter.grad().defined() || !optimizer.keeps_master(group, parameter)) continue;
+        (void)gradient_values(parameter);  // coalesces it
+        const at::Tensor gradient =
+            parameter.grad().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+        const at::Tensor master = optimizer.trained_tensor(group, parameter);
+        master.mutable_grad() = gradient;
+        masters_.emplace(parameter.unsafeGetTensorImpl(), master);
+      }
+    }
+  }
+  MasterGradients(MasterGradients&& other) noexcept : masters_(std::move(other.masters_)) {
+    other.masters_.clear();
+  }
+  MasterGradients& operator=(MasterGradients&& other) noexcept {
+    if (this == &other) return *this;
+    drop();
+    masters_.swap(other.masters_);
+    return *this;
+  }
+  MasterGradients(const MasterGradients&) = delete;
+  MasterGradients& operator=(const MasterGradients&) = delete;
+  ~MasterGradients() { drop(); }
+
+  bool empty() const noexcept { return masters_.empty(); }
+
+  void drop() noexcept {
+    for (auto& [parameter, master] : masters_) master.mutable_grad() = at::Tensor();
+    masters_.clear();
+  }
+
+  /// The tensors whose gradients the step takes: these masters in place of their parameters.
+  std::vector<at::Tensor> holders(const torch::optim::Optimizer& optimizer) const {
+    const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
+    const auto& groups = optimizer.param_groups();
+    std::vector<at::Tensor> holders;
+    for (std::size_t group = 0; group < groups.size(); ++group) {
+      for (const at::Tensor& parameter : groups[group].params()) {
+        const auto found = masters_.find(parameter.unsafeGetTensorImpl());
+        const bool is_given = found != masters_.end();
+        if (!is_given && !empty() && fused->keeps_master(group, parameter)) continue;
+        const at::Tensor& holder = is_given ? found->second : parameter;
+        if (holder.grad().defined()) holders.push_back(holder);
+      }
+    }
+    return holders;
+  }
+
+ private:
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> masters_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

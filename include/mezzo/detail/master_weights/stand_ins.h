@@ -1,0 +1,90 @@
+#pragma once
+
+#include <mezzo/detail/master_weights/float_state.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// For the time of one step an optimizer finds masters where its parameters were: in the groups,
+/// and with the parameters' state. The end of the scope puts everything back where it belongs, what
+/// the step has made meanwhile too.
+class StandIns {
+ public:
+  explicit StandIns(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
+  StandIns(const StandIns&) = delete;
+  StandIns& operator=(const StandIns&) = delete;
+
+  ~StandIns() {
+    exchange(parameters_);
+    for (const auto& [tensor, gradient] : gradients_) tensor.mutable_grad() = gradient;
+    for (const auto& [group, lr] : lrs_) {
+      optimizer_.param_groups()[group].options().set_lr(lr);
+    }
+  }
+
+  /// `tensor` has another gradient until the end.
+  void lend_gradient(const at::Tensor& tensor, at::Tensor gradient) {
+    gradients_.emplace_back(tensor, tensor.grad());
+    tensor.mutable_grad() = std::move(gradient);
+  }
+
+  void multiply_lrs(double factor) {
+    auto& groups = optimizer_.param_groups();
+    for (std::size_t group = 0; group < groups.size(); ++group) {
+      const double lr = groups[group].options().get_lr();
+      lrs_.emplace_back(group, lr);
+      groups[group].options().set_lr(lr * factor);
+    }
+  }
+
+  /// All at once, for the groups are walked.
+  void put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& parameters_and_masters) {
+    Places masters;
+    for (const auto& [parameter, master] : parameters_and_masters) {
+      masters.emplace(parameter.unsafeGetTensorImpl(), master);
+      parameters_.emplace(master.unsafeGetTensorImpl(), parameter);
+      const auto state = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+      if (state != optimizer_.state().end()) widen_state(*state->second);
+    }
+    exchange(masters);
+  }
+
+ private:
+  using Places = std::unordered_map<c10::TensorImpl*, at::Tensor>;
+
+  /// Puts each tensor where the one that it is named under is.
+  void exchange(const Places& places) {
+    if (places.empty()) return;
+    for (auto& group : optimizer_.param_groups()) {
+      for (at::Tensor& tensor : group.params()) {
+        const auto place = places.find(tensor.unsafeGetTensorImpl());
+        if (place != places.end()) tensor = place->second;
+      }
+    }
+    auto& states = optimizer_.state();
+    for (const auto& [from, to] : places) {
+      const auto state = states.find(from);
+      if (state == states.end()) continue;
+      auto moved = std::move(state->second);
+      states.erase(state);
+      states[to.unsafeGetTensorImpl()] = std::move(moved);
+    }
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  Places parameters_;  // under their masters
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
+  std::vector<std::pair<std::size_t, double>> lrs_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,146 @@
+/// \file
+/// Float master weights for any `torch::optim::Optimizer`, and the tensors to clip wherever an
+/// optimizer keeps masters.
+#pragma once
+
+#include <mezzo/detail/master_weights/kept_masters.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <optional>
+#include <vector>
+
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// Trains the half and bfloat16 parameters of an optimizer of libtorch's, or of your own, as floats
+/// (Apex's `master_weights`): small updates add up that a weight of 16 bits would round away.
+///
+/// \code
+///   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+///   mezzo::MasterWeights optimizer(sgd);
+///   for (auto& batch : *loader) {
+///     optimizer.zero_grad();
+///     scaler.scale(loss_of(model, batch)).backward();
+///     scaler.step(optimizer, {.max_norm = 1.0});
+///     scaler.update();
+///   }
+/// \endcode
+///
+/// mezzo's own optimizers do without: `options.weight_storage(WeightStorage::master)` trains
+/// masters in their one pass.
+///
+/// **A step** lends the inner optimizer a float master in place of each parameter of 16 bits that
+/// has a gradient, with the gradient in float, unscaled and clipped in one multiplication; lets it
+/// step; and rounds the masters to the parameters. Its moments are thus float. Parameters of float
+/// and double take part as they are, and parameters without a gradient do not. The model's
+/// gradients are not written, unless `zero_grad` is asked for. A step with an inf or NaN is not
+/// taken: parameters, masters and the inner state stay as they are, bit for bit. To know, the host
+/// waits once for the device; libtorch's optimizers need that anyway.
+///
+/// **Outside a step** the inner optimizer is an ordinary one: its groups hold the model's
+/// parameters, and it can step or be saved alone. It must outlive this object. Nothing of it is
+/// patched; if its step throws, groups, gradients and the keys of the state are put back, and what
+/// it had trained until then counts.
+///
+/// **Groups and rates** are the inner optimizer's, and groups that it gets later join. A rate that
+/// is set at a group of either of the two counts, and so does a group that is added to either, so
+/// that schedules (mezzo's and libtorch's) stand on either; other options are set at the inner one,
+/// which `param_groups()` gives. A mezzo::LrSchedule on this object multiplies the rate for the
+/// time of a step, by the number of applied steps.
+///
+/// **Writing to a parameter** between steps counts (a model loaded, averaged weights swapped in):
+/// where the parameter is no longer what its master was rounded to, the master begins anew from it.
+/// As with WeightStorage, writes that bump no version leave no trace, and are undone.
+///
+/// **State from before** that is of 16 bits (Adagrad's sum, which it makes in its constructor;
+/// moments of steps without masters) is converted to float if it is of SGD, Adam, AdamW, RMSprop or
+/// Adagrad. An optimizer of your own is given masters from its first step on, and makes its state
+/// like them; it has to find parameters in `param_groups()` and state in `state()`. L-BFGS, which
+/// calls its closure several times in a step, is refused.
+///
+/// Sparse gradients go to the inner optimizer sparse (torch::optim::SGD and Adagrad take them).
+/// Memory: 4 bytes an element of 16 bits for the master, and 4 for the float gradient during a
+/// step. Use it from one thread at a time, and one such object for an optimizer.
+class MasterWeights : public optim::FusedOptimizer {
+ public:
+  /// \throws c10::Error for torch::optim::LBFGS, for an optimizer of mezzo's, which keeps masters
+  ///   itself, and for a parameter of 16 bits that is given twice or shares another's memory
+  explicit MasterWeights(torch::optim::Optimizer& optimizer);
+
+  /// The optimizer that steps.
+  torch::optim::Optimizer& optimizer() noexcept { return *inner_; }
+  const torch::optim::Optimizer& optimizer() const noexcept { return *inner_; }
+
+  /// Without a scaler: calls `closure` once, if there is one, then steps; returns what the closure
+  /// returned. \throws c10::Error between `GradScaler::unscale_` and `GradScaler::step`
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  /// As GradScaler calls it. Waits for the device that says whether to step.
+  /// \throws c10::Error, and what the inner optimizer's step throws
+  void fused_step(const optim::FusedStep& step) override;
+
+  /// The inner optimizer's, of which `Optimizer::param_groups()` and `state()` of the base class
+  /// know nothing that is newer than the last step.
+  std::vector<torch::optim::OptimizerParamGroup>& param_groups() noexcept;
+  const std::vector<torch::optim::OptimizerParamGroup>& param_groups() const noexcept;
+  auto& state() noexcept { return inner_->state(); }
+  void zero_grad(bool set_to_none = true) { inner_->zero_grad(set_to_none); }
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+  bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
+  at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
+  void refresh_groups() override;
+
+  /// `torch::save(optimizer, path)`: what the inner optimizer saves, the masters in float, and the
+  /// number of applied steps. With the model's own file it is all that training goes on from.
+  void save(torch::serialize::OutputArchive& archive) const override;
+
+  /// `torch::load(optimizer, path)`, over an inner optimizer of the same kind and groups: the next
+  /// step is to the bit the one that would have come after `save`. Load the model too, before or
+  /// after: what a parameter holds counts (see above).
+  /// \throws c10::Error, and changes nothing, for a file of something else (the inner optimizer's
+  ///   own file among them), or with groups or masters of other sizes
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  struct Participant;
+
+  void hand_on_what_was_set_here();
+  std::vector<Participant> participants(bool master_gradients);
+  void step_inner(const std::vector<Participant>& all, double factor);
+  void finish(const std::vector<Participant>& all);
+  void clear_gradients();
+
+  torch::optim::Optimizer* inner_;
+  detail::KeptMasters masters_;
+  std::vector<std::optional<double>> known_lrs_;  // of the groups when they were last mirrored
+};
+
+/// The tensors that `optimizer` trains, in the order of its groups: for each parameter its float
+/// master where it keeps one (MasterWeights, and mezzo's optimizers with WeightStorage::master),
+/// otherwise the parameter itself. Apex's `amp.master_params`: after
+///
+///     scaler.unscale_(optimizer);
+///     torch::nn::utils::clip_grad_norm_(mezzo::master_params(optimizer), 1.0);
+///     scaler.step(optimizer);
+///
+/// what was clipped is what the step takes. (`scaler.step(optimizer, {.max_norm = 1.0})` clips
+/// the same in fewer passes.) Masters that no step has made yet are made. They stay the same
+/// tensors from step to step, until the parameter moves to another device; read them, and write
+/// their gradients, but set weights at the parameter.
+/// \throws c10::Error for a parameter of WeightStorage::split_master, which has no such tensor
+std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/master_weights/master_weights_file.h>  // IWYU pragma: export
+#include <mezzo/detail/master_weights/master_weights_impl.h>  // IWYU pragma: export
