@@ -55,9 +55,10 @@ struct ScaleLossOptions {
 ///     for (auto& batch : *loader) {
 ///       optimizer.zero_grad();
 ///       auto loss = criterion(amp(model, batch.data), batch.target);   // in place of model(...)
-///       amp.scale_loss(loss, optimizer);                               // in place of loss.backward()
-///       torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
-///       amp.step(optimizer);                                           // in place of optimizer.step()
+///       amp.scale_loss(loss, optimizer);                               // in place of
+///       loss.backward() torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
+///       amp.step(optimizer);                                           // in place of
+///       optimizer.step()
 ///     }
 ///
 /// libtorch's modules have no hooks and nothing is patched: a bare `model->forward` is neither cast
@@ -88,7 +89,8 @@ class Amp {
   decltype(auto) operator()(const Model& model, Args&&... args) const;
 
   /// Scales `loss` in float32, runs `scaled.backward()`, and unscales the gradients of `optimizers`
-  /// (one, or several in braces), which are then right to be clipped: `master_params`. No host sync.
+  /// (one, or several in braces), which are then right to be clipped: `master_params`. No host
+  /// sync.
   ///
   /// Called several times before a step, it adds up: gradients that are unscaled already are kept
   /// aside meanwhile. A loss that overflows skips the next step of each of `optimizers`, and lowers
@@ -154,7 +156,7 @@ class Amp {
   void load_state_dict(const StateDict& state);
 
  private:
-  struct Loss {  // what one loss_id's iteration knows
+  struct Loss {                                     // what one loss_id's iteration knows
     std::vector<torch::optim::Optimizer*> waiting;  // scaled for, and not stepped yet
     std::vector<torch::optim::Optimizer*> stepped;
     bool was_checked = false;

@@ -14,7 +14,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline std::string loss_scaler_key(std::size_t loss) { return "loss_scaler" + std::to_string(loss); }
+inline std::string loss_scaler_key(std::size_t loss) {
+  return "loss_scaler" + std::to_string(loss);
+}
 
 /// An entry as GradScaler takes it: the values of `present` where the entry, as one of Apex's, has
 /// only the two that Apex writes.
@@ -70,8 +72,7 @@ inline void Amp::load_state_dict(const StateDict& state) {
     const auto entry = state.find(key);
     TORCH_CHECK(entry != state.end(), "load_state_dict: state_dict lacks \"", key, "\"");
     GradScaler trial(GradScalerOptions(scalers_[i].rule()));
-    trial.load_state_dict(
-        detail::full_scaler_state(key, entry->second, scalers_[i].state_dict()));
+    trial.load_state_dict(detail::full_scaler_state(key, entry->second, scalers_[i].state_dict()));
     loaded.push_back(std::move(trial));
   }
   for (std::size_t i = 0; i < scalers_.size(); ++i) {

@@ -50,6 +50,7 @@ class OptimizerPasses {
     if (fused == nullptr) {
       adapter_ = std::make_unique<MasterWeights>(given);
     } else {
+      fused->keep_masters();
       keeps_own_masters_ = true;
     }
   }
@@ -58,12 +59,12 @@ class OptimizerPasses {
 
   /// What steps, with its param groups as the given one's are now.
   torch::optim::Optimizer& stepper() {
-    if (adapter_ != nullptr) {
-      adapter_->refresh_groups();
-      return *adapter_;
-    }
-    if (keeps_own_masters_) static_cast<optim::FusedOptimizer&>(*given_).keep_masters();
-    return *given_;
+    torch::optim::Optimizer& optimizer = adapter_ != nullptr ? *adapter_ : *given_;
+    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+    if (fused == nullptr) return optimizer;
+    if (keeps_own_masters_) fused->keep_masters();  // groups that are new
+    fused->refresh_groups();
+    return optimizer;
   }
 
   bool awaits_step() const noexcept { return scaled_by_.has_value() || unscaled_by_.has_value(); }

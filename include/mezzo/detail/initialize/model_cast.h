@@ -30,10 +30,10 @@ inline constexpr const char* kCastIsOurs =
 inline void check_model(const torch::nn::Module& model) {
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
-    TORCH_CHECK(!at::isFloatingType(parameter.scalar_type()) ||
-                    parameter.scalar_type() == at::kFloat,
-                "Found param ", item.key(), " of ", model.name(), " with type ",
-                dtype_name(parameter.scalar_type()), ", expected float32", kCastIsOurs);
+    TORCH_CHECK(
+        !at::isFloatingType(parameter.scalar_type()) || parameter.scalar_type() == at::kFloat,
+        "Found param ", item.key(), " of ", model.name(), " with type ",
+        dtype_name(parameter.scalar_type()), ", expected float32", kCastIsOurs);
     TORCH_CHECK(parameter.is_cpu() || parameter.is_cuda(), "Found param ", item.key(), " of ",
                 model.name(), " on ", parameter.device(),
                 "; mixed precision is for models on cpu and cuda: move it there first");

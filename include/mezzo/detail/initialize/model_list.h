@@ -60,8 +60,9 @@ class ModelList {
     check();
   }
   template <std::ranges::input_range Models>
-  requires(!ModelHandle<Models>) && ModelHandle<std::ranges::range_value_t<Models>>
-  ModelList(const Models& models) {  // NOLINT(google-explicit-constructor)
+  requires(!ModelHandle<Models>) &&
+      ModelHandle<std::ranges::range_value_t<Models>> ModelList(
+          const Models& models) {  // NOLINT(google-explicit-constructor)
     for (const auto& model : models) modules_.push_back(module_pointer(model));
     check();
   }
@@ -109,8 +110,8 @@ class OptimizerList {
     check();
   }
   template <std::ranges::input_range Optimizers>
-  requires OptimizerPointer<std::ranges::range_value_t<Optimizers>>
-  OptimizerList(const Optimizers& optimizers) {  // NOLINT(google-explicit-constructor)
+  requires OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerList(
+      const Optimizers& optimizers) {  // NOLINT(google-explicit-constructor)
     for (const auto& pointer : optimizers) {
       TORCH_CHECK(pointer != nullptr, "optimizer ", optimizers_.size(), " is a null pointer");
       optimizers_.push_back(&*pointer);
