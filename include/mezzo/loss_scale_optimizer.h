@@ -1,0 +1,151 @@
+/// \file
+/// Keras's way in: an optimizer that scales its loss, and unscales, checks, steps and moves the
+/// scale in one call. TensorFlow's `enable_mixed_precision_graph_rewrite` returned the same.
+#pragma once
+
+#include <mezzo/grad_scaler.h>
+#include <mezzo/step_result.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <cstdint>
+#include <type_traits>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// Keras's names and defaults.
+struct LossScaleOptimizerOptions {
+  double initial_scale = 32768.0;       ///< 2^15; for good where `dynamic` is false
+  int64_t dynamic_growth_steps = 2000;  ///< steps in a row without inf or NaN that double the scale
+  bool dynamic = true;
+};
+
+/// An optimizer together with its loss scale, Keras's LossScaleOptimizer:
+///
+///     torch::optim::Adam adam(model->parameters(), 1e-3);
+///     auto optimizer = mezzo::enable_mixed_precision(adam);
+///     for (auto& batch : *loader) {
+///       optimizer.zero_grad();
+///       torch::Tensor loss = ...;                      // under mezzo::Autocast
+///       optimizer.scale(loss).backward();
+///       auto result = optimizer.step();                // or step({.max_norm = 1.0})
+///     }
+///
+/// `inner` is any optimizer of torch::optim or mezzo::optim, or a MasterWeights for a model of half
+/// weights; it must outlive this object, and its param groups, rates and state are its own.
+/// Movable. Everything else is GradScaler's: see there who waits for a device. One thread at a
+/// time.
+class LossScaleOptimizer {
+ public:
+  /// \throws c10::Error unless initial_scale is positive and dynamic_growth_steps at least 1
+  explicit LossScaleOptimizer(torch::optim::Optimizer& inner,
+                              const LossScaleOptimizerOptions& options = {})
+      : inner_(&inner), options_(options), scaler_(scaler_options(options)) {}
+
+  /// Keras's scale_loss, for a tensor or a nest of them; see GradScaler::scale.
+  template <class Outputs>
+  [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs) {
+    return scaler_.scale(outputs);
+  }
+
+  /// Optional, to look at or clip true gradients before `step`: TensorFlow's
+  /// get_unscaled_gradients. See GradScaler::unscale_, and master_params for half weights.
+  void unscale_() { scaler_.unscale_(*inner_); }
+
+  /// Keras's apply: unscales, checks, steps unless a gradient is inf or NaN, and moves the scale.
+  /// \throws c10::Error if no loss was scaled, or no parameter has a gradient
+  StepResult step(const StepOptions& options = {}) {
+    StepResult result = scaler_.step(*inner_, options);
+    scaler_.update();
+    if (!is_counted_by_inner() && result.ran()) ++iterations_;
+    return result;
+  }
+
+  void zero_grad(bool set_to_none = true) { inner_->zero_grad(set_to_none); }
+
+  /// How many steps were applied: skipped ones do not count. With an optimizer of mezzo's the
+  /// device counts them, and this waits for it.
+  int64_t iterations() const {
+    const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(inner_);
+    return fused != nullptr ? fused->applied_steps() : iterations_;
+  }
+
+  /// Keras's dynamic_scale: the present one. Waits for the device.
+  double loss_scale() const { return scaler_.get_scale(); }
+  double initial_scale() const noexcept { return options_.initial_scale; }
+  int64_t dynamic_growth_steps() const noexcept { return options_.dynamic_growth_steps; }
+  bool dynamic() const noexcept { return options_.dynamic; }
+
+  torch::optim::Optimizer& inner_optimizer() noexcept { return *inner_; }
+  /// For on_skip, state_dict and its like.
+  GradScaler& scaler() noexcept { return scaler_; }
+
+ private:
+  static GradScalerOptions scaler_options(const LossScaleOptimizerOptions& options) {
+    if (!options.dynamic) return LossScale::fixed(options.initial_scale);
+    return LossScale::dynamic(
+        {.init_scale = options.initial_scale, .growth_interval = options.dynamic_growth_steps});
+  }
+  bool is_counted_by_inner() const {
+    return dynamic_cast<const optim::FusedOptimizer*>(inner_) != nullptr;
+  }
+
+  torch::optim::Optimizer* inner_;
+  LossScaleOptimizerOptions options_;
+  GradScaler scaler_;
+  int64_t iterations_ = 0;
+
+  template <class Archive>
+  requires std::same_as<Archive, torch::serialize::OutputArchive>
+  friend Archive& operator<<(Archive& archive, const LossScaleOptimizer& optimizer);
+  template <class Archive>
+  requires std::same_as<Archive, torch::serialize::InputArchive>
+  friend Archive& operator>>(Archive& archive, LossScaleOptimizer& optimizer);
+};
+
+/// `LossScaleOptimizer(optimizer, options)`. Its name is TensorFlow's, which also rewrote the
+/// graph: here that is the mezzo::Autocast around the forward pass.
+inline LossScaleOptimizer enable_mixed_precision(torch::optim::Optimizer& optimizer,
+                                                 const LossScaleOptimizerOptions& options = {}) {
+  return LossScaleOptimizer(optimizer, options);
+}
+
+/// `torch::save(optimizer, path)` and `torch::load(optimizer, path)`: the inner optimizer's state,
+/// the scaler's and the count of iterations (include <torch/serialize.h>).
+/// \throws c10::Error for the file of something else
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const LossScaleOptimizer& optimizer) {
+  Archive inner(archive.compilation_unit());
+  optimizer.inner_->save(inner);
+  archive.write("inner_optimizer", inner);
+  Archive scaler(archive.compilation_unit());
+  scaler << optimizer.scaler_;
+  archive.write("scaler", scaler);
+  archive.write("iterations", c10::IValue(optimizer.iterations()));
+  return archive;
+}
+
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, LossScaleOptimizer& optimizer) {
+  Archive inner;
+  Archive scaler;
+  c10::IValue iterations;
+  const bool is_whole = archive.try_read("inner_optimizer", inner) &&
+                        archive.try_read("scaler", scaler) &&
+                        archive.try_read("iterations", iterations) && iterations.isInt();
+  TORCH_CHECK(is_whole,
+              "LossScaleOptimizer: the archive holds something else; save it with "
+              "torch::save(optimizer, path)");
+  optimizer.inner_->load(inner);
+  scaler >> optimizer.scaler_;
+  optimizer.iterations_ = iterations.toInt();
+  return archive;
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

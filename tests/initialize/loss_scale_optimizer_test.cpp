@@ -1,0 +1,144 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/loss_scale_optimizer.h>
+#include <mezzo/master_weights.h>
+#include <mezzo/optim/sgd.h>
+
+#include <functional>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <vector>
+
+namespace {
+
+using mezzo::LossScaleOptimizer;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+torch::Tensor parameter() { return torch::ones({3}, torch::requires_grad()); }
+
+/// Each kind of inner optimizer, on one weight.
+std::vector<std::function<std::unique_ptr<torch::optim::Optimizer>(const torch::Tensor&)>>
+inners() {
+  return {[](const torch::Tensor& weight) {
+            return std::make_unique<torch::optim::SGD>(std::vector{weight},
+                                                       torch::optim::SGDOptions(1).momentum(0.5));
+          },
+          [](const torch::Tensor& weight) {
+            return std::make_unique<mezzo::optim::SGD>(std::vector{weight},
+                                                       mezzo::optim::SGDOptions(1).momentum(0.5));
+          }};
+}
+
+bool step_with(LossScaleOptimizer& optimizer, const torch::Tensor& weight, double factor) {
+  optimizer.zero_grad();
+  optimizer.scale((weight * factor).sum()).backward();
+  return optimizer.step().ran();
+}
+
+TEST(LossScaleOptimizer, HasKerassDefaults) {
+  const torch::Tensor weight = parameter();
+  torch::optim::SGD sgd({weight}, 1.0);
+  auto optimizer = mezzo::enable_mixed_precision(sgd);
+  EXPECT_EQ(optimizer.loss_scale(), 32768);
+  EXPECT_EQ(optimizer.initial_scale(), 32768);
+  EXPECT_EQ(optimizer.dynamic_growth_steps(), 2000);
+  EXPECT_EQ(optimizer.scaler().get_growth_factor(), 2);
+  EXPECT_EQ(optimizer.scaler().get_backoff_factor(), 0.5);
+  EXPECT_EQ(&optimizer.inner_optimizer(), &sgd);
+}
+
+TEST(LossScaleOptimizer, StepsUnscaledMovesTheScaleAndCountsAppliedStepsOnly) {
+  for (const auto& make : inners()) {
+    const torch::Tensor weight = parameter();
+    const auto inner = make(weight);
+    auto optimizer =
+        mezzo::enable_mixed_precision(*inner, {.initial_scale = 64, .dynamic_growth_steps = 2});
+    optimizer.scaler().on_skip(nullptr);
+    EXPECT_TRUE(step_with(optimizer, weight, 0.25));
+    EXPECT_EQ(weight[0].item<float>(), 0.75F);
+    EXPECT_FALSE(step_with(optimizer, weight, kInf));
+    EXPECT_EQ(optimizer.loss_scale(), 32);
+    EXPECT_EQ(weight[0].item<float>(), 0.75F);
+    EXPECT_EQ(optimizer.iterations(), 1);
+    EXPECT_TRUE(step_with(optimizer, weight, 0.25));
+    EXPECT_TRUE(step_with(optimizer, weight, 0.25));
+    EXPECT_EQ(optimizer.loss_scale(), 64);
+    EXPECT_EQ(optimizer.iterations(), 3);
+  }
+}
+
+TEST(LossScaleOptimizer, ClipsAfterUnscalingOrInTheStep) {
+  for (const bool explicitly : {false, true}) {
+    const torch::Tensor weight = torch::ones({4}, torch::requires_grad());
+    torch::optim::SGD sgd({weight}, 1.0);
+    auto optimizer = mezzo::enable_mixed_precision(sgd);
+    optimizer.scale((weight * 0.5).sum()).backward();
+    if (explicitly) {
+      optimizer.unscale_();
+      EXPECT_EQ(torch::nn::utils::clip_grad_norm_({weight}, 0.5), 1.0);
+      optimizer.step();
+    } else {
+      EXPECT_EQ(optimizer.step({.max_norm = 0.5}).grad_norm(), 1.0);
+    }
+    EXPECT_NEAR(weight[0].item<double>(), 0.75, 1e-5);
+  }
+}
+
+TEST(LossScaleOptimizer, KeepsAFixedScaleAndTrainsHalfWeightsThroughMasters) {
+  const torch::Tensor weight = torch::ones({3}, torch::kHalf).requires_grad_();
+  torch::optim::SGD sgd({weight}, 1.0);
+  mezzo::MasterWeights masters(sgd);
+  auto optimizer =
+      mezzo::enable_mixed_precision(masters, {.initial_scale = 1024, .dynamic = false});
+  optimizer.scaler().on_skip(nullptr);
+  EXPECT_TRUE(step_with(optimizer, weight, 0.25));
+  EXPECT_FALSE(step_with(optimizer, weight, kInf));
+  EXPECT_EQ(optimizer.loss_scale(), 1024);
+  EXPECT_EQ(optimizer.iterations(), 1);
+  EXPECT_EQ(weight[0].item<float>(), 0.75F);
+}
+
+TEST(LossScaleOptimizer, ResumesFromAFile) {
+  for (const auto& make : inners()) {
+    const torch::Tensor weight = parameter();
+    const auto inner = make(weight);
+    auto optimizer = mezzo::enable_mixed_precision(*inner);
+    optimizer.scaler().on_skip(nullptr);
+    step_with(optimizer, weight, kInf);
+    step_with(optimizer, weight, 0.25);
+    std::stringstream file;
+    torch::save(optimizer, file);
+
+    const torch::Tensor other = weight.detach().clone().requires_grad_();
+    const auto of_other = make(other);
+    auto resumed = mezzo::enable_mixed_precision(*of_other);
+    torch::load(resumed, file);
+    EXPECT_EQ(resumed.iterations(), 1);
+    EXPECT_EQ(resumed.loss_scale(), 16384);
+    step_with(optimizer, weight, 0.125);
+    step_with(resumed, other, 0.125);
+    EXPECT_TRUE(weight.equal(other));  // the momentum was in the file
+
+    std::stringstream foreign;
+    torch::save(*inner, foreign);
+    EXPECT_THAT([&] { torch::load(resumed, foreign); },
+                ThrowsMessage<c10::Error>(HasSubstr("the archive holds something else")));
+  }
+}
+
+TEST(LossScaleOptimizer, RefusesAStepWithoutAScaledLossAndOptionsOutOfRange) {
+  const torch::Tensor weight = parameter();
+  torch::optim::SGD sgd({weight}, 1.0);
+  auto optimizer = mezzo::enable_mixed_precision(sgd);
+  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("_scale is None")));
+  EXPECT_THROW(mezzo::enable_mixed_precision(sgd, {.initial_scale = -1}), c10::Error);
+  EXPECT_THROW(mezzo::enable_mixed_precision(sgd, {.dynamic_growth_steps = 0}), c10::Error);
+}
+
+}  // namespace
