@@ -51,15 +51,16 @@ struct ScaleLossOptions {
 
 /// What `mezzo::initialize` returns: the loop's way to models, losses and steps. Movable.
 ///
-///     auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2());
-///     for (auto& batch : *loader) {
-///       optimizer.zero_grad();
-///       auto loss = criterion(amp(model, batch.data), batch.target);   // in place of model(...)
-///       amp.scale_loss(loss, optimizer);                               // in place of
-///       loss.backward() torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
-///       amp.step(optimizer);                                           // in place of
-///       optimizer.step()
-///     }
+/// \code
+///   auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2());
+///   for (auto& batch : *loader) {
+///     optimizer.zero_grad();
+///     auto loss = criterion(amp(model, batch.data), batch.target);   // for model(batch.data)
+///     amp.scale_loss(loss, optimizer);                               // for loss.backward()
+///     torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
+///     amp.step(optimizer);                                           // for optimizer.step()
+///   }
+/// \endcode
 ///
 /// libtorch's modules have no hooks and nothing is patched: a bare `model->forward` is neither cast
 /// nor under autocast, and a bare `optimizer.step()` knows no scale and no masters.
