@@ -183,6 +183,20 @@ class GradScaler {
   /// \throws c10::Error as above, or unless max_norm is positive
   StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options);
 
+  /// For an optimizer whose gradients come from several losses, each with a scale or a backward
+  /// pass of its own; mezzo::Amp (initialize.h) does all this. After `unscale_`: forgets
+  /// `optimizer`, which may be unscaled again after the next backward pass, and whose gradients
+  /// (those of masters too) are the caller's to set aside and add up. What was found counts for
+  /// this scaler's next scale all the same, and is returned: one float of one element a device, not
+  /// 0 where there was an inf or NaN. No host sync on a device.
+  /// \throws c10::Error before `unscale_` or after `step`
+  std::vector<at::Tensor> release(const torch::optim::Optimizer& optimizer);
+
+  /// Then, before `step`: takes `optimizer` over with gradients that carry no scale any more, and
+  /// with what scalers `release`d about them. Its step is skipped if one of `found_inf` is set,
+  /// which leaves this scaler's scale alone.
+  void adopt(torch::optim::Optimizer& optimizer, std::vector<at::Tensor> found_inf);
+
   /// Ends the iteration: the next scale, from what the checks found; forgets the optimizers.
   /// No host sync, unless a step was skipped and a callback wants to know the new scale.
   /// \throws c10::Error if no optimizer was checked since the last `update`
@@ -238,6 +252,9 @@ class GradScaler {
   void unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
   void hand_to_masters(optim::FusedOptimizer* optimizer);
   static void finish_step(detail::OptimizerRecord& record);
+  void recheck_into(detail::OptimizerRecord& record, const torch::optim::Optimizer& optimizer);
+  void note_skip(const detail::OptimizerRecord& record, float scale);
+  void post_line(const std::vector<at::Tensor>& found_inf);
   std::vector<detail::DeviceSummary> summarize_into(detail::OptimizerRecord& record,
                                                     torch::optim::Optimizer& optimizer);
   std::vector<detail::DeviceSummary> summarize_unscaled(const detail::OptimizerRecord& record,

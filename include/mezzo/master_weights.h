@@ -96,6 +96,7 @@ class MasterWeights : public optim::FusedOptimizer {
   void zero_grad(bool set_to_none = true) { inner_->zero_grad(set_to_none); }
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
+  void keep_masters() override {}  // it does
   bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
   void refresh_groups() override;

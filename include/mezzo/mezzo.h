@@ -1,6 +1,6 @@
 /// \file
 /// All of mezzo. Include the single headers instead where compile time counts: autocast_module.h
-/// brings in libtorch's modules, grad_scaler.h and lr_schedule.h its optimizers, optim/*.h its
+/// and initialize.h bring in libtorch's modules, grad_scaler.h and lr_schedule.h its optimizers, optim/*.h its
 /// archives, activation_checkpoint.h, autograd_function.h and weight_cache.h its autograd engine,
 /// op_policy.h and what stands on it the dispatcher, the others little more than c10.
 #pragma once
@@ -16,6 +16,7 @@
 #include <mezzo/grad_bucket.h>
 #include <mezzo/grad_buckets.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/initialize.h>
 #include <mezzo/loss_scale.h>
 #include <mezzo/lr_schedule.h>
 #include <mezzo/master_weights.h>

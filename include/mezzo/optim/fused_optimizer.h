@@ -89,6 +89,14 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return parameter;
   }
 
+  /// From here on parameters of half and bfloat16 are trained as float masters, in groups that
+  /// stored weights `plain`, and in groups to come. \throws c10::Error where it has no masters
+  virtual void keep_masters() {
+    TORCH_CHECK(false,
+                "keep_masters: this optimizer keeps no float masters; choose an optimization level "
+                "without master_weights");
+  }
+
   /// Called before param groups are read: an optimizer whose groups are another's mirrors them.
   virtual void refresh_groups() {}
 

@@ -98,6 +98,12 @@ inline at::Tensor max_abs_on(at::Device device, const std::vector<DeviceSummary>
   return largest;
 }
 
+/// `found_inf` where none of `elsewhere` is set, and 0 otherwise.
+inline at::Tensor beyond(const std::vector<at::Tensor>& elsewhere, const at::Tensor& found_inf) {
+  if (elsewhere.empty()) return found_inf;
+  return found_inf.mul(sum_on(found_inf.device(), elsewhere).eq(0.0));
+}
+
 /// Makes every summary speak for all devices: an inf on one holds for all (`checks` is one a
 /// device, and may know of more devices), and the norm is that of all.
 inline void combine(std::vector<DeviceSummary>& summaries, const std::vector<at::Tensor>& checks) {

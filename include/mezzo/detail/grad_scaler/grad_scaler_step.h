@@ -7,10 +7,12 @@
 #include <mezzo/grad_scaler.h>
 
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <concepts>
 #include <memory>
 #include <optional>
@@ -82,6 +84,68 @@ inline detail::OptimizerRecord& GradScaler::record_to_step(
   return record;
 }
 
+// A check that found what others had found before it says nothing about this scale.
+inline void GradScaler::recheck_into(detail::OptimizerRecord& record,
+                                     const torch::optim::Optimizer& optimizer) {
+  const auto parameters = detail::with_gradient(optimizer, /*allow_fp16=*/true);
+  std::vector<at::Tensor> found = record.found_inf;
+  if (found.empty()) {
+    for (const at::Tensor& check : record.found_elsewhere) found.push_back(at::zeros_like(check));
+  }
+  if (found.empty()) return;
+  detail::recheck(detail::gradients_by_device(parameters), found);
+  for (at::Tensor& check : found) check = detail::beyond(record.found_elsewhere, check);
+  record.found_inf = std::move(found);
+}
+
+/// For the line about it, unless the scale of another loss was the cause.
+inline void GradScaler::note_skip(const detail::OptimizerRecord& record, float scale) {
+  const auto is_set = [](const at::Tensor& found) { return found.item<float>() != 0.0F; };
+  const bool is_own = record.found_elsewhere.empty() ||
+                      std::any_of(record.found_inf.begin(), record.found_inf.end(), is_set);
+  if (is_own) skipped_scale_ = scale;
+}
+
+/// The same where the device knows.
+inline void GradScaler::post_line(const std::vector<at::Tensor>& found_inf) {
+  const at::Tensor& scale = scale_.original();
+  const std::shared_ptr<detail::Letter> letter = mailbox_.letter_for(scale.device());
+  letter->send(scale, at::zeros({}, scale.options().dtype(at::kDouble)),
+               detail::sum_on(scale.device(), found_inf));
+  letters_.push_back(letter);
+}
+
+inline std::vector<at::Tensor> GradScaler::release(const torch::optim::Optimizer& optimizer) {
+  if (!enabled_) return {};
+  const c10::NoGradGuard no_grad;
+  detail::OptimizerRecord* const record = records_.find(optimizer);
+  TORCH_CHECK(record != nullptr && record->stage == detail::Stage::unscaled,
+              "release() is called before unscale_(), or after step().");
+  const std::vector<at::Tensor> found = record->found_inf;
+  record->masters.leave();
+  records_.release(optimizer);
+  if (found.empty()) return found;
+  const at::Tensor& scale = scale_.original();
+  if (!scale.is_cpu()) {
+    post_line(found);
+  } else if (detail::sum_on(scale.device(), found).item<float>() != 0.0F) {
+    skipped_scale_ = scale.item<float>();
+  }
+  return found;
+}
+
+inline void GradScaler::adopt(torch::optim::Optimizer& optimizer,
+                              std::vector<at::Tensor> found_inf) {
+  auto* const fused = detail::refreshed(optimizer);
+  if (!enabled_) return;
+  require_scale("adopt");
+  records_.forget(optimizer);
+  detail::OptimizerRecord& record = records_.of(optimizer);
+  if (fused != nullptr) record.masters = detail::MasterGradients::standing(*fused);
+  record.stage = detail::Stage::unscaled;
+  record.found_elsewhere = std::move(found_inf);
+}
+
 inline void GradScaler::finish_step(detail::OptimizerRecord& record) {
   record.stage = detail::Stage::stepped;
   record.masters.drop();
@@ -99,10 +163,10 @@ inline std::vector<detail::DeviceSummary> GradScaler::summarize_into(
   for (const detail::DeviceSummary& summary : summaries) {
     const at::Tensor found =
         was_unscaled && !recheck_ ? at::zeros_like(summary.found_inf) : summary.found_inf;
-    detail::add_check(record.found_inf, found);
+    detail::add_check(record.found_inf, detail::beyond(record.found_elsewhere, found));
   }
   TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
-  detail::combine(summaries, record.found_inf);
+  detail::combine(summaries, record.checks());
   return summaries;
 }
 
@@ -125,11 +189,11 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
   const at::Tensor& scale = scale_.original();
   if (scale.is_cpu()) {
-    const detail::HostSummary known(scale, record.found_inf, summaries);
+    const detail::HostSummary known(scale, record.checks(), summaries);
     if (!was_unscaled) known.show_to(clip_watch_, optimizer);
     optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
     finish_step(record);
-    if (known.found_inf) skipped_scale_ = known.scale;
+    if (known.found_inf) note_skip(record, known.scale);
     return StepResult(known.outcome(/*ran=*/!known.found_inf));
   }
   const std::shared_ptr<detail::Letter> letter = mailbox_.letter_for(scale.device());
@@ -140,8 +204,12 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
     clip_watch_.expect(&optimizer, letter);
   }
   letter->send(scale, summaries.front().sum_of_squares.to(scale.device()),
-               detail::sum_on(scale.device(), record.found_inf));
-  letters_.push_back(letter);
+               detail::sum_on(scale.device(), record.checks()));
+  if (record.found_elsewhere.empty()) {
+    letters_.push_back(letter);
+  } else {
+    post_line(record.found_inf);
+  }
   return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
 }
 
@@ -155,7 +223,7 @@ inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
   detail::OptimizerRecord& record = record_to_step(optimizer);
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
-  const detail::HostSummary known(scale_.original(), record.found_inf, summaries);
+  const detail::HostSummary known(scale_.original(), record.checks(), summaries);
   if (!was_unscaled) known.show_to(clip_watch_, optimizer);
   StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
   if (outcome.ran) {
@@ -164,7 +232,7 @@ inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
         summaries, inverse * detail::clip_coefficient(known.sum_of_squares, options.max_norm));
     outcome.value = optimizer.step();
   } else {
-    skipped_scale_ = known.scale;
+    note_skip(record, known.scale);
   }
   finish_step(record);
   if (options.zero_grad) detail::zero_gradients(optimizer);
@@ -180,22 +248,22 @@ inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
     if (clip_watch_.wants(&optimizer)) watched = summarize_unscaled(record, optimizer);
   } else if (recheck_) {
     c10::NoGradGuard no_grad;
-    const auto parameters = detail::with_gradient(optimizer, /*allow_fp16=*/true);
-    detail::recheck(detail::gradients_by_device(parameters), record.found_inf);
+    recheck_into(record, optimizer);
   }
   TORCH_CHECK(record.masters.empty(),
               "step(optimizer, arguments...): the optimizer's gradients were unscaled onto its "
               "masters, of which a step of its own does not know; use step(optimizer), or "
               "step(optimizer, {.max_norm = ...})");
-  TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
-  const detail::HostSummary known(scale_.original(), record.found_inf, watched);
+  const std::vector<at::Tensor> checks = record.checks();
+  TORCH_CHECK(!checks.empty(), "No inf checks were recorded for this optimizer.");
+  const detail::HostSummary known(scale_.original(), checks, watched);
   known.show_to(clip_watch_, optimizer);
   StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
   outcome.grad_norm = std::nullopt;  // which is not known in later steps
   if (outcome.ran) {
     outcome.value = step();
   } else {
-    skipped_scale_ = outcome.scale;
+    note_skip(record, outcome.scale);
   }
   finish_step(record);
   return StepResult(std::move(outcome));

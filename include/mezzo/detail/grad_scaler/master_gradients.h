@@ -36,6 +36,22 @@ class MasterGradients {
       }
     }
   }
+
+  /// Those that stand at masters already, whoever wrote them.
+  static MasterGradients standing(optim::FusedOptimizer& optimizer) {
+    MasterGradients found;
+    const auto& groups = optimizer.param_groups();
+    for (std::size_t group = 0; group < groups.size(); ++group) {
+      for (const at::Tensor& parameter : groups[group].params()) {
+        if (!optimizer.keeps_master(group, parameter)) continue;
+        const at::Tensor master = optimizer.trained_tensor(group, parameter);
+        if (!master.grad().defined()) continue;
+        found.masters_.emplace(parameter.unsafeGetTensorImpl(), master);
+      }
+    }
+    return found;
+  }
+
   MasterGradients(MasterGradients&& other) noexcept : masters_(std::move(other.masters_)) {
     other.masters_.clear();
   }
@@ -55,6 +71,9 @@ class MasterGradients {
     for (auto& [parameter, master] : masters_) master.mutable_grad() = at::Tensor();
     masters_.clear();
   }
+
+  /// Leaves the gradients where they are, to whoever wants them.
+  void leave() noexcept { masters_.clear(); }
 
   /// The tensors whose gradients the step takes: these masters in place of their parameters.
   std::vector<at::Tensor> holders(const torch::optim::Optimizer& optimizer) const {

@@ -21,6 +21,15 @@ struct OptimizerRecord {
   Stage stage = Stage::ready;
   std::vector<at::Tensor> found_inf;  ///< one float of one element a device: 0, or 1 for an inf
   MasterGradients masters;            ///< what was unscaled onto masters, until the step took it
+  /// Of an adopted optimizer, likewise: they decide about its step and not about the scale.
+  std::vector<at::Tensor> found_elsewhere{};
+
+  /// All that decides whether to step.
+  std::vector<at::Tensor> checks() const {
+    std::vector<at::Tensor> all = found_inf;
+    all.insert(all.end(), found_elsewhere.begin(), found_elsewhere.end());
+    return all;
+  }
 };
 
 /// The records of one iteration. An optimizer is known by its address together with its first
@@ -48,11 +57,21 @@ class OptimizerRecords {
     std::erase_if(entries_, [&](const Entry& entry) { return entry.optimizer == &optimizer; });
   }
 
-  bool empty() const noexcept { return entries_.empty(); }
-  void clear() noexcept { entries_.clear(); }
+  /// The same, but what was found still counts.
+  void release(const torch::optim::Optimizer& optimizer) {
+    const OptimizerRecord* const record = find(optimizer);
+    released_.insert(released_.end(), record->found_inf.begin(), record->found_inf.end());
+    forget(optimizer);
+  }
+
+  bool empty() const noexcept { return entries_.empty() && released_.empty(); }
+  void clear() noexcept {
+    entries_.clear();
+    released_.clear();
+  }
 
   std::vector<at::Tensor> found_inf() const {
-    std::vector<at::Tensor> all;
+    std::vector<at::Tensor> all = released_;
     for (const Entry& entry : entries_) {
       all.insert(all.end(), entry.record.found_inf.begin(), entry.record.found_inf.end());
     }
@@ -75,6 +94,7 @@ class OptimizerRecords {
     return {};
   }
 
+  std::vector<at::Tensor> released_;
   std::deque<Entry> entries_;  // a deque: references to records stay valid as others are added
 };
 

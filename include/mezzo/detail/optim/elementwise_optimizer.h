@@ -101,6 +101,19 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   GradientSummary summarize(const std::vector<at::Tensor>& gradients,
                             const at::Tensor& inv_scale) override;
 
+  void keep_masters() override {
+    const auto keep = [](torch::optim::OptimizerOptions& options) {
+      auto& own = static_cast<Options&>(options);
+      if (own.weight_storage() == optim::WeightStorage::plain) {
+        own.weight_storage(optim::WeightStorage::master);
+      }
+    };
+    keep(*defaults_);
+    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+      (void)options_of(group);  // of this kind, or it throws
+      keep(param_groups_[group].options());
+    }
+  }
   bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
 

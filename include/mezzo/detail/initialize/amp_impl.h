@@ -1,0 +1,249 @@
+/// \file
+/// Amp: what is checked before anything is changed, how models are called, and how passes of losses
+/// become steps.
+#pragma once
+
+#include <mezzo/detail/initialize/model_cast.h>
+#include <mezzo/initialize.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <iostream>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// An optimizer of some other model is a mistake that nothing else would show: it would step
+/// parameters that never get a gradient.
+inline void check_optimizer(const torch::optim::Optimizer& optimizer, std::size_t number,
+                            const std::unordered_set<const c10::TensorImpl*>& of_models,
+                            bool model_is_cast) {
+  bool holds_one = false;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      holds_one = holds_one || of_models.count(parameter.unsafeGetTensorImpl()) != 0;
+    }
+  }
+  TORCH_CHECK(holds_one, "optimizer ", number,
+              " holds no parameter of the models that were given; construct it with their "
+              "parameters, or give its model too");
+  TORCH_CHECK(!model_is_cast || optimizer.state().empty(), "optimizer ", number,
+              " has stepped already, in float32, and the level casts the model; call "
+              "mezzo::initialize before the first step, and load a saved state afterwards");
+}
+
+inline void check_models_and_optimizers(const ModelList& models, const OptimizerList& optimizers,
+                                        const OptLevel& level) {
+  std::unordered_set<const c10::TensorImpl*> parameters;
+  for (const auto& model : models.modules()) {
+    check_model(*model);
+    for (const at::Tensor& parameter : model->parameters()) {
+      parameters.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  const bool is_cast = is_low_precision(level.cast_model_type().value_or(at::kFloat));
+  for (std::size_t i = 0; i < optimizers.optimizers().size(); ++i) {
+    check_optimizer(*optimizers.optimizers()[i], i, parameters, is_cast);
+  }
+}
+
+inline void check_initialize_options(const InitializeOptions& options, const OptLevel& level) {
+  TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
+              "; it should be at least 1");
+  TORCH_CHECK(level.uses_op_lists() || options.policy.edits() == nullptr, "policy: the level ",
+              level.name(),
+              " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
+  TORCH_CHECK(level.uses_op_lists() || options.weight_cache.owner() == nullptr,
+              "weight_cache: the level ", level.name(),
+              " has no region that would read it; use O1, or leave it out");
+}
+
+inline bool contains(const std::vector<torch::optim::Optimizer*>& list,
+                     const torch::optim::Optimizer* optimizer) {
+  return std::find(list.begin(), list.end(), optimizer) != list.end();
+}
+
+}  // namespace detail
+
+inline Amp::Amp(detail::ModelList models, const detail::OptimizerList& optimizers,
+                const OptLevel& level, const InitializeOptions& options)
+    : level_(level),
+      enabled_(options.enabled),
+      policy_(options.policy),
+      weight_cache_(options.weight_cache) {
+  detail::check_initialize_options(options, level);
+  if (enabled_) detail::check_models_and_optimizers(models, optimizers, level);
+  for (torch::optim::Optimizer* optimizer : optimizers.optimizers()) {
+    passes_.emplace_back(*optimizer, enabled_ && level.master_weights());
+  }
+  for (int64_t i = 0; i < options.num_losses; ++i) {
+    const bool keeps_half = level.cast_model_type() == at::kHalf && !level.master_weights();
+    scalers_.emplace_back(GradScalerOptions(level.loss_scale())
+                              .enabled(enabled_)
+                              .allow_fp16_gradients(keeps_half)
+                              .loss_id(i));
+    if (options.verbosity < 1) scalers_.back().on_skip(nullptr);
+  }
+  losses_.resize(scalers_.size());
+  if (enabled_) {
+    if (options.verbosity >= 1) std::cout << level.describe() << std::flush;
+    input_dtype_ = level.cast_model_type();
+    output_dtype_ = level.cast_model_outputs();
+    for (const auto& model : models.modules()) {
+      if (input_dtype_) detail::cast_model(*model, *input_dtype_, level.keep_batchnorm_fp32());
+    }
+  }
+  for (const auto& model : models.modules()) models_.emplace_back(model);
+}
+
+template <detail::ModelHandle Model, class... Args>
+decltype(auto) Amp::operator()(const Model& model, Args&&... args) const {
+  const auto module = detail::module_pointer(model);
+  TORCH_CHECK(module != nullptr, "amp(model, ...): the model is an empty holder");
+  const auto known = std::find_if(models_.begin(), models_.end(),
+                                  [&](const auto& one) { return one.contains(*module); });
+  TORCH_CHECK(known != models_.end(), "amp(model, ...): ", module->name(),
+              " is none of the models that were given to mezzo::initialize, nor inside one");
+  detail::ForwardRegions regions;
+  if (enabled_ && level_.uses_op_lists()) {
+    for (const auto type : {c10::DeviceType::CPU, c10::DeviceType::CUDA}) {
+      if (!known->runs_on(type)) continue;
+      regions.enter(detail::checked_region({.device = type, .dtype = level_.precision().compute()},
+                                           policy_, weight_cache_));
+    }
+  }
+  return detail::cast_result(output_dtype_, [&]() -> decltype(auto) {
+    return module->forward(detail::forward_argument(input_dtype_, std::forward<Args>(args))...);
+  });
+}
+
+inline void Amp::scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+                            const ScaleLossOptions& options) {
+  scale_loss(loss, optimizers, options, [](const at::Tensor& scaled) { scaled.backward(); });
+}
+
+template <std::invocable<const at::Tensor&> Backward>
+void Amp::scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+                     const ScaleLossOptions& options, Backward&& backward) {
+  const at::Tensor scaled = begin_pass(loss, optimizers, options);
+  std::forward<Backward>(backward)(scaled);
+  end_pass(optimizers, options);
+}
+
+inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+                                  const ScaleLossOptions& options) {
+  const std::size_t id = checked_loss(options.loss_id);
+  TORCH_CHECK(loss.defined(), "scale_loss: loss is undefined");
+  TORCH_CHECK(!optimizers.optimizers().empty(),
+              "scale_loss: name the optimizers that the loss is for, one or several in braces");
+  for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer);
+  if (!enabled_) return loss;
+  Loss& iteration = losses_[id];
+  for (const auto* optimizer : optimizers.optimizers()) {
+    if (detail::contains(iteration.stepped, optimizer)) end_iteration(id);
+  }
+  for (auto* optimizer : optimizers.optimizers()) {
+    detail::OptimizerPasses& passes = passes_of(*optimizer);
+    if (passes.scaled_by().value_or(id) != id) unscale(passes);
+    passes.expect_gradients_of(id);
+    if (!detail::contains(iteration.waiting, optimizer)) iteration.waiting.push_back(optimizer);
+  }
+  const bool is_low = detail::is_low_precision(loss.scalar_type());
+  return scalers_[id].scale(is_low ? loss.to(at::kFloat) : loss);
+}
+
+inline void Amp::end_pass(const detail::OptimizerList& optimizers,
+                          const ScaleLossOptions& options) {
+  if (!enabled_ || options.delay_unscale) return;
+  std::vector<at::Tensor> found;  // wherever it shows, it is the loss that overflowed
+  for (const auto* optimizer : optimizers.optimizers()) {
+    detail::OptimizerPasses& passes = passes_of(*optimizer);
+    const auto known = static_cast<std::ptrdiff_t>(passes.found_inf().size());
+    unscale(passes);
+    found.insert(found.end(), passes.found_inf().begin() + known, passes.found_inf().end());
+  }
+  if (optimizers.optimizers().size() == 1) return;
+  for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).hear_of(found);
+}
+
+inline void Amp::unscale(detail::OptimizerPasses& passes) {
+  const std::size_t loss = *passes.scaled_by();
+  if (passes.unscale(scalers_[loss])) losses_[loss].was_checked = true;
+}
+
+inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
+  detail::OptimizerPasses& passes = passes_of(optimizer);
+  if (!enabled_) return scalers_.front().step(passes.stepper(), options);
+  TORCH_CHECK(passes.awaits_step(),
+              "step: no loss was scaled for this optimizer since its last step; call "
+              "amp.scale_loss(loss, optimizer), which runs backward, before each amp.step");
+  const bool is_direct = !passes.unscaled_by().has_value();
+  if (!is_direct && passes.scaled_by()) unscale(passes);
+  const std::size_t loss = is_direct ? *passes.scaled_by() : *passes.unscaled_by();
+  torch::optim::Optimizer& stepper = passes.stepper();
+  if (!is_direct) scalers_[loss].adopt(stepper, passes.found_inf());
+  StepResult result = scalers_[loss].step(stepper, options);
+  losses_[loss].was_checked = true;
+  finish(optimizer);
+  return result;
+}
+
+inline void Amp::zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none) {
+  detail::OptimizerPasses& passes = passes_of(optimizer);
+  passes.clear_gradients(set_to_none);
+  finish(optimizer);
+}
+
+/// The optimizer waits for nothing any more; losses that waited for it alone move their scale.
+inline void Amp::finish(torch::optim::Optimizer& optimizer) {
+  passes_of(optimizer).forget();
+  for (std::size_t id = 0; id < losses_.size(); ++id) {
+    Loss& iteration = losses_[id];
+    if (std::erase(iteration.waiting, &optimizer) == 0) continue;
+    iteration.stepped.push_back(&optimizer);
+    if (iteration.waiting.empty()) end_iteration(id);
+  }
+}
+
+/// Gradients that carry a scale lose it before the scale moves.
+inline void Amp::end_iteration(std::size_t loss) {
+  for (detail::OptimizerPasses& passes : passes_) {
+    if (passes.scaled_by() == loss) unscale(passes);
+  }
+  if (losses_[loss].was_checked) scalers_[loss].update();
+  losses_[loss] = {};
+}
+
+inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optimizer) {
+  return mezzo::master_params(passes_of(optimizer).stepper());
+}
+
+inline torch::optim::Optimizer& Amp::optimizer(torch::optim::Optimizer& given) {
+  return passes_of(given).stepper();
+}
+
+inline GradScaler& Amp::scaler(int64_t loss_id) { return scalers_[checked_loss(loss_id)]; }
+
+inline detail::OptimizerPasses& Amp::passes_of(const torch::optim::Optimizer& optimizer) {
+  const auto found = std::find_if(passes_.begin(), passes_.end(), [&](const auto& passes) {
+    return &passes.given() == &optimizer;
+  });
+  TORCH_CHECK(found != passes_.end(),
+              "optimizer: it was not given to mezzo::initialize; name the object that was");
+  return *found;
+}
+
+inline std::size_t Amp::checked_loss(int64_t loss_id) const {
+  TORCH_CHECK(loss_id >= 0 && loss_id < num_losses(), "loss_id is ", loss_id,
+              "; it should be between 0 and num_losses - 1, which is ", num_losses() - 1,
+              " (mezzo::initialize takes {.num_losses = ...})");
+  return static_cast<std::size_t>(loss_id);
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,177 @@
+/// \file
+/// The gradients of one optimizer while several backward passes, of losses with different scales,
+/// add up to one step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/master_weights.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/version.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Sparse or dense, in place where that can be: a gradient may be a view into a bucket.
+inline void add_gradient(const at::Tensor& holder, const at::Tensor& more) {
+  const at::Tensor gradient = holder.grad();
+  if (!gradient.defined()) {
+    holder.mutable_grad() = more;
+  } else if (gradient.is_sparse() && !more.is_sparse()) {
+    holder.mutable_grad() = more.add(gradient);
+  } else {
+    gradient.add_(more);
+  }
+}
+
+/// `gradient` for who keeps it while its holder gets another: memory that it shares, as a view into
+/// a bucket does, is the next backward pass's to write to.
+inline at::Tensor kept_gradient(const at::Tensor& gradient) {
+  const bool owns_memory =
+      gradient.layout() != at::kStrided ||
+      (!gradient.is_view() && gradient.storage().nbytes() == gradient.nbytes());
+  return owns_memory ? gradient : gradient.clone();
+}
+
+/// What is known of an optimizer that was given to initialize, between its steps.
+class OptimizerPasses {
+ public:
+  OptimizerPasses(torch::optim::Optimizer& given, bool wants_masters) : given_(&given) {
+    if (!wants_masters) return;
+    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&given);
+    if (fused == nullptr) {
+      adapter_ = std::make_unique<MasterWeights>(given);
+    } else {
+      fused->keep_masters();
+      keeps_own_masters_ = true;
+    }
+  }
+
+  const torch::optim::Optimizer& given() const noexcept { return *given_; }
+
+  /// What steps, with its param groups as the given one's are now.
+  torch::optim::Optimizer& stepper() {
+    torch::optim::Optimizer& optimizer = adapter_ != nullptr ? *adapter_ : *given_;
+    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+    if (fused == nullptr) return optimizer;
+    if (keeps_own_masters_) fused->keep_masters();  // groups that are new
+    fused->refresh_groups();
+    return optimizer;
+  }
+
+  bool awaits_step() const noexcept { return scaled_by_.has_value() || unscaled_by_.has_value(); }
+  std::optional<std::size_t> scaled_by() const noexcept { return scaled_by_; }
+  std::optional<std::size_t> unscaled_by() const noexcept { return unscaled_by_; }
+  const std::vector<at::Tensor>& found_inf() const noexcept { return found_inf_; }
+
+  /// A backward pass of a loss with scale `loss` begins.
+  void expect_gradients_of(std::size_t loss) {
+    if (!scaled_by_ && unscaled_by_) set_aside();
+    scaled_by_ = loss;
+  }
+
+  /// Takes the scale off what has come since, and adds what was set aside. Returns whether there
+  /// was a gradient to check.
+  bool unscale(GradScaler& scaler) {
+    torch::optim::Optimizer& optimizer = stepper();
+    scaler.unscale_(optimizer);
+    const std::vector<at::Tensor> found = scaler.release(optimizer);
+    found_inf_.insert(found_inf_.end(), found.begin(), found.end());
+    unscaled_by_ = std::exchange(scaled_by_, std::nullopt);
+    add_what_was_set_aside();
+    return !found.empty();
+  }
+
+  /// What checks of the same loss found in the gradients of other optimizers.
+  void hear_of(const std::vector<at::Tensor>& found_inf) {
+    found_inf_.insert(found_inf_.end(), found_inf.begin(), found_inf.end());
+  }
+
+  /// Of the gradients' holders, and of the parameters beside them.
+  void clear_gradients(bool set_to_none) {
+    for (const Held& held : everything_held()) {
+      if (!held.gradient_is_own()) held.holder.mutable_grad() = at::Tensor();
+    }
+    stepper().zero_grad(set_to_none);
+  }
+
+  void forget() {
+    scaled_by_.reset();
+    unscaled_by_.reset();
+    found_inf_.clear();
+    aside_.clear();
+    had_gradient_.clear();
+  }
+
+ private:
+  /// A parameter, and where its unscaled gradient stands: at its master, or at itself.
+  struct Held {
+    at::Tensor parameter;
+    at::Tensor holder;
+    bool gradient_is_own() const { return holder.is_same(parameter); }
+  };
+
+  std::vector<Held> everything_held() {
+    torch::optim::Optimizer& optimizer = stepper();
+    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+    std::vector<Held> all;
+    for (std::size_t group = 0; group < optimizer.param_groups().size(); ++group) {
+      for (const at::Tensor& parameter : optimizer.param_groups()[group].params()) {
+        const bool has_master = fused != nullptr && fused->keeps_master(group, parameter);
+        all.push_back(
+            {parameter, has_master ? fused->trained_tensor(group, parameter) : parameter});
+      }
+    }
+    return all;
+  }
+
+  // Where a parameter's own gradient has gone since it was unscaled, somebody has cleared
+  // gradients, the masters' too as far as he is concerned.
+  void set_aside() {
+    const std::vector<Held> all = everything_held();
+    bool was_cleared = false;
+    for (std::size_t i = 0; i < had_gradient_.size(); ++i) {
+      was_cleared = was_cleared || (had_gradient_[i] && !all[i].parameter.grad().defined());
+    }
+    aside_.assign(all.size(), at::Tensor());
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const auto& [parameter, holder] = all[i];
+      const bool is_given_up = !all[i].gradient_is_own() && was_cleared &&
+                               !(had_gradient_[i] && parameter.grad().defined());
+      if (holder.grad().defined() && !is_given_up) aside_[i] = kept_gradient(holder.grad());
+      holder.mutable_grad() = at::Tensor();
+      parameter.mutable_grad() = at::Tensor();
+    }
+  }
+
+  void add_what_was_set_aside() {
+    const c10::NoGradGuard no_grad;
+    const std::vector<Held> all = everything_held();
+    had_gradient_.assign(all.size(), false);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      had_gradient_[i] = all[i].parameter.grad().defined();
+      if (i < aside_.size() && aside_[i].defined()) add_gradient(all[i].holder, aside_[i]);
+    }
+    aside_.clear();
+  }
+
+  torch::optim::Optimizer* given_;
+  std::unique_ptr<MasterWeights> adapter_;
+  bool keeps_own_masters_ = false;
+  std::optional<std::size_t> scaled_by_;    // the loss whose scale the gradients carry
+  std::optional<std::size_t> unscaled_by_;  // the loss whose scale was taken off last
+  std::vector<at::Tensor> found_inf_;       // by the checks of all passes so far
+  std::vector<at::Tensor> aside_;           // unscaled gradients, by parameter; empty for none
+  std::vector<bool> had_gradient_;          // by parameter, when unscaled last
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

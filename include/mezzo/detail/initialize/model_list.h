@@ -1,0 +1,138 @@
+/// \file
+/// Models and optimizers as people hand them over: one, several in braces, or a range of them.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <mezzo/version.h>
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <initializer_list>
+#include <memory>
+#include <ranges>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class M>
+concept ModuleHolderLike = requires(const M& holder) {
+  typename M::ContainedType;
+  { holder.ptr() } -> std::convertible_to<std::shared_ptr<torch::nn::Module>>;
+  { holder.is_empty() } -> std::convertible_to<bool>;
+};
+
+/// A module holder such as torch::nn::Linear, or a std::shared_ptr to a module.
+template <class M>
+concept ModelHandle =
+    ModuleHolderLike<M> || std::convertible_to<const M&, std::shared_ptr<torch::nn::Module>>;
+
+template <ModelHandle M>
+auto module_pointer(const M& model) {
+  if constexpr (ModuleHolderLike<M>) {
+    using Pointer = std::decay_t<decltype(model.ptr())>;
+    return model.is_empty() ? Pointer() : Pointer(model.ptr());
+  } else {
+    return model;
+  }
+}
+
+/// One model of a list.
+struct ListedModel {
+  template <ModelHandle M>
+  ListedModel(const M& model)  // NOLINT(google-explicit-constructor)
+      : module(module_pointer(model)) {}
+  std::shared_ptr<torch::nn::Module> module;
+};
+
+/// `model`, `{generator, discriminator}`, or a range of models.
+class ModelList {
+ public:
+  template <ModelHandle M>
+  ModelList(const M& model) : modules_{module_pointer(model)} {  // NOLINT
+    check();
+  }
+  ModelList(std::initializer_list<ListedModel> models) {
+    for (const ListedModel& model : models) modules_.push_back(model.module);
+    check();
+  }
+  template <std::ranges::input_range Models>
+  requires(!ModelHandle<Models>) &&
+      ModelHandle<std::ranges::range_value_t<Models>> ModelList(
+          const Models& models) {  // NOLINT(google-explicit-constructor)
+    for (const auto& model : models) modules_.push_back(module_pointer(model));
+    check();
+  }
+
+  const std::vector<std::shared_ptr<torch::nn::Module>>& modules() const noexcept {
+    return modules_;
+  }
+
+ private:
+  void check() const {
+    TORCH_CHECK(!modules_.empty(), "models: none was given; give one, or several in braces");
+    for (std::size_t i = 0; i < modules_.size(); ++i) {
+      TORCH_CHECK(modules_[i] != nullptr, "model ", i, " is an empty holder; construct it first");
+      for (std::size_t other = 0; other < i; ++other) {
+        TORCH_CHECK(modules_[i] != modules_[other], "model ", i, " (", modules_[i]->name(),
+                    ") is model ", other, " again; give each once");
+      }
+    }
+  }
+
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;
+};
+
+/// One optimizer of a list. It must be there already: a temporary would be gone after the call.
+struct ListedOptimizer {
+  ListedOptimizer(torch::optim::Optimizer& listed)  // NOLINT(google-explicit-constructor)
+      : optimizer(&listed) {}
+  torch::optim::Optimizer* optimizer;
+};
+
+template <class P>
+concept OptimizerPointer = requires(const P& pointer) {
+  { *pointer } -> std::convertible_to<torch::optim::Optimizer&>;
+  { pointer != nullptr } -> std::convertible_to<bool>;
+};
+
+/// `optimizer`, `{first, second}`, `{}` for none, or a range of pointers to optimizers.
+class OptimizerList {
+ public:
+  OptimizerList() = default;
+  OptimizerList(torch::optim::Optimizer& optimizer)  // NOLINT(google-explicit-constructor)
+      : optimizers_{&optimizer} {}
+  OptimizerList(std::initializer_list<ListedOptimizer> optimizers) {
+    for (const ListedOptimizer& listed : optimizers) optimizers_.push_back(listed.optimizer);
+    check();
+  }
+  template <std::ranges::input_range Optimizers>
+  requires OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerList(
+      const Optimizers& optimizers) {  // NOLINT(google-explicit-constructor)
+    for (const auto& pointer : optimizers) {
+      TORCH_CHECK(pointer != nullptr, "optimizer ", optimizers_.size(), " is a null pointer");
+      optimizers_.push_back(&*pointer);
+    }
+    check();
+  }
+
+  const std::vector<torch::optim::Optimizer*>& optimizers() const noexcept { return optimizers_; }
+
+ private:
+  void check() const {
+    for (std::size_t i = 0; i < optimizers_.size(); ++i) {
+      for (std::size_t other = 0; other < i; ++other) {
+        TORCH_CHECK(optimizers_[i] != optimizers_[other], "optimizer ", i, " is optimizer ", other,
+                    " again; give each once");
+      }
+    }
+  }
+
+  std::vector<torch::optim::Optimizer*> optimizers_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,232 @@
+/// \file
+/// Mixed precision in one call, as Apex's `amp.initialize` and `amp.scale_loss`: models are cast or
+/// run under autocast, optimizers get float32 master weights, and losses a scale each, all as an
+/// optimization level says. Includes libtorch's modules, which take twelve seconds to compile.
+#pragma once
+
+#include <mezzo/detail/initialize/loss_passes.h>
+#include <mezzo/detail/initialize/model_call.h>
+#include <mezzo/detail/initialize/model_list.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/opt_level.h>
+#include <mezzo/step_result.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <concepts>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What `initialize` takes beside models, optimizers and a level.
+struct InitializeOptions {
+  /// How many losses have a scale of their own: loss_id 0 to num_losses - 1. Losses that share a
+  /// scale share a loss_id.
+  int64_t num_losses = 1;
+  /// False: nothing is cast, scaled or printed, and every call passes through.
+  bool enabled = true;
+  /// 1 prints the level to std::cout and a line for each skipped step to std::cerr; 0 does neither.
+  int verbosity = 1;
+  /// Edits to the op lists, for O1; what Apex's `register_half_function` and its like are.
+  PolicyRef policy = {};
+  /// Where regions of O1 keep cast weights; see weight_cache.h.
+  WeightCacheRef weight_cache = {};
+};
+
+struct ScaleLossOptions {
+  int64_t loss_id = 0;  ///< which scale
+  /// Leaves the gradients scaled: for all micro-batches of an accumulation but the last, which are
+  /// then unscaled together; or for good, where `step(optimizer, {.max_norm = 1.0})` is next, which
+  /// unscales, checks and clips in one pass.
+  bool delay_unscale = false;
+};
+
+/// What `mezzo::initialize` returns: the loop's way to models, losses and steps. Movable.
+///
+///     auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2());
+///     for (auto& batch : *loader) {
+///       optimizer.zero_grad();
+///       auto loss = criterion(amp(model, batch.data), batch.target);   // in place of model(...)
+///       amp.scale_loss(loss, optimizer);                               // in place of
+///       loss.backward() torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
+///       amp.step(optimizer);                                           // in place of
+///       optimizer.step()
+///     }
+///
+/// libtorch's modules have no hooks and nothing is patched: a bare `model->forward` is neither cast
+/// nor under autocast, and a bare `optimizer.step()` knows no scale and no masters.
+///
+/// Optimizers are named by the objects that were given to `initialize`, which must outlive this one
+/// and stay where they are. Param groups that are added to them later join in.
+///
+/// There is no `update`: a loss's scale moves by itself when the last optimizer that it was scaled
+/// for has stepped; or, where one of those is not stepped every time, when a loss is scaled again
+/// for one that has. One thread at a time, but calls of models may come from several.
+class Amp {
+ public:
+  /// Apex's form: {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}, where each also has
+  /// all that `GradScaler::state_dict` has.
+  using StateDict = std::map<std::string, GradScaler::StateDict>;
+
+  Amp(detail::ModelList models, const detail::OptimizerList& optimizers, const OptLevel& level,
+      const InitializeOptions& options);
+
+  /// `model->forward(args...)`, with its own signature and default arguments, where `model` is one
+  /// of those given, or a module inside one. At O0, O2 and O3 floating tensors in `args` come in as
+  /// `level().cast_model_type()`, and go out as `cast_model_outputs()`, in nested containers and
+  /// structs with `tensors()` too (see Precision); at O1 the call runs under autocast on the
+  /// model's devices. Other arguments and results pass as they are.
+  /// \throws c10::Error for another model
+  template <detail::ModelHandle Model, class... Args>
+  decltype(auto) operator()(const Model& model, Args&&... args) const;
+
+  /// Scales `loss` in float32, runs `scaled.backward()`, and unscales the gradients of `optimizers`
+  /// (one, or several in braces), which are then right to be clipped: `master_params`. No host
+  /// sync.
+  ///
+  /// Called several times before a step, it adds up: gradients that are unscaled already are kept
+  /// aside meanwhile. A loss that overflows skips the next step of each of `optimizers`, and lowers
+  /// its own scale only.
+  ///
+  /// If backward throws, so does this; the gradients are then as backward left them:
+  /// `zero_grad(optimizer)` before going on.
+  /// \throws c10::Error for a loss_id out of range, an undefined loss, or an optimizer that was not
+  ///   given to `initialize`
+  void scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+                  const ScaleLossOptions& options = {});
+
+  /// The same with a backward pass of your own, called once with the scaled loss: the body of
+  /// Apex's `with amp.scale_loss(loss, optimizer) as scaled`. What the gradients need once they are
+  /// unscaled comes after the call.
+  ///
+  ///     amp.scale_loss(loss, {first, second}, {.loss_id = 1},
+  ///                    [&](const torch::Tensor& scaled) { scaled.backward({}, true); });
+  template <std::invocable<const at::Tensor&> Backward>
+  void scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+                  const ScaleLossOptions& options, Backward&& backward);
+  template <std::invocable<const at::Tensor&> Backward>
+  void scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+                  Backward&& backward) {
+    scale_loss(loss, optimizers, ScaleLossOptions{}, std::forward<Backward>(backward));
+  }
+
+  /// Steps, or skips if a loss overflowed or a gradient is inf or NaN by now; see
+  /// `GradScaler::step(optimizer, options)`. Gradients that are still scaled are unscaled.
+  /// \throws c10::Error unless a loss was scaled for the optimizer since its last step
+  StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options = {});
+
+  /// Forgets what was scaled for `optimizer` since its last step, and clears its gradients, those
+  /// of masters too: for a batch that is given up. Otherwise `optimizer.zero_grad()`, the model's,
+  /// or `step`'s option will do.
+  void zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none = true);
+
+  /// What to clip or look at after `scale_loss`: for each parameter of `optimizer` in order its
+  /// float32 master, where it has one, or the parameter. See mezzo::master_params.
+  std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
+
+  /// What steps in the place of an optimizer: a MasterWeights around it, where `step` needs float32
+  /// masters that it has not by itself; or the optimizer. Save and load this one:
+  /// `torch::save(amp.optimizer(sgd), path)`.
+  torch::optim::Optimizer& optimizer(torch::optim::Optimizer& given);
+
+  const OptLevel& level() const noexcept { return level_; }
+  bool is_enabled() const noexcept { return enabled_; }
+  int64_t num_losses() const noexcept { return static_cast<int64_t>(scalers_.size()); }
+
+  /// The scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
+  /// `on_skip(callback)`. Its other calls are Amp's to make. \throws c10::Error out of range
+  GradScaler& scaler(int64_t loss_id = 0);
+
+  /// The scalers' state: with the models' and `optimizer(...)`'s all that a training run resumes
+  /// from. Call it between a step and the next `scale_loss`. Waits for the device.
+  /// \throws c10::Error while gradients are scaled or a step is outstanding
+  StateDict state_dict() const;
+
+  /// Takes what `state_dict` or Apex's gave, all or nothing; what is missing beside loss_scale and
+  /// unskipped is left as it is. \throws c10::Error for other entries than loss_scaler0 to
+  ///   num_losses - 1, and for values that GradScaler refuses
+  void load_state_dict(const StateDict& state);
+
+ private:
+  struct Loss {                                     // what one loss_id's iteration knows
+    std::vector<torch::optim::Optimizer*> waiting;  // scaled for, and not stepped yet
+    std::vector<torch::optim::Optimizer*> stepped;
+    bool was_checked = false;
+  };
+
+  detail::OptimizerPasses& passes_of(const torch::optim::Optimizer& optimizer);
+  std::size_t checked_loss(int64_t loss_id) const;
+  at::Tensor begin_pass(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+                        const ScaleLossOptions& options);
+  void end_pass(const detail::OptimizerList& optimizers, const ScaleLossOptions& options);
+  void unscale(detail::OptimizerPasses& passes);
+  void finish(torch::optim::Optimizer& optimizer);
+  void end_iteration(std::size_t loss);
+  bool is_between_iterations() const;
+
+  OptLevel level_;
+  bool enabled_;
+  std::optional<at::ScalarType> input_dtype_;
+  std::optional<at::ScalarType> output_dtype_;
+  PolicyRef policy_;
+  WeightCacheRef weight_cache_;
+  std::vector<detail::AmpModel> models_;
+  std::vector<detail::OptimizerPasses> passes_;  // one an optimizer
+  std::vector<GradScaler> scalers_;              // one a loss_id
+  std::vector<Loss> losses_;
+};
+
+/// Makes models and optimizers ready for training at `level`, prints what that is in Apex's words,
+/// and returns what the loop calls.
+///
+///     auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2({.loss_scale = 128.0}));
+///     auto amp = mezzo::initialize({generator, critic}, {for_generator, for_critic},
+///                                  mezzo::OptLevel::O1(), {.num_losses = 3});
+///
+/// A model is a module holder or a shared_ptr to a module; several stand in braces or a range, as
+/// do optimizers (any of torch::optim and mezzo::optim; a range holds pointers).
+///
+/// At O2 and O3 floating parameters and buffers become `cast_model_type`, in place, so that
+/// optimizers still hold them; with keep_batchnorm_fp32 batch norms (BatchNorm1d to 3d and what
+/// derives from them) stay whole, running statistics too, and take low-precision input as they are.
+/// Integer buffers are left alone. At O2 parameters then have float32 masters: mezzo's optimizers
+/// keep them (`WeightStorage::master` in groups that store weights `plain`), any other is stepped
+/// through a MasterWeights. Give models in float32, on their device, and optimizers before their
+/// first step; load what they resume from afterwards.
+/// \throws c10::Error, before anything is changed, for a model not in float32 or on no CPU or CUDA
+///   device, a model or optimizer given twice, an optimizer that holds no parameter of the models,
+///   one that has stepped already where the model is to be cast, num_losses below 1, and a policy
+///   or weight cache with a level that has no op lists
+inline Amp initialize(detail::ModelList models, const detail::OptimizerList& optimizers,
+                      const OptLevel& level = OptLevel::O1(),
+                      const InitializeOptions& options = {}) {
+  return {std::move(models), optimizers, level, options};
+}
+
+/// Models alone, for evaluation.
+inline Amp initialize(detail::ModelList models, const OptLevel& level,
+                      const InitializeOptions& options = {}) {
+  return {std::move(models), {}, level, options};
+}
+
+/// `torch::save(amp, path)` and `torch::load(amp, path)`: `state_dict` in an archive.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const Amp& amp);
+
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
+                                                                                   Amp& amp);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/initialize/amp_impl.h>   // IWYU pragma: export
+#include <mezzo/detail/initialize/amp_state.h>  // IWYU pragma: export

@@ -1,0 +1,368 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/initialize.h>
+#include <mezzo/op_policy.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
+#include <functional>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using mezzo::InitializeOptions;
+using mezzo::OptLevel;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+const InitializeOptions kQuiet{.verbosity = 0};
+
+/// A convolution, a batch norm, a linear layer, and buffers of two kinds; and a forward with two
+/// arguments, one of them optional, and nested results.
+struct NetImpl : torch::nn::Module {
+  struct Output {
+    torch::Tensor logits;
+    std::map<std::string, torch::Tensor> details;
+    auto tensors() { return std::tie(logits, details); }
+  };
+
+  NetImpl() {
+    register_module("conv", conv);
+    register_module("norm", norm);
+    register_module("head", head);
+    mean = register_buffer("mean", torch::ones({3, 1, 1}) / 4);
+    seen = register_buffer("seen", torch::zeros({1}, torch::kLong));
+  }
+
+  Output forward(const torch::Tensor& images, const torch::Tensor& mask = {}) {
+    input_dtype = images.scalar_type();
+    torch::Tensor hidden = torch::relu(norm(conv(images - mean)));
+    if (mask.defined()) hidden = hidden * mask;
+    const torch::Tensor logits = head(hidden.mean(at::IntArrayRef{2, 3}));
+    computed_in = logits.scalar_type();
+    return {logits, {{"hidden", hidden}, {"classes", logits.argmax(1)}}};
+  }
+
+  torch::nn::Conv2d conv{torch::nn::Conv2dOptions(3, 4, 3)};
+  torch::nn::BatchNorm2d norm{4};
+  torch::nn::Linear head{4, 2};
+  torch::Tensor mean, seen;
+  torch::ScalarType input_dtype = torch::kFloat;
+  torch::ScalarType computed_in = torch::kFloat;
+};
+TORCH_MODULE(Net);
+
+torch::Tensor images() { return torch::rand({4, 3, 6, 6}); }
+torch::Tensor targets() { return torch::tensor({0, 1, 1, 0}, torch::kLong); }
+
+torch::Tensor loss_of(const mezzo::Amp& amp, const Net& net, const torch::Tensor& batch) {
+  return torch::nn::functional::cross_entropy(amp(net, batch).logits, targets());
+}
+
+using Optimizers = std::vector<
+    std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<torch::Tensor>&)>>;
+
+const Optimizers& optimizers() {
+  static const Optimizers all{
+      [](const auto& p) { return std::make_unique<torch::optim::SGD>(p, 0.1); },
+      [](const auto& p) { return std::make_unique<torch::optim::Adam>(p, 0.01); },
+      [](const auto& p) { return std::make_unique<mezzo::optim::SGD>(p, 0.1); },
+      [](const auto& p) { return std::make_unique<mezzo::optim::AdamW>(p, 0.01); }};
+  return all;
+}
+
+struct Expected {
+  OptLevel level;
+  torch::ScalarType weights, norms, inputs, computed, outputs, masters;
+};
+
+std::vector<Expected> expected_dtypes() {
+  constexpr auto kFloat = torch::kFloat;
+  constexpr auto kHalf = torch::kHalf;
+  constexpr auto kBFloat16 = torch::kBFloat16;
+  return {
+      {OptLevel::O0(), kFloat, kFloat, kFloat, kFloat, kFloat, kFloat},
+      {OptLevel::O1(), kFloat, kFloat, kFloat, kHalf, kHalf, kFloat},
+      {OptLevel::O2(), kHalf, kFloat, kHalf, kHalf, kFloat, kFloat},
+      {OptLevel::O3(), kHalf, kHalf, kHalf, kHalf, kFloat, kHalf},
+      {OptLevel::O1_bf16(), kFloat, kFloat, kFloat, kBFloat16, kBFloat16, kFloat},
+      {OptLevel::O2_bf16(), kBFloat16, kFloat, kBFloat16, kBFloat16, kFloat, kFloat},
+      {OptLevel::O3_bf16(), kBFloat16, kBFloat16, kBFloat16, kBFloat16, kFloat, kBFloat16},
+      {OptLevel::O2({.keep_batchnorm_fp32 = false, .cast_model_outputs = torch::kHalf}), kHalf,
+       kHalf, kHalf, kHalf, kHalf, kFloat},
+      {OptLevel::TF32(), kFloat, kFloat, kFloat, kFloat, kFloat, kFloat},
+  };
+}
+
+TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {
+  for (const Expected& expected : expected_dtypes()) {
+    for (const auto& make : optimizers()) {
+      SCOPED_TRACE(expected.level.name());
+      torch::manual_seed(0);
+      Net net;
+      const auto optimizer = make(net->parameters());
+      auto amp =
+          mezzo::initialize(net, *optimizer, expected.level.with({.loss_scale = 512.0}), kQuiet);
+      EXPECT_EQ(net->conv->weight.scalar_type(), expected.weights);
+      EXPECT_EQ(net->head->bias.scalar_type(), expected.weights);
+      EXPECT_EQ(net->norm->weight.scalar_type(), expected.norms);
+      EXPECT_EQ(net->norm->running_mean.scalar_type(), expected.norms);
+      EXPECT_EQ(net->norm->num_batches_tracked.scalar_type(), torch::kLong);
+      EXPECT_EQ(net->mean.scalar_type(), expected.weights);
+      EXPECT_EQ(net->seen.scalar_type(), torch::kLong);
+      EXPECT_TRUE(optimizer->param_groups()[0].params()[0].is_same(net->conv->weight));
+
+      auto result = amp(net, images());
+      EXPECT_EQ(net->input_dtype, expected.inputs);
+      EXPECT_EQ(net->computed_in, expected.computed);
+      EXPECT_EQ(result.logits.scalar_type(), expected.outputs);
+      EXPECT_EQ(result.details.at("classes").scalar_type(), torch::kLong);
+
+      const torch::Tensor before = net->head->weight.detach().clone();
+      amp.scale_loss(torch::nn::functional::cross_entropy(result.logits, targets()), *optimizer,
+                     {.delay_unscale = false});
+      EXPECT_EQ(net->conv->weight.grad().scalar_type(), expected.weights);
+      const auto trained = amp.master_params(*optimizer);
+      EXPECT_EQ(trained[0].scalar_type(), expected.masters);
+      EXPECT_EQ(trained[0].grad().scalar_type(), expected.masters);
+      EXPECT_TRUE(amp.step(*optimizer).ran());
+      EXPECT_FALSE(before.equal(net->head->weight));
+      EXPECT_EQ(net->conv->weight.scalar_type(), expected.weights);
+      EXPECT_TRUE(net->head->weight.equal(amp.master_params(*optimizer)[4].to(expected.weights)));
+    }
+  }
+}
+
+TEST(Initialize, TrainsMastersAsAFloatModelWithTheseGradientsWould) {
+  for (const auto& make : optimizers()) {
+    torch::manual_seed(0);
+    torch::nn::Linear net(4, 3);
+    torch::nn::Linear reference(4, 3);
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.copy_(parameter.to(torch::kBFloat16));
+      reference->weight.copy_(net->weight);
+      reference->bias.copy_(net->bias);
+    }
+    const auto optimizer = make(net->parameters());
+    const auto of_reference = make(reference->parameters());
+    auto amp =
+        mezzo::initialize(net, *optimizer, OptLevel::O2_bf16({.loss_scale = 1024.0}), kQuiet);
+    for (int step = 0; step < 5; ++step) {
+      optimizer->zero_grad();
+      const torch::Tensor loss = amp(net, torch::rand({2, 4})).pow(2).mean();
+      amp.scale_loss(loss, *optimizer);
+      const auto masters = amp.master_params(*optimizer);
+      reference->weight.mutable_grad() = masters[0].grad().clone();
+      reference->bias.mutable_grad() = masters[1].grad().clone();
+      amp.step(*optimizer);
+      of_reference->step();
+      EXPECT_TRUE(amp.master_params(*optimizer)[0].equal(reference->weight)) << step;
+      EXPECT_TRUE(net->bias.equal(reference->bias.to(torch::kBFloat16))) << step;
+    }
+  }
+}
+
+TEST(Initialize, LowersTheLossAtEveryLevel) {
+  for (const Expected& expected : expected_dtypes()) {
+    torch::manual_seed(1);
+    Net net;
+    mezzo::optim::AdamW optimizer(net->parameters(), 0.02);
+    auto amp =
+        mezzo::initialize(net, optimizer, expected.level.with({.loss_scale = 512.0}), kQuiet);
+    const torch::Tensor batch = images();
+    double first = 0;
+    double last = 0;
+    for (int step = 0; step < 10; ++step) {
+      optimizer.zero_grad();
+      const torch::Tensor loss = loss_of(amp, net, batch);
+      amp.scale_loss(loss, optimizer, {.delay_unscale = true});
+      amp.step(optimizer, {.max_norm = 1.0});
+      last = loss.item<double>();
+      if (step == 0) first = last;
+    }
+    EXPECT_LT(last, 0.95 * first) << expected.level.name();
+  }
+}
+
+TEST(Initialize, CastsNestedArgumentsAndLeavesTheRestAsItIs) {
+  struct Nested : torch::nn::Module {
+    int& forward(std::vector<torch::Tensor> parts, std::map<int, torch::Tensor> more,
+                 std::optional<torch::Tensor> maybe, int& counter, const std::string& name) {
+      dtypes = {parts[0].scalar_type(), parts[1].scalar_type(), more.at(1).scalar_type(),
+                maybe->scalar_type()};
+      seen = name;
+      return ++counter;
+    }
+    std::vector<torch::ScalarType> dtypes;
+    std::string seen;
+  };
+  const auto net = std::make_shared<Nested>();
+  auto amp = mezzo::initialize(net, OptLevel::O3(), kQuiet);
+  int counter = 1;
+  int& result = amp(net, std::vector{torch::ones(2), torch::arange(2)},
+                    std::map<int, torch::Tensor>{{1, torch::ones(2, torch::kDouble)}},
+                    std::optional(torch::ones(1)), counter, "a name");
+  EXPECT_EQ(&result, &counter);
+  EXPECT_EQ(counter, 2);
+  EXPECT_EQ(net->seen, "a name");
+  EXPECT_EQ(net->dtypes, (std::vector{torch::kHalf, torch::kLong, torch::kHalf, torch::kHalf}));
+}
+
+TEST(Initialize, CallsModulesInsideAModelAndRefusesOthers) {
+  Net net;
+  auto amp = mezzo::initialize(net, OptLevel::O3_bf16(), kQuiet);
+  EXPECT_EQ(amp(net->head, torch::ones({1, 4})).scalar_type(), torch::kFloat);
+  EXPECT_EQ(amp(net, images(), torch::ones({1, 1})).logits.scalar_type(), torch::kFloat);
+  torch::nn::Linear other(4, 2);
+  EXPECT_THAT(
+      [&] {
+        (void)amp(other, torch::ones({1, 4}));
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("is none of the models that were given")));
+}
+
+TEST(Initialize, LeavesModelsAndOptimizersUsableAlone) {
+  Net net;
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  {
+    auto amp = mezzo::initialize(net, optimizer, OptLevel::O2_bf16(), kQuiet);
+    amp.scale_loss(loss_of(amp, net, images()), optimizer);
+    amp.step(optimizer);
+  }
+  optimizer.zero_grad();
+  auto output = net(images().to(torch::kBFloat16));
+  EXPECT_EQ(output.logits.scalar_type(), torch::kBFloat16);
+  output.logits.sum().backward();
+  const torch::Tensor before = net->head->bias.detach().clone();
+  optimizer.step();
+  EXPECT_FALSE(before.equal(net->head->bias));
+}
+
+TEST(Initialize, TakesPolicyEditsAtO1) {
+  torch::nn::Linear net(4, 2);
+  const auto policy = mezzo::OpPolicy().deny("aten::addmm");
+  auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .policy = policy});
+  EXPECT_EQ(amp(net, torch::ones({1, 4})).scalar_type(), torch::kFloat);
+  EXPECT_EQ(mezzo::initialize(net, OptLevel::O1(), kQuiet)(net, torch::ones({1, 4})).scalar_type(),
+            torch::kHalf);
+  EXPECT_THAT([&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .policy = policy}); },
+              ThrowsMessage<c10::Error>(HasSubstr("policy: the level O3 casts no ops")));
+}
+
+TEST(Initialize, LetsParamGroupsJoinLater) {  // Apex's test_add_param_group
+  for (const auto& make : optimizers()) {
+    for (const auto& level : {OptLevel::O0(), OptLevel::O1(), OptLevel::O2(), OptLevel::O3()}) {
+      torch::nn::Linear first(2, 2);
+      torch::nn::Linear second(2, 2);
+      const auto optimizer = make(first->parameters());
+      auto amp =
+          mezzo::initialize({first, second}, *optimizer, level.with({.loss_scale = 512.0}), kQuiet);
+      const auto train = [&] {
+        optimizer->zero_grad();
+        second->zero_grad();
+        amp.scale_loss(amp(second, amp(first, torch::rand({2, 2}))).sum(), *optimizer);
+        EXPECT_TRUE(amp.step(*optimizer).ran());
+      };
+      train();
+      const torch::Tensor before = second->weight.detach().clone();
+      optimizer->add_param_group(torch::optim::OptimizerParamGroup(second->parameters()));
+      train();
+      EXPECT_FALSE(before.equal(second->weight)) << level.name();
+      const bool has_masters = level.master_weights();
+      const auto trained = amp.master_params(*optimizer);
+      ASSERT_EQ(trained.size(), 4U);
+      EXPECT_EQ(trained[2].is_same(second->weight), !has_masters) << level.name();
+    }
+  }
+}
+
+std::string printed_by(const std::function<void()>& call) {
+  testing::internal::CaptureStdout();
+  call();
+  return testing::internal::GetCapturedStdout();
+}
+
+TEST(Initialize, PrintsTheLevelUnlessItIsToldNotTo) {
+  torch::nn::Linear net(2, 2);
+  const std::string text = printed_by([&] { mezzo::initialize(net, OptLevel::O1()); });
+  EXPECT_EQ(text, OptLevel::O1().describe());
+  EXPECT_THAT(text, HasSubstr("Selected optimization level O1:"));
+  EXPECT_EQ(printed_by([&] { mezzo::initialize(net, OptLevel::O1(), kQuiet); }), "");
+}
+
+TEST(Initialize, DoesNothingWhenItIsNotEnabled) {
+  Net net;
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  mezzo::Amp amp = mezzo::initialize(net, optimizer, OptLevel::O2(), {.enabled = false});
+  EXPECT_EQ(net->head->weight.scalar_type(), torch::kFloat);
+  const torch::Tensor loss = loss_of(amp, net, images());
+  EXPECT_EQ(net->computed_in, torch::kFloat);
+  amp.scale_loss(loss, optimizer, [&](const torch::Tensor& scaled) {
+    EXPECT_TRUE(scaled.is_same(loss));
+    scaled.backward();
+  });
+  EXPECT_TRUE(amp.step(optimizer).ran());
+  EXPECT_EQ(&amp.optimizer(optimizer), &optimizer);
+  EXPECT_TRUE(amp.state_dict().empty());
+}
+
+void expect_error(const std::function<void()>& call, const std::string& text) {
+  EXPECT_THAT(call, ThrowsMessage<c10::Error>(HasSubstr(text)));
+}
+
+TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
+  Net net;
+  Net other;
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  torch::optim::LBFGS lbfgs(net->parameters(), 0.1);
+  const auto level = OptLevel::O2();
+  const auto make = [&](auto&& models, const auto& list) {
+    return [&, list] { mezzo::initialize(models, list, level, kQuiet); };
+  };
+  expect_error(make(other, mezzo::detail::OptimizerList(optimizer)),
+               "optimizer 0 holds no parameter of the models that were given");
+  expect_error(
+      [&] {
+        mezzo::initialize({net, net}, optimizer, level, kQuiet);
+      },
+      "is model 0 again; give each once");
+  expect_error(
+      [&] {
+        mezzo::initialize(net, {optimizer, optimizer}, level, kQuiet);
+      },
+      "optimizer 1 is optimizer 0 again");
+  expect_error([&] { mezzo::initialize(Net(nullptr), optimizer, level, kQuiet); },
+               "model 0 is an empty holder");
+  expect_error([&] { mezzo::initialize(net, lbfgs, level, kQuiet); }, "LBFGS");
+  expect_error([&] { mezzo::initialize(net, level, {.num_losses = 0, .verbosity = 0}); },
+               "num_losses is 0");
+  EXPECT_EQ(net->head->weight.scalar_type(), torch::kFloat);
+
+  other->head->to(torch::kHalf);
+  expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
+               "Found param head.weight of ");
+  struct Elsewhere : torch::nn::Module {
+    Elsewhere() { register_parameter("weight", torch::empty({2}, torch::kMeta)); }
+  };
+  const auto elsewhere = std::make_shared<Elsewhere>();
+  expect_error([&] { mezzo::initialize(elsewhere, OptLevel::O1(), kQuiet); },
+               "on meta; mixed precision is for models on cpu and cuda");
+
+  torch::optim::Adam adam(net->parameters(), 0.1);
+  net(images()).logits.sum().backward();
+  adam.step();
+  expect_error([&] { mezzo::initialize(net, adam, level, kQuiet); }, "has stepped already");
+  EXPECT_NO_THROW(mezzo::initialize(net, adam, OptLevel::O1(), kQuiet));
+}
+
+}  // namespace

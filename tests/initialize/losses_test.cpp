@@ -1,0 +1,418 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/initialize.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using mezzo::Amp;
+using mezzo::InitializeOptions;
+using mezzo::OptLevel;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kScale = 128;
+
+OptLevel scaled(const OptLevel& level) {
+  return level.with({.loss_scale = mezzo::LossScale::dynamic({.init_scale = kScale})});
+}
+
+/// One weight vector of 4; its gradient is the factor of whatever loss it is used in.
+struct VectorImpl : torch::nn::Module {
+  VectorImpl() { weight = register_parameter("weight", torch::ones({4})); }
+  torch::Tensor forward(const torch::Tensor& factor) { return (weight * factor).sum(); }
+  torch::Tensor weight;
+};
+TORCH_MODULE(Vector);
+
+torch::Tensor filled(double value) { return torch::full({4}, value); }
+
+using MakeOptimizer =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
+
+std::vector<MakeOptimizer> makers() {
+  return {
+      [](auto p) {
+        return std::make_unique<torch::optim::SGD>(p, torch::optim::SGDOptions(1).momentum(0.5));
+      },
+      [](auto p) {
+        return std::make_unique<mezzo::optim::SGD>(p, mezzo::optim::SGDOptions(1).momentum(0.5));
+      }};
+}
+
+std::vector<OptLevel> levels() {
+  return {scaled(OptLevel::O0()), scaled(OptLevel::O1()), scaled(OptLevel::O2()),
+          scaled(OptLevel::O3()), scaled(OptLevel::O2_bf16())};
+}
+
+/// Two models and two optimizers. Loss 0 is of the first optimizer, loss 1 of both, loss 2 of the
+/// second. Factors are powers of two, so that every level adds up to the same.
+struct Trio {
+  Trio(const OptLevel& level, const MakeOptimizer& make, int64_t num_losses)
+      : first_optimizer(make(first->parameters())),
+        second_optimizer(make(second->parameters())),
+        amp(mezzo::initialize({first, second}, {*first_optimizer, *second_optimizer}, level,
+                              {.num_losses = num_losses, .verbosity = 0})),
+        shares_scale(num_losses == 1) {}
+
+  void iterate(const std::vector<double>& factor, bool delays) {
+    first_optimizer->zero_grad();
+    second_optimizer->zero_grad();
+    const auto id = [&](int64_t loss) { return shares_scale ? 0 : loss; };
+    amp.scale_loss(amp(first, filled(factor[0])), *first_optimizer,
+                   {.loss_id = id(0), .delay_unscale = delays});
+    amp.scale_loss(amp(first, filled(factor[1])) + amp(second, filled(factor[1])),
+                   {*first_optimizer, *second_optimizer}, {.loss_id = id(1)});
+    amp.scale_loss(amp(second, filled(factor[2])), *second_optimizer,
+                   {.loss_id = id(2), .delay_unscale = delays});
+  }
+
+  std::vector<bool> step() {
+    return {amp.step(*first_optimizer).ran(), amp.step(*second_optimizer).ran()};
+  }
+
+  Vector first, second;
+  std::unique_ptr<torch::optim::Optimizer> first_optimizer, second_optimizer;
+  Amp amp;
+  bool shares_scale;
+};
+
+float weight_of(const Vector& model) { return model->weight.to(torch::kFloat)[0].item<float>(); }
+
+// The idea of Apex's test_multiple_models_optimizers_losses.
+TEST(ScaleLoss, SkipsOptimizersOfTheLossThatOverflowedAndLowersItsScaleAlone) {
+  for (const auto& make : makers()) {
+    for (const OptLevel& level : levels()) {
+      for (const int bad_loss : {-1, 0, 1, 2}) {
+        for (const bool delays : {false, true}) {
+          SCOPED_TRACE(testing::Message()
+                       << level.name() << " bad " << bad_loss << " delays " << delays);
+          Trio trio(level, make, 3);
+          Vector first;
+          Vector second;
+          const auto of_first = make(first->parameters());
+          const auto of_second = make(second->parameters());
+          for (int iteration = 0; iteration < 3; ++iteration) {
+            std::vector<double> factor{0.25, 0.5, 0.125};
+            const int bad = iteration == 1 ? bad_loss : -1;
+            if (bad >= 0) factor[static_cast<std::size_t>(bad)] = kInf;
+            trio.iterate(factor, delays);
+            const std::vector<bool> expected{bad != 0 && bad != 1, bad != 1 && bad != 2};
+            EXPECT_EQ(trio.step(), expected) << iteration;
+            first->weight.mutable_grad() = filled(0.75);
+            second->weight.mutable_grad() = filled(0.625);
+            if (expected[0]) of_first->step();
+            if (expected[1]) of_second->step();
+            EXPECT_EQ(weight_of(trio.first), weight_of(first)) << iteration;
+            EXPECT_EQ(weight_of(trio.second), weight_of(second)) << iteration;
+          }
+          for (const int loss : {0, 1, 2}) {
+            EXPECT_EQ(trio.amp.scaler(loss).get_scale(), loss == bad_loss ? kScale / 2 : kScale);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(ScaleLoss, SharesOneScaleAmongLossesOfOneId) {
+  for (const auto& make : makers()) {
+    for (const OptLevel& level : levels()) {
+      SCOPED_TRACE(level.name());
+      Trio trio(level, make, 1);
+      trio.iterate({0.25, 0.5, 0.125}, false);
+      EXPECT_EQ(trio.step(), (std::vector<bool>{true, true}));
+      EXPECT_EQ(weight_of(trio.first), 0.25F);
+      EXPECT_EQ(weight_of(trio.second), 0.375F);
+      trio.iterate({kInf, 0.5, 0.125}, false);
+      EXPECT_EQ(trio.step(), (std::vector<bool>{false, true}));
+      EXPECT_EQ(trio.amp.scaler().get_scale(), kScale / 2);
+      EXPECT_EQ(weight_of(trio.first), 0.25F);
+    }
+  }
+}
+
+TEST(ScaleLoss, AddsUpMicroBatchesWithAndWithoutDelay) {
+  for (const auto& make : makers()) {
+    for (const OptLevel& level : levels()) {
+      for (const bool delays : {false, true}) {
+        Vector model;
+        const auto optimizer = make(model->parameters());
+        Amp amp = mezzo::initialize(model, *optimizer, level, {.verbosity = 0});
+        for (const double factor : {0.5, 0.125}) {
+          amp.scale_loss(amp(model, filled(factor)), *optimizer, {.delay_unscale = delays});
+        }
+        amp.scale_loss(amp(model, filled(0.0625)), *optimizer);
+        EXPECT_EQ(amp.master_params(*optimizer)[0].grad()[0].item<float>(), 0.6875F);
+        EXPECT_TRUE(amp.step(*optimizer).ran());
+        EXPECT_EQ(weight_of(model), 0.3125F) << level.name() << delays;
+      }
+    }
+  }
+}
+
+TEST(ScaleLoss, ClipsInOnePassWhatWasNotUnscaled) {
+  for (const auto& make : makers()) {
+    for (const OptLevel& level : levels()) {
+      Vector model;
+      const auto optimizer = make(model->parameters());
+      Amp amp = mezzo::initialize(model, *optimizer, level, {.verbosity = 0});
+      amp.scale_loss(amp(model, filled(0.5)), *optimizer, {.delay_unscale = true});
+      const auto result = amp.step(*optimizer, {.max_norm = 0.5});
+      EXPECT_EQ(result.grad_norm(), 1.0) << level.name();
+      EXPECT_NEAR(weight_of(model), 0.75, 1e-2) << level.name();
+    }
+  }
+}
+
+TEST(ScaleLoss, LetsMastersGradientsBeClipped) {
+  Vector model;
+  torch::optim::SGD optimizer(model->parameters(), 1.0);
+  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
+  amp.scale_loss(amp(model, filled(0.5)), optimizer);
+  EXPECT_EQ(torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 0.5), 1.0);
+  amp.step(optimizer);
+  EXPECT_NEAR(weight_of(model), 0.75, 1e-3);
+}
+
+TEST(ScaleLoss, KeepsGradientsThatHalfWouldLose) {
+  for (const auto& make : makers()) {
+    Vector model;
+    const auto optimizer = make(model->parameters());
+    Amp amp = mezzo::initialize(model, *optimizer, OptLevel::O2({.loss_scale = 65536.0}),
+                                {.verbosity = 0});
+    const double tiny = std::ldexp(1.0, -30);  // of a loss in float32; 0 in half
+    amp.scale_loss(amp(model, filled(0.5)) * tiny, *optimizer);
+    EXPECT_EQ(amp.master_params(*optimizer)[0].grad()[0].item<double>(), tiny / 2);
+    amp.scale_loss(amp(model, filled(0.5)) * tiny, *optimizer);
+    EXPECT_EQ(amp.master_params(*optimizer)[0].grad()[0].item<double>(), tiny);
+  }
+}
+
+// Apex's DCGAN: losses 0 and 1 train the critic, 2 the generator, each in its own half of a step.
+TEST(ScaleLoss, TrainsAGanWhereOneLossOverflowsAndTheOtherOptimizerSteps) {
+  torch::manual_seed(0);
+  torch::nn::Linear generator(2, 3);
+  torch::nn::Linear critic(3, 1);
+  torch::optim::Adam for_generator(generator->parameters(), 0.01);
+  mezzo::optim::AdamW for_critic(critic->parameters(), 0.01);
+  Amp amp = mezzo::initialize({generator, critic}, {for_generator, for_critic},
+                              scaled(OptLevel::O2()), {.num_losses = 3, .verbosity = 0});
+  std::vector<std::pair<int64_t, float>> told;
+  for (int64_t id = 0; id < 3; ++id) {
+    amp.scaler(id).on_skip([&](const mezzo::SkippedStep& skipped) {
+      told.emplace_back(skipped.loss_id, skipped.next_scale);
+    });
+  }
+  std::vector<bool> critic_ran;
+  std::vector<bool> generator_ran;
+  for (int iteration = 0; iteration < 4; ++iteration) {
+    for_critic.zero_grad();
+    const torch::Tensor fake = amp(generator, torch::rand({4, 2}));
+    torch::Tensor of_real = -amp(critic, torch::rand({4, 3})).mean();
+    if (iteration == 1) of_real = of_real * kInf;
+    amp.scale_loss(of_real, for_critic, {.loss_id = 0});
+    amp.scale_loss(amp(critic, fake.detach()).mean(), for_critic, {.loss_id = 1});
+    critic_ran.push_back(amp.step(for_critic).ran());
+
+    for_generator.zero_grad();
+    torch::Tensor of_fake = -amp(critic, fake).mean();
+    if (iteration == 2) of_fake = of_fake * kInf;
+    amp.scale_loss(of_fake, for_generator, {.loss_id = 2});
+    generator_ran.push_back(amp.step(for_generator).ran());
+  }
+  EXPECT_EQ(critic_ran, (std::vector<bool>{true, false, true, true}));
+  EXPECT_EQ(generator_ran, (std::vector<bool>{true, true, false, true}));
+  EXPECT_EQ(told, (std::vector<std::pair<int64_t, float>>{{0, 64.0F}, {2, 64.0F}}));
+  EXPECT_EQ(amp.scaler(1).get_scale(), kScale);
+}
+
+TEST(ScaleLoss, MovesTheScaleThoughOneOfItsOptimizersIsSteppedEverySecondTime) {
+  for (const auto& make : makers()) {
+    Trio trio(scaled(OptLevel::O2_bf16()), make, 1);
+    const auto both = [&](double factor) {
+      trio.amp.scale_loss(
+          trio.amp(trio.first, filled(factor)) + trio.amp(trio.second, filled(factor)),
+          {*trio.first_optimizer, *trio.second_optimizer});
+    };
+    both(0.25);
+    EXPECT_TRUE(trio.amp.step(*trio.first_optimizer).ran());
+    trio.first_optimizer->zero_grad();
+    both(0.5);
+    EXPECT_EQ(trio.step(), (std::vector<bool>{true, true}));
+    EXPECT_EQ(weight_of(trio.second), 0.25F);
+
+    trio.first_optimizer->zero_grad();
+    trio.second_optimizer->zero_grad();
+    both(kInf);
+    EXPECT_FALSE(trio.amp.step(*trio.first_optimizer).ran());
+    trio.first_optimizer->zero_grad();
+    both(0.5);
+    EXPECT_EQ(trio.amp.scaler().get_scale(), kScale / 2);
+    EXPECT_EQ(trio.step(), (std::vector<bool>{true, false}));  // the second's sum holds the inf
+  }
+}
+
+TEST(ScaleLoss, SkipsWhereGradientsAreBrokenAfterwards) {
+  for (const auto& make : makers()) {
+    for (const OptLevel& level : levels()) {
+      Vector model;
+      const auto optimizer = make(model->parameters());
+      Amp amp = mezzo::initialize(model, *optimizer, level, {.verbosity = 0});
+      amp.scale_loss(amp(model, filled(0.5)), *optimizer);
+      amp.master_params(*optimizer)[0].grad()[1] = std::nan("");
+      EXPECT_FALSE(amp.step(*optimizer).ran()) << level.name();
+      EXPECT_EQ(weight_of(model), 1.0F);
+    }
+  }
+}
+
+TEST(ScaleLoss, ForgetsABatchThatIsGivenUp) {
+  for (const auto& make : makers()) {
+    for (const bool by_amp : {false, true}) {
+      Vector model;
+      const auto optimizer = make(model->parameters());
+      Amp amp = mezzo::initialize(model, *optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
+      amp.scale_loss(amp(model, filled(0.25)), *optimizer);
+      if (by_amp) {
+        amp.zero_grad(*optimizer);
+        EXPECT_FALSE(amp.master_params(*optimizer)[0].grad().defined());
+      } else {
+        optimizer->zero_grad();
+      }
+      amp.scale_loss(amp(model, filled(0.5)), *optimizer);
+      amp.step(*optimizer);
+      EXPECT_EQ(weight_of(model), 0.5F) << by_amp;
+    }
+  }
+}
+
+TEST(ScaleLoss, GoesOnAfterABackwardThatThrew) {
+  Vector model;
+  torch::optim::SGD optimizer(model->parameters(), 1.0);
+  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
+  EXPECT_THROW(amp.scale_loss(amp(model, filled(0.25)), optimizer,
+                              [](const torch::Tensor& loss) {
+                                loss.backward();
+                                throw std::runtime_error("out of memory");
+                              }),
+               std::runtime_error);
+  amp.zero_grad(optimizer);
+  amp.scale_loss(amp(model, filled(0.5)), optimizer);
+  EXPECT_TRUE(amp.step(optimizer).ran());
+  EXPECT_EQ(weight_of(model), 0.5F);
+}
+
+// torch.amp's recipe: the gradient that the penalty is about is unscaled out of place.
+TEST(ScaleLoss, TakesAGradientPenaltyThroughDoubleBackward) {
+  for (const OptLevel& level : {OptLevel::O0(), OptLevel::O1(), OptLevel::O2()}) {
+    torch::manual_seed(0);
+    torch::nn::Linear net(3, 1);
+    torch::nn::Linear reference(3, 1);
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.copy_(parameter.to(torch::kHalf));
+      reference->weight.copy_(net->weight);
+      reference->bias.copy_(net->bias);
+    }
+    const torch::Tensor input = torch::rand({4, 3}).to(torch::kHalf).to(torch::kFloat);
+    const auto penalty_of = [](const std::vector<torch::Tensor>& gradients) {
+      torch::Tensor sum = torch::zeros({});
+      for (const auto& gradient : gradients) sum = sum + gradient.to(torch::kFloat).pow(2).sum();
+      return sum.sqrt();
+    };
+
+    torch::optim::SGD optimizer(net->parameters(), 0.1);
+    Amp amp = mezzo::initialize(net, optimizer, scaled(level), {.verbosity = 0});
+    torch::Tensor loss = amp(net, input).to(torch::kFloat).pow(2).mean();
+    std::vector<torch::Tensor> gradients =
+        torch::autograd::grad({amp.scaler().scale(loss)}, net->parameters(), {}, true, true);
+    const double inverse = 1.0 / amp.scaler().get_scale();
+    for (auto& gradient : gradients) gradient = gradient.to(torch::kFloat) * inverse;
+    amp.scale_loss(loss + penalty_of(gradients), optimizer);
+
+    const torch::Tensor true_loss = reference(input).pow(2).mean();
+    const auto true_gradients =
+        torch::autograd::grad({true_loss}, reference->parameters(), {}, true, true);
+    (true_loss + penalty_of(true_gradients)).backward();
+    EXPECT_TRUE(
+        amp.master_params(optimizer)[0].grad().allclose(reference->weight.grad(), 2e-2, 2e-3))
+        << level.name();
+    EXPECT_TRUE(amp.step(optimizer).ran());
+  }
+}
+
+TEST(AmpState, ResumesInApexsFormAndInFull) {
+  const auto make = [](const std::shared_ptr<VectorImpl>& model,
+                       torch::optim::Optimizer& optimizer) {
+    return mezzo::initialize(model, optimizer, scaled(OptLevel::O2()),
+                             {.num_losses = 2, .verbosity = 0});
+  };
+  Vector model;
+  torch::optim::SGD optimizer(model->parameters(), 1.0);
+  Amp amp = make(model.ptr(), optimizer);
+  amp.scale_loss(amp(model, filled(0.25)), optimizer, {.loss_id = 1});
+  EXPECT_THAT([&] { (void)amp.state_dict(); },
+              ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
+  amp.step(optimizer);
+  amp.scale_loss(amp(model, filled(kInf)), optimizer, {.loss_id = 0});
+  amp.step(optimizer);
+  const Amp::StateDict state = amp.state_dict();
+  EXPECT_EQ(state.at("loss_scaler0").at("loss_scale"), kScale / 2);
+  EXPECT_EQ(state.at("loss_scaler1").at("unskipped"), 1);
+
+  Vector other;
+  torch::optim::SGD of_other(other->parameters(), 1.0);
+  Amp resumed = make(other.ptr(), of_other);
+  resumed.load_state_dict(state);
+  EXPECT_EQ(resumed.state_dict(), state);
+  resumed.load_state_dict({{"loss_scaler0", {{"loss_scale", 4.0}, {"unskipped", 7}}},
+                           {"loss_scaler1", {{"loss_scale", 8.0}, {"unskipped", 0}}}});
+  EXPECT_EQ(resumed.scaler(0).get_scale(), 4);
+  EXPECT_EQ(resumed.state_dict().at("loss_scaler0").at("_growth_tracker"), 7);
+  EXPECT_THAT(
+      [&] {
+        resumed.load_state_dict({{"loss_scaler0", state.at("loss_scaler0")}});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("state_dict contains 1 entries, while 2")));
+  EXPECT_EQ(resumed.scaler(0).get_scale(), 4);
+
+  std::stringstream file;
+  torch::save(amp, file);
+  torch::load(resumed, file);
+  EXPECT_EQ(resumed.state_dict(), state);
+}
+
+TEST(AmpErrors, NameTheWrongOrder) {
+  Vector model;
+  torch::optim::SGD optimizer(model->parameters(), 1.0);
+  torch::optim::SGD stranger(model->parameters(), 1.0);
+  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
+  const auto expect = [](const std::function<void()>& call, const char* text) {
+    EXPECT_THAT(call, ThrowsMessage<c10::Error>(HasSubstr(text)));
+  };
+  expect([&] { amp.step(optimizer); }, "no loss was scaled for this optimizer since its last step");
+  const torch::Tensor loss = amp(model, filled(0.5));
+  expect([&] { amp.scale_loss(loss, optimizer, {.loss_id = 1}); }, "loss_id is 1");
+  expect([&] { amp.scale_loss(loss, {}); }, "name the optimizers");
+  expect([&] { amp.scale_loss(loss, stranger); }, "was not given to mezzo::initialize");
+  expect([&] { amp.scale_loss(torch::Tensor(), optimizer); }, "loss is undefined");
+  amp.scale_loss(loss, optimizer);
+  amp.step(optimizer);
+  expect([&] { amp.step(optimizer); }, "no loss was scaled for this optimizer since its last step");
+}
+
+}  // namespace
