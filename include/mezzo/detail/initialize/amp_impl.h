@@ -161,7 +161,15 @@ inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const detail::Optimize
 inline void Amp::end_pass(const detail::OptimizerList& optimizers,
                           const ScaleLossOptions& options) {
   if (!enabled_ || options.delay_unscale) return;
-  for (const auto* optimizer : optimizers.optimizers()) unscale(passes_of(*optimizer));
+  std::vector<at::Tensor> found;  // wherever it shows, it is the loss that overflowed
+  for (const auto* optimizer : optimizers.optimizers()) {
+    detail::OptimizerPasses& passes = passes_of(*optimizer);
+    const auto known = static_cast<std::ptrdiff_t>(passes.found_inf().size());
+    unscale(passes);
+    found.insert(found.end(), passes.found_inf().begin() + known, passes.found_inf().end());
+  }
+  if (optimizers.optimizers().size() == 1) return;
+  for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).hear_of(found);
 }
 
 inline void Amp::unscale(detail::OptimizerPasses& passes) {

@@ -90,6 +90,11 @@ class OptimizerPasses {
     return !found.empty();
   }
 
+  /// What checks of the same loss found in the gradients of other optimizers.
+  void hear_of(const std::vector<at::Tensor>& found_inf) {
+    found_inf_.insert(found_inf_.end(), found_inf.begin(), found_inf.end());
+  }
+
   /// Of the gradients' holders, and of the parameters beside them.
   void clear_gradients(bool set_to_none) {
     for (const Held& held : everything_held()) {
