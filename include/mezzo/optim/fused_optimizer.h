@@ -88,6 +88,13 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
   const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
 
+  /// Whether the state keeps averages of weights (`ema_decay`, mezzo/optim/weight_storage.h).
+  virtual bool keeps_averages() const { return false; }
+
+  /// The average of one of the parameters, in float (double for double); undefined where there is
+  /// none, or none yet. For evaluation see EmaWeights (mezzo/ema.h).
+  virtual at::Tensor average_of(const at::Tensor& /*parameter*/) const { return {}; }
+
   /// How many steps were applied, which is to say not skipped. Waits for the device that counts:
   /// that of the parameters.
   int64_t applied_steps() const { return applied_steps_.value(); }

@@ -12,22 +12,22 @@
 #include <exception>
 #include <optional>
 
-// libtorch's archives to and from streams. No exception passes through libtorch's zip code, which
-// is C and has more to write when it is destroyed: it is kept, and thrown when that is done.
+// libtorch's archives to and from streams. No exception passes through libtorch's zip code, and a
+// write that fails does not look so to it: its destructor goes on writing, and a second failure
+// there ends the process. A failure is kept, the rest dropped, and the failure thrown when all is
+// over.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline void write_archive(torch::serialize::OutputArchive& archive, const ByteSink& sink) {
   std::exception_ptr failure;
   const auto write = [&](const void* data, std::size_t size) -> std::size_t {
-    if (failure) return 0;
     try {
-      sink(data, size);
-      return size;
+      if (!failure) sink(data, size);
     } catch (...) {
       failure = std::current_exception();
-      return 0;
     }
+    return size;
   };
   try {
     archive.save_to(write);

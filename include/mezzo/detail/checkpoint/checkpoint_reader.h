@@ -80,7 +80,7 @@ class CheckpointReader {
 
   void check_digest() const {
     Sha256 sum;
-    std::vector<char> block(std::size_t{1} << 18);
+    std::vector<char> block(std::min<std::uint64_t>(size_, std::uint64_t{1} << 18));
     const std::uint64_t end = size_ - kDigestBytes;
     for (std::uint64_t offset = 0; offset < end;) {
       const auto count =

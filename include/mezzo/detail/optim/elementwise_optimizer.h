@@ -97,6 +97,9 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   GradientSummary summarize(const std::vector<at::Tensor>& gradients,
                             const at::Tensor& inv_scale) override;
 
+  bool keeps_averages() const override;
+  at::Tensor average_of(const at::Tensor& parameter) const override;
+
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -316,6 +319,20 @@ std::vector<at::Tensor> ElementwiseOptimizer<Traits>::parameters_outside_of(
     }
   }
   return outside;
+}
+
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::keeps_averages() const {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (options_of(group).ema_decay() != 0) return true;
+  }
+  return false;
+}
+
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).ema();
 }
 
 template <class Traits>
