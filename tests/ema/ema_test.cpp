@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <mezzo/autocast.h>
 #include <mezzo/ema.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/weight_cache.h>
@@ -120,7 +121,6 @@ TEST(EmaWeights, PutsAveragesInAndTheVeryMemoryBack) {
   write(parameter, 4);
   ema.update();
   const void* const memory = parameter.const_data_ptr();
-  const auto version = parameter._version();
   {
     const EmaWeights averaged(ema);
     EXPECT_EQ(parameter[0].item<float>(), 6);
@@ -131,7 +131,6 @@ TEST(EmaWeights, PutsAveragesInAndTheVeryMemoryBack) {
   EXPECT_EQ(parameter.const_data_ptr(), memory);
   EXPECT_EQ(parameter[0].item<float>(), 4);
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 6);
-  (void)version;
 }
 
 TEST(EmaWeights, KeepsStrides) {
@@ -193,7 +192,9 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
     step(evaluated, watched);
     const EmaWeights averaged(evaluated);
     EXPECT_TRUE(torch::equal(watched.detach(), optimizer.average_of(parameter).to(dtype)));
-    if (i > 2) EXPECT_FALSE(torch::equal(watched, parameter)) << i;
+    if (i > 2) {
+      EXPECT_FALSE(torch::equal(watched, parameter)) << i;
+    }
   }
   EXPECT_EQ(file_of(evaluated, watched), file_of(optimizer, parameter));
 }
@@ -234,7 +235,7 @@ TEST(EmaWeights, AreWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
   const mezzo::WeightCache cache;
   const torch::NoGradGuard no_grad;
   const auto output = [&] {
-    const mezzo::AutocastGuard autocast({.device = torch::kCPU, .weight_cache = cache});
+    const mezzo::Autocast<torch::kCPU> autocast(cache);
     return model->forward(torch::ones({1, 2}))[0][0].item<float>();
   };
   model->weight.fill_(4);
