@@ -235,6 +235,16 @@ class GradScaler {
   /// _growth_tracker), which torch.amp's `load_state_dict` accepts, and mezzo's own (min_scale,
   /// max_scale, hysteresis, _hysteresis_left, _loss_scale_kind). Empty when disabled. Waits for the
   /// device. Call it after `update`.
+  ///
+  /// What Python wrote with `json.dump(scaler.state_dict(), file)` is read in a line
+  /// (nlohmann/json):
+  ///
+  ///     scaler.load_state_dict(nlohmann::json::parse(file).get<GradScaler::StateDict>());
+  ///
+  /// On the way back write growth_interval and _growth_tracker as integers, for Python's step
+  /// refuses 2000.0, and leave out what is infinite (max_scale by default), for which JSON has no
+  /// number; keys that it does not know Python ignores. In safetensors the state is five scalar
+  /// tensors under the same keys.
   StateDict state_dict() const;
 
   /// Restores what `state_dict` gave, torch.amp's included: of mezzo's own keys those that are

@@ -1,0 +1,158 @@
+/// \file
+/// The whole state of a training run in one file: model, optimizer, scaler, schedule, random states
+/// and where the run stands in its data. A kill or a full disk at any moment leaves the old file or
+/// the new one, whole; a damaged file is noticed before anything is loaded from it.
+#pragma once
+
+#include <mezzo/detail/checkpoint/checkpoint_folder.h>
+#include <mezzo/detail/checkpoint/checkpoint_part.h>
+#include <mezzo/detail/checkpoint/file_calls.h>
+#include <mezzo/detail/checkpoint/object_parts.h>
+#include <mezzo/version.h>
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What belongs to a training run, by name. Holds references: the objects must outlive it. Make it
+/// once, save and load it as often as you like.
+///
+/// \code
+///   mezzo::TrainingState state;
+///   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
+///   state.add("schedule", schedule).add("epoch", epoch).with_random_state();
+/// \endcode
+///
+/// Objects are loaded in the order in which they were added: an optimizer comes before its
+/// schedule.
+class TrainingState {
+ public:
+  /// `object` may be
+  /// - a module, a ModuleHolder (`torch::nn::Linear`) or a std::shared_ptr to one: parameters and
+  ///   buffers. The file has to have the same names, dtypes and shapes;
+  /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts;
+  /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema;
+  /// - an integer, a bool, a float or double, a std::string, a tensor: the position in the data;
+  /// - an at::Generator.
+  /// Tensors are given other memory by loading, as torch::load does: capture CUDA graphs after it.
+  /// \throws c10::Error for an empty name, and one that was given before
+  template <class T>
+  TrainingState& add(std::string name, T& object);
+
+  /// The default generators of the CPU and of each CUDA device (which initialises CUDA, where there
+  /// is one). Takes the name "random_state". Where the number of CUDA devices has changed, loading
+  /// warns, and sets those that are there.
+  TrainingState& with_random_state();
+
+  const std::vector<detail::NamedPart>& parts() const noexcept { return parts_; }
+
+ private:
+  TrainingState& add_part(std::string name, std::shared_ptr<const detail::CheckpointPart> part);
+
+  std::vector<detail::NamedPart> parts_;
+};
+
+struct SavedCheckpoint {
+  std::filesystem::path file;
+  std::uint64_t bytes = 0;
+  /// Whether the file survives a crash of the machine from here on. False if all is in its place
+  /// but the system refused to flush the folder: committed, durability unknown.
+  bool durable = false;
+};
+
+struct LoadedCheckpoint {
+  std::filesystem::path file;
+  std::int64_t step = 0;  ///< as it was given to `save`
+};
+
+/// How a checkpoint is loaded.
+struct LoadOptions {
+  /// Where tensors come to; where they were saved, without it. Parameters and buffers stay on their
+  /// module's device in any case, and so does what mezzo's optimizers and Ema keep.
+  std::optional<c10::Device> device = std::nullopt;
+  /// Takes what the state names, and leaves the rest of the file: the model alone, for evaluation.
+  bool subset = false;
+};
+
+/// How a folder of checkpoints is kept.
+struct CheckpointsOptions {
+  /// How many of the newest files stay; at least 1. More than one, so that there is something to
+  /// fall back to. Files that were found damaged do not count. While a new one is written there is
+  /// one more.
+  std::int64_t keep = 2;
+  /// Hears of damaged files, and of what the system refused after a file was in its place. By
+  /// default they are warnings of libtorch's (TORCH_WARN).
+  std::function<void(const std::string&)> on_warning = nullptr;
+};
+
+/// A folder of checkpoints of one training run.
+///
+/// \code
+///   mezzo::Checkpoints checkpoints("runs/ner", {.keep = 2});
+///   if (auto resumed = checkpoints.load_newest(state)) step = resumed->step;
+///   ...
+///   if (step % 1000 == 0) checkpoints.save(state, step);
+/// \endcode
+///
+/// Files are "checkpoint-000012-step-3400.mezzo": the twelfth that was saved. The newest is the one
+/// that was saved last, whatever its step.
+///
+/// One writer a folder: from the first `save` on an object holds a lock until it goes; killed
+/// processes hold none. Of several processes let one save. Reading takes no lock, and may be done
+/// by any. One thread at a time, and an iteration's end: after `scaler.update()`.
+class Checkpoints {
+ public:
+  /// Touches nothing yet; `save` makes the folder. \throws c10::Error unless keep is at least 1
+  explicit Checkpoints(std::filesystem::path folder, CheckpointsOptions options = {});
+  /// With other system calls, for tests of what happens when they fail.
+  Checkpoints(std::filesystem::path folder, CheckpointsOptions options, detail::FileCalls calls);
+
+  /// Writes a temporary file, with a SHA-256 of its bytes, flushes it to the disk, renames it,
+  /// flushes the folder, and removes files beyond `keep`. Needs no memory beside a copy of what
+  /// lies on devices. Waits for the devices.
+  /// \throws c10::Error where an object cannot be saved, the system refuses (a full disk), or
+  ///   another process saves here; what was there before is then untouched
+  SavedCheckpoint save(const TrainingState& state, std::int64_t step);
+
+  /// Loads the newest file that is whole, and says which; none if there are no checkpoints.
+  /// A damaged file is passed over with a warning that names it and the damage.
+  ///
+  /// All or nothing: everything is checked and read before the first object changes, and where an
+  /// object refuses what the file has for it, all get back what they had. So it needs memory for
+  /// the file's tensors, and for what the objects hold.
+  /// \throws c10::Error if there are files and none is whole; if a name or kind, or a module's
+  ///   parameter, differs from the file's, naming it; for a file of a newer format
+  std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
+                                              const LoadOptions& options = {});
+
+  /// The newest first; damaged ones too.
+  std::vector<std::filesystem::path> files() const;
+
+ private:
+  void hold_lock();
+  void prune();
+  void warn(const std::string& text) const;
+
+  std::filesystem::path folder_;
+  CheckpointsOptions options_;
+  detail::FileCalls calls_;
+  detail::OpenFile lock_;
+  bool offers_locks_ = true;
+  std::set<std::filesystem::path> damaged_;
+};
+
+/// The same from one file that you choose. \throws c10::Error as `load_newest`, and for damage
+LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const TrainingState& state,
+                                 const LoadOptions& options = {});
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/checkpoint/checkpoint_impl.h>  // IWYU pragma: export

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <mezzo/detail/checkpoint/file_calls.h>
+#include <mezzo/version.h>
+
+#include <c10/util/Exception.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+// Names in a folder of checkpoints: "checkpoint-000012-step-3400.mezzo" is the twelfth that was
+// saved, ".checkpoint-000012-step-3400.mezzo.4711.tmp" what process 4711 makes it from. The newest
+// is the one saved last, whatever its step: who goes back to an older one saves lower steps.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+struct CheckpointName {
+  std::uint64_t sequence = 0;
+  std::int64_t step = 0;
+  std::filesystem::path path;
+};
+
+inline bool take_text(std::string_view& rest, std::string_view text) {
+  if (!rest.starts_with(text)) return false;
+  rest.remove_prefix(text.size());
+  return true;
+}
+
+/// Digits that make a number, and no sign.
+template <class Integer>
+bool take_integer(std::string_view& rest, Integer& number) {
+  if (rest.empty() || rest.front() < '0' || rest.front() > '9') return false;
+  const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), number);
+  if (error != std::errc()) return false;
+  rest.remove_prefix(static_cast<std::size_t>(end - rest.data()));
+  return true;
+}
+
+/// Takes a checkpoint's name off the front.
+inline bool take_checkpoint_name(std::string_view& rest, CheckpointName& name) {
+  return take_text(rest, "checkpoint-") && take_integer(rest, name.sequence) &&
+         take_text(rest, "-step-") && take_integer(rest, name.step) && take_text(rest, ".mezzo");
+}
+
+inline bool is_temporary_name(std::string_view file) {
+  CheckpointName name;
+  std::uint64_t process = 0;
+  return take_text(file, ".") && take_checkpoint_name(file, name) && take_text(file, ".") &&
+         take_integer(file, process) && file == ".tmp";
+}
+
+inline std::filesystem::path checkpoint_path(const std::filesystem::path& folder,
+                                             std::uint64_t sequence, std::int64_t step) {
+  std::string number = std::to_string(sequence);
+  number.insert(0, number.size() < 6 ? 6 - number.size() : 0, '0');
+  return folder / ("checkpoint-" + number + "-step-" + std::to_string(step) + ".mezzo");
+}
+
+inline std::filesystem::path temporary_of(const std::filesystem::path& target) {
+  return target.parent_path() /
+         ("." + target.filename().string() + "." + std::to_string(::getpid()) + ".tmp");
+}
+
+/// All names in `folder`, which need not exist.
+inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(folder, error);
+  if (error == std::errc::no_such_file_or_directory) return names;
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  TORCH_CHECK(!error, folder.string(), " cannot be listed: ", error.message());
+  return names;
+}
+
+/// The checkpoints, the newest first.
+inline std::vector<CheckpointName> checkpoints_in(const std::filesystem::path& folder) {
+  std::vector<CheckpointName> found;
+  for (const std::string& file : names_in(folder)) {
+    CheckpointName name;
+    std::string_view rest = file;
+    if (!take_checkpoint_name(rest, name) || !rest.empty()) continue;
+    name.path = folder / file;
+    found.push_back(std::move(name));
+  }
+  std::sort(found.begin(), found.end(), [](const CheckpointName& a, const CheckpointName& b) {
+    return a.sequence != b.sequence ? a.sequence > b.sequence : a.path > b.path;
+  });
+  return found;
+}
+
+/// Makes the folder, and brings its own name to the disk. \returns 0, or the error of the latter
+inline int make_folder(const FileCalls& calls, const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> parents;  // of the folders that have to be made
+  std::error_code error;
+  for (auto path = folder; !path.empty() && !std::filesystem::exists(path, error);) {
+    path = path.parent_path();
+    parents.push_back(path.empty() ? std::filesystem::path(".") : path);
+  }
+  std::filesystem::create_directories(folder, error);
+  TORCH_CHECK(!error, folder.string(), " cannot be made: ", error.message());
+  int failure = 0;
+  for (const auto& parent : parents) {
+    if (const int code = flush_folder(calls, parent)) failure = code;
+  }
+  return failure;
+}
+
+enum class FolderLock { held, taken_by_another, not_offered };
+
+/// The lock goes when `file` is closed, also by a kill.
+inline FolderLock lock_folder(const FileCalls& calls, const std::filesystem::path& folder,
+                              OpenFile& file) {
+  const auto path = folder / ".lock";
+  file = OpenFile(calls, path, O_RDWR | O_CREAT);
+  TORCH_CHECK(file.is_open(), path.string(), " cannot be opened: ", reason(errno));
+  if (::flock(file.descriptor(), LOCK_EX | LOCK_NB) == 0) return FolderLock::held;
+  return errno == EWOULDBLOCK ? FolderLock::taken_by_another : FolderLock::not_offered;
+}
+
+/// For who holds the lock: nobody else is writing, so their writers were killed.
+inline void remove_stale_temporaries(const FileCalls& calls, const std::filesystem::path& folder) {
+  for (const std::string& file : names_in(folder)) {
+    if (is_temporary_name(file)) calls.unlink((folder / file).c_str());
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

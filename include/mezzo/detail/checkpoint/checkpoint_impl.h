@@ -1,0 +1,214 @@
+#pragma once
+
+#include <mezzo/checkpoint.h>
+#include <mezzo/detail/checkpoint/checkpoint_reader.h>
+#include <mezzo/detail/checkpoint/checkpoint_writer.h>
+#include <mezzo/detail/checkpoint/load_checkpoint.h>
+#include <mezzo/detail/checkpoint/random_states.h>
+#include <mezzo/detail/checkpoint/value_parts.h>
+#include <mezzo/version.h>
+
+#include <c10/util/Exception.h>
+
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class T>
+std::shared_ptr<const CheckpointPart> part_of(T& object) {
+  static_assert(!std::is_const_v<T>, "loading changes the object, so it must not be const");
+  if constexpr (IsModule<T>) {
+    return std::make_shared<ModulePart<T>>(object);
+  } else if constexpr (IsOptimizer<T>) {
+    return std::make_shared<OptimizerPart>(object);
+  } else if constexpr (std::same_as<T, std::string>) {
+    return std::make_shared<StringPart>(object);
+  } else if constexpr (std::integral<T>) {
+    return std::make_shared<IntegerPart<T>>(object);
+  } else if constexpr (std::floating_point<T>) {
+    return std::make_shared<RealPart<T>>(object);
+  } else if constexpr (std::derived_from<T, at::Tensor>) {
+    return std::make_shared<TensorPart>(object);
+  } else if constexpr (std::same_as<T, at::Generator>) {
+    return std::make_shared<GeneratorPart>(object);
+  } else if constexpr (HoldsModule<T>) {
+    return part_of(*object);
+  } else {
+    static_assert(GoesThroughArchives<T>,
+                  "a TrainingState takes what torch::save and torch::load take (include its header "
+                  "and <torch/serialize/archive.h>), numbers, strings and generators");
+    return std::make_shared<ObjectPart<T>>(object);
+  }
+}
+
+inline std::optional<std::vector<PendingPart>> decode_if_whole(
+    const FileCalls& calls, const std::filesystem::path& file, const TrainingState& state,
+    const LoadOptions& options, std::int64_t& step, std::string& damage) {
+  try {
+    const CheckpointReader reader(calls, file);
+    step = reader.index().step;
+    return decode_parts(reader, state, options);
+  } catch (const DamagedCheckpoint& error) {
+    damage = error.what();
+    return std::nullopt;
+  }
+}
+
+inline void write_parts(CheckpointWriter& writer, const TrainingState& state, std::int64_t step) {
+  const std::string header = checkpoint_header();
+  writer.write(header.data(), header.size());
+  CheckpointIndex index{step, {}};
+  for (const auto& [name, part] : state.parts()) {
+    CheckpointEntry entry{name, part->kind(), part->layout(), writer.total(), 0};
+    try {
+      part->write([&writer](const void* data, std::size_t size) { writer.write(data, size); });
+    } catch (...) {
+      TORCH_CHECK(false, "\"", name, "\" cannot be saved: ", message_of_current_exception());
+    }
+    entry.size = writer.total() - entry.offset;
+    index.entries.push_back(std::move(entry));
+  }
+  const std::string end = checkpoint_index(index, writer.total());
+  writer.write(end.data(), end.size());
+}
+
+}  // namespace detail
+
+template <class T>
+TrainingState& TrainingState::add(std::string name, T& object) {
+  return add_part(std::move(name), detail::part_of(object));
+}
+
+inline TrainingState& TrainingState::with_random_state() {
+  return add_part("random_state", std::make_shared<detail::RandomStatesPart>());
+}
+
+inline TrainingState& TrainingState::add_part(std::string name,
+                                              std::shared_ptr<const detail::CheckpointPart> part) {
+  TORCH_CHECK(!name.empty(), "TrainingState: a name is empty; give each object one");
+  for (const detail::NamedPart& other : parts_) {
+    TORCH_CHECK(other.name != name, "TrainingState: the name \"", name, "\" is given twice");
+  }
+  parts_.push_back({std::move(name), std::move(part)});
+  return *this;
+}
+
+inline Checkpoints::Checkpoints(std::filesystem::path folder, CheckpointsOptions options)
+    : Checkpoints(std::move(folder), std::move(options), detail::FileCalls()) {}
+
+inline Checkpoints::Checkpoints(std::filesystem::path folder, CheckpointsOptions options,
+                                detail::FileCalls calls)
+    : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
+      options_(std::move(options)),
+      calls_(std::move(calls)) {
+  TORCH_CHECK(options_.keep >= 1, "Checkpoints: keep is ", options_.keep,
+              "; it should be at least 1, and 2 to have one to fall back to");
+}
+
+inline void Checkpoints::warn(const std::string& text) const {
+  if (options_.on_warning) {
+    options_.on_warning(text);
+  } else {
+    TORCH_WARN(text);
+  }
+}
+
+inline void Checkpoints::hold_lock() {
+  if (lock_.is_open() || !offers_locks_) return;
+  detail::OpenFile file;
+  const detail::FolderLock lock = detail::lock_folder(calls_, folder_, file);
+  TORCH_CHECK(lock != detail::FolderLock::taken_by_another, folder_.string(),
+              " is being saved to by another process, or by another Checkpoints of this one; give "
+              "each a folder of its own, or let one of them save");
+  offers_locks_ = lock == detail::FolderLock::held;
+  if (offers_locks_) {
+    lock_ = std::move(file);
+  } else {
+    warn(folder_.string() +
+         " lies on a file system without locks: see to it that one process "
+         "saves there, and remove what a kill leaves, .checkpoint-*.tmp, yourself");
+  }
+}
+
+inline SavedCheckpoint Checkpoints::save(const TrainingState& state, std::int64_t step) {
+  TORCH_CHECK(step >= 0, "Checkpoints::save: step is ", step, "; it should be at least 0");
+  TORCH_CHECK(!state.parts().empty(), "Checkpoints::save: the state is empty; add to it");
+  const int folder_error = detail::make_folder(calls_, folder_);
+  hold_lock();
+  if (lock_.is_open()) detail::remove_stale_temporaries(calls_, folder_);
+  const auto before = detail::checkpoints_in(folder_);
+  const std::uint64_t sequence = before.empty() ? 1 : before.front().sequence + 1;
+  SavedCheckpoint saved{detail::checkpoint_path(folder_, sequence, step), 0, false};
+  detail::CheckpointWriter writer(calls_, detail::temporary_of(saved.file), saved.file);
+  detail::write_parts(writer, state, step);
+  const int commit_error = writer.commit();
+  saved.bytes = writer.total();
+  saved.durable = folder_error == 0 && commit_error == 0;
+  if (saved.durable) {
+    prune();
+  } else {
+    warn(saved.file.string() +
+         " is in its place, but whether it would survive a crash of the "
+         "machine is not known: the folder cannot be flushed to the disk: " +
+         detail::reason(commit_error != 0 ? commit_error : folder_error));
+  }
+  return saved;
+}
+
+/// Removes what is older than the `keep` newest that may be whole.
+inline void Checkpoints::prune() {
+  std::int64_t kept = 0;
+  for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
+    if (kept < options_.keep) {
+      if (damaged_.count(name.path) == 0) ++kept;
+    } else if (calls_.unlink(name.path.c_str()) != 0 && errno != ENOENT) {
+      warn(name.path.string() + " cannot be removed: " + detail::reason(errno));
+    }
+  }
+}
+
+inline std::optional<LoadedCheckpoint> Checkpoints::load_newest(const TrainingState& state,
+                                                                const LoadOptions& options) {
+  TORCH_CHECK(!state.parts().empty(), "Checkpoints::load_newest: the state is empty; add to it");
+  std::string damages;
+  for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
+    LoadedCheckpoint loaded{name.path, 0};
+    std::string damage;
+    auto pending = detail::decode_if_whole(calls_, name.path, state, options, loaded.step, damage);
+    if (pending) {
+      detail::apply_parts(name.path.string(), *pending);
+      return loaded;
+    }
+    damaged_.insert(name.path);
+    damages += "\n  " + name.path.string() + ": " + damage;
+    warn(name.path.string() + " is damaged (" + damage + "); the checkpoint before it is tried");
+  }
+  TORCH_CHECK(damages.empty(), folder_.string(), " has no checkpoint that is whole:", damages,
+              "\nMove them elsewhere to begin anew");
+  return std::nullopt;
+}
+
+inline std::vector<std::filesystem::path> Checkpoints::files() const {
+  std::vector<std::filesystem::path> files;
+  for (const auto& name : detail::checkpoints_in(folder_)) files.push_back(name.path);
+  return files;
+}
+
+inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
+                                        const TrainingState& state, const LoadOptions& options) {
+  TORCH_CHECK(!state.parts().empty(), "load_checkpoint: the state is empty; add to it");
+  LoadedCheckpoint loaded{file, 0};
+  std::string damage;
+  auto pending =
+      detail::decode_if_whole(detail::FileCalls(), file, state, options, loaded.step, damage);
+  TORCH_CHECK(pending.has_value(), file.string(), " is damaged (", damage,
+              "); load the checkpoint before it");
+  detail::apply_parts(file.string(), *pending);
+  return loaded;
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,160 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <mezzo/ema.h>
+#include <mezzo/version.h>
+
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline at::ScalarType average_dtype(const at::Tensor& weight) {
+  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace detail
+
+inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
+    : parameters_(std::move(parameters)), options_(std::move(options)) {
+  TORCH_CHECK(options_.decay >= 0 && options_.decay < 1, "Ema: decay is ", options_.decay,
+              "; it should be at least 0 and less than 1");
+  TORCH_CHECK(options_.masters.empty() || options_.masters.size() == parameters_.size(),
+              "Ema: there are ", options_.masters.size(), " masters and ", parameters_.size(),
+              " parameters; give one for each, undefined where there is none");
+  const c10::NoGradGuard no_grad;
+  averages_.reserve(parameters_.size());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const at::Tensor& parameter = parameters_[i];
+    TORCH_CHECK(parameter.defined() && parameter.layout() == at::kStrided &&
+                    at::isFloatingType(parameter.scalar_type()),
+                "Ema: parameter ", i, " should be a dense tensor of floating point");
+    const at::Tensor& trained = weight(i);
+    TORCH_CHECK(trained.sizes() == parameter.sizes(), "Ema: parameter ", i, " has the shape ",
+                parameter.sizes(), " and its master ", trained.sizes());
+    averages_.push_back(trained.detach().to(parameter.device(), detail::average_dtype(trained),
+                                            /*non_blocking=*/false, /*copy=*/true));
+  }
+}
+
+inline const at::Tensor& Ema::weight(std::size_t i) const {
+  const bool has_master = !options_.masters.empty() && options_.masters[i].defined();
+  return has_master ? options_.masters[i] : parameters_[i];
+}
+
+inline void Ema::update() {
+  const c10::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < averages_.size(); ++i) {
+    at::Tensor& average = averages_[i];
+    const at::Tensor& trained = weight(i);
+    TORCH_CHECK(trained.sizes() == average.sizes(), "Ema: parameter ", i, " had the shape ",
+                average.sizes(), " and now has ", trained.sizes(), "; make a new Ema");
+    average = average.to(trained.device());  // the model may have moved
+    average.lerp_(trained.detach().to(average.scalar_type()), 1.0 - options_.decay);
+  }
+  ++updates_;
+}
+
+inline void Ema::update(const StepResult& result) {
+  if (result.ran()) update();
+}
+
+inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& averages) {
+  TORCH_CHECK(updates >= 0, "The archive of an Ema has ", updates, " updates; it is damaged");
+  TORCH_CHECK(averages.size() == averages_.size(), "The archive of an Ema has ", averages.size(),
+              " averages, and here are ", averages_.size(), " parameters");
+  for (std::size_t i = 0; i < averages.size(); ++i) {
+    TORCH_CHECK(averages[i].sizes() == averages_[i].sizes() &&
+                    averages[i].scalar_type() == averages_[i].scalar_type(),
+                "The archive of an Ema has an average of ", averages[i].scalar_type(), ' ',
+                averages[i].sizes(), " for parameter ", i, ", whose own is of ",
+                averages_[i].scalar_type(), ' ', averages_[i].sizes());
+  }
+  const c10::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < averages.size(); ++i) averages_[i].copy_(averages[i]);
+  updates_ = updates;
+}
+
+inline EmaWeights::EmaWeights(const optim::FusedOptimizer& optimizer) {
+  TORCH_CHECK(optimizer.keeps_averages(),
+              "EmaWeights: this optimizer keeps no average; set ema_decay in its options, or keep "
+              "one beside it with mezzo::Ema");
+  std::vector<std::pair<at::Tensor, at::Tensor>> averages;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      averages.emplace_back(parameter, optimizer.average_of(parameter));
+    }
+  }
+  put_in(averages);
+}
+
+inline EmaWeights::EmaWeights(const Ema& ema) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> averages;
+  for (std::size_t i = 0; i < ema.parameters().size(); ++i) {
+    averages.emplace_back(ema.parameters()[i], ema.averages()[i]);
+  }
+  put_in(averages);
+}
+
+inline EmaWeights::~EmaWeights() { put_back(); }
+
+/// set_data leaves version, hooks and gradient of a parameter alone, so that nothing that watches
+/// it for writes sees one when it has its own memory back.
+inline void EmaWeights::put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& averages) {
+  const c10::NoGradGuard no_grad;
+  std::vector<std::pair<at::Tensor, at::Tensor>> rounded;
+  for (const auto& [parameter, average] : averages) {
+    if (!average.defined()) continue;
+    TORCH_CHECK(average.sizes() == parameter.sizes(), "EmaWeights: a parameter of the shape ",
+                parameter.sizes(), " has an average of the shape ", average.sizes(),
+                "; it is another model's, or of before the parameter was resized");
+    at::Tensor copy = at::empty_like(parameter, parameter.options().requires_grad(false));
+    copy.copy_(average);
+    rounded.emplace_back(parameter, std::move(copy));
+  }
+  own_.reserve(rounded.size());
+  try {
+    for (auto& [parameter, copy] : rounded) {
+      own_.emplace_back(parameter, parameter.variable_data());
+      parameter.set_data(copy);
+    }
+  } catch (...) {
+    put_back();
+    throw;
+  }
+}
+
+/// set_data fails for a tensor of another kind, and what comes back is the parameter's own.
+inline void EmaWeights::put_back() noexcept {
+  const c10::NoGradGuard no_grad;
+  for (auto own = own_.rbegin(); own != own_.rend(); ++own) own->first.set_data(own->second);
+  own_.clear();
+}
+
+// Templates for the reason that GradScaler's are: the archives' headers take long to compile.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const Ema& ema) {
+  archive.write("updates", c10::IValue(ema.updates()));
+  archive.write("averages", c10::IValue(ema.averages()));
+  return archive;
+}
+
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
+                                                                                   Ema& ema) {
+  c10::IValue updates, averages;
+  TORCH_CHECK(archive.try_read("updates", updates) && archive.try_read("averages", averages) &&
+                  updates.isInt() && averages.isTensorList(),
+              "This archive is not an Ema's: it lacks updates or averages");
+  ema.restore(updates.toInt(), averages.toTensorVector());
+  return archive;
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,136 @@
+/// \file
+/// An exponential moving average of weights: kept beside any optimizer, and put into a model for
+/// evaluation, whether it is this one or that of mezzo's optimizers.
+#pragma once
+
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/step_result.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+struct EmaOptions {
+  /// How much of the average an update keeps: at least 0 and less than 1.
+  double decay = 0.999;
+  /// What is trained in place of the parameters, in their order, where somebody keeps masters in
+  /// float: averages are of these, and go, rounded, into the parameters. Undefined where there is
+  /// none; empty for no masters at all.
+  std::vector<at::Tensor> masters = {};
+};
+
+/// Averages of parameters, for optimizers that keep none: torch::optim's, or your own.
+///
+/// \code
+///   mezzo::Ema ema(model->parameters(), {.decay = 0.999});
+///   ...
+///   ema.update(scaler.step(optimizer));  // a step that was skipped is not averaged
+///   ...
+///   {
+///     mezzo::EmaWeights averaged(ema);
+///     evaluate(model);
+///   }
+/// \endcode
+///
+/// With an optimizer of mezzo's take its own (`ema_decay`, mezzo/optim/weight_storage.h): it costs
+/// no pass over memory, and no waiting.
+///
+/// Averages are in float (double for double) on the parameters' device, and begin as the weights at
+/// construction. Holds parameters and masters, as an optimizer does: parameters may be written and
+/// given other memory; masters are read at each update, so an optimizer that replaces its tensors
+/// has to be asked for them anew. Buffers are not averaged: batch norm's statistics in the model
+/// are those of the training weights; run some batches through the averaged model in training mode
+/// to have its own. One thread at a time.
+class Ema {
+ public:
+  /// \throws c10::Error unless decay is in [0, 1), parameters are dense and of floating point, and
+  ///   masters, where given, are as many, and of the same shapes
+  explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
+
+  /// averages = decay * averages + (1 - decay) * weights.
+  void update();
+
+  /// The same if the step ran. Waits to know: not at all with an optimizer of libtorch's, for the
+  /// device with one of mezzo's that steps there.
+  void update(const StepResult& result);
+
+  /// How often there was an update.
+  std::int64_t updates() const noexcept { return updates_; }
+  double decay() const noexcept { return options_.decay; }
+  const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
+  /// In the order of the parameters.
+  const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
+
+ private:
+  /// What is averaged of the i-th parameter.
+  const at::Tensor& weight(std::size_t i) const;
+  void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
+
+  std::vector<at::Tensor> parameters_;
+  EmaOptions options_;
+  std::vector<at::Tensor> averages_;
+  std::int64_t updates_ = 0;
+
+  template <class Archive>
+  requires std::same_as<Archive, torch::serialize::InputArchive>
+  friend Archive& operator>>(Archive& archive, Ema& ema);
+};
+
+/// Averaged weights in the model, as long as it lives.
+///
+/// The parameters are given other memory, which holds the averages rounded to their dtypes; at the
+/// end they get back their own, untouched. So training goes on as if nothing had been, to the bit,
+/// with masters whole and split; the price is the memory of one copy of the weights. Parameters
+/// without an average (frozen, or never stepped) stay as they are. Copies of a model that are made
+/// meanwhile, and files of it, have the averaged weights: that is how to export them.
+///
+/// Meanwhile evaluate, and do not train: what is written to the parameters is gone at the end, and
+/// a step of an optimizer would make its masters follow the averages. Views of parameters that were
+/// made before, and captured CUDA graphs, keep to the training weights. Begin and end it outside of
+/// autocast regions, whose cache would not notice. Guards nest, and end in reverse order,
+/// exceptions included. One thread: no other may use the parameters when it begins or ends.
+class [[nodiscard]] EmaWeights {
+ public:
+  /// The averages of one of mezzo's optimizers with `ema_decay`. Before the first step they are the
+  /// weights. \throws c10::Error if it keeps none
+  explicit EmaWeights(const optim::FusedOptimizer& optimizer);
+  explicit EmaWeights(const Ema& ema);
+  ~EmaWeights();
+  EmaWeights(const EmaWeights&) = delete;
+  EmaWeights& operator=(const EmaWeights&) = delete;
+  EmaWeights(EmaWeights&&) = delete;
+  EmaWeights& operator=(EmaWeights&&) = delete;
+
+ private:
+  void put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& averages);
+  void put_back() noexcept;
+
+  std::vector<std::pair<at::Tensor, at::Tensor>> own_;  // parameters, and their own memory
+};
+
+/// `torch::save(ema, path)` and `torch::load(ema, path)`: averages and their number of updates, not
+/// the decay (include <torch/serialize.h>). \throws c10::Error, and changes nothing, where the
+/// parameters have other shapes
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const Ema& ema);
+
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
+                                                                                   Ema& ema);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/ema/ema_impl.h>  // IWYU pragma: export

@@ -1,0 +1,464 @@
+// What damage, kills and a system that refuses do to checkpoints: nothing that goes unnoticed.
+
+#include <torch/torch.h>
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/checkpoint.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "scratch.h"
+
+namespace {
+
+using checkpoint_test::bytes_of;
+using checkpoint_test::put_bytes;
+using checkpoint_test::Scratch;
+using grad_scaler_test::error_of;
+using mezzo::Checkpoints;
+using mezzo::TrainingState;
+using mezzo::detail::FileCalls;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+constexpr const char* kNoError = "no error";
+
+/// Numbers that are the same all over, so that half an old one and half a new one would show.
+struct Training {
+  explicit Training(int64_t size = 4) : weights(torch::zeros({size}, torch::kLong)) {
+    state.add("weights", weights).add("position", position);
+  }
+  void set(int64_t value) {
+    weights.fill_(value);
+    position = value;
+  }
+  bool is(int64_t value) const { return position == value && weights.eq(value).all().item<bool>(); }
+
+  torch::Tensor weights;
+  int64_t position = 0;
+  TrainingState state;
+};
+
+mezzo::CheckpointsOptions hearing(std::vector<std::string>& warnings, int64_t keep = 2) {
+  return {.keep = keep,
+          .on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};
+}
+
+std::filesystem::path save(Checkpoints& checkpoints, Training& run, int64_t value) {
+  run.set(value);
+  return checkpoints.save(run.state, value).file;
+}
+
+std::vector<std::string> temporaries_in(const std::filesystem::path& folder) {
+  std::vector<std::string> found;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() == ".tmp") found.push_back(entry.path().string());
+  }
+  return found;
+}
+
+/// A small checkpoint, to be damaged where it lies.
+class Damaged {
+ public:
+  Damaged() {
+    Checkpoints checkpoints(scratch_.path());
+    file_ = save(checkpoints, run_, 7);
+    size_ = std::filesystem::file_size(file_);
+    descriptor_ = ::open(file_.c_str(), O_RDWR);
+  }
+  ~Damaged() { ::close(descriptor_); }
+
+  off_t size() const { return static_cast<off_t>(size_); }
+  void cut_off_at(off_t size) { ASSERT_EQ(::ftruncate(descriptor_, size), 0); }
+  void flip(off_t at, int bit) {
+    unsigned char byte = 0;
+    ASSERT_EQ(::pread(descriptor_, &byte, 1, at), 1);
+    byte = static_cast<unsigned char>(byte ^ (1 << bit));
+    ASSERT_EQ(::pwrite(descriptor_, &byte, 1, at), 1);
+  }
+  void append(char byte) { ASSERT_EQ(::pwrite(descriptor_, &byte, 1, size()), 1); }
+
+  bool is_noticed() const {
+    try {
+      const mezzo::detail::CheckpointReader reader({}, file_);
+    } catch (const mezzo::detail::DamagedCheckpoint&) {
+      return true;
+    }
+    return false;
+  }
+  const std::filesystem::path& file() const { return file_; }
+  Training& run() { return run_; }
+
+ private:
+  Scratch scratch_;
+  Training run_;
+  std::filesystem::path file_;
+  std::uintmax_t size_ = 0;
+  int descriptor_ = -1;
+};
+
+TEST(CheckpointDamage, EveryChangedByteIsNoticed) {
+  Damaged damaged;
+  ASSERT_FALSE(damaged.is_noticed());
+  for (off_t i = 0; i < damaged.size(); ++i) {
+    damaged.flip(i, static_cast<int>(i % 8));
+    ASSERT_TRUE(damaged.is_noticed()) << "byte " << i;
+    damaged.flip(i, static_cast<int>(i % 8));
+  }
+  ASSERT_FALSE(damaged.is_noticed());
+}
+
+TEST(CheckpointDamage, EveryShorterFileAndALongerOneIsNoticed) {
+  Damaged damaged;
+  damaged.append('\0');
+  EXPECT_TRUE(damaged.is_noticed());
+  for (off_t size = damaged.size() - 1; size >= 0; --size) {
+    damaged.cut_off_at(size);
+    ASSERT_TRUE(damaged.is_noticed()) << "cut off at " << size;
+  }
+}
+
+TEST(CheckpointDamage, NothingIsLoadedFromADamagedFile) {
+  Damaged damaged;
+  damaged.flip(damaged.size() / 2, 3);
+  damaged.run().set(1);
+  EXPECT_THAT(
+      error_of([&] { mezzo::load_checkpoint(damaged.file(), damaged.run().state); }),
+      AllOf(HasSubstr(damaged.file().string()), HasSubstr("is damaged"), HasSubstr("checksum")));
+  EXPECT_TRUE(damaged.run().is(1));
+}
+
+TEST(CheckpointDamage, TheHeadOfOneFileWithTheTailOfAnotherIsNoticed) {
+  const Scratch scratch;
+  Checkpoints checkpoints(scratch.path());
+  Training run;
+  const std::string first = bytes_of(save(checkpoints, run, 1));
+  const auto file = save(checkpoints, run, 2);
+  const std::string second = bytes_of(file);
+  ASSERT_EQ(first.size(), second.size());
+  std::size_t begin = 0;
+  while (first[begin] == second[begin]) ++begin;
+  for (std::size_t cut = begin + 1; cut < first.size(); cut += 61) {
+    put_bytes(file, first.substr(0, cut) + second.substr(cut));
+    ASSERT_THAT(error_of([&] { mezzo::load_checkpoint(file, run.state); }), HasSubstr("is damaged"))
+        << cut;
+  }
+}
+
+TEST(CheckpointDamage, AnIndexThatLiesIsRefusedEvenWithTheRightChecksum) {
+  using mezzo::detail::checkpoint_index;
+  using mezzo::detail::CheckpointIndex;
+  using mezzo::detail::DamagedCheckpoint;
+  using mezzo::detail::parse_index;
+  CheckpointIndex index{1, {{"a", "integer", "", 16, 8}}};
+  std::string bytes = checkpoint_index(index, 24);
+  bytes.resize(bytes.size() - 16);
+  EXPECT_EQ(parse_index(bytes, 24).entries.at(0).size, 8U);
+  EXPECT_THROW(parse_index(bytes, 20), DamagedCheckpoint);
+  EXPECT_THROW(parse_index(bytes, 32), DamagedCheckpoint);
+  EXPECT_THROW(parse_index(bytes + "x", 24), DamagedCheckpoint);
+  for (std::size_t size = 0; size < bytes.size(); ++size) {
+    EXPECT_THROW(parse_index(bytes.substr(0, size), 24), DamagedCheckpoint) << size;
+  }
+  std::string huge_name = bytes;
+  huge_name[12 + 3] = '\x7f';  // the name's length: 2 GB, which must not be allocated
+  EXPECT_THROW(parse_index(huge_name, 24), DamagedCheckpoint);
+}
+
+TEST(CheckpointDamage, FallsBackToTheOneBeforeWithAWarningThatNamesFileAndDamage) {
+  const Scratch scratch;
+  std::vector<std::string> warnings;
+  Checkpoints checkpoints(scratch.path(), hearing(warnings));
+  Training run;
+  save(checkpoints, run, 1);
+  const auto newest = save(checkpoints, run, 2);
+  put_bytes(newest, bytes_of(newest).substr(0, 100));
+  run.set(0);
+  const auto loaded = checkpoints.load_newest(run.state);
+  ASSERT_TRUE(loaded);
+  EXPECT_EQ(loaded->step, 1);
+  EXPECT_TRUE(run.is(1));
+  EXPECT_THAT(warnings, ElementsAre(AllOf(HasSubstr(newest.string() + " is damaged"),
+                                          HasSubstr("checksum"))));
+}
+
+TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {
+  const Scratch scratch;
+  std::vector<std::string> warnings;
+  Checkpoints checkpoints(scratch.path(), hearing(warnings));
+  Training run;
+  const auto first = save(checkpoints, run, 1);
+  const auto second = save(checkpoints, run, 2);
+  put_bytes(second, "");
+  checkpoints.load_newest(run.state);
+  const auto third = save(checkpoints, run, 3);
+  EXPECT_THAT(checkpoints.files(), ElementsAre(third, second, first));
+  const auto fourth = save(checkpoints, run, 4);
+  EXPECT_THAT(checkpoints.files(), ElementsAre(fourth, third));
+}
+
+TEST(CheckpointDamage, WithoutAWholeFileThereIsNoFreshStart) {
+  const Scratch scratch;
+  std::vector<std::string> warnings;
+  Checkpoints checkpoints(scratch.path(), hearing(warnings));
+  Training run;
+  const auto first = save(checkpoints, run, 1), second = save(checkpoints, run, 2);
+  put_bytes(first, "");
+  put_bytes(second, "MEZZOCKP");
+  run.set(9);
+  EXPECT_THAT(error_of([&] { checkpoints.load_newest(run.state); }),
+              AllOf(HasSubstr("no checkpoint that is whole"), HasSubstr(first.string()),
+                    HasSubstr(second.string())));
+  EXPECT_TRUE(run.is(9));
+}
+
+TEST(CheckpointDamage, ANewerFormatIsRefusedAndNotTakenForDamage) {
+  const Scratch scratch;
+  std::vector<std::string> warnings;
+  Checkpoints checkpoints(scratch.path(), hearing(warnings));
+  Training run;
+  save(checkpoints, run, 1);
+  const auto newest = save(checkpoints, run, 2);
+  std::string bytes = bytes_of(newest);
+  bytes[8] = 2;
+  bytes[12] = static_cast<char>(~2);
+  put_bytes(newest, bytes);
+  EXPECT_THAT(error_of([&] { checkpoints.load_newest(run.state); }),
+              AllOf(HasSubstr("of format 2"), HasSubstr("update mezzo")));
+  EXPECT_THAT(warnings, IsEmpty());
+}
+
+/// Calls that count, and of which one fails.
+struct Faults {
+  std::string failing = "";  // its name
+  int number = 0;            // which one of that name, from 1; 0 for none
+  int error = EIO;
+  bool is_short = false;  // a write of some bytes first, which is no failure
+  bool kills = false;     // in place of failing
+  std::vector<std::string> log = {};
+
+  bool fails(const std::string& name) {
+    log.push_back(name);
+    if (name != failing || std::count(log.begin(), log.end(), name) != number) return false;
+    if (kills) ::raise(SIGKILL);
+    errno = error;
+    return true;
+  }
+
+  FileCalls calls() {
+    FileCalls calls;
+    calls.open = [this, real = calls.open](const char* path, int flags) {
+      return fails(flags & O_EXCL ? "create" : "open") ? -1 : real(path, flags);
+    };
+    calls.write = [this, real = calls.write](int file, const void* from, size_t count) {
+      if (is_short) count = std::min<size_t>(count, 300000);
+      return fails("write") ? -1 : real(file, from, count);
+    };
+    calls.fsync = [this, real = calls.fsync](int file) { return fails("fsync") ? -1 : real(file); };
+    calls.close = [this, real = calls.close](int file) {
+      const bool is_refused = fails("close");
+      return real(file) == 0 && !is_refused ? 0 : -1;
+    };
+    calls.rename = [this, real = calls.rename](const char* from, const char* to) {
+      return fails("rename") ? -1 : real(from, to);
+    };
+    calls.unlink = [this, real = calls.unlink](const char* path) {
+      return fails("unlink") ? -1 : real(path);
+    };
+    return calls;
+  }
+};
+
+/// 2 MB, so that there are several writes.
+constexpr int64_t kLarge = 1 << 18;
+
+TEST(CheckpointFaults, TheFileIsFlushedBeforeItIsRenamedAndTheFolderAfter) {
+  const Scratch scratch;
+  Faults faults;
+  Checkpoints checkpoints(scratch.path(), {}, faults.calls());
+  Training run;
+  save(checkpoints, run, 1);
+  EXPECT_THAT(faults.log, ElementsAre("open", "create", "write", "write", "fsync", "close",
+                                      "rename", "open", "fsync"));
+}
+
+/// Lets the `number`-th call of `name` fail while a second checkpoint is saved, and returns whether
+/// it came to that; whatever happens, the newest is the old one or the new one, whole.
+bool survives(const std::string& name, int number, int error, bool is_short) {
+  const Scratch scratch;
+  std::vector<std::string> warnings;
+  Training run(kLarge);
+  {
+    Checkpoints checkpoints(scratch.path(), hearing(warnings));
+    save(checkpoints, run, 1);
+  }
+  Faults faults{.failing = name, .number = number, .error = error, .is_short = is_short};
+  bool saved = true;
+  std::filesystem::path file;
+  {
+    Checkpoints checkpoints(scratch.path(), hearing(warnings), faults.calls());
+    run.set(2);
+    const std::string message = error_of([&] { file = checkpoints.save(run.state, 2).file; });
+    saved = message == kNoError;
+    if (!saved) {
+      EXPECT_THAT(message, HasSubstr(std::strerror(error)));
+    }
+    EXPECT_THAT(temporaries_in(scratch.path()), IsEmpty());
+  }
+  const bool came_to_it = std::count(faults.log.begin(), faults.log.end(), name) >= number;
+  Checkpoints checkpoints(scratch.path());
+  run.set(9);
+  EXPECT_TRUE(checkpoints.load_newest(run.state));
+  EXPECT_TRUE(run.is(saved ? 2 : 1)) << name << ' ' << number;
+  EXPECT_EQ(checkpoints.files().size(), saved ? 2U : 1U);
+  // What may fail and still leave a saved file: the flush of the folder, which is told.
+  if (came_to_it && saved) {
+    EXPECT_THAT(warnings, ElementsAre(HasSubstr("is not known")));
+  }
+  save(checkpoints, run, 3);
+  EXPECT_TRUE(run.is(3));
+  return came_to_it;
+}
+
+TEST(CheckpointFaults, WhicheverCallFailsTheOldOrTheNewStateIsWhole) {
+  for (const std::string name : {"open", "create", "write", "fsync", "close", "rename"}) {
+    int number = 1;
+    while (survives(name, number, name == "write" ? ENOSPC : EIO, false) && number < 20) ++number;
+    EXPECT_GT(number, name == "write" ? 3 : 1) << name << " was never called";
+    EXPECT_LT(number, 20);
+  }
+}
+
+TEST(CheckpointFaults, ShortWritesAreContinuedAndAFailureAfterOneIsNoticed) {
+  int number = 1;
+  while (survives("write", number, EIO, /*is_short=*/true) && number < 20) ++number;
+  EXPECT_GT(number, 6);
+  EXPECT_LT(number, 20);
+}
+
+TEST(CheckpointFaults, AFolderThatCannotBeFlushedIsToldAndRemovesNothing) {
+  const Scratch scratch;
+  Training run;
+  std::vector<std::string> warnings;
+  Faults faults{.failing = "fsync", .number = 4};
+  Checkpoints checkpoints(scratch.path(), hearing(warnings, 1), faults.calls());
+  save(checkpoints, run, 1);
+  run.set(2);
+  const auto saved = checkpoints.save(run.state, 2);
+  EXPECT_FALSE(saved.durable);
+  EXPECT_THAT(warnings, ElementsAre(HasSubstr("whether it would survive a crash")));
+  EXPECT_EQ(checkpoints.files().size(), 2U);
+  EXPECT_TRUE(checkpoints.save(run.state, 3).durable);
+  EXPECT_EQ(checkpoints.files().size(), 1U);
+}
+
+TEST(CheckpointFaults, AReadErrorFallsBackLikeDamage) {
+  const Scratch scratch;
+  Training run;
+  std::vector<std::string> warnings;
+  FileCalls calls;
+  int reads = 0;
+  calls.pread = [&](int file, void* to, size_t count, off_t offset) -> ssize_t {
+    if (++reads > 1) return ::pread(file, to, count, offset);
+    errno = EIO;
+    return -1;
+  };
+  Checkpoints checkpoints(scratch.path(), hearing(warnings), calls);
+  save(checkpoints, run, 1);
+  save(checkpoints, run, 2);
+  EXPECT_EQ(checkpoints.load_newest(run.state)->step, 1);
+  EXPECT_THAT(warnings, ElementsAre(HasSubstr("cannot be read: Input/output error")));
+}
+
+/// Saves in a child that is killed: in a call of `faults`, or after a while.
+void save_in_killed_child(const std::filesystem::path& folder, int64_t value, Faults faults,
+                          std::optional<std::chrono::microseconds> lifetime = std::nullopt) {
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    at::set_num_threads(1);  // the parent's pool has no threads here
+    Training run(kLarge);
+    Checkpoints checkpoints(folder, {}, faults.calls());
+    for (int64_t next = value;; ++next) save(checkpoints, run, next);
+  }
+  if (lifetime) {
+    std::this_thread::sleep_for(*lifetime);
+    ::kill(child, SIGKILL);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+}
+
+/// The newest is whole, not older than `at_least`, and nothing is damaged. Returns its value.
+int64_t newest_whole(const std::filesystem::path& folder, int64_t at_least) {
+  std::vector<std::string> warnings;
+  Training run(kLarge);
+  Checkpoints checkpoints(folder, hearing(warnings));
+  const auto loaded = checkpoints.load_newest(run.state);
+  EXPECT_TRUE(loaded && run.is(loaded->step));
+  EXPECT_GE(run.position, at_least);
+  EXPECT_THAT(warnings, IsEmpty());
+  return run.position;
+}
+
+TEST(CheckpointKills, AKillInAnyCallLeavesTheOldOrTheNewStateWhole) {
+  for (const std::string name : {"open", "create", "write", "fsync", "close", "rename", "unlink"}) {
+    const Scratch scratch;
+    Training run(kLarge);
+    {
+      Checkpoints checkpoints(scratch.path());
+      save(checkpoints, run, 1);
+      save(checkpoints, run, 2);
+    }
+    int64_t value = 2;
+    for (int number = 1; number <= (name == "write" ? 8 : 3); ++number) {
+      save_in_killed_child(scratch.path(), value + 1,
+                           {.failing = name, .number = number, .kills = true});
+      value = newest_whole(scratch.path(), value);
+    }
+    Checkpoints checkpoints(scratch.path());
+    save(checkpoints, run, value + 1);
+    EXPECT_THAT(temporaries_in(scratch.path()), IsEmpty()) << "what the killed ones left";
+    EXPECT_EQ(checkpoints.files().size(), 2U);
+  }
+}
+
+/// 10 rounds, a second; MEZZO_KILL_ROUNDS says otherwise.
+TEST(CheckpointKills, KillsAtRandomMomentsLeaveAWholeStateThatNeverGoesBack) {
+  const char* const wanted = std::getenv("MEZZO_KILL_ROUNDS");
+  const int rounds = wanted == nullptr ? 10 : std::atoi(wanted);
+  const Scratch scratch;
+  Training run(kLarge);
+  {
+    Checkpoints checkpoints(scratch.path());
+    save(checkpoints, run, 1);
+  }
+  std::mt19937 random(1);  // NOLINT: the same moments each time
+  int64_t value = 1;
+  for (int round = 0; round < rounds; ++round) {
+    const std::chrono::microseconds moment(random() % 60000);
+    save_in_killed_child(scratch.path(), value + 1, {}, moment);
+    value = newest_whole(scratch.path(), value);
+  }
+  EXPECT_GT(value, 1) << "no child lived long enough to save";
+}
+
+}  // namespace

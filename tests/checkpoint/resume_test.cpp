@@ -1,0 +1,393 @@
+// What goes into a checkpoint comes back: bit for bit, all of it or nothing.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/checkpoint.h>
+#include <mezzo/ema.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/lr_schedule.h>
+
+#include <algorithm>
+#include <concepts>
+#include <cstddef>
+#include <filesystem>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "../optim/optimizers.h"
+#include "scratch.h"
+
+namespace {
+
+using checkpoint_test::Scratch;
+using grad_scaler_test::error_of;
+using mezzo::Checkpoints;
+using mezzo::TrainingState;
+using mezzo::optim::WeightStorage;
+using testing::AllOf;
+using testing::HasSubstr;
+
+mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage storage) {
+  return mezzo::optim::AdamW(
+      std::move(parameters),
+      mezzo::optim::AdamWOptions(1e-2).weight_storage(storage).ema_decay(0.9).seed(7));
+}
+
+/// A run with dropout, a scaler that grows and skips, a schedule and averages.
+template <class Optimizer>
+class Training {
+ public:
+  template <class MakeOptimizer>
+  Training(at::ScalarType dtype, MakeOptimizer make_optimizer)
+      : model(torch::nn::Linear(8, 16), torch::nn::BatchNorm1d(16), torch::nn::Dropout(0.5),
+              torch::nn::Linear(16, 4)),
+        optimizer((model->to(dtype), make_optimizer(model->parameters()))),
+        ema(model->parameters(), {.decay = 0.8}),
+        schedule(optimizer, {.warmup_steps = 3, .total_steps = 40}),
+        dtype_(dtype) {
+    scaler.on_skip(nullptr);
+    state.add("model", model).add("optimizer", optimizer).add("ema", ema);
+    state.add("scaler", scaler).add("schedule", schedule).add("position", position);
+    state.add("order", order).add("own generator", own_random).with_random_state();
+  }
+
+  void step() {
+    optimizer.zero_grad();
+    const torch::Tensor input = torch::randn({6, 8}).to(dtype_);
+    torch::Tensor loss = model->forward(input).to(torch::kFloat).square().mean();
+    const bool overflows = position % 5 == 3;
+    if (overflows) loss = loss * std::numeric_limits<float>::infinity();
+    scaler.scale(loss).backward();
+    const auto result = scaler.step(optimizer, {.max_norm = 1.0});
+    scaler.update();
+    schedule.step(result);
+    ema.update(result);
+    order = torch::randperm(10, own_random);
+    ++position;
+  }
+
+  /// All that training has come to.
+  std::vector<torch::Tensor> outcome() {
+    std::vector<torch::Tensor> all;
+    for (const auto& tensor : model->parameters()) all.push_back(tensor.detach().clone());
+    for (const auto& tensor : model->buffers()) all.push_back(tensor.clone());
+    for (const auto& tensor : ema.averages()) all.push_back(tensor.clone());
+    if constexpr (std::derived_from<Optimizer, mezzo::optim::FusedOptimizer>) {
+      for (const auto& tensor : model->parameters()) {
+        all.push_back(optimizer.average_of(tensor).clone());
+      }
+    }
+    for (const auto& [key, value] : scaler.state_dict()) all.push_back(torch::tensor(value));
+    for (const double lr : schedule.lrs()) all.push_back(torch::tensor(lr, torch::kDouble));
+    all.push_back(torch::tensor(position));
+    all.push_back(order.clone());
+    all.push_back(torch::rand({3}));
+    all.push_back(torch::rand({3}, own_random));
+    return all;
+  }
+
+  torch::nn::Sequential model;
+  Optimizer optimizer;
+  mezzo::Ema ema;
+  mezzo::LinearSchedule schedule;
+  mezzo::GradScaler scaler{mezzo::GradScalerOptions().init_scale(8).growth_interval(3)};
+  int64_t position = 0;
+  torch::Tensor order;
+  at::Generator own_random = at::detail::createCPUGenerator(11);
+  TrainingState state;
+
+ private:
+  at::ScalarType dtype_;
+};
+
+/// Trains through, and again from another beginning with a checkpoint of the middle.
+template <class Optimizer, class MakeOptimizer>
+void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_optimizer) {
+  const Scratch scratch;
+  torch::manual_seed(1);
+  Training<Optimizer> whole(dtype, make_optimizer);
+  for (int i = 0; i < 9; ++i) whole.step();
+  Checkpoints(scratch.path()).save(whole.state, whole.position);
+  for (int i = 0; i < 9; ++i) whole.step();
+  const auto expected = whole.outcome();
+
+  torch::manual_seed(2);
+  Training<Optimizer> resumed(dtype, make_optimizer);
+  resumed.step();  // has state of its own, which must leave no trace
+  const auto loaded = Checkpoints(scratch.path()).load_newest(resumed.state);
+  ASSERT_TRUE(loaded);
+  EXPECT_EQ(loaded->step, 9);
+  for (int i = 0; i < 9; ++i) resumed.step();
+
+  const auto actual = resumed.outcome();
+  ASSERT_EQ(expected.size(), actual.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(torch::equal(expected[i], actual[i])) << i << '\n' << expected[i] << actual[i];
+  }
+}
+
+TEST(CheckpointResume, IsBitExactWithMezzosAdamW) {
+  expect_same_bits_after_resuming<mezzo::optim::AdamW>(
+      torch::kFloat, [](auto parameters) { return make(parameters, WeightStorage::plain); });
+}
+
+TEST(CheckpointResume, IsBitExactWithMastersInFloat) {
+  expect_same_bits_after_resuming<mezzo::optim::AdamW>(
+      torch::kBFloat16, [](auto parameters) { return make(parameters, WeightStorage::master); });
+}
+
+TEST(CheckpointResume, IsBitExactWithSplitMasters) {
+  expect_same_bits_after_resuming<mezzo::optim::AdamW>(torch::kBFloat16, [](auto parameters) {
+    return make(parameters, WeightStorage::split_master);
+  });
+}
+
+TEST(CheckpointResume, IsBitExactWithStochasticRounding) {
+  expect_same_bits_after_resuming<mezzo::optim::AdamW>(torch::kBFloat16, [](auto parameters) {
+    return make(parameters, WeightStorage::stochastic);
+  });
+}
+
+TEST(CheckpointResume, IsBitExactWithLibtorchsAdamW) {
+  expect_same_bits_after_resuming<torch::optim::AdamW>(torch::kFloat, [](auto parameters) {
+    return torch::optim::AdamW(parameters, torch::optim::AdamWOptions(1e-2));
+  });
+}
+
+/// Values of every kind.
+struct Values {
+  Values() {
+    state.add("model", model).add("shared", shared).add("integer", integer).add("small", small);
+    state.add("flag", flag).add("real", real).add("text", text).add("tensor", tensor);
+  }
+
+  torch::nn::Linear model{2, 3};
+  std::shared_ptr<torch::nn::LinearImpl> shared = std::make_shared<torch::nn::LinearImpl>(3, 1);
+  int64_t integer = std::numeric_limits<int64_t>::min();
+  std::uint8_t small = 200;
+  bool flag = true;
+  double real = 0.1;
+  std::string text = std::string("a\0b\n", 4);
+  torch::Tensor tensor = torch::arange(1000).select(0, 3);
+  TrainingState state;
+};
+
+TEST(Checkpoint, ValuesOfEveryKindComeBack) {
+  const Scratch scratch;
+  Values saved, loaded;
+  const auto file = Checkpoints(scratch.path()).save(saved.state, 0);
+  EXPECT_LT(file.bytes, 20000U) << "a view takes its own bytes, not its storage's";
+  loaded.integer = 0, loaded.small = 0, loaded.flag = false, loaded.real = 0, loaded.text = "";
+  loaded.tensor = torch::Tensor();
+  mezzo::load_checkpoint(file.file, loaded.state);
+  EXPECT_EQ(loaded.integer, saved.integer);
+  EXPECT_EQ(loaded.small, 200);
+  EXPECT_TRUE(loaded.flag);
+  EXPECT_EQ(loaded.real, 0.1);
+  EXPECT_EQ(loaded.text, saved.text);
+  EXPECT_TRUE(torch::equal(loaded.tensor, saved.tensor));
+  EXPECT_TRUE(torch::equal(loaded.model->weight, saved.model->weight));
+  EXPECT_TRUE(torch::equal(loaded.shared->bias, saved.shared->bias));
+}
+
+/// Saves under the names of `saver`, and says what loading into `loader` throws.
+std::string error_between(const TrainingState& saver, const TrainingState& loader,
+                          const mezzo::LoadOptions& options = {}) {
+  const Scratch scratch;
+  const auto file = Checkpoints(scratch.path()).save(saver, 0).file;
+  return error_of([&] { mezzo::load_checkpoint(file, loader, options); });
+}
+
+TEST(Checkpoint, NamesThatAreMissingOrExtraAreNamed) {
+  int64_t a = 1, b = 2, c = 3;
+  EXPECT_THAT(error_between(TrainingState().add("a", a).add("b", b),
+                            TrainingState().add("a", a).add("c", c)),
+              AllOf(HasSubstr("lacks \"c\""), HasSubstr("has \"b\""), HasSubstr("nothing was")));
+  EXPECT_EQ(error_between(TrainingState().add("a", b).add("b", b), TrainingState().add("a", a),
+                          {.subset = true}),
+            "no error");
+  EXPECT_EQ(a, 2);
+}
+
+TEST(Checkpoint, AnotherKindOrShapeIsNamedBeforeAnythingIsLoaded) {
+  int64_t number = 1;
+  double real = 2;
+  EXPECT_THAT(error_between(TrainingState().add("x", real), TrainingState().add("x", number)),
+              AllOf(HasSubstr("\"real number\" there"), HasSubstr("\"integer\" here")));
+  int64_t large = 300;
+  std::uint8_t small = 5;
+  EXPECT_THAT(error_between(TrainingState().add("x", large), TrainingState().add("x", small)),
+              HasSubstr("integer 300, which the variable's type cannot hold"));
+  torch::nn::Linear narrow(2, 3), wide(4, 3), plain(torch::nn::LinearOptions(2, 3).bias(false));
+  torch::nn::Linear half(2, 3);
+  half->to(torch::kHalf);
+  const auto error = [](torch::nn::Linear saved, torch::nn::Linear loaded) {
+    const torch::Tensor before = loaded->weight.detach().clone();
+    const std::string text =
+        error_between(TrainingState().add("m", saved), TrainingState().add("m", loaded));
+    EXPECT_TRUE(torch::equal(loaded->weight, before));
+    return text;
+  };
+  EXPECT_THAT(error(narrow, wide),
+              HasSubstr("parameter weight is Float [3, 2] in the file, and Float [3, 4] here"));
+  EXPECT_THAT(error(narrow, half), HasSubstr("and Half [3] here"));
+  EXPECT_THAT(error(narrow, plain), HasSubstr("the file has the parameter bias"));
+  EXPECT_THAT(error(plain, narrow), HasSubstr("the file lacks the parameter bias"));
+}
+
+TEST(Checkpoint, WhatWasLoadedIsTakenBackWhenALaterObjectRefusesItsPart) {
+  const Scratch scratch;
+  const auto groups = [](const torch::nn::Linear& model, int number) {
+    std::vector<torch::optim::OptimizerParamGroup> all;
+    all.emplace_back(std::vector<torch::Tensor>{model->weight});
+    if (number > 1) all.emplace_back(std::vector<torch::Tensor>{model->bias});
+    return all;
+  };
+  torch::nn::Linear saved(2, 2), loaded(2, 2);
+  torch::Tensor order = torch::arange(3), undefined;
+  int64_t epoch = 1;
+  torch::optim::AdamW first(groups(saved, 1), {}), second(groups(loaded, 2), {});
+  loaded->forward(torch::ones({1, 2})).sum().backward();
+  second.step();
+  Checkpoints checkpoints(scratch.path());
+  TrainingState saver, loader;
+  saver.add("epoch", epoch).add("order", order).add("new", order).add("model", saved);
+  checkpoints.save(saver.add("optimizer", first), 0);
+  torch::Tensor own_order = torch::ones({2});
+  int64_t own_epoch = 5;
+  loader.add("epoch", own_epoch).add("order", own_order).add("new", undefined);
+  loader.add("model", loaded).add("optimizer", second).with_random_state();
+  saver.with_random_state();
+  checkpoints.save(saver, 1);
+  const torch::Tensor weight = loaded->weight.detach().clone();
+  const torch::Tensor random = at::globalContext().defaultGenerator(at::kCPU).get_state();
+  EXPECT_THAT(error_of([&] { checkpoints.load_newest(loader); }),
+              AllOf(HasSubstr("\"optimizer\" cannot be loaded: loaded state dict has a different "
+                              "number of parameter groups"),
+                    HasSubstr("everything is as it was before")));
+  EXPECT_EQ(own_epoch, 5);
+  EXPECT_TRUE(torch::equal(own_order, torch::ones({2})));
+  EXPECT_FALSE(undefined.defined());
+  EXPECT_TRUE(torch::equal(loaded->weight, weight));
+  EXPECT_EQ(second.state().size(), 2U);
+  EXPECT_TRUE(torch::equal(at::globalContext().defaultGenerator(at::kCPU).get_state(), random));
+}
+
+TEST(Checkpoint, AnObjectThatCannotBeSavedIsNamedAndLeavesTheFolderAsItWas) {
+  const Scratch scratch;
+  torch::Tensor undefined;
+  Checkpoints checkpoints(scratch.path());
+  EXPECT_THAT(error_of([&] { checkpoints.save(TrainingState().add("order", undefined), 1); }),
+              HasSubstr("\"order\" cannot be saved: the tensor is undefined"));
+  EXPECT_TRUE(checkpoints.files().empty());
+}
+
+TEST(Checkpoint, WrongArgumentsAreNamed) {
+  int64_t value = 0;
+  EXPECT_THAT(error_of([&] { TrainingState().add("a", value).add("a", value); }),
+              HasSubstr("\"a\" is given twice"));
+  EXPECT_THAT(error_of([&] { TrainingState().add("", value); }), HasSubstr("a name is empty"));
+  EXPECT_THAT(error_of([&] { Checkpoints("x", {.keep = 0}); }), HasSubstr("keep is 0"));
+  const Scratch scratch;
+  EXPECT_THAT(
+      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("a", value), -1); }),
+      HasSubstr("step is -1"));
+  EXPECT_THAT(error_of([&] { Checkpoints(scratch.path()).load_newest({}); }),
+              HasSubstr("the state is empty"));
+}
+
+TEST(Checkpoints, AFolderWithoutAnyIsAFreshStart) {
+  const Scratch scratch;
+  int64_t value = 3;
+  EXPECT_FALSE(Checkpoints(scratch.path() / "none").load_newest(TrainingState().add("a", value)));
+  EXPECT_FALSE(std::filesystem::exists(scratch.path() / "none"));
+}
+
+TEST(Checkpoints, KeepTheNewestByWhenTheyWereSavedNotByStep) {
+  const Scratch scratch;
+  int64_t value = 0;
+  TrainingState state;
+  state.add("value", value);
+  Checkpoints checkpoints(scratch.path() / "deep" / "run", {.keep = 2});
+  for (const int64_t step : {900, 1000, 10}) checkpoints.save(state, step);
+  ASSERT_EQ(checkpoints.files().size(), 2U);
+  EXPECT_EQ(checkpoints.files()[0].filename(), "checkpoint-000003-step-10.mezzo");
+  EXPECT_EQ(checkpoints.load_newest(state)->step, 10);
+}
+
+TEST(Checkpoints, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
+  const Scratch scratch;
+  int64_t value = 0;
+  const auto state = TrainingState().add("value", value);
+  Checkpoints second(scratch.path());
+  {
+    Checkpoints first(scratch.path());
+    first.save(state, 1);
+    EXPECT_THAT(error_of([&] { second.save(state, 2); }),
+                HasSubstr("is being saved to by another process"));
+    EXPECT_EQ(second.load_newest(state)->step, 1);
+  }
+  second.save(state, 2);
+  EXPECT_EQ(second.load_newest(state)->step, 2);
+}
+
+TEST(Checkpoints, LeaveOtherFilesAlone) {
+  const Scratch scratch;
+  int64_t value = 0;
+  Checkpoints checkpoints(scratch.path(), {.keep = 1});
+  for (const char* name : {"checkpoint-1-step-2.mezzo.bak", "checkpoint-x-step-2.mezzo",
+                           ".checkpoint-1-step-2.mezzo.tmp", ".checkpoint-1-step-2.mezzo.7.tmp.x",
+                           "checkpoint-1-step-.mezzo", "notes"}) {
+    checkpoint_test::put_bytes(scratch.path() / name, "somebody's");
+  }
+  const auto state = TrainingState().add("value", value);
+  checkpoints.save(state, 1);
+  checkpoints.save(state, 2);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(scratch.path()), {}), 6 + 2);
+}
+
+std::string hex(const mezzo::detail::Sha256Digest& digest) {
+  std::string text;
+  for (const std::byte byte : digest) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    text += kDigits[std::to_integer<int>(byte) >> 4];
+    text += kDigits[std::to_integer<int>(byte) & 15];
+  }
+  return text;
+}
+
+/// FIPS 180-4's examples, and lengths about the ends of blocks against the other implementation.
+TEST(Sha256, HasTheStandardsDigestsOnAnyCpuInPiecesOfAnyLength) {
+  using mezzo::detail::Sha256;
+  const auto digest = [](const std::string& text, std::size_t piece, auto compress) {
+    Sha256 sum(compress);
+    for (std::size_t i = 0; i < text.size(); i += piece) {
+      sum.add(text.data() + i, std::min(piece, text.size() - i));
+    }
+    return hex(sum.finish());
+  };
+  const auto plain = &mezzo::detail::sha256_compress_plain;
+  const auto best = mezzo::detail::best_sha256_compress();
+  for (const auto compress : {plain, best}) {
+    EXPECT_EQ(digest("", 1, compress),
+              "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    EXPECT_EQ(digest("abc", 1, compress),
+              "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    EXPECT_EQ(digest("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", 7, compress),
+              "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
+    EXPECT_EQ(digest(std::string(1000000, 'a'), 4099, compress),
+              "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+  }
+  for (std::size_t size = 0; size < 200; ++size) {
+    const std::string text(size, 'x');
+    EXPECT_EQ(digest(text, 64, best), digest(text, 13, plain)) << size;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+
+#include <unistd.h>
+#include <cstdlib>
+
+namespace checkpoint_test {
+
+/// A folder of this process's own that goes with the object; in memory where that is offered, since
+/// what a disk does is not what is tested.
+class Scratch {
+ public:
+  Scratch() {
+    const bool has_memory = ::access("/dev/shm", W_OK) == 0;
+    const auto parent = has_memory ? "/dev/shm" : std::filesystem::temp_directory_path();
+    std::string name = (parent / "mezzo-XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no folder to test in");
+    path_ = name;
+  }
+  ~Scratch() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+inline std::string bytes_of(const std::filesystem::path& file) {
+  std::ifstream stream(file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
+inline void put_bytes(const std::filesystem::path& file, const std::string& bytes) {
+  std::ofstream(file, std::ios::binary) << bytes;
+}
+
+}  // namespace checkpoint_test

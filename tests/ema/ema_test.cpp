@@ -1,0 +1,254 @@
+// Averages of weights beside any optimizer, and in the model for as long as it is evaluated.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+#include <mezzo/ema.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/weight_cache.h>
+
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "../optim/optimizers.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using mezzo::Ema;
+using mezzo::EmaWeights;
+using mezzo::StepResult;
+using mezzo::optim::WeightStorage;
+using testing::HasSubstr;
+
+torch::Tensor weight(std::vector<double> values, at::ScalarType dtype = torch::kFloat) {
+  return torch::tensor(values, dtype).requires_grad_();
+}
+
+void write(torch::Tensor& parameter, double value) {
+  const torch::NoGradGuard no_grad;
+  parameter.fill_(value);
+}
+
+TEST(Ema, BeginsAsTheWeightsAndFollowsThem) {
+  torch::Tensor parameter = weight({8, 8});
+  Ema ema({parameter}, {.decay = 0.75});
+  EXPECT_EQ(ema.averages()[0][1].item<float>(), 8);
+  write(parameter, 4);
+  ema.update();
+  EXPECT_EQ(ema.averages()[0][1].item<float>(), 7);
+  ema.update();
+  EXPECT_EQ(ema.averages()[0][1].item<float>(), 6.25F);
+  EXPECT_EQ(ema.updates(), 2);
+}
+
+TEST(Ema, FollowsAPlainReferenceInDoubleOnManySteps) {
+  torch::Tensor parameter = weight({0}, torch::kDouble);
+  Ema ema({parameter}, {.decay = 0.99});
+  double expected = 0;
+  for (int i = 1; i <= 300; ++i) {
+    write(parameter, i * i);
+    ema.update();
+    expected = 0.99 * expected + 0.01 * i * i;
+  }
+  EXPECT_NEAR(ema.averages()[0].item<double>(), expected, 1e-9 * expected);
+}
+
+TEST(Ema, StandsStillForASkippedStep) {
+  torch::Tensor parameter = weight({8});
+  Ema ema({parameter}, {.decay = 0.5});
+  write(parameter, 4);
+  ema.update(StepResult({.ran = false}));
+  EXPECT_EQ(ema.averages()[0].item<float>(), 8);
+  EXPECT_EQ(ema.updates(), 0);
+  ema.update(StepResult({.ran = true}));
+  EXPECT_EQ(ema.averages()[0].item<float>(), 6);
+}
+
+TEST(Ema, KeepsFloatOfWeightsOf16BitsAndTakesMastersWhereGiven) {
+  torch::Tensor parameter = weight({1, 1}, torch::kBFloat16), other = weight({1}, torch::kBFloat16);
+  torch::Tensor master = torch::ones({2});
+  Ema ema({parameter, other}, {.decay = 0.5, .masters = {master, torch::Tensor()}});
+  master.fill_(1.001);  // which bfloat16 cannot tell from 1
+  write(other, 3);
+  ema.update();
+  EXPECT_EQ(ema.averages()[0].scalar_type(), torch::kFloat);
+  EXPECT_NEAR(ema.averages()[0][0].item<float>(), 1.0005, 1e-6);
+  EXPECT_EQ(ema.averages()[1].item<float>(), 2);
+}
+
+TEST(Ema, RefusesWhatItCannotAverage) {
+  const torch::Tensor parameter = weight({1});
+  EXPECT_THAT(error_of([&] { Ema({parameter}, {.decay = 1}); }), HasSubstr("decay is 1"));
+  EXPECT_THAT(error_of([&] { Ema({parameter}, {.decay = -0.1}); }), HasSubstr("decay is -0.1"));
+  EXPECT_THAT(error_of([&] { Ema({torch::arange(3)}); }), HasSubstr("parameter 0"));
+  EXPECT_THAT(error_of([&] { Ema({parameter, torch::Tensor()}); }), HasSubstr("parameter 1"));
+  EXPECT_THAT(error_of([&] {
+                Ema({parameter}, {.masters = {parameter, parameter}});
+              }),
+              HasSubstr("2 masters and 1 parameters"));
+  EXPECT_THAT(error_of([&] { Ema({parameter}, {.masters = {torch::zeros({2})}}); }),
+              HasSubstr("its master [2]"));
+}
+
+TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
+  torch::Tensor parameter = weight({8, 6});
+  Ema ema({parameter}, {.decay = 0.5});
+  write(parameter, 2);
+  ema.update();
+  std::stringstream stream;
+  torch::save(ema, stream);
+  Ema loaded({weight({0, 0})});
+  torch::load(loaded, stream);
+  EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
+  EXPECT_EQ(loaded.updates(), 1);
+  Ema other({weight({0, 0, 0})});
+  stream.seekg(0);
+  EXPECT_THAT(error_of([&] { torch::load(other, stream); }), HasSubstr("of Float [2]"));
+  EXPECT_TRUE(torch::equal(other.averages()[0], torch::zeros({3})));
+}
+
+TEST(EmaWeights, PutsAveragesInAndTheVeryMemoryBack) {
+  torch::Tensor parameter = weight({8, 8}, torch::kBFloat16);
+  Ema ema({parameter}, {.decay = 0.5});
+  write(parameter, 4);
+  ema.update();
+  const void* const memory = parameter.const_data_ptr();
+  {
+    const EmaWeights averaged(ema);
+    EXPECT_EQ(parameter[0].item<float>(), 6);
+    EXPECT_EQ(parameter.scalar_type(), torch::kBFloat16);
+    EXPECT_TRUE(parameter.requires_grad());
+    write(parameter, 100);  // gone at the end, and not in the average
+  }
+  EXPECT_EQ(parameter.const_data_ptr(), memory);
+  EXPECT_EQ(parameter[0].item<float>(), 4);
+  EXPECT_EQ(ema.averages()[0][0].item<float>(), 6);
+}
+
+TEST(EmaWeights, KeepsStrides) {
+  torch::Tensor parameter = torch::rand({2, 3, 4, 5}).to(torch::MemoryFormat::ChannelsLast);
+  parameter.requires_grad_();
+  const Ema ema({parameter});
+  const auto strides = parameter.strides().vec();
+  const EmaWeights averaged(ema);
+  EXPECT_EQ(parameter.strides().vec(), strides);
+}
+
+TEST(EmaWeights, NestAndEndWithAnException) {
+  torch::Tensor parameter = weight({8});
+  Ema first({parameter}, {.decay = 0.5}), second({parameter}, {.decay = 0.5});
+  write(parameter, 4);
+  first.update();
+  second.update();
+  second.update();
+  const EmaWeights outer(first);
+  try {
+    const EmaWeights inner(second);
+    EXPECT_EQ(parameter.item<float>(), 5);
+    throw std::runtime_error("evaluation failed");
+  } catch (const std::runtime_error&) {
+    EXPECT_EQ(parameter.item<float>(), 6);
+  }
+}
+
+/// A step of `optimizer` with gradients that depend on the weights.
+void step(mezzo::optim::AdamW& optimizer, torch::Tensor& parameter) {
+  parameter.mutable_grad() = (parameter.detach().to(torch::kFloat) - 0.3).to(parameter.dtype());
+  optimizer.step();
+}
+
+mezzo::optim::AdamW make(const torch::Tensor& parameter, WeightStorage storage) {
+  return mezzo::optim::AdamW(
+      std::vector<torch::Tensor>{parameter},
+      mezzo::optim::AdamWOptions(1e-2).weight_storage(storage).ema_decay(0.9));
+}
+
+std::string file_of(const mezzo::optim::AdamW& optimizer, const torch::Tensor& parameter) {
+  std::string text;
+  for (const torch::Tensor& tensor : {optimizer.average_of(parameter), parameter.detach()}) {
+    const torch::Tensor bytes = tensor.contiguous();
+    text.append(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
+  }
+  return text;
+}
+
+/// Of two runs with the same gradients one evaluates averages now and then; in the end they have
+/// the same bits, in what the optimizer keeps beside the weights too.
+void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
+  torch::Tensor parameter = torch::linspace(-1, 1, 37).to(dtype).requires_grad_();
+  torch::Tensor watched = parameter.detach().clone().requires_grad_();
+  auto optimizer = make(parameter, storage), evaluated = make(watched, storage);
+  { const EmaWeights before_the_first_step(evaluated); }
+  for (int i = 0; i < 40; ++i) {
+    step(optimizer, parameter);
+    step(evaluated, watched);
+    const EmaWeights averaged(evaluated);
+    EXPECT_TRUE(torch::equal(watched.detach(), optimizer.average_of(parameter).to(dtype)));
+    if (i > 2) {
+      EXPECT_FALSE(torch::equal(watched, parameter)) << i;
+    }
+  }
+  EXPECT_EQ(file_of(evaluated, watched), file_of(optimizer, parameter));
+}
+
+TEST(EmaWeights, LeaveTrainingAsItWasToTheBitInFloat) {
+  expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
+}
+TEST(EmaWeights, LeaveTrainingAsItWasToTheBitWithMasters) {
+  expect_training_undisturbed(WeightStorage::master, torch::kBFloat16);
+  expect_training_undisturbed(WeightStorage::master, torch::kHalf);
+}
+TEST(EmaWeights, LeaveTrainingAsItWasToTheBitWithSplitMasters) {
+  expect_training_undisturbed(WeightStorage::split_master, torch::kBFloat16);
+}
+TEST(EmaWeights, LeaveTrainingAsItWasToTheBitWithStochasticRounding) {
+  expect_training_undisturbed(WeightStorage::stochastic, torch::kBFloat16);
+}
+
+TEST(EmaWeights, LeaveParametersWithoutAnAverageAlone) {
+  torch::Tensor trained = weight({1}), frozen = weight({5});
+  mezzo::optim::AdamW optimizer({trained, frozen}, mezzo::optim::AdamWOptions(0.1).ema_decay(0.5));
+  trained.mutable_grad() = torch::ones({1});
+  optimizer.step();
+  const void* const memory = frozen.const_data_ptr();
+  const EmaWeights averaged(optimizer);
+  EXPECT_EQ(frozen.const_data_ptr(), memory);
+  EXPECT_NEAR(trained.item<float>(), 0.95, 1e-3);
+}
+
+TEST(EmaWeights, RefuseAnOptimizerThatKeepsNone) {
+  const mezzo::optim::AdamW optimizer({weight({1})}, 0.1);
+  EXPECT_THAT(error_of([&] { const EmaWeights averaged(optimizer); }), HasSubstr("set ema_decay"));
+}
+
+TEST(EmaWeights, AreWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
+  torch::nn::Linear model(torch::nn::LinearOptions(2, 2).bias(false));
+  Ema ema(model->parameters(), {.decay = 0.5});
+  const mezzo::WeightCache cache;
+  const torch::NoGradGuard no_grad;
+  const auto output = [&] {
+    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    return model->forward(torch::ones({1, 2}))[0][0].item<float>();
+  };
+  model->weight.fill_(4);
+  EXPECT_EQ(output(), 8);
+  ema.update();
+  const torch::Tensor average = ema.averages()[0];
+  {
+    torch::Tensor writable = average;
+    writable.fill_(1);
+    const EmaWeights averaged(ema);
+    EXPECT_EQ(output(), 2);
+  }
+  EXPECT_EQ(output(), 8);
+}
+
+}  // namespace
