@@ -12,8 +12,8 @@
 #include <mezzo/autograd_function.h>
 #include <mezzo/cast_functions.h>
 #include <mezzo/cast_trace.h>
-#include <mezzo/clip_grad.h>
 #include <mezzo/checkpoint.h>
+#include <mezzo/clip_grad.h>
 #include <mezzo/ema.h>
 #include <mezzo/gemm_times.h>
 #include <mezzo/grad_bucket.h>

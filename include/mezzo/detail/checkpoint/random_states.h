@@ -19,7 +19,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Those that ops draw from unless they are given another: the CPU's and each CUDA device's.
-inline std::vector<at::Generator> default_generators() {
+inline std::vector<at::Generator> all_default_generators() {
   std::vector<at::Generator> generators{at::globalContext().defaultGenerator(at::kCPU)};
   const int devices = at::hasCUDA() ? at::detail::getCUDAHooks().deviceCount() : 0;
   if (devices > 0) at::globalContext().lazyInitDevice(at::kCUDA);
@@ -36,7 +36,7 @@ class RandomStatesPart final : public ArchivePart {
 
  protected:
   void put(torch::serialize::OutputArchive& archive) const override {
-    const std::vector<at::Generator> generators = default_generators();
+    const std::vector<at::Generator> generators = all_default_generators();
     archive.write("number", c10::IValue(static_cast<int64_t>(generators.size())));
     for (std::size_t i = 0; i < generators.size(); ++i) {
       archive.write(std::to_string(i), state_of(generators[i]), /*is_buffer=*/true);
@@ -50,7 +50,7 @@ class RandomStatesPart final : public ArchivePart {
     for (std::size_t i = 0; i < states.size(); ++i) {
       archive.read(std::to_string(i), states[i], /*is_buffer=*/true);
     }
-    std::vector<at::Generator> generators = default_generators();
+    std::vector<at::Generator> generators = all_default_generators();
     if (states.size() != generators.size()) {
       TORCH_WARN("The checkpoint has random states of ", states.size() - 1,
                  " CUDA devices, and here are ", generators.size() - 1,
