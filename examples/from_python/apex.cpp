@@ -1,0 +1,38 @@
+// Apex's three lines: initialize, scale_loss, and a step; here at O2, a model of 16 bits (bfloat16,
+// which needs no loss scale) with float32 batch norms and float32 master weights.
+// Exits with 1 if the loss did not fall.
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+
+int main() {
+  torch::manual_seed(0);
+  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
+                              torch::nn::Linear(64, 4));
+  model->to(device);
+  const torch::Tensor teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+
+  torch::optim::AdamW optimizer(model->parameters(), 1e-2);
+  auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2_bf16());  // O2() for half
+
+  double first_loss = 0;
+  double last_loss = 0;
+  for (int step = 0; step < 60; ++step) {
+    const torch::Tensor input = torch::randn({64, 16}, device);
+    const torch::Tensor target = input.mm(teacher).argmax(1);
+
+    optimizer.zero_grad();
+    // amp(model, ...) casts what comes in and out; a bare model->forward(...) would not.
+    const torch::Tensor loss = torch::nn::functional::cross_entropy(amp(model, input), target);
+    amp.scale_loss(loss, optimizer);  // with amp.scale_loss(...): backward()
+    torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
+    amp.step(optimizer);  // optimizer.step()
+
+    last_loss = loss.item<double>();
+    first_loss = step == 0 ? last_loss : first_loss;
+  }
+  std::printf("loss %.3f -> %.3f, scale %g\n", first_loss, last_loss, amp.scaler().get_scale());
+  return last_loss < first_loss / 2 ? 0 : 1;
+}

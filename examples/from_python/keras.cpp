@@ -1,0 +1,39 @@
+// Keras's way: the optimizer is wrapped, and its step unscales, checks, and moves the scale.
+// Exits with 1 if the loss did not fall.
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+
+int main() {
+  torch::manual_seed(0);
+  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
+                              torch::nn::Linear(64, 4));
+  model->to(device);
+  const torch::Tensor teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+
+  torch::optim::AdamW adamw(model->parameters(), 1e-2);
+  auto optimizer = mezzo::enable_mixed_precision(adamw);  // LossScaleOptimizer(adamw)
+
+  double first_loss = 0;
+  double last_loss = 0;
+  for (int step = 0; step < 60; ++step) {
+    const torch::Tensor input = torch::randn({64, 16}, device);
+    const torch::Tensor target = input.mm(teacher).argmax(1);
+
+    optimizer.zero_grad();
+    torch::Tensor loss;
+    {
+      mezzo::AutocastGuard autocast(device.type());  // set_global_policy("mixed_float16")
+      loss = torch::nn::functional::cross_entropy(model->forward(input), target);
+    }
+    optimizer.scale(loss).backward();
+    optimizer.step({.max_norm = 1.0});  // optimizer.apply(gradients)
+
+    last_loss = loss.item<double>();
+    first_loss = step == 0 ? last_loss : first_loss;
+  }
+  std::printf("loss %.3f -> %.3f, scale %g\n", first_loss, last_loss, optimizer.loss_scale());
+  return last_loss < first_loss / 2 ? 0 : 1;
+}

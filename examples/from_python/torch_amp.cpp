@@ -1,0 +1,42 @@
+// torch.amp's loop, call for call: autocast around the forward pass, and a GradScaler.
+// Exits with 1 if the loss did not fall.
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+
+int main() {
+  torch::manual_seed(0);
+  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
+                              torch::nn::Linear(64, 4));
+  model->to(device);
+  const torch::Tensor teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+
+  torch::optim::AdamW optimizer(model->parameters(), 1e-2);
+  mezzo::GradScaler scaler;  // scaler = torch.amp.GradScaler()
+
+  double first_loss = 0;
+  double last_loss = 0;
+  for (int step = 0; step < 60; ++step) {
+    const torch::Tensor input = torch::randn({64, 16}, device);
+    const torch::Tensor target = input.mm(teacher).argmax(1);
+
+    optimizer.zero_grad();
+    torch::Tensor loss;
+    {
+      mezzo::AutocastGuard autocast(device.type());  // with torch.autocast(device):
+      loss = torch::nn::functional::cross_entropy(model->forward(input), target);
+    }
+    scaler.scale(loss).backward();
+    scaler.unscale_(optimizer);  // optional: to clip true gradients
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
+    scaler.step(optimizer);
+    scaler.update();
+
+    last_loss = loss.item<double>();
+    first_loss = step == 0 ? last_loss : first_loss;
+  }
+  std::printf("loss %.3f -> %.3f, scale %g\n", first_loss, last_loss, scaler.get_scale());
+  return last_loss < first_loss / 2 ? 0 : 1;
+}
