@@ -30,7 +30,7 @@ void update_scale_(const LossScale&, const at::Tensor&, const at::Tensor&, const
   no_gpu();
 }
 void summarize_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-                const at::Tensor&, const at::Tensor&) {
+                const at::Tensor&, const at::Tensor&, TableMemory*) {
   no_gpu();
 }
 void statistics_(const std::vector<at::Tensor>&, const at::Tensor&, double,
@@ -40,13 +40,14 @@ void statistics_(const std::vector<at::Tensor>&, const at::Tensor&, double,
 int64_t partial_count(const at::Tensor&) { no_gpu(); }
 int64_t partial_bytes() { no_gpu(); }
 void write_partials_(const std::vector<at::Tensor>&, const std::vector<int64_t>&,
-                     const at::Tensor&) {
+                     const at::Tensor&, TableMemory*) {
   no_gpu();
 }
 void finish_partials_(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                       const at::Tensor&) {
   no_gpu();
 }
+void begin_step_(at::Device, TableMemory&) { no_gpu(); }
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
