@@ -71,12 +71,13 @@ Progress::Style Progress::style_for_stderr(bool quiet) {
 }
 
 Progress::Progress(std::ostream& out, Style style, int64_t epochs, int64_t steps,
-                   int64_t first_step)
+                   int64_t first_step, int64_t skipped)
     : out_(out),
       style_(style),
       epochs_(epochs),
       steps_(steps),
       first_step_(first_step),
+      skipped_(skipped),
       step_began_(Clock::now()),
       last_shown_(step_began_) {}
 
@@ -101,7 +102,7 @@ void Progress::on_step(const StepReport& report, const TrainingPosition& positio
         .steps = steps_,
         .loss = loss_sum_.item<double>() / static_cast<double>(losses_),
         .scale = report.result.scale(),
-        .skipped = report.skipped,
+        .skipped = skipped_,
         .tokens_per_second = static_cast<double>(tokens_) / seconds_,
         .seconds_left = a_step * static_cast<double>(steps_ - position.steps)});
   losses_ = 0;
@@ -115,6 +116,11 @@ void Progress::show(const ProgressStatus& status) {
   constexpr const char* kEraseLine = "\r\x1b[K";
   out_ << kEraseLine << progress_bar(status, terminal_width() - 1) << std::flush;
   bar_is_open_ = true;
+}
+
+void Progress::on_skip(const mezzo::SkippedStep& skipped) {
+  ++skipped_;
+  say(skipped.message());
 }
 
 void Progress::say(const std::string& line) {

@@ -38,14 +38,18 @@ class Progress {
   /// A bar if standard error is a terminal, else lines; nothing if `quiet`.
   static Style style_for_stderr(bool quiet);
 
-  /// `steps` in all, of which `first_step` were done before this process began.
-  Progress(std::ostream& out, Style style, int64_t epochs, int64_t steps, int64_t first_step);
+  /// `steps` in all, of which `first_step` were done before this process began, and of those
+  /// `skipped` skipped.
+  Progress(std::ostream& out, Style style, int64_t epochs, int64_t steps, int64_t first_step,
+           int64_t skipped);
   /// Ends the line that is being rewritten.
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
   void on_step(const StepReport& report, const TrainingPosition& position);
+  /// For GradScaler::on_skip, which on a GPU may come some steps late.
+  void on_skip(const mezzo::SkippedStep& skipped);
   /// Writes a line of its own, above the bar.
   void say(const std::string& line);
   /// The time since the last step went to something else (a score, a checkpoint): do not count it.
@@ -61,7 +65,7 @@ class Progress {
 
   std::ostream& out_;
   Style style_;
-  int64_t epochs_, steps_, first_step_;
+  int64_t epochs_, steps_, first_step_, skipped_;
   int64_t tokens_ = 0;
   double seconds_ = 0;
   torch::Tensor loss_sum_;  ///< since the last line, on the device

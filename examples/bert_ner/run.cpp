@@ -52,6 +52,10 @@ class Run {
   RunResult result(const Progress& progress) const;
 
   const RunOptions& options() const { return origin_.options; }
+  /// Waits for the steps that are under way.
+  int64_t skipped_steps() const {
+    return trainer_.position.steps - trainer_.schedule.applied_steps();
+  }
   bool stopped_early() const {
     return options().max_steps > 0 && trainer_.position.steps >= options().max_steps;
   }
@@ -105,8 +109,8 @@ RunResult Run::execute() {
   const int64_t steps =
       options().max_steps > 0 ? std::min(options().max_steps, schedule_steps) : schedule_steps;
   Progress progress(std::cerr, Progress::style_for_stderr(options().quiet),
-                    options().training.epochs, steps, trainer_.position.steps);
-  trainer_.scaler.on_skip([&](const auto& skipped) { progress.say(skipped.message()); });
+                    options().training.epochs, steps, trainer_.position.steps, skipped_steps());
+  trainer_.scaler.on_skip([&](const auto& skipped) { progress.on_skip(skipped); });
   introduce(progress);
   if (!options().save.empty()) prepare_checkpoints(options().save);
   train(progress);
@@ -188,7 +192,7 @@ RunResult Run::result(const Progress& progress) const {
           .tokens_per_second = seconds > 0 ? static_cast<double>(progress.tokens()) / seconds : 0.0,
           .train_seconds = seconds,
           .steps = trainer_.position.steps,
-          .skipped_steps = trainer_.position.steps - trainer_.schedule.applied_steps(),
+          .skipped_steps = skipped_steps(),
           .loss_scale = trainer_.scaler.get_scale()};
 }
 

@@ -21,10 +21,12 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(
   return {group(std::move(decayed), options.weight_decay), group(std::move(others), 0.0)};
 }
 
-LinearSchedule::Options schedule_options(const TrainingOptions& options, int64_t epoch_steps) {
+mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t epoch_steps) {
   const int64_t total = options.epochs * epoch_steps;
-  return {.warmup_steps = std::llround(options.warmup * static_cast<double>(total)),
-          .total_steps = total};
+  const int64_t warmup = std::llround(options.warmup * static_cast<double>(total));
+  return {.warmup_steps = warmup,
+          .total_steps = total,
+          .initial_factor = 1.0 / static_cast<double>(warmup + 1)};  // no step at a rate of 0
 }
 
 torch::nn::CrossEntropyLoss weighted_loss(const std::vector<double>& class_weights,
@@ -45,7 +47,7 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
                  int64_t epoch_steps)
     : model(std::move(trained_model)),
       optimizer(parameter_groups(model, options), options.learning_rate),
-      schedule(optimizer, schedule_options(options, epoch_steps)),
+      schedule(optimizer, learning_rate_curve(options, epoch_steps)),
       scaler(mezzo::GradScalerOptions().enabled(options.precision == Precision::amp)),
       options_(options),
       precision_(std::move(precision)),
@@ -88,10 +90,9 @@ void Trainer::train_epoch(std::span<const Example> examples, const BatchList& ba
     for (auto i = begin; i < end; ++i) {
       micro_batches.push_back(collate(examples, batches[i], padding, max_length, device_));
     }
-    auto report = train_step(micro_batches);
+    const auto report = train_step(micro_batches);
     ++position.group;
     ++position.steps;
-    report.skipped = position.steps - schedule.counted_steps();
     if (!on_step(report)) return;
   }
   position.group = 0;

@@ -4,6 +4,7 @@
 
 #include <mezzo/autocast.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/lr_schedule.h>
 #include <mezzo/optim/adamw.h>
 #include <torch/torch.h>
 
@@ -14,7 +15,6 @@
 
 #include "batches.h"
 #include "bert.h"
-#include "linear_schedule.h"
 #include "options.h"
 
 namespace bert_ner {
@@ -31,7 +31,6 @@ struct StepReport {
   torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
   int64_t tokens = 0;        ///< that were read
   mezzo::StepResult result;  ///< whether it ran and with what loss scale, for those who wait
-  int64_t skipped = 0;       ///< of all steps so far: those known to have been skipped
 };
 
 /// A model and everything that changes while it is trained.
@@ -51,7 +50,7 @@ class Trainer {
 
   BertForTokenClassification model;
   mezzo::optim::AdamW optimizer;
-  LinearSchedule schedule;
+  mezzo::LinearSchedule schedule;
   mezzo::GradScaler scaler;
   TrainingPosition position;
 

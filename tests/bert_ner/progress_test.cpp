@@ -45,14 +45,13 @@ TEST(Progress, DrawsABarWhereThereIsRoom) {
 StepReport a_step() {
   return {.loss = torch::tensor(0.5),
           .tokens = 10,
-          .result = mezzo::StepResult(mezzo::StepOutcome{.ran = true, .scale = 8}),
-          .skipped = 2};
+          .result = mezzo::StepResult(mezzo::StepOutcome{.ran = true, .scale = 8})};
 }
 
 TEST(Progress, RewritesOneLineOfATerminal) {
   std::ostringstream out;
   {
-    Progress progress(out, Progress::Style::bar, 1, 1, 0);
+    Progress progress(out, Progress::Style::bar, 1, 1, 0, 0);
     progress.on_step(a_step(), {.steps = 1});
     progress.say("Gradient overflow.");
   }
@@ -63,19 +62,22 @@ TEST(Progress, RewritesOneLineOfATerminal) {
 TEST(Progress, WritesPlainLinesElsewhere) {
   std::ostringstream out;
   {
-    Progress progress(out, Progress::Style::lines, 1, 3, 0);
+    Progress progress(out, Progress::Style::lines, 1, 3, 0, 1);
+    progress.on_skip({.scale = 16, .next_scale = 8});
     for (int64_t step = 1; step <= 3; ++step) progress.on_step(a_step(), {.steps = step});
     EXPECT_EQ(progress.tokens(), 30);
   }
   // Three quick steps: no line before the last one, which is always shown.
-  EXPECT_THAT(out.str(), StartsWith("epoch 1/1  step 3/3  loss 0.5000  scale 8  skipped 2"));
+  EXPECT_THAT(out.str(),
+              StartsWith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss "
+                         "scale to 8.0\nepoch 1/1  step 3/3  loss 0.5000  scale 8  skipped 2"));
   EXPECT_THAT(out.str(), Not(HasSubstr("\r")));
 }
 
 TEST(Progress, IsSilentWhenToldSo) {
   std::ostringstream out;
   {
-    Progress progress(out, Progress::Style::none, 1, 1, 0);
+    Progress progress(out, Progress::Style::none, 1, 1, 0, 0);
     progress.on_step(a_step(), {.steps = 1});
     progress.say("nothing");
   }
