@@ -23,7 +23,7 @@
 #include <vector>
 
 #include <mezzo/detail/grad_scaler/clip_watch.h>
-#include <mezzo/detail/grad_scaler/device_copies.h>
+#include <mezzo/detail/grad_scaler/device_scale.h>
 #include <mezzo/detail/grad_scaler/fused_step.h>
 #include <mezzo/detail/grad_scaler/optimizer_records.h>
 #include <mezzo/detail/grad_scaler/scaled_outputs.h>
@@ -288,10 +288,7 @@ class GradScaler {
   SkipCallback on_skip_;
   std::optional<float> skipped_scale_;  // set by a skipped step until `update` has told it
 
-  // Undefined until the first `scale`; then on its device: float, int32 and int32 of one element.
-  detail::DeviceCopies scale_;
-  at::Tensor growth_tracker_;
-  at::Tensor hysteresis_left_;
+  detail::DeviceScale scale_;  // undefined until the first `scale`; then on its device
   detail::OptimizerRecords records_;
   detail::ClipWatch clip_watch_;
 

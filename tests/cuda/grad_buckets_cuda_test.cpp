@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
@@ -17,8 +16,11 @@
 #include <optional>
 #include <vector>
 
+#include "forbid_sync.h"
+
 namespace {
 
+using cuda_test::ForbidSync;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
 using mezzo::GradStorage;
@@ -30,17 +32,6 @@ class GradBucketsCuda : public testing::Test {
  protected:
   void SetUp() override {
     if (!torch::cuda::is_available()) GTEST_SKIP() << "libtorch sees no CUDA device here";
-  }
-};
-
-/// Every call that would wait for the device throws while this lives.
-class ForbidSync {
- public:
-  ForbidSync() {
-    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
-  }
-  ~ForbidSync() {
-    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
   }
 };
 

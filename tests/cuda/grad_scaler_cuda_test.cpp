@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <gmock/gmock.h>
@@ -16,8 +15,11 @@
 #include <string>
 #include <vector>
 
+#include "forbid_sync.h"
+
 namespace {
 
+using cuda_test::ForbidSync;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;
@@ -34,17 +36,6 @@ class GradScalerCuda : public testing::Test {
 torch::Tensor on_gpu(torch::IntArrayRef shape, torch::ScalarType dtype = torch::kFloat) {
   return torch::randn(shape, torch::dtype(torch::kFloat)).to(dtype).to(torch::kCUDA);
 }
-
-/// Every call that would wait for the device throws while this lives.
-class ForbidSync {
- public:
-  ForbidSync() {
-    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
-  }
-  ~ForbidSync() {
-    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
-  }
-};
 
 std::vector<torch::Tensor> mixed_gradients() {
   torch::manual_seed(1);
@@ -99,19 +90,21 @@ TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
                                         .min_scale = 8,
                                         .max_scale = 300});
   auto state = rule.initial_state();
-  const auto scale = torch::full({}, state.scale, torch::kCUDA);
-  const auto tracker = torch::zeros({}, torch::dtype(torch::kInt).device(torch::kCUDA));
-  const auto hysteresis = torch::ones({}, torch::dtype(torch::kInt).device(torch::kCUDA));
+  const auto count = torch::dtype(torch::kInt).device(torch::kCUDA);
+  const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale, torch::kCUDA),
+                                            torch::empty({}, torch::kCUDA), torch::zeros({}, count),
+                                            torch::ones({}, count)};
   for (const char iteration : std::string("....iiiiii.....i")) {
     const bool found_inf = iteration == 'i';
     const auto flag = torch::full({}, found_inf ? 1.0F : 0.0F, torch::kCUDA);
     {
       const ForbidSync forbid;
-      mezzo::detail::update_scale_(rule, scale, tracker, hysteresis, flag);
+      mezzo::detail::update_scale_(rule, tensors, flag);
     }
     state = rule.next(state, found_inf);
-    EXPECT_EQ(scale.item<float>(), state.scale);
-    EXPECT_EQ(tracker.item<int32_t>(), state.growth_tracker);
+    EXPECT_EQ(tensors.scale.item<float>(), state.scale);
+    EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
+    EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);
   }
 }
 

@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
@@ -16,13 +15,19 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <sstream>
 #include <string>
 #include <vector>
 
+#include "count_launches.h"
+#include "forbid_sync.h"
+
 namespace {
 
+using cuda_test::ForbidSync;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 
@@ -33,17 +38,6 @@ class OptimCuda : public testing::Test {
   void SetUp() override {
     if (!torch::cuda::is_available()) GTEST_SKIP() << "libtorch sees no CUDA device here";
     torch::manual_seed(1);
-  }
-};
-
-/// Every call that would wait for the device throws while this lives.
-class ForbidSync {
- public:
-  ForbidSync() {
-    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);
-  }
-  ~ForbidSync() {
-    c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_DISABLED);
   }
 };
 
@@ -262,36 +256,137 @@ TEST_F(OptimCuda, WritesTheLineAboutASkipWhenItIsKnown) {
             "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 4.0");
 }
 
-// A whole step, captured once and replayed through an overflow.
+/// A model of `count` tensors with gradients, an optimizer and a scaler that have made a step.
+class SteppedOnce {
+ public:
+  explicit SteppedOnce(int count)
+      : parameters_(parameters(count)),
+        optimizer_(parameters_),
+        scaler_(GradScalerOptions().init_scale(4)) {
+    scaler_.on_skip(nullptr);
+    (void)scaler_.scale(torch::zeros({}, torch::kCUDA));
+    step();
+    torch::cuda::synchronize();
+  }
+
+  void step() {
+    results_.push_back(scaler_.step(optimizer_, {.max_norm = 1.0}));
+    scaler_.update();
+  }
+
+  const std::vector<torch::Tensor>& parameters() const { return parameters_; }
+  const std::vector<mezzo::StepResult>& results() const { return results_; }
+  double scale() const { return scaler_.get_scale(); }
+
+ private:
+  static std::vector<torch::Tensor> parameters(int count) {
+    std::vector<torch::Tensor> all;
+    for (int i = 0; i < count; ++i) {
+      all.push_back(torch::randn({1 + i % 100}, torch::kCUDA));
+      all.back().mutable_grad() = torch::randn({1 + i % 100}, torch::kCUDA);
+    }
+    return all;
+  }
+
+  std::vector<torch::Tensor> parameters_;
+  mezzo::optim::AdamW optimizer_;
+  GradScaler scaler_;
+  std::vector<mezzo::StepResult> results_;
+};
+
+TEST_F(OptimCuda, TakesAHundredStepsWithoutASync) {
+  SteppedOnce training(10);
+  {
+    const ForbidSync forbid;
+    for (int i = 1; i < 100; ++i) {
+      training.parameters()[3].mutable_grad().fill_(i % 7 == 0 ? kInfinity : 1.0F);
+      training.step();
+    }
+  }
+  const auto skipped = std::count_if(training.results().begin(), training.results().end(),
+                                     [](const auto& result) { return !result.ran(); });
+  EXPECT_EQ(skipped, 14);
+  EXPECT_EQ(training.scale(), std::ldexp(4.0, -14));
+}
+
+#ifdef MEZZO_WITH_CUDA
+
+// The summary and its end, the update, the counts, and the scale. More than 300 tensors are copied
+// to the device as a table, and more than 900 the summary's.
+TEST_F(OptimCuda, AStepIsFiveLaunchesWhateverTheNumberOfTensors) {
+  for (const int count : {1, 10, 400, 2000}) {
+    SteppedOnce training(count);
+    EXPECT_EQ(cuda_test::count_launches([&] { training.step(); }), 5) << count;
+  }
+}
+
+#endif
+
+/// Three parameters, of which the gradients are the input, scaled; and what steps them.
+class GraphTraining {
+ public:
+  explicit GraphTraining(torch::Device device)
+      : input(torch::full({3, 1000}, 1.0F, device)),
+        parameters_(torch::zeros({3, 1000}, device).unbind()),
+        optimizer_(parameters_, mezzo::optim::AdamWOptions(0.1)),
+        scaler_(GradScalerOptions().init_scale(4).growth_interval(2)) {
+    scaler_.on_skip(nullptr);
+    optimizer_.set_lr_factors({1.0, 0.5, 0.25});
+    for (const auto& x : parameters_) x.mutable_grad() = torch::zeros_like(x);
+  }
+
+  void iterate() {
+    const auto scaled = scaler_.scale(input);
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      parameters_[i].mutable_grad().copy_(scaled[static_cast<int64_t>(i)]);
+    }
+    scaler_.step(optimizer_, {.max_norm = 5.0});
+    scaler_.update();
+  }
+
+  double scale() const { return scaler_.get_scale(); }
+  void set_scale(double scale) {
+    (void)scaler_.scale(input);
+    scaler_.update(scale);
+  }
+  int64_t applied_steps() const { return optimizer_.applied_steps(); }
+  torch::Tensor weights() const { return torch::stack(parameters_).cpu(); }
+
+  torch::Tensor input;
+
+ private:
+  std::vector<torch::Tensor> parameters_;
+  mezzo::optim::AdamW optimizer_;
+  GradScaler scaler_;
+};
+
+// A whole step, captured once and replayed through overflows and growth, and through a scale that
+// was set from outside, with the CPU beside it.
 TEST_F(OptimCuda, RunsInsideACudaGraph) {
-  const auto device = torch::device(torch::kCUDA);
-  const auto x = torch::zeros({1000}, device.requires_grad(true));
-  const auto input = torch::full({1000}, 1.0F, device);
-  mezzo::optim::AdamW optimizer({x}, mezzo::optim::AdamWOptions(0.1).weight_decay(0));
-  GradScaler scaler(GradScalerOptions().init_scale(4));
-  scaler.on_skip(nullptr);
-  x.mutable_grad() = torch::zeros({1000}, device);
-  const auto iterate = [&] {
-    x.mutable_grad().copy_(scaler.scale(input));
-    scaler.step(optimizer, {.max_norm = 100.0});
-    scaler.update();
-  };
+  GraphTraining cpu(torch::kCPU);
+  GraphTraining gpu(torch::kCUDA);
   const auto stream = c10::cuda::getStreamFromPool();
   const c10::cuda::CUDAStreamGuard guard(stream);
-  iterate();  // makes the state
+  cpu.iterate();
+  gpu.iterate();  // makes the state
   stream.synchronize();
   at::cuda::CUDAGraph graph;
   graph.capture_begin();
-  iterate();
+  gpu.iterate();
   graph.capture_end();
-  std::vector<double> scales;
-  for (const float value : {1.0F, kInfinity, 1.0F}) {
-    input.fill_(value);
+  for (const float value : {1.0F, kInfinity, 2.0F, 0.5F, kInfinity, kInfinity, 3.0F}) {
+    if (value == 3.0F) {
+      cpu.set_scale(32);
+      gpu.set_scale(32);
+    }
+    cpu.input.fill_(value);
+    gpu.input.fill_(value);
+    cpu.iterate();
     graph.replay();
-    scales.push_back(scaler.get_scale());
+    EXPECT_EQ(gpu.scale(), cpu.scale()) << value;
+    EXPECT_EQ(gpu.applied_steps(), cpu.applied_steps()) << value;
+    EXPECT_TRUE(torch::allclose(gpu.weights(), cpu.weights(), 1e-5, 1e-6)) << value;
   }
-  EXPECT_EQ(scales, (std::vector<double>{4, 2, 2}));
-  EXPECT_NEAR(x[0].item<double>(), -0.3, 1e-4) << "three steps of the rate were applied";
 }
 
 }  // namespace

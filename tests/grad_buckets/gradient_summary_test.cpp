@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../grad_scaler/isa_name.h"
 #include "plain_summary.h"
 
 namespace {
@@ -45,20 +46,6 @@ void expect_summary(const std::vector<torch::Tensor>& gradients, float inv_scale
   } else {
     EXPECT_EQ(summary.max_abs.item<double>(), expected.max_abs);
   }
-}
-
-const char* name_of(CpuIsa isa) {
-  switch (isa) {
-    case CpuIsa::scalar:
-      return "scalar";
-    case CpuIsa::vector128:
-      return "vector128";
-    case CpuIsa::avx2:
-      return "avx2";
-    case CpuIsa::avx512:
-      return "avx512";
-  }
-  return "unknown";
 }
 
 class SummaryLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {

@@ -2,12 +2,16 @@
 
 #include <torch/torch.h>
 
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
 
 #include <limits>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "error_of.h"
@@ -17,8 +21,12 @@ namespace {
 
 using grad_scaler_test::error_of;
 using grad_scaler_test::sgd;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
 using mezzo::LossScale;
+using testing::Contains;
 using testing::HasSubstr;
+using testing::Not;
 
 // Without a GPU the path through ATen's kernels can still be walked with CPU tensors.
 TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
@@ -39,14 +47,14 @@ TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
   const auto rule = LossScale::dynamic(
       {.init_scale = 4, .growth_factor = 8, .growth_interval = 2, .min_scale = 2, .max_scale = 16});
   auto state = rule.initial_state();
-  const auto scale = torch::full({}, state.scale);
-  const auto tracker = torch::zeros({}, torch::kInt);
+  const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale), torch::empty({}),
+                                            torch::zeros({}, torch::kInt), torch::Tensor()};
   for (const bool found_inf : {false, false, true, true, true, true, false, false}) {
     state = rule.next(state, found_inf);
-    mezzo::detail::update_scale_with_aten_(rule, scale, tracker,
-                                           torch::full({}, found_inf ? 1.0F : 0.0F));
-    EXPECT_EQ(scale.item<float>(), state.scale);
-    EXPECT_EQ(tracker.item<int32_t>(), state.growth_tracker);
+    mezzo::detail::update_scale_with_aten_(rule, tensors, torch::full({}, found_inf ? 1.0F : 0.0F));
+    EXPECT_EQ(tensors.scale.item<float>(), state.scale);
+    EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
+    EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);
   }
 }
 
@@ -56,6 +64,97 @@ TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
   };
   EXPECT_THAT(error_of(refused), HasSubstr("mezzo::cuda"));
   EXPECT_NO_THROW(mezzo::detail::require_update_kernel(LossScale::dynamic(), torch::kXPU));
+}
+
+/// Where a captured graph will look for the inverse, and that it is the scale's.
+class InverseWatch {
+ public:
+  explicit InverseWatch(mezzo::detail::DeviceScale& scale)
+      : scale_(scale), place_(scale.inverse().original().const_data_ptr()) {}
+
+  void expect_inverse_of(float scale) {
+    const auto& inverse = scale_.inverse().original();
+    EXPECT_EQ(scale_.original().item<float>(), scale);
+    EXPECT_EQ(inverse.item<float>(), 1.0F / scale);
+    EXPECT_EQ(inverse.const_data_ptr(), place_) << "written in place";
+    EXPECT_FALSE(scale_.inverse().on(torch::kMeta).is_same(copy_)) << "and copied anew";
+    copy_ = scale_.inverse().on(torch::kMeta);
+  }
+
+ private:
+  mezzo::detail::DeviceScale& scale_;
+  const void* place_;
+  torch::Tensor copy_;  // on another device, for which "meta" stands in
+};
+
+TEST(DeviceScale, WritesTheInverseWhereverItWritesTheScale) {
+  const auto rule = LossScale::dynamic(
+      {.init_scale = 12, .growth_factor = 3, .growth_interval = 1, .max_scale = 1000});
+  mezzo::detail::DeviceScale scale(rule.initial_state(), torch::kCPU);
+  InverseWatch watch(scale);
+  watch.expect_inverse_of(12);
+  scale.advance(rule, torch::zeros({}));
+  watch.expect_inverse_of(36);
+  scale.advance(rule, torch::ones({}));
+  watch.expect_inverse_of(18);
+  scale.write_scale(7);
+  watch.expect_inverse_of(7);
+  scale.write_scale(torch::full({1}, 5000.0, torch::kDouble), 1, 1000);
+  watch.expect_inverse_of(1000);
+  scale.advance(rule, torch::zeros({}));
+  watch.expect_inverse_of(1000);
+  scale.write({.scale = 3, .growth_tracker = 0, .hysteresis_left = 1});
+  watch.expect_inverse_of(3);
+}
+
+// From subnormal scales, whose inverse is inf, to those whose inverse is subnormal.
+TEST(InverseScale, HasTheBitsOfATensorsReciprocal) {
+  torch::manual_seed(1);
+  const auto scales =
+      torch::cat({torch::rand({20000}) * torch::pow(2.0F, torch::randint(-149, 128, {20000})),
+                  torch::tensor({0.0F, 1.0F, 3.0F, 65536.0F, 3e38F})});
+  const auto expected = scales.reciprocal();
+  for (int64_t i = 0; i < scales.numel(); ++i) {
+    const float inverse = mezzo::detail::inverse_scale(scales[i].item<float>());
+    EXPECT_EQ(inverse, expected[i].item<float>()) << scales[i].item<float>();
+  }
+}
+
+/// The names of the ops that this thread calls while this lives.
+class CalledOps {
+ public:
+  CalledOps() : handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(note))) {
+    called_.clear();
+  }
+  ~CalledOps() { at::removeCallback(handle_); }
+  CalledOps(const CalledOps&) = delete;
+  CalledOps& operator=(const CalledOps&) = delete;
+
+  static const std::vector<std::string>& names() { return called_; }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> note(const at::RecordFunction& op) {
+    called_.emplace_back(op.name());
+    return nullptr;
+  }
+
+  static inline thread_local std::vector<std::string> called_;
+  at::CallbackHandle handle_;
+};
+
+// Each op of ATen's would be a launch of its own on a device.
+TEST(GradScaler, ComputesNoInverseInAStep) {
+  const auto x = torch::ones({4}).requires_grad_();
+  mezzo::optim::AdamW optimizer({x});
+  GradScaler scaler(GradScalerOptions().init_scale(8).growth_interval(1));
+  for (int i = 0; i < 2; ++i) {  // the first makes the state
+    scaler.scale(x.sum()).backward();
+    CalledOps called;
+    scaler.step(optimizer, {.max_norm = 1.0});
+    scaler.update();
+    EXPECT_THAT(called.names(), Not(Contains("aten::reciprocal")));
+    EXPECT_THAT(called.names(), Contains("aten::stack")) << "what the host asks for: ops are seen";
+  }
 }
 
 // "meta" tensors stand in for a second device.

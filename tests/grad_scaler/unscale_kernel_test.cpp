@@ -18,26 +18,14 @@
 #include <tuple>
 #include <vector>
 
+#include "isa_name.h"
+
 namespace {
 
 using mezzo::detail::CpuIsa;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-const char* name_of(CpuIsa isa) {
-  switch (isa) {
-    case CpuIsa::scalar:
-      return "scalar";
-    case CpuIsa::vector128:
-      return "vector128";
-    case CpuIsa::avx2:
-      return "avx2";
-    case CpuIsa::avx512:
-      return "avx512";
-  }
-  return "unknown";
-}
 
 class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
  protected:

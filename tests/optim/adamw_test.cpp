@@ -227,6 +227,77 @@ TEST(AdamW, RestoresItsOwnStateBitForBit) {
   EXPECT_EQ(twins.largest_difference(), 0.0);
 }
 
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+/// Two groups of the given sizes, each after `steps` steps at the rate `lr`.
+struct TwoGroups {
+  TwoGroups(std::vector<std::size_t> sizes, double lr, int steps)
+      : optimizer(groups(sizes), AdamWOptions(lr)) {
+    for (int i = 0; i < steps; ++i) {
+      for (const auto& group : optimizer.param_groups()) {
+        for (const auto& parameter : group.params()) parameter.mutable_grad() = torch::ones({3});
+      }
+      optimizer.step();
+    }
+  }
+
+  std::string file() const {
+    std::stringstream file;
+    torch::save(optimizer, file);
+    return file.str();
+  }
+  void load(const std::string& file) {
+    std::stringstream stream(file);
+    torch::load(optimizer, stream);
+  }
+  double lr(std::size_t group) const { return optimizer.param_groups()[group].options().get_lr(); }
+
+  static Groups groups(const std::vector<std::size_t>& sizes) {
+    Groups all;
+    for (const std::size_t size : sizes) {
+      std::vector<torch::Tensor> parameters;
+      for (std::size_t i = 0; i < size; ++i) parameters.push_back(torch::ones({3}));
+      all.emplace_back(parameters);
+    }
+    return all;
+  }
+
+  AdamW optimizer;
+};
+
+TEST(AdamW, StaysAsItWasWhereAFileDoesNotFitALaterGroup) {
+  const TwoGroups other({2, 2}, 0.5, 4);
+  TwoGroups loaded({2, 1}, 0.1, 2);
+  const auto parameter = loaded.optimizer.param_groups()[0].params()[0];
+  const auto& state = static_cast<mezzo::optim::AdamWParamState&>(
+      *loaded.optimizer.state().at(parameter.unsafeGetTensorImpl()));
+  EXPECT_THROW(loaded.load(other.file()), c10::Error);
+  EXPECT_EQ(loaded.lr(0), 0.1);
+  EXPECT_EQ(loaded.optimizer.applied_steps(), 2);
+  ASSERT_EQ(loaded.optimizer.state().at(parameter.unsafeGetTensorImpl()).get(), &state);
+  EXPECT_EQ(state.step(), 2);
+}
+
+TEST(AdamW, StaysAsItWasWhereTheRatesOfAFileAreNoRates) {
+  TwoGroups other({1, 1}, 0.5, 4);
+  other.optimizer.param_groups()[1].options().set_lr(-1);
+  TwoGroups loaded({1, 1}, 0.1, 2);
+  EXPECT_THAT([&] { loaded.load(other.file()); }, ThrowsMessage<c10::Error>(HasSubstr("lr is -1")));
+  EXPECT_EQ(loaded.lr(0), 0.1);
+  EXPECT_EQ(loaded.lr(1), 0.1);
+  EXPECT_EQ(loaded.optimizer.applied_steps(), 2);
+}
+
+// Else a run that is taken back to its start would keep the moments of the steps it took.
+TEST(AdamW, KeepsNoStateThatAFileLacks) {
+  TwoGroups loaded({1, 1}, 0.1, 0);
+  const std::string at_the_start = loaded.file();
+  TwoGroups trained({1, 1}, 0.1, 2);
+  trained.load(at_the_start);
+  EXPECT_TRUE(trained.optimizer.state().empty());
+  EXPECT_EQ(trained.optimizer.applied_steps(), 0);
+}
+
 TEST(AdamW, CastsLoadedMomentsToTheParametersDtypeAndLayout) {
   const auto row_major = torch::randn({4, 6}, torch::kDouble).requires_grad_();
   const auto column_major = row_major.detach().to(torch::kFloat).t().contiguous().t();
@@ -367,6 +438,27 @@ TEST(AdamWErrors, RefuseParametersThatShareMemory) {
   EXPECT_THAT([&] { optimizer.step(); },
               ThrowsMessage<c10::Error>(HasSubstr("are the same memory")));
   EXPECT_TRUE(torch::equal(y, torch::ones({4})));
+}
+
+TEST(AdamWErrors, RefuseAParameterThatTookAnothersPlaceAndIsThereAlready) {
+  const auto x = torch::ones({4});
+  const auto y = torch::ones({4});
+  AdamW optimizer({x, y}, AdamWOptions(0.1));
+  for (const auto& parameter : {x, y}) parameter.mutable_grad() = torch::ones({4});
+  optimizer.param_groups()[0].params()[0] = y;
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THAT([&] { optimizer.step(); },
+                ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")))
+        << "at every step";
+  }
+  EXPECT_TRUE(torch::equal(y, torch::ones({4})));
+  optimizer.param_groups()[0].params()[0] = x;
+  EXPECT_NO_THROW(optimizer.step());
+  const torch::Tensor weights = torch::ones({8});
+  x.set_data(weights.narrow(0, 0, 4));
+  y.set_data(weights.narrow(0, 3, 4));
+  EXPECT_THAT([&] { optimizer.step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("two parameters share memory")));
 }
 
 TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {

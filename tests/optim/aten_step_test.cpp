@@ -106,6 +106,49 @@ TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
   EXPECT_TRUE(torch::equal(x, torch::ones({2})));
 }
 
+template <class Optimizer>
+int64_t steps_of(Optimizer& optimizer, const torch::Tensor& parameter) {
+  auto& state = *optimizer.state().at(parameter.unsafeGetTensorImpl());
+  return static_cast<typename Optimizer::State&>(state).step();
+}
+
+TEST(AtenStep, CountsNoStepThatItRefuses) {
+  const auto x = torch::ones({2});
+  const auto y = torch::ones({2});
+  x.mutable_grad() = torch::ones({2});
+  y.mutable_grad() = torch::ones({2});
+  using mezzo::optim::SGDOptions;
+  mezzo::optim::SGD sgd(
+      {torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
+      SGDOptions(0.5).momentum(0.5));
+  sgd.fused_step_with_aten({});
+  static_cast<SGDOptions&>(sgd.param_groups()[1].options()).dampening(0.1);
+  EXPECT_THROW(sgd.fused_step_with_aten({}), c10::Error);
+  EXPECT_EQ(steps_of(sgd, x), 1);
+  EXPECT_EQ(steps_of(sgd, y), 1);
+  EXPECT_EQ(sgd.applied_steps(), 1);
+  EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "nor is another group stepped";
+
+  mezzo::optim::Lion lion({x});
+  EXPECT_THROW(lion.fused_step_with_aten({}), c10::Error);
+  EXPECT_TRUE(lion.state().empty());
+}
+
+// Which ATen does only when it is called: here a flag of another dtype than it knows.
+TEST(AtenStep, TakesBackTheCountsOfAStepThatAtenRefuses) {
+  const auto x = torch::ones({2});
+  x.mutable_grad() = torch::ones({2});
+  mezzo::optim::AdamW adam({x}, mezzo::optim::AdamWOptions(0.1));
+  adam.fused_step_with_aten({});
+  const auto before = x.clone();
+  FusedStep step;
+  step.verdicts.push_back({torch::ones({}), torch::zeros({}, torch::kDouble), torch::Tensor()});
+  EXPECT_THROW(adam.fused_step_with_aten(step), c10::Error);
+  EXPECT_EQ(steps_of(adam, x), 1);
+  EXPECT_EQ(adam.applied_steps(), 1);
+  EXPECT_TRUE(torch::equal(x, before));
+}
+
 /// Or a backward pass would go on with weights that are no longer those of its forward pass.
 TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
   const auto parameter = torch::ones({5}).requires_grad_();

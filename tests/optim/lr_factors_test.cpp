@@ -102,6 +102,26 @@ TEST_F(Distances, GoOnWhereASavedRunWas) {
   EXPECT_DOUBLE_EQ(step(), 0.0625);
 }
 
+TEST_F(Distances, GoOnFromTheNumberThatIsSet) {
+  for (const bool with_aten : {false, true}) {
+    with_aten_ = with_aten;
+    SGD fresh({parameter_}, SGDOptions(0.5));
+    std::swap(optimizer_, fresh);
+    optimizer_.set_lr_factors({1.0, 0.5, 0.25, 0.125});
+    optimizer_.set_applied_steps(2);
+    EXPECT_DOUBLE_EQ(step(), 0.125) << "before any step";
+    optimizer_.set_applied_steps(1);
+    EXPECT_EQ(step(true), 0);
+    EXPECT_DOUBLE_EQ(step(), 0.25);
+    EXPECT_EQ(optimizer_.applied_steps(), 2);
+    std::stringstream file;
+    torch::save(optimizer_, file);
+    SGD resumed({parameter_}, SGDOptions(3));
+    torch::load(resumed, file);
+    EXPECT_EQ(resumed.applied_steps(), 2);
+  }
+}
+
 TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
   const auto always = torch::zeros({1}).requires_grad_();
   const auto seldom = torch::zeros({1}).requires_grad_();
@@ -142,6 +162,34 @@ TEST(LrFactors, AreChecked) {
         ThrowsMessage<c10::Error>(HasSubstr("lr factor 1 is")));
   }
   EXPECT_TRUE(optimizer.lr_factors().empty());
+}
+
+// A captured graph counts there, and looks there for its factor.
+TEST(AppliedSteps, AreWrittenWhereADeviceCountsThem) {
+  const auto on_device = torch::full({}, 5.0F);
+  mezzo::detail::StepCount count;
+  count.overwrite(3);
+  EXPECT_EQ(count.value(), 3);
+  count.move_to(on_device);
+  count.overwrite(7);
+  EXPECT_EQ(on_device.item<float>(), 7.0F);
+  EXPECT_TRUE(count.on_device().is_same(on_device));
+  EXPECT_EQ(count.value(), 7);
+}
+
+TEST(AppliedSteps, LeaveWhatParametersCountAsItIs) {
+  const auto parameter = torch::zeros({4}).requires_grad_();
+  AdamW optimizer({parameter}, AdamWOptions(0.1));
+  parameter.mutable_grad() = torch::ones({4});
+  optimizer.step();
+  optimizer.set_applied_steps(1000);
+  const auto& state =
+      static_cast<mezzo::optim::AdamWParamState&>(*optimizer.state().begin()->second);
+  EXPECT_EQ(state.step(), 1);
+  EXPECT_EQ(optimizer.applied_steps(), 1000);
+  EXPECT_THAT([&] { optimizer.set_applied_steps(-1); },
+              ThrowsMessage<c10::Error>(HasSubstr("applied_steps is -1")));
+  EXPECT_EQ(optimizer.applied_steps(), 1000);
 }
 
 TEST(AppliedSteps, AreThoseThatTheScalerDidNotSkip) {

@@ -7,6 +7,7 @@
 #include <mezzo/grad_buckets.h>
 #include <mezzo/grad_scaler.h>
 
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -96,6 +97,26 @@ TEST(OptimizerOnBuckets, SeesTheGradientsOfGroupsThatAreAddedLater) {
   scaler.scale(first.sum() + later.sum() * std::numeric_limits<double>::infinity()).backward();
   EXPECT_FALSE(scaler.step(optimizer).ran());
   EXPECT_EQ(buckets.parameters().size(), 2U);
+}
+
+// The one that was there lies in the buckets still, with its gradient.
+TEST(OptimizerOnBuckets, SeesTheGradientOfAParameterThatTookAnothersPlace) {
+  const auto kept = torch::ones({3}).requires_grad_();
+  const auto old = torch::ones({3}).requires_grad_();
+  const auto young = torch::ones({3}).requires_grad_();
+  GradBuckets buckets({kept, old});
+  AdamW optimizer(buckets, AdamWOptions(1e-2));
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1));
+  (kept.sum() + old.sum()).backward();
+  (void)scaler.scale(torch::zeros({}));
+  EXPECT_NEAR(*scaler.step(optimizer).grad_norm(), std::sqrt(6.0), 1e-12);
+  scaler.update();
+  optimizer.param_groups()[0].params()[1] = young;
+  young.mutable_grad() = torch::full({3}, 2.0F);
+  EXPECT_NEAR(*scaler.step(optimizer).grad_norm(), std::sqrt(15.0), 1e-12);
+  scaler.update();
+  young.mutable_grad()[1] = std::numeric_limits<float>::infinity();
+  EXPECT_FALSE(scaler.step(optimizer).ran());
 }
 
 TEST(OptimizerOnBuckets, OutlivesThem) {

@@ -78,6 +78,23 @@ TEST_P(PublishedWeights, AreCastAnewAfterSomebodyElseWroteTheWeights) {
   expect_current();
 }
 
+TEST_P(PublishedWeights, AreTheRegionsAffairAgainAfterPublishingHasStopped) {
+  backward();
+  optimizer_.step();
+  optimizer_.stop_publishing();
+  expect_current();
+  backward();
+  optimizer_.step();
+  for (const auto& parameter : first_->parameters()) {
+    EXPECT_FALSE(cache_.holds(parameter, GetParam())) << "written, and no copy with it";
+  }
+  backward();
+  expect_current();
+  optimizer_.publish_to(cache_, GetParam());
+  optimizer_.step();
+  expect_current();
+}
+
 INSTANTIATE_TEST_SUITE_P(Of, PublishedWeights, testing::Values(torch::kBFloat16, torch::kHalf),
                          [](const auto& test) { return torch::toString(test.param); });
 

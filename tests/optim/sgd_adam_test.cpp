@@ -111,6 +111,26 @@ TEST(SGD, RemembersNothingWithoutMomentum) {
   EXPECT_TRUE(optimizer.state().empty());
 }
 
+// Steps were counted before the buffer was there, for the average.
+TEST(SGD, BeginsABufferAsTorchDoesWhenMomentumIsTurnedOnLater) {
+  using mezzo::optim::SGDOptions;
+  const Pair pair;
+  mezzo::optim::SGD ours({pair.ours}, SGDOptions(1e-2).ema_decay(0.5));
+  torch::optim::SGD theirs({pair.theirs}, torch::optim::SGDOptions(1e-2));
+  pair.step_both(ours, theirs, 3);
+  const auto turn = [&](double momentum) {
+    static_cast<SGDOptions&>(ours.param_groups()[0].options()).momentum(momentum).dampening(0.5);
+    static_cast<torch::optim::SGDOptions&>(theirs.param_groups()[0].options())
+        .momentum(momentum)
+        .dampening(0.5);
+  };
+  for (const double momentum : {0.9, 0.0, 0.8}) {
+    turn(momentum);
+    pair.step_both(ours, theirs, 3);
+    EXPECT_LT(pair.difference(), 1e-14) << momentum;
+  }
+}
+
 TEST(SGD, RefusesNesterovWithoutMomentumOrWithDampening) {
   const std::vector<torch::Tensor> x{torch::ones({1})};
   using mezzo::optim::SGDOptions;

@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "../grad_scaler/isa_name.h"
+
 /// The dtypes of a parameter and its gradient.
 struct DtypePair {
   torch::ScalarType parameter;
@@ -26,11 +28,6 @@ inline constexpr std::array<DtypePair, 7> kDtypePairs{{{torch::kFloat, torch::kF
 
 inline std::string name_of(const DtypePair& dtypes) {
   return std::string(torch::toString(dtypes.parameter)) + torch::toString(dtypes.gradient);
-}
-
-inline std::string name_of(mezzo::detail::CpuIsa isa) {
-  const std::array<const char*, 4> names{"scalar", "vector128", "avx2", "avx512"};
-  return names[static_cast<std::size_t>(isa)];
 }
 
 /// What a step reads and writes of one parameter.

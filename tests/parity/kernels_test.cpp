@@ -226,25 +226,24 @@ class Hysteresis {
   explicit Hysteresis(const LossScale& rule)
       : rule_(rule),
         state_(rule.initial_state()),
-        scale_(torch::full({}, state_.scale)),
-        tracker_(torch::zeros({}, torch::kInt)),
-        left_(torch::full({}, state_.hysteresis_left, torch::kInt)) {}
+        tensors_{torch::full({}, state_.scale), torch::empty({}), torch::zeros({}, torch::kInt),
+                 torch::full({}, state_.hysteresis_left, torch::kInt)} {}
 
   void iterate(int64_t count, bool found_inf) {
     const auto flag = torch::full({}, found_inf ? 1.0F : 0.0F);
     for (int64_t i = 0; i < count; ++i) {
       state_ = rule_.next(state_, found_inf);
-      mezzo::detail::update_scale_(rule_, scale_, tracker_, left_, flag);
+      mezzo::detail::update_scale_(rule_, tensors_, flag);
     }
-    ASSERT_EQ(scale_.item<float>(), state_.scale);
-    ASSERT_EQ(tracker_.item<int32_t>(), state_.growth_tracker);
+    ASSERT_EQ(tensors_.scale.item<float>(), state_.scale);
+    ASSERT_EQ(tensors_.growth_tracker.item<int32_t>(), state_.growth_tracker);
   }
   float scale() const { return state_.scale; }
 
  private:
   LossScale rule_;
   mezzo::LossScaleState state_;
-  torch::Tensor scale_, tracker_, left_;
+  mezzo::detail::ScaleTensors tensors_;
 };
 
 struct HysteresisPoint {

@@ -235,17 +235,17 @@ __attribute__((weak)) void statistics_(const std::vector<at::Tensor>& gradients,
        outputs[6].mutable_data_ptr<int64_t>()});
 }
 
-__attribute__((weak)) void update_scale_(const LossScale& rule, const at::Tensor& scale,
-                                         const at::Tensor& growth_tracker,
-                                         const at::Tensor& hysteresis_left,
+__attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                          const at::Tensor& found_inf) {
-  const c10::cuda::CUDAGuard guard(scale.device());
+  const c10::cuda::CUDAGuard guard(tensors.scale.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   update_scale_kernel<<<1, 1, 0, stream>>>(
-      rule, scale.mutable_data_ptr<float>(), growth_tracker.mutable_data_ptr<int32_t>(),
-      hysteresis_left.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
+      rule, tensors.scale.mutable_data_ptr<float>(), tensors.inverse.mutable_data_ptr<float>(),
+      tensors.growth_tracker.mutable_data_ptr<int32_t>(),
+      tensors.hysteresis_left.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  scale.unsafeGetTensorImpl()->bump_version();  // a graph may still hold the scale for its backward
+  // A graph may still hold the scale for its backward.
+  tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
 namespace {

@@ -129,6 +129,17 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// that of the parameters.
   int64_t applied_steps() const { return applied_steps_.value(); }
 
+  /// Goes on as after so many applied steps: the next one's factor is lr_factors()[applied_steps].
+  /// For files of your own and for schedules that begin anew; `torch::load` restores the number by
+  /// itself. What parameters count for themselves (the corrections of Adam's early steps) stays.
+  /// Where a device counts it is written there, without waiting, and captured graphs go on from it;
+  /// a device counts to 2^24. \throws c10::Error if negative
+  void set_applied_steps(int64_t applied_steps) {
+    TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
+                "; it should be at least 0");
+    applied_steps_.overwrite(applied_steps);
+  }
+
   /// From here on each step writes copies of weights of float in `dtype` (bfloat16 or half),
   /// rounded to nearest, in the same pass, and publishes them in `cache`: regions of that dtype
   /// that use the cache cast no weight any more. Copied are those weights that regions have asked
@@ -151,6 +162,13 @@ class FusedOptimizer : public torch::optim::Optimizer {
     publish_ = [cache](const at::Tensor& weight, const at::Tensor& copy) {
       cache.publish(weight, copy);
     };
+  }
+
+  /// Ends that: from here on steps write no copies, and this holds no cache. Copies that were
+  /// published serve until the next step writes their weights; then regions cast as ever.
+  void stop_publishing() noexcept {
+    copy_for_ = nullptr;
+    publish_ = nullptr;
   }
 
  protected:

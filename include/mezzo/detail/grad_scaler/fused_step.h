@@ -51,7 +51,7 @@ struct DeviceSummary {
 /// lie in no bucket.
 inline std::vector<DeviceSummary> summarize(torch::optim::Optimizer& optimizer,
                                             const MasterGradients& masters, bool allow_fp16,
-                                            DeviceCopies inv_scale) {
+                                            DeviceCopies& inv_scale) {
   auto* const fused = masters.empty() ? dynamic_cast<optim::FusedOptimizer*>(&optimizer) : nullptr;
   const std::vector<at::Tensor> holders =
       masters.empty() ? with_gradient(optimizer, allow_fp16) : masters.holders(optimizer);
@@ -181,8 +181,8 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
 /// What clipping without a scale has to know: the norm, and that nothing is to be skipped.
 inline std::vector<DeviceSummary> summarize_to_clip(torch::optim::Optimizer& optimizer,
                                                     const MasterGradients& masters) {
-  std::vector<DeviceSummary> summaries =
-      summarize(optimizer, masters, /*allow_fp16=*/true, DeviceCopies(at::ones({}, at::kFloat)));
+  DeviceCopies one(at::ones({}, at::kFloat));
+  std::vector<DeviceSummary> summaries = summarize(optimizer, masters, /*allow_fp16=*/true, one);
   for (DeviceSummary& summary : summaries) summary.found_inf.zero_();
   std::vector<at::Tensor> checks;
   for (const DeviceSummary& summary : summaries) checks.push_back(summary.found_inf);

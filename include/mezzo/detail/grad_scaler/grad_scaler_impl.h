@@ -6,7 +6,6 @@
 #include <mezzo/detail/kernels/update_scale.h>
 #include <mezzo/grad_scaler.h>
 
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -117,12 +116,11 @@ inline void GradScaler::unscale_into(detail::OptimizerRecord& record,
   if (fused != nullptr) record.masters = detail::MasterGradients(*fused);
   const auto gradients = detail::gradients_by_device(
       record.masters.empty() ? parameters : record.masters.holders(optimizer));
-  const at::Tensor& scale = scale_.original();
-  detail::DeviceCopies inverse(detail::inverse_scale(scale));
+  detail::DeviceCopies& inverse = scale_.inverse();
   record.found_inf.clear();
   for (const auto& [device, tensors] : gradients) {  // what may run out of memory, before any write
     inverse.on(device);
-    record.found_inf.push_back(at::zeros({}, scale.options().device(device)));
+    record.found_inf.push_back(at::zeros({}, inverse.original().options().device(device)));
   }
   auto found_inf = record.found_inf.begin();
   for (const auto& [device, tensors] : gradients) {
@@ -142,8 +140,7 @@ inline void GradScaler::update(double new_scale) {
   if (!enabled_) return records_.clear();
   require_scale("update");
   check_new_scale(new_scale);
-  at::Tensor scale = scale_.original();
-  scale.fill_(new_scale);
+  scale_.write_scale(static_cast<float>(new_scale));
   finish_iteration();
 }
 
@@ -154,10 +151,7 @@ inline void GradScaler::update(const at::Tensor& new_scale) {
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False.");
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  c10::NoGradGuard no_grad;
-  at::Tensor scale = scale_.original();
-  scale.copy_(new_scale.reshape({}));
-  scale.clamp_(rule_.min_scale(), rule_.max_scale());
+  scale_.write_scale(new_scale, rule_.min_scale(), rule_.max_scale());
   finish_iteration();
 }
 
@@ -179,12 +173,11 @@ inline void GradScaler::advance_scale() {
   for (std::size_t i = 1; i < checks.size(); ++i) {
     found_inf = found_inf.add(on_scale_device(checks[i]));
   }
-  detail::update_scale_(rule_, scale_.original(), growth_tracker_, hysteresis_left_, found_inf);
+  scale_.advance(rule_, found_inf);
 }
 
 inline void GradScaler::finish_iteration() {
   records_.clear();
-  scale_.drop_copies();
   clip_watch_.poll();
   const auto letters = std::exchange(letters_, {});
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
@@ -215,12 +208,7 @@ inline const at::Tensor& GradScaler::scale_on(at::Device device) {
 
 inline void GradScaler::create_scale(at::Device device) {
   detail::require_update_kernel(rule_, device);
-  c10::NoGradGuard no_grad;
-  const auto on_device = at::TensorOptions().device(device);
-  const auto count = on_device.dtype(at::kInt);
-  growth_tracker_ = at::full({}, initial_state_.growth_tracker, count);
-  hysteresis_left_ = at::full({}, initial_state_.hysteresis_left, count);
-  scale_ = detail::DeviceCopies(at::full({}, initial_state_.scale, on_device.dtype(at::kFloat)));
+  scale_ = detail::DeviceScale(initial_state_, device);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -3,7 +3,6 @@
 #include <mezzo/grad_scaler.h>
 
 #include <ATen/ops/scalar_tensor.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <array>
@@ -74,21 +73,12 @@ inline void GradScaler::set_growth_interval(int64_t growth_interval) {
 }
 
 inline LossScaleState GradScaler::read_state() const {
-  if (!scale_.defined()) return initial_state_;
-  return {.scale = scale_.original().item<float>(),
-          .growth_tracker = growth_tracker_.item<int32_t>(),
-          .hysteresis_left = hysteresis_left_.item<int32_t>()};
+  return scale_.defined() ? scale_.read() : initial_state_;
 }
 
 inline void GradScaler::write_state(const LossScaleState& state) {
   initial_state_ = state;
-  if (!scale_.defined()) return;
-  c10::NoGradGuard no_grad;
-  at::Tensor scale = scale_.original();
-  scale.fill_(state.scale);
-  growth_tracker_.fill_(state.growth_tracker);
-  hysteresis_left_.fill_(state.hysteresis_left);
-  scale_.drop_copies();
+  if (scale_.defined()) scale_.write(state);
 }
 
 inline GradScaler::StateDict GradScaler::state_dict() const {

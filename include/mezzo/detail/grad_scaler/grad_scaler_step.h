@@ -155,10 +155,11 @@ inline void GradScaler::finish_step(detail::OptimizerRecord& record) {
 inline std::vector<detail::DeviceSummary> GradScaler::summarize_into(
     detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer) {
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
-  const at::Tensor& scale = scale_.original();
-  std::vector<detail::DeviceSummary> summaries = detail::summarize(
-      optimizer, record.masters, allow_fp16_gradients_ || was_unscaled,
-      detail::DeviceCopies(was_unscaled ? at::ones_like(scale) : detail::inverse_scale(scale)));
+  detail::DeviceCopies one;
+  if (was_unscaled) one = detail::DeviceCopies(at::ones_like(scale_.original()));
+  std::vector<detail::DeviceSummary> summaries =
+      detail::summarize(optimizer, record.masters, allow_fp16_gradients_ || was_unscaled,
+                        was_unscaled ? one : scale_.inverse());
   if (!was_unscaled) record.found_inf.clear();
   for (const detail::DeviceSummary& summary : summaries) {
     const at::Tensor found =
@@ -174,9 +175,9 @@ inline std::vector<detail::DeviceSummary> GradScaler::summarize_into(
 inline std::vector<detail::DeviceSummary> GradScaler::summarize_unscaled(
     const detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer) {
   const c10::NoGradGuard no_grad;
+  detail::DeviceCopies one(at::ones_like(scale_.original()));
   std::vector<detail::DeviceSummary> summaries =
-      detail::summarize(optimizer, record.masters, /*allow_fp16=*/true,
-                        detail::DeviceCopies(at::ones_like(scale_.original())));
+      detail::summarize(optimizer, record.masters, /*allow_fp16=*/true, one);
   if (!summaries.empty()) detail::combine(summaries, {summaries.front().found_inf});
   return summaries;
 }
@@ -227,7 +228,7 @@ inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
   if (!was_unscaled) known.show_to(clip_watch_, optimizer);
   StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
   if (outcome.ran) {
-    const double inverse = was_unscaled ? 1.0 : static_cast<float>(1.0 / known.scale);
+    const double inverse = was_unscaled ? 1.0 : detail::inverse_scale(known.scale);
     detail::multiply_gradients(
         summaries, inverse * detail::clip_coefficient(known.sum_of_squares, options.max_norm));
     outcome.value = optimizer.step();

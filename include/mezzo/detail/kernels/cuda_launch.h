@@ -8,6 +8,7 @@
 #include <mezzo/detail/kernels/lamb_element.h>
 #include <mezzo/detail/kernels/lion_element.h>
 #include <mezzo/detail/kernels/optimizer_step_table.h>
+#include <mezzo/detail/kernels/scale_tensors.h>
 #include <mezzo/detail/kernels/sgd_element.h>
 #include <mezzo/detail/kernels/table_memory.h>
 #include <mezzo/loss_scale.h>
@@ -65,11 +66,8 @@ MEZZO_CUDA_LAUNCHER void finish_partials_(const at::Tensor& partials, const at::
                                           const at::Tensor& sum_of_squares,
                                           const at::Tensor& max_abs);
 
-/// LossScale::next on the device: scale and found_inf are floats, the two counts int32, all of one
-/// element on one device.
-MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const at::Tensor& scale,
-                                       const at::Tensor& growth_tracker,
-                                       const at::Tensor& hysteresis_left,
+/// LossScale::next on the device, in one launch; found_inf is a float of one element there.
+MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);
 
 /// One step of Adam and AdamW, of SGD or of Lion, over parameters of one device: one launch for

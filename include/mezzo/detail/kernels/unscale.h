@@ -19,10 +19,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// 1 / scale, rounded once: what torch.amp computes through double, whose 53 bits are enough for
-/// the second rounding to change nothing (they are at least 2 * 24 + 2).
-inline at::Tensor inverse_scale(const at::Tensor& scale) { return scale.reciprocal(); }
-
 /// ATen's kernel takes tensors of one dtype and tests what comes in.
 inline void unscale_with_aten_(std::vector<at::Tensor> gradients, at::Tensor found_inf,
                                const at::Tensor& inv_scale) {

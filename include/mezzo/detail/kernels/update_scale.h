@@ -1,10 +1,12 @@
 #pragma once
 
+#include <mezzo/detail/kernels/scale_tensors.h>
 #include <mezzo/loss_scale.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
+#include <ATen/ops/reciprocal.h>
 #include <c10/util/Exception.h>
 
 #ifdef MEZZO_WITH_CUDA
@@ -29,46 +31,47 @@ inline void require_update_kernel(const LossScale& rule, at::Device device) {
       " lacks; link the target mezzo::cuda, or set hysteresis(1)");
 }
 
-inline void update_scale_on_host_(const LossScale& rule, const at::Tensor& scale,
-                                  const at::Tensor& growth_tracker,
-                                  const at::Tensor& hysteresis_left, const at::Tensor& found_inf) {
-  auto* scale_value = scale.mutable_data_ptr<float>();
-  auto* tracker_value = growth_tracker.mutable_data_ptr<int32_t>();
-  auto* hysteresis_value = hysteresis_left.mutable_data_ptr<int32_t>();
+inline void update_scale_on_host_(const LossScale& rule, const ScaleTensors& tensors,
+                                  const at::Tensor& found_inf) {
+  auto* scale_value = tensors.scale.mutable_data_ptr<float>();
+  auto* tracker_value = tensors.growth_tracker.mutable_data_ptr<int32_t>();
+  auto* hysteresis_value = tensors.hysteresis_left.mutable_data_ptr<int32_t>();
   const LossScaleState next = rule.next({*scale_value, *tracker_value, *hysteresis_value},
                                         *found_inf.const_data_ptr<float>() != 0.0F);
   *scale_value = next.scale;
+  *tensors.inverse.mutable_data_ptr<float>() = inverse_scale(next.scale);
   *tracker_value = next.growth_tracker;
   *hysteresis_value = next.hysteresis_left;
-  scale.unsafeGetTensorImpl()->bump_version();  // a graph may still hold the scale for its backward
+  // A graph may still hold the scale for its backward.
+  tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
-inline void update_scale_with_aten_(const LossScale& rule, at::Tensor scale,
-                                    at::Tensor growth_tracker, const at::Tensor& found_inf) {
-  at::_amp_update_scale_(scale, growth_tracker, found_inf, rule.growth_factor(),
+inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
+                                    const at::Tensor& found_inf) {
+  at::_amp_update_scale_(tensors.scale, tensors.growth_tracker, found_inf, rule.growth_factor(),
                          rule.backoff_factor(), rule.growth_interval());
   const bool is_bounded =
       rule.min_scale() > 0 || rule.max_scale() < std::numeric_limits<float>::infinity();
-  if (is_bounded) scale.clamp_(rule.min_scale(), rule.max_scale());
+  if (is_bounded) tensors.scale.clamp_(rule.min_scale(), rule.max_scale());
+  at::reciprocal_out(tensors.inverse, tensors.scale);
 }
 
 /// The next state of a scale that lives on a device, from a float that is not 0 when an inf was
-/// found. All four tensors are of one element and on one device.
-inline void update_scale_(const LossScale& rule, const at::Tensor& scale,
-                          const at::Tensor& growth_tracker, const at::Tensor& hysteresis_left,
+/// found. All tensors are of one element and on one device; one launch with mezzo's own kernel.
+inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
   if (rule.kind() != LossScaleKind::dynamic) return;
-  if (scale.is_cpu()) {
-    update_scale_on_host_(rule, scale, growth_tracker, hysteresis_left, found_inf);
+  if (tensors.scale.is_cpu()) {
+    update_scale_on_host_(rule, tensors, found_inf);
     return;
   }
 #ifdef MEZZO_WITH_CUDA
-  if (scale.is_cuda()) {
-    detail::cuda::update_scale_(rule, scale, growth_tracker, hysteresis_left, found_inf);
+  if (tensors.scale.is_cuda()) {
+    detail::cuda::update_scale_(rule, tensors, found_inf);
     return;
   }
 #endif
-  update_scale_with_aten_(rule, scale, growth_tracker, found_inf);
+  update_scale_with_aten_(rule, tensors, found_inf);
 }
 
 }  // namespace detail

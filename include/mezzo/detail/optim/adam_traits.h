@@ -4,6 +4,7 @@
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/optim/archive_keys.h>
 #include <mezzo/detail/optim/aten_step.h>
+#include <mezzo/detail/optim/option_checks.h>
 #include <mezzo/detail/optim/step_loops.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
@@ -12,7 +13,6 @@
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <optional>
 #include <tuple>
@@ -52,13 +52,8 @@ struct AdamTraits {
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
 
   static void check(const Options& options) {
-    const auto [beta1, beta2] = options.betas();
-    TORCH_CHECK(options.lr() >= 0, kName, ": lr is ", options.lr(), "; it should be at least 0");
-    TORCH_CHECK(options.eps() >= 0, kName, ": eps is ", options.eps(), "; it should be at least 0");
-    TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, kName, ": betas are ", beta1,
-                " and ", beta2, "; they should be at least 0 and less than 1");
-    TORCH_CHECK(options.weight_decay() >= 0, kName, ": weight_decay is ", options.weight_decay(),
-                "; it should be at least 0");
+    check_lr_betas_and_decay(kName, options);
+    check_at_least_0(kName, "eps", options.eps());
   }
 
   static Constants constants(const Options& options) {
@@ -79,6 +74,7 @@ struct AdamTraits {
   static int moments(const Options& options) { return options.amsgrad() ? 3 : 2; }
 
   static bool has_state(const Options&) { return true; }
+  static bool begins(const Options&, State&) { return false; }
 
   static at::Tensor& moment(State& state, int k) {
     return k == 0 ? state.exp_avg() : k == 1 ? state.exp_avg_sq() : state.max_exp_avg_sq();
@@ -89,6 +85,8 @@ struct AdamTraits {
   static constexpr auto cuda_step = &cuda::adam_step_;
 #endif
 
+  static constexpr bool kAtenHasIt = true;
+  static void check_for_aten(const Options&) {}
   static void aten_step(const Options& options, const AtenLists& lists,
                         const AtenVerdict& verdict) {
     const auto [beta1, beta2] = options.betas();

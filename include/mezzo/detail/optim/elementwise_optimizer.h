@@ -14,13 +14,11 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/serialize.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -40,6 +38,8 @@ namespace detail {
 ///   dtype, isa), the CPU's;
 ///   moments(options), how many there are, and moment(state, k), the k-th; has_state(options),
 ///   whether anything is remembered of a parameter;
+///   begins(options, state), whether what the state counts begins anew with the next step;
+///   kAtenHasIt, and if so check_for_aten(options), which refuses what ATen cannot do, and
 ///   aten_step(options, lists, verdict); and cuda_step, with variant(options) (cuda_launch.h).
 template <class Traits>
 class ElementwiseOptimizer : public optim::FusedOptimizer {
@@ -54,7 +54,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       check_options(options_of(group));
     }
-    look_for_duplicates();
+    look_at_parameters();
   }
 
   ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults)
@@ -146,10 +146,11 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   static void check_options(const Options& options);
   const Options& options_of(std::size_t group) const;
-  void look_for_duplicates();
-  std::vector<at::Tensor> parameters_outside_of(const std::vector<at::Tensor>& known) const;
 
-  // All is checked before anything is written.
+  // Who takes part, and with what: all is checked before anything is written
+  // (elementwise_optimizer_parameters.h).
+  void look_at_parameters();
+  std::vector<at::Tensor> own_parameters() const;
   std::vector<DeviceParticipants<Traits>> participants_by_device(bool master_gradients);
   at::Tensor master_gradient(const at::Tensor& parameter) const;
   void clear_gradients_beside_masters();
@@ -161,6 +162,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   at::Device counting_device(const std::vector<DeviceParticipants<Traits>>& all);
   void count_applied(const std::vector<DeviceParticipants<Traits>>& all,
                      const optim::FusedStep& step);
+
+  int64_t read_archive(torch::serialize::InputArchive& archive);  // elementwise_optimizer_archive.h
 
   // mezzo's kernels (elementwise_optimizer_step.h)
   static std::optional<double> gradient_factor(const optim::FusedStep& step);
@@ -180,7 +183,11 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   bool step_on_device(Many& all, const optim::FusedStep& step, bool is_alone);
   void step_on_cuda(Many& all, const optim::FusedStep& step, bool counts_applied);
   at::Tensor applied_on(at::Device device, bool counts_there);
+  static void restart_counts(const Many& all);
   struct AtenCall;
+  static void check_for_aten(const One& one);
+  static void make_calls(std::vector<AtenCall>& calls, const std::vector<at::Tensor>& counts,
+                         const AtenVerdict& verdict);
   void step_with_aten(Many& all, const optim::FusedStep& step);
   void add_to_call(const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
                    std::vector<StepCount*>& counts,
@@ -188,136 +195,11 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
 
   std::shared_ptr<BucketedGradients> buckets_;  // null where the optimizer stands on parameters
-  std::size_t bucketed_parameters_ = 0;         // how many there were when all were last in buckets
-  std::size_t checked_parameters_ = 0;          // how many there were when they were last compared
+  SeenParameters seen_;
+  int64_t parameters_version_ = 0;    // one higher whenever they are others
+  int64_t bucketed_version_ = 0;      // of those that were last put into the buckets
+  bool buckets_hold_others_ = false;  // which are not, or no more, this optimizer's
 };
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
-  Traits::check(options);
-  TORCH_CHECK(options.ema_decay() >= 0 && options.ema_decay() < 1, Traits::kName, ": ema_decay is ",
-              options.ema_decay(), "; it should be at least 0, which is none, and less than 1");
-}
-
-template <class Traits>
-auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> const Options& {
-  const auto* options = dynamic_cast<const Options*>(&param_groups_[group].options());
-  TORCH_CHECK(options != nullptr, Traits::kName, ": the options of parameter group ", group,
-              " are not mezzo::optim::", Traits::kName, "Options; make the group with those");
-  return *options;
-}
-
-/// Looks again when there are more parameters.
-template <class Traits>
-void ElementwiseOptimizer<Traits>::look_for_duplicates() {
-  std::size_t number = 0;
-  for (const auto& group : param_groups_) number += group.params().size();
-  if (number == checked_parameters_) return;
-  std::vector<at::Tensor> all;
-  for (const auto& group : param_groups_) {
-    all.insert(all.end(), group.params().begin(), group.params().end());
-  }
-  refuse_duplicates(all, Traits::kName);
-  checked_parameters_ = number;
-}
-
-template <class Traits>
-auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
-    -> std::vector<DeviceParticipants<Traits>> {
-  look_for_duplicates();
-  std::vector<DeviceParticipants<Traits>> all;
-  uint64_t number = 0;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    const Options& options = options_of(group);
-    check_options(options);
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      const uint64_t own_number = number++;
-      const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
-      const bool is_masters = master_gradients && storage == optim::WeightStorage::master;
-      const at::Tensor gradient = is_masters ? master_gradient(parameter) : parameter.grad();
-      if (!gradient.defined()) continue;
-      const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
-      const at::Device device = parameter.device();
-      if (all.empty() || all.back().device != device) select_device(all, device);
-      all.back().participants.push_back(
-          {&parameter, gradient, &options, storage, run, nullptr, own_number});
-    }
-  }
-  return all;
-}
-
-/// What was unscaled onto the master; undefined where there is none.
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::master_gradient(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  if (found == state_.end()) return {};
-  const at::Tensor& master = static_cast<State&>(*found->second).master();
-  return master.defined() ? master.grad() : at::Tensor();
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::clear_gradients_beside_masters() {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      if (!keeps_master(group, parameter) || !parameter.grad().defined()) continue;
-      parameter.mutable_grad().zero_();
-    }
-  }
-}
-
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::keeps_master(std::size_t group,
-                                                const at::Tensor& parameter) const {
-  const optim::WeightStorage wanted = options_of(group).weight_storage();
-  return storage_of(parameter, wanted, Traits::kName) == optim::WeightStorage::master;
-}
-
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
-                                                        const at::Tensor& parameter) {
-  using optim::WeightStorage;
-  const auto storage = storage_of(parameter, options_of(group).weight_storage(), Traits::kName);
-  TORCH_CHECK(storage != WeightStorage::split_master, Traits::kName,
-              ": WeightStorage::split_master keeps no master as a tensor; clip with "
-              "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
-  if (storage != WeightStorage::master) return parameter;
-  const c10::NoGradGuard no_grad;
-  auto& slot = state_[parameter.unsafeGetTensorImpl()];
-  if (!slot) slot = std::make_unique<State>();
-  auto& state = static_cast<State&>(*slot);
-  check_shape_of(state.master(), "a master", parameter, Traits::kName);
-  settle_weights(parameter, storage, state);
-  state.master() = in_layout_of(dense_parameter(parameter), state.master());
-  return state.master();
-}
-
-/// For a step that will not be skipped, as far as the host knows.
-template <class Traits>
-void ElementwiseOptimizer<Traits>::open_states(Many& all) {
-  for (One& one : all) {
-    if (!keeps_state<Traits>(*one.options, one.storage)) continue;
-    auto& slot = state_[one.parameter->unsafeGetTensorImpl()];
-    if (!slot) slot = std::make_unique<State>();
-    one.state = static_cast<State*>(slot.get());
-  }
-}
-
-/// The k-th moment, in memory laid out as the parameter's: made when there is none yet, and
-/// converted when it was loaded from elsewhere.
-template <class Traits>
-at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
-                                                         const at::Tensor& parameter) {
-  at::Tensor& moment = Traits::moment(*one.state, k);
-  const at::ScalarType dtype = moment_dtype(parameter, one.storage);
-  if (!moment.defined()) {
-    moment = at::zeros_like(parameter, parameter.options().dtype(dtype).requires_grad(false),
-                            at::MemoryFormat::Preserve);
-    return moment;
-  }
-  check_shape_of(moment, "a moment", parameter, Traits::kName);
-  moment = in_layout_of(parameter, moment.to(parameter.device(), dtype));
-  return moment;
-}
 
 template <class Traits>
 const optim::DeviceVerdict* ElementwiseOptimizer<Traits>::verdict_on(at::Device device,
@@ -365,94 +247,10 @@ void ElementwiseOptimizer<Traits>::count_applied(const std::vector<DevicePartici
   count_step(applied_count(), device, verdict == nullptr ? at::Tensor() : verdict->found_inf);
 }
 
-template <class Traits>
-GradientSummary ElementwiseOptimizer<Traits>::summarize(const std::vector<at::Tensor>& gradients,
-                                                        const at::Tensor& inv_scale) {
-  if (buckets_ == nullptr) return FusedOptimizer::summarize(gradients, inv_scale);
-  look_for_duplicates();
-  if (bucketed_parameters_ != checked_parameters_) {
-    buckets_->add_parameters(parameters_outside_of(buckets_->parameters()));
-    bucketed_parameters_ = checked_parameters_;
-  }
-  return buckets_->summarize(inv_scale);
-}
-
-/// Those of groups that were added later, first of all.
-template <class Traits>
-std::vector<at::Tensor> ElementwiseOptimizer<Traits>::parameters_outside_of(
-    const std::vector<at::Tensor>& known) const {
-  std::unordered_set<const c10::TensorImpl*> inside;
-  for (const at::Tensor& parameter : known) inside.insert(parameter.unsafeGetTensorImpl());
-  std::vector<at::Tensor> outside;
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (inside.count(parameter.unsafeGetTensorImpl()) == 0) outside.push_back(parameter);
-    }
-  }
-  return outside;
-}
-
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::keeps_averages() const {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (options_of(group).ema_decay() != 0) return true;
-  }
-  return false;
-}
-
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).ema();
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::save(torch::serialize::OutputArchive& archive) const {
-  const c10::NoGradGuard no_grad;
-  std::vector<State*> lent;  // a file has the whole of split weights, as if they were not split
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& parameter : group.params()) {
-      const auto found = state_.find(parameter.unsafeGetTensorImpl());
-      if (found == state_.end()) continue;
-      State& state = static_cast<State&>(*found->second);
-      if (!state.lower_half().defined() || state.master().defined()) continue;
-      state.master(trained_value(parameter, state));
-      lent.push_back(&state);
-    }
-  }
-  torch::optim::serialize<State, Options>(archive, *this);
-  for (State* state : lent) state->master(at::Tensor());
-  archive.write("applied_steps", c10::IValue(applied_steps()));
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::load(torch::serialize::InputArchive& archive) {
-  c10::IValue version;
-  TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
-              ": the archive holds no optimizer's state, or that of a libtorch before 1.5; save "
-              "it with torch::save(optimizer, path)");
-  std::vector<Options> before;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    before.push_back(options_of(group));
-  }
-  torch::optim::serialize<State, Options>(archive, *this);
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    static_cast<Options&>(param_groups_[group].options()).keep_unread(before[group]);
-  }
-  int64_t applied = 0;
-  c10::IValue saved;
-  if (archive.try_read("applied_steps", saved)) {
-    applied = saved.toInt();
-  } else {  // libtorch's file: a parameter that had a gradient in each step knows
-    for (const auto& [parameter, state] : state_) {
-      applied = std::max(applied, static_cast<const State&>(*state).step());
-    }
-  }
-  applied_count().set(applied);
-}
-
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#include <mezzo/detail/optim/elementwise_optimizer_archive.h>
 #include <mezzo/detail/optim/elementwise_optimizer_device.h>
+#include <mezzo/detail/optim/elementwise_optimizer_parameters.h>
 #include <mezzo/detail/optim/elementwise_optimizer_step.h>

@@ -3,6 +3,7 @@
 #include <mezzo/detail/optim/elementwise_optimizer.h>
 #include <mezzo/version.h>
 
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 
 // The step on CUDA, and, through ATen's fused optimizers, on devices that mezzo has no kernel for.
@@ -68,6 +69,7 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
          static_cast<int>(one.number), Traits::variant(*options), use.copies_half, one.storage,
          has_master ? at::kFloat : one.parameter->scalar_type(), one.gradient.scalar_type()});
   }
+  restart_counts(all);
   const std::vector<at::Tensor> on_device = counts_on(device, counts);
   std::vector<float*> counters;
   auto next = on_device.begin();
@@ -84,6 +86,13 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
 }
 
 #endif
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::restart_counts(const Many& all) {
+  for (const One& one : all) {
+    if (one.begins) one.state->count().overwrite(0);
+  }
+}
 
 /// How many steps were applied, as a float on `device`; a copy where another device counts, unless
 /// this one is to count from here on.
@@ -103,21 +112,49 @@ struct ElementwiseOptimizer<Traits>::AtenCall {
   AtenLists lists;
 };
 
-/// Runs `step` with counts one higher than they were, and takes that back if the step is skipped.
-template <class Step>
-void count_on_device(at::Device device, const std::vector<StepCount*>& counts,
-                     const AtenVerdict& verdict, const Step& step) {
-  const std::vector<at::Tensor> tensors = counts_on(device, counts);
-  const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
-  if (!tensors.empty()) add_to_counts(tensors, one);
-  step(tensors);
-  if (!tensors.empty() && verdict.found_inf) {
-    add_to_counts(tensors, verdict.found_inf->ne(0).to(at::kFloat).neg());
+/// Before anything is written, or counted.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::check_for_aten(const One& one) {
+  TORCH_CHECK(Traits::kAtenHasIt, Traits::kName, ": ATen has no kernel for it on ",
+              one.parameter->device(),
+              "; link the target mezzo::cuda, or keep the parameters on the CPU");
+  TORCH_CHECK(
+      one.storage == optim::WeightStorage::plain || one.storage == optim::WeightStorage::master,
+      Traits::kName, ": WeightStorage::split_master and stochastic need mezzo's kernels, ",
+      "which there are for the CPU, and for CUDA with the target mezzo::cuda; a parameter ",
+      "is on ", one.parameter->device(), "; use WeightStorage::master there");
+  if constexpr (Traits::kAtenHasIt) Traits::check_for_aten(*one.options);
+}
+
+/// With counts one higher than they were, as ATen's kernels want them, which is taken back where
+/// the step is skipped, and from the calls that ATen refused.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::make_calls(std::vector<AtenCall>& calls,
+                                              const std::vector<at::Tensor>& counts,
+                                              const AtenVerdict& verdict) {
+  if (!counts.empty()) add_to_counts(counts, at::ones({}, counts.front().options()));
+  auto next = counts.begin();
+  try {
+    for (AtenCall& call : calls) {
+      const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
+      if (call.counted) call.lists.counts.assign(next, next + size);
+      if constexpr (Traits::kAtenHasIt) Traits::aten_step(*call.options, call.lists, verdict);
+      bump_versions(call.lists);
+      if (call.counted) next += size;
+    }
+  } catch (...) {
+    const std::vector<at::Tensor> left(next, counts.end());
+    if (!left.empty()) add_to_counts(left, at::full({}, -1, left.front().options()));
+    throw;
+  }
+  if (!counts.empty() && verdict.found_inf) {
+    add_to_counts(counts, verdict.found_inf->ne(0).to(at::kFloat).neg());
   }
 }
 
 template <class Traits>
 void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedStep& step) {
+  for (const One& one : all) check_for_aten(one);
   open_states(all);
   const at::Device device = all.front().parameter->device();
   AtenVerdict verdict = aten_verdict(verdict_on(device, step), step.options.max_norm);
@@ -135,19 +172,17 @@ void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedS
   for (const One& one : all) {
     add_to_call(one, copies_gradients, calls, counts, prepared.copies);
   }
-  count_on_device(device, counts, verdict, [&](const std::vector<at::Tensor>& after) {
-    auto next = after.begin();
-    for (AtenCall& call : calls) {
-      if (call.counted) {
-        const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
-        call.lists.counts.assign(next, next + size);
-        next += size;
-      }
-      Traits::aten_step(*call.options, call.lists, verdict);
-      bump_versions(call.lists);
-    }
-  });
-  for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+  restart_counts(all);
+  const auto write_back = [&] {
+    for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+  };
+  try {
+    make_calls(calls, counts_on(device, counts), verdict);
+  } catch (...) {
+    write_back();  // of the calls before the one that threw
+    throw;
+  }
+  write_back();
   finish_with_aten(all, verdict);
   if (step.options.zero_grad) clear_gradients(all);
 }
@@ -157,11 +192,6 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::add_to_call(
     const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
     std::vector<StepCount*>& counts, std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
-  TORCH_CHECK(
-      one.storage == optim::WeightStorage::plain || one.storage == optim::WeightStorage::master,
-      Traits::kName, ": WeightStorage::split_master and stochastic need mezzo's kernels, ",
-      "which there are for the CPU, and for CUDA with the target mezzo::cuda; a parameter ",
-      "is on ", one.parameter->device(), "; use WeightStorage::master there");
   settle(one);
   at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) copies.emplace_back(*one.parameter, parameter);

@@ -45,7 +45,7 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::prepare(const One& one, const StepUse& use, Prepared& prepared) {
   int64_t count = 1;
   if (one.state != nullptr) {
-    count = one.state->count().value() + 1;
+    count = (one.begins ? 0 : one.state->count().value()) + 1;
     prepared.counts.emplace_back(&one.state->count(), count);
   }
   set_coefficients(one, count, prepared);

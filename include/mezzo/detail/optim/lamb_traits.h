@@ -3,13 +3,12 @@
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/lamb_element.h>
 #include <mezzo/detail/kernels/lamb_step_cpu.h>
-#include <mezzo/detail/optim/aten_step.h>
+#include <mezzo/detail/optim/option_checks.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <tuple>
 
@@ -31,13 +30,8 @@ struct LambTraits {
   static constexpr const char* kName = "LAMB";
 
   static void check(const Options& options) {
-    const auto [beta1, beta2] = options.betas();
-    TORCH_CHECK(options.lr() >= 0, "LAMB: lr is ", options.lr(), "; it should be at least 0");
-    TORCH_CHECK(options.eps() >= 0, "LAMB: eps is ", options.eps(), "; it should be at least 0");
-    TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "LAMB: betas are ", beta1,
-                " and ", beta2, "; they should be at least 0 and less than 1");
-    TORCH_CHECK(options.weight_decay() >= 0, "LAMB: weight_decay is ", options.weight_decay(),
-                "; it should be at least 0");
+    check_lr_betas_and_decay(kName, options);
+    check_at_least_0(kName, "eps", options.eps());
   }
 
   static Constants constants(const Options& options) {
@@ -57,14 +51,12 @@ struct LambTraits {
 
   static int moments(const Options&) { return 2; }
   static bool has_state(const Options&) { return true; }
+  static bool begins(const Options&, State&) { return false; }
   static at::Tensor& moment(State& state, int k) {
     return k == 0 ? state.exp_avg() : state.exp_avg_sq();
   }
 
-  static void aten_step(const Options&, const AtenLists& lists, const AtenVerdict&) {
-    TORCH_CHECK(false, "LAMB: ATen has no kernel for it on ", lists.parameters.front().device(),
-                "; link the target mezzo::cuda, or keep the parameters on the CPU");
-  }
+  static constexpr bool kAtenHasIt = false;
 
 #ifdef MEZZO_WITH_CUDA
   static bool variant(const Options&) { return false; }

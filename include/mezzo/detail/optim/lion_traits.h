@@ -2,14 +2,13 @@
 
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/lion_element.h>
-#include <mezzo/detail/optim/aten_step.h>
+#include <mezzo/detail/optim/option_checks.h>
 #include <mezzo/detail/optim/step_loops.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <tuple>
 
@@ -29,14 +28,7 @@ struct LionTraits {
   using Coefficients = LionCoefficients;
   static constexpr const char* kName = "Lion";
 
-  static void check(const Options& options) {
-    const auto [beta1, beta2] = options.betas();
-    TORCH_CHECK(options.lr() >= 0, "Lion: lr is ", options.lr(), "; it should be at least 0");
-    TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, "Lion: betas are ", beta1,
-                " and ", beta2, "; they should be at least 0 and less than 1");
-    TORCH_CHECK(options.weight_decay() >= 0, "Lion: weight_decay is ", options.weight_decay(),
-                "; it should be at least 0");
-  }
+  static void check(const Options& options) { check_lr_betas_and_decay(kName, options); }
 
   static Constants constants(const Options& options) {
     return {.beta1 = std::get<0>(options.betas()),
@@ -52,12 +44,10 @@ struct LionTraits {
 
   static int moments(const Options&) { return 1; }
   static bool has_state(const Options&) { return true; }
+  static bool begins(const Options&, State&) { return false; }
   static at::Tensor& moment(State& state, int) { return state.exp_avg(); }
 
-  static void aten_step(const Options&, const AtenLists& lists, const AtenVerdict&) {
-    TORCH_CHECK(false, "Lion: ATen has no kernel for it on ", lists.parameters.front().device(),
-                "; link the target mezzo::cuda, or keep the parameters on the CPU");
-  }
+  static constexpr bool kAtenHasIt = false;
 
 #ifdef MEZZO_WITH_CUDA
   static bool variant(const Options&) { return false; }

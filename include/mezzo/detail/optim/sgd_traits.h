@@ -3,6 +3,7 @@
 #include <mezzo/detail/kernels/cpu_isa.h>
 #include <mezzo/detail/kernels/sgd_element.h>
 #include <mezzo/detail/optim/aten_step.h>
+#include <mezzo/detail/optim/option_checks.h>
 #include <mezzo/detail/optim/step_loops.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
@@ -29,11 +30,9 @@ struct SgdTraits {
   static constexpr const char* kName = "SGD";
 
   static void check(const Options& options) {
-    TORCH_CHECK(options.lr() >= 0, "SGD: lr is ", options.lr(), "; it should be at least 0");
-    TORCH_CHECK(options.momentum() >= 0, "SGD: momentum is ", options.momentum(),
-                "; it should be at least 0");
-    TORCH_CHECK(options.weight_decay() >= 0, "SGD: weight_decay is ", options.weight_decay(),
-                "; it should be at least 0");
+    check_at_least_0(kName, "lr", options.lr());
+    check_at_least_0(kName, "momentum", options.momentum());
+    check_at_least_0(kName, "weight_decay", options.weight_decay());
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
                 "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
                 options.dampening(), "; it needs a positive momentum and a dampening of 0");
@@ -55,6 +54,10 @@ struct SgdTraits {
 
   static int moments(const Options& options) { return options.momentum() == 0 ? 0 : 1; }
   static bool has_state(const Options& options) { return options.momentum() != 0; }
+  /// A buffer begins as a gradient, though there were steps before without momentum.
+  static bool begins(const Options& options, State& state) {
+    return options.momentum() != 0 && !state.momentum_buffer().defined();
+  }
   static at::Tensor& moment(State& state, int) { return state.momentum_buffer(); }
 
 #ifdef MEZZO_WITH_CUDA
@@ -62,14 +65,19 @@ struct SgdTraits {
   static constexpr auto cuda_step = &cuda::sgd_step_;
 #endif
 
+  static constexpr bool kAtenHasIt = true;
+
   /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
   /// 0. A kernel told of a first step would not see that the device skipped it.
-  static void aten_step(const Options& options, const AtenLists& lists,
-                        const AtenVerdict& verdict) {
+  static void check_for_aten(const Options& options) {
     TORCH_CHECK(
         options.dampening() == 0 || options.momentum() == 0, "SGD: dampening is ",
         options.dampening(),
         " on a device that has no kernel of mezzo's; link the target mezzo::cuda, or set 0");
+  }
+
+  static void aten_step(const Options& options, const AtenLists& lists,
+                        const AtenVerdict& verdict) {
     const auto call = [&](const auto& lr) {
       at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], options.weight_decay(),
                       options.momentum(), lr, options.dampening(), options.nesterov(),

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/GradMode.h>
 
 #include <cstdint>
 #include <utility>
@@ -23,9 +24,17 @@ class StepCount {
     return on_device_.defined() ? static_cast<int64_t>(on_device_.item<float>()) : value_;
   }
 
+  /// From here on the host counts, until a device is to.
   void set(int64_t value) {
     value_ = value;
     on_device_ = at::Tensor();
+  }
+
+  /// Whoever counts goes on from here, at the same place in memory.
+  void overwrite(int64_t value) {
+    if (!on_device_.defined()) return set(value);
+    const c10::NoGradGuard no_grad;
+    on_device_.fill_(value);
   }
 
   /// From here on a float of one element on the device counts, which holds the value already.

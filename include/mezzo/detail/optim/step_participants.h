@@ -31,6 +31,7 @@ struct Participant {
   typename Traits::Loop run;
   typename Traits::State* state;  ///< null until a step begins, and where nothing is remembered
   uint64_t number;                ///< in the optimizer
+  bool begins = false;            ///< what the state counts begins anew with this step
 };
 
 template <class Traits>

@@ -5,8 +5,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <unordered_set>
 #include <vector>
 
 // What would train a weight twice in a step, or with another scale than it has.
@@ -28,6 +32,62 @@ inline void refuse_duplicates(const std::vector<at::Tensor>& all, const char* op
   TORCH_CHECK(!may_overlap(dense), optimizer,
               ": two parameters share memory; give one tensor for what is tied");
 }
+
+/// Those of `some` that are not among `known`.
+inline std::vector<at::Tensor> missing_from(const std::vector<at::Tensor>& known,
+                                            const std::vector<at::Tensor>& some) {
+  std::unordered_set<const c10::TensorImpl*> inside;
+  for (const at::Tensor& parameter : known) inside.insert(parameter.unsafeGetTensorImpl());
+  std::vector<at::Tensor> missing;
+  for (const at::Tensor& parameter : some) {
+    if (inside.count(parameter.unsafeGetTensorImpl()) == 0) missing.push_back(parameter);
+  }
+  return missing;
+}
+
+/// The parameters that an optimizer was last seen to have, as far as it takes to notice others: a
+/// tensor may have been put in another's place, or been given another's memory.
+class SeenParameters {
+ public:
+  /// Whether they are others than at the last call.
+  bool look(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+    std::size_t number = 0;
+    bool is_same = true;
+    for (const auto& group : groups) {
+      for (const at::Tensor& parameter : group.params()) {
+        const One one(parameter);
+        if (number == seen_.size()) seen_.push_back({});
+        is_same = is_same && seen_[number] == one;
+        seen_[number++] = one;
+      }
+    }
+    is_same = is_same && seen_.size() == number;
+    seen_.resize(number);
+    return !is_same;
+  }
+
+  /// So that the next look finds others: what was seen was refused.
+  void forget() noexcept { seen_.clear(); }
+
+ private:
+  struct One {
+    const void* tensor = nullptr;
+    const void* storage = nullptr;
+    int64_t offset = 0;
+    int64_t count = 0;
+
+    One() = default;
+    explicit One(const at::Tensor& parameter)
+        : tensor(parameter.unsafeGetTensorImpl()), count(parameter.numel()) {
+      if (!parameter.has_storage()) return;
+      storage = parameter.storage().unsafeGetStorageImpl();
+      offset = parameter.storage_offset();
+    }
+    bool operator==(const One&) const = default;
+  };
+
+  std::vector<One> seen_;
+};
 
 /// The parameter's own gradient still carries the loss scale then.
 inline void refuse_unscaled_master(const at::Tensor& master, const char* optimizer) {

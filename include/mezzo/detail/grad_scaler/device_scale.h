@@ -1,0 +1,96 @@
+#pragma once
+
+#include <mezzo/detail/grad_scaler/device_copies.h>
+#include <mezzo/detail/kernels/scale_tensors.h>
+#include <mezzo/detail/kernels/update_scale.h>
+#include <mezzo/loss_scale.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/reciprocal.h>
+#include <c10/core/GradMode.h>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A loss scale's state on the device of the losses, with 1 / scale beside it: whoever writes the
+/// scale writes that too, in the same launch where mezzo has a kernel, so that no step has to
+/// compute it. All is written in place, where a captured graph will read it.
+class DeviceScale {
+ public:
+  DeviceScale() = default;
+
+  DeviceScale(const LossScaleState& state, at::Device device) {
+    const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
+    const auto count = number.dtype(at::kInt);
+    scale_ = DeviceCopies(at::full({}, state.scale, number));
+    inverse_ = DeviceCopies(at::full({}, inverse_scale(state.scale), number));
+    growth_tracker_ = at::full({}, state.growth_tracker, count);
+    hysteresis_left_ = at::full({}, state.hysteresis_left, count);
+  }
+
+  bool defined() const noexcept { return scale_.defined(); }
+  const at::Tensor& original() const noexcept { return scale_.original(); }
+  const at::Tensor& on(at::Device device) { return scale_.on(device); }
+
+  /// 1 / scale, and its copies on other devices, which hold until the scale is written.
+  DeviceCopies& inverse() noexcept { return inverse_; }
+
+  /// Waits for the device.
+  LossScaleState read() const {
+    return {.scale = original().item<float>(),
+            .growth_tracker = growth_tracker_.item<int32_t>(),
+            .hysteresis_left = hysteresis_left_.item<int32_t>()};
+  }
+
+  void write(const LossScaleState& state) {
+    const c10::NoGradGuard no_grad;
+    write_scale(state.scale);
+    growth_tracker_.fill_(state.growth_tracker);
+    hysteresis_left_.fill_(state.hysteresis_left);
+  }
+
+  void write_scale(float scale) {
+    const c10::NoGradGuard no_grad;
+    at::Tensor own = original();
+    at::Tensor inverse = inverse_.original();
+    own.fill_(scale);
+    inverse.fill_(inverse_scale(scale));
+    drop_copies();
+  }
+
+  /// From a tensor of one element on any device, clamped; does not look at it.
+  void write_scale(const at::Tensor& scale, float lowest, float highest) {
+    const c10::NoGradGuard no_grad;
+    at::Tensor own = original();
+    at::Tensor inverse = inverse_.original();
+    own.copy_(scale.reshape({}));
+    own.clamp_(lowest, highest);
+    at::reciprocal_out(inverse, own);
+    drop_copies();
+  }
+
+  /// As `rule` says after an iteration, of which `found_inf`, a float there, knows whether an inf
+  /// was found.
+  void advance(const LossScale& rule, const at::Tensor& found_inf) {
+    const c10::NoGradGuard no_grad;
+    update_scale_(rule, {original(), inverse_.original(), growth_tracker_, hysteresis_left_},
+                  found_inf);
+    drop_copies();
+  }
+
+ private:
+  void drop_copies() noexcept {
+    scale_.drop_copies();
+    inverse_.drop_copies();
+  }
+
+  DeviceCopies scale_;
+  DeviceCopies inverse_;
+  at::Tensor growth_tracker_;
+  at::Tensor hysteresis_left_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,176 @@
+#pragma once
+
+#include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/version.h>
+
+// An optimizer's parameters: which have a gradient and take part in a step, what the state keeps of
+// them, and in which buckets they are.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
+  Traits::check(options);
+  TORCH_CHECK(options.ema_decay() >= 0 && options.ema_decay() < 1, Traits::kName, ": ema_decay is ",
+              options.ema_decay(), "; it should be at least 0, which is none, and less than 1");
+}
+
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> const Options& {
+  const auto* options = dynamic_cast<const Options*>(&param_groups_[group].options());
+  TORCH_CHECK(options != nullptr, Traits::kName, ": the options of parameter group ", group,
+              " are not mezzo::optim::", Traits::kName, "Options; make the group with those");
+  return *options;
+}
+
+template <class Traits>
+std::vector<at::Tensor> ElementwiseOptimizer<Traits>::own_parameters() const {
+  std::vector<at::Tensor> all;
+  for (const auto& group : param_groups_) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  }
+  return all;
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::look_at_parameters() {
+  if (!seen_.look(param_groups_)) return;
+  ++parameters_version_;
+  try {
+    refuse_duplicates(own_parameters(), Traits::kName);
+  } catch (...) {
+    seen_.forget();
+    throw;
+  }
+}
+
+/// From the buckets where these are the gradients of all that lies in them.
+template <class Traits>
+GradientSummary ElementwiseOptimizer<Traits>::summarize(const std::vector<at::Tensor>& gradients,
+                                                        const at::Tensor& inv_scale) {
+  if (buckets_ == nullptr) return FusedOptimizer::summarize(gradients, inv_scale);
+  look_at_parameters();
+  if (bucketed_version_ != parameters_version_) {
+    buckets_->add_parameters(missing_from(buckets_->parameters(), own_parameters()));
+    buckets_hold_others_ = !missing_from(own_parameters(), buckets_->parameters()).empty();
+    bucketed_version_ = parameters_version_;
+  }
+  return buckets_hold_others_ ? FusedOptimizer::summarize(gradients, inv_scale)
+                              : buckets_->summarize(inv_scale);
+}
+
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
+    -> std::vector<DeviceParticipants<Traits>> {
+  look_at_parameters();
+  std::vector<DeviceParticipants<Traits>> all;
+  uint64_t number = 0;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    const Options& options = options_of(group);
+    check_options(options);
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      const uint64_t own_number = number++;
+      const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
+      const bool is_masters = master_gradients && storage == optim::WeightStorage::master;
+      const at::Tensor gradient = is_masters ? master_gradient(parameter) : parameter.grad();
+      if (!gradient.defined()) continue;
+      const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
+      const at::Device device = parameter.device();
+      if (all.empty() || all.back().device != device) select_device(all, device);
+      all.back().participants.push_back(
+          {&parameter, gradient, &options, storage, run, nullptr, own_number});
+    }
+  }
+  return all;
+}
+
+/// What was unscaled onto the master; undefined where there is none.
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::master_gradient(const at::Tensor& parameter) const {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  if (found == state_.end()) return {};
+  const at::Tensor& master = static_cast<State&>(*found->second).master();
+  return master.defined() ? master.grad() : at::Tensor();
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::clear_gradients_beside_masters() {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      if (!keeps_master(group, parameter) || !parameter.grad().defined()) continue;
+      parameter.mutable_grad().zero_();
+    }
+  }
+}
+
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::keeps_master(std::size_t group,
+                                                const at::Tensor& parameter) const {
+  const optim::WeightStorage wanted = options_of(group).weight_storage();
+  return storage_of(parameter, wanted, Traits::kName) == optim::WeightStorage::master;
+}
+
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
+                                                        const at::Tensor& parameter) {
+  using optim::WeightStorage;
+  const auto storage = storage_of(parameter, options_of(group).weight_storage(), Traits::kName);
+  TORCH_CHECK(storage != WeightStorage::split_master, Traits::kName,
+              ": WeightStorage::split_master keeps no master as a tensor; clip with "
+              "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
+  if (storage != WeightStorage::master) return parameter;
+  const c10::NoGradGuard no_grad;
+  auto& slot = state_[parameter.unsafeGetTensorImpl()];
+  if (!slot) slot = std::make_unique<State>();
+  auto& state = static_cast<State&>(*slot);
+  check_shape_of(state.master(), "a master", parameter, Traits::kName);
+  settle_weights(parameter, storage, state);
+  state.master() = in_layout_of(dense_parameter(parameter), state.master());
+  return state.master();
+}
+
+/// For a step that will not be skipped, as far as the host knows.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::open_states(Many& all) {
+  for (One& one : all) {
+    if (!keeps_state<Traits>(*one.options, one.storage)) continue;
+    auto& slot = state_[one.parameter->unsafeGetTensorImpl()];
+    if (!slot) slot = std::make_unique<State>();
+    one.state = static_cast<State*>(slot.get());
+    one.begins = Traits::begins(*one.options, *one.state);
+  }
+}
+
+/// The k-th moment, in memory laid out as the parameter's: made when there is none yet, and
+/// converted when it was loaded from elsewhere.
+template <class Traits>
+at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
+                                                         const at::Tensor& parameter) {
+  at::Tensor& moment = Traits::moment(*one.state, k);
+  const at::ScalarType dtype = moment_dtype(parameter, one.storage);
+  if (!moment.defined()) {
+    moment = at::zeros_like(parameter, parameter.options().dtype(dtype).requires_grad(false),
+                            at::MemoryFormat::Preserve);
+    return moment;
+  }
+  check_shape_of(moment, "a moment", parameter, Traits::kName);
+  moment = in_layout_of(parameter, moment.to(parameter.device(), dtype));
+  return moment;
+}
+
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::keeps_averages() const {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (options_of(group).ema_decay() != 0) return true;
+  }
+  return false;
+}
+
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).ema();
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
