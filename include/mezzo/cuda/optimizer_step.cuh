@@ -192,9 +192,7 @@ static_assert((int64_t{1} << 32) % kStepBlock == 0);
 __attribute__((visibility("hidden"))) __global__ void count_steps_kernel(
     const __grid_constant__ CounterTable table, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
-  for (int i = static_cast<int>(threadIdx.x); i < table.size; i += static_cast<int>(blockDim.x)) {
-    *table.counter[i] += 1.0F;
-  }
+  for (int64_t i = threadIdx.x; i < table.size(); i += blockDim.x) table[i] += 1.0F;
 }
 
 /// Launches on `stream`; the caller checks for launch errors.

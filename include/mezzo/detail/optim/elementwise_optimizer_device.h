@@ -81,7 +81,9 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
   cuda::begin_step_(device, table_memory());
   Traits::cuda_step(device, rows, groups, inputs, table_memory());
   if (counts_applied) counters.push_back(applied.template mutable_data_ptr<float>());
-  if (!counters.empty()) cuda::count_steps_(device, counters, inputs.found_inf);
+  if (!counters.empty()) {
+    cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
+  }
   finish(all, step.options.zero_grad && !inputs.clear, prepared);
 }
 
