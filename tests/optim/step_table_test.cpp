@@ -133,6 +133,22 @@ TEST(PagedTable, OnePageIsTheTableItself) {
   EXPECT_EQ(table.end_block(0), 3);
 }
 
+TEST(CounterTable, FindsCountersInItselfOrWhereItIsTold) {
+  using mezzo::detail::CounterTable;
+  for (const std::size_t size : {std::size_t{3}, CounterTable::kCapacity + 5}) {
+    std::vector<float> counts(size, 1.0F);
+    std::vector<float*> counters;
+    for (float& count : counts) counters.push_back(&count);
+    const bool holds = CounterTable::holds(counters);
+    EXPECT_EQ(holds, size == 3);
+    const std::vector<std::byte> bytes = CounterTable::bytes_of(counters);
+    const CounterTable table(counters, holds ? nullptr : bytes.data());
+    ASSERT_EQ(table.size(), static_cast<int64_t>(size));
+    for (int64_t i = 0; i < table.size(); ++i) table[i] += static_cast<float>(i);
+    EXPECT_EQ(counts.back(), static_cast<float>(size));
+  }
+}
+
 std::vector<std::byte> bytes_with(int value) {
   return std::vector<std::byte>(64, static_cast<std::byte>(value));
 }

@@ -63,7 +63,9 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
                         &gradients.element[i],
                         {&means.element[i], &squares.element[i]},
                         &beside.element[i],
-                        nullptr};
+                        nullptr,
+                        /*has_beside=*/kReadsBeside,
+                        /*has_average=*/false};
       Scalar parameter;
       Scalar update;
       body.learn(place, number + static_cast<uint32_t>(i), key, parameter, update);
@@ -91,19 +93,21 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
     load_pack(base.moments[0] + at, count, is_whole, means);
     load_pack(base.moments[1] + at, count, is_whole, squares);
     if (kReadsBeside) load_pack(base.beside + at, count, is_whole, beside);
-    if (base.average != nullptr) load_pack(base.average + at, count, is_whole, average);
+    if (base.has_average) load_pack(base.average + at, count, is_whole, average);
 #pragma unroll
     for (int i = 0; i < kStepPack; ++i) {
       const Place place{&parameters.element[i],
                         nullptr,
                         {&means.element[i], &squares.element[i]},
-                        base.beside == nullptr ? nullptr : &beside.element[i],
-                        base.average == nullptr ? nullptr : &average.element[i]};
+                        &beside.element[i],
+                        &average.element[i],
+                        base.has_beside,
+                        base.has_average};
       body.move(place, number + static_cast<uint32_t>(i), key);
     }
     store_pack(parameters, count, is_whole, base.parameter + at);
-    if (base.beside != nullptr) store_pack(beside, count, is_whole, base.beside + at);
-    if (base.average != nullptr) store_pack(average, count, is_whole, base.average + at);
+    if (base.has_beside) store_pack(beside, count, is_whole, base.beside + at);
+    if (base.has_average) store_pack(average, count, is_whole, base.average + at);
   }
 };
 
@@ -185,7 +189,6 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   using Streams = LambStreams<Parameter, Parameter, Weights>;
   StepSlice slice = table.slice_of(blockIdx.x);
   slice.span.gradient = slice.span.parameter;  // not used, and of another dtype
-  const Streams streams(slice);
   __shared__ LambCoefficients coefficients;
   __shared__ StepUse use;
   __shared__ RandomKey key;
@@ -194,6 +197,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
     coefficients.adapt(of_rows[slice.row]);
   }
   __syncthreads();
+  const Streams streams(slice);
   const typename Streams::Body body(coefficients, use);
   for_each_pack(slice.end - slice.begin, [&](int64_t at, int size) {
     streams.move_pack(at, size, body, static_cast<uint32_t>(slice.begin + at), key);

@@ -313,17 +313,14 @@ __attribute__((weak)) void begin_step_(at::Device device, TableMemory& memory) {
 }
 
 __attribute__((weak)) void count_steps_(at::Device device, const std::vector<float*>& counters,
-                                        const float* found_inf) {
+                                        const float* found_inf, TableMemory& memory) {
   const c10::cuda::CUDAGuard guard(device);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  for (std::size_t begin = 0; begin < counters.size(); begin += CounterTable::kCapacity) {
-    const std::size_t end = std::min(counters.size(), begin + CounterTable::kCapacity);
-    CounterTable table;
-    table.size = static_cast<int>(end - begin);
-    std::copy(counters.begin() + begin, counters.begin() + end, table.counter);
-    launch_count_steps(table, found_inf, stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const void* there = nullptr;
+  if (!CounterTable::holds(counters)) {
+    there = memory.on(device, CounterTable::bytes_of(counters), is_capturing());
   }
+  launch_count_steps(CounterTable(counters, there), found_inf, c10::cuda::getCurrentCUDAStream());
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 __attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepRow>& rows,

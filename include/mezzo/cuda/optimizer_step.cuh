@@ -72,7 +72,9 @@ struct StepStreams {
              static_cast<StoredGradient*>(slice.span.gradient) + slice.begin,
              {},
              advanced(static_cast<uint16_t*>(slice.span.beside), slice.begin),
-             advanced(static_cast<Scalar*>(slice.span.average), slice.begin)},
+             advanced(static_cast<Scalar*>(slice.span.average), slice.begin),
+             slice.span.beside != nullptr,
+             slice.span.average != nullptr},
         is_aligned(is_pack_aligned(base.parameter) && is_pack_aligned(base.gradient) &&
                    is_pack_aligned(base.beside) && is_pack_aligned(base.average)) {
 #pragma unroll
@@ -102,14 +104,12 @@ struct StepStreams {
     for (unsigned k = 0; k != kMoments; ++k)
       load_pack(base.moments[k] + at, count, is_whole, moments[k]);
     if (reads_beside) load_pack(base.beside + at, count, is_whole, beside);
-    if (base.average != nullptr) load_pack(base.average + at, count, is_whole, average);
+    if (base.has_average) load_pack(base.average + at, count, is_whole, average);
 #pragma unroll
     for (int i = 0; i < kStepPack; ++i) {
-      Place place{&parameters.element[i],
-                  &gradients.element[i],
-                  {},
-                  base.beside == nullptr ? nullptr : &beside.element[i],
-                  base.average == nullptr ? nullptr : &average.element[i]};
+      Place place{&parameters.element[i], &gradients.element[i], {},
+                  &beside.element[i],     &average.element[i],   base.has_beside,
+                  base.has_average};
 #pragma unroll
       for (unsigned k = 0; k != kMoments; ++k) place.moments[k] = &moments[k].element[i];
       step(place, number + static_cast<uint32_t>(i), key);
@@ -118,8 +118,8 @@ struct StepStreams {
 #pragma unroll
     for (unsigned k = 0; k != kMoments; ++k)
       store_pack(moments[k], count, is_whole, base.moments[k] + at);
-    if (base.beside != nullptr) store_pack(beside, count, is_whole, base.beside + at);
-    if (base.average != nullptr) store_pack(average, count, is_whole, base.average + at);
+    if (base.has_beside) store_pack(beside, count, is_whole, base.beside + at);
+    if (base.has_average) store_pack(average, count, is_whole, base.average + at);
     if (clear) store_pack(gradients, count, is_whole, base.gradient + at);
   }
 
@@ -192,9 +192,7 @@ static_assert((int64_t{1} << 32) % kStepBlock == 0);
 __attribute__((visibility("hidden"))) __global__ void count_steps_kernel(
     const __grid_constant__ CounterTable table, const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
-  for (int i = static_cast<int>(threadIdx.x); i < table.size; i += static_cast<int>(blockDim.x)) {
-    *table.counter[i] += 1.0F;
-  }
+  for (int64_t i = threadIdx.x; i < table.size(); i += blockDim.x) table[i] += 1.0F;
 }
 
 /// Launches on `stream`; the caller checks for launch errors.

@@ -55,11 +55,12 @@ struct AdamParamState : public detail::AdamState<AdamParamState> {};
 
 /// Adam (Kingma and Ba, 2015): the answers of `torch::optim::Adam` within rounding, from one pass
 /// over gradient, parameter and moments. All that AdamW's page (mezzo/optim/adamw.h) says of
-/// dtypes, layouts, groups, files and threads holds here.
+/// dtypes, layouts, groups, files, devices and threads holds here.
 class Adam : public detail::ElementwiseOptimizer<
                  detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
  public:
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1)
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
+  ///   where a parameter is given twice or two share memory
   explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                 const AdamOptions& defaults = {})
       : ElementwiseOptimizer(groups, defaults) {}

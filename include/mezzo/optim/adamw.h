@@ -72,15 +72,28 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState> {};
 /// kept otherwise, and averages of weights, is for the options to say
 /// (mezzo/optim/weight_storage.h).
 ///
-/// Parameters without a gradient are passed over, and do not count the step. Param groups may be
-/// added and changed between steps. `torch::save` and `torch::load` read and write what
-/// torch::optim::AdamW does: either optimizer goes on where the other stopped.
+/// Parameters without a gradient are passed over, and do not count the step; gradients are dense,
+/// and stay as they are unless `zero_grad` is asked for. Param groups, their options and their
+/// parameters may be added and changed between steps. A step looks at all before it writes any:
+/// where it throws for a gradient or an option, nothing has moved.
+///
+/// Files: `torch::save` and `torch::load` read and write what torch::optim::AdamW does: either
+/// optimizer goes on where the other stopped. Loading is all or nothing, and leaves no state that
+/// the file lacks.
+///
+/// On CUDA with the target `mezzo::cuda`, `optimizer.step()` is two launches for one dtype, and a
+/// whole `scaler.step(...)` with `scaler.update()` five, whatever the number of tensors: a read of
+/// the gradients and its end, the update, the counts, and the next scale. Each further dtype takes
+/// two more. Nothing waits for the device, so that all can be captured in a CUDA graph, once a step
+/// has made the state. Without that target, and on other devices, ATen's fused kernels do it, in
+/// more launches, and leave gradients unscaled and clipped.
 ///
 /// Threads: one at a time; the work is shared among libtorch's own (`at::set_num_threads`).
 class AdamW : public detail::ElementwiseOptimizer<
                   detail::AdamTraits<AdamWOptions, AdamWParamState, /*kIsDecoupled=*/true>> {
  public:
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1)
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
+  ///   where a parameter is given twice or two share memory
   explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                  const AdamWOptions& defaults = {})
       : ElementwiseOptimizer(groups, defaults) {}

@@ -101,13 +101,13 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// Called before param groups are read: an optimizer whose groups are another's mirrors them.
   virtual void refresh_groups() {}
 
-  /// A schedule as a table: after n applied steps the next one multiplies each group's lr by
-  /// factors[n], and by the last factor from there on. The device that decides whether a step is
-  /// applied looks the factor up, so that a skipped step does not use one up, without a host sync,
-  /// and in a captured CUDA graph as well (set it before the capture, and step once; a graph that
-  /// was captured before reads the old table's memory: capture it anew). Not in files: `load` keeps
-  /// the table that there is, and goes on at the saved number of steps. Empty: no schedule.
-  /// \throws c10::Error if a factor is negative or not finite
+  /// A schedule as a table (mezzo/lr_schedule.h makes it from a curve): after n applied steps the
+  /// next one multiplies each group's lr by factors[n], and by the last factor from there on. The
+  /// device that decides whether a step is applied looks the factor up, so that a skipped step does
+  /// not use one up, without a host sync, and in a captured CUDA graph as well (set it before the
+  /// capture, and step once; a graph that was captured before reads the old table's memory: capture
+  /// it anew). Not in files: `load` keeps the table that there is, and goes on at the saved number
+  /// of steps. Empty: no schedule. \throws c10::Error if a factor is negative or not finite
   void set_lr_factors(std::vector<double> factors) {
     for (std::size_t i = 0; i < factors.size(); ++i) {
       TORCH_CHECK(!detail::nonfinite_bits(factors[i]) && factors[i] >= 0, "lr factor ", i, " is ",
@@ -125,8 +125,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// none, or none yet. For evaluation see EmaWeights (mezzo/ema.h).
   virtual at::Tensor average_of(const at::Tensor& /*parameter*/) const { return {}; }
 
-  /// How many steps were applied, which is to say not skipped. Waits for the device that counts:
-  /// that of the parameters.
+  /// How many steps were applied, which is to say not skipped; in files, and from libtorch's the
+  /// highest count of a parameter. Waits for the device that counts: that of the parameters.
   int64_t applied_steps() const { return applied_steps_.value(); }
 
   /// Goes on as after so many applied steps: the next one's factor is lr_factors()[applied_steps].

@@ -101,11 +101,13 @@ struct LAMBParamState : public detail::ParamState<LAMBParamState> {
 /// of up to 16,384 elements are done in one on the CPU. Norms are sums in double in an order that
 /// is fixed: the same bits whatever the number of threads and the CPU.
 ///
-/// All that AdamW's page (mezzo/optim/adamw.h) says of dtypes, layouts, groups and threads holds
-/// here; on CUDA it needs the target mezzo::cuda, for ATen has no kernel of it.
+/// libtorch has none, so files are mezzo's own; on CUDA it needs the target mezzo::cuda, for ATen
+/// has no kernel of it, and two launches more than AdamW. All else that AdamW's page
+/// (mezzo/optim/adamw.h) says holds here.
 class LAMB : public detail::ElementwiseOptimizer<detail::LambTraits<LAMBOptions, LAMBParamState>> {
  public:
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1)
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
+  ///   where a parameter is given twice or two share memory
   explicit LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                 const LAMBOptions& defaults = {})
       : ElementwiseOptimizer(groups, defaults) {}

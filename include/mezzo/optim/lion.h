@@ -71,12 +71,13 @@ struct LionParamState : public detail::ParamState<LionParamState> {
 };
 
 /// Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023) with decoupled weight
-/// decay: one moment, and 20 bytes a parameter to AdamW's 28. All that AdamW's page
-/// (mezzo/optim/adamw.h) says of dtypes, layouts, groups and threads holds here; on CUDA it needs
-/// the target mezzo::cuda, for ATen has no kernel of it.
+/// decay: one moment, and 20 bytes a parameter to AdamW's 28. libtorch has none, so files are
+/// mezzo's own; on CUDA it needs the target mezzo::cuda, for ATen has no kernel of it. All else
+/// that AdamW's page (mezzo/optim/adamw.h) says holds here.
 class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions, LionParamState>> {
  public:
-  /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1)
+  /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or where
+  ///   a parameter is given twice or two share memory
   explicit Lion(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                 const LionOptions& defaults = {})
       : ElementwiseOptimizer(groups, defaults) {}

@@ -28,7 +28,8 @@ struct SGDOptions : public FusedOptions<SGDOptions> {
   TORCH_ARG(double, lr);
   /// How much of the running sum of gradients a step keeps; at least 0.
   TORCH_ARG(double, momentum) = 0;
-  /// How much of a gradient is kept out of that sum, after the first step; less than 1.
+  /// How much of a gradient is kept out of that sum, but for the first, with which it begins; 0
+  /// for nesterov, and where ATen's kernels step.
   TORCH_ARG(double, dampening) = 0;
   /// weight_decay * parameter is added to the gradient.
   TORCH_ARG(double, weight_decay) = 0;
@@ -58,8 +59,8 @@ struct SGDOptions : public FusedOptions<SGDOptions> {
 
 /// What SGD with momentum remembers about a parameter (without it, only what weight_storage and
 /// ema_decay ask for): `momentum_buffer()`, of the parameter's shape and dtype, and `step()`, how
-/// many steps were applied, which libtorch's does not count, and which waits for the device, if
-/// that is not the CPU.
+/// many steps were applied, from the one on that began the buffer. libtorch's does not count them;
+/// it waits for the device, if that is not the CPU.
 struct SGDParamState : public detail::ParamState<SGDParamState> {
   TORCH_ARG(at::Tensor, momentum_buffer);
 
@@ -82,12 +83,13 @@ struct SGDParamState : public detail::ParamState<SGDParamState> {
 
 /// Gradient descent with momentum, dampening, weight decay and Nesterov's look ahead: the answers
 /// of `torch::optim::SGD` within rounding, from one pass over gradient, parameter and buffer. All
-/// that AdamW's page (mezzo/optim/adamw.h) says of dtypes, layouts, groups, files and threads holds
-/// here. Sparse gradients are torch::optim::SGD's.
+/// that AdamW's page (mezzo/optim/adamw.h) says of dtypes, layouts, groups, files, devices and
+/// threads holds here. Sparse gradients are torch::optim::SGD's.
 class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
-  ///   momentum is positive and dampening 0
+  ///   momentum is positive and dampening 0; or where a parameter is given twice or two share
+  ///   memory
   explicit SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                const SGDOptions& defaults)
       : ElementwiseOptimizer(groups, defaults) {}

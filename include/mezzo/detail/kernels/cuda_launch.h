@@ -93,9 +93,9 @@ MEZZO_CUDA_LAUNCHER void lamb_step_(at::Device device, const std::vector<StepRow
 MEZZO_CUDA_LAUNCHER void begin_step_(at::Device device, TableMemory& memory);
 
 /// Adds 1 to each counter, unless `found_inf`, where not null, points to another value than 0: one
-/// launch for 4,000 of them.
+/// launch; where there are more than 4,000, their addresses are copied unless they lie there.
 MEZZO_CUDA_LAUNCHER void count_steps_(at::Device device, const std::vector<float*>& counters,
-                                      const float* found_inf);
+                                      const float* found_inf, TableMemory& memory);
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

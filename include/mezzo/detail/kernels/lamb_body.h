@@ -69,7 +69,7 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     } else {
       Base::write_parameter(place, parameter);
     }
-    if (place.average != nullptr) Base::update_average(parameter, place.average);
+    if (place.has_average) Base::update_average(parameter, place.average);
   }
 };
 

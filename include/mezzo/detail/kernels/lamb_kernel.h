@@ -38,7 +38,9 @@ class LambWalk {
               static_cast<decltype(Place::gradient)>(span.gradient),
               {static_cast<Moment*>(span.moments[0]), static_cast<Moment*>(span.moments[1])},
               static_cast<decltype(Place::beside)>(span.beside),
-              static_cast<decltype(Place::average)>(span.average)},
+              static_cast<decltype(Place::average)>(span.average),
+              span.beside != nullptr,
+              span.average != nullptr},
         first_(static_cast<uint32_t>(span.first)) {
     Lanes::enumerate(lane_numbers_);
     if constexpr (std::is_same_v<Weights, StochasticWeights>) {
@@ -66,8 +68,10 @@ class LambWalk {
     return {base_.parameter + i,
             base_.gradient + i,
             {base_.moments[0] + i, base_.moments[1] + i},
-            base_.beside == nullptr ? nullptr : base_.beside + i,
-            base_.average == nullptr ? nullptr : base_.average + i};
+            base_.has_beside ? base_.beside + i : nullptr,
+            base_.has_average ? base_.average + i : nullptr,
+            base_.has_beside,
+            base_.has_average};
   }
   C10_ALWAYS_INLINE void number(int64_t i, Bits& numbers) const {
     numbers = lane_numbers_ + (first_ + static_cast<uint32_t>(i));

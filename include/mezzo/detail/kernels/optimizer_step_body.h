@@ -23,6 +23,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// What lies at one place of a parameter's streams: in memory on the CPU, in registers on a device.
+/// What is not kept has no memory, but may have registers: so flags say it, not null pointers,
+/// which would make the device put its registers into memory, to have addresses.
 template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
 struct StepPlace {
   static constexpr unsigned kMomentSlots = Rule::kMoments > 0 ? Rule::kMoments : 1;
@@ -31,8 +33,10 @@ struct StepPlace {
   typename Lanes::Stored* parameter;
   typename Lanes::template Like<Gradient>::Stored* gradient;
   typename MomentLanes::Stored* moments[kMomentSlots];
-  uint16_t* beside;                        ///< null where nothing is
-  typename Lanes::Format::Value* average;  ///< null where none is kept
+  uint16_t* beside;
+  typename Lanes::Format::Value* average;
+  bool has_beside;
+  bool has_average;
 };
 
 /// A step at one place: reads what is there, computes, and writes it back.
@@ -82,7 +86,7 @@ class StepBody {
       write_parameter(place, parameter);
       write_moments(place, moments);
     }
-    if (place.average != nullptr) update_average(parameter, place.average);
+    if (place.has_average) update_average(parameter, place.average);
     if (clear_) GradientLanes::store(typename GradientLanes::Bits{}, place.gradient);
   }
 
@@ -125,7 +129,7 @@ class StepBody {
     }
     Lanes::store(bits, place.parameter);
     if constexpr (kMayCopy) {
-      if (place.beside == nullptr) return;
+      if (!place.has_beside) return;
       if (copies_half_) {
         FloatFormat<c10::Half>::narrow(value, bits);
       } else {
@@ -165,27 +169,31 @@ class StepBody {
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_parameter_stochastically(
       const Place& place, const Value& parameter, const Bits& noise) {
-    Bits bits;
-    const Bits lower = noise & 0xFFFFU;
-    narrow_stochastically(parameter, lower, bits);
-    Lanes::store(bits, place.parameter);
+    write_stochastically(parameter, noise & 0xFFFFU, place.parameter);
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moments_stochastically(
       const Place& place, const Value (&moments)[Place::kMomentSlots], const Bits& drawn,
       const RandomKey& key) {
-    Bits noise = drawn;
-    Bits bits;
-    MEZZO_UNROLL_FOR_DEVICE
-    for (unsigned k = 0; k != Rule::kMoments; ++k) {
-      if (k == 1) {
-        noise = noise + key.second;
-        mix(noise);
-      }
-      const Bits own = k == 1 ? noise & 0xFFFFU : noise >> 16;
-      narrow_stochastically(moments[k], own, bits);
-      Lanes::store(bits, place.moments[k]);
+    if constexpr (Rule::kMoments > 0) {
+      write_stochastically(moments[0], drawn >> 16, place.moments[0]);
     }
+    if constexpr (Rule::kMoments > 1) {
+      Bits noise = drawn + key.second;
+      mix(noise);
+      write_stochastically(moments[1], noise & 0xFFFFU, place.moments[1]);
+      if constexpr (Rule::kMoments > 2) {
+        write_stochastically(moments[2], noise >> 16, place.moments[2]);
+      }
+    }
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_stochastically(const Value& value,
+                                                                     const Bits& noise,
+                                                                     typename Lanes::Stored* to) {
+    Bits bits;
+    narrow_stochastically(value, noise, bits);
+    Lanes::store(bits, to);
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE void update_average(const Value& parameter,

@@ -26,12 +26,13 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
   using Bits = typename Lanes::Bits;
 
   const Body step(coefficients, use);
-  const auto at = []<class T>(T* base, int64_t i) { return base == nullptr ? nullptr : base + i; };
   Streams base{static_cast<decltype(Streams::parameter)>(span.parameter),
                static_cast<decltype(Streams::gradient)>(span.gradient),
                {},
                static_cast<decltype(Streams::beside)>(span.beside),
-               static_cast<decltype(Streams::average)>(span.average)};
+               static_cast<decltype(Streams::average)>(span.average),
+               span.beside != nullptr,
+               span.average != nullptr};
   for (unsigned k = 0; k != Rule::kMoments; ++k) {
     base.moments[k] =
         static_cast<std::remove_reference_t<decltype(base.moments[k])>>(span.moments[k]);
@@ -44,8 +45,8 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
     place.parameter += i;
     place.gradient += i;
     for (unsigned k = 0; k != Rule::kMoments; ++k) place.moments[k] += i;
-    place.beside = at(base.beside, i);
-    place.average = at(base.average, i);
+    if (base.has_beside) place.beside += i;
+    if (base.has_average) place.average += i;
     const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
     step(place, numbers, key);
   }

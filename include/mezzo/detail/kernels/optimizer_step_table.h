@@ -10,7 +10,10 @@
 #include <c10/macros/Macros.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -158,12 +161,37 @@ class StepTable {
 template <class Constants>
 using DeviceStepTable = StepTable<Constants, 300>;
 
-/// The counters of one launch that counts a step.
-struct CounterTable {
-  static constexpr int kCapacity = 4000;
-  float* counter[kCapacity];
-  int size = 0;
+/// The counters of the launch that counts a step: by value, or where in the device's memory there
+/// are more than that.
+class CounterTable {
+ public:
+  static constexpr std::size_t kCapacity = 4000;
+
+  static bool holds(const std::vector<float*>& counters) { return counters.size() <= kCapacity; }
+
+  /// `memory` has what `bytes_of` returned, unless the table holds them.
+  explicit CounterTable(const std::vector<float*>& counters, const void* memory = nullptr)
+      : there_(static_cast<float* const*>(memory)), size_(static_cast<int64_t>(counters.size())) {
+    if (memory == nullptr) std::copy(counters.begin(), counters.end(), counter_);
+  }
+
+  static std::vector<std::byte> bytes_of(const std::vector<float*>& counters) {
+    std::vector<std::byte> bytes(counters.size() * sizeof(float*));
+    std::memcpy(bytes.data(), counters.data(), bytes.size());
+    return bytes;
+  }
+
+  C10_HOST_DEVICE int64_t size() const { return size_; }
+  C10_HOST_DEVICE float& operator[](int64_t i) const {
+    return there_ == nullptr ? *counter_[i] : *there_[i];
+  }
+
+ private:
+  float* counter_[kCapacity];
+  float* const* there_;
+  int64_t size_;
 };
+static_assert(sizeof(CounterTable) < 32700, "with the pointer beside it within 32,764 bytes");
 
 /// The kernel's arguments.
 template <class Constants>

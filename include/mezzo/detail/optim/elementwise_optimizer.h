@@ -181,7 +181,13 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   // Other devices (elementwise_optimizer_device.h)
   // With the only device there is, may count the step as applied on the way; says whether it did.
   bool step_on_device(Many& all, const optim::FusedStep& step, bool is_alone);
+#ifdef MEZZO_WITH_CUDA
   void step_on_cuda(Many& all, const optim::FusedStep& step, bool counts_applied);
+  std::vector<StepRow> rows_of(const Many& all, bool clear,
+                               std::vector<StepGroup<Constants>>& groups, Prepared& prepared);
+  static std::vector<float*> place_counters(const Many& all, at::Device device,
+                                            std::vector<StepRow>& rows);
+#endif
   at::Tensor applied_on(at::Device device, bool counts_there);
   static void restart_counts(const Many& all);
   struct AtenCall;

@@ -51,9 +51,23 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
     inputs.lr_factor_count = factors.numel();
   }
   Prepared prepared;
-  std::vector<StepRow> rows;
   std::vector<StepGroup<Constants>> groups;
-  std::vector<StepCount*> counts;
+  std::vector<StepRow> rows = rows_of(all, inputs.clear, groups, prepared);
+  std::vector<float*> counters = place_counters(all, device, rows);
+  cuda::begin_step_(device, table_memory());
+  Traits::cuda_step(device, rows, groups, inputs, table_memory());
+  if (counts_applied) counters.push_back(applied.template mutable_data_ptr<float>());
+  if (!counters.empty()) {
+    cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
+  }
+  finish(all, step.options.zero_grad && !inputs.clear, prepared);
+}
+
+/// What the kernels are told of the parameters, but for the counters; and of their `groups`.
+template <class Traits>
+std::vector<StepRow> ElementwiseOptimizer<Traits>::rows_of(
+    const Many& all, bool clear, std::vector<StepGroup<Constants>>& groups, Prepared& prepared) {
+  std::vector<StepRow> rows;
   const Options* options = nullptr;
   for (const One& one : all) {
     StepUse use{.copies_half = publishes() && published_dtype() == at::kHalf};
@@ -62,14 +76,24 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
       options = one.options;
       groups.push_back({Traits::constants(*options), options->lr(), use.average_share, use.seed});
     }
-    if (one.state != nullptr) counts.push_back(&one.state->count());
     const bool has_master = one.storage == optim::WeightStorage::master;
-    rows.push_back(
-        {span_of(one, inputs.clear, prepared), nullptr, static_cast<int>(groups.size()) - 1,
-         static_cast<int>(one.number), Traits::variant(*options), use.copies_half, one.storage,
-         has_master ? at::kFloat : one.parameter->scalar_type(), one.gradient.scalar_type()});
+    rows.push_back({span_of(one, clear, prepared), nullptr, static_cast<int>(groups.size()) - 1,
+                    static_cast<int>(one.number), Traits::variant(*options), use.copies_half,
+                    one.storage, has_master ? at::kFloat : one.parameter->scalar_type(),
+                    one.gradient.scalar_type()});
   }
+  return rows;
+}
+
+/// Where the rows' steps are counted.
+template <class Traits>
+std::vector<float*> ElementwiseOptimizer<Traits>::place_counters(const Many& all, at::Device device,
+                                                                 std::vector<StepRow>& rows) {
   restart_counts(all);
+  std::vector<StepCount*> counts;
+  for (const One& one : all) {
+    if (one.state != nullptr) counts.push_back(&one.state->count());
+  }
   const std::vector<at::Tensor> on_device = counts_on(device, counts);
   std::vector<float*> counters;
   auto next = on_device.begin();
@@ -78,11 +102,7 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
     rows[i].count = (next++)->template mutable_data_ptr<float>();
     counters.push_back(rows[i].count);
   }
-  cuda::begin_step_(device, table_memory());
-  Traits::cuda_step(device, rows, groups, inputs, table_memory());
-  if (counts_applied) counters.push_back(applied.template mutable_data_ptr<float>());
-  if (!counters.empty()) cuda::count_steps_(device, counters, inputs.found_inf);
-  finish(all, step.options.zero_grad && !inputs.clear, prepared);
+  return counters;
 }
 
 #endif
