@@ -141,21 +141,25 @@ class StepBody {
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_moments(
       const Place& place, Value (&moments)[Place::kMomentSlots]) {
-    MEZZO_UNROLL_FOR_DEVICE
-    for (unsigned k = 0; k != Rule::kMoments; ++k) {
-      typename MomentLanes::Bits bits;
-      MomentLanes::load(place.moments[k], bits);
-      MomentLanes::Format::widen(bits, moments[k]);
+    if constexpr (Rule::kMoments > 0) {  // or GCC warns of the loop that never runs, at -O0
+      MEZZO_UNROLL_FOR_DEVICE
+      for (unsigned k = 0; k != Rule::kMoments; ++k) {
+        typename MomentLanes::Bits bits;
+        MomentLanes::load(place.moments[k], bits);
+        MomentLanes::Format::widen(bits, moments[k]);
+      }
     }
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moments(
       const Place& place, const Value (&moments)[Place::kMomentSlots]) {
-    MEZZO_UNROLL_FOR_DEVICE
-    for (unsigned k = 0; k != Rule::kMoments; ++k) {
-      typename MomentLanes::Bits bits;
-      MomentLanes::Format::narrow(moments[k], bits);
-      MomentLanes::store(bits, place.moments[k]);
+    if constexpr (Rule::kMoments > 0) {
+      MEZZO_UNROLL_FOR_DEVICE
+      for (unsigned k = 0; k != Rule::kMoments; ++k) {
+        typename MomentLanes::Bits bits;
+        MomentLanes::Format::narrow(moments[k], bits);
+        MomentLanes::store(bits, place.moments[k]);
+      }
     }
   }
 
