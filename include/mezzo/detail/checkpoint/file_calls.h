@@ -66,5 +66,10 @@ inline int flush_folder(const FileCalls& calls, const std::filesystem::path& fol
   return calls.fsync(file.descriptor()) == 0 ? 0 : errno;
 }
 
+/// Whether `error`, of flushing a folder, says that the file system does not do that at all.
+inline bool is_never_flushed(int error) {
+  return error == EINVAL || error == ENOTSUP || error == ENOSYS || error == EBADF;
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
