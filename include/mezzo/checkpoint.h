@@ -7,6 +7,7 @@
 #include <mezzo/detail/checkpoint/checkpoint_folder.h>
 #include <mezzo/detail/checkpoint/checkpoint_part.h>
 #include <mezzo/detail/checkpoint/file_calls.h>
+#include <mezzo/detail/checkpoint/module_part.h>
 #include <mezzo/detail/checkpoint/object_parts.h>
 #include <mezzo/version.h>
 

@@ -377,6 +377,7 @@ TEST(Checkpoint, WhatWasLoadedIsTakenBackWhenALaterObjectRefusesItsPart) {
   saver.with_random_state();
   checkpoints.save(saver, 1);
   const torch::Tensor weight = loaded->weight.detach().clone();
+  const void* const memory = loaded->weight.const_data_ptr();
   const torch::Tensor random = at::globalContext().defaultGenerator(at::kCPU).get_state();
   EXPECT_THAT(error_of([&] { checkpoints.load_newest(loader); }),
               AllOf(HasSubstr("\"optimizer\" cannot be loaded: loaded state dict has a different "
@@ -386,6 +387,7 @@ TEST(Checkpoint, WhatWasLoadedIsTakenBackWhenALaterObjectRefusesItsPart) {
   EXPECT_TRUE(torch::equal(own_order, torch::full({2}, 8)));
   EXPECT_FALSE(undefined.defined());
   EXPECT_TRUE(torch::equal(loaded->weight, weight));
+  EXPECT_EQ(loaded->weight.const_data_ptr(), memory) << "a split master would lose its rest";
   EXPECT_EQ(second.state().size(), 2U);
   EXPECT_TRUE(torch::equal(at::globalContext().defaultGenerator(at::kCPU).get_state(), random));
 }
