@@ -119,7 +119,7 @@ TEST(Ema, UpdatesAllOfItsAveragesOrNone) {
 }
 
 TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
-  const torch::nn::Linear tied(2, 2);
+  torch::nn::Linear tied(2, 2);
   const torch::nn::Sequential model(tied, tied);  // whose parameters are given twice
   Ema ema(model->parameters(), {.decay = 0.5});
   const torch::Tensor begin = tied->weight.detach().clone();
