@@ -216,6 +216,25 @@ TEST(CheckpointResume, IsBitExactWithMasterWeightsTheirAveragesAndTiedLayers) {
   expect_same(whole.ema.averages(), resumed.ema.averages());
 }
 
+TEST(CheckpointResume, LeavesNothingOfWhatOptimizerAndScheduleHadBefore) {
+  const Scratch scratch;
+  torch::Tensor weight = torch::ones({2}).requires_grad_();
+  torch::optim::AdamW fresh({weight}, 0.1), used({weight}, 0.5);
+  mezzo::LinearSchedule saved(fresh, {.total_steps = 10}), loaded(used, {.total_steps = 10});
+  weight.mutable_grad() = torch::ones({2});
+  used.step();
+  loaded.step();
+  const auto state = [](auto& optimizer, auto& schedule) {
+    return TrainingState().add("optimizer", optimizer).add("schedule", schedule);
+  };
+  const auto file = Checkpoints(scratch.path()).save(state(fresh, saved), 0).file;
+  mezzo::load_checkpoint(file, state(used, loaded));
+  EXPECT_TRUE(used.state().empty());
+  EXPECT_EQ(loaded.applied_steps(), 0);
+  EXPECT_EQ(loaded.base_lrs(), std::vector<double>{0.1});
+  EXPECT_EQ(loaded.lrs(), std::vector<double>{0.1});
+}
+
 /// Values of every kind.
 struct Values {
   Values() {
