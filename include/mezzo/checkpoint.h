@@ -7,6 +7,7 @@
 #include <mezzo/detail/checkpoint/checkpoint_folder.h>
 #include <mezzo/detail/checkpoint/checkpoint_part.h>
 #include <mezzo/detail/checkpoint/file_calls.h>
+#include <mezzo/detail/checkpoint/module_part.h>
 #include <mezzo/detail/checkpoint/object_parts.h>
 #include <mezzo/version.h>
 
@@ -36,8 +37,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class TrainingState {
  public:
   /// `object` may be
-  /// - a module, a ModuleHolder (`torch::nn::Linear`) or a std::shared_ptr to one: parameters and
-  ///   buffers. The file has to have the same names, dtypes and shapes;
+  /// - a module, a ModuleHolder (`torch::nn::Linear`) or a std::shared_ptr to one, which may be
+  ///   given another module later: parameters and buffers. The file has to have the same names,
+  ///   dtypes and shapes;
   /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts;
   /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema;
   /// - an integer, a bool, a float or double, a std::string, a tensor: the position in the data;
@@ -64,7 +66,8 @@ struct SavedCheckpoint {
   std::filesystem::path file;
   std::uint64_t bytes = 0;
   /// Whether the file survives a crash of the machine from here on. False if all is in its place
-  /// but the system refused to flush the folder: committed, durability unknown.
+  /// but the system refused to flush the folder: committed, durability unknown. No older file is
+  /// removed then, except on a file system that never flushes folders.
   bool durable = false;
 };
 
@@ -119,7 +122,9 @@ class Checkpoints {
   /// flushes the folder, and removes files beyond `keep`. Needs no memory beside a copy of what
   /// lies on devices. Waits for the devices.
   /// \throws c10::Error where an object cannot be saved, the system refuses (a full disk), or
-  ///   another process saves here; what was there before is then untouched
+  ///   another process saves here; what was there before is then untouched. Refused is what could
+  ///   not be loaded again (parameters named as a keyword of TorchScript, sparse buffers), and
+  ///   parameters that hold averages (EmaWeights)
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
   /// Loads the newest file that is whole, and says which; none if there are no checkpoints.
@@ -138,7 +143,8 @@ class Checkpoints {
 
  private:
   void hold_lock();
-  void prune();
+  void finish(SavedCheckpoint& saved, int flush_error);
+  void prune(std::int64_t keep);
   void warn(const std::string& text) const;
 
   std::filesystem::path folder_;
@@ -146,6 +152,8 @@ class Checkpoints {
   detail::FileCalls calls_;
   detail::OpenFile lock_;
   bool offers_locks_ = true;
+  bool told_hopeless_ = false;                    // that the folder can never be flushed
+  std::vector<std::filesystem::path> unflushed_;  // folders with a new name in them
   std::set<std::filesystem::path> damaged_;
 };
 

@@ -3,6 +3,7 @@
 /// evaluation, whether it is this one or that of mezzo's optimizers.
 #pragma once
 
+#include <mezzo/detail/ema/averaged_parameters.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/step_result.h>
 #include <mezzo/version.h>
@@ -12,6 +13,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -25,10 +27,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 struct EmaOptions {
   /// How much of the average an update keeps: at least 0 and less than 1.
   double decay = 0.999;
-  /// What is trained in place of the parameters, in their order, where somebody keeps masters in
-  /// float: averages are of these, and go, rounded, into the parameters. Undefined where there is
-  /// none; empty for no masters at all.
-  std::vector<at::Tensor> masters = {};
+  /// Gives what is trained in place of the parameters, in their order, where somebody keeps masters
+  /// in float: averages are of these, and go, rounded, into the parameters. Undefined, or the
+  /// parameter itself, where there is none. Asked at construction and at each update, since who
+  /// loads a file has other masters from then on:
+  ///
+  ///     mezzo::Ema ema(model->parameters(),
+  ///                    {.masters = [&] { return mezzo::master_params(optimizer); }});
+  std::function<std::vector<at::Tensor>()> masters = nullptr;
 };
 
 /// Averages of parameters, for optimizers that keep none: torch::optim's, or your own.
@@ -48,11 +54,10 @@ struct EmaOptions {
 /// no pass over memory, and no waiting.
 ///
 /// Averages are in float (double for double) on the parameters' device, and begin as the weights at
-/// construction. Holds parameters and masters, as an optimizer does: parameters may be written and
-/// given other memory; masters are read at each update, so an optimizer that replaces its tensors
-/// has to be asked for them anew. Buffers are not averaged: batch norm's statistics in the model
-/// are those of the training weights; run some batches through the averaged model in training mode
-/// to have its own. One thread at a time.
+/// construction. Holds the parameters, as an optimizer does: they may be written and given other
+/// memory; for parameters that are added to an optimizer later make an Ema of their own. Buffers
+/// are not averaged: batch norm's statistics in the model are those of the training weights; run
+/// some batches through the averaged model in training mode to have its own. One thread at a time.
 class Ema {
  public:
   /// \throws c10::Error unless decay is in [0, 1), parameters are dense and of floating point, and
@@ -60,6 +65,8 @@ class Ema {
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
 
   /// averages = decay * averages + (1 - decay) * weights.
+  /// \throws c10::Error, and changes nothing, where a shape has changed, or where an EmaWeights is
+  ///   alive: the parameters then hold averages
   void update();
 
   /// The same if the step ran. Waits to know: not at all with an optimizer of libtorch's, for the
@@ -74,8 +81,8 @@ class Ema {
   const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
 
  private:
-  /// What is averaged of the i-th parameter.
-  const at::Tensor& weight(std::size_t i) const;
+  /// What is averaged, in the order of the parameters.
+  std::vector<at::Tensor> weights() const;
   void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
 
   std::vector<at::Tensor> parameters_;
@@ -97,10 +104,11 @@ class Ema {
 /// meanwhile, and files of it, have the averaged weights: that is how to export them.
 ///
 /// Meanwhile evaluate, and do not train: what is written to the parameters is gone at the end, and
-/// a step of an optimizer would make its masters follow the averages. Views of parameters that were
-/// made before, and captured CUDA graphs, keep to the training weights. Begin and end it outside of
-/// autocast regions, whose cache would not notice. Guards nest, and end in reverse order,
-/// exceptions included. One thread: no other may use the parameters when it begins or ends.
+/// a step of an optimizer would make its masters follow the averages. Checkpoints (checkpoint.h)
+/// refuse to save or load such parameters, and Ema to update from them. Views of parameters that
+/// were made before, and captured CUDA graphs, keep to the training weights. Begin and end it
+/// outside of autocast regions, whose cache would not notice. Guards nest, and end in reverse
+/// order, exceptions included. One thread: no other may use the parameters when it begins or ends.
 class [[nodiscard]] EmaWeights {
  public:
   /// The averages of one of mezzo's optimizers with `ema_decay`. Before the first step they are the
@@ -117,7 +125,7 @@ class [[nodiscard]] EmaWeights {
   void put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& averages);
   void put_back() noexcept;
 
-  std::vector<std::pair<at::Tensor, at::Tensor>> own_;  // parameters, and their own memory
+  std::vector<detail::LentParameter> lent_;
 };
 
 /// `torch::save(ema, path)` and `torch::load(ema, path)`: averages and their number of updates, not

@@ -33,6 +33,7 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/precision.h>
+#include <mezzo/scaler_tensors.h>
 #include <mezzo/step_result.h>
 #include <mezzo/version.h>
 #include <mezzo/weight_cache.h>

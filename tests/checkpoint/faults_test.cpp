@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <mezzo/checkpoint.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,6 +20,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
@@ -180,69 +182,80 @@ TEST(CheckpointDamage, AnIndexThatLiesIsRefusedEvenWithTheRightChecksum) {
   std::string huge_name = bytes;
   huge_name[12 + 3] = '\x7f';  // the name's length: 2 GB, which must not be allocated
   EXPECT_THROW(parse_index(huge_name, 24), DamagedCheckpoint);
+  index.entries.push_back(index.entries[0]);
+  std::string twice = checkpoint_index(index, 32);
+  twice.resize(twice.size() - 16);
+  EXPECT_THROW(parse_index(twice, 32), DamagedCheckpoint);
 }
 
-TEST(CheckpointDamage, FallsBackToTheOneBeforeWithAWarningThatNamesFileAndDamage) {
-  const Scratch scratch;
+/// A folder with two checkpoints, of the values 1 and 2, and the run that saved them at 9.
+struct TwoSaved {
+  explicit TwoSaved(FileCalls calls = {})
+      : checkpoints(scratch.path(), hearing(warnings), std::move(calls)),
+        first(save(checkpoints, run, 1)),
+        second(save(checkpoints, run, 2)) {
+    run.set(9);
+  }
+
+  std::string load_error() {
+    return error_of([this] { checkpoints.load_newest(run.state); });
+  }
+
+  Scratch scratch;
   std::vector<std::string> warnings;
-  Checkpoints checkpoints(scratch.path(), hearing(warnings));
   Training run;
-  save(checkpoints, run, 1);
-  const auto newest = save(checkpoints, run, 2);
-  put_bytes(newest, bytes_of(newest).substr(0, 100));
-  run.set(0);
-  const auto loaded = checkpoints.load_newest(run.state);
+  Checkpoints checkpoints;
+  std::filesystem::path first, second;
+};
+
+TEST(CheckpointDamage, FallsBackToTheOneBeforeWithAWarningThatNamesFileAndDamage) {
+  TwoSaved saved;
+  put_bytes(saved.second, bytes_of(saved.second).substr(0, 100));
+  const auto loaded = saved.checkpoints.load_newest(saved.run.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 1);
-  EXPECT_TRUE(run.is(1));
-  EXPECT_THAT(warnings, ElementsAre(AllOf(HasSubstr(newest.string() + " is damaged"),
-                                          HasSubstr("checksum"))));
+  EXPECT_EQ(loaded->file, saved.first);
+  EXPECT_TRUE(saved.run.is(1));
+  EXPECT_THAT(saved.warnings, ElementsAre(AllOf(HasSubstr(saved.second.string() + " is damaged"),
+                                                HasSubstr("checksum"))));
 }
 
 TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {
-  const Scratch scratch;
-  std::vector<std::string> warnings;
-  Checkpoints checkpoints(scratch.path(), hearing(warnings));
-  Training run;
-  const auto first = save(checkpoints, run, 1);
-  const auto second = save(checkpoints, run, 2);
-  put_bytes(second, "");
-  checkpoints.load_newest(run.state);
-  const auto third = save(checkpoints, run, 3);
-  EXPECT_THAT(checkpoints.files(), ElementsAre(third, second, first));
-  const auto fourth = save(checkpoints, run, 4);
-  EXPECT_THAT(checkpoints.files(), ElementsAre(fourth, third));
+  TwoSaved saved;
+  put_bytes(saved.second, "");
+  saved.checkpoints.load_newest(saved.run.state);
+  const auto third = save(saved.checkpoints, saved.run, 3);
+  EXPECT_THAT(saved.checkpoints.files(), ElementsAre(third, saved.second, saved.first));
+  const auto fourth = save(saved.checkpoints, saved.run, 4);
+  EXPECT_THAT(saved.checkpoints.files(), ElementsAre(fourth, third));
 }
 
 TEST(CheckpointDamage, WithoutAWholeFileThereIsNoFreshStart) {
-  const Scratch scratch;
-  std::vector<std::string> warnings;
-  Checkpoints checkpoints(scratch.path(), hearing(warnings));
-  Training run;
-  const auto first = save(checkpoints, run, 1), second = save(checkpoints, run, 2);
-  put_bytes(first, "");
-  put_bytes(second, "MEZZOCKP");
-  run.set(9);
-  EXPECT_THAT(error_of([&] { checkpoints.load_newest(run.state); }),
-              AllOf(HasSubstr("no checkpoint that is whole"), HasSubstr(first.string()),
-                    HasSubstr(second.string())));
-  EXPECT_TRUE(run.is(9));
+  TwoSaved saved;
+  put_bytes(saved.first, "");
+  put_bytes(saved.second, "MEZZOCKP");
+  EXPECT_THAT(saved.load_error(),
+              AllOf(HasSubstr("no checkpoint that is whole"), HasSubstr(saved.first.string()),
+                    HasSubstr(saved.second.string())));
+  EXPECT_TRUE(saved.run.is(9));
 }
 
 TEST(CheckpointDamage, ANewerFormatIsRefusedAndNotTakenForDamage) {
-  const Scratch scratch;
-  std::vector<std::string> warnings;
-  Checkpoints checkpoints(scratch.path(), hearing(warnings));
-  Training run;
-  save(checkpoints, run, 1);
-  const auto newest = save(checkpoints, run, 2);
-  std::string bytes = bytes_of(newest);
+  TwoSaved saved;
+  std::string bytes = bytes_of(saved.second);
   bytes[8] = 2;
   bytes[12] = static_cast<char>(~2);
-  put_bytes(newest, bytes);
-  EXPECT_THAT(error_of([&] { checkpoints.load_newest(run.state); }),
-              AllOf(HasSubstr("of format 2"), HasSubstr("update mezzo")));
-  EXPECT_THAT(warnings, IsEmpty());
+  put_bytes(saved.second, bytes);
+  EXPECT_THAT(saved.load_error(), AllOf(HasSubstr("of format 2"), HasSubstr("update mezzo")));
+  EXPECT_THAT(saved.warnings, IsEmpty());
+}
+
+TEST(CheckpointDamage, ALinkToNowhereIsNamedAndPassedOverByNobody) {
+  TwoSaved saved;
+  std::filesystem::remove(saved.second);
+  std::filesystem::create_symlink("nowhere", saved.second);
+  EXPECT_THAT(saved.load_error(), AllOf(HasSubstr(saved.second.string()), HasSubstr("opened")));
+  EXPECT_TRUE(saved.run.is(9));
 }
 
 /// Calls that count, and of which one fails.
@@ -369,10 +382,68 @@ TEST(CheckpointFaults, AFolderThatCannotBeFlushedIsToldAndRemovesNothing) {
   EXPECT_EQ(checkpoints.files().size(), 1U);
 }
 
-TEST(CheckpointFaults, AReadErrorFallsBackLikeDamage) {
+/// With every flush of a folder failing.
+FileCalls without_folder_flush(int error) {
+  FileCalls calls;
+  calls.fsync = [error](int file) {
+    struct stat status {};
+    ::fstat(file, &status);
+    if (!S_ISDIR(status.st_mode)) return 0;
+    errno = error;
+    return -1;
+  };
+  return calls;
+}
+
+TEST(CheckpointFaults, AFileSystemThatNeverFlushesFoldersIsToldOnceAndDoesNotFillUp) {
+  for (const int error : {EINVAL, EACCES}) {
+    TwoSaved saved(without_folder_flush(error));
+    for (int64_t value = 3; value < 9; ++value) save(saved.checkpoints, saved.run, value);
+    EXPECT_EQ(saved.checkpoints.files().size(), 3U) << "one more than keep";
+    EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("whether it would survive a crash")));
+    EXPECT_FALSE(saved.checkpoints.save(saved.run.state, 9).durable);
+  }
+}
+
+TEST(CheckpointFaults, ADiskThatFailsToFlushFoldersIsToldEachTimeAndRemovesNothing) {
+  TwoSaved saved(without_folder_flush(EIO));
+  for (int64_t value = 3; value < 6; ++value) save(saved.checkpoints, saved.run, value);
+  EXPECT_EQ(saved.checkpoints.files().size(), 5U);
+  EXPECT_EQ(saved.warnings.size(), 5U);
+}
+
+TEST(CheckpointFaults, NothingIsCalledDurableBeforeTheFoldersOwnNameIsOnTheDisk) {
   const Scratch scratch;
   Training run;
   std::vector<std::string> warnings;
+  int failures = 2;
+  FileCalls calls;
+  calls.open = [&failures, &scratch, real = calls.open](const char* path, int flags) {
+    if (path != scratch.path() || failures-- <= 0) return real(path, flags);
+    errno = EIO;
+    return -1;
+  };
+  Checkpoints checkpoints(scratch.path() / "run", hearing(warnings), calls);
+  EXPECT_FALSE(checkpoints.save(run.state, 1).durable);
+  EXPECT_FALSE(checkpoints.save(run.state, 2).durable);
+  EXPECT_TRUE(checkpoints.save(run.state, 3).durable);
+  EXPECT_EQ(warnings.size(), 2U);
+}
+
+TEST(CheckpointFaults, ATemporaryOfAKilledProcessOfTheSameNumberIsReplaced) {
+  const Scratch scratch;
+  const auto target = scratch.path() / "whole";
+  const auto temporary = mezzo::detail::temporary_of(target);
+  put_bytes(temporary, "half of somebody else's, and longer");
+  const FileCalls calls;
+  mezzo::detail::CheckpointWriter writer(calls, temporary, target);
+  writer.write("mine", 4);
+  EXPECT_EQ(writer.commit(), 0);
+  EXPECT_EQ(bytes_of(target).substr(0, 4), "mine");
+  EXPECT_EQ(bytes_of(target).size(), 4U + mezzo::detail::kDigestBytes);
+}
+
+TEST(CheckpointFaults, AReadErrorFallsBackLikeDamage) {
   FileCalls calls;
   int reads = 0;
   calls.pread = [&](int file, void* to, size_t count, off_t offset) -> ssize_t {
@@ -380,11 +451,24 @@ TEST(CheckpointFaults, AReadErrorFallsBackLikeDamage) {
     errno = EIO;
     return -1;
   };
-  Checkpoints checkpoints(scratch.path(), hearing(warnings), calls);
-  save(checkpoints, run, 1);
-  save(checkpoints, run, 2);
-  EXPECT_EQ(checkpoints.load_newest(run.state)->step, 1);
-  EXPECT_THAT(warnings, ElementsAre(HasSubstr("cannot be read: Input/output error")));
+  TwoSaved saved(calls);
+  EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->step, 1);
+  EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("cannot be read: Input/output error")));
+}
+
+TEST(CheckpointFaults, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoError) {
+  const Scratch scratch;
+  Training run, read;
+  Checkpoints writer(scratch.path(), {.keep = 1});
+  save(writer, run, 1);
+  bool is_first = true;
+  FileCalls calls;
+  calls.open = [&, real = calls.open](const char* path, int flags) {
+    if (std::exchange(is_first, false)) save(writer, run, 2);
+    return real(path, flags);
+  };
+  EXPECT_EQ(Checkpoints(scratch.path(), {}, calls).load_newest(read.state)->step, 2);
+  EXPECT_TRUE(read.is(2));
 }
 
 /// Saves in a child that is killed: in a call of `faults`, or after a while.
@@ -394,6 +478,7 @@ void save_in_killed_child(const std::filesystem::path& folder, int64_t value, Fa
   ASSERT_GE(child, 0);
   if (child == 0) {
     at::set_num_threads(1);  // the parent's pool has no threads here
+    ::alarm(60);             // should the call never come
     Training run(kLarge);
     Checkpoints checkpoints(folder, {}, faults.calls());
     for (int64_t next = value;; ++next) save(checkpoints, run, next);

@@ -8,6 +8,8 @@
 #include <mezzo/ema.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/lr_schedule.h>
+#include <mezzo/master_weights.h>
+#include <torch/csrc/jit/frontend/lexer.h>
 
 #include <algorithm>
 #include <concepts>
@@ -160,6 +162,79 @@ TEST(CheckpointResume, IsBitExactWithLibtorchsAdamW) {
   });
 }
 
+/// One layer in two places, whose averages are of masters that another optimizer than mezzo's has.
+struct Mastered {
+  Mastered() {
+    scaler.on_skip(nullptr);
+    state.add("model", model).add("optimizer", optimizer).add("ema", ema).add("scaler", scaler);
+    state.add("schedule", schedule);
+  }
+  void step(float scale_of_loss) {
+    optimizer.zero_grad();
+    const torch::Tensor loss = model->forward(torch::ones({1, 4}, torch::kHalf)).sum();
+    scaler.scale(loss * scale_of_loss).backward();
+    const auto result = scaler.step(optimizer);
+    scaler.update();
+    schedule.step(result);
+    ema.update(result);
+  }
+
+  torch::nn::Linear tied = [] {
+    torch::nn::Linear layer(4, 4);
+    layer->to(torch::kHalf);
+    return layer;
+  }();
+  torch::nn::Sequential model{tied, torch::nn::ReLU(), tied};
+  torch::optim::AdamW adamw{tied->parameters(), torch::optim::AdamWOptions(1e-3)};
+  mezzo::MasterWeights optimizer{adamw};
+  mezzo::Ema ema{tied->parameters(),
+                 {.decay = 0.9, .masters = [this] { return mezzo::master_params(optimizer); }}};
+  mezzo::GradScaler scaler{mezzo::GradScalerOptions().init_scale(8).growth_interval(2)};
+  mezzo::CosineSchedule schedule{optimizer, {.warmup_steps = 2, .total_steps = 20}};
+  TrainingState state;
+};
+
+TEST(CheckpointResume, IsBitExactWithMasterWeightsTheirAveragesAndTiedLayers) {
+  const Scratch scratch;
+  torch::manual_seed(3);
+  Mastered whole, resumed;
+  for (const float scale : {1.0F, 1e30F, 2.0F, 1.0F}) whole.step(scale);
+  const auto file = Checkpoints(scratch.path()).save(whole.state, 4).file;
+  resumed.step(1.0F);
+  mezzo::load_checkpoint(file, resumed.state);
+  for (const float scale : {0.5F, 1e30F, 1.0F}) whole.step(scale), resumed.step(scale);
+  EXPECT_EQ(whole.scaler.state_dict(), resumed.scaler.state_dict());
+  EXPECT_EQ(whole.optimizer.applied_steps(), 5);
+  const auto expect_same = [](const auto& expected, const auto& actual) {
+    ASSERT_EQ(expected.size(), actual.size());
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(torch::equal(expected[i], actual[i])) << i << expected[i] << actual[i];
+    }
+  };
+  expect_same(whole.model->parameters(), resumed.model->parameters());
+  expect_same(mezzo::master_params(whole.optimizer), mezzo::master_params(resumed.optimizer));
+  expect_same(whole.ema.averages(), resumed.ema.averages());
+}
+
+TEST(CheckpointResume, LeavesNothingOfWhatOptimizerAndScheduleHadBefore) {
+  const Scratch scratch;
+  torch::Tensor weight = torch::ones({2}).requires_grad_();
+  torch::optim::AdamW fresh({weight}, 0.1), used({weight}, 0.5);
+  mezzo::LinearSchedule saved(fresh, {.total_steps = 10}), loaded(used, {.total_steps = 10});
+  weight.mutable_grad() = torch::ones({2});
+  used.step();
+  loaded.step();
+  const auto state = [](auto& optimizer, auto& schedule) {
+    return TrainingState().add("optimizer", optimizer).add("schedule", schedule);
+  };
+  const auto file = Checkpoints(scratch.path()).save(state(fresh, saved), 0).file;
+  mezzo::load_checkpoint(file, state(used, loaded));
+  EXPECT_TRUE(used.state().empty());
+  EXPECT_EQ(loaded.applied_steps(), 0);
+  EXPECT_EQ(loaded.base_lrs(), std::vector<double>{0.1});
+  EXPECT_EQ(loaded.lrs(), std::vector<double>{0.1});
+}
+
 /// Values of every kind.
 struct Values {
   Values() {
@@ -196,6 +271,48 @@ TEST(Checkpoint, ValuesOfEveryKindComeBack) {
   EXPECT_TRUE(torch::equal(loaded.shared->bias, saved.shared->bias));
 }
 
+torch::Tensor dense(torch::Tensor tensor) {
+  if (tensor.layout() != torch::kStrided) tensor = tensor.to_dense();
+  if (tensor.is_quantized()) tensor = tensor.dequantize();
+  return tensor.resolve_conj().resolve_neg();
+}
+
+TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
+  const torch::Tensor complex = torch::randn({3}, torch::kComplexFloat);
+  for (const torch::Tensor& saved :
+       {torch::rand({3, 4}).t(), torch::ones({1}).expand({5}), torch::zeros({0, 3}),
+        torch::rand({9}).slice(0, 2, 2), torch::rand({3, 3}).to_sparse(), complex.conj(),
+        torch::imag(complex.conj()), torch::ones({2}, torch::kBool),
+        torch::quantize_per_tensor(torch::rand({4}), 0.1, 0, torch::kQInt8),
+        torch::rand({3}).to(torch::kFloat8_e4m3fn)}) {
+    const Scratch scratch;
+    torch::Tensor given = saved, over = saved.clone(), none;
+    const auto file = Checkpoints(scratch.path()).save(TrainingState().add("x", given), 0).file;
+    if (!over.is_sparse() && !over.is_quantized()) over.zero_();
+    mezzo::load_checkpoint(file, TrainingState().add("x", over));
+    mezzo::load_checkpoint(file, TrainingState().add("x", none));
+    for (const torch::Tensor& loaded : {over, none}) {
+      EXPECT_EQ(loaded.scalar_type(), saved.scalar_type());
+      EXPECT_TRUE(dense(loaded).equal(dense(saved))) << loaded << saved;
+    }
+  }
+}
+
+TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
+  const Scratch scratch;
+  torch::nn::Linear model(1, 1);
+  std::shared_ptr<torch::nn::LinearImpl> none;
+  TrainingState state;
+  state.add("model", model);
+  model = torch::nn::Linear(1, 1);
+  const torch::Tensor weight = model->weight.detach().clone();
+  const auto file = Checkpoints(scratch.path()).save(state, 0).file;
+  model = torch::nn::Linear(1, 1);
+  mezzo::load_checkpoint(file, state);
+  EXPECT_TRUE(torch::equal(model->weight, weight));
+  EXPECT_THAT(error_of([&] { state.add("none", none); }), HasSubstr("a holder has no module"));
+}
+
 /// Saves under the names of `saver`, and says what loading into `loader` throws.
 std::string error_between(const TrainingState& saver, const TrainingState& loader,
                           const mezzo::LoadOptions& options = {}) {
@@ -224,6 +341,19 @@ TEST(Checkpoint, AnotherKindOrShapeIsNamedBeforeAnythingIsLoaded) {
   std::uint8_t small = 5;
   EXPECT_THAT(error_between(TrainingState().add("x", large), TrainingState().add("x", small)),
               HasSubstr("integer 300, which the variable's type cannot hold"));
+  double huge = 1e300, infinite = std::numeric_limits<double>::infinity();
+  float single = 5;
+  EXPECT_THAT(error_between(TrainingState().add("x", huge), TrainingState().add("x", single)),
+              HasSubstr("real number 1e+300, which the variable's type cannot hold"));
+  EXPECT_EQ(single, 5);
+  EXPECT_EQ(error_between(TrainingState().add("x", infinite), TrainingState().add("x", single)),
+            "no error");
+  EXPECT_EQ(single, infinite);
+  torch::Tensor whole_numbers = torch::arange(3), floats = torch::zeros({3});
+  EXPECT_THAT(
+      error_between(TrainingState().add("x", whole_numbers), TrainingState().add("x", floats)),
+      HasSubstr("it is Long Strided in the file, and Float Strided here"));
+  EXPECT_TRUE(torch::equal(floats, torch::zeros({3})));
   torch::nn::Linear narrow(2, 3), wide(4, 3), plain(torch::nn::LinearOptions(2, 3).bias(false));
   torch::nn::Linear half(2, 3);
   half->to(torch::kHalf);
@@ -259,22 +389,24 @@ TEST(Checkpoint, WhatWasLoadedIsTakenBackWhenALaterObjectRefusesItsPart) {
   TrainingState saver, loader;
   saver.add("epoch", epoch).add("order", order).add("new", order).add("model", saved);
   checkpoints.save(saver.add("optimizer", first), 0);
-  torch::Tensor own_order = torch::ones({2});
+  torch::Tensor own_order = torch::full({2}, 8);
   int64_t own_epoch = 5;
   loader.add("epoch", own_epoch).add("order", own_order).add("new", undefined);
   loader.add("model", loaded).add("optimizer", second).with_random_state();
   saver.with_random_state();
   checkpoints.save(saver, 1);
   const torch::Tensor weight = loaded->weight.detach().clone();
+  const void* const memory = loaded->weight.const_data_ptr();
   const torch::Tensor random = at::globalContext().defaultGenerator(at::kCPU).get_state();
   EXPECT_THAT(error_of([&] { checkpoints.load_newest(loader); }),
               AllOf(HasSubstr("\"optimizer\" cannot be loaded: loaded state dict has a different "
                               "number of parameter groups"),
                     HasSubstr("everything is as it was before")));
   EXPECT_EQ(own_epoch, 5);
-  EXPECT_TRUE(torch::equal(own_order, torch::ones({2})));
+  EXPECT_TRUE(torch::equal(own_order, torch::full({2}, 8)));
   EXPECT_FALSE(undefined.defined());
   EXPECT_TRUE(torch::equal(loaded->weight, weight));
+  EXPECT_EQ(loaded->weight.const_data_ptr(), memory) << "a split master would lose its rest";
   EXPECT_EQ(second.state().size(), 2U);
   EXPECT_TRUE(torch::equal(at::globalContext().defaultGenerator(at::kCPU).get_state(), random));
 }
@@ -286,6 +418,94 @@ TEST(Checkpoint, AnObjectThatCannotBeSavedIsNamedAndLeavesTheFolderAsItWas) {
   EXPECT_THAT(error_of([&] { checkpoints.save(TrainingState().add("order", undefined), 1); }),
               HasSubstr("\"order\" cannot be saved: the tensor is undefined"));
   EXPECT_TRUE(checkpoints.files().empty());
+}
+
+/// A module with one parameter, or one buffer.
+struct Holder : torch::nn::Module {
+  Holder(const std::string& name, const torch::Tensor& tensor, bool is_buffer) {
+    if (is_buffer) {
+      register_buffer(name, tensor);
+    } else {
+      register_parameter(name, tensor);
+    }
+  }
+};
+
+/// What saving and loading it throws, which must be nothing, or the first of the two.
+std::string save_error(const std::string& name, const torch::Tensor& tensor, bool is_buffer) {
+  const Scratch scratch;
+  Holder saved(name, tensor, is_buffer), loaded(name, tensor.clone(), is_buffer);
+  std::filesystem::path file;
+  const std::string error = error_of(
+      [&] { file = Checkpoints(scratch.path()).save(TrainingState().add("m", saved), 0).file; });
+  if (file.empty()) return error;
+  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, TrainingState().add("m", loaded)); }),
+            "no error")
+      << name;
+  return error;
+}
+
+TEST(Checkpoint, NamesThatLibtorchCannotReadBackAreRefusedBeforeAMonthOfTraining) {
+  std::vector<std::string> keywords;
+#define MEZZO_TEST_KEYWORD(kind, description, text) keywords.push_back(text);
+  TC_FORALL_TOKEN_KINDS(MEZZO_TEST_KEYWORD)
+#undef MEZZO_TEST_KEYWORD
+  int refused = 0;
+  for (const std::string& keyword : keywords) {
+    if (keyword.empty() || keyword.find('.') != std::string::npos) continue;
+    for (const bool is_buffer : {true, false}) {
+      if (save_error(keyword, torch::ones({1}), is_buffer) != "no error") ++refused;
+    }
+  }
+  EXPECT_EQ(refused, 2 * 28) << "words";
+  for (const char* name : {"a\"b", "a\\b", "a\nb", "__annotations__", "__parameters__"}) {
+    EXPECT_THAT(save_error(name, torch::ones({1}), false), HasSubstr("register it by another"));
+  }
+  for (const char* name : {"a/b", "a b", "0", "a: b", "\xC3\xBC", "weight-1", "lambda", "a'b"}) {
+    EXPECT_EQ(save_error(name, torch::ones({1}), false), "no error");
+  }
+  torch::nn::Sequential nested;
+  nested->push_back("in", torch::nn::Dropout());
+  const Scratch scratch;
+  EXPECT_THAT(
+      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("m", nested), 0); }),
+      HasSubstr("\"in\" in the name \"in\""));
+}
+
+TEST(Checkpoint, BuffersThatLibtorchCannotLoadAreRefusedWhenTheyAreSaved) {
+  const torch::Tensor complex = torch::randn({3}, torch::kComplexFloat);
+  for (const torch::Tensor& buffer :
+       {torch::rand({3, 3}).to_sparse(), complex.conj(), torch::imag(complex.conj()),
+        torch::quantize_per_tensor(torch::rand({4}), 0.1, 0, torch::kQInt8)}) {
+    EXPECT_THAT(save_error("x", buffer, true), HasSubstr("buffer \"x\" is sparse, quantized"));
+  }
+  for (const torch::Tensor& buffer :
+       {torch::zeros({0, 2}), torch::rand({2, 3}).t(), complex, torch::rand({8}).slice(0, 2, 5)}) {
+    EXPECT_EQ(save_error("x", buffer, true), "no error");
+  }
+}
+
+TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
+  const Scratch scratch;
+  torch::nn::Linear model(1, 1);
+  model->to(torch::kBFloat16);
+  torch::Tensor weight = model->weight;
+  auto optimizer = make(model->parameters(), WeightStorage::split_master);
+  const mezzo::Ema ema(model->parameters());
+  TrainingState models, optimizers, tensors;
+  models.add("x", model);
+  optimizers.add("x", optimizer);
+  tensors.add("x", weight);
+  for (const TrainingState* state : {&models, &optimizers, &tensors}) {
+    Checkpoints checkpoints(scratch.path());
+    checkpoints.save(*state, 1);
+    const mezzo::EmaWeights averaged(ema);
+    const auto is_named = HasSubstr("holds an average, for an EmaWeights is alive");
+    EXPECT_THAT(error_of([&] { checkpoints.save(*state, 2); }), is_named);
+    EXPECT_THAT(error_of([&] { checkpoints.load_newest(*state); }), is_named);
+    EXPECT_EQ(checkpoints.files().size(), 1U);
+    std::filesystem::remove(checkpoints.files()[0]);
+  }
 }
 
 TEST(Checkpoint, WrongArgumentsAreNamed) {
@@ -300,6 +520,16 @@ TEST(Checkpoint, WrongArgumentsAreNamed) {
       HasSubstr("step is -1"));
   EXPECT_THAT(error_of([&] { Checkpoints(scratch.path()).load_newest({}); }),
               HasSubstr("the state is empty"));
+}
+
+TEST(Checkpoints, WithoutAHigherNumberNothingIsSaved) {
+  const Scratch scratch;
+  int64_t value = 0;
+  const auto last = scratch.path() / "checkpoint-18446744073709551615-step-0.mezzo";
+  checkpoint_test::put_bytes(last, "somebody's");
+  EXPECT_THAT(
+      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("a", value), 1); }),
+      AllOf(HasSubstr(last.string()), HasSubstr("move it elsewhere")));
 }
 
 TEST(Checkpoints, AFolderWithoutAnyIsAFreshStart) {

@@ -7,8 +7,10 @@
 #include <mezzo/autocast.h>
 #include <mezzo/ema.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/master_weights.h>
 #include <mezzo/weight_cache.h>
 
+#include <functional>
 #include <limits>
 #include <optional>
 #include <sstream>
@@ -35,6 +37,10 @@ torch::Tensor weight(std::vector<double> values, at::ScalarType dtype = torch::k
 void write(torch::Tensor& parameter, double value) {
   const torch::NoGradGuard no_grad;
   parameter.fill_(value);
+}
+
+std::function<std::vector<torch::Tensor>()> given(std::vector<torch::Tensor> masters) {
+  return [masters] { return masters; };
 }
 
 TEST(Ema, BeginsAsTheWeightsAndFollowsThem) {
@@ -75,13 +81,55 @@ TEST(Ema, StandsStillForASkippedStep) {
 TEST(Ema, KeepsFloatOfWeightsOf16BitsAndTakesMastersWhereGiven) {
   torch::Tensor parameter = weight({1, 1}, torch::kBFloat16), other = weight({1}, torch::kBFloat16);
   torch::Tensor master = torch::ones({2});
-  Ema ema({parameter, other}, {.decay = 0.5, .masters = {master, torch::Tensor()}});
+  Ema ema({parameter, other}, {.decay = 0.5, .masters = given({master, torch::Tensor()})});
   master.fill_(1.001);  // which bfloat16 cannot tell from 1
   write(other, 3);
   ema.update();
   EXPECT_EQ(ema.averages()[0].scalar_type(), torch::kFloat);
   EXPECT_NEAR(ema.averages()[0][0].item<float>(), 1.0005, 1e-6);
   EXPECT_EQ(ema.averages()[1].item<float>(), 2);
+}
+
+TEST(Ema, FollowsAnOptimizersMastersWhenAFileGaveItOthers) {
+  torch::Tensor parameter = weight({0}, torch::kHalf);
+  torch::optim::SGD sgd({parameter}, 1);
+  mezzo::MasterWeights optimizer(sgd);
+  Ema ema({parameter}, {.decay = 0.5, .masters = [&] { return mezzo::master_params(optimizer); }});
+  const auto train = [&] {
+    parameter.mutable_grad() = torch::full({1}, -1, torch::kHalf);
+    optimizer.step();
+    ema.update();
+    return ema.averages()[0].item<float>();
+  };
+  EXPECT_EQ(train(), 0.5F);
+  std::stringstream stream;
+  torch::save(optimizer, stream);
+  torch::load(optimizer, stream);
+  EXPECT_EQ(train(), 1.25F);
+}
+
+TEST(Ema, UpdatesAllOfItsAveragesOrNone) {
+  torch::Tensor first = torch::zeros({1}), second = torch::zeros({1});
+  Ema ema({first, second}, {.decay = 0.5});
+  first.fill_(8);
+  second.set_data(torch::zeros({2}));
+  EXPECT_THAT(error_of([&] { ema.update(); }), HasSubstr("parameter 1 had the shape [1]"));
+  EXPECT_EQ(ema.averages()[0].item<float>(), 0);
+  EXPECT_EQ(ema.updates(), 0);
+}
+
+TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
+  torch::nn::Linear tied(2, 2);
+  const torch::nn::Sequential model(tied, tied);  // whose parameters are given twice
+  Ema ema(model->parameters(), {.decay = 0.5});
+  const torch::Tensor begin = tied->weight.detach().clone();
+  write(tied->weight, 4);
+  ema.update();
+  {
+    const EmaWeights averaged(ema);
+    EXPECT_TRUE(torch::allclose(tied->weight, begin * 0.5 + 2));
+  }
+  EXPECT_TRUE(tied->weight.eq(4).all().item<bool>());
 }
 
 TEST(Ema, RefusesWhatItCannotAverage) {
@@ -91,10 +139,10 @@ TEST(Ema, RefusesWhatItCannotAverage) {
   EXPECT_THAT(error_of([&] { Ema({torch::arange(3)}); }), HasSubstr("parameter 0"));
   EXPECT_THAT(error_of([&] { Ema({parameter, torch::Tensor()}); }), HasSubstr("parameter 1"));
   EXPECT_THAT(error_of([&] {
-                Ema({parameter}, {.masters = {parameter, parameter}});
+                Ema({parameter}, {.masters = given({parameter, parameter})});
               }),
               HasSubstr("2 masters and 1 parameters"));
-  EXPECT_THAT(error_of([&] { Ema({parameter}, {.masters = {torch::zeros({2})}}); }),
+  EXPECT_THAT(error_of([&] { Ema({parameter}, {.masters = given({torch::zeros({2})})}); }),
               HasSubstr("its master [2]"));
 }
 
@@ -131,6 +179,19 @@ TEST(EmaWeights, PutsAveragesInAndTheVeryMemoryBack) {
   EXPECT_EQ(parameter.const_data_ptr(), memory);
   EXPECT_EQ(parameter[0].item<float>(), 4);
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 6);
+}
+
+TEST(EmaWeights, AreNotAveragedThemselves) {
+  torch::Tensor parameter = weight({8}), other = weight({1});
+  Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
+  {
+    const EmaWeights outer(ema);
+    { const EmaWeights inner(ema); }
+    EXPECT_THAT(error_of([&] { ema.update(); }), HasSubstr("an EmaWeights is alive"));
+    unconcerned.update();
+  }
+  ema.update();
+  EXPECT_EQ(ema.updates(), 1);
 }
 
 TEST(EmaWeights, KeepsStrides) {

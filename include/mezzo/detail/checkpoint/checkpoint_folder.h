@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -98,9 +99,10 @@ inline std::vector<CheckpointName> checkpoints_in(const std::filesystem::path& f
   return found;
 }
 
-/// Makes the folder, and brings its own name to the disk. \returns 0, or the error of the latter
-inline int make_folder(const FileCalls& calls, const std::filesystem::path& folder) {
-  std::vector<std::filesystem::path> parents;  // of the folders that have to be made
+/// Makes the folder. \returns the parents of the folders that had to be made: their names are still
+/// to be brought to the disk
+inline std::vector<std::filesystem::path> make_folder(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> parents;
   std::error_code error;
   for (auto path = folder; !path.empty() && !std::filesystem::exists(path, error);) {
     path = path.parent_path();
@@ -108,11 +110,35 @@ inline int make_folder(const FileCalls& calls, const std::filesystem::path& fold
   }
   std::filesystem::create_directories(folder, error);
   TORCH_CHECK(!error, folder.string(), " cannot be made: ", error.message());
+  return parents;
+}
+
+/// Brings the names in `folders` to the disk, and leaves those of which that failed, to be tried
+/// again. \returns 0, or the system's last error
+inline int flush_folders(const FileCalls& calls, std::vector<std::filesystem::path>& folders) {
   int failure = 0;
-  for (const auto& parent : parents) {
-    if (const int code = flush_folder(calls, parent)) failure = code;
-  }
+  std::erase_if(folders, [&](const std::filesystem::path& folder) {
+    const int error = flush_folder(calls, folder);
+    if (error != 0) failure = error;
+    return error == 0;
+  });
   return failure;
+}
+
+/// That of the next checkpoint, when `newest_first` are there.
+inline std::uint64_t next_sequence(const std::vector<CheckpointName>& newest_first) {
+  if (newest_first.empty()) return 1;
+  const CheckpointName& newest = newest_first.front();
+  TORCH_CHECK(newest.sequence < std::numeric_limits<std::uint64_t>::max(), newest.path.string(),
+              " has the last number that there is, so that none can be newer; move it elsewhere");
+  return newest.sequence + 1;
+}
+
+/// Whether there is something of that name, if only a link to nowhere.
+inline bool is_there(const std::filesystem::path& path) {
+  std::error_code error;
+  return std::filesystem::symlink_status(path, error).type() !=
+         std::filesystem::file_type::not_found;
 }
 
 enum class FolderLock { held, taken_by_another, not_offered };

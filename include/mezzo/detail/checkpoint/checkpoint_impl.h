@@ -21,7 +21,7 @@ namespace detail {
 template <class T>
 std::shared_ptr<const CheckpointPart> part_of(T& object) {
   static_assert(!std::is_const_v<T>, "loading changes the object, so it must not be const");
-  if constexpr (IsModule<T>) {
+  if constexpr (IsModule<T> || HoldsModule<T>) {
     return std::make_shared<ModulePart<T>>(object);
   } else if constexpr (IsOptimizer<T>) {
     return std::make_shared<OptimizerPart>(object);
@@ -35,8 +35,6 @@ std::shared_ptr<const CheckpointPart> part_of(T& object) {
     return std::make_shared<TensorPart>(object);
   } else if constexpr (std::same_as<T, at::Generator>) {
     return std::make_shared<GeneratorPart>(object);
-  } else if constexpr (HoldsModule<T>) {
-    return part_of(*object);
   } else {
     static_assert(GoesThroughArchives<T>,
                   "a TrainingState takes what torch::save and torch::load take (include its header "
@@ -137,33 +135,40 @@ inline void Checkpoints::hold_lock() {
 inline SavedCheckpoint Checkpoints::save(const TrainingState& state, std::int64_t step) {
   TORCH_CHECK(step >= 0, "Checkpoints::save: step is ", step, "; it should be at least 0");
   TORCH_CHECK(!state.parts().empty(), "Checkpoints::save: the state is empty; add to it");
-  const int folder_error = detail::make_folder(calls_, folder_);
+  for (auto& parent : detail::make_folder(folder_)) unflushed_.push_back(std::move(parent));
+  const int folder_error = detail::flush_folders(calls_, unflushed_);
   hold_lock();
   if (lock_.is_open()) detail::remove_stale_temporaries(calls_, folder_);
-  const auto before = detail::checkpoints_in(folder_);
-  const std::uint64_t sequence = before.empty() ? 1 : before.front().sequence + 1;
+  const std::uint64_t sequence = detail::next_sequence(detail::checkpoints_in(folder_));
   SavedCheckpoint saved{detail::checkpoint_path(folder_, sequence, step), 0, false};
   detail::CheckpointWriter writer(calls_, detail::temporary_of(saved.file), saved.file);
   detail::write_parts(writer, state, step);
   const int commit_error = writer.commit();
   saved.bytes = writer.total();
-  saved.durable = folder_error == 0 && commit_error == 0;
-  if (saved.durable) {
-    prune();
-  } else {
-    warn(saved.file.string() +
-         " is in its place, but whether it would survive a crash of the "
-         "machine is not known: the folder cannot be flushed to the disk: " +
-         detail::reason(commit_error != 0 ? commit_error : folder_error));
-  }
+  finish(saved, commit_error != 0 ? commit_error : folder_error);
   return saved;
 }
 
+/// Old files go where the new one is durable, or no file ever will be: one more stays then.
+inline void Checkpoints::finish(SavedCheckpoint& saved, int flush_error) {
+  saved.durable = flush_error == 0;
+  const bool is_hopeless = detail::is_never_flushed(flush_error);
+  if (!saved.durable && !(is_hopeless && told_hopeless_)) {
+    warn(saved.file.string() +
+         " is in its place, but whether it would survive a crash of the machine is not known: the "
+         "folder cannot be flushed to the disk: " +
+         detail::reason(flush_error));
+    told_hopeless_ = is_hopeless;
+  }
+  if (saved.durable) prune(options_.keep);
+  if (is_hopeless) prune(options_.keep + 1);
+}
+
 /// Removes what is older than the `keep` newest that may be whole.
-inline void Checkpoints::prune() {
+inline void Checkpoints::prune(std::int64_t keep) {
   std::int64_t kept = 0;
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
-    if (kept < options_.keep) {
+    if (kept < keep) {
       if (damaged_.count(name.path) == 0) ++kept;
     } else if (calls_.unlink(name.path.c_str()) != 0 && errno != ENOENT) {
       warn(name.path.string() + " cannot be removed: " + detail::reason(errno));
@@ -178,7 +183,13 @@ inline std::optional<LoadedCheckpoint> Checkpoints::load_newest(const TrainingSt
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
     LoadedCheckpoint loaded{name.path, 0};
     std::string damage;
-    auto pending = detail::decode_if_whole(calls_, name.path, state, options, loaded.step, damage);
+    std::optional<std::vector<detail::PendingPart>> pending;
+    try {
+      pending = detail::decode_if_whole(calls_, name.path, state, options, loaded.step, damage);
+    } catch (const c10::Error&) {
+      if (detail::is_there(name.path)) throw;
+      return load_newest(state, options);  // who saves has removed it: there is a newer one
+    }
     if (pending) {
       detail::apply_parts(name.path.string(), *pending);
       return loaded;

@@ -25,7 +25,11 @@ class CheckpointWriter {
       : calls_(calls),
         temporary_(std::move(temporary)),
         target_(std::move(target)),
-        file_(calls, temporary_, O_WRONLY | O_CREAT | O_EXCL) {
+        file_(calls, temporary_, kNewFile) {
+    if (!file_.is_open() && errno == EEXIST) {  // of a killed process that had this one's number
+      calls_.unlink(temporary_.c_str());
+      file_ = OpenFile(calls, temporary_, kNewFile);
+    }
     if (!file_.is_open()) fail("cannot be created", errno);
     buffer_.reserve(kBlockBytes);
   }
@@ -68,6 +72,7 @@ class CheckpointWriter {
   }
 
  private:
+  static constexpr int kNewFile = O_WRONLY | O_CREAT | O_EXCL;
   static constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
 
   void flush() {

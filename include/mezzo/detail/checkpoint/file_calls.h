@@ -66,5 +66,14 @@ inline int flush_folder(const FileCalls& calls, const std::filesystem::path& fol
   return calls.fsync(file.descriptor()) == 0 ? 0 : errno;
 }
 
+/// Whether `error`, of flushing a folder, says that it will be the same the next time: the file
+/// system does not do that at all, or not for this user.
+inline bool is_never_flushed(int error) {
+  for (const int hopeless : {EINVAL, ENOTSUP, ENOSYS, EBADF, EACCES, EPERM}) {
+    if (error == hopeless) return true;
+  }
+  return false;
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

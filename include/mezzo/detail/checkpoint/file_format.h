@@ -4,6 +4,7 @@
 #include <mezzo/version.h>
 
 #include <cstdint>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -106,9 +107,13 @@ inline CheckpointIndex parse_index(std::string_view bytes, std::uint64_t entries
   CheckpointIndex index{static_cast<std::int64_t>(reader.number<std::uint64_t>()), {}};
   const auto count = reader.number<std::uint32_t>();
   std::uint64_t offset = kCheckpointHeaderBytes;
+  std::set<std::string> names;
   for (std::uint32_t i = 0; i < count; ++i) {
     CheckpointEntry entry{reader.text(), reader.text(), reader.text(), offset,
                           reader.number<std::uint64_t>()};
+    if (!names.insert(entry.name).second) {
+      throw DamagedCheckpoint("it has \"" + entry.name + "\" twice");
+    }
     if (entry.size > entries_end - offset) {
       throw DamagedCheckpoint("\"" + entry.name + "\" reaches beyond the entries' end");
     }

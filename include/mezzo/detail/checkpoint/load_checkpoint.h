@@ -138,15 +138,16 @@ inline void apply_parts(const std::string& file, std::vector<PendingPart>& pendi
       pending[i].apply = nullptr;  // with the memory of what was read
     } catch (...) {
       const std::string message = message_of_current_exception();
-      std::string left = "; everything is as it was before";
+      std::string left;
       for (std::size_t k = 0; k <= i; ++k) {
         try {
           undo[k]();
         } catch (...) {
-          left = "; and \"" + pending[k].part->name +
-                 "\" could not be put back: " + message_of_current_exception();
+          left += "; and \"" + pending[k].part->name +
+                  "\" could not be put back: " + message_of_current_exception();
         }
       }
+      if (left.empty()) left = "; everything is as it was before";
       TORCH_CHECK(false, file, ": \"", pending[i].part->name, "\" cannot be loaded: ", message,
                   left);
     }

@@ -2,6 +2,8 @@
 
 #include <mezzo/detail/checkpoint/archive_stream.h>
 #include <mezzo/detail/checkpoint/checkpoint_part.h>
+#include <mezzo/detail/ema/averaged_parameters.h>
+#include <mezzo/detail/tensors/default_generators.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Generator.h>
@@ -14,28 +16,14 @@
 
 #include <concepts>
 #include <memory>
-#include <mutex>
-#include <sstream>
 #include <string>
 #include <type_traits>
+#include <utility>
 
-namespace torch::nn {
-class Module;
-}  // namespace torch::nn
-
-// What goes through an archive of libtorch's: modules, optimizers, tensors, generators, and
-// whatever else has the operators that torch::save and torch::load ask for.
+// What goes through an archive of libtorch's: optimizers, tensors, generators, modules
+// (module_part.h), and whatever else has the operators that torch::save and torch::load ask for.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-template <class T>
-concept IsModule = std::derived_from<T, torch::nn::Module>;
-
-/// A torch::nn::ModuleHolder (`torch::nn::Linear`), std::shared_ptr or the like.
-template <class T>
-concept HoldsModule = requires(T& holder) {
-  requires IsModule<std::remove_cvref_t<decltype(*holder)>>;
-};
 
 template <class T>
 concept IsOptimizer = std::derived_from<T, torch::optim::Optimizer>;
@@ -46,6 +34,13 @@ concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
   output << std::as_const(object);
   input >> object;
 };
+
+/// Averages are no training weights: see averaged_parameters.h.
+inline void check_not_averaged(const std::string& what, const at::Tensor& tensor) {
+  TORCH_CHECK(!averaged_parameters().hold(tensor), what,
+              " holds an average, for an EmaWeights is alive; let it end first (to export the "
+              "averages, torch::save the model)");
+}
 
 /// A part whose bytes are an archive.
 class ArchivePart : public CheckpointPart {
@@ -85,43 +80,20 @@ class ObjectPart final : public ArchivePart {
   T& object_;
 };
 
-/// libtorch's own loading takes tensors of any shape and dtype, and leaves out what it does not
-/// know: `layout` sees to it that there are none such.
-template <IsModule Module>
-class ModulePart final : public ArchivePart {
- public:
-  explicit ModulePart(Module& module) : module_(module) {}
-  const char* kind() const override { return "module"; }
-
-  std::string layout() const override {
-    std::ostringstream lines;
-    const auto list = [&lines](const char* what, const auto& tensors) {
-      for (const auto& item : tensors) {
-        if (!item.value().defined()) continue;
-        lines << what << item.key() << ": " << item.value().scalar_type() << ' '
-              << item.value().sizes() << '\n';
-      }
-    };
-    list("parameter ", module_.named_parameters());
-    list("buffer ", module_.named_buffers());
-    return lines.str();
-  }
-
- protected:
-  void put(torch::serialize::OutputArchive& archive) const override { module_.save(archive); }
-  void take(torch::serialize::InputArchive& archive) const override { module_.load(archive); }
-
- private:
-  Module& module_;
-};
-
 class OptimizerPart final : public ArchivePart {
  public:
   explicit OptimizerPart(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
   const char* kind() const override { return "optimizer"; }
 
  protected:
-  void put(torch::serialize::OutputArchive& archive) const override { optimizer_.save(archive); }
+  /// A split master is the parameter and the rest of it: an average with that rest would be none.
+  void put(torch::serialize::OutputArchive& archive) const override {
+    for (const auto& group : optimizer_.param_groups()) {
+      for (const at::Tensor& parameter : group.params())
+        check_not_averaged("a parameter", parameter);
+    }
+    optimizer_.save(archive);
+  }
   void take(torch::serialize::InputArchive& archive) const override {
     optimizer_.state().clear();  // of what the file has no state there is none; load would keep it
     optimizer_.load(archive);
@@ -139,6 +111,7 @@ class TensorPart final : public ArchivePart {
   /// Loading gives a tensor other memory, and leaves its own alone.
   std::function<void()> snapshot() const override {
     if (!tensor_.defined()) return [this] { tensor_ = at::Tensor(); };
+    check_not_averaged("the tensor", tensor_);
     return [this, handle = tensor_, memory = tensor_.variable_data()] {
       tensor_ = handle;
       tensor_.set_data(memory);
@@ -148,28 +121,30 @@ class TensorPart final : public ArchivePart {
  protected:
   void put(torch::serialize::OutputArchive& archive) const override {
     TORCH_CHECK(tensor_.defined(), "the tensor is undefined; give it a value before saving");
+    check_not_averaged("the tensor", tensor_);
     const at::Tensor tensor = tensor_.detach();
     const bool is_whole =
         tensor.layout() != at::kStrided || tensor.storage().nbytes() == tensor.nbytes();
     archive.write("0", is_whole ? tensor : tensor.clone(), /*is_buffer=*/true);
   }
+
+  /// The archive itself would set another dtype's bytes as this one's, and knows dense memory only.
   void take(torch::serialize::InputArchive& archive) const override {
-    archive.read("0", tensor_, /*is_buffer=*/true);
+    at::Tensor read;
+    archive.read("0", read, /*is_buffer=*/true);
+    if (!tensor_.defined()) {
+      tensor_ = read;
+      return;
+    }
+    TORCH_CHECK(tensor_.scalar_type() == read.scalar_type() && tensor_.layout() == read.layout(),
+                "it is ", read.scalar_type(), ' ', read.layout(), " in the file, and ",
+                tensor_.scalar_type(), ' ', tensor_.layout(), " here");
+    tensor_.set_data(read.to(tensor_.device()));
   }
 
  private:
   at::Tensor& tensor_;
 };
-
-inline at::Tensor state_of(at::Generator generator) {
-  const std::scoped_lock lock(generator.mutex());
-  return generator.get_state();
-}
-
-inline void set_state(at::Generator& generator, const at::Tensor& state) {
-  const std::scoped_lock lock(generator.mutex());
-  generator.set_state(state.cpu());
-}
 
 class GeneratorPart final : public ArchivePart {
  public:
@@ -185,7 +160,7 @@ class GeneratorPart final : public ArchivePart {
     TORCH_CHECK(generator_.defined(), "the generator is undefined; make it before loading");
     at::Tensor state;
     archive.read("0", state, /*is_buffer=*/true);
-    set_state(generator_, state);
+    set_state(generator_, state.cpu());
   }
 
  private:

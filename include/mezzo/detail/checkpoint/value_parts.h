@@ -1,11 +1,13 @@
 #pragma once
 
 #include <mezzo/detail/checkpoint/checkpoint_part.h>
+#include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/version.h>
 
 #include <c10/util/Exception.h>
 
 #include <bit>
+#include <cmath>
 #include <concepts>
 #include <cstdint>
 #include <limits>
@@ -35,7 +37,7 @@ inline void write_number(const ByteSink& sink, std::uint64_t number) {
 }
 
 template <std::integral T>
-class IntegerPart final : public CheckpointPart {
+requires(sizeof(T) <= sizeof(std::int64_t)) class IntegerPart final : public CheckpointPart {
  public:
   explicit IntegerPart(T& value) : value_(value) {}
   const char* kind() const override { return std::same_as<T, bool> ? "boolean" : "integer"; }
@@ -82,6 +84,9 @@ requires(sizeof(T) <= sizeof(double)) class RealPart final : public CheckpointPa
   std::function<void()> decode(const ByteSource& source,
                                std::optional<c10::Device>) const override {
     const auto number = std::bit_cast<double>(only_number_of(source));
+    constexpr double kLargest = std::numeric_limits<T>::max();
+    TORCH_CHECK(nonfinite_bits(number) || std::abs(number) <= kLargest,
+                "the file has the real number ", number, ", which the variable's type cannot hold");
     return [this, number] { value_ = static_cast<T>(number); };
   }
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/detail/tensors/wide_dtype.h>
 #include <mezzo/ema.h>
 #include <mezzo/version.h>
 
@@ -13,50 +14,56 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
-
-inline at::ScalarType average_dtype(const at::Tensor& weight) {
-  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-}  // namespace detail
 
 inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
     : parameters_(std::move(parameters)), options_(std::move(options)) {
   TORCH_CHECK(options_.decay >= 0 && options_.decay < 1, "Ema: decay is ", options_.decay,
               "; it should be at least 0 and less than 1");
-  TORCH_CHECK(options_.masters.empty() || options_.masters.size() == parameters_.size(),
-              "Ema: there are ", options_.masters.size(), " masters and ", parameters_.size(),
-              " parameters; give one for each, undefined where there is none");
-  const c10::NoGradGuard no_grad;
-  averages_.reserve(parameters_.size());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i];
     TORCH_CHECK(parameter.defined() && parameter.layout() == at::kStrided &&
                     at::isFloatingType(parameter.scalar_type()),
                 "Ema: parameter ", i, " should be a dense tensor of floating point");
-    const at::Tensor& trained = weight(i);
-    TORCH_CHECK(trained.sizes() == parameter.sizes(), "Ema: parameter ", i, " has the shape ",
-                parameter.sizes(), " and its master ", trained.sizes());
-    averages_.push_back(trained.detach().to(parameter.device(), detail::average_dtype(trained),
-                                            /*non_blocking=*/false, /*copy=*/true));
+  }
+  const c10::NoGradGuard no_grad;
+  const std::vector<at::Tensor> trained = weights();
+  averages_.reserve(trained.size());
+  for (std::size_t i = 0; i < trained.size(); ++i) {
+    averages_.push_back(trained[i].detach().to(parameters_[i].device(),
+                                               detail::wide_dtype(trained[i]),
+                                               /*non_blocking=*/false, /*copy=*/true));
   }
 }
 
-inline const at::Tensor& Ema::weight(std::size_t i) const {
-  const bool has_master = !options_.masters.empty() && options_.masters[i].defined();
-  return has_master ? options_.masters[i] : parameters_[i];
+inline std::vector<at::Tensor> Ema::weights() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]), "Ema: parameter ", i,
+                " holds an average, for an EmaWeights is alive; let it end first");
+  }
+  if (!options_.masters) return parameters_;
+  std::vector<at::Tensor> weights = options_.masters();
+  TORCH_CHECK(weights.size() == parameters_.size(), "Ema: there are ", weights.size(),
+              " masters and ", parameters_.size(),
+              " parameters; give one for each, undefined where there is none");
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (!weights[i].defined()) weights[i] = parameters_[i];
+    TORCH_CHECK(weights[i].sizes() == parameters_[i].sizes(), "Ema: parameter ", i,
+                " has the shape ", parameters_[i].sizes(), " and its master ", weights[i].sizes());
+  }
+  return weights;
 }
 
 inline void Ema::update() {
   const c10::NoGradGuard no_grad;
+  const std::vector<at::Tensor> trained = weights();
+  for (std::size_t i = 0; i < averages_.size(); ++i) {
+    TORCH_CHECK(trained[i].sizes() == averages_[i].sizes(), "Ema: parameter ", i, " had the shape ",
+                averages_[i].sizes(), " and now has ", trained[i].sizes(), "; make a new Ema");
+  }
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     at::Tensor& average = averages_[i];
-    const at::Tensor& trained = weight(i);
-    TORCH_CHECK(trained.sizes() == average.sizes(), "Ema: parameter ", i, " had the shape ",
-                average.sizes(), " and now has ", trained.sizes(), "; make a new Ema");
-    average = average.to(trained.device());  // the model may have moved
-    average.lerp_(trained.detach().to(average.scalar_type()), 1.0 - options_.decay);
+    average = average.to(trained[i].device());  // the model may have moved
+    average.lerp_(trained[i].detach().to(average.scalar_type()), 1.0 - options_.decay);
   }
   ++updates_;
 }
@@ -118,10 +125,10 @@ inline void EmaWeights::put_in(const std::vector<std::pair<at::Tensor, at::Tenso
     copy.copy_(average);
     rounded.emplace_back(parameter, std::move(copy));
   }
-  own_.reserve(rounded.size());
+  lent_.reserve(rounded.size());
   try {
-    for (auto& [parameter, copy] : rounded) {
-      own_.emplace_back(parameter, parameter.variable_data());
+    for (const auto& [parameter, copy] : rounded) {
+      lent_.emplace_back(parameter);
       parameter.set_data(copy);
     }
   } catch (...) {
@@ -133,8 +140,8 @@ inline void EmaWeights::put_in(const std::vector<std::pair<at::Tensor, at::Tenso
 /// set_data fails for a tensor of another kind, and what comes back is the parameter's own.
 inline void EmaWeights::put_back() noexcept {
   const c10::NoGradGuard no_grad;
-  for (auto own = own_.rbegin(); own != own_.rend(); ++own) own->first.set_data(own->second);
-  own_.clear();
+  for (auto lent = lent_.rbegin(); lent != lent_.rend(); ++lent) lent->put_back();
+  lent_.clear();
 }
 
 // Templates for the reason that GradScaler's are: the archives' headers take long to compile.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/detail/optim/param_state.h>
+#include <mezzo/detail/tensors/wide_dtype.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
@@ -79,8 +80,7 @@ template <class State>
 at::Tensor trained_value(const at::Tensor& parameter, State& state) {
   if (state.master().defined()) return state.master().clone();
   if (completes(parameter, state)) return joined(parameter, state.lower_half());
-  const auto wide = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return parameter.detach().to(wide, /*non_blocking=*/false, /*copy=*/true);
+  return parameter.detach().to(wide_dtype(parameter), /*non_blocking=*/false, /*copy=*/true);
 }
 
 /// Where the parameter is no longer what the master was rounded to, it is right and the master not.
@@ -149,8 +149,7 @@ void settle_average(const at::Tensor& parameter, double decay, State& state) {
     return;
   }
   if (!ema.defined()) ema = trained_value(parameter, state);
-  const auto dtype = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  ema = ema.to(parameter.device(), dtype);
+  ema = ema.to(parameter.device(), wide_dtype(parameter));
 }
 
 }  // namespace detail

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
+
+#include <mutex>
+#include <unordered_set>
+
+// Which parameters hold averages for the time being. A checkpoint that was written then would give
+// the averages out as what is trained, and one that was loaded would be gone when the guard puts
+// the training weights back; neither would show.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+class AveragedParameters {
+ public:
+  bool hold(const at::Tensor& parameter) const {
+    const std::lock_guard lock(mutex_);
+    return parameters_.count(parameter.unsafeGetTensorImpl()) != 0;
+  }
+  void add(const at::Tensor& parameter) {
+    const std::lock_guard lock(mutex_);
+    parameters_.insert(parameter.unsafeGetTensorImpl());
+  }
+  void remove_one(const at::Tensor& parameter) noexcept {
+    const std::lock_guard lock(mutex_);
+    const auto found = parameters_.find(parameter.unsafeGetTensorImpl());
+    if (found != parameters_.end()) parameters_.erase(found);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_multiset<const c10::TensorImpl*> parameters_;  // guards nest
+};
+
+/// The process's: the guard and the checkpoint may lie in different libraries, on other threads.
+C10_EXPORT inline AveragedParameters& averaged_parameters() {
+  static AveragedParameters& parameters = *new AveragedParameters;
+  return parameters;
+}
+
+/// A parameter, what it held before, and the mark that it holds an average until this goes.
+class LentParameter {
+ public:
+  explicit LentParameter(const at::Tensor& parameter)
+      : parameter_(parameter), memory_(parameter.variable_data()) {
+    averaged_parameters().add(parameter_);
+  }
+  LentParameter(const LentParameter&) = delete;
+  LentParameter& operator=(const LentParameter&) = delete;
+  LentParameter(LentParameter&&) noexcept = default;
+  LentParameter& operator=(LentParameter&&) = delete;
+  ~LentParameter() {
+    if (parameter_.defined()) averaged_parameters().remove_one(parameter_);
+  }
+
+  void put_back() const { parameter_.set_data(memory_); }
+
+ private:
+  at::Tensor parameter_, memory_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,39 @@
+/// \file
+/// The state of a GradScaler as named tensors: what it is in a safetensors file, and what one that
+/// torch.amp's users wrote holds. mezzo itself reads and writes no safetensors
+/// (examples/bert_ner/safetensors.h does).
+#pragma once
+
+#include <mezzo/grad_scaler.h>
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <string>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What `scaler.state_dict()` gave, one tensor of no dimensions a key, on the CPU: counts in int64,
+/// since Python's scaler refuses a growth_interval of 2000.0, all else in float64. In Python:
+///
+///     tensors = safetensors.torch.load_file(path)
+///     scaler.load_state_dict({key: tensor.item() for key, tensor in tensors.items()})
+///
+/// It reads its own five keys, and leaves mezzo's.
+std::map<std::string, at::Tensor> scaler_tensors(const GradScaler::StateDict& state);
+
+/// The other way, for `scaler.load_state_dict`: what Python wrote with
+///
+///     tensors = {key: torch.tensor(value) for key, value in scaler.state_dict().items()}
+///     safetensors.torch.save_file(tensors, path)
+///
+/// or the function above. Any dtype of real numbers, device, and shape of one element will do; what
+/// was written as float32, as torch.tensor writes a float, has been rounded to it (the defaults,
+/// and scales, are exact). Waits for devices.
+/// \throws c10::Error for a tensor that is no single number, naming its key
+GradScaler::StateDict scaler_state(const std::map<std::string, at::Tensor>& tensors);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/scaler_tensors/scaler_tensors_impl.h>  // IWYU pragma: export
