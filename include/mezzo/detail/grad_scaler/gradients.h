@@ -7,6 +7,8 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -68,10 +70,13 @@ inline std::vector<at::Tensor> with_gradient(const torch::optim::Optimizer& opti
   return parameters;
 }
 
-/// The gradients of tensors that have one.
+/// The gradients of tensors that have one; of a tensor that is given twice (a tied weight, which
+/// libtorch's `parameters()` names twice) once.
 inline std::vector<DeviceGradients> gradients_by_device(const std::vector<at::Tensor>& holders) {
   std::vector<DeviceGradients> by_device;
+  std::unordered_set<const c10::TensorImpl*> known;
   for (const at::Tensor& holder : holders) {
+    if (!known.insert(holder.unsafeGetTensorImpl()).second) continue;
     at::Tensor values = gradient_values(holder);
     auto group = by_device.begin();
     while (group != by_device.end() && group->device != values.device()) ++group;
