@@ -6,6 +6,8 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 
+#include "vector_model.h"
+
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -17,28 +19,12 @@
 
 namespace {
 
+using namespace initialize_test;
 using mezzo::Amp;
 using mezzo::InitializeOptions;
 using mezzo::OptLevel;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-
-constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr double kScale = 128;
-
-OptLevel scaled(const OptLevel& level) {
-  return level.with({.loss_scale = mezzo::LossScale::dynamic({.init_scale = kScale})});
-}
-
-/// One weight vector of 4; its gradient is the factor of whatever loss it is used in.
-struct VectorImpl : torch::nn::Module {
-  VectorImpl() { weight = register_parameter("weight", torch::ones({4})); }
-  torch::Tensor forward(const torch::Tensor& factor) { return (weight * factor).sum(); }
-  torch::Tensor weight;
-};
-TORCH_MODULE(Vector);
-
-torch::Tensor filled(double value) { return torch::full({4}, value); }
 
 using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
@@ -89,8 +75,6 @@ struct Trio {
   Amp amp;
   bool shares_scale;
 };
-
-float weight_of(const Vector& model) { return model->weight.to(torch::kFloat)[0].item<float>(); }
 
 // The idea of Apex's test_multiple_models_optimizers_losses.
 TEST(ScaleLoss, SkipsOptimizersOfTheLossThatOverflowedAndLowersItsScaleAlone) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/master_weights.h>
@@ -11,6 +12,7 @@
 #include <mezzo/version.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -74,8 +76,26 @@ class OptimizerPasses {
 
   /// A backward pass of a loss with scale `loss` begins.
   void expect_gradients_of(std::size_t loss) {
-    if (!scaled_by_ && unscaled_by_) set_aside();
+    is_set_aside_for_this_pass_ = !scaled_by_ && unscaled_by_;
+    if (is_set_aside_for_this_pass_) set_aside();
     scaled_by_ = loss;
+  }
+
+  /// That pass threw. Where all that there was before it had been set aside, this is what there is
+  /// again; what it should be added to otherwise carries the same scale, and is as it left it.
+  void give_pass_up() {
+    if (!std::exchange(is_set_aside_for_this_pass_, false)) return;
+    scaled_by_.reset();
+    const std::vector<Held> all = everything_held();
+    for (const Held& held : all) held.parameter.mutable_grad() = at::Tensor();
+    const std::vector<bool> had_gradient = had_gradient_;
+    add_what_was_set_aside();
+    for (std::size_t i = 0; i < std::min(all.size(), had_gradient.size()); ++i) {
+      const at::Tensor& parameter = all[i].parameter;
+      if (!had_gradient[i] || parameter.grad().defined()) continue;
+      parameter.mutable_grad() = at::zeros_like(parameter);  // see set_aside for who looks at it
+      had_gradient_[i] = true;
+    }
   }
 
   /// Takes the scale off what has come since, and adds what was set aside. Returns whether there
@@ -83,10 +103,19 @@ class OptimizerPasses {
   bool unscale(GradScaler& scaler) {
     torch::optim::Optimizer& optimizer = stepper();
     scaler.unscale_(optimizer);
-    const std::vector<at::Tensor> found = scaler.release(optimizer);
-    found_inf_.insert(found_inf_.end(), found.begin(), found.end());
-    unscaled_by_ = std::exchange(scaled_by_, std::nullopt);
+    const bool is_checked = take_back(scaler, optimizer);
     add_what_was_set_aside();
+    return is_checked;
+  }
+
+  /// From `scaler`, which knows nothing of `optimizer`, the stepper, from here on; before or after
+  /// its step, one that threw too. Returns whether it has checked a gradient.
+  bool take_back(GradScaler& scaler, const torch::optim::Optimizer& optimizer) {
+    if (scaled_by_ && scaler.is_unscaled(optimizer)) {
+      unscaled_by_ = std::exchange(scaled_by_, std::nullopt);
+    }
+    const std::vector<at::Tensor> found = scaler.release(optimizer);
+    hear_of(found);
     return !found.empty();
   }
 
@@ -109,6 +138,7 @@ class OptimizerPasses {
     found_inf_.clear();
     aside_.clear();
     had_gradient_.clear();
+    is_set_aside_for_this_pass_ = false;
   }
 
  private:
@@ -138,7 +168,8 @@ class OptimizerPasses {
   void set_aside() {
     const std::vector<Held> all = everything_held();
     bool was_cleared = false;
-    for (std::size_t i = 0; i < had_gradient_.size(); ++i) {
+    had_gradient_.resize(all.size());
+    for (std::size_t i = 0; i < all.size(); ++i) {
       was_cleared = was_cleared || (had_gradient_[i] && !all[i].parameter.grad().defined());
     }
     aside_.assign(all.size(), at::Tensor());
@@ -171,6 +202,7 @@ class OptimizerPasses {
   std::vector<at::Tensor> found_inf_;       // by the checks of all passes so far
   std::vector<at::Tensor> aside_;           // unscaled gradients, by parameter; empty for none
   std::vector<bool> had_gradient_;          // by parameter, when unscaled last
+  bool is_set_aside_for_this_pass_ = false;
 };
 
 }  // namespace detail

@@ -1,0 +1,236 @@
+// What an Amp is after something threw, or was called in an unusual order: never with gradients
+// that lost their scale twice, or not at all.
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/initialize.h>
+#include <mezzo/optim/sgd.h>
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "../grad_scaler/throwing_sgd.h"
+#include "vector_model.h"
+
+namespace {
+
+using namespace initialize_test;
+using grad_scaler_test::ThrowingSgd;
+using mezzo::Amp;
+using mezzo::InitializeOptions;
+using mezzo::OptLevel;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+const InitializeOptions kQuiet{.verbosity = 0};
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+/// One model and one optimizer whose step may throw.
+struct Solo {
+  explicit Solo(const OptLevel& level)
+      : amp(mezzo::initialize(model, sgd, scaled(level), kQuiet)) {}
+
+  void pass(double factor, bool delays = false) {
+    amp.scale_loss(amp(model, filled(factor)), sgd, {.delay_unscale = delays});
+  }
+  void pass_that_throws(double factor) {
+    const auto backward = [](const torch::Tensor& loss) {
+      loss.backward();
+      throw std::runtime_error("out of memory");
+    };
+    EXPECT_THROW(amp.scale_loss(amp(model, filled(factor)), sgd, backward), std::runtime_error);
+  }
+  void step_that_throws(double max_norm = kNoLimit) {
+    sgd.throws = true;
+    EXPECT_THROW(amp.step(sgd, {.max_norm = max_norm}), std::runtime_error);
+    sgd.throws = false;
+  }
+
+  Vector model;
+  ThrowingSgd sgd{model->parameters(), 1.0};
+  Amp amp;
+};
+
+std::vector<OptLevel> levels() { return {OptLevel::O0(), OptLevel::O1(), OptLevel::O2()}; }
+
+/// Two models and two optimizers that share a loss scale.
+struct Pair {
+  explicit Pair(const OptLevel& level = OptLevel::O1())
+      : amp(mezzo::initialize({first, second}, {of_first, of_second}, scaled(level), kQuiet)) {}
+
+  void pass_for_both(double of_one, double of_other, bool delays = false) {
+    amp.scale_loss(amp(first, filled(of_one)) + amp(second, filled(of_other)),
+                   {of_first, of_second}, {.delay_unscale = delays});
+  }
+  double clean_iterations() { return amp.state_dict().at("loss_scaler0").at("unskipped"); }
+
+  Vector first, second;
+  torch::optim::SGD of_first{first->parameters(), 1.0}, of_second{second->parameters(), 1.0};
+  Amp amp;
+};
+
+TEST(AmpRecovery, StepsAgainAfterAStepThatThrew) {
+  for (const OptLevel& level : levels()) {
+    for (const bool delays : {false, true}) {
+      for (const double max_norm : {kNoLimit, 100.0}) {
+        Solo solo(level);
+        solo.pass(0.25, delays);
+        solo.step_that_throws(max_norm);
+        EXPECT_TRUE(solo.amp.step(solo.sgd, {.max_norm = max_norm}).ran());
+        EXPECT_EQ(weight_of(solo.model), 0.75F) << level.name() << delays << max_norm;
+        EXPECT_EQ(solo.amp.scaler().get_scale(), kScale);
+      }
+    }
+  }
+}
+
+TEST(AmpRecovery, StartsABatchAnewAfterAStepThatThrew) {
+  for (const OptLevel& level : levels()) {
+    for (const bool delays : {false, true}) {
+      for (const double max_norm : {kNoLimit, 100.0}) {
+        for (const bool by_amp : {false, true}) {
+          Solo solo(level);
+          solo.pass(0.25, delays);
+          solo.step_that_throws(max_norm);
+          by_amp ? solo.amp.zero_grad(solo.sgd) : solo.sgd.zero_grad();
+          solo.pass(0.5, delays);
+          EXPECT_TRUE(solo.amp.step(solo.sgd, {.max_norm = max_norm}).ran());
+          EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << delays << max_norm << by_amp;
+        }
+      }
+    }
+  }
+}
+
+TEST(AmpRecovery, AddsToABatchWhoseStepThrew) {
+  for (const OptLevel& level : levels()) {
+    Solo solo(level);
+    solo.pass(0.25);
+    solo.step_that_throws();
+    solo.pass(0.5);
+    solo.amp.step(solo.sgd);
+    EXPECT_EQ(weight_of(solo.model), 0.25F) << level.name();
+  }
+}
+
+TEST(AmpRecovery, KeepsMicroBatchesThatWereUnscaledBeforeOneThatThrew) {
+  for (const OptLevel& level : levels()) {
+    Solo solo(level);
+    solo.pass(0.25);
+    solo.pass_that_throws(8);
+    EXPECT_EQ(solo.amp.master_params(solo.sgd)[0].grad()[0].item<float>(), 0.25F) << level.name();
+    solo.pass_that_throws(8);
+    solo.pass(0.5);
+    solo.amp.step(solo.sgd);
+    EXPECT_EQ(weight_of(solo.model), 0.25F) << level.name();
+  }
+}
+
+TEST(AmpRecovery, GivesMicroBatchesUpWithAnOrdinaryZeroGradToo) {
+  for (const OptLevel& level : levels()) {
+    for (const bool by_amp : {false, true}) {
+      for (const bool throws : {false, true}) {
+        Solo solo(level);
+        solo.pass(0.25);
+        if (throws) solo.pass_that_throws(8);
+        by_amp ? solo.amp.zero_grad(solo.sgd) : solo.sgd.zero_grad();
+        solo.pass(0.5);
+        solo.amp.step(solo.sgd);
+        EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << by_amp << throws;
+      }
+    }
+  }
+}
+
+TEST(AmpRecovery, RefusesItsCallsWithinABackwardPassAndGoesOn) {
+  Solo solo(OptLevel::O2());
+  Amp& amp = solo.amp;
+  const auto within = [&](auto&& call) {
+    return [&amp, &solo, call] {
+      amp.scale_loss(amp(solo.model, filled(0.25)), solo.sgd, [&](const torch::Tensor& loss) {
+        call();
+        loss.backward();
+      });
+    };
+  };
+  const auto refused = ThrowsMessage<c10::Error>(HasSubstr("called within the backward pass of a"));
+  EXPECT_THAT(within([&] { solo.pass(0.5); }), refused);
+  EXPECT_THAT(within([&] { amp.step(solo.sgd); }), refused);
+  EXPECT_THAT(within([&] { amp.zero_grad(solo.sgd); }), refused);
+  solo.pass(0.5);
+  EXPECT_TRUE(amp.step(solo.sgd).ran());
+  EXPECT_EQ(weight_of(solo.model), 0.5F);
+}
+
+TEST(AmpRecovery, GoesOnAfterASkipCallbackThatThrew) {
+  Solo solo(OptLevel::O1());
+  solo.amp.scaler().on_skip([](const mezzo::SkippedStep&) { throw std::runtime_error("stop"); });
+  solo.pass(kInf);
+  EXPECT_THROW(solo.amp.step(solo.sgd), std::runtime_error);
+  solo.sgd.zero_grad();
+  solo.pass(0.25);
+  EXPECT_TRUE(solo.amp.step(solo.sgd).ran());
+  EXPECT_EQ(solo.amp.scaler().get_scale(), kScale / 2);
+}
+
+TEST(AmpOrder, LetsAnOptimizerStepAfterTheScaleOfItsLossHasMoved) {
+  Pair pair;
+  pair.pass_for_both(0.25, 0.25);
+  pair.amp.step(pair.of_first);
+  pair.of_first.zero_grad();
+  pair.amp.scale_loss(pair.amp(pair.first, filled(0.25)), pair.of_first);
+  pair.amp.step(pair.of_first);
+  EXPECT_THAT([&] { (void)pair.amp.state_dict(); },
+              ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
+  EXPECT_TRUE(pair.amp.step(pair.of_second).ran());
+  EXPECT_EQ(pair.clean_iterations(), 2);
+  pair.of_second.zero_grad();
+  pair.amp.scale_loss(pair.amp(pair.second, filled(0.5)), pair.of_second);
+  EXPECT_TRUE(pair.amp.step(pair.of_second).ran());
+  EXPECT_EQ(weight_of(pair.second), 0.25F);
+  EXPECT_EQ(pair.clean_iterations(), 3);
+}
+
+// As torch.amp: with delay_unscale for good nobody has looked at the other's gradients.
+TEST(AmpOrder, SkipsOnlyWhereItShowsIfGradientsAreUnscaledByTheirSteps) {
+  for (const OptLevel& level : levels()) {
+    for (const bool in_first : {false, true}) {
+      Pair pair(level);
+      pair.pass_for_both(in_first ? kInf : 0.25, in_first ? 0.25 : kInf, /*delays=*/true);
+      EXPECT_EQ(pair.amp.step(pair.of_first).ran(), !in_first) << level.name();
+      EXPECT_EQ(pair.amp.step(pair.of_second).ran(), in_first) << level.name();
+      EXPECT_EQ(pair.amp.scaler().get_scale(), kScale / 2);
+    }
+  }
+}
+
+TEST(AmpOrder, RefusesTwoOptimizersOfOneParameterInOneCallAndTakesThemInTurn) {
+  Vector model;
+  torch::optim::SGD first(model->parameters(), 1.0);
+  torch::optim::SGD second(model->parameters(), 1.0);
+  Amp amp = mezzo::initialize(model, {first, second}, scaled(OptLevel::O1()), kQuiet);
+  EXPECT_THAT(
+      [&] {
+        amp.scale_loss(amp(model, filled(0.25)), {first, second});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("two of the optimizers hold the same param")));
+  for (torch::optim::SGD* optimizer : {&first, &second}) {
+    optimizer->zero_grad();
+    amp.scale_loss(amp(model, filled(0.25)), *optimizer);
+    EXPECT_TRUE(amp.step(*optimizer).ran());
+  }
+  EXPECT_EQ(weight_of(model), 0.5F);
+}
+
+TEST(AmpOrder, MovesInTheMiddleOfAnIteration) {
+  Solo solo(OptLevel::O2());
+  solo.pass(0.25);
+  Amp moved = std::move(solo.amp);
+  moved.scale_loss(moved(solo.model, filled(0.25)), solo.sgd);
+  EXPECT_TRUE(moved.step(solo.sgd).ran());
+  EXPECT_EQ(weight_of(solo.model), 0.5F);
+}
+
+}  // namespace
