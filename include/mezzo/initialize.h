@@ -133,7 +133,8 @@ class Amp {
 
   /// Forgets what was scaled for `optimizer` since its last step, and clears its gradients, those
   /// of masters too: for a batch that is given up. Otherwise `optimizer.zero_grad()`, the model's,
-  /// or `step`'s option will do.
+  /// or `step`'s option will do. (They clear a batch that is given up as well, but an inf that it
+  /// showed still skips the next step.)
   void zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none = true);
 
   /// What to clip or look at after `scale_loss`: for each parameter of `optimizer` in order its

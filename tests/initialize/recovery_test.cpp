@@ -130,15 +130,17 @@ TEST(AmpRecovery, KeepsMicroBatchesThatWereUnscaledBeforeOneThatThrew) {
 
 TEST(AmpRecovery, GivesMicroBatchesUpWithAnOrdinaryZeroGradToo) {
   for (const OptLevel& level : levels()) {
-    for (const bool by_amp : {false, true}) {
-      for (const bool throws : {false, true}) {
-        Solo solo(level);
-        solo.pass(0.25);
-        if (throws) solo.pass_that_throws(8);
-        by_amp ? solo.amp.zero_grad(solo.sgd) : solo.sgd.zero_grad();
-        solo.pass(0.5);
-        solo.amp.step(solo.sgd);
-        EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << by_amp << throws;
+    for (const bool set_to_none : {false, true}) {
+      for (const bool by_amp : {false, true}) {
+        for (const bool throws : {false, true}) {
+          Solo solo(level);
+          solo.pass(0.25);
+          if (throws) solo.pass_that_throws(8);
+          by_amp ? solo.amp.zero_grad(solo.sgd, set_to_none) : solo.sgd.zero_grad(set_to_none);
+          solo.pass(0.5);
+          solo.amp.step(solo.sgd);
+          EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << set_to_none << by_amp << throws;
+        }
       }
     }
   }

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -88,13 +89,13 @@ class OptimizerPasses {
     scaled_by_.reset();
     const std::vector<Held> all = everything_held();
     for (const Held& held : all) held.parameter.mutable_grad() = at::Tensor();
-    const std::vector<bool> had_gradient = had_gradient_;
+    const std::vector<OwnGradient> were = own_gradients_;
     add_what_was_set_aside();
-    for (std::size_t i = 0; i < std::min(all.size(), had_gradient.size()); ++i) {
+    for (std::size_t i = 0; i < std::min(all.size(), were.size()); ++i) {
       const at::Tensor& parameter = all[i].parameter;
-      if (!had_gradient[i] || parameter.grad().defined()) continue;
+      if (!were[i].version || parameter.grad().defined()) continue;
       parameter.mutable_grad() = at::zeros_like(parameter);  // see set_aside for who looks at it
-      had_gradient_[i] = true;
+      own_gradients_[i] = OwnGradient(parameter);
     }
   }
 
@@ -137,7 +138,7 @@ class OptimizerPasses {
     unscaled_by_.reset();
     found_inf_.clear();
     aside_.clear();
-    had_gradient_.clear();
+    own_gradients_.clear();
     is_set_aside_for_this_pass_ = false;
   }
 
@@ -163,20 +164,41 @@ class OptimizerPasses {
     return all;
   }
 
-  // Where a parameter's own gradient has gone since it was unscaled, somebody has cleared
-  // gradients, the masters' too as far as he is concerned.
+  /// A parameter's gradient when it was unscaled onto a master, or where it stands.
+  struct OwnGradient {
+    std::optional<uint32_t> version;  // none: there was no gradient
+    OwnGradient() = default;
+    explicit OwnGradient(const at::Tensor& parameter) {
+      if (parameter.grad().defined()) version = parameter.grad()._version();
+    }
+    bool is_gone_from(const at::Tensor& parameter) const {
+      return version && !parameter.grad().defined();
+    }
+    /// By `zero_grad(false)`. Waits for the device, where it has been written at all.
+    bool is_zeroed_at(const at::Tensor& parameter) const {
+      const at::Tensor& gradient = parameter.grad();
+      if (!version || !gradient.defined() || gradient._version() == *version) return false;
+      return gradient.is_sparse() ? gradient._nnz() == 0 : !gradient.any().item<bool>();
+    }
+  };
+
+  // Where a parameter's own gradient has been cleared since it was unscaled, the master's is
+  // cleared too as far as who did it is concerned; and where it has gone, those of parameters that
+  // had none.
   void set_aside() {
     const std::vector<Held> all = everything_held();
-    bool was_cleared = false;
-    had_gradient_.resize(all.size());
+    own_gradients_.resize(all.size());
+    bool is_one_gone = false;
     for (std::size_t i = 0; i < all.size(); ++i) {
-      was_cleared = was_cleared || (had_gradient_[i] && !all[i].parameter.grad().defined());
+      is_one_gone = is_one_gone || own_gradients_[i].is_gone_from(all[i].parameter);
     }
     aside_.assign(all.size(), at::Tensor());
     for (std::size_t i = 0; i < all.size(); ++i) {
       const auto& [parameter, holder] = all[i];
-      const bool is_given_up = !all[i].gradient_is_own() && was_cleared &&
-                               !(had_gradient_[i] && parameter.grad().defined());
+      const OwnGradient& own = own_gradients_[i];
+      const bool is_there = own.version && parameter.grad().defined();
+      const bool is_given_up =
+          !all[i].gradient_is_own() && (is_there ? own.is_zeroed_at(parameter) : is_one_gone);
       if (holder.grad().defined() && !is_given_up) aside_[i] = kept_gradient(holder.grad());
       holder.mutable_grad() = at::Tensor();
       parameter.mutable_grad() = at::Tensor();
@@ -186,9 +208,9 @@ class OptimizerPasses {
   void add_what_was_set_aside() {
     const c10::NoGradGuard no_grad;
     const std::vector<Held> all = everything_held();
-    had_gradient_.assign(all.size(), false);
+    own_gradients_.clear();
     for (std::size_t i = 0; i < all.size(); ++i) {
-      had_gradient_[i] = all[i].parameter.grad().defined();
+      own_gradients_.emplace_back(all[i].parameter);
       if (i < aside_.size() && aside_[i].defined()) add_gradient(all[i].holder, aside_[i]);
     }
     aside_.clear();
@@ -201,7 +223,7 @@ class OptimizerPasses {
   std::optional<std::size_t> unscaled_by_;  // the loss whose scale was taken off last
   std::vector<at::Tensor> found_inf_;       // by the checks of all passes so far
   std::vector<at::Tensor> aside_;           // unscaled gradients, by parameter; empty for none
-  std::vector<bool> had_gradient_;          // by parameter, when unscaled last
+  std::vector<OwnGradient> own_gradients_;  // by parameter, when unscaled last
   bool is_set_aside_for_this_pass_ = false;
 };
 
