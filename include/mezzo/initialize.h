@@ -97,8 +97,8 @@ class Amp {
   /// sync.
   ///
   /// Called several times before a step, it adds up: gradients that are unscaled already are kept
-  /// aside meanwhile. A loss that overflows skips the next step of each of `optimizers`, and lowers
-  /// its own scale only.
+  /// aside meanwhile. What there is before the first call, clear it, counts as scaled. A loss that
+  /// overflows skips the next step of each of `optimizers`, and lowers its own scale only.
   ///
   /// If backward throws, so does this. Gradients that were unscaled before the call are then what
   /// they were, and the next call adds to them; others are as backward left them, to be cleared by

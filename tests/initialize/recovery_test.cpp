@@ -7,6 +7,11 @@
 #include <mezzo/initialize.h>
 #include <mezzo/optim/sgd.h>
 
+#include <array>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <random>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -224,6 +229,119 @@ TEST(AmpOrder, RefusesTwoOptimizersOfOneParameterInOneCallAndTakesThemInTurn) {
     EXPECT_TRUE(amp.step(*optimizer).ran());
   }
   EXPECT_EQ(weight_of(model), 0.5F);
+}
+
+/// Random calls on a Pair whose optimizers may throw, beside what they should come to.
+class RandomCalls {
+ public:
+  explicit RandomCalls(unsigned seed) : random_(seed) {
+    const std::vector<OptLevel> all{OptLevel::O0(), OptLevel::O1(), OptLevel::O2(), OptLevel::O3(),
+                                    OptLevel::O2_bf16()};
+    for (Side& side : sides_) side.make(/*ours=*/below(2) == 0);
+    num_losses_ = 1 + below(3);
+    amp_.emplace(mezzo::initialize({sides_[0].model, sides_[1].model},
+                                   {*sides_[0].optimizer, *sides_[1].optimizer},
+                                   scaled(all[static_cast<std::size_t>(below(5))]),
+                                   {.num_losses = num_losses_, .verbosity = 0}));
+  }
+
+  void call() {
+    const int kind = below(10);
+    Side& side = sides_[static_cast<std::size_t>(below(2))];
+    if (kind < 6) {
+      pass();
+    } else if (kind < 9) {
+      if (side.has_gradient) step(side);
+    } else {
+      amp_->zero_grad(*side.optimizer);
+      side.start_anew();
+    }
+    for (Side& one : sides_) {
+      const torch::Tensor weight = amp_->master_params(*one.optimizer)[0];
+      ASSERT_EQ(weight[0].item<double>(), one.weight);
+    }
+    const bool is_between = !sides_[0].has_gradient && !sides_[1].has_gradient;
+    if (is_between) amp_->load_state_dict(amp_->state_dict());
+  }
+
+ private:
+  struct Side {
+    void make(bool ours) {
+      if (ours) {
+        optimizer = std::make_unique<mezzo::optim::SGD>(model->parameters(), 1.0);
+      } else {
+        auto sgd = std::make_unique<ThrowingSgd>(model->parameters(), 1.0);
+        thrower = sgd.get();
+        optimizer = std::move(sgd);
+      }
+    }
+    void start_anew() {
+      optimizer->zero_grad();
+      sum = 0;
+      has_gradient = is_bad = may_be_skipped = false;
+    }
+    Vector model;
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    ThrowingSgd* thrower = nullptr;
+    double weight = 1;
+    double sum = 0;
+    bool has_gradient = false;
+    bool is_bad = false;
+    bool may_be_skipped = false;
+  };
+
+  int below(int limit) { return static_cast<int>(random_() % static_cast<unsigned>(limit)); }
+
+  void pass() {
+    const int who = 1 + below(3);
+    const bool is_bad = below(30) == 0;
+    torch::Tensor loss = torch::zeros({});
+    std::vector<torch::optim::Optimizer*> list;
+    for (int i = 0; i < 2; ++i) {
+      if ((who & (1 << i)) == 0) continue;
+      Side& side = sides_[static_cast<std::size_t>(i)];
+      const double factor = (1 + below(4)) / 64.0;
+      loss = loss + (*amp_)(side.model, filled(is_bad ? kInf : factor));
+      list.push_back(side.optimizer.get());
+      side.sum += factor;
+      side.has_gradient = true;
+      side.is_bad = side.is_bad || is_bad;
+    }
+    // An inf that was delayed for one shows where a later loss of both is unscaled.
+    for (Side& side : sides_) side.may_be_skipped |= sides_[0].is_bad || sides_[1].is_bad;
+    amp_->scale_loss(loss, list, {.loss_id = below(num_losses_), .delay_unscale = below(3) == 0});
+  }
+
+  void step(Side& side) {
+    const mezzo::StepOptions options{.max_norm = below(2) == 0 ? kNoLimit : 1e6};
+    if (side.thrower != nullptr && !side.may_be_skipped && below(4) == 0) {
+      side.thrower->throws = true;
+      EXPECT_THROW(amp_->step(*side.optimizer, options), std::runtime_error);
+      side.thrower->throws = false;
+      if (below(2) == 0) return;
+    }
+    const bool ran = amp_->step(*side.optimizer, options).ran();
+    EXPECT_FALSE(ran && side.is_bad);
+    EXPECT_TRUE(ran || side.may_be_skipped);
+    if (ran) side.weight -= side.sum;
+    side.start_anew();
+  }
+
+  std::mt19937 random_;
+  std::array<Side, 2> sides_;
+  int num_losses_;
+  std::optional<Amp> amp_;
+};
+
+TEST(AmpOrder, OfAnyKindTrainsOnTheSumOfTheLossesSinceTheLastStep) {
+  for (unsigned seed = 0; seed < 30; ++seed) {
+    SCOPED_TRACE(seed);
+    RandomCalls calls(seed);
+    for (int i = 0; i < 40; ++i) {
+      ASSERT_NO_THROW(calls.call()) << i;
+      if (testing::Test::HasFailure()) return;
+    }
+  }
 }
 
 TEST(AmpOrder, MovesInTheMiddleOfAnIteration) {

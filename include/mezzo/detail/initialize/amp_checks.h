@@ -2,6 +2,7 @@
 /// What is checked before anything is changed.
 #pragma once
 
+#include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/detail/initialize/model_cast.h>
 #include <mezzo/detail/optim/trained_once.h>
 #include <mezzo/initialize.h>
@@ -24,11 +25,9 @@ namespace detail {
 inline void check_holds_one_of(const std::unordered_set<const c10::TensorImpl*>& of_models,
                                const torch::optim::Optimizer& optimizer, std::size_t number) {
   bool holds_one = false;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      holds_one = holds_one || of_models.count(parameter.unsafeGetTensorImpl()) != 0;
-    }
-  }
+  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+    holds_one = holds_one || of_models.count(parameter.unsafeGetTensorImpl()) != 0;
+  });
   TORCH_CHECK(holds_one, "optimizer ", number,
               " holds no parameter of the models that were given; construct it with their "
               "parameters, or give its model too");
@@ -54,9 +53,9 @@ inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size
   if (!wants_masters || is_mezzos) return;
   (void)MasterWeights(optimizer);  // refuses what it cannot step
   std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer.param_groups()) {
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  }
+  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+    parameters.push_back(parameter);
+  });
   refuse_duplicates(parameters, KeptMasters::kName);
 }
 
@@ -93,16 +92,14 @@ inline void refuse_shared_parameters(const OptimizerList& optimizers) {
   if (optimizers.optimizers().size() < 2) return;
   std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> owners;
   for (const auto* optimizer : optimizers.optimizers()) {
-    for (const auto& group : optimizer->param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        TORCH_CHECK(
-            owners.emplace(parameter.unsafeGetTensorImpl(), optimizer).first->second == optimizer,
-            "scale_loss: two of the optimizers hold the same parameter (of the shape ",
-            parameter.sizes(),
-            "), whose gradient both would unscale; give it to one of them, or "
-            "call scale_loss for one of them at a time");
-      }
-    }
+    for_each_parameter(*optimizer, [&](std::size_t, const at::Tensor& parameter) {
+      const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
+      TORCH_CHECK(known->second == optimizer,
+                  "scale_loss: two of the optimizers hold the same parameter (of the shape ",
+                  parameter.sizes(),
+                  "), whose gradient both would unscale; give it to one of them, or call "
+                  "scale_loss for one of them at a time");
+    });
   }
 }
 

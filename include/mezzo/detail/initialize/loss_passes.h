@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/master_weights.h>
 #include <mezzo/optim/fused_optimizer.h>
@@ -154,13 +155,10 @@ class OptimizerPasses {
     torch::optim::Optimizer& optimizer = stepper();
     auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
     std::vector<Held> all;
-    for (std::size_t group = 0; group < optimizer.param_groups().size(); ++group) {
-      for (const at::Tensor& parameter : optimizer.param_groups()[group].params()) {
-        const bool has_master = fused != nullptr && fused->keeps_master(group, parameter);
-        all.push_back(
-            {parameter, has_master ? fused->trained_tensor(group, parameter) : parameter});
-      }
-    }
+    for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+      const bool has_master = fused != nullptr && fused->keeps_master(group, parameter);
+      all.push_back({parameter, has_master ? fused->trained_tensor(group, parameter) : parameter});
+    });
     return all;
   }
 
