@@ -36,12 +36,10 @@ inline void add_gradient(const at::Tensor& holder, const at::Tensor& more) {
   }
 }
 
-/// `gradient` for who keeps it while its holder gets another: memory that it shares, as a view into
-/// a bucket does, is the next backward pass's to write to.
+/// `gradient` for who keeps it while its holder gets another: memory that others hold too, as that
+/// of a bucket, is the next backward pass's to write to.
 inline at::Tensor kept_gradient(const at::Tensor& gradient) {
-  const bool owns_memory =
-      gradient.layout() != at::kStrided ||
-      (!gradient.is_view() && gradient.storage().nbytes() == gradient.nbytes());
+  const bool owns_memory = gradient.layout() != at::kStrided || gradient.storage().use_count() == 1;
   return owns_memory ? gradient : gradient.clone();
 }
 
