@@ -46,6 +46,9 @@ struct ScaleLossOptions {
   /// Leaves the gradients scaled: for all micro-batches of an accumulation but the last, which are
   /// then unscaled together; or for good, where `step(optimizer, {.max_norm = 1.0})` is next, which
   /// unscales, checks and clips in one pass.
+  ///
+  /// Such gradients are checked where they are unscaled: in a step, each optimizer's by itself, so
+  /// that of several only those that show an inf or NaN skip, as in torch.amp.
   bool delay_unscale = false;
 };
 
@@ -94,13 +97,15 @@ class Amp {
   /// sync.
   ///
   /// Called several times before a step, it adds up: gradients that are unscaled already are kept
-  /// aside meanwhile. A loss that overflows skips the next step of each of `optimizers`, and lowers
-  /// its own scale only.
+  /// aside meanwhile. What there is before the first call, clear it, counts as scaled. A loss that
+  /// overflows skips the next step of each of `optimizers`, and lowers its own scale only.
   ///
-  /// If backward throws, so does this; the gradients are then as backward left them:
+  /// If backward throws, so does this. Gradients that were unscaled before the call are then what
+  /// they were, and the next call adds to them; others are as backward left them, to be cleared by
   /// `zero_grad(optimizer)` before going on.
-  /// \throws c10::Error for a loss_id out of range, an undefined loss, or an optimizer that was not
-  ///   given to `initialize`
+  /// \throws c10::Error for a loss_id out of range, an undefined loss, an optimizer that was not
+  ///   given to `initialize`, a parameter that two of `optimizers` hold, or within the backward
+  ///   pass of another call
   void scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
                   const ScaleLossOptions& options = {});
 
@@ -120,13 +125,16 @@ class Amp {
   }
 
   /// Steps, or skips if a loss overflowed or a gradient is inf or NaN by now; see
-  /// `GradScaler::step(optimizer, options)`. Gradients that are still scaled are unscaled.
+  /// `GradScaler::step(optimizer, options)`. Gradients that are still scaled are unscaled. Where
+  /// the optimizer's own step throws, so does this; it may be called again, or the batch be given
+  /// up with `zero_grad`.
   /// \throws c10::Error unless a loss was scaled for the optimizer since its last step
   StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options = {});
 
   /// Forgets what was scaled for `optimizer` since its last step, and clears its gradients, those
   /// of masters too: for a batch that is given up. Otherwise `optimizer.zero_grad()`, the model's,
-  /// or `step`'s option will do.
+  /// or `step`'s option will do. (They clear a batch that is given up as well, but an inf that it
+  /// showed still skips the next step.)
   void zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none = true);
 
   /// What to clip or look at after `scale_loss`: for each parameter of `optimizer` in order its
@@ -168,6 +176,8 @@ class Amp {
   at::Tensor begin_pass(const at::Tensor& loss, const detail::OptimizerList& optimizers,
                         const ScaleLossOptions& options);
   void end_pass(const detail::OptimizerList& optimizers, const ScaleLossOptions& options);
+  void give_pass_up(const detail::OptimizerList& optimizers);
+  void refuse_within_backward(const char* call) const;
   void unscale(detail::OptimizerPasses& passes);
   void finish(torch::optim::Optimizer& optimizer);
   void end_iteration(std::size_t loss);
@@ -183,6 +193,7 @@ class Amp {
   std::vector<detail::OptimizerPasses> passes_;  // one an optimizer
   std::vector<GradScaler> scalers_;              // one a loss_id
   std::vector<Loss> losses_;
+  bool is_in_backward_ = false;
 };
 
 /// Makes models and optimizers ready for training at `level`, prints what that is in Apex's words,

@@ -14,6 +14,7 @@
 #include <concepts>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -49,6 +50,7 @@ class LossScaleOptimizer {
   /// Keras's scale_loss, for a tensor or a nest of them; see GradScaler::scale.
   template <class Outputs>
   [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs) {
+    if (std::exchange(threw_, false)) (void)scaler_.release(*inner_);
     return scaler_.scale(outputs);
   }
 
@@ -57,9 +59,13 @@ class LossScaleOptimizer {
   void unscale_() { scaler_.unscale_(*inner_); }
 
   /// Keras's apply: unscales, checks, steps unless a gradient is inf or NaN, and moves the scale.
+  /// Where the inner optimizer's step throws, so does this; it may be called again, or, after
+  /// `zero_grad`, a loss be scaled anew.
   /// \throws c10::Error if no loss was scaled, or no parameter has a gradient
   StepResult step(const StepOptions& options = {}) {
+    threw_ = true;
     StepResult result = scaler_.step(*inner_, options);
+    threw_ = false;
     scaler_.update();
     if (!is_counted_by_inner() && result.ran()) ++iterations_;
     return result;
@@ -98,6 +104,7 @@ class LossScaleOptimizer {
   LossScaleOptimizerOptions options_;
   GradScaler scaler_;
   int64_t iterations_ = 0;
+  bool threw_ = false;  // the last step did, in an iteration that has no `update`
 
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::OutputArchive>

@@ -120,7 +120,6 @@ class MasterWeights : public optim::FusedOptimizer {
   std::vector<Participant> participants(bool master_gradients);
   void step_inner(const std::vector<Participant>& all, double factor);
   void finish(const std::vector<Participant>& all);
-  void clear_gradients();
 
   torch::optim::Optimizer* inner_;
   detail::KeptMasters masters_;

@@ -2,8 +2,8 @@
 /// Which op runs in which dtype under autocast: libtorch's lists as data, and edits to them as a
 /// value that is given to a guard.
 ///
-///     auto policy = mezzo::OpPolicy().deny("linear").allow("softmax.int");
-///     mezzo::Autocast<torch::kCPU> autocast(policy);   // linear in float32, softmax in bfloat16
+///     auto policy = mezzo::OpPolicy().deny("bmm").allow("softmax.int");
+///     mezzo::Autocast<torch::kCPU> autocast(policy);   // bmm in float32, softmax in bfloat16
 ///
 /// The same thing elsewhere: TensorFlow's graph rewrite sorts ops into allow (here
 /// lower_precision), deny (fp32), infer and clear (both infer here: the inputs decide); Apex edits

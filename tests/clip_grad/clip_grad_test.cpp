@@ -17,12 +17,7 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
-using grad_scaler_test::kInfinity;
-using grad_scaler_test::parameter;
-using grad_scaler_test::quiet_scaler;
-using grad_scaler_test::set_gradient;
-using grad_scaler_test::sgd;
+using namespace grad_scaler_test;
 using mezzo::clip_grad_norm_;
 using mezzo::clip_grad_value_;
 using mezzo::GradScalerOptions;

@@ -215,6 +215,45 @@ INSTANTIATE_TEST_SUITE_P(
                              }}),
     [](const auto& innocent) { return std::string(innocent.param.name); });
 
+// The bias of a head that is far from its targets: its gradient is the slope, weight / outputs.
+TEST(ClipWatch, IsSilentToLossesWithConstantSlopes) {
+  for (const double scale : {65536.0, 1024.0, 128.0}) {
+    for (const int64_t outputs : {128, 1024, 4096}) {
+      for (const double weight : {1.0, 10.0}) {
+        Loop loop(scale);
+        torch::nn::Linear head(2, outputs);
+        torch::optim::SGD optimizer(head->parameters(), 1e-6);
+        const torch::Tensor targets = torch::full({4, outputs}, 5.0);
+        for (int step = 0; step < 9; ++step) {
+          optimizer.zero_grad();
+          const torch::Tensor inputs = torch::rand({4, 2}) * torch::rand({});
+          loop.scaler.scale(torch::l1_loss(head(inputs), targets) * weight).backward();
+          loop.scaler.step(optimizer);
+          loop.scaler.update();
+        }
+        EXPECT_THAT(loop.warnings.lines(), IsEmpty()) << scale << " " << outputs << " " << weight;
+      }
+    }
+  }
+}
+
+TEST(ClipWatchNumbers, AreThoseOfTheBoundsThatPeopleWrite) {
+  for (const double scale : {65536.0, 32768.0}) {
+    for (const double bound : {0.1, 0.5, 1.0, 5.0, 10.0}) {
+      for (const bool by_value : {false, true}) {
+        HeardWarnings warnings;
+        ClipWatch watch;
+        for (int i = 0; i < 8; ++i) {
+          const double other = bound / scale * (2 + 0.1 * i);
+          watch.see(&watch, scale, by_value ? other : bound / scale,
+                    by_value ? bound / scale : other);
+        }
+        EXPECT_THAT(warnings.lines(), testing::SizeIs(1)) << scale << " " << bound << by_value;
+      }
+    }
+  }
+}
+
 TEST(ClipWatchNumbers, OfMillionsOfElementsMayBeAsFarOffAsLibtorchsNorms) {
   HeardWarnings warnings;
   ClipWatch watch;

@@ -14,16 +14,12 @@
 #include <vector>
 
 #include "error_of.h"
+#include "throwing_sgd.h"
 #include "tiny_optimizer.h"
 
 namespace {
 
-using grad_scaler_test::error_of;
-using grad_scaler_test::kInfinity;
-using grad_scaler_test::parameter;
-using grad_scaler_test::quiet_scaler;
-using grad_scaler_test::set_gradient;
-using grad_scaler_test::sgd;
+using namespace grad_scaler_test;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using testing::HasSubstr;
@@ -82,22 +78,20 @@ TEST(GradScaler, ForwardsArgumentsAndReturnsWhatTheStepReturned) {
 }
 
 TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
-  class Failing : public torch::optim::SGD {
-   public:
-    using SGD::SGD;
-    torch::Tensor step(LossClosure closure = nullptr) override {
-      if (std::exchange(fails, false)) throw std::runtime_error("failed");
-      return SGD::step(closure);
-    }
-    bool fails = true;
-  };
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
-  auto x = parameter({1});
-  Failing optimizer({x}, torch::optim::SGDOptions(1.0));
-  set_gradient(x, {4});
-  EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  EXPECT_EQ(x.item<float>(), 0.0F) << "unscaled once";
+  for (const double max_norm : {100.0, double{kInfinity}}) {
+    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    auto x = parameter({1});
+    ThrowingSgd optimizer({x}, torch::optim::SGDOptions(1.0));
+    set_gradient(x, {4});
+    EXPECT_FALSE(scaler.is_unscaled(optimizer));
+    optimizer.throws = true;
+    EXPECT_THROW(scaler.step(optimizer, {.max_norm = max_norm}), std::runtime_error);
+    EXPECT_TRUE(scaler.is_unscaled(optimizer));
+    optimizer.throws = false;
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = max_norm}).ran());
+    EXPECT_EQ(x.item<float>(), 0.0F) << "unscaled once";
+    EXPECT_FALSE(scaler.is_unscaled(optimizer));
+  }
 }
 
 TEST(GradScaler, NeverTakesANewOptimizerForADeadOneAtItsAddress) {

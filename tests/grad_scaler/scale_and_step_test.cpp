@@ -22,12 +22,7 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
-using grad_scaler_test::kInfinity;
-using grad_scaler_test::parameter;
-using grad_scaler_test::quiet_scaler;
-using grad_scaler_test::set_gradient;
-using grad_scaler_test::sgd;
+using namespace grad_scaler_test;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using testing::HasSubstr;
@@ -177,6 +172,23 @@ TEST(GradScaler, ReachesEveryParameterGroupAndEveryDtype) {
   scaler.update();
   optimizer.param_groups()[2].params()[0].mutable_grad()[1] = kInfinity;
   EXPECT_FALSE(scaler.step(optimizer).ran());
+}
+
+// A tied weight: libtorch's Module::parameters() names it as often as the model has it.
+TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
+  for (const bool explicitly : {false, true}) {
+    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    auto x = parameter({3, 4});
+    auto optimizer = sgd({x, x});
+    set_gradient(x, {12, 16});
+    if (explicitly) {
+      scaler.unscale_(optimizer);
+      EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({3.0F, 4.0F})));
+    }
+    const auto result = scaler.step(optimizer, {.max_norm = 100});
+    EXPECT_EQ(result.grad_norm(), 5.0);
+    EXPECT_TRUE(torch::equal(x, torch::tensor({-3.0F, -4.0F}))) << "libtorch's SGD steps twice";
+  }
 }
 
 TEST(GradScaler, LeavesOutUndefinedGradients) {

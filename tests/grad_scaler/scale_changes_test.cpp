@@ -16,12 +16,7 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
-using grad_scaler_test::kInfinity;
-using grad_scaler_test::parameter;
-using grad_scaler_test::quiet_scaler;
-using grad_scaler_test::set_gradient;
-using grad_scaler_test::sgd;
+using namespace grad_scaler_test;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;

@@ -2,13 +2,20 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
+#include <mezzo/activation_checkpoint.h>
 #include <mezzo/autocast.h>
 #include <mezzo/autocast_module.h>
+#include <mezzo/autograd_function.h>
 #include <mezzo/cast_functions.h>
+#include <mezzo/clip_grad.h>
 #include <mezzo/initialize.h>
 #include <mezzo/loss_scale_optimizer.h>
+#include <mezzo/master_weights.h>
 #include <mezzo/op_policy.h>
 
+#include <sstream>
+#include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -48,14 +55,85 @@ TEST_F(FromPython, AutocastIsWrittenAsTheTableSays) {
   }
 }
 
+struct Multiply : mezzo::AutocastFunction<Multiply> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor a,
+                               torch::Tensor b) {
+    ctx->save_for_backward({a, b});
+    return a.mm(b);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list gradients) {
+    const auto saved = ctx->get_saved_variables();
+    return {gradients[0].mm(saved[1].t()), saved[0].t().mm(gradients[0])};
+  }
+};
+
+TEST_F(FromPython, FunctionsCheckpointsAndThreadsAreWrittenAsTheTableSays) {
+  const torch::Tensor a = torch::rand({4, 4}, torch::requires_grad());
+  mezzo::Autocast<torch::kCPU> autocast;
+  const torch::Tensor lowered = Multiply::apply(a, input.t());
+  EXPECT_EQ(lowered.scalar_type(), torch::kBFloat16);
+  const torch::Tensor exact = mezzo::AutocastFunction<Multiply, torch::kFloat>::apply(a, input.t());
+  EXPECT_EQ(exact.scalar_type(), torch::kFloat);
+  (lowered.sum() + exact.sum()).backward();
+  EXPECT_TRUE(a.grad().defined());
+  EXPECT_EQ(mezzo::checkpoint(model, input).scalar_type(), torch::kBFloat16);
+  const auto add = [](const torch::Tensor& x, const torch::Tensor& y) { return x + y; };
+  EXPECT_EQ(mezzo::cast_inputs(torch::kHalf, add)(input, input).scalar_type(), torch::kHalf);
+  at::autocast::clear_cache();
+  torch::ScalarType in_thread = torch::kFloat;
+  std::thread([&, state = mezzo::AutocastState::capture()] {
+    const mezzo::AutocastState::Scope scope(state);
+    in_thread = model(input).scalar_type();
+  }).join();
+  EXPECT_EQ(in_thread, torch::kBFloat16);
+}
+
+TEST_F(FromPython, OpListsDoWhatTheTableSays) {
+  const torch::Tensor low = torch::ones({2, 4}, torch::kBFloat16);
+  const torch::Tensor half = torch::ones({2, 4}, torch::kHalf);
+  {
+    mezzo::Autocast<torch::kCPU> autocast;
+    EXPECT_EQ(low.sum().scalar_type(), torch::kBFloat16);
+    EXPECT_EQ(input.mul(input).scalar_type(), torch::kFloat);
+  }
+  mezzo::Autocast<torch::kCPU> autocast(
+      mezzo::OpPolicy().deny("aten::sum").promote("aten::add.Tensor").allow("aten::mul.Tensor"));
+  EXPECT_EQ(low.sum().scalar_type(), torch::kFloat);
+  EXPECT_EQ((low + half).scalar_type(), torch::kFloat);
+  EXPECT_EQ(input.mul(input).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(model(input).scalar_type(), torch::kBFloat16);
+  mezzo::Autocast<torch::kCPU> exact_layers(
+      mezzo::OpPolicy().deny("aten::addmm").deny("aten::matmul"));
+  torch::nn::Linear without_bias(torch::nn::LinearOptions(4, 4).bias(false));
+  for (const torch::Tensor& x : {input, input[0], torch::rand({2, 3, 4})}) {
+    EXPECT_EQ(model(x).scalar_type(), torch::kFloat);
+    EXPECT_EQ(without_bias(x).scalar_type(), torch::kFloat);
+  }
+}
+
+// What README.md says of it: libtorch's layers are not made of aten::linear.
+TEST_F(FromPython, LinearLayersOfLibtorchDoNotCallTheOpLinear) {
+  mezzo::Autocast<torch::kCPU> autocast(mezzo::OpPolicy().deny("aten::linear"));
+  EXPECT_EQ(torch::linear(input, model->weight, model->bias).scalar_type(), torch::kFloat);
+  EXPECT_EQ(model(input).scalar_type(), torch::kBFloat16);
+}
+
 TEST_F(FromPython, GradScalerIsWrittenAsTheTableSays) {
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1024).enabled(flag));
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions()
+                               .init_scale(1024)
+                               .enabled(flag)
+                               .growth_factor(2)
+                               .backoff_factor(0.5)
+                               .growth_interval(2000));
   const auto scaled = scaler.scale(std::vector{model(input).sum(), other(input).sum()});
   (scaled[0] + scaled[1]).backward();
   scaler.unscale_(optimizer);
   torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0);
   const auto result = scaler.step(optimizer);
   EXPECT_TRUE(result.ran() && result.value().has_value());
+  mezzo::clip_grad_value_(scaler, of_other, 0.5);
+  mezzo::clip_grad_norm_(scaler, of_other, 1.0);
   EXPECT_TRUE(scaler.step(of_other, {.max_norm = 1.0}).ran());
   scaler.update(512.0);
   EXPECT_EQ(scaler.get_scale(), 512);
@@ -67,11 +145,19 @@ TEST_F(FromPython, GradScalerIsWrittenAsTheTableSays) {
   EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
   EXPECT_EQ(scaler.get_growth_interval(), 100);
   EXPECT_TRUE(scaler.is_enabled());
+  std::stringstream file;
+  torch::save(scaler, file);
+  torch::load(scaler, file);
+  EXPECT_EQ(scaler.get_scale(), 512);
 }
 
 TEST_F(FromPython, ApexIsWrittenAsTheTableSays) {
   const auto scale = mezzo::LossScale::dynamic({.min_scale = 1, .max_scale = 1048576});
   EXPECT_EQ(mezzo::OptLevel::parse("O2", {.loss_scale = scale}).loss_scale().max_scale(), 1048576);
+  const std::string choice = "dynamic";
+  EXPECT_EQ(mezzo::OptLevel::parse("O3", {.loss_scale = choice}).loss_scale().kind(),
+            mezzo::LossScaleKind::dynamic);
+  EXPECT_EQ(mezzo::OptLevel::O2({.loss_scale = 128.0}).loss_scale().init_scale(), 128);
   const auto policy =
       mezzo::OpPolicy().allow("aten::bmm").deny("aten::sum").promote("aten::add.Tensor");
   auto amp = mezzo::initialize({model, other}, {optimizer, of_other}, mezzo::OptLevel::O1_bf16(),
@@ -85,6 +171,52 @@ TEST_F(FromPython, ApexIsWrittenAsTheTableSays) {
   amp.zero_grad(of_other);
   amp.load_state_dict(amp.state_dict());
   EXPECT_EQ(&amp.optimizer(optimizer), &optimizer);
+  EXPECT_EQ(amp.scaler(0).get_scale(), 1);
+  std::stringstream file;
+  torch::save(amp, file);
+  torch::load(amp, file);
+}
+
+TEST_F(FromPython, ApexsOlderAndRarerCallsAreWrittenAsTheTableSays) {
+  const mezzo::InitializeOptions quiet{.verbosity = 0};
+  {
+    torch::nn::Linear evaluated(4, 4);
+    auto amp = mezzo::initialize(evaluated, mezzo::OptLevel::O3(), quiet);
+    EXPECT_EQ(amp(evaluated, input).scalar_type(), torch::kFloat);
+    EXPECT_EQ(evaluated->weight.scalar_type(), torch::kHalf);
+  }
+  {
+    torch::nn::Linear cast(4, 4);
+    torch::optim::SGD sgd(cast->parameters(), 0.1);
+    auto amp = mezzo::initialize(cast, sgd, mezzo::OptLevel::O2(), quiet);
+    std::stringstream file;
+    torch::save(amp.optimizer(sgd), file);
+    torch::load(amp.optimizer(sgd), file);
+  }
+  model->to(torch::kHalf);
+  mezzo::MasterWeights masters(optimizer);
+  mezzo::GradScaler scaler;
+  scaler.scale(model(input.to(torch::kHalf)).to(torch::kFloat).mean()).backward();
+  EXPECT_TRUE(scaler.step(masters, {.max_norm = 1.0}).ran());
+  scaler.update();
+}
+
+// The code under "A gradient penalty", as it stands there.
+TEST_F(FromPython, AGradientPenaltyIsWrittenAsTheTextSays) {
+  auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O1_bf16({.loss_scale = 128.0}),
+                               {.verbosity = 0});
+  const torch::Tensor loss = amp(model, input).to(torch::kFloat).pow(2).mean();
+  std::vector<torch::Tensor> gradients = torch::autograd::grad(
+      {amp.scaler().scale(loss)}, model->parameters(), {}, /*retain_graph=*/true,
+      /*create_graph=*/true);
+  const double inverse = 1.0 / amp.scaler().get_scale();
+  torch::Tensor norm = torch::zeros({});
+  for (const torch::Tensor& gradient : gradients) {
+    norm = norm + (gradient.to(torch::kFloat) * inverse).pow(2).sum();
+  }
+  EXPECT_GT(norm.item<double>(), 0);
+  amp.scale_loss(loss + norm.sqrt(), optimizer);
+  EXPECT_TRUE(amp.step(optimizer).ran());
 }
 
 TEST_F(FromPython, KerasIsWrittenAsTheTableSays) {
@@ -102,6 +234,14 @@ TEST_F(FromPython, KerasIsWrittenAsTheTableSays) {
   EXPECT_EQ(wrapped.inner_optimizer().param_groups()[0].options().get_lr(), 0.1);
   auto fixed = mezzo::enable_mixed_precision(of_other, {.initial_scale = 128, .dynamic = false});
   EXPECT_EQ(fixed.loss_scale(), 128);
+  const auto dynamic =
+      mezzo::LossScale::dynamic({.init_scale = 32768, .growth_factor = 2, .growth_interval = 2000});
+  EXPECT_EQ(mezzo::GradScaler(dynamic).get_scale(), 32768);
+  EXPECT_EQ(mezzo::GradScaler(mezzo::LossScale::fixed(128)).get_scale(), 128);
+  std::stringstream file;
+  torch::save(wrapped, file);
+  torch::load(wrapped, file);
+  EXPECT_EQ(wrapped.iterations(), 1);
 }
 
 }  // namespace

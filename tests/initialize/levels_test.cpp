@@ -6,6 +6,7 @@
 #include <mezzo/op_policy.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+#include "vector_model.h"
 
 #include <functional>
 #include <iostream>
@@ -19,6 +20,7 @@
 
 namespace {
 
+using namespace initialize_test;
 using mezzo::InitializeOptions;
 using mezzo::OptLevel;
 using testing::HasSubstr;
@@ -75,6 +77,10 @@ const Optimizers& optimizers() {
   static const Optimizers all{
       [](const auto& p) { return std::make_unique<torch::optim::SGD>(p, 0.1); },
       [](const auto& p) { return std::make_unique<torch::optim::Adam>(p, 0.01); },
+      [](const auto& p) {
+        return std::make_unique<torch::optim::RMSprop>(
+            p, torch::optim::RMSpropOptions(0.01).momentum(0.5).centered(true));
+      },
       [](const auto& p) { return std::make_unique<mezzo::optim::SGD>(p, 0.1); },
       [](const auto& p) { return std::make_unique<mezzo::optim::AdamW>(p, 0.01); }};
   return all;
@@ -231,6 +237,42 @@ TEST(Initialize, CallsModulesInsideAModelAndRefusesOthers) {
       ThrowsMessage<c10::Error>(HasSubstr("is none of the models that were given")));
 }
 
+TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
+  for (const OptLevel& level : {OptLevel::O2(), OptLevel::O2_bf16(), OptLevel::O3()}) {
+    torch::nn::Linear net(2, 2);
+    torch::optim::Adagrad optimizer(net->parameters(), 0.5);
+    const torch::Tensor before = net->weight.detach().clone();
+    auto amp = mezzo::initialize(net, optimizer, level.with({.loss_scale = 128.0}), kQuiet);
+    amp.scale_loss(amp(net, torch::ones({1, 2})).sum(), optimizer);
+    EXPECT_TRUE(amp.step(optimizer).ran());
+    EXPECT_TRUE((before - net->weight).allclose(torch::full({2, 2}, 0.5), 1e-2, 1e-2));
+    torch::nn::Linear other(2, 2);
+    torch::optim::Adagrad stepped(other->parameters(), 0.5);
+    other(torch::ones({1, 2})).sum().backward();
+    stepped.step();
+    EXPECT_THAT([&] { mezzo::initialize(other, stepped, level, kQuiet); },
+                ThrowsMessage<c10::Error>(HasSubstr("has stepped already")));
+  }
+}
+
+/// One step of each after Amp and its masters are gone.
+TEST(Initialize, LeavesTheStateOfOptimizersUsableAlone) {
+  for (const auto& make : optimizers()) {
+    Vector model;
+    const auto optimizer = make(model->parameters());
+    {
+      auto amp = mezzo::initialize(model, *optimizer, scaled(OptLevel::O2_bf16()), kQuiet);
+      amp.scale_loss(amp(model, filled(0.25)), *optimizer);
+      amp.step(*optimizer);
+    }
+    optimizer->zero_grad();
+    model(filled(0.5).to(torch::kBFloat16)).backward();
+    const float before = weight_of(model);
+    EXPECT_NO_THROW(optimizer->step());
+    EXPECT_NE(weight_of(model), before);
+  }
+}
+
 TEST(Initialize, LeavesModelsAndOptimizersUsableAlone) {
   Net net;
   torch::optim::SGD optimizer(net->parameters(), 0.1);
@@ -347,6 +389,16 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   expect_error([&] { mezzo::initialize(net, level, {.num_losses = 0, .verbosity = 0}); },
                "num_losses is 0");
   EXPECT_EQ(net->head->weight.scalar_type(), torch::kFloat);
+
+  struct Tied : torch::nn::Module {
+    Tied() { register_parameter("tied", register_module("net", net)->weight); }
+    torch::nn::Linear net{2, 2};
+  };
+  const auto tied = std::make_shared<Tied>();
+  torch::optim::SGD of_tied(tied->parameters(), 0.1);  // libtorch names a tied weight twice
+  expect_error([&] { mezzo::initialize(tied, of_tied, level, kQuiet); },
+               "a parameter is given twice; give each once, tied ones too");
+  EXPECT_EQ(tied->net->weight.scalar_type(), torch::kFloat);
 
   other->head->to(torch::kHalf);
   expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },

@@ -10,7 +10,10 @@
 #include <limits>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <vector>
+
+#include "../grad_scaler/throwing_sgd.h"
 
 namespace {
 
@@ -129,6 +132,27 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
     torch::save(*inner, foreign);
     EXPECT_THAT([&] { torch::load(resumed, foreign); },
                 ThrowsMessage<c10::Error>(HasSubstr("the archive holds something else")));
+  }
+}
+
+TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
+  for (const double max_norm : {kInf, 100.0}) {
+    for (const bool again : {false, true}) {
+      const torch::Tensor weight = parameter();
+      grad_scaler_test::ThrowingSgd sgd({weight}, 1.0);
+      auto optimizer = mezzo::enable_mixed_precision(sgd);
+      optimizer.scale((weight * 0.25).sum()).backward();
+      sgd.throws = true;
+      EXPECT_THROW(optimizer.step({.max_norm = max_norm}), std::runtime_error);
+      sgd.throws = false;
+      if (!again) {
+        optimizer.zero_grad();
+        optimizer.scale((weight * 0.25).sum()).backward();
+      }
+      EXPECT_TRUE(optimizer.step({.max_norm = max_norm}).ran());
+      EXPECT_EQ(weight[0].item<float>(), 0.75F) << max_norm << again;
+      EXPECT_EQ(optimizer.iterations(), 1);
+    }
   }
 }
 

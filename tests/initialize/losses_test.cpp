@@ -2,9 +2,12 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <mezzo/grad_buckets.h>
 #include <mezzo/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+
+#include "vector_model.h"
 
 #include <cmath>
 #include <functional>
@@ -17,28 +20,12 @@
 
 namespace {
 
+using namespace initialize_test;
 using mezzo::Amp;
 using mezzo::InitializeOptions;
 using mezzo::OptLevel;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-
-constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr double kScale = 128;
-
-OptLevel scaled(const OptLevel& level) {
-  return level.with({.loss_scale = mezzo::LossScale::dynamic({.init_scale = kScale})});
-}
-
-/// One weight vector of 4; its gradient is the factor of whatever loss it is used in.
-struct VectorImpl : torch::nn::Module {
-  VectorImpl() { weight = register_parameter("weight", torch::ones({4})); }
-  torch::Tensor forward(const torch::Tensor& factor) { return (weight * factor).sum(); }
-  torch::Tensor weight;
-};
-TORCH_MODULE(Vector);
-
-torch::Tensor filled(double value) { return torch::full({4}, value); }
 
 using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
@@ -90,8 +77,6 @@ struct Trio {
   bool shares_scale;
 };
 
-float weight_of(const Vector& model) { return model->weight.to(torch::kFloat)[0].item<float>(); }
-
 // The idea of Apex's test_multiple_models_optimizers_losses.
 TEST(ScaleLoss, SkipsOptimizersOfTheLossThatOverflowedAndLowersItsScaleAlone) {
   for (const auto& make : makers()) {
@@ -128,6 +113,20 @@ TEST(ScaleLoss, SkipsOptimizersOfTheLossThatOverflowedAndLowersItsScaleAlone) {
   }
 }
 
+// Unlike torch.amp, which asks each optimizer's own gradients.
+TEST(ScaleLoss, SkipsAllOptimizersOfALossThatOverflowedThoughItShowsInOneAlone) {
+  for (const auto& make : makers()) {
+    for (const bool in_first : {false, true}) {
+      Trio trio(scaled(OptLevel::O2_bf16()), make, 1);
+      trio.amp.scale_loss(trio.amp(trio.first, filled(in_first ? kInf : 0.25)) +
+                              trio.amp(trio.second, filled(in_first ? 0.25 : kInf)),
+                          {*trio.first_optimizer, *trio.second_optimizer});
+      EXPECT_EQ(trio.step(), (std::vector<bool>{false, false})) << in_first;
+      EXPECT_EQ(trio.amp.scaler().get_scale(), kScale / 2);
+    }
+  }
+}
+
 TEST(ScaleLoss, SharesOneScaleAmongLossesOfOneId) {
   for (const auto& make : makers()) {
     for (const OptLevel& level : levels()) {
@@ -160,6 +159,28 @@ TEST(ScaleLoss, AddsUpMicroBatchesWithAndWithoutDelay) {
         EXPECT_TRUE(amp.step(*optimizer).ran());
         EXPECT_EQ(weight_of(model), 0.3125F) << level.name() << delays;
       }
+    }
+  }
+}
+
+// A gradient is a view into a bucket, whose memory the next backward pass writes to.
+TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
+  for (const bool during_backward : {false, true}) {
+    for (const auto storage : {mezzo::GradStorage::flat, mezzo::GradStorage::in_place}) {
+      Vector model;
+      mezzo::GradBuckets buckets(
+          model->parameters(),
+          mezzo::GradBucketsOptions().storage(storage).check_during_backward(during_backward));
+      mezzo::optim::SGD optimizer(buckets, mezzo::optim::SGDOptions(1));
+      Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O1()), {.verbosity = 0});
+      for (const bool delays : {false, true}) {
+        optimizer.zero_grad();
+        amp.scale_loss(amp(model, filled(0.125)), optimizer);
+        amp.scale_loss(amp(model, filled(0.0625)), optimizer);
+        amp.scale_loss(amp(model, filled(0.0625)), optimizer, {.delay_unscale = delays});
+        EXPECT_EQ(amp.step(optimizer, {.max_norm = 100}).grad_norm(), 0.5);
+      }
+      EXPECT_EQ(weight_of(model), 0.5F);
     }
   }
 }
@@ -394,6 +415,24 @@ TEST(AmpState, ResumesInApexsFormAndInFull) {
   torch::save(amp, file);
   torch::load(resumed, file);
   EXPECT_EQ(resumed.state_dict(), state);
+}
+
+TEST(AmpState, OfWhichOneEntryIsBadLeavesAllAsTheyWere) {
+  Vector model;
+  torch::optim::SGD optimizer(model->parameters(), 1.0);
+  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()),
+                              {.num_losses = 2, .verbosity = 0});
+  const Amp::StateDict before = amp.state_dict();
+  using Entry = mezzo::GradScaler::StateDict;
+  for (const Entry& bad : std::vector<Entry>{{},
+                                             {{"loss_scale", 2}},
+                                             {{"loss_scale", -1}, {"unskipped", 0}},
+                                             {{"loss_scale", std::nan("")}, {"unskipped", 0}},
+                                             {{"loss_scale", 2}, {"unskipped", 0.5}}}) {
+    const Entry good{{"loss_scale", 2}, {"unskipped", 1}};
+    EXPECT_THROW(amp.load_state_dict({{"loss_scaler0", good}, {"loss_scaler1", bad}}), c10::Error);
+    EXPECT_EQ(amp.state_dict(), before);
+  }
 }
 
 TEST(AmpErrors, NameTheWrongOrder) {

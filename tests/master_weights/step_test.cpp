@@ -197,6 +197,21 @@ TEST(MasterWeightsStep, FindsAnOverflowThatOnlyUnscalingMakes) {
 }
 
 // 2^-24 is half's smallest; an update of 2^-24 / 2^16 is 0 there, and counts in float.
+TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
+  auto tied = torch::ones({2}).requires_grad_();
+  auto half = torch::ones({2}, torch::kHalf).requires_grad_();
+  SGD sgd(Tensors{tied, tied, half}, SGDOptions(1.0));
+  MasterWeights optimizer(sgd);
+  GradScaler scaler = quiet_scaler();
+  const auto gradient = torch::full({2}, 0.25 * kScale);
+  tied.mutable_grad() = gradient;
+  half.mutable_grad() = gradient.to(torch::kHalf);
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(tied.grad().is_same(gradient));
+  EXPECT_EQ(tied[0].item<float>(), 0.5F) << "libtorch's SGD steps twice";
+  EXPECT_EQ(half[0].item<float>(), 0.75F);
+}
+
 TEST(MasterWeightsStep, GradientsGoToFloatBeforeTheyAreMultiplied) {
   const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
   SGD inner({x}, SGDOptions(1.0));

@@ -170,14 +170,6 @@ inline void multiply_gradients(const std::vector<DeviceSummary>& summaries, doub
   }
 }
 
-inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (parameter.grad().defined()) parameter.mutable_grad().zero_();
-    }
-  }
-}
-
 /// What clipping without a scale has to know: the norm, and that nothing is to be skipped.
 inline std::vector<DeviceSummary> summarize_to_clip(torch::optim::Optimizer& optimizer,
                                                     const MasterGradients& masters) {

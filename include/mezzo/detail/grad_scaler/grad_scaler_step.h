@@ -115,16 +115,20 @@ inline void GradScaler::post_line(const std::vector<at::Tensor>& found_inf) {
   letters_.push_back(letter);
 }
 
+inline bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {
+  const detail::OptimizerRecord* const record = records_.find(optimizer);
+  return record != nullptr && record->stage == detail::Stage::unscaled;
+}
+
 inline std::vector<at::Tensor> GradScaler::release(const torch::optim::Optimizer& optimizer) {
-  if (!enabled_) return {};
-  const c10::NoGradGuard no_grad;
   detail::OptimizerRecord* const record = records_.find(optimizer);
-  TORCH_CHECK(record != nullptr && record->stage == detail::Stage::unscaled,
-              "release() is called before unscale_(), or after step().");
+  if (!enabled_ || record == nullptr) return {};
+  const c10::NoGradGuard no_grad;
   const std::vector<at::Tensor> found = record->found_inf;
+  const bool is_told_by_step = record->stage != detail::Stage::unscaled;
   record->masters.leave();
   records_.release(optimizer);
-  if (found.empty()) return found;
+  if (found.empty() || is_told_by_step) return found;
   const at::Tensor& scale = scale_.original();
   if (!scale.is_cpu()) {
     post_line(found);
@@ -231,6 +235,7 @@ inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
     const double inverse = was_unscaled ? 1.0 : detail::inverse_scale(known.scale);
     detail::multiply_gradients(
         summaries, inverse * detail::clip_coefficient(known.sum_of_squares, options.max_norm));
+    record.stage = detail::Stage::unscaled;  // for who calls again after a step that threw
     outcome.value = optimizer.step();
   } else {
     note_skip(record, known.scale);

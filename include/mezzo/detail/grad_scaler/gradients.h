@@ -7,6 +7,9 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -48,30 +51,46 @@ inline optim::FusedOptimizer* refreshed(torch::optim::Optimizer& optimizer) {
   return fused;
 }
 
+/// Calls `visit(group number, parameter)` for all parameters of `optimizer`, in order.
+template <class Visit>
+void for_each_parameter(const torch::optim::Optimizer& optimizer, const Visit& visit) {
+  std::size_t number = 0;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) visit(number, parameter);
+    ++number;
+  }
+}
+
+inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
+  for_each_parameter(optimizer, [](std::size_t, const at::Tensor& parameter) {
+    if (parameter.grad().defined()) parameter.mutable_grad().zero_();
+  });
+}
+
 /// The parameters that have a gradient. Half is refused unless it is to be unscaled in half, or is
 /// unscaled in float on its way to a master.
 inline std::vector<at::Tensor> with_gradient(const torch::optim::Optimizer& optimizer,
                                              bool allow_fp16) {
   const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
-  const auto& groups = optimizer.param_groups();
   std::vector<at::Tensor> parameters;
-  for (std::size_t group = 0; group < groups.size(); ++group) {
-    for (const at::Tensor& parameter : groups[group].params()) {
-      if (!parameter.grad().defined()) continue;
-      const at::ScalarType dtype = parameter.grad().scalar_type();
-      const bool is_widened =
-          dtype == at::kHalf && fused != nullptr && fused->keeps_master(group, parameter);
-      check_gradient_dtype(dtype, allow_fp16 || is_widened);
-      parameters.push_back(parameter);
-    }
-  }
+  for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+    if (!parameter.grad().defined()) return;
+    const at::ScalarType dtype = parameter.grad().scalar_type();
+    const bool is_widened =
+        dtype == at::kHalf && fused != nullptr && fused->keeps_master(group, parameter);
+    check_gradient_dtype(dtype, allow_fp16 || is_widened);
+    parameters.push_back(parameter);
+  });
   return parameters;
 }
 
-/// The gradients of tensors that have one.
+/// The gradients of tensors that have one; of a tensor that is given twice (a tied weight, which
+/// libtorch's `parameters()` names twice) once.
 inline std::vector<DeviceGradients> gradients_by_device(const std::vector<at::Tensor>& holders) {
   std::vector<DeviceGradients> by_device;
+  std::unordered_set<const c10::TensorImpl*> known;
   for (const at::Tensor& holder : holders) {
+    if (!known.insert(holder.unsafeGetTensorImpl()).second) continue;
     at::Tensor values = gradient_values(holder);
     auto group = by_device.begin();
     while (group != by_device.end() && group->device != values.device()) ++group;

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 
+#include <cstddef>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -23,32 +24,26 @@ class MasterGradients {
   /// Gives each master a copy of its parameter's gradient, still scaled.
   explicit MasterGradients(optim::FusedOptimizer& optimizer) {
     const c10::NoGradGuard no_grad;
-    const auto& groups = optimizer.param_groups();
-    for (std::size_t group = 0; group < groups.size(); ++group) {
-      for (const at::Tensor& parameter : groups[group].params()) {
-        if (!parameter.grad().defined() || !optimizer.keeps_master(group, parameter)) continue;
-        (void)gradient_values(parameter);  // coalesces it
-        const at::Tensor gradient =
-            parameter.grad().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-        const at::Tensor master = optimizer.trained_tensor(group, parameter);
-        master.mutable_grad() = gradient;
-        masters_.emplace(parameter.unsafeGetTensorImpl(), master);
-      }
-    }
+    for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+      if (!parameter.grad().defined() || !optimizer.keeps_master(group, parameter)) return;
+      (void)gradient_values(parameter);  // coalesces it
+      const at::Tensor gradient =
+          parameter.grad().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+      const at::Tensor master = optimizer.trained_tensor(group, parameter);
+      master.mutable_grad() = gradient;
+      masters_.emplace(parameter.unsafeGetTensorImpl(), master);
+    });
   }
 
   /// Those that stand at masters already, whoever wrote them.
   static MasterGradients standing(optim::FusedOptimizer& optimizer) {
     MasterGradients found;
-    const auto& groups = optimizer.param_groups();
-    for (std::size_t group = 0; group < groups.size(); ++group) {
-      for (const at::Tensor& parameter : groups[group].params()) {
-        if (!optimizer.keeps_master(group, parameter)) continue;
-        const at::Tensor master = optimizer.trained_tensor(group, parameter);
-        if (!master.grad().defined()) continue;
-        found.masters_.emplace(parameter.unsafeGetTensorImpl(), master);
-      }
-    }
+    for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+      if (!optimizer.keeps_master(group, parameter)) return;
+      const at::Tensor master = optimizer.trained_tensor(group, parameter);
+      if (!master.grad().defined()) return;
+      found.masters_.emplace(parameter.unsafeGetTensorImpl(), master);
+    });
     return found;
   }
 
@@ -78,17 +73,14 @@ class MasterGradients {
   /// The tensors whose gradients the step takes: these masters in place of their parameters.
   std::vector<at::Tensor> holders(const torch::optim::Optimizer& optimizer) const {
     const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
-    const auto& groups = optimizer.param_groups();
     std::vector<at::Tensor> holders;
-    for (std::size_t group = 0; group < groups.size(); ++group) {
-      for (const at::Tensor& parameter : groups[group].params()) {
-        const auto found = masters_.find(parameter.unsafeGetTensorImpl());
-        const bool is_given = found != masters_.end();
-        if (!is_given && !empty() && fused->keeps_master(group, parameter)) continue;
-        const at::Tensor& holder = is_given ? found->second : parameter;
-        if (holder.grad().defined()) holders.push_back(holder);
-      }
-    }
+    for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+      const auto found = masters_.find(parameter.unsafeGetTensorImpl());
+      const bool is_given = found != masters_.end();
+      if (!is_given && !empty() && fused->keeps_master(group, parameter)) return;
+      const at::Tensor& holder = is_given ? found->second : parameter;
+      if (holder.grad().defined()) holders.push_back(holder);
+    });
     return holders;
   }
 

@@ -45,12 +45,15 @@ class OptimizerRecords {
   }
 
   /// Null where nothing is known of it.
-  OptimizerRecord* find(const torch::optim::Optimizer& optimizer) {
+  const OptimizerRecord* find(const torch::optim::Optimizer& optimizer) const {
     const at::Tensor parameter = first_parameter(optimizer);
-    for (Entry& entry : entries_) {
+    for (const Entry& entry : entries_) {
       if (entry.optimizer == &optimizer && entry.parameter.is_same(parameter)) return &entry.record;
     }
     return nullptr;
+  }
+  OptimizerRecord* find(const torch::optim::Optimizer& optimizer) {
+    return const_cast<OptimizerRecord*>(std::as_const(*this).find(optimizer));
   }
 
   void forget(const torch::optim::Optimizer& optimizer) {

@@ -1,8 +1,8 @@
 /// \file
-/// Amp: what is checked before anything is changed, how models are called, and how passes of losses
-/// become steps.
+/// Amp: how models are called, and how passes of losses become steps.
 #pragma once
 
+#include <mezzo/detail/initialize/amp_checks.h>
 #include <mezzo/detail/initialize/model_cast.h>
 #include <mezzo/initialize.h>
 
@@ -12,62 +12,28 @@
 #include <algorithm>
 #include <cstddef>
 #include <iostream>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// An optimizer of some other model is a mistake that nothing else would show: it would step
-/// parameters that never get a gradient.
-inline void check_optimizer(const torch::optim::Optimizer& optimizer, std::size_t number,
-                            const std::unordered_set<const c10::TensorImpl*>& of_models,
-                            bool model_is_cast) {
-  bool holds_one = false;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      holds_one = holds_one || of_models.count(parameter.unsafeGetTensorImpl()) != 0;
-    }
-  }
-  TORCH_CHECK(holds_one, "optimizer ", number,
-              " holds no parameter of the models that were given; construct it with their "
-              "parameters, or give its model too");
-  TORCH_CHECK(!model_is_cast || optimizer.state().empty(), "optimizer ", number,
-              " has stepped already, in float32, and the level casts the model; call "
-              "mezzo::initialize before the first step, and load a saved state afterwards");
-}
-
-inline void check_models_and_optimizers(const ModelList& models, const OptimizerList& optimizers,
-                                        const OptLevel& level) {
-  std::unordered_set<const c10::TensorImpl*> parameters;
-  for (const auto& model : models.modules()) {
-    check_model(*model);
-    for (const at::Tensor& parameter : model->parameters()) {
-      parameters.insert(parameter.unsafeGetTensorImpl());
-    }
-  }
-  const bool is_cast = is_low_precision(level.cast_model_type().value_or(at::kFloat));
-  for (std::size_t i = 0; i < optimizers.optimizers().size(); ++i) {
-    check_optimizer(*optimizers.optimizers()[i], i, parameters, is_cast);
-  }
-}
-
-inline void check_initialize_options(const InitializeOptions& options, const OptLevel& level) {
-  TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
-              "; it should be at least 1");
-  TORCH_CHECK(level.uses_op_lists() || options.policy.edits() == nullptr, "policy: the level ",
-              level.name(),
-              " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
-  TORCH_CHECK(level.uses_op_lists() || options.weight_cache.owner() == nullptr,
-              "weight_cache: the level ", level.name(),
-              " has no region that would read it; use O1, or leave it out");
-}
-
 inline bool contains(const std::vector<torch::optim::Optimizer*>& list,
                      const torch::optim::Optimizer* optimizer) {
   return std::find(list.begin(), list.end(), optimizer) != list.end();
 }
+
+/// For the length of a scope.
+class SetWhile {
+ public:
+  explicit SetWhile(bool& flag) : flag_(flag) { flag_ = true; }
+  ~SetWhile() { flag_ = false; }
+  SetWhile(const SetWhile&) = delete;
+  SetWhile& operator=(const SetWhile&) = delete;
+
+ private:
+  bool& flag_;
+};
 
 }  // namespace detail
 
@@ -132,30 +98,46 @@ template <std::invocable<const at::Tensor&> Backward>
 void Amp::scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
                      const ScaleLossOptions& options, Backward&& backward) {
   const at::Tensor scaled = begin_pass(loss, optimizers, options);
-  std::forward<Backward>(backward)(scaled);
+  try {
+    const detail::SetWhile in_backward(is_in_backward_);
+    std::forward<Backward>(backward)(scaled);
+  } catch (...) {
+    give_pass_up(optimizers);
+    throw;
+  }
   end_pass(optimizers, options);
+}
+
+inline void Amp::refuse_within_backward(const char* call) const {
+  TORCH_CHECK(!is_in_backward_, call,
+              ": called within the backward pass of a scale_loss; let that return first");
 }
 
 inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const detail::OptimizerList& optimizers,
                                   const ScaleLossOptions& options) {
+  refuse_within_backward("scale_loss");
   const std::size_t id = checked_loss(options.loss_id);
   TORCH_CHECK(loss.defined(), "scale_loss: loss is undefined");
   TORCH_CHECK(!optimizers.optimizers().empty(),
               "scale_loss: name the optimizers that the loss is for, one or several in braces");
   for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer);
   if (!enabled_) return loss;
+  detail::refuse_shared_parameters(optimizers);
   Loss& iteration = losses_[id];
   for (const auto* optimizer : optimizers.optimizers()) {
     if (detail::contains(iteration.stepped, optimizer)) end_iteration(id);
   }
-  for (auto* optimizer : optimizers.optimizers()) {
+  for (const auto* optimizer : optimizers.optimizers()) {
     detail::OptimizerPasses& passes = passes_of(*optimizer);
     if (passes.scaled_by().value_or(id) != id) unscale(passes);
-    passes.expect_gradients_of(id);
-    if (!detail::contains(iteration.waiting, optimizer)) iteration.waiting.push_back(optimizer);
   }
   const bool is_low = detail::is_low_precision(loss.scalar_type());
-  return scalers_[id].scale(is_low ? loss.to(at::kFloat) : loss);
+  const at::Tensor scaled = scalers_[id].scale(is_low ? loss.to(at::kFloat) : loss);
+  for (auto* optimizer : optimizers.optimizers()) {  // after all that may throw
+    passes_of(*optimizer).expect_gradients_of(id);
+    if (!detail::contains(iteration.waiting, optimizer)) iteration.waiting.push_back(optimizer);
+  }
+  return scaled;
 }
 
 inline void Amp::end_pass(const detail::OptimizerList& optimizers,
@@ -172,12 +154,17 @@ inline void Amp::end_pass(const detail::OptimizerList& optimizers,
   for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).hear_of(found);
 }
 
+inline void Amp::give_pass_up(const detail::OptimizerList& optimizers) {
+  for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).give_pass_up();
+}
+
 inline void Amp::unscale(detail::OptimizerPasses& passes) {
   const std::size_t loss = *passes.scaled_by();
   if (passes.unscale(scalers_[loss])) losses_[loss].was_checked = true;
 }
 
 inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
+  refuse_within_backward("step");
   detail::OptimizerPasses& passes = passes_of(optimizer);
   if (!enabled_) return scalers_.front().step(passes.stepper(), options);
   TORCH_CHECK(passes.awaits_step(),
@@ -187,14 +174,23 @@ inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOption
   if (!is_direct && passes.scaled_by()) unscale(passes);
   const std::size_t loss = is_direct ? *passes.scaled_by() : *passes.unscaled_by();
   torch::optim::Optimizer& stepper = passes.stepper();
+  const auto take_back = [&] {
+    if (passes.take_back(scalers_[loss], stepper)) losses_[loss].was_checked = true;
+  };
   if (!is_direct) scalers_[loss].adopt(stepper, passes.found_inf());
-  StepResult result = scalers_[loss].step(stepper, options);
-  losses_[loss].was_checked = true;
-  finish(optimizer);
-  return result;
+  try {
+    StepResult result = scalers_[loss].step(stepper, options);
+    take_back();
+    finish(optimizer);
+    return result;
+  } catch (...) {
+    take_back();
+    throw;
+  }
 }
 
 inline void Amp::zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none) {
+  refuse_within_backward("zero_grad");
   detail::OptimizerPasses& passes = passes_of(optimizer);
   passes.clear_gradients(set_to_none);
   finish(optimizer);
@@ -203,11 +199,14 @@ inline void Amp::zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none)
 /// The optimizer waits for nothing any more; losses that waited for it alone move their scale.
 inline void Amp::finish(torch::optim::Optimizer& optimizer) {
   passes_of(optimizer).forget();
+  for (Loss& iteration : losses_) {
+    if (std::erase(iteration.waiting, &optimizer) != 0) iteration.stepped.push_back(&optimizer);
+  }
   for (std::size_t id = 0; id < losses_.size(); ++id) {
-    Loss& iteration = losses_[id];
-    if (std::erase(iteration.waiting, &optimizer) == 0) continue;
-    iteration.stepped.push_back(&optimizer);
-    if (iteration.waiting.empty()) end_iteration(id);
+    const Loss& iteration = losses_[id];
+    if (detail::contains(iteration.stepped, &optimizer) && iteration.waiting.empty()) {
+      end_iteration(id);
+    }
   }
 }
 
@@ -216,8 +215,8 @@ inline void Amp::end_iteration(std::size_t loss) {
   for (detail::OptimizerPasses& passes : passes_) {
     if (passes.scaled_by() == loss) unscale(passes);
   }
-  if (losses_[loss].was_checked) scalers_[loss].update();
-  losses_[loss] = {};
+  const Loss ended = std::exchange(losses_[loss], {});
+  if (ended.was_checked) scalers_[loss].update();  // a callback about a skip may throw
 }
 
 inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optimizer) {

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,10 +39,8 @@ inline GradScaler::StateDict full_scaler_state(const std::string& key,
 }  // namespace detail
 
 inline bool Amp::is_between_iterations() const {
-  for (const Loss& iteration : losses_) {
-    if (!iteration.waiting.empty()) return false;
-  }
-  return true;
+  return std::none_of(passes_.begin(), passes_.end(),
+                      [](const auto& passes) { return passes.awaits_step(); });
 }
 
 inline Amp::StateDict Amp::state_dict() const {
@@ -62,7 +61,8 @@ inline Amp::StateDict Amp::state_dict() const {
 inline void Amp::load_state_dict(const StateDict& state) {
   if (!enabled_) return;
   TORCH_CHECK(is_between_iterations(),
-              "load_state_dict: a loss was scaled for an optimizer that has not stepped yet");
+              "load_state_dict: a loss was scaled for an optimizer that has not stepped yet; call "
+              "it after amp.step, or amp.zero_grad to give the gradients up");
   TORCH_CHECK(state.size() == scalers_.size(), "load_state_dict: state_dict contains ",
               state.size(), " entries, while ", scalers_.size(),
               " loss_scalers are used; give mezzo::initialize the num_losses that was saved");

@@ -4,14 +4,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/master_weights.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -32,12 +36,10 @@ inline void add_gradient(const at::Tensor& holder, const at::Tensor& more) {
   }
 }
 
-/// `gradient` for who keeps it while its holder gets another: memory that it shares, as a view into
-/// a bucket does, is the next backward pass's to write to.
+/// `gradient` for who keeps it while its holder gets another: memory that others hold too, as that
+/// of a bucket, is the next backward pass's to write to.
 inline at::Tensor kept_gradient(const at::Tensor& gradient) {
-  const bool owns_memory =
-      gradient.layout() != at::kStrided ||
-      (!gradient.is_view() && gradient.storage().nbytes() == gradient.nbytes());
+  const bool owns_memory = gradient.layout() != at::kStrided || gradient.storage().use_count() == 1;
   return owns_memory ? gradient : gradient.clone();
 }
 
@@ -74,8 +76,26 @@ class OptimizerPasses {
 
   /// A backward pass of a loss with scale `loss` begins.
   void expect_gradients_of(std::size_t loss) {
-    if (!scaled_by_ && unscaled_by_) set_aside();
+    is_set_aside_for_this_pass_ = !scaled_by_ && unscaled_by_;
+    if (is_set_aside_for_this_pass_) set_aside();
     scaled_by_ = loss;
+  }
+
+  /// That pass threw. Where all that there was before it had been set aside, this is what there is
+  /// again; what it should be added to otherwise carries the same scale, and is as it left it.
+  void give_pass_up() {
+    if (!std::exchange(is_set_aside_for_this_pass_, false)) return;
+    scaled_by_.reset();
+    const std::vector<Held> all = everything_held();
+    for (const Held& held : all) held.parameter.mutable_grad() = at::Tensor();
+    const std::vector<OwnGradient> were = own_gradients_;
+    add_what_was_set_aside();
+    for (std::size_t i = 0; i < std::min(all.size(), were.size()); ++i) {
+      const at::Tensor& parameter = all[i].parameter;
+      if (!were[i].version || parameter.grad().defined()) continue;
+      parameter.mutable_grad() = at::zeros_like(parameter);  // see set_aside for who looks at it
+      own_gradients_[i] = OwnGradient(parameter);
+    }
   }
 
   /// Takes the scale off what has come since, and adds what was set aside. Returns whether there
@@ -83,10 +103,19 @@ class OptimizerPasses {
   bool unscale(GradScaler& scaler) {
     torch::optim::Optimizer& optimizer = stepper();
     scaler.unscale_(optimizer);
-    const std::vector<at::Tensor> found = scaler.release(optimizer);
-    found_inf_.insert(found_inf_.end(), found.begin(), found.end());
-    unscaled_by_ = std::exchange(scaled_by_, std::nullopt);
+    const bool is_checked = take_back(scaler, optimizer);
     add_what_was_set_aside();
+    return is_checked;
+  }
+
+  /// From `scaler`, which knows nothing of `optimizer`, the stepper, from here on; before or after
+  /// its step, one that threw too. Returns whether it has checked a gradient.
+  bool take_back(GradScaler& scaler, const torch::optim::Optimizer& optimizer) {
+    if (scaled_by_ && scaler.is_unscaled(optimizer)) {
+      unscaled_by_ = std::exchange(scaled_by_, std::nullopt);
+    }
+    const std::vector<at::Tensor> found = scaler.release(optimizer);
+    hear_of(found);
     return !found.empty();
   }
 
@@ -108,7 +137,8 @@ class OptimizerPasses {
     unscaled_by_.reset();
     found_inf_.clear();
     aside_.clear();
-    had_gradient_.clear();
+    own_gradients_.clear();
+    is_set_aside_for_this_pass_ = false;
   }
 
  private:
@@ -123,29 +153,48 @@ class OptimizerPasses {
     torch::optim::Optimizer& optimizer = stepper();
     auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
     std::vector<Held> all;
-    for (std::size_t group = 0; group < optimizer.param_groups().size(); ++group) {
-      for (const at::Tensor& parameter : optimizer.param_groups()[group].params()) {
-        const bool has_master = fused != nullptr && fused->keeps_master(group, parameter);
-        all.push_back(
-            {parameter, has_master ? fused->trained_tensor(group, parameter) : parameter});
-      }
-    }
+    for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+      const bool has_master = fused != nullptr && fused->keeps_master(group, parameter);
+      all.push_back({parameter, has_master ? fused->trained_tensor(group, parameter) : parameter});
+    });
     return all;
   }
 
-  // Where a parameter's own gradient has gone since it was unscaled, somebody has cleared
-  // gradients, the masters' too as far as he is concerned.
+  /// A parameter's gradient when it was unscaled onto a master, or where it stands.
+  struct OwnGradient {
+    std::optional<uint32_t> version;  // none: there was no gradient
+    OwnGradient() = default;
+    explicit OwnGradient(const at::Tensor& parameter) {
+      if (parameter.grad().defined()) version = parameter.grad()._version();
+    }
+    bool is_gone_from(const at::Tensor& parameter) const {
+      return version && !parameter.grad().defined();
+    }
+    /// By `zero_grad(false)`. Waits for the device, where it has been written at all.
+    bool is_zeroed_at(const at::Tensor& parameter) const {
+      const at::Tensor& gradient = parameter.grad();
+      if (!version || !gradient.defined() || gradient._version() == *version) return false;
+      return gradient.is_sparse() ? gradient._nnz() == 0 : !gradient.any().item<bool>();
+    }
+  };
+
+  // Where a parameter's own gradient has been cleared since it was unscaled, the master's is
+  // cleared too as far as who did it is concerned; and where it has gone, those of parameters that
+  // had none.
   void set_aside() {
     const std::vector<Held> all = everything_held();
-    bool was_cleared = false;
-    for (std::size_t i = 0; i < had_gradient_.size(); ++i) {
-      was_cleared = was_cleared || (had_gradient_[i] && !all[i].parameter.grad().defined());
+    own_gradients_.resize(all.size());
+    bool is_one_gone = false;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      is_one_gone = is_one_gone || own_gradients_[i].is_gone_from(all[i].parameter);
     }
     aside_.assign(all.size(), at::Tensor());
     for (std::size_t i = 0; i < all.size(); ++i) {
       const auto& [parameter, holder] = all[i];
-      const bool is_given_up = !all[i].gradient_is_own() && was_cleared &&
-                               !(had_gradient_[i] && parameter.grad().defined());
+      const OwnGradient& own = own_gradients_[i];
+      const bool is_there = own.version && parameter.grad().defined();
+      const bool is_given_up =
+          !all[i].gradient_is_own() && (is_there ? own.is_zeroed_at(parameter) : is_one_gone);
       if (holder.grad().defined() && !is_given_up) aside_[i] = kept_gradient(holder.grad());
       holder.mutable_grad() = at::Tensor();
       parameter.mutable_grad() = at::Tensor();
@@ -155,9 +204,9 @@ class OptimizerPasses {
   void add_what_was_set_aside() {
     const c10::NoGradGuard no_grad;
     const std::vector<Held> all = everything_held();
-    had_gradient_.assign(all.size(), false);
+    own_gradients_.clear();
     for (std::size_t i = 0; i < all.size(); ++i) {
-      had_gradient_[i] = all[i].parameter.grad().defined();
+      own_gradients_.emplace_back(all[i].parameter);
       if (i < aside_.size() && aside_[i].defined()) add_gradient(all[i].holder, aside_[i]);
     }
     aside_.clear();
@@ -170,7 +219,8 @@ class OptimizerPasses {
   std::optional<std::size_t> unscaled_by_;  // the loss whose scale was taken off last
   std::vector<at::Tensor> found_inf_;       // by the checks of all passes so far
   std::vector<at::Tensor> aside_;           // unscaled gradients, by parameter; empty for none
-  std::vector<bool> had_gradient_;          // by parameter, when unscaled last
+  std::vector<OwnGradient> own_gradients_;  // by parameter, when unscaled last
+  bool is_set_aside_for_this_pass_ = false;
 };
 
 }  // namespace detail

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/detail/kernels/step_use.h>
 #include <mezzo/detail/master_weights/stand_ins.h>
 #include <mezzo/master_weights.h>
@@ -140,7 +141,7 @@ inline void MasterWeights::fused_step(const optim::FusedStep& step) {
     step_inner(all, *factor);
     if (!all.empty()) applied_count().set(applied_steps() + 1);
   }
-  if (step.options.zero_grad) clear_gradients();
+  if (step.options.zero_grad) detail::zero_gradients(*this);
 }
 
 inline std::vector<MasterWeights::Participant> MasterWeights::participants(bool master_gradients) {
@@ -194,24 +195,12 @@ inline void MasterWeights::finish(const std::vector<Participant>& all) {
   }
 }
 
-inline void MasterWeights::clear_gradients() {
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (parameter.grad().defined()) parameter.mutable_grad().zero_();
-    }
-  }
-}
-
 inline std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) {
-  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
-  if (fused != nullptr) fused->refresh_groups();
-  const auto& groups = optimizer.param_groups();
+  auto* const fused = detail::refreshed(optimizer);
   std::vector<at::Tensor> all;
-  for (std::size_t group = 0; group < groups.size(); ++group) {
-    for (const at::Tensor& parameter : groups[group].params()) {
-      all.push_back(fused != nullptr ? fused->trained_tensor(group, parameter) : parameter);
-    }
-  }
+  detail::for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+    all.push_back(fused != nullptr ? fused->trained_tensor(group, parameter) : parameter);
+  });
   return all;
 }
 

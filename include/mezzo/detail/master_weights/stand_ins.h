@@ -25,7 +25,9 @@ class StandIns {
 
   ~StandIns() {
     exchange(parameters_);
-    for (const auto& [tensor, gradient] : gradients_) tensor.mutable_grad() = gradient;
+    for (auto lent = gradients_.rbegin(); lent != gradients_.rend(); ++lent) {  // one may be twice
+      lent->first.mutable_grad() = lent->second;
+    }
     for (const auto& [group, lr] : lrs_) {
       optimizer_.param_groups()[group].options().set_lr(lr);
     }

@@ -1,0 +1,67 @@
+/// \file
+/// What a GradScaler is made of, and what it tells of a skipped step.
+#pragma once
+
+#include <mezzo/loss_scale.h>
+#include <mezzo/version.h>
+
+#include <torch/arg.h>
+
+#include <cstdint>
+#include <string>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// The options of a GradScaler, in libtorch's option style; the defaults are torch.amp's.
+struct GradScalerOptions {
+  GradScalerOptions() = default;
+
+  /// A scaler that follows `rule`: `GradScaler(LossScale::fixed(128.))`.
+  GradScalerOptions(const LossScale& rule);  // NOLINT(google-explicit-constructor)
+
+  /// The scale before the first iteration, and for good when `loss_scale` is fixed.
+  TORCH_ARG(double, init_scale) = kDefaultInitScale;
+  /// The scale is multiplied by this after `growth_interval` clean iterations in a row; > 1.
+  TORCH_ARG(double, growth_factor) = kDefaultGrowthFactor;
+  /// The scale is multiplied by this after an iteration with an inf or NaN; between 0 and 1.
+  TORCH_ARG(double, backoff_factor) = kDefaultBackoffFactor;
+  TORCH_ARG(int64_t, growth_interval) = kDefaultGrowthInterval;
+  /// `false`: every call passes through, `get_scale()` is 1 and `step` just steps.
+  TORCH_ARG(bool, enabled) = true;
+  /// The scale never goes below. 0 is torch's behaviour: a scale that reaches 0 stays there.
+  TORCH_ARG(double, min_scale) = kDefaultMinScale;
+  /// The scale never goes above; `kApexMaxScale` is Apex's 2^24.
+  TORCH_ARG(double, max_scale) = kNoMaxScale;
+  /// How many overflows in a row it takes to back off (all of them skip their step).
+  TORCH_ARG(int64_t, hysteresis) = 1;
+  /// `step` after an explicit `unscale_` looks at the gradients once more, since clipping or the
+  /// user may have broken them meanwhile: one read of them. `false` is torch's behaviour.
+  TORCH_ARG(bool, recheck) = true;
+  /// `none` and `fixed` keep the scale (1, or init_scale) and still skip a step with inf or NaN.
+  TORCH_ARG(LossScaleKind, loss_scale) = LossScaleKind::dynamic;
+  /// Unscale fp16 gradients too (parameters in fp16 without master weights); they underflow easily,
+  /// which is why torch.amp refuses them.
+  TORCH_ARG(bool, allow_fp16_gradients) = false;
+  /// The number that the line about a skipped step names, for programs with several scalers.
+  TORCH_ARG(int64_t, loss_id) = 0;
+
+ public:
+  /// The rule that these options describe.
+  /// \throws c10::Error naming the option, its value and what is allowed
+  LossScale rule() const;
+};
+
+/// What the scaler tells about an iteration in which it skipped a step, at `update`.
+struct SkippedStep {
+  int64_t loss_id = 0;
+  float scale = 1.0F;       ///< the scale that overflowed
+  float next_scale = 1.0F;  ///< the scale from here on
+
+  /// One line: "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+  /// (Apex's words), or "... keeping loss scale at 128.0" where the scale did not move.
+  std::string message() const;
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/grad_scaler/grad_scaler_options_impl.h>  // IWYU pragma: export

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <torch/optim/sgd.h>
+
+#include <stdexcept>
+
+namespace grad_scaler_test {
+
+/// Steps, unless it is told to throw instead.
+class ThrowingSgd : public torch::optim::SGD {
+ public:
+  using SGD::SGD;
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    if (throws) throw std::runtime_error("cannot step");
+    return SGD::step(closure);
+  }
+  bool throws = false;
+};
+
+}  // namespace grad_scaler_test

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <mezzo/opt_level.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+#include <torch/types.h>
+
+#include <limits>
+
+namespace initialize_test {
+
+inline constexpr double kInf = std::numeric_limits<double>::infinity();
+inline constexpr double kScale = 128;
+
+inline mezzo::OptLevel scaled(const mezzo::OptLevel& level) {
+  return level.with({.loss_scale = mezzo::LossScale::dynamic({.init_scale = kScale})});
+}
+
+/// One weight vector of 4; its gradient is the factor of whatever loss it is used in.
+struct VectorImpl : torch::nn::Module {
+  VectorImpl() { weight = register_parameter("weight", torch::ones({4})); }
+  torch::Tensor forward(const torch::Tensor& factor) { return (weight * factor).sum(); }
+  torch::Tensor weight;
+};
+TORCH_MODULE(Vector);
+
+inline torch::Tensor filled(double value) { return torch::full({4}, value); }
+
+inline float weight_of(const Vector& model) {
+  return model->weight.to(torch::kFloat)[0].item<float>();
+}
+
+}  // namespace initialize_test
