@@ -226,7 +226,7 @@ void load_training_state(const fs::path& folder, const RunRecord& record, Traine
   if (applied < 0 || applied > record.position.steps) {
     reader.fail("schedule.applied_steps is out of range");
   }
-  trainer.optimizer.set_applied_steps(applied);  // which moves the schedule
+  trainer.schedule.set_applied_steps(applied);
   trainer.position = record.position;
   const auto device = trainer.model->parameters().front().device();
   load_random_state(reader, torch::kCPU);

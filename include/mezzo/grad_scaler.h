@@ -197,8 +197,8 @@ class GradScaler {
   ///
   /// On the way back write growth_interval and _growth_tracker as integers, for Python's step
   /// refuses 2000.0, and leave out what is infinite (max_scale by default), for which JSON has no
-  /// number; keys that it does not know Python ignores. In safetensors the state is five scalar
-  /// tensors under the same keys.
+  /// number; keys that it does not know Python ignores. For safetensors, which holds tensors, see
+  /// mezzo/scaler_tensors.h.
   StateDict state_dict() const;
 
   /// Restores what `state_dict` gave, torch.amp's included: of mezzo's own keys those that are

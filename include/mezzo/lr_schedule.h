@@ -124,8 +124,8 @@ class LrSchedule {
 
   const Curve& curve() const noexcept { return curve_; }
 
-  /// Moves to where so many applied steps lead, for files of your own.
-  /// \throws c10::Error with an optimizer of mezzo's, whose own file says it
+  /// Moves to where so many applied steps lead, for files of your own. With an optimizer of mezzo's
+  /// this is its own `set_applied_steps`. \throws c10::Error if negative
   void set_applied_steps(int64_t applied_steps);
 
  private:

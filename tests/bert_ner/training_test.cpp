@@ -186,7 +186,7 @@ TEST(Training, RatesRiseAndThenFallToZero) {
   options.warmup = 0.25;
   TinyTraining run(options);
   const auto rate = [&](int64_t applied_steps) {
-    run.trainer->optimizer.set_applied_steps(applied_steps);
+    run.trainer->schedule.set_applied_steps(applied_steps);
     return run.trainer->schedule.lrs();
   };
   EXPECT_THAT(rate(0), ElementsAre(0.25, 0.25));  // 12 steps, 3 of them a warm-up

@@ -81,10 +81,12 @@ std::vector<double> LrSchedule<Curve>::base_lrs() const {
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
-  TORCH_CHECK(fused_ == nullptr,
-              "set_applied_steps: this optimizer counts its steps itself; load its file instead");
   TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
               "; it should be at least 0");
+  if (fused_ != nullptr) {
+    fused_->set_applied_steps(applied_steps);
+    return;
+  }
   applied_steps_ = applied_steps;
   set_lrs();
 }
