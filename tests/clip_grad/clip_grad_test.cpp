@@ -173,6 +173,15 @@ TEST(ClipGradParameters, WithoutGradientsAreLeftOut) {
   EXPECT_NO_THROW(clip_grad_value_(scaler, nothing, 1.0));
 }
 
+TEST(ClipGradParameters, InDoubleAreClippedInDouble) {
+  const auto weight = torch::zeros({2}, torch::kDouble).requires_grad_();
+  weight.mutable_grad() = torch::tensor({3.0, 4.0}, torch::kDouble) * 1024;
+  auto optimizer = sgd({weight});
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(1024));
+  EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 1.0).scalar_type(), torch::kDouble);
+  EXPECT_NEAR(weight.grad()[0].item<double>(), 3 / (5 + 1e-6), 1e-14);
+}
+
 TEST(ClipGradParameters, OfEveryGroupCountTogether) {
   auto optimizer = sgd({parameter({1})});
   optimizer.add_param_group(torch::optim::OptimizerParamGroup({parameter({1})}));

@@ -200,6 +200,17 @@ TEST(AmpOrder, LetsAnOptimizerStepAfterTheScaleOfItsLossHasMoved) {
   EXPECT_EQ(pair.clean_iterations(), 3);
 }
 
+TEST(AmpOrder, TakesTheScaleOffDelayedGradientsBeforeItMoves) {
+  Pair pair;
+  pair.pass_for_both(kInf, 0.25, /*delays=*/true);
+  EXPECT_FALSE(pair.amp.step(pair.of_first).ran());
+  pair.of_first.zero_grad();
+  pair.amp.scale_loss(pair.amp(pair.first, filled(0.25)), pair.of_first);
+  EXPECT_EQ(pair.amp.scaler().get_scale(), kScale / 2);
+  EXPECT_TRUE(pair.amp.step(pair.of_second).ran());
+  EXPECT_EQ(weight_of(pair.second), 0.75F);
+}
+
 // As torch.amp: with delay_unscale for good nobody has looked at the other's gradients.
 TEST(AmpOrder, SkipsOnlyWhereItShowsIfGradientsAreUnscaledByTheirSteps) {
   for (const OptLevel& level : levels()) {

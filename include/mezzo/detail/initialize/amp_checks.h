@@ -4,8 +4,12 @@
 
 #include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/detail/initialize/model_cast.h>
+#include <mezzo/detail/initialize/model_list.h>
 #include <mezzo/detail/optim/trained_once.h>
-#include <mezzo/initialize.h>
+#include <mezzo/master_weights.h>
+#include <mezzo/opt_level.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -74,17 +78,6 @@ inline void check_models_and_optimizers(const ModelList& models, const Optimizer
     check_holds_one_of(parameters, optimizer, i);
     if (is_cast) check_is_ready_to_cast(optimizer, i, level.master_weights());
   }
-}
-
-inline void check_initialize_options(const InitializeOptions& options, const OptLevel& level) {
-  TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
-              "; it should be at least 1");
-  TORCH_CHECK(level.uses_op_lists() || options.policy.edits() == nullptr, "policy: the level ",
-              level.name(),
-              " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
-  TORCH_CHECK(level.uses_op_lists() || options.weight_cache.owner() == nullptr,
-              "weight_cache: the level ", level.name(),
-              " has no region that would read it; use O1, or leave it out");
 }
 
 /// A gradient that belongs to two would be unscaled by each.

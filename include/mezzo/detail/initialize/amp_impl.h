@@ -18,6 +18,17 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+inline void check_initialize_options(const InitializeOptions& options, const OptLevel& level) {
+  TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
+              "; it should be at least 1");
+  TORCH_CHECK(level.uses_op_lists() || options.policy.edits() == nullptr, "policy: the level ",
+              level.name(),
+              " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
+  TORCH_CHECK(level.uses_op_lists() || options.weight_cache.owner() == nullptr,
+              "weight_cache: the level ", level.name(),
+              " has no region that would read it; use O1, or leave it out");
+}
+
 inline bool contains(const std::vector<torch::optim::Optimizer*>& list,
                      const torch::optim::Optimizer* optimizer) {
   return std::find(list.begin(), list.end(), optimizer) != list.end();
