@@ -12,15 +12,13 @@
 #include <type_traits>
 #include <utility>
 
+#include "dtype_of_product.h"
+
 namespace {
 
 using mezzo::autocast;
 using mezzo::AutocastSetting;
 using torch::Tensor;
-
-torch::ScalarType dtype_of_product() {
-  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
-}
 
 /// Wraps for the CPU in bfloat16, the form that most tests need.
 template <class F>

@@ -9,6 +9,8 @@
 #include <thread>
 #include <type_traits>
 
+#include "dtype_of_product.h"
+
 namespace {
 
 using mezzo::Autocast;
@@ -31,10 +33,6 @@ struct Found {
   }
   bool operator==(const Found&) const = default;
 };
-
-torch::ScalarType dtype_of_product() {
-  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
-}
 
 static_assert(!std::is_copy_constructible_v<Autocast<torch::kCPU>>);
 static_assert(!std::is_move_constructible_v<Autocast<torch::kCPU>>);

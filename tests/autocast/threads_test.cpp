@@ -8,14 +8,12 @@
 #include <memory>
 #include <thread>
 
+#include "dtype_of_product.h"
+
 namespace {
 
 using mezzo::AutocastState;
 using torch::Tensor;
-
-torch::ScalarType dtype_of_product() {
-  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
-}
 
 TEST(AutocastState, TravelsToAThreadThatKnowsNothingOfIt) {
   torch::ScalarType plain = torch::kDouble;

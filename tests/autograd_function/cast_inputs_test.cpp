@@ -30,7 +30,7 @@ bool on_in_backward = true;
 
 // A kernel that wants all in one dtype: a.mm(b).
 template <at::ScalarType Dtype>
-struct Multiply : mezzo::AutocastFunction<Multiply<Dtype>, Dtype> {
+struct CastAndMultiply : mezzo::AutocastFunction<CastAndMultiply<Dtype>, Dtype> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     dtypes_seen = {a.scalar_type(), b.scalar_type()};
     on_in_forward = autocast_is_on();
@@ -53,7 +53,7 @@ auto apply_under_autocast(Args&&... args) {
 TEST(CastInputs, ConvertsToFloatAndRunsForwardAndBackwardWithAutocastOff) {
   const auto a = torch::randn({3, 4}).to(at::kBFloat16).requires_grad_();
   const auto b = torch::randn({4, 5}).requires_grad_();
-  const auto c = apply_under_autocast<Multiply<at::kFloat>>(a, b);
+  const auto c = apply_under_autocast<CastAndMultiply<at::kFloat>>(a, b);
   EXPECT_EQ(dtypes_seen, (std::vector{at::kFloat, at::kFloat}));
   EXPECT_FALSE(on_in_forward);
   EXPECT_TRUE(torch::equal(c, a.to(at::kFloat).mm(b)));
@@ -68,7 +68,7 @@ TEST(CastInputs, ConvertsToFloatAndRunsForwardAndBackwardWithAutocastOff) {
 TEST(CastInputs, ConvertsToHalfAndGradientsComeBackInTheCallersDtype) {
   const auto a = torch::randn({3, 4}).requires_grad_();
   const auto b = torch::randn({4, 5}).requires_grad_();
-  const auto c = apply_under_autocast<Multiply<at::kHalf>>(a, b);
+  const auto c = apply_under_autocast<CastAndMultiply<at::kHalf>>(a, b);
   EXPECT_EQ(c.scalar_type(), at::kHalf);
   c.sum().backward();
   const auto ones = torch::ones({3, 5}, at::kHalf);
@@ -140,13 +140,13 @@ TEST(CastInputs, ForwardsEverythingElseAsItIs) {
 TEST(CastInputs, DoesNothingOutsideAutocast) {
   const auto a = torch::randn({3, 4}).to(at::kBFloat16).requires_grad_();
   const auto b = torch::randn({4, 5}).to(at::kBFloat16);
-  const auto c = Multiply<at::kFloat>::apply(a, b);
+  const auto c = CastAndMultiply<at::kFloat>::apply(a, b);
   EXPECT_EQ(dtypes_seen, (std::vector{at::kBFloat16, at::kBFloat16}));
   EXPECT_EQ(c.scalar_type(), at::kBFloat16);
   {
     const mezzo::Autocast<torch::kCPU> autocast;
     const mezzo::Autocast<torch::kCPU> off({.enabled = false});
-    Multiply<at::kFloat>::apply(a, b);
+    CastAndMultiply<at::kFloat>::apply(a, b);
     EXPECT_EQ(dtypes_seen, (std::vector{at::kBFloat16, at::kBFloat16}));
   }
   const mezzo::Autocast<torch::kCPU> autocast;

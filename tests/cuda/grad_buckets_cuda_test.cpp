@@ -16,6 +16,7 @@
 #include <optional>
 #include <vector>
 
+#include "../special_values.h"
 #include "forbid_sync.h"
 
 namespace {
@@ -25,8 +26,6 @@ using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
 using mezzo::GradStorage;
 using torch::Tensor;
-
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class GradBucketsCuda : public testing::Test {
  protected:

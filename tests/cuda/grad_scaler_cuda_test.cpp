@@ -11,10 +11,10 @@
 
 #include <mezzo/grad_scaler.h>
 
-#include <limits>
 #include <string>
 #include <vector>
 
+#include "../special_values.h"
 #include "forbid_sync.h"
 
 namespace {
@@ -23,8 +23,6 @@ using cuda_test::ForbidSync;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 class GradScalerCuda : public testing::Test {
  protected:

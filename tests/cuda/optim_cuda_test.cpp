@@ -17,11 +17,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <sstream>
 #include <string>
 #include <vector>
 
+#include "../special_values.h"
 #include "count_launches.h"
 #include "forbid_sync.h"
 
@@ -30,8 +30,6 @@ namespace {
 using cuda_test::ForbidSync;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 class OptimCuda : public testing::Test {
  protected:

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../grad_scaler/isa_name.h"
+#include "../special_values.h"
 #include "plain_summary.h"
 
 namespace {
@@ -22,9 +23,6 @@ namespace {
 using mezzo::detail::CpuIsa;
 using mezzo::detail::GradientPartial;
 using mezzo::detail::kSummaryChunk;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 torch::Tensor one_over(float scale) { return torch::full({}, 1.0F / scale); }
 

@@ -10,14 +10,14 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../special_values.h"
+
 namespace {
 
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
 using mezzo::GradStorage;
 using torch::Tensor;
-
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class MicroBatch : public testing::Test {
  protected:

@@ -12,13 +12,13 @@
 #include <string>
 #include <vector>
 
+#include "../special_values.h"
+
 namespace {
 
 using mezzo::LossScale;
 using mezzo::LossScaleKind;
 using mezzo::LossScaleState;
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 LossScaleState after(const LossScale& rule, LossScaleState state, const std::string& iterations) {
   for (const char iteration : iterations) state = rule.next(state, iteration == 'i');
@@ -143,7 +143,6 @@ struct Refusal {
 };
 
 TEST(LossScale, RefusesValuesOutOfRangeByName) {
-  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   const std::vector<Refusal> refusals{
       {"init_scale is 0;", [] { return LossScale::dynamic({.init_scale = 0}); }},
       {"init_scale is -1;", [] { return LossScale::dynamic({.init_scale = -1}); }},

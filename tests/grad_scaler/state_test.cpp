@@ -8,11 +8,11 @@
 #include <mezzo/grad_scaler.h>
 
 #include <cmath>
-#include <limits>
 #include <sstream>
 #include <string>
 #include <vector>
 
+#include "../special_values.h"
 #include "error_of.h"
 
 namespace {
@@ -22,8 +22,6 @@ using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;
 using testing::HasSubstr;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 /// A parameter with an optimizer, to run iterations with a gradient of one's choice.
 class Iterations {

@@ -4,13 +4,12 @@
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
-#include <limits>
 #include <utility>
 #include <vector>
 
-namespace grad_scaler_test {
+#include "../special_values.h"
 
-inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+namespace grad_scaler_test {
 
 inline torch::Tensor parameter(std::vector<float> values) {
   return torch::tensor(values).requires_grad_(true);

@@ -18,14 +18,12 @@
 #include <tuple>
 #include <vector>
 
+#include "../special_values.h"
 #include "isa_name.h"
 
 namespace {
 
 using mezzo::detail::CpuIsa;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
  protected:

@@ -7,21 +7,19 @@
 #include <mezzo/optim/sgd.h>
 
 #include <functional>
-#include <limits>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <vector>
 
 #include "../grad_scaler/throwing_sgd.h"
+#include "../special_values.h"
 
 namespace {
 
 using mezzo::LossScaleOptimizer;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-
-constexpr double kInf = std::numeric_limits<double>::infinity();
 
 torch::Tensor parameter() { return torch::ones({3}, torch::requires_grad()); }
 
@@ -65,7 +63,7 @@ TEST(LossScaleOptimizer, StepsUnscaledMovesTheScaleAndCountsAppliedStepsOnly) {
     optimizer.scaler().on_skip(nullptr);
     EXPECT_TRUE(step_with(optimizer, weight, 0.25));
     EXPECT_EQ(weight[0].item<float>(), 0.75F);
-    EXPECT_FALSE(step_with(optimizer, weight, kInf));
+    EXPECT_FALSE(step_with(optimizer, weight, kInfinity));
     EXPECT_EQ(optimizer.loss_scale(), 32);
     EXPECT_EQ(weight[0].item<float>(), 0.75F);
     EXPECT_EQ(optimizer.iterations(), 1);
@@ -101,7 +99,7 @@ TEST(LossScaleOptimizer, KeepsAFixedScaleAndTrainsHalfWeightsThroughMasters) {
       mezzo::enable_mixed_precision(masters, {.initial_scale = 1024, .dynamic = false});
   optimizer.scaler().on_skip(nullptr);
   EXPECT_TRUE(step_with(optimizer, weight, 0.25));
-  EXPECT_FALSE(step_with(optimizer, weight, kInf));
+  EXPECT_FALSE(step_with(optimizer, weight, kInfinity));
   EXPECT_EQ(optimizer.loss_scale(), 1024);
   EXPECT_EQ(optimizer.iterations(), 1);
   EXPECT_EQ(weight[0].item<float>(), 0.75F);
@@ -113,7 +111,7 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
     const auto inner = make(weight);
     auto optimizer = mezzo::enable_mixed_precision(*inner);
     optimizer.scaler().on_skip(nullptr);
-    step_with(optimizer, weight, kInf);
+    step_with(optimizer, weight, kInfinity);
     step_with(optimizer, weight, 0.25);
     std::stringstream file;
     torch::save(optimizer, file);
@@ -136,7 +134,7 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
 }
 
 TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
-  for (const double max_norm : {kInf, 100.0}) {
+  for (const double max_norm : {kInfinity, 100.0}) {
     for (const bool again : {false, true}) {
       const torch::Tensor weight = parameter();
       grad_scaler_test::ThrowingSgd sgd({weight}, 1.0);

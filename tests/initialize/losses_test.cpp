@@ -93,7 +93,7 @@ TEST(ScaleLoss, SkipsOptimizersOfTheLossThatOverflowedAndLowersItsScaleAlone) {
           for (int iteration = 0; iteration < 3; ++iteration) {
             std::vector<double> factor{0.25, 0.5, 0.125};
             const int bad = iteration == 1 ? bad_loss : -1;
-            if (bad >= 0) factor[static_cast<std::size_t>(bad)] = kInf;
+            if (bad >= 0) factor[static_cast<std::size_t>(bad)] = kInfinity;
             trio.iterate(factor, delays);
             const std::vector<bool> expected{bad != 0 && bad != 1, bad != 1 && bad != 2};
             EXPECT_EQ(trio.step(), expected) << iteration;
@@ -118,8 +118,8 @@ TEST(ScaleLoss, SkipsAllOptimizersOfALossThatOverflowedThoughItShowsInOneAlone) 
   for (const auto& make : makers()) {
     for (const bool in_first : {false, true}) {
       Trio trio(scaled(OptLevel::O2_bf16()), make, 1);
-      trio.amp.scale_loss(trio.amp(trio.first, filled(in_first ? kInf : 0.25)) +
-                              trio.amp(trio.second, filled(in_first ? 0.25 : kInf)),
+      trio.amp.scale_loss(trio.amp(trio.first, filled(in_first ? kInfinity : 0.25)) +
+                              trio.amp(trio.second, filled(in_first ? 0.25 : kInfinity)),
                           {*trio.first_optimizer, *trio.second_optimizer});
       EXPECT_EQ(trio.step(), (std::vector<bool>{false, false})) << in_first;
       EXPECT_EQ(trio.amp.scaler().get_scale(), kScale / 2);
@@ -136,7 +136,7 @@ TEST(ScaleLoss, SharesOneScaleAmongLossesOfOneId) {
       EXPECT_EQ(trio.step(), (std::vector<bool>{true, true}));
       EXPECT_EQ(weight_of(trio.first), 0.25F);
       EXPECT_EQ(weight_of(trio.second), 0.375F);
-      trio.iterate({kInf, 0.5, 0.125}, false);
+      trio.iterate({kInfinity, 0.5, 0.125}, false);
       EXPECT_EQ(trio.step(), (std::vector<bool>{false, true}));
       EXPECT_EQ(trio.amp.scaler().get_scale(), kScale / 2);
       EXPECT_EQ(weight_of(trio.first), 0.25F);
@@ -244,14 +244,14 @@ TEST(ScaleLoss, TrainsAGanWhereOneLossOverflowsAndTheOtherOptimizerSteps) {
     for_critic.zero_grad();
     const torch::Tensor fake = amp(generator, torch::rand({4, 2}));
     torch::Tensor of_real = -amp(critic, torch::rand({4, 3})).mean();
-    if (iteration == 1) of_real = of_real * kInf;
+    if (iteration == 1) of_real = of_real * kInfinity;
     amp.scale_loss(of_real, for_critic, {.loss_id = 0});
     amp.scale_loss(amp(critic, fake.detach()).mean(), for_critic, {.loss_id = 1});
     critic_ran.push_back(amp.step(for_critic).ran());
 
     for_generator.zero_grad();
     torch::Tensor of_fake = -amp(critic, fake).mean();
-    if (iteration == 2) of_fake = of_fake * kInf;
+    if (iteration == 2) of_fake = of_fake * kInfinity;
     amp.scale_loss(of_fake, for_generator, {.loss_id = 2});
     generator_ran.push_back(amp.step(for_generator).ran());
   }
@@ -278,7 +278,7 @@ TEST(ScaleLoss, MovesTheScaleThoughOneOfItsOptimizersIsSteppedEverySecondTime) {
 
     trio.first_optimizer->zero_grad();
     trio.second_optimizer->zero_grad();
-    both(kInf);
+    both(kInfinity);
     EXPECT_FALSE(trio.amp.step(*trio.first_optimizer).ran());
     trio.first_optimizer->zero_grad();
     both(0.5);
@@ -389,7 +389,7 @@ TEST(AmpState, ResumesInApexsFormAndInFull) {
   EXPECT_THAT([&] { (void)amp.state_dict(); },
               ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
   amp.step(optimizer);
-  amp.scale_loss(amp(model, filled(kInf)), optimizer, {.loss_id = 0});
+  amp.scale_loss(amp(model, filled(kInfinity)), optimizer, {.loss_id = 0});
   amp.step(optimizer);
   const Amp::StateDict state = amp.state_dict();
   EXPECT_EQ(state.at("loss_scaler0").at("loss_scale"), kScale / 2);

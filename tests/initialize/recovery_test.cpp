@@ -174,7 +174,7 @@ TEST(AmpRecovery, RefusesItsCallsWithinABackwardPassAndGoesOn) {
 TEST(AmpRecovery, GoesOnAfterASkipCallbackThatThrew) {
   Solo solo(OptLevel::O1());
   solo.amp.scaler().on_skip([](const mezzo::SkippedStep&) { throw std::runtime_error("stop"); });
-  solo.pass(kInf);
+  solo.pass(kInfinity);
   EXPECT_THROW(solo.amp.step(solo.sgd), std::runtime_error);
   solo.sgd.zero_grad();
   solo.pass(0.25);
@@ -202,7 +202,7 @@ TEST(AmpOrder, LetsAnOptimizerStepAfterTheScaleOfItsLossHasMoved) {
 
 TEST(AmpOrder, TakesTheScaleOffDelayedGradientsBeforeItMoves) {
   Pair pair;
-  pair.pass_for_both(kInf, 0.25, /*delays=*/true);
+  pair.pass_for_both(kInfinity, 0.25, /*delays=*/true);
   EXPECT_FALSE(pair.amp.step(pair.of_first).ran());
   pair.of_first.zero_grad();
   pair.amp.scale_loss(pair.amp(pair.first, filled(0.25)), pair.of_first);
@@ -216,7 +216,7 @@ TEST(AmpOrder, SkipsOnlyWhereItShowsIfGradientsAreUnscaledByTheirSteps) {
   for (const OptLevel& level : levels()) {
     for (const bool in_first : {false, true}) {
       Pair pair(level);
-      pair.pass_for_both(in_first ? kInf : 0.25, in_first ? 0.25 : kInf, /*delays=*/true);
+      pair.pass_for_both(in_first ? kInfinity : 0.25, in_first ? 0.25 : kInfinity, /*delays=*/true);
       EXPECT_EQ(pair.amp.step(pair.of_first).ran(), !in_first) << level.name();
       EXPECT_EQ(pair.amp.step(pair.of_second).ran(), in_first) << level.name();
       EXPECT_EQ(pair.amp.scaler().get_scale(), kScale / 2);
@@ -312,7 +312,7 @@ class RandomCalls {
       if ((who & (1 << i)) == 0) continue;
       Side& side = sides_[static_cast<std::size_t>(i)];
       const double factor = (1 + below(4)) / 64.0;
-      loss = loss + (*amp_)(side.model, filled(is_bad ? kInf : factor));
+      loss = loss + (*amp_)(side.model, filled(is_bad ? kInfinity : factor));
       list.push_back(side.optimizer.get());
       side.sum += factor;
       side.has_gradient = true;

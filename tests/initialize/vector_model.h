@@ -5,11 +5,10 @@
 #include <torch/nn/pimpl.h>
 #include <torch/types.h>
 
-#include <limits>
+#include "../special_values.h"
 
 namespace initialize_test {
 
-inline constexpr double kInf = std::numeric_limits<double>::infinity();
 inline constexpr double kScale = 128;
 
 inline mezzo::OptLevel scaled(const mezzo::OptLevel& level) {

@@ -6,10 +6,11 @@
 
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "../special_values.h"
 
 namespace {
 
@@ -137,7 +138,6 @@ TEST(LrCurves, EndRightAfterAWarmupThatTakesAllSteps) {
 }
 
 TEST(LrCurves, NameTheNumberThatIsOutOfRange) {
-  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   const std::vector<std::pair<std::function<double()>, std::string>> cases{
       {[] { return LinearCurve{}.factor(0); },
        "LinearCurve: total_steps is 0; it should be at least 1"},

@@ -7,14 +7,14 @@
 
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "../special_values.h"
+
 namespace master_weights_test {
 
-inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr double kScale = 1024;
 
 using Tensors = std::vector<torch::Tensor>;
@@ -117,13 +117,14 @@ MakeOptimizer maker(const Options& options) {
 }
 
 inline std::vector<MakeOptimizer> libtorch_optimizers() {
-  using namespace torch::optim;
-  return {maker<SGD>(SGDOptions(0.01)),
-          maker<SGD>(SGDOptions(0.01).momentum(0.9).nesterov(true).weight_decay(0.1)),
-          maker<Adam>(AdamOptions(1e-3).amsgrad(true)),
-          maker<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
-          maker<RMSprop>(RMSpropOptions(1e-3).centered(true).momentum(0.5)),
-          maker<Adagrad>(AdagradOptions(1e-2))};
+  return {
+      maker<torch::optim::SGD>(torch::optim::SGDOptions(0.01)),
+      maker<torch::optim::SGD>(
+          torch::optim::SGDOptions(0.01).momentum(0.9).nesterov(true).weight_decay(0.1)),
+      maker<torch::optim::Adam>(torch::optim::AdamOptions(1e-3).amsgrad(true)),
+      maker<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3).weight_decay(0.1)),
+      maker<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.5)),
+      maker<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2))};
 }
 
 }  // namespace master_weights_test

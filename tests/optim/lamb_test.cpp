@@ -31,9 +31,9 @@ LAMBParamState& state_of(const LAMB& optimizer, const torch::Tensor& parameter) 
 }
 
 /// One parameter's LAMB in ops.
-class PlainLamb {
+class LambInOps {
  public:
-  PlainLamb(const torch::Tensor& parameter, const LAMBOptions& options)
+  LambInOps(const torch::Tensor& parameter, const LAMBOptions& options)
       : options_(options),
         parameter_(parameter.detach().clone()),
         mean_(torch::zeros_like(parameter_)),
@@ -89,7 +89,7 @@ std::vector<torch::Tensor> parameters(torch::ScalarType dtype) {
 void expect_plain_steps(torch::ScalarType dtype, const LAMBOptions& options, int steps,
                         double tolerance) {
   const auto ours = parameters(dtype);
-  std::vector<PlainLamb> plain;
+  std::vector<LambInOps> plain;
   for (const auto& parameter : ours) plain.emplace_back(parameter, options);
   LAMB optimizer(ours, options);
   for (int step = 0; step < steps; ++step) {

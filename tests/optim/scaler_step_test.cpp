@@ -10,11 +10,11 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "../special_values.h"
 #include "optimizers.h"
 
 namespace {
@@ -26,8 +26,6 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 GradScaler quiet_scaler(const GradScalerOptions& options = GradScalerOptions().init_scale(1024)) {
   GradScaler scaler(options);

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "../optim/optimizers.h"
+#include "../special_values.h"
 
 namespace {
 
@@ -25,8 +25,6 @@ using mezzo::Amp;
 using mezzo::OptLevel;
 using torch::Tensor;
 using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 /// Apex's: two weights, of which its second is half from the start. Here `initialize` casts both,
 /// since it refuses a model that somebody else has cast.

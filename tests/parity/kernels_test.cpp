@@ -13,11 +13,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "../special_values.h"
 
 namespace {
 
@@ -25,9 +26,6 @@ using mezzo::LossScale;
 using mezzo::detail::GradientSummary;
 using mezzo::detail::summarize_gradients;
 using mezzo::detail::unscale_and_check_;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 /// Apex cuts tensors into chunks of a size that its test varies; mezzo on the CPU into as many
 /// stretches as there are threads.

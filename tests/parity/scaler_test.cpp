@@ -9,7 +9,6 @@
 
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <map>
 #include <memory>
 #include <sstream>
@@ -20,6 +19,7 @@
 
 #include "../grad_scaler/tiny_optimizer.h"
 #include "../optim/optimizers.h"
+#include "../special_values.h"
 
 namespace {
 
@@ -33,7 +33,6 @@ using MakeOptimizer = std::function<OptimizerPointer(std::vector<Tensor>)>;
 
 constexpr int kBatches = 4;
 constexpr int kSkippedBatch = 2;
-const float kNan = std::numeric_limits<float>::quiet_NaN();
 
 template <class Optimizer, class Options>
 MakeOptimizer maker(Options options) {

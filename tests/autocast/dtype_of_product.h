@@ -1,0 +1,9 @@
+/// \file
+/// What autocast makes of a matrix product, here and now.
+#pragma once
+
+#include <torch/torch.h>
+
+inline torch::ScalarType dtype_of_product() {
+  return torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type();
+}
