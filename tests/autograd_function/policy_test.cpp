@@ -26,7 +26,7 @@ thread_local at::ScalarType mm_in_backward;
 thread_local at::ScalarType softmax_in_backward;
 
 // A product whose backward computes mm and softmax, to see in which dtypes they run.
-struct Product : mezzo::AutocastFunction<Product> {
+struct PolicyProduct : mezzo::AutocastFunction<PolicyProduct> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     ctx->save_for_backward({a, b});
     return a.mm(b);
@@ -49,7 +49,7 @@ class AutocastFunctionPolicy : public testing::Test {
 
   Tensor run(const mezzo::AutocastOptions& options) {
     const Autocast<kCPU> autocast(options);
-    return Product::apply(a_, b_).sum();
+    return PolicyProduct::apply(a_, b_).sum();
   }
 
   const OpPolicy policy_ = OpPolicy().deny("mm").deny("softmax.int");

@@ -43,10 +43,10 @@ mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage st
 
 /// A run with dropout, a scaler that grows and skips, a schedule and averages.
 template <class Optimizer>
-class Training {
+class InterruptedTraining {
  public:
   template <class MakeOptimizer>
-  Training(at::ScalarType dtype, MakeOptimizer make_optimizer)
+  InterruptedTraining(at::ScalarType dtype, MakeOptimizer make_optimizer)
       : model(torch::nn::Linear(8, 16), torch::nn::BatchNorm1d(16), torch::nn::Dropout(0.5),
               torch::nn::Linear(16, 4)),
         optimizer((model->to(dtype), make_optimizer(model->parameters()))),
@@ -113,14 +113,14 @@ template <class Optimizer, class MakeOptimizer>
 void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_optimizer) {
   const Scratch scratch;
   torch::manual_seed(1);
-  Training<Optimizer> whole(dtype, make_optimizer);
+  InterruptedTraining<Optimizer> whole(dtype, make_optimizer);
   for (int i = 0; i < 9; ++i) whole.step();
   Checkpoints(scratch.path()).save(whole.state, whole.position);
   for (int i = 0; i < 9; ++i) whole.step();
   const auto expected = whole.outcome();
 
   torch::manual_seed(2);
-  Training<Optimizer> resumed(dtype, make_optimizer);
+  InterruptedTraining<Optimizer> resumed(dtype, make_optimizer);
   resumed.step();  // has state of its own, which must leave no trace
   const auto loaded = Checkpoints(scratch.path()).load_newest(resumed.state);
   ASSERT_TRUE(loaded);

@@ -18,7 +18,6 @@
 
 namespace {
 
-using grad_scaler_test::kInfinity;
 using grad_scaler_test::quiet_scaler;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;

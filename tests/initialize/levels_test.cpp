@@ -26,8 +26,6 @@ using mezzo::OptLevel;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-const InitializeOptions kQuiet{.verbosity = 0};
-
 /// A convolution, a batch norm, a linear layer, and buffers of two kinds; and a forward with two
 /// arguments, one of them optional, and nested results.
 struct NetImpl : torch::nn::Module {

@@ -134,7 +134,7 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
 }
 
 TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
-  for (const double max_norm : {kInfinity, 100.0}) {
+  for (const double max_norm : {double{kInfinity}, 100.0}) {
     for (const bool again : {false, true}) {
       const torch::Tensor weight = parameter();
       grad_scaler_test::ThrowingSgd sgd({weight}, 1.0);

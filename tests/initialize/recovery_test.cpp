@@ -29,7 +29,6 @@ using mezzo::OptLevel;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-const InitializeOptions kQuiet{.verbosity = 0};
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 /// One model and one optimizer whose step may throw.
@@ -58,7 +57,7 @@ struct Solo {
   Amp amp;
 };
 
-std::vector<OptLevel> levels() { return {OptLevel::O0(), OptLevel::O1(), OptLevel::O2()}; }
+const std::vector<OptLevel> kLevels{OptLevel::O0(), OptLevel::O1(), OptLevel::O2()};
 
 /// Two models and two optimizers that share a loss scale.
 struct Pair {
@@ -77,7 +76,7 @@ struct Pair {
 };
 
 TEST(AmpRecovery, StepsAgainAfterAStepThatThrew) {
-  for (const OptLevel& level : levels()) {
+  for (const OptLevel& level : kLevels) {
     for (const bool delays : {false, true}) {
       for (const double max_norm : {kNoLimit, 100.0}) {
         Solo solo(level);
@@ -92,7 +91,7 @@ TEST(AmpRecovery, StepsAgainAfterAStepThatThrew) {
 }
 
 TEST(AmpRecovery, StartsABatchAnewAfterAStepThatThrew) {
-  for (const OptLevel& level : levels()) {
+  for (const OptLevel& level : kLevels) {
     for (const bool delays : {false, true}) {
       for (const double max_norm : {kNoLimit, 100.0}) {
         for (const bool by_amp : {false, true}) {
@@ -110,7 +109,7 @@ TEST(AmpRecovery, StartsABatchAnewAfterAStepThatThrew) {
 }
 
 TEST(AmpRecovery, AddsToABatchWhoseStepThrew) {
-  for (const OptLevel& level : levels()) {
+  for (const OptLevel& level : kLevels) {
     Solo solo(level);
     solo.pass(0.25);
     solo.step_that_throws();
@@ -121,7 +120,7 @@ TEST(AmpRecovery, AddsToABatchWhoseStepThrew) {
 }
 
 TEST(AmpRecovery, KeepsMicroBatchesThatWereUnscaledBeforeOneThatThrew) {
-  for (const OptLevel& level : levels()) {
+  for (const OptLevel& level : kLevels) {
     Solo solo(level);
     solo.pass(0.25);
     solo.pass_that_throws(8);
@@ -134,7 +133,7 @@ TEST(AmpRecovery, KeepsMicroBatchesThatWereUnscaledBeforeOneThatThrew) {
 }
 
 TEST(AmpRecovery, GivesMicroBatchesUpWithAnOrdinaryZeroGradToo) {
-  for (const OptLevel& level : levels()) {
+  for (const OptLevel& level : kLevels) {
     for (const bool set_to_none : {false, true}) {
       for (const bool by_amp : {false, true}) {
         for (const bool throws : {false, true}) {
@@ -213,7 +212,7 @@ TEST(AmpOrder, TakesTheScaleOffDelayedGradientsBeforeItMoves) {
 
 // As torch.amp: with delay_unscale for good nobody has looked at the other's gradients.
 TEST(AmpOrder, SkipsOnlyWhereItShowsIfGradientsAreUnscaledByTheirSteps) {
-  for (const OptLevel& level : levels()) {
+  for (const OptLevel& level : kLevels) {
     for (const bool in_first : {false, true}) {
       Pair pair(level);
       pair.pass_for_both(in_first ? kInfinity : 0.25, in_first ? 0.25 : kInfinity, /*delays=*/true);

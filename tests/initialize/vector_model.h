@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/initialize.h>
 #include <mezzo/opt_level.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
@@ -10,6 +11,7 @@
 namespace initialize_test {
 
 inline constexpr double kScale = 128;
+inline const mezzo::InitializeOptions kQuiet{.verbosity = 0};
 
 inline mezzo::OptLevel scaled(const mezzo::OptLevel& level) {
   return level.with({.loss_scale = mezzo::LossScale::dynamic({.init_scale = kScale})});

@@ -25,8 +25,6 @@ using mezzo::master_params;
 using mezzo::MasterWeights;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-using torch::optim::SGD;
-using torch::optim::SGDOptions;
 
 class StepOfDtype : public testing::TestWithParam<torch::ScalarType> {};
 INSTANTIATE_TEST_SUITE_P(MasterWeightsStep, StepOfDtype,
@@ -64,8 +62,8 @@ TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
 TEST_P(StepOfDtype, ClipsAsAFloatModelIsClipped) {
   const Model model(GetParam());
   const Model floats = model.in_float();
-  SGD inner(model.groups(), SGDOptions(0.1).momentum(0.9));
-  SGD reference(floats.groups(), SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD reference(floats.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
   MasterWeights optimizer(inner);
   GradScaler scaler = quiet_scaler();
   for (int step = 0; step < 5; ++step) {
@@ -85,7 +83,7 @@ TEST_P(StepOfDtype, ClipsAsAFloatModelIsClipped) {
 
 TEST_P(StepOfDtype, LeavesGradientsAsTheyWereUnlessAskedToClearThem) {
   const Model model(GetParam());
-  SGD inner(model.groups(), SGDOptions(0.1));
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights optimizer(inner);
   GradScaler scaler = quiet_scaler();
   model.set_gradients(0);
@@ -106,7 +104,7 @@ TEST_P(StepOfDtype, LeavesGradientsAsTheyWereUnlessAskedToClearThem) {
 
 TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
   const Model model(GetParam());
-  SGD inner(model.groups(), SGDOptions(0.1));
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights optimizer(inner);
   model.set_gradients(0);
   std::vector<int64_t> versions;
@@ -121,8 +119,8 @@ TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
 TEST_P(StepOfDtype, AddsUpUpdatesThatTheParameterAloneWouldLose) {
   const auto alone = torch::ones({2}, GetParam()).requires_grad_();
   const auto with_master = alone.detach().clone().requires_grad_();
-  SGD plain({alone}, SGDOptions(1e-5));
-  SGD inner({with_master}, SGDOptions(1e-5));
+  torch::optim::SGD plain({alone}, torch::optim::SGDOptions(1e-5));
+  torch::optim::SGD inner({with_master}, torch::optim::SGDOptions(1e-5));
   MasterWeights optimizer(inner);
   for (int step = 0; step < 1000; ++step) {
     alone.mutable_grad() = torch::ones_like(alone);
@@ -184,7 +182,7 @@ TEST_P(StepOfDtype, ASkippedStepLeavesEveryBitAsItIs) {
 
 TEST(MasterWeightsStep, FindsAnOverflowThatOnlyUnscalingMakes) {
   const auto x = torch::ones({2}, torch::kBFloat16).requires_grad_();
-  SGD inner({x}, SGDOptions(1.0));
+  torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
   GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(1e-30).min_scale(0));
   for (const bool explicitly : {false, true}) {
@@ -200,7 +198,7 @@ TEST(MasterWeightsStep, FindsAnOverflowThatOnlyUnscalingMakes) {
 TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
   auto tied = torch::ones({2}).requires_grad_();
   auto half = torch::ones({2}, torch::kHalf).requires_grad_();
-  SGD sgd(Tensors{tied, tied, half}, SGDOptions(1.0));
+  torch::optim::SGD sgd(Tensors{tied, tied, half}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(sgd);
   GradScaler scaler = quiet_scaler();
   const auto gradient = torch::full({2}, 0.25 * kScale);
@@ -214,7 +212,7 @@ TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
 
 TEST(MasterWeightsStep, GradientsGoToFloatBeforeTheyAreMultiplied) {
   const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
-  SGD inner({x}, SGDOptions(1.0));
+  torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
   GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(0x1p16));
   x.mutable_grad() = torch::full({2}, 0x1p-24F).to(torch::kHalf);
@@ -224,7 +222,7 @@ TEST(MasterWeightsStep, GradientsGoToFloatBeforeTheyAreMultiplied) {
 
 TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
   const Model model(torch::kBFloat16);
-  SGD inner(model.groups(), SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
   MasterWeights optimizer(inner);
   for (int step = 0; step < 3; ++step) {
     model.set_gradients(step, 1.0);
@@ -254,7 +252,7 @@ TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
 
 TEST(MasterWeightsStep, WhatIsWrittenToAParameterCountsAndTheRestKeepsItsMaster) {
   const auto x = torch::ones({3}, torch::kBFloat16).requires_grad_();
-  SGD inner({x}, SGDOptions(1e-4));
+  torch::optim::SGD inner({x}, torch::optim::SGDOptions(1e-4));
   MasterWeights optimizer(inner);
   x.mutable_grad() = torch::ones_like(x);
   optimizer.step();
@@ -271,7 +269,7 @@ TEST(MasterWeightsStep, WhatIsWrittenToAParameterCountsAndTheRestKeepsItsMaster)
 
 TEST(MasterWeightsStep, UndefinedGradientsAreLeftOut) {
   const Model model(torch::kHalf);
-  SGD inner(model.groups(), SGDOptions(0.1).weight_decay(0.5));
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).weight_decay(0.5));
   MasterWeights optimizer(inner);
   GradScaler scaler = quiet_scaler();
   model.set_gradients(0);
@@ -292,7 +290,7 @@ TEST(MasterWeightsStep, UndefinedGradientsAreLeftOut) {
 TEST(MasterWeightsStep, TakesGroupsAndRatesFromEitherOfTheTwo) {
   const auto make = [] { return torch::zeros({2}, torch::kHalf).requires_grad_(); };
   const Tensors all{make(), make(), make()};
-  SGD inner({all[0]}, SGDOptions(1.0));
+  torch::optim::SGD inner({all[0]}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
   torch::optim::Optimizer& base = optimizer;
   inner.add_param_group(torch::optim::OptimizerParamGroup({all[1]}));
@@ -320,7 +318,7 @@ TEST(MasterWeightsStep, TakesGroupsAndRatesFromEitherOfTheTwo) {
 
 TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
   const auto x = torch::zeros({1}, torch::kHalf).requires_grad_();
-  SGD inner({x}, SGDOptions(8.0));
+  torch::optim::SGD inner({x}, torch::optim::SGDOptions(8.0));
   MasterWeights optimizer(inner);
   GradScaler scaler = quiet_scaler();
   mezzo::LinearSchedule ours(optimizer, {.total_steps = 4});
@@ -345,7 +343,7 @@ TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
 
 TEST(MasterWeightsStep, CallsAClosureOnceWithGradients) {
   const auto x = torch::full({1}, 2.0F).to(torch::kHalf).requires_grad_();
-  SGD inner({x}, SGDOptions(0.25));
+  torch::optim::SGD inner({x}, torch::optim::SGDOptions(0.25));
   MasterWeights optimizer(inner);
   int calls = 0;
   const torch::NoGradGuard no_grad;
@@ -458,7 +456,7 @@ TEST(MasterWeightsStep, ConvertsStateThatIsOf16Bits) {
 TEST(MasterWeightsStep, TakesSparseGradients) {
   for (const bool explicitly : {false, true}) {
     const auto x = torch::zeros({4}, torch::kHalf).requires_grad_();
-    SGD inner({x}, SGDOptions(1.0));
+    torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
     MasterWeights optimizer(inner);
     GradScaler scaler = quiet_scaler();
     const auto set_gradient = [&](std::vector<float> values) {
@@ -480,7 +478,7 @@ TEST(MasterWeightsStep, TakesSparseGradients) {
 
 TEST(MasterWeightsStep, ADisabledScalerClipsClearsAndSteps) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
-  SGD inner({x}, SGDOptions(1.0));
+  torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
   GradScaler disabled(GradScalerOptions().enabled(false));
   const auto set_gradient = [&] {
@@ -499,7 +497,7 @@ TEST(MasterWeightsStep, ADisabledScalerClipsClearsAndSteps) {
 TEST(MasterWeightsStep, PublishesFloatWeightsToACache) {
   torch::nn::Linear model(4, 3);
   model->bias.set_data(model->bias.detach().to(torch::kBFloat16));
-  SGD inner(model->parameters(), SGDOptions(1.0));
+  torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
   mezzo::WeightCache cache;
   optimizer.publish_to(cache, torch::kBFloat16);
@@ -523,10 +521,11 @@ TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
   mezzo::optim::SGD ours({x}, mezzo::optim::SGDOptions(0.1));
   EXPECT_THAT([&] { MasterWeights optimizer(ours); },
               ThrowsMessage<c10::Error>(HasSubstr("weight_storage(WeightStorage::master)")));
-  SGD overlapping({x, x.detach().slice(0, 1, 3).requires_grad_()}, SGDOptions(0.1));
+  torch::optim::SGD overlapping({x, x.detach().slice(0, 1, 3).requires_grad_()},
+                                torch::optim::SGDOptions(0.1));
   EXPECT_THAT([&] { MasterWeights optimizer(overlapping); },
               ThrowsMessage<c10::Error>(HasSubstr("two parameters share memory")));
-  SGD twice({x, x}, SGDOptions(0.1));
+  torch::optim::SGD twice({x, x}, torch::optim::SGDOptions(0.1));
   EXPECT_THAT([&] { MasterWeights optimizer(twice); },
               ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")));
 }
@@ -534,7 +533,7 @@ TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
 TEST(MasterWeightsStep, AModelThatIsCastMeanwhileTrainsAsWhatItIs) {
   torch::nn::Linear model(3, 2);
   model->to(torch::kHalf);
-  SGD inner(model->parameters(), SGDOptions(1.0));
+  torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
   const auto step = [&] {
     for (const auto& one : model->parameters()) one.mutable_grad() = torch::ones_like(one);

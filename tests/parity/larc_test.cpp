@@ -18,7 +18,6 @@
 
 namespace {
 
-using grad_scaler_test::kInfinity;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using torch::Tensor;

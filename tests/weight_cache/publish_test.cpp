@@ -26,9 +26,9 @@ using torch::kFloat;
 using torch::kHalf;
 using torch::Tensor;
 
-constexpr int64_t kSize = 6;
+constexpr int64_t kWidth = 6;
 
-Tensor parameter() { return torch::randn({kSize, kSize}).requires_grad_(); }
+Tensor parameter() { return torch::randn({kWidth, kWidth}).requires_grad_(); }
 
 /// What a fused optimizer does in one pass: weight and copy by raw pointers, then the word about
 /// it.
@@ -50,7 +50,7 @@ TEST(WeightCachePublish, TrainsWithoutACast) {
   const mezzo::WeightCache cache;
   const auto weight = parameter();
   const auto reference = weight.detach().clone().requires_grad_();
-  const auto x = torch::randn({3, kSize});
+  const auto x = torch::randn({3, kWidth});
   const void* address = nullptr;
   for (int i = 0; i < 5; ++i) {
     {
@@ -79,7 +79,7 @@ TEST(WeightCachePublish, TrainsWithoutACast) {
 TEST(WeightCachePublish, IsBelievedOnlyUntilTheWeightChanges) {
   const mezzo::WeightCache cache;
   const auto weight = parameter();
-  const auto sevens = torch::full({kSize, kSize}, 7, kBFloat16);
+  const auto sevens = torch::full({kWidth, kWidth}, 7, kBFloat16);
   cache.publish(weight, sevens);
   const Autocast<kCPU> autocast(cache);
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), sevens));
@@ -107,7 +107,7 @@ TEST(WeightCachePublish, LetsGoOfAReplacedCopyOutsideOfItsLocks) {
   const mezzo::WeightCache cache;
   const auto weight = parameter();
   const auto other = parameter();
-  std::vector<c10::BFloat16> memory(kSize * kSize);
+  std::vector<c10::BFloat16> memory(kWidth * kWidth);
   bool freed = false;
   const auto free = [&](void*) {
     auto asked = std::async(std::launch::async, [&] {
@@ -117,19 +117,19 @@ TEST(WeightCachePublish, LetsGoOfAReplacedCopyOutsideOfItsLocks) {
     freed = asked.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
     if (!freed) std::abort();
   };
-  cache.publish(weight, torch::from_blob(memory.data(), {kSize, kSize}, free, kBFloat16));
+  cache.publish(weight, torch::from_blob(memory.data(), {kWidth, kWidth}, free, kBFloat16));
   cache.publish(weight, weight.detach().to(kBFloat16));
   EXPECT_TRUE(freed);
 }
 
 TEST(WeightCachePublish, ChangesNothingWhenItThrows) {
-  constexpr std::int64_t kBytes = kSize * kSize * 2;
+  constexpr std::int64_t kBytes = kWidth * kWidth * 2;
   const mezzo::WeightCache cache({.max_bytes = 2 * kBytes});
-  const auto weight = torch::randn({kSize, kSize});
+  const auto weight = torch::randn({kWidth, kWidth});
   const auto other = parameter();
   const auto buffer = cache.buffer_for(weight, kBFloat16);
   static_cast<void>(cache.buffer_for(other, kBFloat16));
-  const auto grown = torch::randn({2 * kSize, kSize});
+  const auto grown = torch::randn({2 * kWidth, kWidth});
   const auto before = weight.detach();
   weight.set_data(grown);
   EXPECT_THROW(cache.publish(weight, grown.to(kBFloat16)), c10::Error);
@@ -141,10 +141,10 @@ TEST(WeightCachePublish, ChangesNothingWhenItThrows) {
 
 TEST(WeightCachePublish, TakesACopyThatIsAViewOfAFlatBuffer) {
   const mezzo::WeightCache cache;
-  const auto flat = torch::empty({2 * kSize * kSize}, kBFloat16);
+  const auto flat = torch::empty({2 * kWidth * kWidth}, kBFloat16);
   const std::vector<Tensor> weights = {parameter(), parameter()};
   for (int64_t i = 0; i < 2; ++i) {
-    const auto view = flat.narrow(0, i * kSize * kSize, kSize * kSize).view({kSize, kSize});
+    const auto view = flat.narrow(0, i * kWidth * kWidth, kWidth * kWidth).view({kWidth, kWidth});
     const auto& weight = weights[static_cast<std::size_t>(i)];
     view.copy_(weight.detach());
     cache.publish(weight, view);
@@ -191,7 +191,7 @@ TEST(WeightCachePublish, LosesNothingWhenAStepIsSkipped) {
 TEST(WeightCachePublish, MakesTheBackwardOfAnOlderForwardThrow) {
   const mezzo::WeightCache cache;
   const auto weight = parameter();
-  const auto x = torch::randn({3, kSize}).requires_grad_();
+  const auto x = torch::randn({3, kWidth}).requires_grad_();
   weight.mutable_grad() = torch::ones_like(weight);
   step(cache, weight, kBFloat16);
   Tensor loss;
@@ -214,8 +214,8 @@ TEST(WeightCachePublish, MakesTheBackwardOfAnOlderForwardThrow) {
 
 TEST(WeightCachePublish, MakesTheBackwardOfAFrozenWeightThrowToo) {
   const mezzo::WeightCache cache;
-  const auto weight = torch::randn({kSize, kSize});
-  const auto x = torch::randn({3, kSize}).requires_grad_();
+  const auto weight = torch::randn({kWidth, kWidth});
+  const auto x = torch::randn({3, kWidth}).requires_grad_();
   const auto buffer = cache.buffer_for(weight, kBFloat16);
   Tensor loss;
   {
@@ -233,7 +233,7 @@ TEST(WeightCachePublish, KeepsTheAddressUnlessTheShapeChanges) {
   const auto buffer = cache.buffer_for(weight, kBFloat16);
   EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
   EXPECT_EQ(cache.statistics().casts, 1);
-  weight.set_data(torch::randn({kSize, kSize}));
+  weight.set_data(torch::randn({kWidth, kWidth}));
   EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
   EXPECT_TRUE(torch::equal(buffer, weight.to(kBFloat16)));
   weight.set_data(torch::randn({2, 3}));
@@ -288,7 +288,7 @@ TEST(WeightCachePublish, NamesWhatIsWrong) {
   expect_error([&] { static_cast<void>(cache.buffer_for(made_here, kHalf)); }, "inference mode");
   expect_error(
       [&] {
-        cache.publish(weight, torch::ones({kSize, kSize}, kHalf));
+        cache.publish(weight, torch::ones({kWidth, kWidth}, kHalf));
       },
       "inference mode");
 }

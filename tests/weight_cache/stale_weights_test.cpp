@@ -27,7 +27,7 @@ using torch::kBFloat16;
 using torch::kCPU;
 using torch::Tensor;
 
-constexpr int64_t kSize = 6;
+constexpr int64_t kSide = 6;
 
 struct Change {
   std::string name;
@@ -55,11 +55,11 @@ std::vector<Change> changes() {
       {"Copy", [](Tensor& w) { w.copy_(torch::randn_like(w)); }},
       {"PartThroughAView", [](Tensor& w) { w[2].fill_(7); }},
       {"ThroughDetach", [](Tensor& w) { w.detach().mul_(3); }},
-      {"IndexPut", [](Tensor& w) { w.index_put_({0}, torch::zeros({kSize})); }},
+      {"IndexPut", [](Tensor& w) { w.index_put_({0}, torch::zeros({kSide})); }},
       {"SetData", [](Tensor& w) { w.set_data(torch::randn_like(w)); }},
       {"SetDataToAView",
        [](Tensor& w) {
-         w.set_data(torch::randn({2, kSize, kSize})[1]);
+         w.set_data(torch::randn({2, kSide, kSide})[1]);
        }},
       {"SetDataToItsTransposeInPlace", [](Tensor& w) { w.set_data(w.detach().t()); }},
       {"SetSource",
@@ -98,7 +98,7 @@ class StaleWeights : public testing::TestWithParam<Change> {
 
 TEST_P(StaleWeights, AreNotReadInsideTheRegion) {
   for (const bool trainable : {true, false}) {
-    auto weight = torch::randn({kSize, kSize}).set_requires_grad(trainable);
+    auto weight = torch::randn({kSide, kSide}).set_requires_grad(trainable);
     const Autocast<kCPU> autocast(cache_);
     expect_fresh(weight);
     const auto before = cache_.statistics();
@@ -111,7 +111,7 @@ TEST_P(StaleWeights, AreNotReadInsideTheRegion) {
 
 TEST_P(StaleWeights, AreNotReadInALaterRegion) {
   for (const bool trainable : {true, false}) {
-    auto weight = torch::randn({kSize, kSize}).set_requires_grad(trainable);
+    auto weight = torch::randn({kSide, kSide}).set_requires_grad(trainable);
     {
       const Autocast<kCPU> autocast(cache_);
       expect_fresh(weight);
@@ -123,7 +123,7 @@ TEST_P(StaleWeights, AreNotReadInALaterRegion) {
 }
 
 TEST_P(StaleWeights, AreNotReadFromAPublishedCopy) {
-  auto weight = torch::randn({kSize, kSize}).requires_grad_();
+  auto weight = torch::randn({kSide, kSide}).requires_grad_();
   cache_.publish(weight, cache_.buffer_for(weight, kBFloat16));
   const auto address = cache_.buffer_for(weight, kBFloat16).const_data_ptr();
   change(weight);
@@ -139,12 +139,12 @@ INSTANTIATE_TEST_SUITE_P(After, StaleWeights, testing::ValuesIn(changes()),
 
 TEST(StaleWeightsOfAModule, AreNotReadAfterItLoadsAState) {
   const mezzo::WeightCache cache;
-  torch::nn::Linear source(kSize, kSize);
-  torch::nn::Linear target(kSize, kSize);
+  torch::nn::Linear source(kSide, kSide);
+  torch::nn::Linear target(kSide, kSide);
   std::stringstream stream;
   torch::save(source, stream);
   const Autocast<kCPU> autocast(cache);
-  const auto x = torch::randn({3, kSize});
+  const auto x = torch::randn({3, kSide});
   target(x);
   torch::load(target, stream);
   EXPECT_TRUE(torch::equal(target(x), source(x)));
@@ -152,8 +152,8 @@ TEST(StaleWeightsOfAModule, AreNotReadAfterItLoadsAState) {
 
 TEST(StaleWeightsOfAModule, AreNotReadAfterItMovesToAnotherDtypeAndBack) {
   const mezzo::WeightCache cache;
-  torch::nn::Linear net(kSize, kSize);
-  const auto x = torch::randn({3, kSize});
+  torch::nn::Linear net(kSide, kSide);
+  const auto x = torch::randn({3, kSide});
   const Autocast<kCPU> autocast(cache);
   const auto before = net(x);
   net->to(torch::kDouble);
@@ -172,7 +172,7 @@ TEST(StaleWeightsOfTheDead, AreNotReadThroughAReusedAddress) {
   const mezzo::WeightCache cache;
   const Autocast<kCPU> autocast(cache);
   for (int i = 0; i < 200; ++i) {
-    const auto weight = torch::full({kSize, kSize}, static_cast<float>(i));
+    const auto weight = torch::full({kSide, kSide}, static_cast<float>(i));
     EXPECT_EQ(what_linear_reads(weight).max().item<float>(), static_cast<float>(i));
   }
 }
@@ -180,9 +180,9 @@ TEST(StaleWeightsOfTheDead, AreNotReadThroughAReusedAddress) {
 TEST(StaleWeightsOfTheDead, AreNotReadThroughReusedMemory) {
   const mezzo::WeightCache cache;
   const Autocast<kCPU> autocast(cache);
-  auto weight = torch::zeros({kSize, kSize}).requires_grad_();
+  auto weight = torch::zeros({kSide, kSide}).requires_grad_();
   for (int i = 0; i < 200; ++i) {
-    weight.set_data(torch::full({kSize, kSize}, static_cast<float>(i)));
+    weight.set_data(torch::full({kSide, kSide}, static_cast<float>(i)));
     EXPECT_EQ(what_linear_reads(weight).max().item<float>(), static_cast<float>(i));
     weight.set_data(torch::zeros({1}));  // the allocator may now give the memory away
   }
@@ -190,8 +190,8 @@ TEST(StaleWeightsOfTheDead, AreNotReadThroughReusedMemory) {
 
 std::vector<float> train_with_sgd(const mezzo::AutocastOptions& options, bool step_in_region) {
   torch::manual_seed(5);
-  const auto weight = torch::randn({kSize, kSize}).requires_grad_();
-  const auto x = torch::randn({3, kSize});
+  const auto weight = torch::randn({kSide, kSide}).requires_grad_();
+  const auto x = torch::randn({3, kSide});
   torch::optim::SGD optimizer({weight}, 0.1);
   std::vector<float> losses;
   std::optional<Autocast<kCPU>> around;
@@ -227,7 +227,7 @@ TEST(StaleWeightsOfSgd, AreNotReadAfterABackwardPassAndAStepInsideTheRegion) {
 
 TEST(StaleWeightsOfSgd, AreNotReadAfterTheyAreFrozen) {
   const mezzo::WeightCache cache;
-  auto weight = torch::ones({kSize, kSize}).requires_grad_();
+  auto weight = torch::ones({kSide, kSide}).requires_grad_();
   const Autocast<kCPU> outer(cache);
   what_linear_reads(weight).sum().backward();
   torch::optim::SGD({weight}, 0.5).step();
@@ -238,12 +238,12 @@ TEST(StaleWeightsOfSgd, AreNotReadAfterTheyAreFrozen) {
 // Where a parameter's memory is that of a tensor that requires no grad, as of a flat buffer.
 TEST(StaleWeightsOfSgd, AreNotReadWhereAParameterShowsAllOfABuffer) {
   const auto transposed = [](const Tensor& weight) {
-    return torch::matmul(torch::eye(kSize), weight.t()).t();
+    return torch::matmul(torch::eye(kSide), weight.t()).t();
   };
   for (const auto& read : {std::function<Tensor(const Tensor&)>(what_linear_reads),
                            std::function<Tensor(const Tensor&)>(transposed)}) {
     const mezzo::WeightCache cache;
-    const auto weight = torch::ones({kSize * kSize}).view({kSize, kSize}).requires_grad_();
+    const auto weight = torch::ones({kSide * kSide}).view({kSide, kSide}).requires_grad_();
     torch::optim::SGD optimizer({weight}, 0.5);
     for (int step = 0; step < 3; ++step) {
       for (int use = 0; use < 3; ++use) {
@@ -264,7 +264,7 @@ TEST(StaleWeightsOfSgd, AreNotReadWhereAParameterShowsAllOfABuffer) {
 // A region that began earlier in another thread must not keep this thread's old copies alive.
 TEST(StaleWeightsOfSgd, AreNotReadWhileAnotherThreadIsInARegion) {
   const mezzo::WeightCache cache;
-  const auto weight = torch::ones({kSize, kSize}).requires_grad_();
+  const auto weight = torch::ones({kSide, kSide}).requires_grad_();
   std::promise<void> inside;
   std::promise<void> done;
   std::thread other([&] {
@@ -286,7 +286,7 @@ TEST(StaleWeightsOfSgd, AreNotReadWhileAnotherThreadIsInARegion) {
 TEST(StaleWeightsByHand, AreForgottenThroughAViewToo) {
   const mezzo::WeightCache cache;
   const Autocast<kCPU> autocast(cache);
-  const auto weight = torch::ones({kSize, kSize});
+  const auto weight = torch::ones({kSide, kSide});
   what_linear_reads(weight);
   EXPECT_TRUE(cache.holds(weight.t(), kBFloat16));
   weight.data().fill_(2);
@@ -299,7 +299,7 @@ TEST(StaleWeightsByHand, AreNotReadAfterAWriteToTheCopy) {
   const mezzo::WeightCache cache;
   const auto policy = mezzo::OpPolicy().allow("aten::dropout");
   const Autocast<kCPU> autocast({.policy = policy, .weight_cache = cache});
-  const auto weight = torch::ones({kSize, kSize});
+  const auto weight = torch::ones({kSide, kSide});
   what_linear_reads(weight);
   torch::dropout(weight, 0.5, /*train=*/false).zero_();
   EXPECT_EQ(what_linear_reads(weight).max().item<float>(), 1.F);
@@ -309,8 +309,8 @@ TEST(StaleWeightsByHand, AreNotReadAfterAWriteToTheCopy) {
 TEST(StaleWeightsByHand, AreForgotten) {
   const mezzo::WeightCache cache;
   const Autocast<kCPU> autocast(cache);
-  const auto weight = torch::ones({kSize, kSize}).requires_grad_();
-  const auto published = torch::ones({kSize, kSize}).requires_grad_();
+  const auto weight = torch::ones({kSide, kSide}).requires_grad_();
+  const auto published = torch::ones({kSide, kSide}).requires_grad_();
   cache.publish(published, cache.buffer_for(published, kBFloat16));
   what_linear_reads(weight);
   weight.data().fill_(2);
@@ -328,7 +328,7 @@ TEST(StaleWeightsByHand, AreForgotten) {
 
 // What the plain libtorch cache does, for the record: if it changes, so may this library.
 TEST(StaleWeightsOfLibtorch, AreReadWithinARegion) {
-  const auto weight = torch::ones({kSize, kSize}).requires_grad_();
+  const auto weight = torch::ones({kSide, kSide}).requires_grad_();
   const Autocast<kCPU> autocast;
   what_linear_reads(weight);
   {

@@ -23,7 +23,7 @@ using torch::kCPU;
 using torch::Tensor;
 
 constexpr int kThreads = 8;
-constexpr int64_t kSize = 6;
+constexpr int64_t kEdge = 6;
 
 void in_threads(const std::function<void(int)>& work) {
   std::vector<std::thread> threads;
@@ -41,7 +41,7 @@ void in_threads(const std::function<void(int)>& work) {
 std::vector<Tensor> weights(int64_t count) {
   std::vector<Tensor> all;
   for (int64_t i = 0; i < count; ++i) {
-    all.push_back(torch::randn({kSize, kSize}));
+    all.push_back(torch::randn({kEdge, kEdge}));
   }
   return all;
 }
@@ -122,7 +122,7 @@ void stress(const WeightCache& cache, bool publish) {
   const auto shared = weights(4);
   std::atomic<int> wrong = 0;
   in_threads([&](int thread) {
-    const auto own = torch::randn({kSize, kSize}).requires_grad_();
+    const auto own = torch::randn({kEdge, kEdge}).requires_grad_();
     for (int round = 0; round < 60; ++round) {
       {
         const Autocast<kCPU> autocast(cache);
@@ -132,9 +132,9 @@ void stress(const WeightCache& cache, bool publish) {
         const auto y = what_linear_reads(own);
         wrong += !torch::equal(y, own.to(kBFloat16));
         y.sum().backward();
-        wrong += own.grad().sum().item<float>() != static_cast<float>(kSize * kSize);
+        wrong += own.grad().sum().item<float>() != static_cast<float>(kEdge * kEdge);
         own.mutable_grad().reset();
-        const auto brief = torch::randn({kSize, kSize});
+        const auto brief = torch::randn({kEdge, kEdge});
         wrong += !torch::equal(what_mm_reads(brief), brief.to(kBFloat16));
         wrong += !torch::equal(what_mm_reads(brief), brief.to(kBFloat16));
       }
@@ -159,7 +159,7 @@ void stress(const WeightCache& cache, bool publish) {
 TEST(WeightCacheThreads, StandAStressWithASharedCache) { stress(WeightCache(), true); }
 
 TEST(WeightCacheThreads, StandAStressWithASmallSharedCache) {
-  stress(WeightCache({.max_bytes = 3 * kSize * kSize * 2, .keep_trainable = true}), false);
+  stress(WeightCache({.max_bytes = 3 * kEdge * kEdge * 2, .keep_trainable = true}), false);
 }
 
 TEST(WeightCacheThreads, StandAStressWithAnIsolatedCache) {
