@@ -19,8 +19,6 @@ using mezzo::master_params;
 using mezzo::MasterWeights;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-using torch::optim::SGD;
-using torch::optim::SGDOptions;
 
 void train(const Model& model, MasterWeights& optimizer, int first, int last) {
   GradScaler scaler = quiet_scaler();
@@ -78,7 +76,7 @@ TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
 
 TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
   const Model model(torch::kBFloat16);
-  SGD inner(model.groups(), SGDOptions(0.1));
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights optimizer(inner);
   train(model, optimizer, 0, 8);
   const Tensors masters = copies_of(master_params(optimizer));
@@ -87,7 +85,7 @@ TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
     const torch::NoGradGuard no_grad;
     for (std::size_t i = 0; i < masters.size(); ++i) half.parameters[i].copy_(masters[i]);
   }
-  SGD other(half.groups(), SGDOptions(0.1));
+  torch::optim::SGD other(half.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights loaded(other);
   load(loaded, saved(optimizer));
   EXPECT_TRUE(same_bits(master_params(loaded), masters));
@@ -95,13 +93,13 @@ TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
 
 TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
   const Model model(torch::kHalf);
-  SGD inner(model.groups(), SGDOptions(0.1).momentum(0.9));
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
   MasterWeights optimizer(inner);
   train(model, optimizer, 0, 7);
-  SGD other(model.groups(), SGDOptions(0.5).momentum(0.9));
+  torch::optim::SGD other(model.groups(), torch::optim::SGDOptions(0.5).momentum(0.9));
   load(other, saved(inner));
   EXPECT_EQ(other.param_groups()[0].options().get_lr(), 0.1);
-  const auto momentum = [&](const SGD& sgd) {
+  const auto momentum = [&](const torch::optim::SGD& sgd) {
     const auto key = model.parameters[0].unsafeGetTensorImpl();
     return static_cast<torch::optim::SGDParamState&>(*sgd.state().at(key)).momentum_buffer();
   };
@@ -131,7 +129,7 @@ class RefusedFile : public testing::Test {
   }
 
   Model model_{torch::kHalf};
-  SGD inner_{model_.groups(), SGDOptions(0.1).momentum(0.9)};
+  torch::optim::SGD inner_{model_.groups(), torch::optim::SGDOptions(0.1).momentum(0.9)};
   MasterWeights optimizer_{inner_};
 };
 
@@ -146,7 +144,7 @@ TEST_F(RefusedFile, OfAnotherKindOfOptimizer) {
 }
 
 TEST_F(RefusedFile, OfOtherGroups) {
-  SGD sgd(model_.parameters, SGDOptions(0.7));
+  torch::optim::SGD sgd(model_.parameters, torch::optim::SGDOptions(0.7));
   const MasterWeights other(sgd);
   EXPECT_THAT(error_of_loading(saved(other)),
               HasSubstr("has groups of [6] parameters, and this optimizer has groups of [3, 3]"));
@@ -155,7 +153,7 @@ TEST_F(RefusedFile, OfOtherGroups) {
 TEST_F(RefusedFile, OfAnotherNumberOfMasters) {
   Model model(torch::kHalf);
   model.parameters[0] = model.parameters[0].detach().to(torch::kFloat).requires_grad_();
-  SGD sgd(model.groups(), SGDOptions(0.7));
+  torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7));
   const MasterWeights other(sgd);
   EXPECT_THAT(error_of_loading(saved(other)), HasSubstr("masters of the parameters number "
                                                         "[2, 3, 4, 5], and here those of half "
@@ -165,7 +163,7 @@ TEST_F(RefusedFile, OfAnotherNumberOfMasters) {
 TEST_F(RefusedFile, OfMastersOfAnotherShape) {
   Model model(torch::kHalf);
   model.parameters[0] = torch::zeros({5, 7}, torch::kHalf).requires_grad_();
-  SGD sgd(model.groups(), SGDOptions(0.7).momentum(0.9));
+  torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7).momentum(0.9));
   MasterWeights other(sgd);
   train(model, other, 0, 2);
   EXPECT_THAT(error_of_loading(saved(other)),
