@@ -36,8 +36,8 @@ void statistics_(const std::vector<at::Tensor>&, const at::Tensor&, double,
 }
 int64_t partial_count(const at::Tensor&) { no_gpu(); }
 int64_t partial_bytes() { no_gpu(); }
-void write_partials_(const std::vector<at::Tensor>&, const std::vector<int64_t>&,
-                     const at::Tensor&, TableMemory*) {
+void write_partials_(const std::vector<at::Tensor>&, const std::vector<int64_t>&, const at::Tensor&,
+                     TableMemory*) {
   no_gpu();
 }
 void finish_partials_(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
