@@ -49,7 +49,7 @@ inline std::optional<std::vector<PendingPart>> decode_if_whole(
   try {
     const CheckpointReader reader(calls, file);
     step = reader.index().step;
-    return decode_parts(reader, state, options);
+    return decode_parts(reader, state.parts(), options.subset, options.device);
   } catch (const DamagedCheckpoint& error) {
     damage = error.what();
     return std::nullopt;

@@ -1,9 +1,11 @@
 #pragma once
 
-#include <mezzo/checkpoint.h>
+#include <mezzo/detail/checkpoint/checkpoint_part.h>
 #include <mezzo/detail/checkpoint/checkpoint_reader.h>
 #include <mezzo/version.h>
 
+#include <c10/core/Device.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -11,6 +13,7 @@
 #include <exception>
 #include <functional>
 #include <map>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -40,15 +43,16 @@ inline const CheckpointEntry* entry_named(const CheckpointIndex& index, const st
   return nullptr;
 }
 
-inline void check_names(const CheckpointReader& reader, const TrainingState& state, bool subset) {
+inline void check_names(const CheckpointReader& reader, const std::vector<NamedPart>& parts,
+                        bool subset) {
   std::string missing, extra;
-  for (const NamedPart& part : state.parts()) {
+  for (const NamedPart& part : parts) {
     if (entry_named(reader.index(), part.name) == nullptr) missing += " \"" + part.name + "\"";
   }
   for (const CheckpointEntry& entry : reader.index().entries) {
-    const bool is_wanted =
-        std::any_of(state.parts().begin(), state.parts().end(),
-                    [&entry](const NamedPart& part) { return part.name == entry.name; });
+    const bool is_wanted = std::any_of(parts.begin(), parts.end(), [&entry](const NamedPart& part) {
+      return part.name == entry.name;
+    });
     if (!is_wanted && !subset) extra += " \"" + entry.name + "\"";
   }
   TORCH_CHECK(
@@ -93,11 +97,11 @@ struct PendingPart {
 
 /// \throws DamagedCheckpoint, or c10::Error for a file that is whole but does not fit
 inline std::vector<PendingPart> decode_parts(const CheckpointReader& reader,
-                                             const TrainingState& state,
-                                             const LoadOptions& options) {
+                                             const std::vector<NamedPart>& parts, bool subset,
+                                             std::optional<at::Device> device) {
   const std::string file = reader.path().string();
-  check_names(reader, state, options.subset);
-  for (const auto& [name, part] : state.parts()) {
+  check_names(reader, parts, subset);
+  for (const auto& [name, part] : parts) {
     const CheckpointEntry& entry = *entry_named(reader.index(), name);
     TORCH_CHECK(entry.kind == part->kind(), file, ": \"", name, "\" is of the kind \"", entry.kind,
                 "\" there, and \"", part->kind(), "\" here; nothing was loaded");
@@ -106,10 +110,10 @@ inline std::vector<PendingPart> decode_parts(const CheckpointReader& reader,
                 "; nothing was loaded");
   }
   std::vector<PendingPart> pending;
-  for (const NamedPart& named : state.parts()) {
+  for (const NamedPart& named : parts) {
     try {
       const ByteSource source = reader.source(*entry_named(reader.index(), named.name));
-      pending.push_back({&named, named.part->decode(source, options.device)});
+      pending.push_back({&named, named.part->decode(source, device)});
     } catch (const DamagedCheckpoint&) {
       throw;
     } catch (...) {
