@@ -11,6 +11,7 @@
 #include <mezzo/op_policy.h>
 #include <mezzo/weight_cache.h>
 
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -200,7 +201,7 @@ TEST_P(Casts, AreNoneInPlace) {
 
 struct CachedOps {
   std::string name;
-  torch::IntArrayRef shape;
+  std::vector<int64_t> shape;
   std::function<Tensor(const Tensor& input, const Tensor& weight)> run;
 };
 
