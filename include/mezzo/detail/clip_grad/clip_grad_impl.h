@@ -3,6 +3,7 @@
 #include <mezzo/clip_grad.h>
 #include <mezzo/detail/grad_scaler/device_copies.h>
 #include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/detail/kernels/gradient_summary.h>
 #include <mezzo/detail/kernels/unscale.h>
 
@@ -18,7 +19,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
-#include <cmath>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -92,7 +92,7 @@ inline void check_norm_arguments(double max_norm, double norm_type) {
 }
 
 inline void require_finite(const at::Tensor& norm, double norm_type) {
-  TORCH_CHECK(std::isfinite(norm.item<double>()), "The total norm of order ", norm_type,
+  TORCH_CHECK(!nonfinite_bits(norm.item<double>()), "The total norm of order ", norm_type,
               " for gradients from `parameters` is non-finite, so it cannot be clipped. Leave "
               "error_if_nonfinite at false to go on; GradScaler::step then skips this step");
 }
