@@ -20,12 +20,17 @@ def run(scaler, gradients):
     return scaler
 
 
-if len(sys.argv) > 1:
-    scaler = torch.amp.GradScaler("cpu")
-    with open(sys.argv[1]) as file:
-        scaler.load_state_dict(json.load(file))
-    run(scaler, (1.0, 1.0))
-else:
-    scaler = run(torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=3),
-                 (1.0, 1.0, float("inf"), 1.0, 1.0))
-print(json.dumps(scaler.state_dict()))
+def recorded():
+    return run(torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=3),
+               (1.0, 1.0, float("inf"), 1.0, 1.0))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        scaler = torch.amp.GradScaler("cpu")
+        with open(sys.argv[1]) as file:
+            scaler.load_state_dict(json.load(file))
+        run(scaler, (1.0, 1.0))
+    else:
+        scaler = recorded()
+    print(json.dumps(scaler.state_dict()))
