@@ -18,8 +18,8 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// How the ranks' values of an element become one. `max` of a NaN and anything is NaN; of bools it
-/// is "or".
+/// How the ranks' values of an element become one. `max` of bools is "or"; whether a NaN survives
+/// `max` is the transport's matter (MPI: always; NCCL: not so).
 enum class Reduction : uint8_t { sum, max };
 
 namespace detail {
