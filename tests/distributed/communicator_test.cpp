@@ -113,6 +113,8 @@ TEST(CollectiveRequest, ThatNobodyWaitedForWarnsAndNeverThrows) {
   std::vector<std::string> log;
   const Warnings warnings(/*throws=*/true);
   { const CollectiveRequest forgotten = Recorder(log).broadcast(at::zeros({1}), 4); }
+  CollectiveRequest abandoned = Recorder(log).barrier();
+  abandoned.abandon();
   CollectiveRequest replaced = Recorder(log).barrier();
   replaced = CollectiveRequest();
   EXPECT_THAT(warnings.texts,

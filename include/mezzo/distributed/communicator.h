@@ -60,6 +60,9 @@ class [[nodiscard]] CollectiveRequest {
   /// that it writes then hold anything
   void wait();
 
+  /// Lets go of it without waiting or warning, for whoever gives up after an error.
+  void abandon() noexcept { pending_.reset(); }
+
  private:
   void warn_if_unwaited() noexcept;
 
