@@ -18,8 +18,11 @@
 #include <thread>
 #include <vector>
 
+#include "../grad_scaler/error_of.h"
+
 namespace {
 
+using grad_scaler_test::error_of;
 using mezzo::C10dCommunicator;
 using mezzo::Reduction;
 using testing::AllOf;
@@ -105,16 +108,6 @@ void in_threads(const std::function<void(int rank)>& f) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) threads.emplace_back(f, rank);
   for (auto& thread : threads) thread.join();
-}
-
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "nothing was thrown";
 }
 
 enum class Door { backend, process_group };

@@ -12,8 +12,11 @@
 #include <thread>
 #include <vector>
 
+#include "../grad_scaler/error_of.h"
+
 namespace {
 
+using grad_scaler_test::error_of;
 using mezzo::CollectiveRequest;
 using mezzo::MpiCommunicator;
 using mezzo::MpiCommunicatorOptions;
@@ -62,16 +65,6 @@ void expect_same(const at::Tensor& actual, const at::Tensor& wanted) {
   } else {
     EXPECT_TRUE(at::equal(actual, wanted)) << actual << wanted;
   }
-}
-
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "nothing was thrown";
 }
 
 /// As a user has it; in runs of 40 bytes, as beyond 2^31 elements; and without comparing calls.

@@ -9,8 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "../grad_scaler/error_of.h"
+
 namespace {
 
+using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
@@ -201,16 +204,6 @@ TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
   EXPECT_EQ(weight.grad()[0].item<int>(), world.rank() + 1);
 }
 
-template <class F>
-std::string error_in(F f) {
-  try {
-    f();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "nothing was thrown";
-}
-
 TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Branches model;
@@ -219,10 +212,10 @@ TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
   const Batch batch = batches()[0];
   const at::Tensor hidden = torch::tanh(model->left->forward(batch.x));
   hidden.register_hook([](const at::Tensor&) -> at::Tensor { TORCH_CHECK(false, "on purpose"); });
-  EXPECT_THAT(error_in([&] { model->out->forward(hidden).sum().backward(); }),
+  EXPECT_THAT(error_of([&] { model->out->forward(hidden).sum().backward(); }),
               testing::HasSubstr("on purpose"));
   buckets.zero_grad();
-  EXPECT_THAT(error_in([&] { loss_of(model, batch, 0, false).backward(); }),
+  EXPECT_THAT(error_of([&] { loss_of(model, batch, 0, false).backward(); }),
               testing::HasSubstr("an earlier backward pass did not end"));
 }
 
@@ -231,7 +224,7 @@ TEST(GradAllReduce, SparseGradientsAreRefused) {
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
   GradBuckets buckets(embedding->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
-  EXPECT_THAT(error_in([&] {
+  EXPECT_THAT(error_of([&] {
                 embedding->forward(torch::tensor({1, 2})).sum().backward();
               }),
               testing::HasSubstr("the gradient of parameter 0 is sparse"));
@@ -241,7 +234,7 @@ TEST(GradAllReduce, BucketsThatCannotBeReducedAreRefused) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets in_place({weight});
-  EXPECT_THAT(error_in([&] { GradAllReduce(in_place, world); }),
+  EXPECT_THAT(error_of([&] { GradAllReduce(in_place, world); }),
               testing::HasSubstr("`buckets` must have flat storage"));
 }
 

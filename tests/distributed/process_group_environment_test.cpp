@@ -27,7 +27,7 @@ ProcessGroupEnvironment read(const Environment& environment) {
   return ProcessGroupEnvironment::read(variables_of(environment));
 }
 
-std::string error_of(const Environment& environment) {
+std::string error_in(const Environment& environment) {
   try {
     read(environment);
   } catch (const c10::Error& error) {
@@ -78,7 +78,7 @@ TEST(ProcessGroupEnvironment, ReadsWhatOpenMpiSets) {
                                  {"MASTER_ADDR", "node7"},
                                  {"MASTER_PORT", "1024"}})),
             (ProcessGroupEnvironment{3, 4, 1, "node7", 1024}));
-  EXPECT_THAT(error_of(with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}})),
+  EXPECT_THAT(error_in(with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}})),
               AllOf(HasSubstr("2 of 4 ranks on this machine"), HasSubstr("MASTER_ADDR")));
 }
 
@@ -97,7 +97,7 @@ TEST(ProcessGroupEnvironment, FindsTheFirstHostOfEveryFormOfNodeList) {
     EXPECT_EQ(read(with(kSlurm, {{"SLURM_STEP_NODELIST", list}})).master_addr, first) << list;
   }
   for (const char* list : {"gpu[3", "gpu[]", "gpu[-4]", ",gpu3"}) {
-    EXPECT_THAT(error_of(with(kSlurm, {{"SLURM_STEP_NODELIST", list}})),
+    EXPECT_THAT(error_in(with(kSlurm, {{"SLURM_STEP_NODELIST", list}})),
                 AllOf(HasSubstr(list), HasSubstr("MASTER_ADDR")));
   }
 }
@@ -114,7 +114,7 @@ TEST(ProcessGroupEnvironment, RanksThatContradictEachOtherAreNamed) {
   // As in `RANK=0 WORLD_SIZE=1 mpirun -np 4`.
   const Environment of_the_shell =
       with(kTorchrun, {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "0"}});
-  EXPECT_THAT(error_of(with(of_the_shell, kOpenMpi)),
+  EXPECT_THAT(error_in(with(of_the_shell, kOpenMpi)),
               AllOf(HasSubstr("RANK and WORLD_SIZE say rank 0 of 4"),
                     HasSubstr("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE rank 3 of 4")));
   EXPECT_EQ(read(with(with(of_the_shell, {{"RANK", "3"}}), kOpenMpi)).rank, 3);
@@ -122,22 +122,22 @@ TEST(ProcessGroupEnvironment, RanksThatContradictEachOtherAreNamed) {
 
 TEST(ProcessGroupEnvironment, WhatIsMissingIsNamed) {
   for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
-    EXPECT_THAT(error_of(without(kTorchrun, name)), HasSubstr(std::string(name) + " is not set"));
-    EXPECT_THAT(error_of(with(kTorchrun, {{name, ""}})),
+    EXPECT_THAT(error_in(without(kTorchrun, name)), HasSubstr(std::string(name) + " is not set"));
+    EXPECT_THAT(error_in(with(kTorchrun, {{name, ""}})),
                 HasSubstr(std::string(name) + " is not set"));
   }
   for (const auto& [name, value] : kOpenMpi) {
-    EXPECT_THAT(error_of(without(kOpenMpi, name)), HasSubstr(name + " is not set"));
+    EXPECT_THAT(error_in(without(kOpenMpi, name)), HasSubstr(name + " is not set"));
   }
   for (const char* name : {"SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"}) {
-    EXPECT_THAT(error_of(without(kSlurm, name)), HasSubstr(std::string(name) + " is not set"));
+    EXPECT_THAT(error_in(without(kSlurm, name)), HasSubstr(std::string(name) + " is not set"));
   }
-  EXPECT_THAT(error_of({}), AllOf(HasSubstr("no launcher"), HasSubstr("torchrun, mpirun or srun")));
+  EXPECT_THAT(error_in({}), AllOf(HasSubstr("no launcher"), HasSubstr("torchrun, mpirun or srun")));
 }
 
 TEST(ProcessGroupEnvironment, WhatIsNoNumberOrOutOfRangeIsNamedWithItsRange) {
   const auto expect = [](const char* name, const char* value, const std::string& range) {
-    EXPECT_THAT(error_of(with(kTorchrun, {{name, value}})),
+    EXPECT_THAT(error_in(with(kTorchrun, {{name, value}})),
                 HasSubstr(std::string(name) + " must be a number from " + range + ", but is \"" +
                           value + "\""));
   };
