@@ -33,7 +33,7 @@ c10::intrusive_ptr<c10d::Store> meet(const ProcessGroupEnvironment& environment,
 /// collectives do). With NCCL, one process a GPU:
 ///
 /// \code
-///   #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>  // from a libtorch with CUDA
+///   #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>  // -DUSE_C10D_NCCL, nccl.h
 ///
 ///   const auto environment = mezzo::ProcessGroupEnvironment::read();
 ///   mezzo::C10dCommunicator world(
