@@ -1,4 +1,5 @@
-# mezzo::mezzo, the headers and libtorch, builds with the host compiler alone; mezzo::cuda adds the kernels.
+# mezzo::mezzo, the headers and libtorch, builds with the host compiler alone; mezzo::cuda adds the kernels,
+# mezzo::mpi adds MPI.
 
 add_library(mezzo INTERFACE)
 add_library(mezzo::mezzo ALIAS mezzo)
@@ -12,4 +13,17 @@ if(MEZZO_TORCH_CUDA AND (PROJECT_IS_TOP_LEVEL OR "CUDA" IN_LIST mezzo_outer_lang
   mezzo_add_cuda("${PROJECT_SOURCE_DIR}/include")
 elseif(MEZZO_TORCH_CUDA)
   message(STATUS "mezzo: without mezzo::cuda, since the project that adds mezzo has not enabled CUDA before")
+endif()
+
+include(MezzoMpi)
+if(PROJECT_IS_TOP_LEVEL OR MEZZO_MPI STREQUAL "ON" OR TARGET MPI::MPI_CXX)
+  mezzo_find_mpi()
+  if(NOT MEZZO_MPI_WHY_NOT)
+    mezzo_add_mpi()
+    message(STATUS "mezzo: mezzo::mpi with MPI ${MPI_CXX_VERSION}")
+  elseif(MEZZO_MPI STREQUAL "ON")
+    message(FATAL_ERROR "mezzo: MEZZO_MPI is ON, but ${MEZZO_MPI_WHY_NOT}.")
+  else()
+    message(STATUS "mezzo: without mezzo::mpi (${MEZZO_MPI_WHY_NOT})")
+  endif()
 endif()

@@ -1,9 +1,9 @@
 /// \file
-/// All of mezzo. Include the single headers instead where compile time counts: autocast_module.h
-/// and initialize.h bring in libtorch's modules, grad_scaler.h and lr_schedule.h its optimizers,
-/// optim/*.h its archives, activation_checkpoint.h, autograd_function.h and weight_cache.h its
-/// autograd engine, op_policy.h and what stands on it the dispatcher, the others little more than
-/// c10.
+/// All of mezzo but distributed/, whose headers are included by name. Include the single headers
+/// instead where compile time counts: autocast_module.h and initialize.h bring in libtorch's
+/// modules, grad_scaler.h and lr_schedule.h its optimizers, optim/*.h its archives,
+/// activation_checkpoint.h, autograd_function.h and weight_cache.h its autograd engine, op_policy.h
+/// and what stands on it the dispatcher, the others little more than c10.
 #pragma once
 
 #include <mezzo/activation_checkpoint.h>

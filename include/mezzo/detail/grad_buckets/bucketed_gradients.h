@@ -50,6 +50,10 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   at::Tensor micro_batch(const std::function<void()>& backward);
   void on_ready(std::function<void(std::size_t)> callback);
 
+  /// Flat storage: what lies in the place of parameter `number` is its gradient, though this
+  /// process made none.
+  void adopt_place(std::size_t number);
+
   /// From the hook of parameter `number`, on one of autograd's threads.
   void arrived(std::size_t number);
 

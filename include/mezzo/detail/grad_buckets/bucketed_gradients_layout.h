@@ -149,6 +149,13 @@ inline void BucketedGradients::move_to_place(GradientSlot& slot) {
   slot.parameter.mutable_grad() = slot.place;
 }
 
+inline void BucketedGradients::adopt_place(std::size_t number) {
+  const std::lock_guard lock(mutex_);
+  GradientSlot& slot = slots_[number];
+  slot.parameter.mutable_grad() = slot.place;
+  slot.may_be_nonzero = true;
+}
+
 inline void BucketedGradients::collect() {
   const std::lock_guard lock(mutex_);
   const c10::NoGradGuard no_grad;

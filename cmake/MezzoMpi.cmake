@@ -1,0 +1,36 @@
+# mezzo::mpi: mezzo::mezzo and MPI, for the communicator that stands on it.
+#
+#   MEZZO_MPI      whether to look for MPI:
+#     AUTO (default)  yes; as a part of another project, only where that has found MPI before
+#     ON              or stop and say why it cannot be used
+#     OFF             no
+#   MPI_HOME, MPI_CXX_COMPILER   where MPI is, as FindMPI has it
+#
+# mezzo calls MPI's C interface from C++, so no other language is needed.
+
+set(MEZZO_MPI "AUTO" CACHE STRING "Use MPI: AUTO, ON or OFF")
+set_property(CACHE MEZZO_MPI PROPERTY STRINGS AUTO ON OFF)
+
+# Finds MPI; MEZZO_MPI_WHY_NOT says in words why not, and is empty where it was found.
+macro(mezzo_find_mpi)
+  set(MEZZO_MPI_WHY_NOT "")
+  if(NOT MEZZO_MPI STREQUAL "OFF" AND NOT TARGET MPI::MPI_CXX)
+    # mezzo::mpi is global, for a project that adds mezzo as a subdirectory: so must be what it links.
+    set(mezzo_targets_global "${CMAKE_FIND_PACKAGE_TARGETS_GLOBAL}")
+    set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)
+    find_package(MPI QUIET COMPONENTS CXX)
+    set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL "${mezzo_targets_global}")
+  endif()
+  if(MEZZO_MPI STREQUAL "OFF")
+    set(MEZZO_MPI_WHY_NOT "MEZZO_MPI is OFF")
+  elseif(NOT TARGET MPI::MPI_CXX)
+    set(MEZZO_MPI_WHY_NOT "no MPI was found: neither mpicxx on PATH nor MPI_HOME")
+  endif()
+endmacro()
+
+function(mezzo_add_mpi)
+  add_library(mezzo::mpi INTERFACE IMPORTED GLOBAL)
+  # The C++ bindings that old versions of MPI had, and that libraries still bring along.
+  target_compile_definitions(mezzo::mpi INTERFACE OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
+  target_link_libraries(mezzo::mpi INTERFACE mezzo::mezzo MPI::MPI_CXX)
+endfunction()

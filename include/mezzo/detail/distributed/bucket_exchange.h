@@ -1,0 +1,78 @@
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// How the gradients of one bucket after another become those of all ranks. One backward pass:
+/// `begin` for each bucket, in the same order on all ranks, `poll` in between, then `finish`.
+class BucketExchange {
+ public:
+  BucketExchange() = default;
+  virtual ~BucketExchange() = default;
+  BucketExchange(const BucketExchange&) = delete;
+  BucketExchange& operator=(const BucketExchange&) = delete;
+
+  /// The bucket is full; its `flat` is not touched by others until `finish` has returned.
+  virtual void begin(std::size_t bucket) = 0;
+  /// Moves on what is under way, without waiting.
+  virtual void poll() = 0;
+  /// Returns when every bucket that has begun holds what it is to hold.
+  virtual void finish() = 0;
+};
+
+/// Collectives under way, let go of without a warning where a pass threw.
+class PendingRequests {
+ public:
+  PendingRequests() = default;
+  ~PendingRequests() {
+    for (CollectiveRequest& request : requests_) request.abandon();
+  }
+  PendingRequests(const PendingRequests&) = delete;
+  PendingRequests& operator=(const PendingRequests&) = delete;
+
+  void add(CollectiveRequest request) { requests_.push_back(std::move(request)); }
+  void poll() {
+    for (CollectiveRequest& request : requests_) request.ready();
+  }
+  void wait() {
+    for (CollectiveRequest& request : requests_) request.wait();
+    requests_.clear();
+  }
+
+ private:
+  std::vector<CollectiveRequest> requests_;
+};
+
+/// Every rank gets the sum of every bucket, or the average: divided before the sum, so that half
+/// does not overflow.
+class AllReduceExchange : public BucketExchange {
+ public:
+  AllReduceExchange(BucketedGradients& gradients, AnyCommunicator communicator, bool average)
+      : gradients_(gradients), communicator_(std::move(communicator)), average_(average) {}
+
+  void begin(std::size_t bucket) override {
+    const at::Tensor& flat = gradients_.buckets()[bucket].flat;
+    if (average_) flat.mul_(1. / communicator_.size());
+    requests_.add(communicator_.all_reduce(flat, Reduction::sum));
+  }
+  void poll() override { requests_.poll(); }
+  void finish() override { requests_.wait(); }
+
+ private:
+  BucketedGradients& gradients_;
+  AnyCommunicator communicator_;
+  bool average_;
+  PendingRequests requests_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,223 @@
+#pragma once
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <mezzo/detail/distributed/collective_call.h>
+#include <mezzo/detail/distributed/written_tensor.h>
+#include <mezzo/distributed/c10d_communicator.h>
+#include <mezzo/version.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <variant>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What `f` returns; what it throws, as c10::Error with `context` before its words.
+template <class F>
+auto with_context(const std::string& context, F f) {
+  try {
+    return f();
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, context, ": ", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, context, ": ", error.what());
+  }
+}
+
+/// One of c10d's works, with the tensors that it reads and writes.
+class C10dPending final : public PendingCollective {
+ public:
+  C10dPending(c10::intrusive_ptr<c10d::Work> work, std::string name, at::Tensor input,
+              std::optional<WrittenTensor> written)
+      : work_(std::move(work)),
+        name_(std::move(name)),
+        input_(std::move(input)),
+        written_(std::move(written)) {}
+
+  bool ready() override { return !work_ || work_->isCompleted(); }
+
+  void wait() override {
+    const bool done = with_context(name_, [&] { return !work_ || work_->wait(); });
+    TORCH_CHECK(done, name_, ": it was aborted");
+    const c10::NoGradGuard no_grad;
+    if (written_) written_->finish();
+  }
+
+  std::string name() const override { return name_; }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> work_;
+  std::string name_;
+  at::Tensor input_;
+  std::optional<WrittenTensor> written_;
+};
+
+/// A process group or a backend: two classes of c10d's with the same calls and no common base.
+class C10dGroup {
+ public:
+  using Group =
+      std::variant<c10::intrusive_ptr<c10d::ProcessGroup>, c10::intrusive_ptr<c10d::Backend>>;
+
+  C10dGroup(Group group, std::vector<c10::DeviceType> devices)
+      : group_(std::move(group)), devices_(std::move(devices)) {
+    TORCH_CHECK(std::visit([](auto& g) { return bool(g); }, group_),
+                "C10dCommunicator: `group` is null");
+    TORCH_CHECK(!devices_.empty(),
+                "C10dCommunicator: `devices` is empty; name those that the group can take, such as "
+                "{torch::kCUDA} for NCCL");
+    rank_ = std::visit([](auto& g) { return g->getRank(); }, group_);
+    size_ = std::visit([](auto& g) { return g->getSize(); }, group_);
+  }
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  const std::vector<c10::DeviceType>& devices() const noexcept { return devices_; }
+
+  /// Starts one: `start` is given the group or backend, and returns its work.
+  template <class Start>
+  CollectiveRequest launch(const CollectiveCall& call, const at::Tensor& input,
+                           std::optional<WrittenTensor> written, Start start) {
+    std::string name = c10::str(call.name(), " on rank ", rank_, " of ", size_);
+    auto work = with_context(name, [&] { return std::visit(start, group_); });
+    return CollectiveRequest(
+        std::make_unique<C10dPending>(std::move(work), std::move(name), input, std::move(written)));
+  }
+
+ private:
+  Group group_;
+  std::vector<c10::DeviceType> devices_;
+  int rank_ = 0;
+  int size_ = 0;
+};
+
+inline c10d::ReduceOp c10d_op(Reduction reduction) {
+  return reduction == Reduction::sum ? c10d::ReduceOp::SUM : c10d::ReduceOp::MAX;
+}
+
+}  // namespace detail
+
+template <class Group>
+requires(std::derived_from<Group, c10d::ProcessGroup> || std::derived_from<Group, c10d::Backend>)
+    C10dCommunicator::C10dCommunicator(c10::intrusive_ptr<Group> group,
+                                       std::vector<c10::DeviceType> devices) {
+  using Base = std::conditional_t<std::derived_from<Group, c10d::ProcessGroup>, c10d::ProcessGroup,
+                                  c10d::Backend>;
+  group_ = std::make_shared<detail::C10dGroup>(c10::intrusive_ptr<Base>(std::move(group)),
+                                               std::move(devices));
+}
+
+inline int C10dCommunicator::rank() const { return group_->rank(); }
+inline int C10dCommunicator::size() const { return group_->size(); }
+
+inline bool C10dCommunicator::serves(c10::DeviceType device) const noexcept {
+  const auto& devices = group_->devices();
+  return std::find(devices.begin(), devices.end(), device) != devices.end();
+}
+
+inline CollectiveRequest C10dCommunicator::all_reduce(const at::Tensor& tensor,
+                                                      Reduction reduction) {
+  const detail::CollectiveArguments arguments("all_reduce", *this);
+  arguments.check("tensor", tensor, *this);
+  arguments.check_written("tensor", tensor);
+  arguments.check_reduction(tensor, reduction);
+  const c10::NoGradGuard no_grad;
+  const detail::WrittenTensor written(tensor, detail::WrittenTensor::Contents::read);
+  return group_->launch(
+      {detail::Collective::all_reduce, tensor.scalar_type(), tensor.numel(), reduction}, {},
+      written, [&](const auto& group) {
+        std::vector<at::Tensor> tensors = {written.flat()};
+        c10d::AllreduceOptions options;
+        options.reduceOp = detail::c10d_op(reduction);
+        return group->allreduce(tensors, options);
+      });
+}
+
+inline CollectiveRequest C10dCommunicator::broadcast(const at::Tensor& tensor, int root) {
+  const detail::CollectiveArguments arguments("broadcast", *this);
+  arguments.check("tensor", tensor, *this);
+  arguments.check_written("tensor", tensor);
+  arguments.check_root(root);
+  const c10::NoGradGuard no_grad;
+  const detail::WrittenTensor written(tensor, detail::WrittenTensor::Contents::read);
+  // The root's own is only read, and stays as it is for autograd too.
+  std::optional<detail::WrittenTensor> to_finish;
+  if (root != rank()) to_finish = written;
+  return group_->launch(
+      {detail::Collective::broadcast, tensor.scalar_type(), tensor.numel(), Reduction::sum, root},
+      written.flat(), to_finish, [&](const auto& group) {
+        std::vector<at::Tensor> tensors = {written.flat()};
+        c10d::BroadcastOptions options;
+        options.rootRank = root;
+        return group->broadcast(tensors, options);
+      });
+}
+
+inline CollectiveRequest C10dCommunicator::all_gather(const at::Tensor& output,
+                                                      const at::Tensor& input) {
+  const detail::CollectiveArguments arguments("all_gather", *this);
+  arguments.check("output", output, *this);
+  arguments.check("input", input, *this);
+  arguments.check_written("output", output);
+  arguments.check_parts("output", output, "input", input);
+  const c10::NoGradGuard no_grad;
+  const detail::WrittenTensor written(output, detail::WrittenTensor::Contents::replaced);
+  at::Tensor given = input.detach().contiguous().view({-1});
+  if (given.is_alias_of(written.flat())) given = given.clone();
+  return group_->launch({detail::Collective::all_gather, input.scalar_type(), input.numel()}, given,
+                        written, [&](const auto& group) {
+                          at::Tensor to = written.flat();
+                          return group->_allgather_base(to, given);
+                        });
+}
+
+inline CollectiveRequest C10dCommunicator::reduce_scatter(const at::Tensor& output,
+                                                          const at::Tensor& input,
+                                                          Reduction reduction) {
+  const detail::CollectiveArguments arguments("reduce_scatter", *this);
+  arguments.check("output", output, *this);
+  arguments.check("input", input, *this);
+  arguments.check_written("output", output);
+  arguments.check_parts("input", input, "output", output);
+  arguments.check_reduction(input, reduction);
+  const c10::NoGradGuard no_grad;
+  const detail::WrittenTensor written(output, detail::WrittenTensor::Contents::replaced,
+                                      !output.is_alias_of(input));
+  at::Tensor given = input.detach().contiguous().view({-1});
+  return group_->launch(
+      {detail::Collective::reduce_scatter, input.scalar_type(), input.numel(), reduction}, given,
+      written, [&](const auto& group) {
+        at::Tensor to = written.flat();
+        c10d::ReduceScatterOptions options;
+        options.reduceOp = detail::c10d_op(reduction);
+        return group->_reduce_scatter_base(to, given, options);
+      });
+}
+
+inline CollectiveRequest C10dCommunicator::barrier() {
+  return group_->launch({detail::Collective::barrier}, {}, std::nullopt,
+                        [](const auto& group) { return group->barrier(); });
+}
+
+inline c10::intrusive_ptr<c10d::Store> meet(const ProcessGroupEnvironment& environment,
+                                            std::chrono::milliseconds timeout) {
+  const std::string context =
+      c10::str("mezzo::meet: rank ", environment.rank, " of ", environment.world_size, " at ",
+               environment.master_addr, ":", environment.master_port);
+  c10d::TCPStoreOptions options;
+  options.port = environment.master_port;
+  options.isServer = environment.rank == 0;
+  options.numWorkers = static_cast<std::size_t>(environment.world_size);
+  options.timeout = timeout;
+  return detail::with_context(context, [&]() -> c10::intrusive_ptr<c10d::Store> {
+    return c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
+  });
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <ATen/ops/tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// One backward pass after another ends with what `exchange` makes of the ranks' gradients. Of
+/// several ranks, each fills its buckets in an order of its own; they are exchanged in theirs.
+class GradientReduction {
+ public:
+  /// `caller` is the name that errors begin with.
+  GradientReduction(const char* caller, BucketedGradients& gradients, AnyCommunicator communicator,
+                    std::unique_ptr<BucketExchange> exchange)
+      : caller_(caller),
+        gradients_(gradients),
+        communicator_(std::move(communicator)),
+        exchange_(std::move(exchange)) {}
+
+  /// Autograd's threads for several devices may come at a time.
+  void ready(std::size_t bucket) {
+    const std::lock_guard lock(mutex_);
+    const c10::NoGradGuard no_grad;
+    const std::size_t count = gradients_.buckets().size();
+    if (next_ == 0 && !is_under_way_) is_ready_.assign(count, false);
+    TORCH_CHECK(!is_broken_ && !is_ready_[bucket], caller_, " on rank ", communicator_.rank(),
+                ": an earlier backward pass did not end, so the ranks are no longer in step; begin "
+                "again from a checkpoint on all ranks");
+    is_ready_[bucket] = true;
+    is_under_way_ = true;
+    is_broken_ = true;  // unless this ends well
+    exchange_->poll();
+    while (next_ < count && is_ready_[next_]) exchange_->begin(next_++);
+    if (next_ == count) finish();
+    is_broken_ = false;
+  }
+
+ private:
+  void finish() {
+    std::vector<std::uint8_t> has_gradient;
+    bool all = true;
+    for (const at::Tensor& parameter : gradients_.parameters()) {
+      const at::Tensor& gradient = parameter.grad();
+      TORCH_CHECK(!gradient.defined() || gradient.layout() == at::kStrided, caller_, " on rank ",
+                  communicator_.rank(), ": the gradient of parameter ", has_gradient.size(),
+                  " is sparse, which no bucket holds; make it dense");
+      has_gradient.push_back(gradient.defined() ? 1 : 0);
+      all = all && (gradient.defined() || !parameter.requires_grad());
+    }
+    const at::Tensor anywhere = at::tensor(
+        has_gradient, at::TensorOptions().dtype(at::kByte).device(gradients_.buckets()[0].device));
+    PendingRequests request;
+    request.add(communicator_.all_reduce(anywhere, Reduction::max));
+    exchange_->finish();
+    request.wait();
+    if (!all) adopt(anywhere.cpu());
+    next_ = 0;
+    is_under_way_ = false;
+  }
+
+  /// What other ranks had a gradient of, this one has too.
+  void adopt(const at::Tensor& anywhere) {
+    const std::uint8_t* const has_gradient = anywhere.const_data_ptr<std::uint8_t>();
+    for (std::size_t number = 0; number < gradients_.parameters().size(); ++number) {
+      const at::Tensor& parameter = gradients_.parameters()[number];
+      if (has_gradient[number] == 0 || !parameter.requires_grad() || parameter.grad().defined()) {
+        continue;
+      }
+      gradients_.adopt_place(number);
+    }
+  }
+
+  const char* caller_;
+  BucketedGradients& gradients_;
+  AnyCommunicator communicator_;
+  std::unique_ptr<BucketExchange> exchange_;
+  std::mutex mutex_;
+  std::vector<bool> is_ready_;  ///< a bucket, in this pass
+  std::size_t next_ = 0;        ///< ranks reduce in the order of the buckets, however they fill
+  bool is_under_way_ = false;
+  bool is_broken_ = false;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

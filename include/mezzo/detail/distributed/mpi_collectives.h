@@ -1,0 +1,326 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/maximum.h>
+#include <c10/core/GradMode.h>
+#include <mezzo/detail/distributed/collective_call.h>
+#include <mezzo/detail/distributed/mpi_queue.h>
+#include <mezzo/detail/distributed/written_tensor.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/version.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Received from each rank, a row a rank: added up in float in the order of the ranks, or their
+/// maximum.
+inline at::Tensor reduce_rows(const at::Tensor& rows, Reduction reduction) {
+  at::Tensor reduced = rows[0].to(at::kFloat);
+  for (int64_t rank = 1; rank < rows.size(0); ++rank) {
+    const at::Tensor row = rows[rank].to(at::kFloat);
+    if (reduction == Reduction::sum) {
+      reduced.add_(row);
+    } else {
+      at::maximum_out(reduced, reduced, row);
+    }
+  }
+  return reduced;
+}
+
+inline bool is_low_precision(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
+}
+
+/// `numel` elements as equal as can be among the ranks, in the form of MPI's v-collectives.
+struct MpiShares {
+  MpiShares(int64_t numel, int ranks) {
+    int begin = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      counts.push_back(static_cast<int>(numel / ranks + (rank < numel % ranks ? 1 : 0)));
+      offsets.push_back(begin);
+      begin += counts.back();
+    }
+  }
+  std::vector<int> counts;
+  std::vector<int> offsets;
+};
+
+/// Puts each collective together from what MPI is to be given, and queues it.
+class MpiCollectives : public std::enable_shared_from_this<MpiCollectives> {
+ public:
+  MpiCollectives(MPI_Comm communicator, const MpiCommunicatorOptions& options)
+      : queue_(communicator, options.check_calls), max_bytes_(options.max_bytes) {
+    TORCH_CHECK(max_bytes_ >= 1 && max_bytes_ <= int64_t{1} << 30,
+                "MpiCommunicator: `max_bytes` must be 1 to 2^30, but is ", max_bytes_);
+  }
+
+  int rank() const noexcept { return queue_.rank(); }
+  int size() const noexcept { return queue_.size(); }
+
+  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction);
+  CollectiveRequest broadcast(const at::Tensor& tensor, int root);
+  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input);
+  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                   Reduction reduction);
+  CollectiveRequest barrier();
+
+ private:
+  class Pending;
+
+  /// Begin and length of each run of elements of which MPI is given `copies` at a time.
+  template <class F>
+  void for_each_run(int64_t numel, int64_t bytes_each, int copies, F f) const {
+    const int64_t longest = std::max<int64_t>(1, max_bytes_ / (bytes_each * copies));
+    for (int64_t begin = 0; begin < numel; begin += longest) {
+      f(begin, std::min(longest, numel - begin));
+    }
+  }
+
+  MpiPart reduced_by_mpi(const at::Tensor& run, Reduction reduction, const std::string& context);
+  MpiPart reduced_in_float(const at::Tensor& run, Reduction reduction, const std::string& context);
+  MpiPart gathered(const at::Tensor& output, const at::Tensor& input, const std::string& context);
+  MpiPart scattered_by_mpi(const at::Tensor& output, const at::Tensor& input, Reduction reduction,
+                           const std::string& context);
+  MpiPart scattered_in_float(const at::Tensor& output, const at::Tensor& input, Reduction reduction,
+                             const std::string& context);
+  CollectiveRequest launch(const std::shared_ptr<MpiOperation>& operation);
+
+  MpiQueue queue_;
+  int64_t max_bytes_;
+};
+
+class MpiCollectives::Pending final : public PendingCollective {
+ public:
+  Pending(std::shared_ptr<MpiCollectives> collectives, std::shared_ptr<MpiOperation> operation)
+      : collectives_(std::move(collectives)), operation_(std::move(operation)) {}
+
+  bool ready() override { return collectives_->queue_.ready(*operation_); }
+  void wait() override { collectives_->queue_.wait(*operation_); }
+  std::string name() const override { return collectives_->queue_.context(operation_->call); }
+
+ private:
+  std::shared_ptr<MpiCollectives> collectives_;
+  std::shared_ptr<MpiOperation> operation_;
+};
+
+inline CollectiveRequest MpiCollectives::launch(const std::shared_ptr<MpiOperation>& operation) {
+  queue_.launch(operation);
+  return CollectiveRequest(std::make_unique<Pending>(shared_from_this(), operation));
+}
+
+inline CollectiveRequest MpiCollectives::all_reduce(const at::Tensor& tensor, Reduction reduction) {
+  const c10::NoGradGuard no_grad;
+  const auto operation = std::make_shared<MpiOperation>(
+      CollectiveCall{Collective::all_reduce, tensor.scalar_type(), tensor.numel(), reduction});
+  const std::string context = queue_.context(operation->call);
+  const WrittenTensor written(tensor, WrittenTensor::Contents::read);
+  const bool in_float = is_low_precision(tensor);
+  for_each_run(tensor.numel(), tensor.element_size(), 1, [&](int64_t begin, int64_t length) {
+    const at::Tensor run = written.flat().narrow(0, begin, length);
+    operation->parts.push_back(in_float ? reduced_in_float(run, reduction, context)
+                                        : reduced_by_mpi(run, reduction, context));
+  });
+  operation->finish = [written] { written.finish(); };
+  return launch(operation);
+}
+
+inline MpiPart MpiCollectives::reduced_by_mpi(const at::Tensor& run, Reduction reduction,
+                                              const std::string& context) {
+  return {.first =
+              [this, run, reduction, context](MPI_Request* request) {
+                const at::ScalarType dtype = run.scalar_type();
+                check_mpi(MPI_Iallreduce(MPI_IN_PLACE, run.mutable_data_ptr(),
+                                         static_cast<int>(run.numel()), MpiReductions::type(dtype),
+                                         queue_.reductions().op(dtype, reduction), queue_.first(),
+                                         request),
+                          "MPI_Iallreduce", context);
+              },
+          .between = nullptr,
+          .second = nullptr};
+}
+
+/// Each rank reduces its share of the run, rounds it once and gives it to all.
+inline MpiPart MpiCollectives::reduced_in_float(const at::Tensor& run, Reduction reduction,
+                                                const std::string& context) {
+  struct Exchange {
+    MpiShares whole, rows;
+    at::Tensor received;
+  };
+  const int ranks = size();
+  const auto self = static_cast<std::size_t>(rank());
+  MpiShares whole(run.numel(), ranks);
+  const int own = whole.counts[self];
+  const auto exchange = std::make_shared<Exchange>(
+      Exchange{whole, MpiShares(int64_t{own} * ranks, ranks), at::Tensor()});
+
+  return {
+      .first =
+          [=, this](MPI_Request* request) {
+            exchange->received = at::empty({ranks, own}, run.options());
+            check_mpi(MPI_Ialltoallv(run.const_data_ptr(), exchange->whole.counts.data(),
+                                     exchange->whole.offsets.data(), MPI_UINT16_T,
+                                     exchange->received.mutable_data_ptr(),
+                                     exchange->rows.counts.data(), exchange->rows.offsets.data(),
+                                     MPI_UINT16_T, queue_.first(), request),
+                      "MPI_Ialltoallv", context);
+          },
+      .between =
+          [=] {
+            const c10::NoGradGuard no_grad;
+            run.narrow(0, exchange->whole.offsets[self], own)
+                .copy_(reduce_rows(exchange->received, reduction));
+            exchange->received.reset();
+          },
+      .second =
+          [=, this](MPI_Request* request) {
+            check_mpi(MPI_Iallgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, run.mutable_data_ptr(),
+                                      exchange->whole.counts.data(), exchange->whole.offsets.data(),
+                                      MPI_UINT16_T, queue_.second(), request),
+                      "MPI_Iallgatherv", context);
+          }};
+}
+
+inline CollectiveRequest MpiCollectives::broadcast(const at::Tensor& tensor, int root) {
+  const c10::NoGradGuard no_grad;
+  const auto operation = std::make_shared<MpiOperation>(CollectiveCall{
+      Collective::broadcast, tensor.scalar_type(), tensor.numel(), Reduction::sum, root});
+  const std::string context = queue_.context(operation->call);
+  const bool mine = root == rank();
+  const WrittenTensor written(
+      tensor, mine ? WrittenTensor::Contents::read : WrittenTensor::Contents::replaced);
+  for_each_run(tensor.numel(), tensor.element_size(), 1, [&](int64_t begin, int64_t length) {
+    const at::Tensor run = written.flat().narrow(0, begin, length);
+    operation->parts.push_back({.first =
+                                    [this, run, root, context](MPI_Request* request) {
+                                      check_mpi(MPI_Ibcast(run.mutable_data_ptr(),
+                                                           static_cast<int>(run.nbytes()), MPI_BYTE,
+                                                           root, queue_.first(), request),
+                                                "MPI_Ibcast", context);
+                                    },
+                                .between = nullptr,
+                                .second = nullptr});
+  });
+  if (!mine) operation->finish = [written] { written.finish(); };
+  return launch(operation);
+}
+
+inline CollectiveRequest MpiCollectives::all_gather(const at::Tensor& output,
+                                                    const at::Tensor& input) {
+  const c10::NoGradGuard no_grad;
+  const auto operation = std::make_shared<MpiOperation>(
+      CollectiveCall{Collective::all_gather, input.scalar_type(), input.numel()});
+  const std::string context = queue_.context(operation->call);
+  const WrittenTensor written(output, WrittenTensor::Contents::replaced);
+  const at::Tensor rows = written.flat().view({size(), input.numel()});
+  const at::Tensor row = input.detach().contiguous().view({-1});
+  const bool in_place = input.numel() > 0 && row.const_data_ptr() == rows[rank()].const_data_ptr();
+  const at::Tensor given = in_place || !row.is_alias_of(rows) ? row : row.clone();
+  for_each_run(input.numel(), input.element_size(), size(), [&](int64_t begin, int64_t length) {
+    operation->parts.push_back(
+        gathered(rows.narrow(1, begin, length), given.narrow(0, begin, length), context));
+  });
+  operation->finish = [written] { written.finish(); };
+  return launch(operation);
+}
+
+/// `output` has a row a rank, of which `input` may be this rank's own.
+inline MpiPart MpiCollectives::gathered(const at::Tensor& output, const at::Tensor& input,
+                                        const std::string& context) {
+  const bool whole = output.is_contiguous();
+  const at::Tensor rows = whole ? output : at::empty(output.sizes(), output.options());
+  return {.first =
+              [this, rows, input, context](MPI_Request* request) {
+                const int bytes = static_cast<int>(input.nbytes());
+                const bool in_place = input.const_data_ptr() == rows[rank()].const_data_ptr();
+                check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : input.const_data_ptr(), bytes,
+                                         MPI_BYTE, rows.mutable_data_ptr(), bytes, MPI_BYTE,
+                                         queue_.first(), request),
+                          "MPI_Iallgather", context);
+              },
+          .between =
+              [whole, rows, output] {
+                const c10::NoGradGuard no_grad;
+                if (!whole) output.copy_(rows);
+              },
+          .second = nullptr};
+}
+
+inline CollectiveRequest MpiCollectives::reduce_scatter(const at::Tensor& output,
+                                                        const at::Tensor& input,
+                                                        Reduction reduction) {
+  const c10::NoGradGuard no_grad;
+  const auto operation = std::make_shared<MpiOperation>(
+      CollectiveCall{Collective::reduce_scatter, input.scalar_type(), input.numel(), reduction});
+  const std::string context = queue_.context(operation->call);
+  const WrittenTensor written(output, WrittenTensor::Contents::replaced,
+                              !output.is_alias_of(input));
+  const at::Tensor rows = input.detach().contiguous().view({size(), output.numel()});
+  const bool in_float = is_low_precision(input);
+  for_each_run(output.numel(), output.element_size(), size(), [&](int64_t begin, int64_t length) {
+    const at::Tensor to = written.flat().narrow(0, begin, length);
+    const at::Tensor from = rows.narrow(1, begin, length).contiguous();
+    operation->parts.push_back(in_float ? scattered_in_float(to, from, reduction, context)
+                                        : scattered_by_mpi(to, from, reduction, context));
+  });
+  operation->finish = [written] { written.finish(); };
+  return launch(operation);
+}
+
+inline MpiPart MpiCollectives::scattered_by_mpi(const at::Tensor& output, const at::Tensor& input,
+                                                Reduction reduction, const std::string& context) {
+  return {.first =
+              [this, output, input, reduction, context](MPI_Request* request) {
+                const at::ScalarType dtype = output.scalar_type();
+                check_mpi(MPI_Ireduce_scatter_block(
+                              input.const_data_ptr(), output.mutable_data_ptr(),
+                              static_cast<int>(output.numel()), MpiReductions::type(dtype),
+                              queue_.reductions().op(dtype, reduction), queue_.first(), request),
+                          "MPI_Ireduce_scatter_block", context);
+              },
+          .between = nullptr,
+          .second = nullptr};
+}
+
+inline MpiPart MpiCollectives::scattered_in_float(const at::Tensor& output, const at::Tensor& input,
+                                                  Reduction reduction, const std::string& context) {
+  const at::Tensor received = at::empty(input.sizes(), input.options());
+  return {.first =
+              [this, input, received, context](MPI_Request* request) {
+                const int count = static_cast<int>(input.size(1));
+                check_mpi(MPI_Ialltoall(input.const_data_ptr(), count, MPI_UINT16_T,
+                                        received.mutable_data_ptr(), count, MPI_UINT16_T,
+                                        queue_.first(), request),
+                          "MPI_Ialltoall", context);
+              },
+          .between =
+              [output, received, reduction] {
+                const c10::NoGradGuard no_grad;
+                output.copy_(reduce_rows(received, reduction));
+              },
+          .second = nullptr};
+}
+
+inline CollectiveRequest MpiCollectives::barrier() {
+  const auto operation = std::make_shared<MpiOperation>(CollectiveCall{Collective::barrier});
+  operation->parts.push_back(
+      {.first =
+           [this, context = queue_.context(operation->call)](MPI_Request* request) {
+             check_mpi(MPI_Ibarrier(queue_.first(), request), "MPI_Ibarrier", context);
+           },
+       .between = nullptr,
+       .second = nullptr});
+  return launch(operation);
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,73 @@
+/// \file
+/// Collectives through libtorch's process groups: NCCL on GPUs, and whatever else speaks c10d.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+#include <c10/util/intrusive_ptr.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/process_group_environment.h>
+#include <mezzo/version.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <concepts>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+namespace detail {
+class C10dGroup;
+}
+
+/// Where the processes of `environment` meet: libtorch's TCPStore, whose server rank 0 is. Returns
+/// when all have come.
+/// \throws c10::Error naming rank and address, if they have not within `timeout`
+c10::intrusive_ptr<c10d::Store> meet(const ProcessGroupEnvironment& environment,
+                                     std::chrono::milliseconds timeout = std::chrono::minutes(5));
+
+/// A process group or a backend of c10d as a Communicator (distributed/communicator.h says what its
+/// collectives do). With NCCL, one process a GPU:
+///
+/// \code
+///   #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>  // -DUSE_C10D_NCCL, nccl.h
+///
+///   const auto environment = mezzo::ProcessGroupEnvironment::read();
+///   mezzo::C10dCommunicator world(
+///       c10::make_intrusive<c10d::ProcessGroupNCCL>(mezzo::meet(environment), environment.rank,
+///                                                   environment.world_size),
+///       {torch::kCUDA});
+/// \endcode
+///
+/// `wait` is c10d's: of tensors on a GPU the current stream waits, not the host. bfloat16 and half
+/// are added up as the backend does it. Which ranks call what is the backend's to check (for NCCL,
+/// TORCH_DISTRIBUTED_DEBUG=DETAIL), and so are its timeouts. Tensors with gaps are copied.
+class C10dCommunicator {
+ public:
+  /// `devices`: those whose tensors the group can take, as the caller knows.
+  /// \throws c10::Error if the group is null or `devices` is empty
+  template <class Group>
+  requires(std::derived_from<Group, c10d::ProcessGroup> || std::derived_from<Group, c10d::Backend>)
+      C10dCommunicator(c10::intrusive_ptr<Group> group, std::vector<c10::DeviceType> devices);
+
+  int rank() const;
+  int size() const;
+  bool serves(c10::DeviceType device) const noexcept;
+
+  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction);
+  CollectiveRequest broadcast(const at::Tensor& tensor, int root);
+  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input);
+  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                   Reduction reduction);
+  CollectiveRequest barrier();
+
+ private:
+  std::shared_ptr<detail::C10dGroup> group_;
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/distributed/c10d_communicator_impl.h>  // IWYU pragma: export

@@ -1,0 +1,241 @@
+#include <torch/torch.h>
+//
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/distributed/mpi_communicator.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using mezzo::AnyCommunicator;
+using mezzo::GradAllReduce;
+using mezzo::GradBuckets;
+using mezzo::GradBucketsOptions;
+using mezzo::GradStorage;
+using mezzo::Reduction;
+
+/// Two branches, a parameter that only some ranks use, one that nobody does, and a frozen one.
+struct BranchesImpl : torch::nn::Module {
+  BranchesImpl() {
+    torch::manual_seed(3);
+    left = register_module("left", torch::nn::Linear(8, 16));
+    right = register_module("right", torch::nn::Linear(8, 16));
+    out = register_module("out", torch::nn::Linear(16, 4));
+    sometimes = register_parameter("sometimes", torch::randn({4}));
+    never = register_parameter("never", torch::randn({4}));
+    frozen = register_parameter("frozen", torch::randn({4}), /*requires_grad=*/false);
+  }
+
+  /// `turned` computes the branches in the other order, so that their gradients come in the other.
+  at::Tensor forward(const at::Tensor& x, bool turned, bool uses_it) {
+    const at::Tensor first = torch::tanh((turned ? right : left)->forward(x));
+    const at::Tensor second = torch::tanh((turned ? left : right)->forward(x));
+    const at::Tensor y = out->forward(first + second) + frozen;
+    return uses_it ? y * sometimes : y;
+  }
+
+  torch::nn::Linear left{nullptr}, right{nullptr}, out{nullptr};
+  at::Tensor sometimes, never, frozen;
+};
+TORCH_MODULE(Branches);
+
+GradBucketsOptions small_buckets() {
+  return GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(256);
+}
+
+struct Batch {
+  at::Tensor x, y;
+  Batch part(int64_t rank, int64_t size) const {
+    return {x.chunk(size)[static_cast<std::size_t>(rank)],
+            y.chunk(size)[static_cast<std::size_t>(rank)]};
+  }
+};
+
+std::vector<Batch> batches(at::ScalarType dtype = at::kFloat) {
+  torch::manual_seed(11);
+  std::vector<Batch> all;
+  for (int i = 0; i < 6; ++i) {
+    all.push_back({torch::randn({16, 8}).to(dtype), torch::randn({16, 4}).to(dtype)});
+  }
+  return all;
+}
+
+void expect_same_bits_on_all_ranks(AnyCommunicator& world, Branches model) {
+  for (const auto& item : model->named_parameters()) {
+    const at::Tensor bits = item.value().detach().contiguous().view(at::kByte).view({-1});
+    const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
+    world.all_gather(all, bits).wait();
+    for (int rank = 0; rank < world.size(); ++rank) {
+      EXPECT_TRUE(at::equal(all[rank], bits)) << item.key() << " on rank " << rank;
+    }
+  }
+}
+
+void expect_close(Branches model, Branches other, double tolerance) {
+  for (const auto& item : model->named_parameters()) {
+    const at::Tensor wanted = other->named_parameters()[item.key()];
+    EXPECT_TRUE(at::allclose(item.value(), wanted, tolerance, tolerance))
+        << item.key() << item.value() << wanted;
+  }
+}
+
+/// Which ranks use the parameter `sometimes`: a part of the batch each, so the mean over the whole
+/// batch without ranks must use it in the same rows.
+bool uses_it(int rank) { return rank == 0; }
+
+/// The loss of the whole batch as the mean of its parts', as ranks make it.
+at::Tensor loss_of(Branches model, const Batch& batch, int rank, bool turned) {
+  return torch::mse_loss(model->forward(batch.x, turned, uses_it(rank)), batch.y);
+}
+
+/// Trains alone, on all parts of each batch one after another.
+void train_alone(Branches model, const std::vector<Batch>& data, int ranks) {
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (const Batch& batch : data) {
+    optimizer.zero_grad();
+    at::Tensor loss = torch::zeros({});
+    for (int rank = 0; rank < ranks; ++rank) {
+      loss = loss + loss_of(model, batch.part(rank, ranks), rank, false);
+    }
+    (loss / ranks).backward();
+    optimizer.step();
+  }
+}
+
+TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Branches model, alone;
+  GradBuckets buckets(model->parameters(), small_buckets());
+  ASSERT_GT(buckets.buckets().size(), 3U);
+  const GradAllReduce all_reduce(buckets, world);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (const Batch& batch : batches()) {
+    optimizer.zero_grad();
+    // Odd ranks make their gradients in another order.
+    loss_of(model, batch.part(world.rank(), world.size()), world.rank(), world.rank() % 2 == 1)
+        .backward();
+    optimizer.step();
+  }
+  train_alone(alone, batches(), world.size());
+  expect_close(model, alone, 2e-6);
+  expect_same_bits_on_all_ranks(world, model);
+  EXPECT_FALSE(model->never.grad().defined());
+  EXPECT_FALSE(model->frozen.grad().defined());
+  EXPECT_TRUE(model->sometimes.grad().defined()) << "rank 0 has one, so has rank " << world.rank();
+}
+
+TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Branches model, alone;
+  GradBuckets buckets(model->parameters(), small_buckets());
+  const GradAllReduce all_reduce(buckets, world);
+  const auto data = batches();
+  const auto backward = [&](const Batch& batch) {
+    (loss_of(model, batch.part(world.rank(), world.size()), world.rank(), false) / 2).backward();
+  };
+  {
+    const auto no_sync = buckets.accumulate_only();
+    backward(data[0]);
+  }
+  const at::Tensor local = model->out->bias.grad().clone();
+  backward(data[1]);
+
+  for (int rank = 0; rank < world.size(); ++rank) {
+    for (const std::size_t i : {0, 1}) {
+      (loss_of(alone, data[i].part(rank, world.size()), rank, false) / (2 * world.size()))
+          .backward();
+    }
+  }
+  for (const auto& item : model->named_parameters()) {
+    const at::Tensor wanted = alone->named_parameters()[item.key()].grad();
+    ASSERT_EQ(item.value().grad().defined(), wanted.defined()) << item.key();
+    if (wanted.defined()) {
+      EXPECT_TRUE(at::allclose(item.value().grad(), wanted, 1e-5, 1e-6)) << item.key();
+    }
+  }
+
+  // The first micro-batch stayed here: with several ranks no two of them are alike.
+  const at::Tensor sum = local.clone();
+  world.all_reduce(sum, Reduction::sum).wait();
+  EXPECT_EQ(at::allclose(sum, local), world.size() == 1);
+}
+
+TEST(GradAllReduce, LeavesTheSumWhereItIsAskedTo) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const at::Tensor weight = torch::zeros({3}).requires_grad_();
+  GradBuckets buckets({weight}, small_buckets());
+  const GradAllReduce all_reduce(buckets, world, {.average = false});
+  (weight * (world.rank() + 1)).sum().backward();
+  const int ranks = world.size();
+  EXPECT_TRUE(
+      at::equal(weight.grad(), torch::full({3}, static_cast<float>(ranks * (ranks + 1) / 2))));
+}
+
+TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    Branches model;
+    model->to(dtype);
+    GradBuckets buckets(model->parameters(), small_buckets());
+    const GradAllReduce all_reduce(buckets, world);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    for (const Batch& batch : batches(dtype)) {
+      optimizer.zero_grad();
+      loss_of(model, batch.part(world.rank(), world.size()), world.rank(), false).backward();
+      optimizer.step();
+    }
+    expect_same_bits_on_all_ranks(world, model);
+  }
+}
+
+TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const at::Tensor weight = torch::zeros({3}).requires_grad_();
+  GradBuckets buckets({weight}, small_buckets());
+  { const GradAllReduce all_reduce(buckets, world); }
+  (weight * (world.rank() + 1)).sum().backward();
+  EXPECT_EQ(weight.grad()[0].item<int>(), world.rank() + 1);
+}
+
+TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Branches model;
+  GradBuckets buckets(model->parameters(), small_buckets());
+  const GradAllReduce all_reduce(buckets, world);
+  const Batch batch = batches()[0];
+  const at::Tensor hidden = torch::tanh(model->left->forward(batch.x));
+  hidden.register_hook([](const at::Tensor&) -> at::Tensor { TORCH_CHECK(false, "on purpose"); });
+  EXPECT_THAT(error_of([&] { model->out->forward(hidden).sum().backward(); }),
+              testing::HasSubstr("on purpose"));
+  buckets.zero_grad();
+  EXPECT_THAT(error_of([&] { loss_of(model, batch, 0, false).backward(); }),
+              testing::HasSubstr("an earlier backward pass did not end"));
+}
+
+TEST(GradAllReduce, SparseGradientsAreRefused) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
+  GradBuckets buckets(embedding->parameters(), small_buckets());
+  const GradAllReduce all_reduce(buckets, world);
+  EXPECT_THAT(error_of([&] {
+                embedding->forward(torch::tensor({1, 2})).sum().backward();
+              }),
+              testing::HasSubstr("the gradient of parameter 0 is sparse"));
+}
+
+TEST(GradAllReduce, BucketsThatCannotBeReducedAreRefused) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const at::Tensor weight = torch::zeros({3}).requires_grad_();
+  GradBuckets in_place({weight});
+  EXPECT_THAT(error_of([&] { GradAllReduce(in_place, world); }),
+              testing::HasSubstr("`buckets` must have flat storage"));
+}
+
+}  // namespace

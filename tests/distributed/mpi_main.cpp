@@ -1,0 +1,72 @@
+// Runs the tests in each process that mpirun starts. A process whose test fails says so and takes
+// the others along: they may be waiting for it in a collective. Given
+// --the-program-initialises-mpi, MPI is initialised as a program would that knows nothing of mezzo.
+#include <gtest/gtest.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <torch/torch.h>
+
+#include <exception>
+#include <iostream>
+#include <stdexcept>
+#include <string>
+
+namespace {
+
+class EndAllRanks : public testing::EmptyTestEventListener {
+ public:
+  explicit EndAllRanks(int rank) : rank_(rank) {}
+
+  void OnTestStart(const testing::TestInfo& test) override {
+    test_ = std::string(test.test_suite_name()) + '.' + test.name();
+  }
+
+  // GoogleTest holds a lock here, under which it cannot be asked for the test.
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (!result.failed()) return;
+    std::cerr << "rank " << rank_ << ": " << test_ << '\n'
+              << result.file_name() << ':' << result.line_number() << ": " << result.message()
+              << std::endl;
+    MPI_Abort(MPI_COMM_WORLD, 1);
+  }
+
+ private:
+  int rank_;
+  std::string test_;
+};
+
+int run_tests() {
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  auto& listeners = testing::UnitTest::GetInstance()->listeners();
+  if (rank != 0) delete listeners.Release(listeners.default_result_printer());
+  listeners.Append(new EndAllRanks(rank));
+  return RUN_ALL_TESTS();
+}
+
+int throw_on_the_last_rank() {
+  try {
+    const mezzo::MpiEnvironment mpi;
+    mezzo::MpiCommunicator world(MPI_COMM_WORLD);
+    if (world.rank() == world.size() - 1) throw std::runtime_error("the words of the exception");
+    world.barrier().wait();
+    std::cerr << "rank " << world.rank() << " got past a barrier that not all called" << std::endl;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+  }
+  return 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  if (argc > 1 && argv[1] == std::string("--the-last-rank-throws")) return throw_on_the_last_rank();
+  if (argc > 1 && argv[1] == std::string("--the-program-initialises-mpi")) {
+    MPI_Init(&argc, &argv);
+    const int failed = run_tests();
+    MPI_Finalize();
+    return failed;
+  }
+  const mezzo::MpiEnvironment mpi;
+  return run_tests();
+}

@@ -1,0 +1,79 @@
+#include <torch/torch.h>
+//
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/start_alike.h>
+
+#include <string>
+
+#include "../grad_scaler/error_of.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using mezzo::AnyCommunicator;
+using mezzo::NamedTensors;
+using testing::AllOf;
+using testing::HasSubstr;
+
+NamedTensors some_tensors() {
+  return {{"weight", torch::randn({3, 4}).requires_grad_()},
+          {"half", torch::randn({5}).to(at::kHalf)},
+          {"count", torch::randint(100, {2})},
+          {"none", at::Tensor()},
+          {"empty", torch::empty({0, 7})}};
+}
+
+TEST(StartAlike, EveryRankHasTheRootsValuesAfterwards) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  for (int root = 0; root < world.size(); ++root) {
+    torch::manual_seed(world.rank());
+    const NamedTensors tensors = some_tensors();
+    mezzo::start_alike(tensors, world, root);
+    torch::manual_seed(root);
+    const NamedTensors wanted = some_tensors();
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      if (!tensors[i].second.defined()) continue;
+      EXPECT_TRUE(at::equal(tensors[i].second, wanted[i].second)) << tensors[i].first;
+    }
+    EXPECT_TRUE(tensors[0].second.is_leaf() && tensors[0].second.requires_grad());
+  }
+}
+
+TEST(StartAlike, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  const int last = world.size() - 1;
+  const auto expect_error = [&](const NamedTensors& of_the_last, const std::string& its_words,
+                                const std::string& the_roots_words) {
+    NamedTensors tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
+    if (world.rank() == last) tensors = of_the_last;
+    EXPECT_THAT(error_of([&] { mezzo::start_alike(tensors, world); }),
+                AllOf(HasSubstr("start_alike on rank " + std::to_string(world.rank())),
+                      HasSubstr("rank " + std::to_string(last) + " has another model than rank 0"),
+                      HasSubstr("it has \"" + its_words + "\" where rank 0 has \"" +
+                                the_roots_words + "\"")));
+    if (!tensors.empty()) {
+      EXPECT_EQ(tensors[0].second.flatten()[0].item<float>(), world.rank() == last ? 1.F : 7.F);
+    }
+  };
+  const at::Tensor one = torch::ones({2, 3});
+  const at::Tensor b = torch::zeros({4});
+  const std::string root_a = "a: Float [2, 3], not trained";
+  expect_error({{"a", torch::ones({3, 2})}, {"b", b}}, "a: Float [3, 2], not trained", root_a);
+  expect_error({{"a", one.to(at::kHalf)}, {"b", b}}, "a: Half [2, 3], not trained", root_a);
+  expect_error({{"c", one}, {"b", b}}, "c: Float [2, 3], not trained", root_a);
+  expect_error({{"a", one.clone().requires_grad_()}, {"b", b}}, "a: Float [2, 3], trained", root_a);
+  expect_error({{"a", one}}, "nothing more", "b: Float [4], not trained");
+  expect_error({{"a", one}, {"b", b}, {"c", b}}, "c: Float [4], not trained", "nothing more");
+  expect_error({}, "nothing more", root_a);
+}
+
+TEST(StartAlike, ARootThatIsNoRankIsRefused) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  EXPECT_THAT(error_of([&] { mezzo::start_alike({}, world, world.size()); }),
+              HasSubstr("`root` must be 0 to"));
+}
+
+}  // namespace
