@@ -1,0 +1,217 @@
+#include <torch/torch.h>
+//
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/sync_batch_norm.h>
+#include <mezzo/op_policy.h>
+
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using mezzo::AnyCommunicator;
+using mezzo::SyncBatchNorm;
+using testing::HasSubstr;
+using torch::nn::BatchNorm2d;
+using torch::nn::BatchNormOptions;
+
+constexpr int64_t kChannels = 3;
+
+/// The batch of all ranks, of which the first has the first rows, and so on.
+struct SplitBatch {
+  SplitBatch(std::vector<int64_t> rows_of_ranks, at::ScalarType dtype = at::kDouble)
+      : rows(std::move(rows_of_ranks)) {
+    torch::manual_seed(7);
+    int64_t count = 0;
+    for (const int64_t of_rank : rows) count += of_rank;
+    x = (torch::randn({count, kChannels, 4, 5}, torch::kDouble) * 3 + 100).to(dtype);
+    target = torch::randn({count, kChannels, 4, 5}, torch::kDouble);
+  }
+  at::Tensor part(const at::Tensor& of_all, int rank) const {
+    return of_all.split_with_sizes(rows)[static_cast<std::size_t>(rank)];
+  }
+  std::vector<int64_t> rows;
+  at::Tensor x, target;
+};
+
+std::vector<int64_t> even(int ranks) {
+  return std::vector<int64_t>(static_cast<std::size_t>(ranks), 2);
+}
+std::vector<int64_t> uneven(int ranks) {
+  std::vector<int64_t> rows;
+  for (int rank = 0; rank < ranks; ++rank) rows.push_back(rank == 0 ? 4 : rank - 1);
+  return rows;
+}
+
+struct SyncBatchNormTest : testing::Test {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+
+  at::Tensor summed(const at::Tensor& tensor) {
+    const at::Tensor sum = tensor.detach().clone();
+    world.all_reduce(sum, mezzo::Reduction::sum).wait();
+    return sum;
+  }
+
+  void expect_same_bits_on_all_ranks(const at::Tensor& tensor) {
+    const at::Tensor bits = tensor.detach().contiguous().view({-1}).view(at::kByte);
+    const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
+    world.all_gather(all, bits).wait();
+    for (int rank = 0; rank < world.size(); ++rank) EXPECT_TRUE(at::equal(all[rank], bits));
+  }
+
+  /// Three training steps of this module and of BatchNorm on the whole batch, forward and back.
+  void expect_that_of_the_whole_batch(const SplitBatch& batch, const BatchNormOptions& options,
+                                      double tolerance) {
+    const int rank = world.rank();
+    SyncBatchNorm own(options, world);
+    BatchNorm2d whole(options);
+    own->to(at::kDouble);
+    whole->to(at::kDouble);
+    if (options.affine()) {
+      const at::NoGradGuard no_grad;
+      for (auto* weight : {&own->weight, &whole->weight}) weight->copy_(at::arange(1, 4));
+    }
+    for (int step = 0; step < 3; ++step) {
+      own->zero_grad();
+      whole->zero_grad();
+      const at::Tensor x = batch.part(batch.x, rank).clone().requires_grad_();
+      const at::Tensor all_x = batch.x.to(at::kDouble).clone().requires_grad_();
+      const at::Tensor y = own->forward(x);
+      const at::Tensor all_y = whole->forward(all_x);
+      EXPECT_EQ(y.scalar_type(), x.scalar_type());
+      EXPECT_TRUE(at::allclose(y.to(at::kDouble), batch.part(all_y, rank), tolerance, tolerance));
+      (y * batch.part(batch.target, rank)).sum().backward();
+      (all_y * batch.target).sum().backward();
+      EXPECT_TRUE(at::allclose(x.grad().to(at::kDouble), batch.part(all_x.grad(), rank), tolerance,
+                               tolerance));
+      if (!options.affine()) continue;
+      EXPECT_TRUE(at::allclose(summed(own->weight.grad()), whole->weight.grad(), tolerance,
+                               10 * tolerance));
+      EXPECT_TRUE(
+          at::allclose(summed(own->bias.grad()), whole->bias.grad(), tolerance, 10 * tolerance));
+    }
+    if (!options.track_running_stats()) return;
+    EXPECT_TRUE(at::allclose(own->running_mean, whole->running_mean, tolerance));
+    EXPECT_TRUE(at::allclose(own->running_var, whole->running_var, tolerance));
+    EXPECT_EQ(own->num_batches_tracked.item<int64_t>(), 3);
+    expect_same_bits_on_all_ranks(own->running_mean);
+    expect_same_bits_on_all_ranks(own->running_var);
+  }
+};
+
+TEST_F(SyncBatchNormTest, IsBatchNormOnTheBatchesOfAllRanks) {
+  expect_that_of_the_whole_batch(SplitBatch(even(world.size())), BatchNormOptions(kChannels),
+                                 1e-10);
+}
+
+TEST_F(SyncBatchNormTest, RanksMayHaveMoreRowsThanOthersOrNone) {
+  expect_that_of_the_whole_batch(SplitBatch(uneven(world.size())), BatchNormOptions(kChannels),
+                                 1e-10);
+}
+
+TEST_F(SyncBatchNormTest, OptionsAreThoseOfBatchNorm) {
+  for (const auto& options : {BatchNormOptions(kChannels).affine(false).eps(0.5),
+                              BatchNormOptions(kChannels).momentum(std::nullopt),
+                              BatchNormOptions(kChannels).track_running_stats(false)}) {
+    expect_that_of_the_whole_batch(SplitBatch(even(world.size())), options, 1e-10);
+  }
+}
+
+// In half the sum of squares of this input would be inf, and bfloat16 has two of its digits.
+TEST_F(SyncBatchNormTest, StatisticsAreInFloatForLowPrecisionInputs) {
+  expect_that_of_the_whole_batch(SplitBatch(even(world.size()), at::kHalf),
+                                 BatchNormOptions(kChannels), 4e-3);
+  expect_that_of_the_whole_batch(SplitBatch(even(world.size()), at::kBFloat16),
+                                 BatchNormOptions(kChannels), 3e-2);
+  const SplitBatch batch(even(world.size()), at::kHalf);
+  SyncBatchNorm norm(BatchNormOptions(kChannels).momentum(1.0), world);
+  (void)norm->forward(batch.part(batch.x, world.rank()));
+  EXPECT_TRUE(at::allclose(norm->running_mean.to(at::kDouble),
+                           batch.x.to(at::kDouble).mean({0, 2, 3}), 1e-6));
+}
+
+TEST_F(SyncBatchNormTest, AutocastChangesNothing) {
+  const SplitBatch batch(even(world.size()), at::kFloat);
+  SyncBatchNorm norm(BatchNormOptions(kChannels), world);
+  const at::Tensor x = batch.part(batch.x, world.rank());
+  const at::Tensor wanted = norm->forward(x);
+  const mezzo::Autocast<torch::kCPU> autocast(mezzo::OpPolicy().allow("aten::mul.Tensor"));
+  EXPECT_TRUE(at::equal(norm->forward(x), wanted));
+}
+
+TEST_F(SyncBatchNormTest, TwoDimensionalInputsAreChannelsOfRows) {
+  torch::manual_seed(world.rank());
+  const at::Tensor x = torch::randn({5, kChannels});
+  SyncBatchNorm a(BatchNormOptions(kChannels), world), b(BatchNormOptions(kChannels), world);
+  const at::Tensor y = a->forward(x);
+  EXPECT_TRUE(at::equal(y, b->forward(x.view({5, kChannels, 1})).squeeze(2)));
+}
+
+TEST_F(SyncBatchNormTest, EvaluationIsBatchNormsWithItsStateDict) {
+  BatchNorm2d plain{BatchNormOptions(kChannels)};
+  (void)plain->forward(SplitBatch({4}).x.to(at::kFloat));
+  std::stringstream file;
+  torch::save(plain, file);
+  SyncBatchNorm norm(BatchNormOptions(kChannels), world);
+  torch::load(norm, file);
+  norm->eval();
+  plain->eval();
+  if (world.rank() != 0) return;  // nobody is called
+  const at::Tensor x = torch::randn({2, kChannels, 4, 4});
+  EXPECT_TRUE(at::equal(norm->forward(x), plain->forward(x)));
+}
+
+TEST_F(SyncBatchNormTest, ACloneCallsTheSameRanks) {
+  const SplitBatch batch(even(world.size()), at::kFloat);
+  SyncBatchNorm norm(BatchNormOptions(kChannels), world);
+  const auto copy = std::dynamic_pointer_cast<mezzo::SyncBatchNormImpl>(norm->clone());
+  const at::Tensor x = batch.part(batch.x, world.rank());
+  EXPECT_TRUE(at::equal(norm->forward(x), copy->forward(x)));
+  EXPECT_FALSE(copy->running_mean.is_alias_of(norm->running_mean));
+}
+
+TEST_F(SyncBatchNormTest, RefusesWhatItCannotNormalise) {
+  SyncBatchNorm norm(BatchNormOptions(kChannels), world);
+  EXPECT_THAT(error_of([&] { norm->forward(torch::randn({3})); }), HasSubstr("1 dimensions"));
+  EXPECT_THAT(error_of([&] { norm->forward(torch::randn({3, 4})); }), HasSubstr("4 channels"));
+  EXPECT_THAT(error_of([&] {
+                norm->forward(torch::ones({3, kChannels}, at::kLong));
+              }),
+              HasSubstr("floating dtype"));
+  EXPECT_THAT(error_of([&] {
+                norm->forward(torch::ones({3, kChannels}, at::kMeta));
+              }),
+              HasSubstr("does not serve"));
+  if (world.size() > 1) return;
+  EXPECT_THAT(error_of([&] {
+                norm->forward(torch::randn({1, kChannels}));
+              }),
+              HasSubstr("Expected more than 1 value per channel"));
+}
+
+TEST_F(SyncBatchNormTest, RefusesAGradientOfItsGradient) {
+  SyncBatchNorm norm(BatchNormOptions(kChannels), world);
+  const at::Tensor x = torch::randn({4, kChannels}).requires_grad_();
+  const at::Tensor y = norm->forward(x).square().sum();
+  EXPECT_THAT(error_of([&] {
+                torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+              }),
+              HasSubstr("without create_graph"));
+}
+
+TEST_F(SyncBatchNormTest, PrintsItself) {
+  std::ostringstream text;
+  text << SyncBatchNorm(BatchNormOptions(kChannels), world);
+  EXPECT_EQ(text.str(),
+            "mezzo::SyncBatchNorm(3, eps=1e-05, momentum=0.1, affine=true, "
+            "track_running_stats=true)");
+}
+
+}  // namespace
