@@ -9,13 +9,13 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
 #include <c10/util/Exception.h>
+#include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/gemm_times.h>
 #include <mezzo/matmul_precision.h>
 #include <torch/cuda.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -157,8 +157,8 @@ inline GemmShape GemmShape::padded() const {
 
 template <class Model, class Sample>
 GemmTimes time_gemms(Model&& model, const Sample& sample, const GemmTimingOptions& options) {
-  TORCH_CHECK(options.seconds > 0 && std::isfinite(options.seconds), "time_gemms: seconds is ",
-              options.seconds, "; it should be positive and finite");
+  TORCH_CHECK(options.seconds > 0 && !detail::nonfinite_bits(options.seconds),
+              "time_gemms: seconds is ", options.seconds, "; it should be positive and finite");
   std::vector<detail::RecordedGemm> gemms;
   {
     const at::NoGradGuard no_grad;

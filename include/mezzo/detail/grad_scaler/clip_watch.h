@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/detail/grad_scaler/step_mailbox.h>
+#include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/version.h>
 
 #include <c10/util/Exception.h>
@@ -104,7 +105,7 @@ class ClipWatch {
     if (!wants(optimizer)) return;
     Series& series = series_of(optimizer);
     ++series.looks;
-    if (!std::isfinite(norm) || !std::isfinite(max_abs) || !(max_abs > 0)) return;
+    if (nonfinite_bits(norm) || nonfinite_bits(max_abs) || !(max_abs > 0)) return;
     series.norm.see(norm * scale, max_abs * scale);
     series.max_abs.see(max_abs * scale, norm * scale);
     const bool by_norm = series.norm.is_bound_on_scaled(scale);

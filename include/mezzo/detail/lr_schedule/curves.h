@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/lr_schedule.h>
 
 #include <algorithm>
@@ -18,7 +19,7 @@ inline void check_factor(const char* curve, const char* member, double value) {
 }
 
 inline void check_exponent(const char* curve, const char* member, double value) {
-  TORCH_CHECK(value > 0 && std::isfinite(value), curve, ": ", member, " is ", value,
+  TORCH_CHECK(value > 0 && !nonfinite_bits(value), curve, ": ", member, " is ", value,
               "; it should be positive and finite");
 }
 

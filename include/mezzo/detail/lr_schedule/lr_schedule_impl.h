@@ -2,9 +2,9 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
+#include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/lr_schedule.h>
 
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -118,7 +118,7 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
               " param groups, and this optimizer ", groups.size(),
               "; make the groups that were there when it was saved");
   for (const double lr : base_lrs) {
-    TORCH_CHECK(std::isfinite(lr), "The archive of a schedule has the rate ", lr,
+    TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the rate ", lr,
                 "; it is damaged");
   }
   if (fused_ != nullptr) {

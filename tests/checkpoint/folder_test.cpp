@@ -1,0 +1,88 @@
+// How a folder of checkpoints is kept.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/checkpoint.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "scratch.h"
+
+namespace {
+
+using checkpoint_test::Scratch;
+using grad_scaler_test::error_of;
+using mezzo::Checkpoints;
+using mezzo::TrainingState;
+using testing::AllOf;
+using testing::HasSubstr;
+
+TEST(Checkpoints, WithoutAHigherNumberNothingIsSaved) {
+  const Scratch scratch;
+  int64_t value = 0;
+  const auto last = scratch.path() / "checkpoint-18446744073709551615-step-0.mezzo";
+  checkpoint_test::put_bytes(last, "somebody's");
+  EXPECT_THAT(
+      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("a", value), 1); }),
+      AllOf(HasSubstr(last.string()), HasSubstr("move it elsewhere")));
+}
+
+TEST(Checkpoints, AFolderWithoutAnyIsAFreshStart) {
+  const Scratch scratch;
+  int64_t value = 3;
+  EXPECT_FALSE(Checkpoints(scratch.path() / "none").load_newest(TrainingState().add("a", value)));
+  EXPECT_FALSE(std::filesystem::exists(scratch.path() / "none"));
+}
+
+TEST(Checkpoints, KeepTheNewestByWhenTheyWereSavedNotByStep) {
+  const Scratch scratch;
+  int64_t value = 0;
+  TrainingState state;
+  state.add("value", value);
+  Checkpoints checkpoints(scratch.path() / "deep" / "run", {.keep = 2});
+  for (const int64_t step : {900, 1000, 10}) checkpoints.save(state, step);
+  ASSERT_EQ(checkpoints.files().size(), 2U);
+  EXPECT_EQ(checkpoints.files()[0].filename(), "checkpoint-000003-step-10.mezzo");
+  EXPECT_EQ(checkpoints.load_newest(state)->step, 10);
+}
+
+TEST(Checkpoints, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
+  const Scratch scratch;
+  int64_t value = 0;
+  const auto state = TrainingState().add("value", value);
+  Checkpoints second(scratch.path());
+  {
+    Checkpoints first(scratch.path());
+    first.save(state, 1);
+    EXPECT_THAT(error_of([&] { second.save(state, 2); }),
+                HasSubstr("is being saved to by another process"));
+    EXPECT_EQ(second.load_newest(state)->step, 1);
+  }
+  second.save(state, 2);
+  EXPECT_EQ(second.load_newest(state)->step, 2);
+}
+
+TEST(Checkpoints, LeaveOtherFilesAlone) {
+  const Scratch scratch;
+  int64_t value = 0;
+  Checkpoints checkpoints(scratch.path(), {.keep = 1});
+  for (const char* name : {"checkpoint-1-step-2.mezzo.bak", "checkpoint-x-step-2.mezzo",
+                           ".checkpoint-1-step-2.mezzo.tmp", ".checkpoint-1-step-2.mezzo.7.tmp.x",
+                           "checkpoint-1-step-.mezzo", "notes"}) {
+    checkpoint_test::put_bytes(scratch.path() / name, "somebody's");
+  }
+  const auto state = TrainingState().add("value", value);
+  checkpoints.save(state, 1);
+  checkpoints.save(state, 2);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(scratch.path()), {}), 6 + 2);
+}
+
+}  // namespace

@@ -1,0 +1,323 @@
+// Which objects a checkpoint takes and gives back, and which it refuses by name.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/checkpoint.h>
+#include <mezzo/ema.h>
+#include <torch/csrc/jit/frontend/lexer.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "../optim/optimizers.h"
+#include "scratch.h"
+
+namespace {
+
+using checkpoint_test::Scratch;
+using grad_scaler_test::error_of;
+using mezzo::Checkpoints;
+using mezzo::TrainingState;
+using testing::AllOf;
+using testing::HasSubstr;
+
+/// Values of every kind.
+struct Values {
+  Values() {
+    state.add("model", model).add("shared", shared).add("integer", integer).add("small", small);
+    state.add("flag", flag).add("real", real).add("text", text).add("tensor", tensor);
+  }
+
+  torch::nn::Linear model{2, 3};
+  std::shared_ptr<torch::nn::LinearImpl> shared = std::make_shared<torch::nn::LinearImpl>(3, 1);
+  int64_t integer = std::numeric_limits<int64_t>::min();
+  std::uint8_t small = 200;
+  bool flag = true;
+  double real = 0.1;
+  std::string text = std::string("a\0b\n", 4);
+  torch::Tensor tensor = torch::arange(1000).select(0, 3);
+  TrainingState state;
+};
+
+TEST(Checkpoint, ValuesOfEveryKindComeBack) {
+  const Scratch scratch;
+  Values saved, loaded;
+  const auto file = Checkpoints(scratch.path()).save(saved.state, 0);
+  EXPECT_LT(file.bytes, 20000U) << "a view takes its own bytes, not its storage's";
+  loaded.integer = 0, loaded.small = 0, loaded.flag = false, loaded.real = 0, loaded.text = "";
+  loaded.tensor = torch::Tensor();
+  mezzo::load_checkpoint(file.file, loaded.state);
+  EXPECT_EQ(loaded.integer, saved.integer);
+  EXPECT_EQ(loaded.small, 200);
+  EXPECT_TRUE(loaded.flag);
+  EXPECT_EQ(loaded.real, 0.1);
+  EXPECT_EQ(loaded.text, saved.text);
+  EXPECT_TRUE(torch::equal(loaded.tensor, saved.tensor));
+  EXPECT_TRUE(torch::equal(loaded.model->weight, saved.model->weight));
+  EXPECT_TRUE(torch::equal(loaded.shared->bias, saved.shared->bias));
+}
+
+torch::Tensor dense(torch::Tensor tensor) {
+  if (tensor.layout() != torch::kStrided) tensor = tensor.to_dense();
+  if (tensor.is_quantized()) tensor = tensor.dequantize();
+  return tensor.resolve_conj().resolve_neg();
+}
+
+TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
+  const torch::Tensor complex = torch::randn({3}, torch::kComplexFloat);
+  for (const torch::Tensor& saved :
+       {torch::rand({3, 4}).t(), torch::ones({1}).expand({5}), torch::zeros({0, 3}),
+        torch::rand({9}).slice(0, 2, 2), torch::rand({3, 3}).to_sparse(), complex.conj(),
+        torch::imag(complex.conj()), torch::ones({2}, torch::kBool),
+        torch::quantize_per_tensor(torch::rand({4}), 0.1, 0, torch::kQInt8),
+        torch::rand({3}).to(torch::kFloat8_e4m3fn)}) {
+    const Scratch scratch;
+    torch::Tensor given = saved, over = saved.clone(), none;
+    const auto file = Checkpoints(scratch.path()).save(TrainingState().add("x", given), 0).file;
+    if (!over.is_sparse() && !over.is_quantized()) over.zero_();
+    mezzo::load_checkpoint(file, TrainingState().add("x", over));
+    mezzo::load_checkpoint(file, TrainingState().add("x", none));
+    for (const torch::Tensor& loaded : {over, none}) {
+      EXPECT_EQ(loaded.scalar_type(), saved.scalar_type());
+      EXPECT_TRUE(dense(loaded).equal(dense(saved))) << loaded << saved;
+    }
+  }
+}
+
+TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
+  const Scratch scratch;
+  torch::nn::Linear model(1, 1);
+  std::shared_ptr<torch::nn::LinearImpl> none;
+  TrainingState state;
+  state.add("model", model);
+  model = torch::nn::Linear(1, 1);
+  const torch::Tensor weight = model->weight.detach().clone();
+  const auto file = Checkpoints(scratch.path()).save(state, 0).file;
+  model = torch::nn::Linear(1, 1);
+  mezzo::load_checkpoint(file, state);
+  EXPECT_TRUE(torch::equal(model->weight, weight));
+  EXPECT_THAT(error_of([&] { state.add("none", none); }), HasSubstr("a holder has no module"));
+}
+
+/// Saves under the names of `saver`, and says what loading into `loader` throws.
+std::string error_between(const TrainingState& saver, const TrainingState& loader,
+                          const mezzo::LoadOptions& options = {}) {
+  const Scratch scratch;
+  const auto file = Checkpoints(scratch.path()).save(saver, 0).file;
+  return error_of([&] { mezzo::load_checkpoint(file, loader, options); });
+}
+
+TEST(Checkpoint, NamesThatAreMissingOrExtraAreNamed) {
+  int64_t a = 1, b = 2, c = 3;
+  EXPECT_THAT(error_between(TrainingState().add("a", a).add("b", b),
+                            TrainingState().add("a", a).add("c", c)),
+              AllOf(HasSubstr("lacks \"c\""), HasSubstr("has \"b\""), HasSubstr("nothing was")));
+  EXPECT_EQ(error_between(TrainingState().add("a", b).add("b", b), TrainingState().add("a", a),
+                          {.subset = true}),
+            "no error");
+  EXPECT_EQ(a, 2);
+}
+
+TEST(Checkpoint, AnotherKindOrShapeIsNamedBeforeAnythingIsLoaded) {
+  int64_t number = 1;
+  double real = 2;
+  EXPECT_THAT(error_between(TrainingState().add("x", real), TrainingState().add("x", number)),
+              AllOf(HasSubstr("\"real number\" there"), HasSubstr("\"integer\" here")));
+  int64_t large = 300;
+  std::uint8_t small = 5;
+  EXPECT_THAT(error_between(TrainingState().add("x", large), TrainingState().add("x", small)),
+              HasSubstr("integer 300, which the variable's type cannot hold"));
+  double huge = 1e300, infinite = std::numeric_limits<double>::infinity();
+  float single = 5;
+  EXPECT_THAT(error_between(TrainingState().add("x", huge), TrainingState().add("x", single)),
+              HasSubstr("real number 1e+300, which the variable's type cannot hold"));
+  EXPECT_EQ(single, 5);
+  EXPECT_EQ(error_between(TrainingState().add("x", infinite), TrainingState().add("x", single)),
+            "no error");
+  EXPECT_EQ(single, infinite);
+  torch::Tensor whole_numbers = torch::arange(3), floats = torch::zeros({3});
+  EXPECT_THAT(
+      error_between(TrainingState().add("x", whole_numbers), TrainingState().add("x", floats)),
+      HasSubstr("it is Long Strided in the file, and Float Strided here"));
+  EXPECT_TRUE(torch::equal(floats, torch::zeros({3})));
+  torch::nn::Linear narrow(2, 3), wide(4, 3), plain(torch::nn::LinearOptions(2, 3).bias(false));
+  torch::nn::Linear half(2, 3);
+  half->to(torch::kHalf);
+  const auto error = [](torch::nn::Linear saved, torch::nn::Linear loaded) {
+    const torch::Tensor before = loaded->weight.detach().clone();
+    const std::string text =
+        error_between(TrainingState().add("m", saved), TrainingState().add("m", loaded));
+    EXPECT_TRUE(torch::equal(loaded->weight, before));
+    return text;
+  };
+  EXPECT_THAT(error(narrow, wide),
+              HasSubstr("parameter weight is Float [3, 2] in the file, and Float [3, 4] here"));
+  EXPECT_THAT(error(narrow, half), HasSubstr("and Half [3] here"));
+  EXPECT_THAT(error(narrow, plain), HasSubstr("the file has the parameter bias"));
+  EXPECT_THAT(error(plain, narrow), HasSubstr("the file lacks the parameter bias"));
+}
+
+TEST(Checkpoint, WhatWasLoadedIsTakenBackWhenALaterObjectRefusesItsPart) {
+  const Scratch scratch;
+  const auto groups = [](const torch::nn::Linear& model, int number) {
+    std::vector<torch::optim::OptimizerParamGroup> all;
+    all.emplace_back(std::vector<torch::Tensor>{model->weight});
+    if (number > 1) all.emplace_back(std::vector<torch::Tensor>{model->bias});
+    return all;
+  };
+  torch::nn::Linear saved(2, 2), loaded(2, 2);
+  torch::Tensor order = torch::arange(3), undefined;
+  int64_t epoch = 1;
+  torch::optim::AdamW first(groups(saved, 1), {}), second(groups(loaded, 2), {});
+  loaded->forward(torch::ones({1, 2})).sum().backward();
+  second.step();
+  Checkpoints checkpoints(scratch.path());
+  TrainingState saver, loader;
+  saver.add("epoch", epoch).add("order", order).add("new", order).add("model", saved);
+  checkpoints.save(saver.add("optimizer", first), 0);
+  torch::Tensor own_order = torch::full({2}, 8);
+  int64_t own_epoch = 5;
+  loader.add("epoch", own_epoch).add("order", own_order).add("new", undefined);
+  loader.add("model", loaded).add("optimizer", second).with_random_state();
+  saver.with_random_state();
+  checkpoints.save(saver, 1);
+  const torch::Tensor weight = loaded->weight.detach().clone();
+  const void* const memory = loaded->weight.const_data_ptr();
+  const torch::Tensor random = at::globalContext().defaultGenerator(at::kCPU).get_state();
+  EXPECT_THAT(error_of([&] { checkpoints.load_newest(loader); }),
+              AllOf(HasSubstr("\"optimizer\" cannot be loaded: loaded state dict has a different "
+                              "number of parameter groups"),
+                    HasSubstr("everything is as it was before")));
+  EXPECT_EQ(own_epoch, 5);
+  EXPECT_TRUE(torch::equal(own_order, torch::full({2}, 8)));
+  EXPECT_FALSE(undefined.defined());
+  EXPECT_TRUE(torch::equal(loaded->weight, weight));
+  EXPECT_EQ(loaded->weight.const_data_ptr(), memory) << "a split master would lose its rest";
+  EXPECT_EQ(second.state().size(), 2U);
+  EXPECT_TRUE(torch::equal(at::globalContext().defaultGenerator(at::kCPU).get_state(), random));
+}
+
+TEST(Checkpoint, AnObjectThatCannotBeSavedIsNamedAndLeavesTheFolderAsItWas) {
+  const Scratch scratch;
+  torch::Tensor undefined;
+  Checkpoints checkpoints(scratch.path());
+  EXPECT_THAT(error_of([&] { checkpoints.save(TrainingState().add("order", undefined), 1); }),
+              HasSubstr("\"order\" cannot be saved: the tensor is undefined"));
+  EXPECT_TRUE(checkpoints.files().empty());
+}
+
+/// A module with one parameter, or one buffer.
+struct Holder : torch::nn::Module {
+  Holder(const std::string& name, const torch::Tensor& tensor, bool is_buffer) {
+    if (is_buffer) {
+      register_buffer(name, tensor);
+    } else {
+      register_parameter(name, tensor);
+    }
+  }
+};
+
+/// What saving and loading it throws, which must be nothing, or the first of the two.
+std::string save_error(const std::string& name, const torch::Tensor& tensor, bool is_buffer) {
+  const Scratch scratch;
+  Holder saved(name, tensor, is_buffer), loaded(name, tensor.clone(), is_buffer);
+  std::filesystem::path file;
+  const std::string error = error_of(
+      [&] { file = Checkpoints(scratch.path()).save(TrainingState().add("m", saved), 0).file; });
+  if (file.empty()) return error;
+  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, TrainingState().add("m", loaded)); }),
+            "no error")
+      << name;
+  return error;
+}
+
+TEST(Checkpoint, NamesThatLibtorchCannotReadBackAreRefusedBeforeAMonthOfTraining) {
+  std::vector<std::string> keywords;
+#define MEZZO_TEST_KEYWORD(kind, description, text) keywords.push_back(text);
+  TC_FORALL_TOKEN_KINDS(MEZZO_TEST_KEYWORD)
+#undef MEZZO_TEST_KEYWORD
+  int refused = 0;
+  for (const std::string& keyword : keywords) {
+    if (keyword.empty() || keyword.find('.') != std::string::npos) continue;
+    for (const bool is_buffer : {true, false}) {
+      if (save_error(keyword, torch::ones({1}), is_buffer) != "no error") ++refused;
+    }
+  }
+  EXPECT_EQ(refused, 2 * 28) << "words";
+  for (const char* name : {"a\"b", "a\\b", "a\nb", "__annotations__", "__parameters__"}) {
+    EXPECT_THAT(save_error(name, torch::ones({1}), false), HasSubstr("register it by another"));
+  }
+  for (const char* name : {"a/b", "a b", "0", "a: b", "\xC3\xBC", "weight-1", "lambda", "a'b"}) {
+    EXPECT_EQ(save_error(name, torch::ones({1}), false), "no error");
+  }
+  torch::nn::Sequential nested;
+  nested->push_back("in", torch::nn::Dropout());
+  const Scratch scratch;
+  EXPECT_THAT(
+      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("m", nested), 0); }),
+      HasSubstr("\"in\" in the name \"in\""));
+}
+
+TEST(Checkpoint, BuffersThatLibtorchCannotLoadAreRefusedWhenTheyAreSaved) {
+  const torch::Tensor complex = torch::randn({3}, torch::kComplexFloat);
+  for (const torch::Tensor& buffer :
+       {torch::rand({3, 3}).to_sparse(), complex.conj(), torch::imag(complex.conj()),
+        torch::quantize_per_tensor(torch::rand({4}), 0.1, 0, torch::kQInt8)}) {
+    EXPECT_THAT(save_error("x", buffer, true), HasSubstr("buffer \"x\" is sparse, quantized"));
+  }
+  for (const torch::Tensor& buffer :
+       {torch::zeros({0, 2}), torch::rand({2, 3}).t(), complex, torch::rand({8}).slice(0, 2, 5)}) {
+    EXPECT_EQ(save_error("x", buffer, true), "no error");
+  }
+}
+
+TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
+  const Scratch scratch;
+  torch::nn::Linear model(1, 1);
+  model->to(torch::kBFloat16);
+  torch::Tensor weight = model->weight;
+  mezzo::optim::AdamW optimizer(model->parameters(),
+                                mezzo::optim::AdamWOptions(1e-2)
+                                    .weight_storage(mezzo::optim::WeightStorage::split_master)
+                                    .ema_decay(0.9));
+  const mezzo::Ema ema(model->parameters());
+  TrainingState models, optimizers, tensors;
+  models.add("x", model);
+  optimizers.add("x", optimizer);
+  tensors.add("x", weight);
+  for (const TrainingState* state : {&models, &optimizers, &tensors}) {
+    Checkpoints checkpoints(scratch.path());
+    checkpoints.save(*state, 1);
+    const mezzo::EmaWeights averaged(ema);
+    const auto is_named = HasSubstr("holds an average, for an EmaWeights is alive");
+    EXPECT_THAT(error_of([&] { checkpoints.save(*state, 2); }), is_named);
+    EXPECT_THAT(error_of([&] { checkpoints.load_newest(*state); }), is_named);
+    EXPECT_EQ(checkpoints.files().size(), 1U);
+    std::filesystem::remove(checkpoints.files()[0]);
+  }
+}
+
+TEST(Checkpoint, WrongArgumentsAreNamed) {
+  int64_t value = 0;
+  EXPECT_THAT(error_of([&] { TrainingState().add("a", value).add("a", value); }),
+              HasSubstr("\"a\" is given twice"));
+  EXPECT_THAT(error_of([&] { TrainingState().add("", value); }), HasSubstr("a name is empty"));
+  EXPECT_THAT(error_of([&] { Checkpoints("x", {.keep = 0}); }), HasSubstr("keep is 0"));
+  const Scratch scratch;
+  EXPECT_THAT(
+      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("a", value), -1); }),
+      HasSubstr("step is -1"));
+  EXPECT_THAT(error_of([&] { Checkpoints(scratch.path()).load_newest({}); }),
+              HasSubstr("the state is empty"));
+}
+
+}  // namespace
