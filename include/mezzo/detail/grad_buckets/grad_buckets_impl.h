@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients_backward.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients_layout.h>
@@ -52,15 +53,24 @@ inline const std::vector<GradBucket>& GradBuckets::buckets() const noexcept {
   return state_->buckets();
 }
 
-inline void GradBuckets::collect() { state_->collect(); }
+inline void GradBuckets::average() { detail::average_rank_sums(state_->parameters()); }
 
-inline std::vector<BucketGradient> GradBuckets::gradients() { return state_->gradients(); }
+inline void GradBuckets::collect() {
+  average();
+  state_->collect();
+}
+
+inline std::vector<BucketGradient> GradBuckets::gradients() {
+  average();
+  return state_->gradients();
+}
 
 inline std::vector<std::size_t> GradBuckets::sparse_gradients() {
   return state_->sparse_gradients();
 }
 
 inline GradientSummary GradBuckets::summarize(const at::Tensor& inv_scale) {
+  average();
   return state_->summarize(inv_scale);
 }
 
@@ -68,6 +78,7 @@ inline void GradBuckets::forget_reads() { state_->forget_reads(); }
 
 inline GradientStatistics GradBuckets::statistics(const at::Tensor& inv_scale,
                                                   at::ScalarType low_precision) {
+  average();
   return state_->statistics(inv_scale, low_precision);
 }
 
