@@ -41,6 +41,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
 
 inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   auto* const fused = detail::refreshed(optimizer);
+  if (fused != nullptr) fused->check_unscale();
   if (!enabled_) {
     hand_to_masters(fused);
     return;
