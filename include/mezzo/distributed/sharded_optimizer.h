@@ -152,7 +152,7 @@ class ShardedOptimizer : public optim::FusedOptimizer {
 
   /// While one lives, backward passes add to this rank's own gradients and nothing is summed: for
   /// all micro-batches but the last.
-  GradBuckets::AccumulateOnly accumulate_only() { return buckets_.accumulate_only(); }
+  GradBuckets::AccumulateOnly accumulate_only();
 
   /// The parameters that are trained, and how they lie.
   const GradBuckets& buckets() const noexcept { return buckets_; }

@@ -173,6 +173,13 @@ void ShardedOptimizer<OptimizerType>::prepare() {
   }
 }
 
+/// Whatever was summed before, it is not the whole of what is there afterwards.
+template <class OptimizerType>
+GradBuckets::AccumulateOnly ShardedOptimizer<OptimizerType>::accumulate_only() {
+  exchange_->set_has_summed(false);
+  return buckets_.accumulate_only();
+}
+
 template <class OptimizerType>
 at::Tensor ShardedOptimizer<OptimizerType>::step(LossClosure closure) {
   at::Tensor loss;
