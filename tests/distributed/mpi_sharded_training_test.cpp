@@ -65,7 +65,7 @@ at::Tensor whole_loss(Model model, const sharded_test::Batch& batch, int ranks) 
 TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
   AnyCommunicator ranks = world();
   Model model, alone;
-  Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.003), kSmallBuckets);
+  Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.003), {.bucket_bytes = 8192});
   AdamW whole(alone->parameters(), AdamWOptions(0.003));
   GradScaler scaler, scaler_alone;
   const auto data = batches(8);
@@ -79,7 +79,9 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
     scaler_alone.scale(whole_loss(alone, batch, ranks.size())).backward();
     const auto result_alone = scaler_alone.step(whole, {.max_norm = 0.5});
     scaler_alone.update();
-    if (i < 8) EXPECT_GT(*result_alone.grad_norm(), 0.5);
+    if (i < data.size()) {
+      EXPECT_GT(*result_alone.grad_norm(), 0.5);
+    }
     EXPECT_NEAR(*result.grad_norm(), *result_alone.grad_norm(), 1e-3 * *result_alone.grad_norm());
   }
   sharded_test::expect_close(model, alone, 2e-4);
@@ -126,27 +128,24 @@ TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
     int number = 0;
     for (const auto& batch : batches(10, dtype)) {
       optimizer.zero_grad();
-      const std::vector<at::Tensor> before = [&] {
-        std::vector<at::Tensor> copies;
-        for (const auto& parameter : model->parameters()) copies.push_back(parameter.clone());
-        return copies;
-      }();
+      std::vector<at::Tensor> before;
+      for (const at::Tensor& parameter : model->parameters()) before.push_back(parameter.clone());
       at::Tensor loss = scaler.scale(own_loss(model, batch, ranks));
-      // Every other step one rank is at fault, each in its turn.
+      // Every other step one rank is at fault, each in its turn, with one element, which is in the
+      // part of one rank, mostly another.
       const bool is_bad = number % 2 == 1;
-      if (is_bad && number / 2 % ranks.size() == ranks.rank()) loss = loss * kInf;
+      if (is_bad && number / 2 % ranks.size() == ranks.rank()) {
+        loss = loss + model->out->bias[0] * kInf;
+      }
       loss.backward();
       EXPECT_EQ(scaler.step(optimizer, {.max_norm = 1.}).ran(), !is_bad) << number;
       scaler.update();
       EXPECT_EQ(scaler.get_scale(), 1024. / std::pow(2., (number + 1) / 2));
-      std::size_t i = 0;
-      for (const auto& item : model->named_parameters()) {
-        if (is_bad) {
-          EXPECT_TRUE(at::equal(item.value(), before[i])) << item.key();
-        }
-        ++i;
+      bool has_moved = false;
+      for (std::size_t i = 0; i < before.size(); ++i) {
+        has_moved = has_moved || !at::equal(model->parameters()[i], before[i]);
       }
-      EXPECT_FALSE(at::equal(model->out->weight, before[4]) && !is_bad);
+      EXPECT_EQ(has_moved, !is_bad) << number;
       ++number;
     }
     EXPECT_EQ(optimizer.applied_steps(), 5);
@@ -427,6 +426,19 @@ TEST(ShardedTraining, WhatOthersWriteToAParameterCounts) {
     model->wide->weight.narrow(0, 3, 20).mul_(2);
     model->out->bias.fill_(0.125);
   });
+}
+
+/// Autograd, and caches of weights, are told that they are others.
+TEST(ShardedTraining, AStepShowsInTheVersionsOfParameters) {
+  AnyCommunicator ranks = world();
+  const at::Tensor weight = torch::ones({301}).requires_grad_();
+  Sharded optimizer({weight}, ranks, AdamWOptions(0.01));
+  const at::Tensor saves_weight = (weight * weight).sum();
+  weight.sum().backward();
+  const auto version = weight._version();
+  optimizer.step();
+  EXPECT_GT(weight._version(), version);
+  EXPECT_THAT(error_of([&] { saves_weight.backward(); }), HasSubstr("inplace operation"));
 }
 
 TEST(ShardedTraining, AModelThatIsLoadedCounts) {
