@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/detail/distributed/shard_exchange.h>
+#include <mezzo/detail/distributed/sharded_state.h>
 #include <mezzo/detail/distributed/sharded_weights.h>
 #include <mezzo/detail/kernels/optimizer_step_kernel.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
@@ -43,8 +44,6 @@ struct ShardedBytes {
 };
 
 namespace detail {
-
-class StateTable;
 
 template <class Traits>
 Traits traits_of(const ElementwiseOptimizer<Traits>& optimizer);  // never called

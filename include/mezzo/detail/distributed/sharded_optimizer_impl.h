@@ -7,7 +7,7 @@
 #include <c10/util/StringUtil.h>
 #include <mezzo/detail/distributed/agreed_summary.h>
 #include <mezzo/detail/distributed/gradient_reduction.h>
-#include <mezzo/detail/distributed/sharded_optimizer_archive.h>
+#include <mezzo/detail/distributed/sharded_state.h>
 #include <mezzo/detail/optim/trained_once.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/distributed/start_alike.h>
