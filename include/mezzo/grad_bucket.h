@@ -34,6 +34,9 @@ struct GradBucketsOptions {
   /// along the copy and is nearly free (benchmarks/grad_buckets), but see `summarize` for what goes
   /// unnoticed. Without the target mezzo::cuda, gradients on CUDA are read afterwards all the same.
   TORCH_ARG(bool, check_during_backward) = false;
+  /// Flat storage: a bucket's buffer can be cut into so many equal parts, each of a multiple of 64
+  /// bytes: what a reduce-scatter among so many ranks takes; > 0.
+  TORCH_ARG(int64_t, parts) = 1;
 };
 
 /// Parameters of one device and dtype whose gradients lie together.

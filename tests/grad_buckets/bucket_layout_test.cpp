@@ -54,6 +54,16 @@ TEST(BucketLayout, CountsPadding) {
   EXPECT_EQ(buckets[0].items, (Items{0, 1}));
 }
 
+TEST(BucketLayout, PadsABucketThatIsToBeCut) {
+  using mezzo::detail::padded_count;
+  EXPECT_EQ(padded_count(101, 4, 1), 101);
+  EXPECT_EQ(padded_count(101, 4, 2), 128);
+  EXPECT_EQ(padded_count(128, 4, 2), 128);
+  EXPECT_EQ(padded_count(101, 2, 4), 128);
+  EXPECT_EQ(padded_count(129, 2, 3), 192);
+  EXPECT_EQ(padded_count(0, 4, 4), 0);
+}
+
 TEST(BucketLayout, CountsBeyondTwoToTheThirtyOne) {
   constexpr int64_t kHuge = int64_t{3} << 30;
   const auto buckets = lay_out({{0, kHuge, 4}, {0, kHuge, 4}, {0, 5, 4}}, int64_t{1} << 40);

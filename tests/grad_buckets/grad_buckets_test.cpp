@@ -343,6 +343,15 @@ TEST(FlatGradBuckets, RegroupInTheOrderInWhichGradientsCame) {
   EXPECT_TRUE(torch::equal(parameters[2].grad(), torch::ones({16})));
 }
 
+TEST(GradBuckets, CanBeCutIntoEqualPartsThatBeginAtMultiplesOf64Bytes) {
+  const std::vector<Tensor> parameters{leaf({101}), leaf({5})};
+  const GradBuckets buckets(parameters, GradBucketsOptions().storage(GradStorage::flat).parts(4));
+  ASSERT_EQ(buckets.buckets().size(), 1U);
+  EXPECT_EQ(buckets.buckets()[0].flat.numel(), 128);
+  (parameters[0].sum() + parameters[1].sum()).backward();
+  EXPECT_EQ(buckets.buckets()[0].flat.sum().item<double>(), 106.);
+}
+
 TEST(GradBuckets, RefusesWhatItCannotHold) {
   const auto good = leaf({3});
   EXPECT_ERROR(GradBuckets({good, Tensor()}), "Parameter 1 is undefined");
@@ -351,6 +360,7 @@ TEST(GradBuckets, RefusesWhatItCannotHold) {
   EXPECT_ERROR(GradBuckets({torch::ones({2}, torch::kLong)}), "dtype Long");
   EXPECT_ERROR(GradBuckets({torch::ones({2}).to_sparse()}), "layout Sparse");
   EXPECT_ERROR(GradBuckets({good}, GradBucketsOptions().bucket_bytes(0)), "bucket_bytes is 0");
+  EXPECT_ERROR(GradBuckets({good}, GradBucketsOptions().parts(0)), "parts is 0");
   EXPECT_ERROR(GradBuckets({good}, GradBucketsOptions().storage(static_cast<GradStorage>(7))),
                "storage is 7");
   GradBuckets buckets({good});

@@ -100,6 +100,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
                 "without master_weights");
   }
 
+  /// Called before gradients are unscaled where they lie, be it for clipping alone.
+  /// \throws c10::Error where that cannot be right, and says what to do instead
+  virtual void check_unscale() const {}
+
   /// Called before param groups are read: an optimizer whose groups are another's mirrors them.
   virtual void refresh_groups() {}
 

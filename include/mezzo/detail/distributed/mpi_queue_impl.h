@@ -176,19 +176,20 @@ inline void MpiQueue::advance_parts() {
 
 /// \returns whether a later part may start its second stage.
 inline bool MpiQueue::advance(const MpiOperation& operation, MpiPart& part, bool may_start_second) {
-  using Stage = MpiPart::Stage;
-  if (part.stage == Stage::first && test(operation, part.request)) {
+  using PartStage = MpiPart::Stage;
+  if (part.stage == PartStage::first && test(operation, part.request)) {
     if (part.second == nullptr) {
       if (part.between) part.between();
-      part.stage = Stage::done;
+      part.stage = PartStage::done;
     } else if (may_start_second) {
       if (part.between) part.between();
       part.second(&part.request);
-      part.stage = Stage::second;
+      part.stage = PartStage::second;
     }
   }
-  if (part.stage == Stage::second && test(operation, part.request)) part.stage = Stage::done;
-  return may_start_second && !(part.second && part.stage == Stage::first);
+  if (part.stage == PartStage::second && test(operation, part.request))
+    part.stage = PartStage::done;
+  return may_start_second && !(part.second && part.stage == PartStage::first);
 }
 
 inline bool MpiQueue::test(const MpiOperation& operation, MPI_Request& request) const {

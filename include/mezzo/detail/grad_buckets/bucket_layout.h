@@ -55,5 +55,12 @@ inline std::vector<BucketLayout> lay_out(const std::vector<LayoutItem>& items,
   return buckets;
 }
 
+/// The least number of elements, `count` or more, that makes so many equal parts, each of a
+/// multiple of kSlotAlignment bytes. One part has no end to align.
+inline int64_t padded_count(int64_t count, int64_t element_size, int64_t parts) {
+  const int64_t multiple = parts == 1 ? 1 : kSlotAlignment / element_size * parts;
+  return (count + multiple - 1) / multiple * multiple;
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

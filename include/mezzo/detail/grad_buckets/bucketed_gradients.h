@@ -60,6 +60,9 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   /// process made none.
   void adopt_place(std::size_t number);
 
+  /// Flat storage: where the gradient of parameter `number` lies in its bucket, laid out as it.
+  const at::Tensor& place(std::size_t number) const { return slots_[number].place; }
+
   /// From the hook of parameter `number`, on one of autograd's threads.
   void arrived(std::size_t number);
 

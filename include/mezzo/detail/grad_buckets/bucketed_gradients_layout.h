@@ -10,6 +10,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -77,7 +78,9 @@ inline void BucketedGradients::append_buckets(const std::vector<std::size_t>& or
     }
     if (!is_flat()) continue;
     const c10::InferenceMode no_inference(false);
-    bucket.flat = at::zeros({layout.count}, at::TensorOptions().device(device).dtype(dtype));
+    const auto element_size = static_cast<int64_t>(c10::elementSize(dtype));
+    const int64_t count = padded_count(layout.count, element_size, options_.parts());
+    bucket.flat = at::zeros({count}, at::TensorOptions().device(device).dtype(dtype));
     place_slots(bucket, layout.offsets);
   }
   active_passes_.clear();  // whatever was counted was counted of other buckets

@@ -19,6 +19,7 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
                                 const GradBucketsOptions& options) {
   TORCH_CHECK(options.bucket_bytes() > 0, "bucket_bytes is ", options.bucket_bytes(),
               "; it must be greater than 0");
+  TORCH_CHECK(options.parts() > 0, "parts is ", options.parts(), "; it must be greater than 0");
   TORCH_CHECK(options.storage() == GradStorage::in_place || options.storage() == GradStorage::flat,
               "storage is ", static_cast<int>(options.storage()),
               "; it is GradStorage::in_place or GradStorage::flat");

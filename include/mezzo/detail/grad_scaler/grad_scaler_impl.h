@@ -41,6 +41,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
 
 inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   auto* const fused = detail::refreshed(optimizer);
+  if (fused != nullptr) fused->check_unscale();
   if (!enabled_) {
     detail::average_rank_sums(optimizer);
     hand_to_masters(fused);

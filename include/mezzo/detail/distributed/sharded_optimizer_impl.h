@@ -1,0 +1,305 @@
+#pragma once
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <mezzo/detail/distributed/agreed_summary.h>
+#include <mezzo/detail/distributed/gradient_reduction.h>
+#include <mezzo/detail/distributed/sharded_state.h>
+#include <mezzo/detail/optim/trained_once.h>
+#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/distributed/start_alike.h>
+#include <mezzo/optim/weight_storage.h>
+#include <mezzo/version.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Those that are to be trained, of all groups; every rank then has rank 0's values.
+inline std::vector<at::Tensor> begin_alike(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    const AnyCommunicator& communicator) {
+  std::vector<at::Tensor> trained;
+  NamedTensors named;
+  for (std::size_t group = 0; group < groups.size(); ++group) {
+    for (std::size_t i = 0; i < groups[group].params().size(); ++i) {
+      const at::Tensor& parameter = groups[group].params()[i];
+      TORCH_CHECK(communicator.serves(parameter.device().type()), "ShardedOptimizer: parameter ", i,
+                  " of group ", group, " is on ", parameter.device(),
+                  ", which `communicator` does not serve");
+      named.emplace_back(c10::str("parameter ", i, " of group ", group), parameter);
+      if (parameter.requires_grad()) trained.push_back(parameter);
+    }
+  }
+  refuse_duplicates(trained, "ShardedOptimizer");
+  start_alike(named, communicator);
+  return trained;
+}
+
+}  // namespace detail
+
+template <class OptimizerType>
+ShardedOptimizer<OptimizerType>::ShardedOptimizer(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups, AnyCommunicator communicator,
+    const Options& defaults, const ShardedOptions& options)
+    : FusedOptimizer(groups, std::make_unique<Options>(defaults)),
+      communicator_(std::move(communicator)),
+      buckets_(detail::begin_alike(param_groups_, communicator_),
+               GradBucketsOptions()
+                   .storage(GradStorage::flat)
+                   .bucket_bytes(options.bucket_bytes)
+                   .parts(communicator_.size())),
+      weights_(buckets_.share(), communicator_) {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    check_options(options_of(group));
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      known_.push_back({parameter, group, parameter.requires_grad()});
+      if (parameter.requires_grad()) group_of_.push_back(group);
+    }
+  }
+  inner_ = make_inner(defaults);
+  auto exchange = std::make_unique<detail::ShardExchange>(*buckets_.share(), communicator_);
+  exchange_ = exchange.get();
+  auto reduction = std::make_shared<detail::GradientReduction>(
+      "ShardedOptimizer", *buckets_.share(), communicator_, std::move(exchange));
+  buckets_.on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
+}
+
+template <class OptimizerType>
+ShardedOptimizer<OptimizerType>::~ShardedOptimizer() {
+  buckets_.on_ready(nullptr);
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::check_options(const Options& options) {
+  TORCH_CHECK(options.weight_storage() != optim::WeightStorage::stochastic,
+              "ShardedOptimizer: WeightStorage::stochastic draws bits by an element's place in the "
+              "whole parameter, of which a rank trains a part; use WeightStorage::master");
+  TORCH_CHECK(options.ema_decay() == 0, "ShardedOptimizer: ema_decay is ", options.ema_decay(),
+              ", and a rank would average its part alone; leave it at 0, and keep a mezzo::Ema "
+              "beside the optimizer");
+}
+
+template <class OptimizerType>
+auto ShardedOptimizer<OptimizerType>::options_of(std::size_t group) const -> const Options& {
+  const auto* const options = dynamic_cast<const Options*>(&param_groups_[group].options());
+  TORCH_CHECK(options != nullptr, "ShardedOptimizer: the options of parameter group ", group,
+              " are not ", Traits::kName, "Options; make the group with those");
+  return *options;
+}
+
+/// Its groups are the slices of this one's.
+template <class OptimizerType>
+auto ShardedOptimizer<OptimizerType>::make_inner(const Options& defaults) const
+    -> std::unique_ptr<Inner> {
+  std::vector<std::vector<at::Tensor>> slices(param_groups_.size());
+  for (const detail::ShardSlice& slice : weights_.slices()) {
+    slices[group_of_[slice.parameter]].push_back(slice.weights);
+  }
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (std::size_t group = 0; group < slices.size(); ++group) {
+    groups.emplace_back(std::move(slices[group]), std::make_unique<Options>(options_of(group)));
+  }
+  return std::make_unique<Inner>(groups, defaults);
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::check_groups() const {
+  std::size_t number = 0;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      const bool is_known = number < known_.size() && known_[number].group == group &&
+                            known_[number].parameter.is_same(parameter);
+      TORCH_CHECK(is_known,
+                  "ShardedOptimizer: its groups have another parameter than they were made with, "
+                  "in group ",
+                  group, "; make a new ShardedOptimizer with all parameters");
+      TORCH_CHECK(known_[number].is_trained || !parameter.requires_grad(),
+                  "ShardedOptimizer: parameter ", number,
+                  " was frozen when the optimizer was made and has no part in it; make a new "
+                  "ShardedOptimizer once it requires grad");
+      ++number;
+    }
+  }
+  TORCH_CHECK(number == known_.size(), "ShardedOptimizer: its groups lack ", known_.size() - number,
+              " of the parameters that they were made with; freeze them "
+              "instead");
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::mirror_groups() const {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    const Options& options = options_of(group);
+    check_options(options);
+    static_cast<Options&>(inner_->param_groups()[group].options()) = options;
+  }
+  if (inner_->lr_factors() != lr_factors()) inner_->set_lr_factors(lr_factors());
+  if (lr_factors().empty()) return;
+  // A copy: whether a rank has gradients to step with or not, all count alike.
+  const detail::StepCount& applied = applied_count();
+  if (applied.on_device().defined()) {
+    inner_->applied_count().move_to(applied.on_device().clone());
+  } else {
+    inner_->applied_count().set(applied.value());
+  }
+}
+
+template <class OptimizerType>
+bool ShardedOptimizer<OptimizerType>::has_gradient() const {
+  const std::vector<at::Tensor>& parameters = weights_.parameters();
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [](const at::Tensor& parameter) { return parameter.grad().defined(); });
+}
+
+/// Slices have the gradients that their parameters have.
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::prepare() {
+  check_groups();
+  mirror_groups();
+  buckets_.collect();
+  TORCH_CHECK(
+      exchange_->has_summed() || !has_gradient(),
+      "ShardedOptimizer: no backward pass has summed the gradients over the ranks since the "
+      "last step; let accumulate_only() end before the last micro-batch");
+  weights_.settle();
+  for (const detail::ShardSlice& slice : weights_.slices()) {
+    const bool has_one = weights_.parameters()[slice.parameter].grad().defined();
+    slice.weights.mutable_grad() = has_one ? slice.gradients : at::Tensor();
+  }
+}
+
+/// Whatever was summed before, it is not the whole of what is there afterwards.
+template <class OptimizerType>
+GradBuckets::AccumulateOnly ShardedOptimizer<OptimizerType>::accumulate_only() {
+  exchange_->set_has_summed(false);
+  return buckets_.accumulate_only();
+}
+
+template <class OptimizerType>
+at::Tensor ShardedOptimizer<OptimizerType>::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const c10::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  fused_step({});
+  return loss;
+}
+
+template <class OptimizerType>
+detail::GradientSummary ShardedOptimizer<OptimizerType>::summarize(
+    const std::vector<at::Tensor>& /*gradients*/, const at::Tensor& inv_scale) {
+  const c10::NoGradGuard no_grad;
+  prepare();
+  std::vector<at::Tensor> own;
+  for (const detail::ShardSlice& slice : weights_.slices()) {
+    const at::Tensor& gradient = slice.weights.grad();
+    if (gradient.defined() && gradient.device() == inv_scale.device()) own.push_back(gradient);
+  }
+  return detail::agreed(FusedOptimizer::summarize(own, inv_scale.mul(1. / communicator_.size())),
+                        communicator_);
+}
+
+/// Gradients are sums, and a step takes their average.
+template <class OptimizerType>
+optim::FusedStep ShardedOptimizer<OptimizerType>::step_on_sums(const optim::FusedStep& step) const {
+  optim::FusedStep own = step;
+  const double share = 1. / communicator_.size();
+  for (optim::DeviceVerdict& verdict : own.verdicts)
+    verdict.inv_scale = verdict.inv_scale.mul(share);
+  if (!own.verdicts.empty() || communicator_.size() == 1) return own;
+  for (const GradBucket& bucket : buckets_.buckets()) {
+    const auto is_there = [&](const optim::DeviceVerdict& verdict) {
+      return verdict.inv_scale.device() == bucket.device;
+    };
+    if (std::any_of(own.verdicts.begin(), own.verdicts.end(), is_there)) continue;
+    const auto number = at::TensorOptions().device(bucket.device).dtype(at::kFloat);
+    own.verdicts.push_back({at::full({}, share, number), at::zeros({}, number), at::Tensor()});
+  }
+  return own;
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::fused_step(const optim::FusedStep& step) {
+  const c10::NoGradGuard no_grad;
+  TORCH_CHECK(!publishes(),
+              "ShardedOptimizer: it writes no copies of weights for a WeightCache, of which it "
+              "makes a part alone; call stop_publishing(), and regions cast as ever");
+  prepare();
+  const optim::FusedStep own = step_on_sums(step);
+  inner_->fused_step(own);
+  weights_.gather();
+  count_applied(own);
+  exchange_->set_has_summed(false);
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::count_applied(const optim::FusedStep& step) {
+  if (!has_gradient()) return;
+  const at::Tensor& count = applied_count().on_device();
+  const optim::DeviceVerdict* verdict = nullptr;
+  for (const optim::DeviceVerdict& one : step.verdicts) {
+    const bool counts = count.defined() && one.inv_scale.device() == count.device();
+    if (verdict == nullptr || counts) verdict = &one;
+  }
+  const at::Device device =
+      verdict != nullptr ? verdict->inv_scale.device() : buckets_.buckets().front().device;
+  detail::count_step(applied_count(), device,
+                     verdict != nullptr ? verdict->found_inf : at::Tensor());
+}
+
+template <class OptimizerType>
+ShardedBytes ShardedOptimizer<OptimizerType>::bytes() const {
+  ShardedBytes bytes{.weights = weights_.bytes()};
+  for (const GradBucket& bucket : buckets_.buckets()) {
+    bytes.gradients += static_cast<int64_t>(bucket.flat.nbytes());
+  }
+  for (const auto& [slice, kept] : inner_->state()) {
+    State& state = static_cast<State&>(*kept);
+    for (const at::Tensor* tensor : detail::kept_tensors<Traits>(state)) {
+      if (tensor->defined()) bytes.state += static_cast<int64_t>(tensor->nbytes());
+    }
+    if (state.lower_half().defined()) {
+      bytes.state += static_cast<int64_t>(state.lower_half().nbytes());
+    }
+  }
+  return bytes;
+}
+
+template <class OptimizerType>
+bool ShardedOptimizer<OptimizerType>::keeps_master(std::size_t group,
+                                                   const at::Tensor& parameter) const {
+  const optim::WeightStorage wanted = options_of(group).weight_storage();
+  return detail::storage_of(parameter, wanted, Traits::kName) == optim::WeightStorage::master;
+}
+
+template <class OptimizerType>
+at::Tensor ShardedOptimizer<OptimizerType>::trained_tensor(std::size_t /*group*/,
+                                                           const at::Tensor& /*parameter*/) {
+  TORCH_CHECK(false,
+              "ShardedOptimizer: a rank trains a part of each parameter, and has no master of a "
+              "whole one; clip with scaler.step(optimizer, {.max_norm = ...})");
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::keep_masters() {
+  TORCH_CHECK(false,
+              "ShardedOptimizer: weights are cast first, and then sharded; make the optimizer from "
+              "the cast model, with weight_storage(WeightStorage::master) in its options");
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::check_unscale() const {
+  TORCH_CHECK(
+      false,
+      "ShardedOptimizer: gradients cannot be unscaled or clipped where they lie, for a rank "
+      "has the sums of its part alone, and would clip by the norm of that; use "
+      "scaler.step(optimizer, {.max_norm = ...}), which unscales and clips all alike");
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

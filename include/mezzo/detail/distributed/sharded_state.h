@@ -1,0 +1,74 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+#include <mezzo/detail/optim/kept_weights.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What a state keeps an element of for each of the parameter's: the master, and every moment that
+/// the optimizer has under some options.
+template <class Traits>
+std::vector<at::Tensor*> kept_tensors(typename Traits::State& state) {
+  constexpr int kMostMoments = 3;
+  std::vector<at::Tensor*> kept{&state.master()};
+  for (int k = 0; k < kMostMoments; ++k) {
+    at::Tensor* const moment = &Traits::moment(state, k);
+    if (std::find(kept.begin(), kept.end(), moment) == kept.end()) kept.push_back(moment);
+  }
+  return kept;
+}
+
+/// For a file, which has the whole of split weights.
+template <class State>
+at::Tensor filed_master(const at::Tensor& weights, State& state) {
+  const bool is_split = state.lower_half().defined() && !state.master().defined();
+  return is_split ? trained_value(weights, state) : state.master();
+}
+
+/// What the ranks know of the states together: a row for each parameter, of the number of steps and
+/// the dtypes of what is kept, each one higher than it is and 0 where there is none.
+class StateTable {
+ public:
+  StateTable(std::size_t parameters, std::size_t kinds)
+      : table_(at::zeros({static_cast<int64_t>(parameters), static_cast<int64_t>(kinds) + 1},
+                         at::kLong)) {}
+
+  void set_steps(std::size_t parameter, int64_t steps) { at(parameter, 0) = steps + 1; }
+  void set_dtype(std::size_t parameter, std::size_t kind, at::ScalarType dtype) {
+    at(parameter, kind + 1) = static_cast<int64_t>(dtype) + 1;
+  }
+
+  void agree(AnyCommunicator& communicator, at::Device device) {
+    const at::Tensor there = table_.to(device);
+    communicator.all_reduce(there, Reduction::max).wait();
+    table_ = there.cpu();
+  }
+
+  bool has_state(std::size_t parameter) { return at(parameter, 0) != 0; }
+  int64_t steps(std::size_t parameter) { return at(parameter, 0) - 1; }
+  bool has(std::size_t parameter, std::size_t kind) { return at(parameter, kind + 1) != 0; }
+  at::ScalarType dtype(std::size_t parameter, std::size_t kind) {
+    return static_cast<at::ScalarType>(at(parameter, kind + 1) - 1);
+  }
+
+ private:
+  int64_t& at(std::size_t parameter, std::size_t column) {
+    const auto columns = static_cast<std::size_t>(table_.size(1));
+    return table_.mutable_data_ptr<int64_t>()[parameter * columns + column];
+  }
+
+  at::Tensor table_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,176 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/distributed/shard_exchange.h>
+#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/detail/optim/dense_memory.h>
+#include <mezzo/detail/optim/param_state.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What lies in this rank's part of a bucket of one parameter.
+struct ShardSlice {
+  std::size_t parameter;  ///< its number in the buckets
+  std::size_t bucket;
+  int64_t begin;         ///< where the slice begins in the parameter's memory, in elements
+  at::Tensor weights;    ///< one dimension, with a version counter of its own
+  at::Tensor gradients;  ///< likewise
+};
+
+/// Elements `begin` to `begin + count` of a buffer, which count their own changes alone.
+inline at::Tensor stretch_of(const at::Tensor& flat, int64_t begin, int64_t count) {
+  at::Tensor stretch = at::empty({0}, flat.options());
+  return stretch.set_(flat.storage(), begin, {count}, {1});
+}
+
+/// The parameters of flat buckets in buffers of the same layout, so that one all-gather a bucket
+/// brings every rank what the ranks made of their parts.
+class ShardedWeights {
+ public:
+  /// Moves the parameters there, values kept.
+  ShardedWeights(std::shared_ptr<BucketedGradients> gradients, AnyCommunicator communicator);
+
+  const std::vector<ShardSlice>& slices() const noexcept { return slices_; }
+  const std::vector<at::Tensor>& parameters() const noexcept { return gradients_->parameters(); }
+
+  /// Takes stock of the weights as they are now: what others have written to a parameter, or given
+  /// it as memory, lies in the buffers afterwards, and slices show by their versions that somebody
+  /// wrote. \throws c10::Error if a parameter is no longer of the dtype, device and shape it was of
+  void settle();
+
+  /// The slices of all ranks become the weights of all ranks. Waits for them.
+  void gather();
+
+  int64_t bytes() const;
+
+ private:
+  void add_slice(std::size_t number, std::size_t bucket);
+  void settle(std::size_t number);
+  bool is_in_place(std::size_t number) const;
+  void move_to_place(std::size_t number);
+
+  std::shared_ptr<BucketedGradients> gradients_;
+  AnyCommunicator communicator_;
+  std::vector<at::Tensor> flats_;       // a bucket
+  std::vector<std::size_t> bucket_of_;  // a parameter
+  std::vector<WriteStamp> stamps_;      // likewise, of when it last agreed with the buffers
+  std::vector<ShardSlice> slices_;      // of parameters that have one
+  std::vector<at::Tensor> slice_of_;    // a parameter: the weights of its slice, or undefined
+};
+
+inline ShardedWeights::ShardedWeights(std::shared_ptr<BucketedGradients> gradients,
+                                      AnyCommunicator communicator)
+    : gradients_(std::move(gradients)),
+      communicator_(std::move(communicator)),
+      bucket_of_(parameters().size()),
+      stamps_(parameters().size()),
+      slice_of_(parameters().size()) {
+  const c10::InferenceMode no_inference(false);
+  const c10::NoGradGuard no_grad;
+  for (std::size_t bucket = 0; bucket < gradients_->buckets().size(); ++bucket) {
+    const GradBucket& like = gradients_->buckets()[bucket];
+    flats_.push_back(at::zeros({like.flat.numel()}, like.flat.options()));
+    for (const std::size_t number : like.parameters) {
+      bucket_of_[number] = bucket;
+      add_slice(number, bucket);
+      settle(number);  // bucket by bucket: what parameters leave behind is free for the next one
+    }
+  }
+}
+
+/// A parameter without elements is rank 0's, so that one rank keeps its state.
+inline void ShardedWeights::add_slice(std::size_t number, std::size_t bucket) {
+  const at::Tensor& place = gradients_->place(number);
+  const at::Tensor own = own_part(flats_[bucket], communicator_);
+  const int64_t first = place.storage_offset();
+  const int64_t begin = std::max(first, own.storage_offset());
+  const int64_t end = std::min(first + place.numel(), own.storage_offset() + own.numel());
+  if (place.numel() == 0 ? communicator_.rank() != 0 : begin >= end) return;
+  const int64_t count = place.numel() == 0 ? 0 : end - begin;
+  slice_of_[number] = stretch_of(flats_[bucket], begin, count);
+  slices_.push_back({number, bucket, begin - first, slice_of_[number],
+                     stretch_of(gradients_->buckets()[bucket].flat, begin, count)});
+}
+
+inline void ShardedWeights::settle() {
+  const c10::NoGradGuard no_grad;
+  for (std::size_t number = 0; number < parameters().size(); ++number) settle(number);
+}
+
+inline void ShardedWeights::settle(std::size_t number) {
+  const at::Tensor& parameter = parameters()[number];
+  if (stamps_[number] == WriteStamp::of(parameter)) return;
+  if (!is_in_place(number)) move_to_place(number);
+  if (slice_of_[number].defined()) slice_of_[number].unsafeGetTensorImpl()->bump_version();
+  stamps_[number] = WriteStamp::of(parameter);
+}
+
+inline bool ShardedWeights::is_in_place(std::size_t number) const {
+  const at::Tensor& parameter = parameters()[number];
+  const at::Tensor& place = gradients_->place(number);
+  TORCH_CHECK(parameter.scalar_type() == place.scalar_type() &&
+                  parameter.device() == place.device() && parameter.sizes() == place.sizes(),
+              "ShardedOptimizer: parameter ", number, " was of ", place.scalar_type(), ", ",
+              place.sizes(), " on ", place.device(), " and is now of ", parameter.scalar_type(),
+              ", ", parameter.sizes(), " on ", parameter.device(),
+              "; cast and move the model first, then make the optimizer");
+  const auto* const buffer = static_cast<const char*>(flats_[bucket_of_[number]].const_data_ptr());
+  return parameter.const_data_ptr() == buffer + place.storage_offset() * place.element_size() &&
+         same_layout(parameter, place);
+}
+
+/// Into memory that is a storage of its own as far as anybody can see: a file of the model would
+/// otherwise hold the whole buffer once for each parameter.
+inline void ShardedWeights::move_to_place(std::size_t number) {
+  const at::Tensor& parameter = parameters()[number];
+  const at::Tensor& place = gradients_->place(number);
+  const at::Tensor& flat = flats_[bucket_of_[number]];
+  auto* const memory =
+      static_cast<char*>(flat.mutable_data_ptr()) + place.storage_offset() * place.element_size();
+  const auto keeps_buffer = [flat](void*) {};
+  const at::Tensor own = at::from_blob(memory, place.sizes(), place.strides(), keeps_buffer,
+                                       flat.options(), flat.device());
+  own.copy_(parameter.detach());
+  parameter.set_data(own);
+}
+
+inline void ShardedWeights::gather() {
+  const c10::NoGradGuard no_grad;
+  if (communicator_.size() > 1) {
+    PendingRequests requests;
+    for (const at::Tensor& flat : flats_) {
+      requests.add(communicator_.all_gather(flat, own_part(flat, communicator_)));
+    }
+    requests.wait();
+  }
+  for (std::size_t number = 0; number < parameters().size(); ++number) {
+    parameters()[number].unsafeGetTensorImpl()->bump_version();
+    stamps_[number] = WriteStamp::of(parameters()[number]);
+  }
+}
+
+inline int64_t ShardedWeights::bytes() const {
+  int64_t bytes = 0;
+  for (const at::Tensor& flat : flats_) bytes += static_cast<int64_t>(flat.nbytes());
+  return bytes;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

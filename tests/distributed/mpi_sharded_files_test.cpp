@@ -1,0 +1,326 @@
+#include <torch/torch.h>
+//
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
+#include <cstring>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "sharded_model.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using mezzo::AnyCommunicator;
+using mezzo::ShardedOptimizer;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::WeightStorage;
+using sharded_test::Model;
+using testing::HasSubstr;
+
+constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
+
+AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+
+/// The first `size` ranks of the world; null on the others.
+class FirstRanks {
+ public:
+  explicit FirstRanks(int size) {
+    int rank = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_split(MPI_COMM_WORLD, rank < size ? 0 : MPI_UNDEFINED, rank, &communicator_);
+  }
+  ~FirstRanks() {
+    if (communicator_ != MPI_COMM_NULL) MPI_Comm_free(&communicator_);
+  }
+  FirstRanks(const FirstRanks&) = delete;
+  FirstRanks& operator=(const FirstRanks&) = delete;
+
+  bool has_this() const { return communicator_ != MPI_COMM_NULL; }
+  AnyCommunicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
+
+ private:
+  MPI_Comm communicator_ = MPI_COMM_NULL;
+};
+
+/// The numbers of ranks that the world has room for.
+std::vector<int> sizes() {
+  std::vector<int> all;
+  for (const int size : {1, 2, 4}) {
+    if (size <= world().size()) all.push_back(size);
+  }
+  return all;
+}
+
+std::string from_rank_0(const std::string& text) {
+  AnyCommunicator ranks = world();
+  const at::Tensor length = at::tensor({static_cast<int64_t>(text.size())});
+  ranks.broadcast(length, 0).wait();
+  const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
+  if (ranks.rank() == 0) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  ranks.broadcast(bytes, 0).wait();
+  return {static_cast<const char*>(bytes.const_data_ptr()),
+          static_cast<std::size_t>(bytes.numel())};
+}
+
+template <class Saved>
+std::string archive_of(const Saved& saved) {
+  std::ostringstream out;
+  torch::save(saved, out);
+  return out.str();
+}
+
+void load_archive(torch::optim::Optimizer& optimizer, const std::string& text) {
+  std::istringstream in(text);
+  torch::load(optimizer, in);
+}
+
+/// Every rank computes the same, so that sums over 1, 2 and 4 ranks and their averages are exact:
+/// any number of ranks takes the same steps, and so does an optimizer alone.
+void train(Model model, torch::optim::Optimizer& optimizer, int first, int last) {
+  const auto data = sharded_test::batches(last, model->out->bias.scalar_type());
+  for (int i = first; i < last; ++i) {
+    optimizer.zero_grad();
+    // A parameter is used in some steps alone: it counts fewer.
+    sharded_test::loss_of(model, data[static_cast<std::size_t>(i)], i % 2).backward();
+    optimizer.step();
+  }
+}
+
+struct Saved {
+  std::string model;
+  std::string optimizer;
+};
+
+/// Training by an optimizer alone, saved after 3 steps of 5.
+template <class Optimizer, class Options>
+Saved train_alone(Model model, const Options& options) {
+  Optimizer optimizer(model->parameters(), options);
+  train(model, optimizer, 0, 3);
+  Saved saved{archive_of(model), archive_of(optimizer)};
+  train(model, optimizer, 3, 5);
+  return saved;
+}
+
+void load_model(Model model, const std::string& text) {
+  std::istringstream in(text);
+  torch::load(model, in);
+}
+
+template <class Optimizer, class Options>
+void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype) {
+  const auto fresh = [&] {
+    Model model;
+    model->to(dtype);
+    return model;
+  };
+  Model alone = fresh();
+  const Saved of_one = train_alone<Optimizer>(alone, options);
+  std::vector<Saved> files{of_one};
+  for (const int size : sizes()) {
+    const FirstRanks group(size);
+    Saved saved;
+    if (group.has_this()) {
+      AnyCommunicator ranks = group.ranks();
+      Model model = fresh();
+      ShardedOptimizer<Optimizer> optimizer(model->parameters(), ranks, options, kSmallBuckets);
+      train(model, optimizer, 0, 3);
+      saved = {archive_of(model), archive_of(optimizer)};
+      train(model, optimizer, 3, 5);
+      sharded_test::expect_equal(model, alone, "saving changes nothing");
+    }
+    files.push_back({from_rank_0(saved.model), from_rank_0(saved.optimizer)});
+  }
+  for (const Saved& file : files) {
+    Model unsharded = fresh();
+    load_model(unsharded, file.model);
+    Optimizer optimizer(unsharded->parameters(), options);
+    load_archive(optimizer, file.optimizer);
+    EXPECT_EQ(optimizer.applied_steps(), 3);
+    train(unsharded, optimizer, 3, 5);
+    sharded_test::expect_equal(unsharded, alone, "an optimizer alone goes on");
+    for (const int size : sizes()) {
+      const FirstRanks group(size);
+      if (!group.has_this()) continue;
+      AnyCommunicator ranks = group.ranks();
+      Model model = fresh();
+      ShardedOptimizer<Optimizer> sharded(model->parameters(), ranks, options, kSmallBuckets);
+      train(model, sharded, 0, 1);  // all of which the file replaces
+      load_model(model, file.model);
+      load_archive(sharded, file.optimizer);
+      EXPECT_EQ(sharded.applied_steps(), 3);
+      train(model, sharded, 3, 5);
+      sharded_test::expect_equal(model, alone, std::to_string(size) + " ranks go on");
+    }
+  }
+}
+
+TEST(ShardedFiles, AnyNumberOfRanksGoesOnToTheBit) {
+  expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat);
+}
+
+TEST(ShardedFiles, MastersGoAlong) {
+  using mezzo::optim::SGD;
+  using mezzo::optim::SGDOptions;
+  const auto master = AdamWOptions(0.01).weight_storage(WeightStorage::master);
+  expect_to_go_on_anywhere<AdamW>(master, at::kBFloat16);
+  const auto split = SGDOptions(0.01).momentum(0.9).weight_storage(WeightStorage::split_master);
+  expect_to_go_on_anywhere<SGD>(split, at::kBFloat16);
+}
+
+/// What the archive holds is what the optimizer alone would have written: no state more or less,
+/// each of the parameter's shape, strides and dtype.
+TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
+  AnyCommunicator ranks = world();
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
+    Model model, alone;
+    model->to(dtype);
+    alone->to(dtype);
+    ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, options, kSmallBuckets);
+    AdamW whole(alone->parameters(), options);
+    train(model, sharded, 0, 3);
+    train(alone, whole, 0, 3);
+    const std::string text = from_rank_0(archive_of(sharded));
+    Model other;
+    other->to(dtype);
+    AdamW loaded(other->parameters(), AdamWOptions(1.));
+    load_archive(loaded, text);
+    ASSERT_EQ(loaded.state().size(), whole.state().size());
+    EXPECT_EQ(static_cast<AdamWOptions&>(loaded.param_groups()[0].options()).lr(), 0.01);
+    for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
+      const auto state_in = [&](AdamW& optimizer, Model net) {
+        const auto found = optimizer.state().find(net->parameters()[i].unsafeGetTensorImpl());
+        return found == optimizer.state().end()
+                   ? nullptr
+                   : static_cast<mezzo::optim::AdamWParamState*>(found->second.get());
+      };
+      auto* const got = state_in(loaded, other);
+      auto* const wanted = state_in(whole, alone);
+      ASSERT_EQ(got == nullptr, wanted == nullptr) << i;
+      if (got == nullptr) continue;
+      EXPECT_EQ(got->step(), wanted->step()) << i;
+      const auto expect_same = [&](const at::Tensor& a, const at::Tensor& b) {
+        ASSERT_EQ(a.defined(), b.defined()) << i;
+        if (!a.defined()) return;
+        EXPECT_TRUE(at::equal(a, b)) << i;
+        EXPECT_EQ(a.scalar_type(), b.scalar_type()) << i;
+        EXPECT_EQ(a.strides(), b.strides()) << i;
+      };
+      expect_same(got->exp_avg(), wanted->exp_avg());
+      expect_same(got->exp_avg_sq(), wanted->exp_avg_sq());
+      expect_same(got->max_exp_avg_sq(), wanted->max_exp_avg_sq());
+      expect_same(got->master(), wanted->master());
+    }
+  }
+}
+
+TEST(ShardedFiles, LibtorchsFileCanBeRead) {
+  AnyCommunicator ranks = world();
+  Model alone;
+  torch::optim::AdamW theirs(alone->parameters(), torch::optim::AdamWOptions(0.01));
+  train(alone, theirs, 0, 3);
+  Model model;
+  load_model(model, archive_of(alone));
+  ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, AdamWOptions(1.), kSmallBuckets);
+  load_archive(sharded, archive_of(theirs));
+  train(alone, theirs, 3, 5);
+  train(model, sharded, 3, 5);
+  sharded_test::expect_close(model, alone, 1e-6);
+}
+
+/// A later run may train it again.
+TEST(ShardedFiles, WhatIsFrozenKeepsTheStateThatItHad) {
+  AnyCommunicator ranks = world();
+  Model alone;
+  AdamW whole(alone->parameters(), AdamWOptions(0.01));
+  train(alone, whole, 0, 3);
+  Model model;
+  model->wide->weight.set_requires_grad(false);
+  ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
+  load_archive(sharded, archive_of(whole));
+  train(model, sharded, 3, 4);
+  const std::string text = from_rank_0(archive_of(sharded));
+  Model other;
+  AdamW loaded(other->parameters(), AdamWOptions(0.01));
+  load_archive(loaded, text);
+  const auto state = [](AdamW& optimizer, const at::Tensor& parameter) {
+    return static_cast<mezzo::optim::AdamWParamState&>(
+        *optimizer.state().at(parameter.unsafeGetTensorImpl()));
+  };
+  EXPECT_EQ(state(loaded, other->wide->weight).step(), 3);
+  EXPECT_EQ(state(loaded, other->out->weight).step(), 4);
+  EXPECT_TRUE(at::equal(state(loaded, other->wide->weight).exp_avg(),
+                        state(whole, alone->wide->weight).exp_avg()));
+}
+
+/// Such as a checkpoint makes in memory to be able to go back.
+TEST(ShardedFiles, EachRankTakesItsOwnArchiveBackAndNoOther) {
+  AnyCommunicator ranks = world();
+  Model model;
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
+  train(model, optimizer, 0, 2);
+  const std::string weights = archive_of(model);
+  const std::string own = archive_of(optimizer);
+  train(model, optimizer, 2, 4);
+  const std::string wanted = archive_of(model->out->weight);
+  optimizer.param_groups()[0].options().set_lr(5.);
+  train(model, optimizer, 4, 5);
+  load_model(model, weights);
+  load_archive(optimizer, own);
+  EXPECT_EQ(optimizer.applied_steps(), 2);
+  train(model, optimizer, 2, 4);
+  EXPECT_EQ(archive_of(model->out->weight) == wanted, true);
+
+  if (ranks.size() == 1) return;
+  const at::Tensor length = at::tensor({static_cast<int64_t>(own.size())});
+  ranks.broadcast(length, 1).wait();
+  const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
+  if (ranks.rank() == 1) std::memcpy(bytes.mutable_data_ptr(), own.data(), own.size());
+  ranks.broadcast(bytes, 1).wait();
+  if (ranks.rank() != 0) return;
+  const std::string of_rank_1(static_cast<const char*>(bytes.const_data_ptr()),
+                              static_cast<std::size_t>(bytes.numel()));
+  EXPECT_THAT(error_of([&] { load_archive(optimizer, of_rank_1); }),
+              HasSubstr("holds the part of rank 1"));
+}
+
+TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
+  AnyCommunicator ranks = world();
+  Model model, alone;
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
+  AdamW whole(alone->parameters(), AdamWOptions(0.01));
+  train(model, optimizer, 0, 2);
+  train(alone, whole, 0, 2);
+  const at::Tensor other = torch::zeros({3}).requires_grad_();
+  AdamW of_another_model({other}, AdamWOptions(0.5));
+  EXPECT_THAT(error_of([&] { load_archive(optimizer, archive_of(of_another_model)); }),
+              HasSubstr("different size"));
+  // As many parameters, but of other shapes.
+  std::vector<at::Tensor> scalars;
+  for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+    scalars.push_back(torch::zeros({2}).requires_grad_());
+    scalars.back().sum().backward();
+  }
+  AdamW of_scalars(scalars, AdamWOptions(0.5));
+  of_scalars.step();
+  EXPECT_THAT(error_of([&] { load_archive(optimizer, archive_of(of_scalars)); }),
+              HasSubstr("another model's"));
+  AdamW averaging(alone->parameters(), AdamWOptions(0.5).ema_decay(0.5));
+  EXPECT_THAT(error_of([&] { load_archive(optimizer, archive_of(averaging)); }),
+              HasSubstr("ema_decay is 0.5"));
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
+  train(model, optimizer, 2, 4);
+  train(alone, whole, 2, 4);
+  sharded_test::expect_equal(model, alone, "as if nothing had been");
+}
+
+}  // namespace

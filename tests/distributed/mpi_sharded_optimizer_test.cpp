@@ -1,0 +1,132 @@
+#include <torch/torch.h>
+//
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "sharded_model.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using mezzo::AnyCommunicator;
+using mezzo::Reduction;
+using mezzo::ShardedOptimizer;
+using mezzo::optim::WeightStorage;
+using sharded_test::batches;
+using sharded_test::loss_of;
+using sharded_test::Model;
+using torch::optim::OptimizerParamGroup;
+
+AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+
+constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
+
+/// Weights and the rest apart, as weight decay wants them.
+template <class Options>
+std::vector<OptimizerParamGroup> groups_of(Model model, const Options& options) {
+  std::vector<at::Tensor> weights, rest;
+  for (const at::Tensor& parameter : model->parameters()) {
+    (parameter.dim() > 1 ? weights : rest).push_back(parameter);
+  }
+  std::vector<OptimizerParamGroup> groups;
+  groups.emplace_back(weights, std::make_unique<Options>(options));
+  auto undecayed = std::make_unique<Options>(options);
+  undecayed->weight_decay(0).set_lr(options.get_lr() / 2);
+  groups.emplace_back(rest, std::move(undecayed));
+  return groups;
+}
+
+/// The gradients of `to` become the average of what the ranks have of `from`'s: a part each, and
+/// zeros elsewhere.
+void give_averages(AnyCommunicator& ranks, Model from, Model to) {
+  const auto sources = from->named_parameters();
+  for (auto& item : to->named_parameters()) {
+    const at::Tensor& part = sources[item.key()].grad();
+    item.value().mutable_grad() = at::Tensor();
+    if (!part.defined()) continue;
+    const at::Tensor sum = part.clone();
+    ranks.all_reduce(sum, Reduction::sum).wait();
+    item.value().mutable_grad() = sum.div_(ranks.size());
+  }
+}
+
+/// Steps side by side with the same averages, with a scale, whose second step is skipped, with
+/// rates that move, and once without the scaler.
+template <class Optimizer, class Options>
+void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what) {
+  AnyCommunicator ranks = world();
+  Model model, alone;
+  model->to(dtype);
+  alone->to(dtype);
+  ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets);
+  Optimizer whole(groups_of(alone, options), options);
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(256.).allow_fp16_gradients(true));
+  mezzo::GradScaler scaler_alone(
+      mezzo::GradScalerOptions().init_scale(256.).allow_fp16_gradients(true));
+  scaler.on_skip(nullptr);
+  scaler_alone.on_skip(nullptr);
+  sharded.set_lr_factors({0.25, 0.5, 1.0});
+  whole.set_lr_factors({0.25, 0.5, 1.0});
+  int number = 0;
+  for (const auto& batch : batches(6, dtype)) {
+    sharded.zero_grad();
+    const at::Tensor loss = loss_of(model, batch.part(ranks.rank(), ranks.size()), ranks.rank());
+    if (number == 3) {
+      loss.backward();
+      give_averages(ranks, model, alone);
+      sharded.step();
+      whole.step();
+    } else {
+      const double bad = number == 1 ? std::numeric_limits<double>::infinity() : 1.;
+      (void)scaler_alone.scale(loss);
+      (scaler.scale(loss) * bad).backward();
+      give_averages(ranks, model, alone);
+      const bool ran = scaler.step(sharded, {.zero_grad = number == 4}).ran();
+      EXPECT_EQ(ran, number != 1) << what;
+      EXPECT_EQ(scaler_alone.step(whole, {}).ran(), ran);
+      scaler.update();
+      scaler_alone.update();
+    }
+    sharded_test::expect_equal(model, alone, what + ", step " + std::to_string(number));
+    sharded.param_groups()[1].options().set_lr(0.01 / ++number);
+    whole.param_groups()[1].options().set_lr(0.01 / number);
+  }
+  EXPECT_EQ(sharded.applied_steps(), 5);
+  EXPECT_EQ(whole.applied_steps(), 5);
+  EXPECT_EQ(scaler.get_scale(), scaler_alone.get_scale());
+  sharded_test::expect_same_bits_on_all_ranks(ranks, model);
+}
+
+TEST(ShardedOptimizer, StepsToTheBitAsOneOptimizerWithTheAverage) {
+  using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
+  expect_the_bits_of_one<AdamW>(AdamWOptions(0.01).weight_decay(0.1), at::kFloat, "AdamW");
+  expect_the_bits_of_one<AdamW>(AdamWOptions(0.01).amsgrad(true), at::kFloat, "amsgrad");
+  expect_the_bits_of_one<Adam>(AdamOptions(0.01).weight_decay(0.1), at::kDouble, "Adam, double");
+  expect_the_bits_of_one<SGD>(SGDOptions(0.05).momentum(0.9).nesterov(true), at::kFloat, "SGD");
+  expect_the_bits_of_one<SGD>(SGDOptions(0.05), at::kFloat, "SGD without momentum");
+  expect_the_bits_of_one<Lion>(LionOptions(0.01), at::kFloat, "Lion");
+}
+
+TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
+  using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
+  const auto stored = [](WeightStorage storage) {
+    return AdamWOptions(0.01).weight_storage(storage);
+  };
+  expect_the_bits_of_one<AdamW>(stored(WeightStorage::master), at::kBFloat16, "master, bfloat16");
+  expect_the_bits_of_one<AdamW>(stored(WeightStorage::master), at::kHalf, "master, half");
+  expect_the_bits_of_one<AdamW>(stored(WeightStorage::split_master), at::kBFloat16, "split");
+  expect_the_bits_of_one<AdamW>(stored(WeightStorage::plain), at::kBFloat16, "plain, bfloat16");
+}
+
+}  // namespace

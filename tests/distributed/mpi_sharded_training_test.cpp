@@ -1,0 +1,511 @@
+#include <torch/torch.h>
+//
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/clip_grad.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/initialize.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/weight_cache.h>
+
+#include <cmath>
+#include <cstdint>
+#include <iostream>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "sharded_model.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using mezzo::AnyCommunicator;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::ShardedOptimizer;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::WeightStorage;
+using sharded_test::batches;
+using sharded_test::loss_of;
+using sharded_test::Model;
+using testing::HasSubstr;
+using Sharded = ShardedOptimizer<AdamW>;
+
+static_assert(mezzo::detail::StepsElementByElement<AdamW>);
+static_assert(!mezzo::detail::StepsElementByElement<mezzo::optim::LAMB>);
+static_assert(!mezzo::detail::StepsElementByElement<torch::optim::AdamW>);
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
+
+AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+
+at::Tensor own_loss(Model model, const sharded_test::Batch& batch, AnyCommunicator& ranks) {
+  return loss_of(model, batch.part(ranks.rank(), ranks.size()), ranks.rank());
+}
+
+/// The loss of the whole batch as the mean of its parts', as ranks make it.
+at::Tensor whole_loss(Model model, const sharded_test::Batch& batch, int ranks) {
+  at::Tensor loss = torch::zeros({});
+  for (int rank = 0; rank < ranks; ++rank) {
+    loss = loss + loss_of(model, batch.part(rank, ranks), rank);
+  }
+  return loss / ranks;
+}
+
+TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
+  AnyCommunicator ranks = world();
+  Model model, alone;
+  Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.003), {.bucket_bytes = 8192});
+  AdamW whole(alone->parameters(), AdamWOptions(0.003));
+  GradScaler scaler, scaler_alone;
+  const auto data = batches(8);
+  for (std::size_t i = 0; i < 200; ++i) {
+    const auto& batch = data[i % data.size()];
+    optimizer.zero_grad();
+    scaler.scale(own_loss(model, batch, ranks)).backward();
+    const auto result = scaler.step(optimizer, {.max_norm = 0.5});
+    scaler.update();
+    whole.zero_grad();
+    scaler_alone.scale(whole_loss(alone, batch, ranks.size())).backward();
+    const auto result_alone = scaler_alone.step(whole, {.max_norm = 0.5});
+    scaler_alone.update();
+    if (i < data.size()) {
+      EXPECT_GT(*result_alone.grad_norm(), 0.5);
+    }
+    EXPECT_NEAR(*result.grad_norm(), *result_alone.grad_norm(), 1e-3 * *result_alone.grad_norm());
+  }
+  sharded_test::expect_close(model, alone, 2e-4);
+  sharded_test::expect_same_bits_on_all_ranks(ranks, model);
+  EXPECT_FALSE(model->never.grad().defined());
+  EXPECT_FALSE(model->frozen.grad().defined());
+}
+
+/// Known gradients: what is summed, clipped and reported can be computed by hand.
+TEST(ShardedTraining, ClipsByTheNormOfTheWholeAverage) {
+  AnyCommunicator ranks = world();
+  const at::Tensor weight = torch::zeros({301}).requires_grad_();
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  GradScaler scaler(GradScalerOptions().init_scale(8.));
+  // Averages are (ranks + 1) / 2 everywhere.
+  scaler.scale((weight * (ranks.rank() + 1)).sum()).backward();
+  const auto result = scaler.step(optimizer, {.max_norm = 2.});
+  const double norm = (ranks.size() + 1) / 2. * std::sqrt(301.);
+  EXPECT_DOUBLE_EQ(*result.grad_norm(), norm);
+  const at::Tensor wanted = torch::full({301}, -2. / std::sqrt(301.));
+  EXPECT_TRUE(at::allclose(weight, wanted, 1e-5)) << weight[0] << wanted[0];
+}
+
+TEST(ShardedTraining, ADisabledScalerClipsToo) {
+  AnyCommunicator ranks = world();
+  const at::Tensor weight = torch::zeros({301}).requires_grad_();
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  GradScaler scaler(GradScalerOptions().enabled(false));
+  (weight * (ranks.rank() + 1)).sum().backward();
+  const auto result = scaler.step(optimizer, {.max_norm = 2.});
+  EXPECT_DOUBLE_EQ(*result.grad_norm(), (ranks.size() + 1) / 2. * std::sqrt(301.));
+  EXPECT_TRUE(at::allclose(weight, torch::full({301}, -2. / std::sqrt(301.)), 1e-5));
+}
+
+TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
+  AnyCommunicator ranks = world();
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    Model model;
+    model->to(dtype);
+    Sharded optimizer(model->parameters(), ranks,
+                      AdamWOptions(0.01).weight_storage(WeightStorage::master), kSmallBuckets);
+    GradScaler scaler(GradScalerOptions().init_scale(1024.));
+    scaler.on_skip(nullptr);
+    int number = 0;
+    for (const auto& batch : batches(10, dtype)) {
+      optimizer.zero_grad();
+      std::vector<at::Tensor> before;
+      for (const at::Tensor& parameter : model->parameters()) before.push_back(parameter.clone());
+      at::Tensor loss = scaler.scale(own_loss(model, batch, ranks));
+      // Every other step one rank is at fault, each in its turn, with one element, which is in the
+      // part of one rank, mostly another.
+      const bool is_bad = number % 2 == 1;
+      if (is_bad && number / 2 % ranks.size() == ranks.rank()) {
+        loss = loss + model->out->bias[0] * kInf;
+      }
+      loss.backward();
+      EXPECT_EQ(scaler.step(optimizer, {.max_norm = 1.}).ran(), !is_bad) << number;
+      scaler.update();
+      EXPECT_EQ(scaler.get_scale(), 1024. / std::pow(2., (number + 1) / 2));
+      bool has_moved = false;
+      for (std::size_t i = 0; i < before.size(); ++i) {
+        has_moved = has_moved || !at::equal(model->parameters()[i], before[i]);
+      }
+      EXPECT_EQ(has_moved, !is_bad) << number;
+      ++number;
+    }
+    EXPECT_EQ(optimizer.applied_steps(), 5);
+    sharded_test::expect_same_bits_on_all_ranks(ranks, model);
+  }
+}
+
+/// The sum of the ranks' finite gradients is beyond half.
+TEST(ShardedTraining, AnOverflowOfTheSumItselfIsFound) {
+  AnyCommunicator ranks = world();
+  if (ranks.size() == 1) GTEST_SKIP() << "takes two ranks";
+  const at::Tensor weight = torch::zeros({301}, at::kHalf).requires_grad_();
+  Sharded optimizer({weight}, ranks, AdamWOptions(1.).weight_storage(WeightStorage::master));
+  GradScaler scaler(GradScalerOptions().init_scale(1024.));
+  scaler.on_skip(nullptr);
+  at::Tensor factor = torch::ones({301});
+  factor[300] = 40.;  // 40 * 1024 is finite in half, and twice that is not
+  scaler.scale((weight * factor).sum()).backward();
+  EXPECT_FALSE(scaler.step(optimizer, {.max_norm = 1.}).ran());
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 512.);
+  EXPECT_TRUE(at::equal(weight, torch::zeros({301}, at::kHalf)));
+}
+
+TEST(ShardedTraining, MicroBatchesStayLocalUntilTheLast) {
+  AnyCommunicator ranks = world();
+  Model model, alone;
+  Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
+  AdamW whole(alone->parameters(), AdamWOptions(0.01));
+  const auto data = batches(6);
+  for (std::size_t i = 0; i < data.size(); i += 2) {
+    optimizer.zero_grad();
+    {
+      const auto no_sync = optimizer.accumulate_only();
+      (own_loss(model, data[i], ranks) / 2).backward();
+    }
+    (own_loss(model, data[i + 1], ranks) / 2).backward();
+    optimizer.step();
+    whole.zero_grad();
+    (whole_loss(alone, data[i], ranks.size()) / 2).backward();
+    (whole_loss(alone, data[i + 1], ranks.size()) / 2).backward();
+    whole.step();
+  }
+  sharded_test::expect_close(model, alone, 1e-4);
+  sharded_test::expect_same_bits_on_all_ranks(ranks, model);
+}
+
+TEST(ShardedTraining, APassMoreAddsToTheSum) {
+  AnyCommunicator ranks = world();
+  const at::Tensor weight = torch::zeros({301}).requires_grad_();
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  (weight * (ranks.rank() + 1)).sum().backward();
+  (weight * 10).sum().backward();
+  const at::Tensor gradient = weight.grad().clone();
+  ranks.all_reduce(gradient, mezzo::Reduction::sum).wait();
+  EXPECT_EQ(gradient.max().item<double>(),
+            (ranks.size() + 1) * ranks.size() / 2. + 10 * ranks.size())
+      << "a part a rank, and zeros elsewhere";
+  optimizer.step();
+  EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks.size() + 1) / 2. - 10)));
+}
+
+TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
+  AnyCommunicator ranks = world();
+  const at::Tensor weight = torch::zeros({301}).requires_grad_();
+  Sharded optimizer({weight}, ranks, AdamWOptions(1.));
+  {
+    const auto no_sync = optimizer.accumulate_only();
+    weight.sum().backward();
+  }
+  const std::string wanted = "no backward pass has summed the gradients over the ranks";
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(wanted));
+  weight.sum().backward();
+  optimizer.step();
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(wanted));
+  weight.sum().backward();
+  {
+    const auto too_late = optimizer.accumulate_only();
+    weight.sum().backward();
+  }
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(wanted));
+  optimizer.zero_grad();
+  optimizer.step();
+  EXPECT_EQ(optimizer.applied_steps(), 1) << "there was nothing to step with";
+}
+
+TEST(ShardedTraining, ClosuresRunOnce) {
+  AnyCommunicator ranks = world();
+  const at::Tensor weight = torch::zeros({301}).requires_grad_();
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  const c10::NoGradGuard no_grad;
+  const at::Tensor loss = optimizer.step([&] {
+    const at::Tensor sum = ((weight + 2) * (ranks.rank() + 1)).sum();
+    sum.backward();
+    return sum;
+  });
+  EXPECT_EQ(loss.item<double>(), 602. * (ranks.rank() + 1));
+  EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks.size() + 1) / 2.)));
+}
+
+/// With four ranks some have nothing of a parameter of 3 elements.
+TEST(ShardedTraining, ARankWithoutAnyPartGoesAlong) {
+  AnyCommunicator ranks = world();
+  const at::Tensor weight = torch::zeros({3}).requires_grad_();
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  optimizer.set_lr_factors({1., 0.5, 0.25});
+  GradScaler scaler(GradScalerOptions().init_scale(8.));
+  for (int i = 0; i < 3; ++i) {
+    optimizer.zero_grad();
+    scaler.scale(weight.sum()).backward();
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 10.}).ran());
+    scaler.update();
+  }
+  EXPECT_TRUE(at::equal(weight, torch::full({3}, -1.75))) << weight;
+  EXPECT_EQ(optimizer.applied_steps(), 3);
+  optimizer.set_applied_steps(1);
+  optimizer.zero_grad();
+  weight.sum().backward();
+  optimizer.step();
+  EXPECT_TRUE(at::equal(weight, torch::full({3}, -2.25))) << weight;
+}
+
+TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
+  AnyCommunicator ranks = world();
+  Model model;
+  Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
+  for (const bool enabled : {true, false}) {
+    GradScaler scaler(GradScalerOptions().enabled(enabled));
+    optimizer.zero_grad();
+    scaler.scale(own_loss(model, batches(1)[0], ranks)).backward();
+    const std::string wanted = "use scaler.step(optimizer, {.max_norm = ...})";
+    EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), HasSubstr(wanted));
+    EXPECT_THAT(error_of([&] { mezzo::clip_grad_norm_(scaler, optimizer, 1.); }),
+                HasSubstr(wanted));
+    EXPECT_THAT(error_of([&] { mezzo::clip_grad_value_(scaler, optimizer, 1.); }),
+                HasSubstr(wanted));
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.}).ran()) << "which has lost nothing";
+    scaler.update();
+  }
+}
+
+TEST(ShardedTraining, WhatItCannotShardIsRefused) {
+  AnyCommunicator ranks = world();
+  const auto made = [&](const AdamWOptions& options) {
+    return error_of([&] {
+      const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
+      Sharded optimizer({weight}, ranks, options);
+    });
+  };
+  EXPECT_EQ(made(AdamWOptions(0.01)), "no error");
+  EXPECT_THAT(made(AdamWOptions(0.01).weight_storage(WeightStorage::stochastic)),
+              HasSubstr("use WeightStorage::master"));
+  EXPECT_THAT(made(AdamWOptions(0.01).ema_decay(0.9)), HasSubstr("ema_decay is 0.9"));
+  EXPECT_THAT(made(AdamWOptions(-1.)), HasSubstr("lr"));
+
+  const at::Tensor memory = torch::zeros({8});
+  const at::Tensor left = memory.narrow(0, 0, 5).requires_grad_();
+  const at::Tensor right = memory.narrow(0, 4, 4).requires_grad_();
+  EXPECT_THAT(error_of([&] {
+                Sharded({left, right}, ranks, AdamWOptions(0.01));
+              }),
+              HasSubstr("two parameters share memory"));
+
+  Model model;
+  Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01));
+  EXPECT_THAT(error_of([&] { optimizer.keep_masters(); }),
+              HasSubstr("make the optimizer from the cast model"));
+  own_loss(model, batches(1)[0], ranks).backward();
+  mezzo::WeightCache cache;
+  optimizer.publish_to(cache, at::kBFloat16);
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("stop_publishing()"));
+  optimizer.stop_publishing();
+  optimizer.param_groups()[0].options() = AdamWOptions(0.01).ema_decay(0.5);
+  optimizer.step();
+}
+
+TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
+  AnyCommunicator ranks = world();
+  Model model;
+  Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01));
+  own_loss(model, batches(1)[0], ranks).backward();
+  model->frozen.set_requires_grad(true);
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("was frozen when the optimizer"));
+  model->frozen.set_requires_grad(false);
+  const at::Tensor last = optimizer.param_groups()[0].params().back();
+  optimizer.param_groups()[0].params().pop_back();
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("its groups lack 1"));
+  optimizer.param_groups()[0].params().push_back(last);
+  optimizer.step();
+  optimizer.add_param_group(
+      torch::optim::OptimizerParamGroup({torch::zeros({3}).requires_grad_()}));
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("another parameter"));
+
+  Model moved;
+  Sharded before_the_cast(moved->parameters(), ranks, AdamWOptions(0.01));
+  own_loss(moved, batches(1)[0], ranks).backward();
+  before_the_cast.zero_grad();
+  moved->to(at::kBFloat16);
+  EXPECT_THAT(error_of([&] { before_the_cast.step(); }),
+              HasSubstr("cast and move the model first"));
+}
+
+TEST(ShardedTraining, AFrozenParameterStaysAsItIs) {
+  AnyCommunicator ranks = world();
+  Model model;
+  Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
+  model->wide->weight.set_requires_grad(false);
+  const at::Tensor before = model->wide->weight.clone();
+  const at::Tensor out_before = model->out->weight.clone();
+  own_loss(model, batches(1)[0], ranks).backward();
+  optimizer.step();
+  EXPECT_TRUE(at::equal(model->wide->weight, before));
+  EXPECT_FALSE(at::equal(model->out->weight, out_before));
+}
+
+TEST(ShardedTraining, RanksBeginWithTheValuesOfRank0) {
+  AnyCommunicator ranks = world();
+  const at::Tensor trained = torch::full({301}, ranks.rank() + 1.).requires_grad_();
+  const at::Tensor frozen = torch::full({3}, ranks.rank() + 1.);
+  const Sharded optimizer({trained, frozen}, ranks, AdamWOptions(0.01));
+  EXPECT_TRUE(at::equal(trained, torch::ones({301})));
+  EXPECT_TRUE(at::equal(frozen, torch::ones({3})));
+  if (ranks.size() == 1) return;
+  const at::Tensor other = torch::zeros({ranks.rank() == 1 ? 4 : 3}).requires_grad_();
+  EXPECT_THAT(error_of([&] { Sharded({other}, ranks, AdamWOptions(0.01)); }),
+              testing::AllOf(HasSubstr("rank 1 has another model"),
+                             HasSubstr("parameter 0 of group 0: Float [4]")));
+}
+
+/// As far as anybody can see, a parameter has memory of its own, in the format that it had.
+TEST(ShardedTraining, ParametersLookAsTheyDidBefore) {
+  AnyCommunicator ranks = world();
+  Model model;
+  const at::Tensor spread = torch::arange(12.).view({4, 3}).slice(1, 0, 2).requires_grad_();
+  const at::Tensor values = spread.clone();
+  auto parameters = model->parameters();
+  parameters.push_back(spread);
+  const Sharded optimizer(parameters, ranks, AdamWOptions(0.01));
+  EXPECT_TRUE(model->conv->weight.is_contiguous(at::MemoryFormat::ChannelsLast));
+  EXPECT_TRUE(at::equal(spread, values));
+  for (const at::Tensor& parameter : parameters) {
+    EXPECT_TRUE(parameter.is_leaf());
+    if (parameter.requires_grad()) {
+      EXPECT_EQ(parameter.storage().nbytes(), parameter.nbytes());
+    }
+  }
+}
+
+template <class Write>
+void expect_write_counts(const Write& write) {
+  AnyCommunicator ranks = world();
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    Model model, alone;
+    model->to(dtype);
+    alone->to(dtype);
+    const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
+    Sharded optimizer(model->parameters(), ranks, options, kSmallBuckets);
+    AdamW whole(alone->parameters(), options);
+    for (int i = 0; i < 3; ++i) {
+      for (const auto& net : {model, alone}) {
+        for (auto parameter : net->parameters()) parameter.mutable_grad().reset();
+        // The same on all ranks, so that sums and averages are exact.
+        loss_of(net, batches(1, dtype)[0], 0).backward();
+      }
+      optimizer.step();
+      whole.step();
+      if (i != 1) continue;
+      write(model);
+      write(alone);
+    }
+    sharded_test::expect_equal(model, alone, "after a write");
+  }
+}
+
+TEST(ShardedTraining, WhatOthersWriteToAParameterCounts) {
+  expect_write_counts([](Model model) {
+    const c10::NoGradGuard no_grad;
+    model->wide->weight.narrow(0, 3, 20).mul_(2);
+    model->out->bias.fill_(0.125);
+  });
+}
+
+/// Autograd, and caches of weights, are told that they are others.
+TEST(ShardedTraining, AStepShowsInTheVersionsOfParameters) {
+  AnyCommunicator ranks = world();
+  const at::Tensor weight = torch::ones({301}).requires_grad_();
+  Sharded optimizer({weight}, ranks, AdamWOptions(0.01));
+  const at::Tensor saves_weight = (weight * weight).sum();
+  weight.sum().backward();
+  const auto version = weight._version();
+  optimizer.step();
+  EXPECT_GT(weight._version(), version);
+  EXPECT_THAT(error_of([&] { saves_weight.backward(); }), HasSubstr("inplace operation"));
+}
+
+TEST(ShardedTraining, AModelThatIsLoadedCounts) {
+  expect_write_counts([](Model model) {
+    Model other;
+    other->to(model->out->bias.scalar_type());
+    {
+      const c10::NoGradGuard no_grad;
+      other->wide->weight.mul_(3);
+    }
+    std::stringstream file;
+    torch::save(other, file);
+    torch::load(model, file);
+  });
+}
+
+/// Bytes a rank keeps for 20,000 parameters, in tensors of which none is a multiple of 64 bytes.
+struct Counted {
+  mezzo::ShardedBytes bytes;
+  int64_t elements = 0;  // of the buckets, padding included
+};
+
+Counted count_bytes(at::ScalarType dtype, WeightStorage storage) {
+  AnyCommunicator ranks = world();
+  std::vector<at::Tensor> parameters;
+  for (const int64_t size : {9999, 9991, 10}) {
+    parameters.push_back(torch::zeros({size}, dtype).requires_grad_());
+  }
+  Sharded optimizer(parameters, ranks, AdamWOptions(0.01).weight_storage(storage));
+  for (const at::Tensor& parameter : parameters) parameter.sum().backward();
+  optimizer.step();
+  Counted counted{.bytes = optimizer.bytes()};
+  for (const auto& bucket : optimizer.buckets().buckets()) counted.elements += bucket.flat.numel();
+  return counted;
+}
+
+TEST(ShardedTraining, ARankKeepsItsPartOfTheState) {
+  AnyCommunicator ranks = world();
+  constexpr int64_t kParameters = 20000;
+  struct Case {
+    const char* name;
+    at::ScalarType dtype;
+    WeightStorage storage;
+    int64_t weight_bytes, state_bytes;
+  };
+  for (const Case& one :
+       {Case{"float", at::kFloat, WeightStorage::plain, 4, 8},
+        Case{"bfloat16 with masters", at::kBFloat16, WeightStorage::master, 2, 12},
+        Case{"bfloat16, split masters", at::kBFloat16, WeightStorage::split_master, 2, 10}}) {
+    const Counted counted = count_bytes(one.dtype, one.storage);
+    EXPECT_EQ(counted.bytes.weights, one.weight_bytes * counted.elements) << one.name;
+    EXPECT_EQ(counted.bytes.gradients, one.weight_bytes * counted.elements) << one.name;
+    // A bucket's end is padded to 64 bytes a rank, and each of the three to 64.
+    EXPECT_LE((counted.elements - kParameters) * one.weight_bytes, 64 * (ranks.size() + 3));
+    const at::Tensor state = at::tensor({counted.bytes.state});
+    ranks.all_reduce(state, mezzo::Reduction::sum).wait();
+    EXPECT_EQ(state.item<int64_t>(), one.state_bytes * kParameters)
+        << one.name << ": of every element one rank has the state, and none of the padding";
+    EXPECT_LE(counted.bytes.state, one.state_bytes * counted.elements / ranks.size());
+    if (ranks.rank() != 0) continue;
+    const auto each = [&](int64_t bytes) { return static_cast<double>(bytes) / kParameters; };
+    std::cout << ranks.size() << " ranks, " << one.name << ": bytes a parameter on rank 0: weights "
+              << each(counted.bytes.weights) << ", gradients " << each(counted.bytes.gradients)
+              << ", state " << each(counted.bytes.state) << ", together "
+              << each(counted.bytes.weights + counted.bytes.gradients + counted.bytes.state)
+              << std::endl;
+  }
+}
+
+}  // namespace
