@@ -7,6 +7,7 @@
 #include <mezzo/version.h>
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/all.h>
 #include <ATen/ops/isfinite.h>
