@@ -1,0 +1,162 @@
+/// \file
+/// A rank that is killed, stalls, hangs or throws ends all ranks, with its number and the
+/// collective.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <concepts>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// The status with which a watchdog ends its process: EX_TEMPFAIL of sysexits.h, "try again".
+inline constexpr int kWatchdogExitStatus = 75;
+
+/// Why the ranks cannot go on.
+struct WatchdogFault {
+  enum class Kind : uint8_t {
+    silent,   ///< ranks give no sign of life: killed, stopped, or cut off from the network
+    missing,  ///< ranks live, but have not called a collective for which others wait
+    stuck,    ///< all ranks have called a collective, and it does not end
+    failed,   ///< a rank has said that it failed
+    told,     ///< a signal (SIGTERM) told this process to end
+  };
+  Kind kind = Kind::silent;
+  std::vector<int> ranks = {};  ///< whose fault it is, as far as that is known
+  std::string what = {};        ///< a sentence that names ranks and collective, and quotes `fail`
+};
+
+struct WatchdogOptions {
+  /// How often a rank gives a sign of life, and reads the others'.
+  std::chrono::milliseconds interval{1000};
+
+  /// A rank of which nothing has been heard for so long is taken for dead. At least three times the
+  /// interval. Signs of life are a thread's of their own: they do not wait for what the program
+  /// does, but for the machine to give that thread a moment.
+  std::chrono::milliseconds heartbeat_timeout{30'000};
+
+  /// So long a rank waits for a collective that others have not called, or that does not end. It
+  /// must exceed whatever one rank does alone while the others wait: a checkpoint, an evaluation,
+  /// the slowest batch. The default is NCCL's.
+  std::chrono::milliseconds collective_timeout{600'000};
+
+  /// On SIGTERM write what this rank was doing, and which ranks are gone, before the process ends,
+  /// half a second later: mpirun sends it to all ranks when one has died. Only where the program
+  /// has no handler of its own for it when the Watchdog is made. Process-wide.
+  bool explain_sigterm = true;
+
+  /// Told at once of a fault, on a thread of the watchdog's. Null: one line to std::cerr.
+  std::function<void(const WatchdogFault& fault, const std::string& line)> report = nullptr;
+
+  /// Ends the process, when all live ranks have reported or three intervals have passed. Null:
+  /// std::_Exit(kWatchdogExitStatus), after a try to flush stdio. If it returns the program goes on
+  /// unwatched.
+  std::function<void(const WatchdogFault& fault)> end = nullptr;
+};
+
+namespace detail {
+class CollectiveLog;
+class WatchdogThreads;
+}  // namespace detail
+
+/// Watches over the ranks of a job. MPI and NCCL wait for a rank that will never come for ever, or
+/// for long without a word; a training loop adds three lines to end instead, on every rank, with an
+/// error that says who and where:
+///
+/// \code
+///   const auto environment = mezzo::ProcessGroupEnvironment::read();
+///   mezzo::Watchdog watchdog(mezzo::meet(environment), environment.rank, environment.world_size);
+///   auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
+///   watchdog.run([&] { train(world); });
+/// \endcode
+///
+///     mezzo: rank 0 of 4 ends: rank 2 has given no sign of life for 30.2 s (killed, stopped or cut
+///     off), when last seen it waited for all_reduce(sum) of 4096 Float (collective 17). This rank
+///     is waiting for all_reduce(sum) of 4096 Float (collective 18) since 30.9 s
+///
+/// Two threads a rank exchange signs of life through a c10d store, TCPStore as `meet` makes it on
+/// rank 0, with a connection of their own: nothing that the program, MPI or NCCL do holds them up.
+/// Each sign says which collective the rank has called last or waits for. A rank that
+///
+/// - is killed, is stopped, or whose network stalls, is noticed after heartbeat_timeout (rank 0,
+///   if killed: after an interval);
+/// - lives, but never calls what others wait for: after collective_timeout;
+/// - throws out of `run`, or calls `fail`: after an interval.
+///
+/// To that come at most four intervals in which the ranks tell each other, so that all of them
+/// speak before the first one ends. A rank that computes for hours without a collective is not
+/// disturbed as long as nobody waits for it longer than collective_timeout. An error that a
+/// transport throws since its peer has died, before that is noticed, counts as the failure of the
+/// rank that threw.
+///
+/// Under Open MPI's mpirun: it notices itself when a process dies, sends the others SIGTERM, and
+/// SIGKILL a second later. Each of them then says what it was doing and of whom it has not heard
+/// (see `explain_sigterm`), and mpirun names the rank that died and its signal. With
+/// `--enable-recovery` mpirun leaves the others alone, and the watchdog speaks after
+/// heartbeat_timeout; but mpirun then exits with 0 whatever has happened, and waits for ever for a
+/// process that is stopped. Without it a rank that is ended by this class makes mpirun (torchrun,
+/// srun --kill-on-bad-exit) end those that are left, stopped ones too.
+///
+/// Each rank sends a few hundred bytes and reads as many of every other rank each interval; rank 0
+/// serves all of them, which takes it 3 microseconds times the square of the number of ranks: with
+/// a thousand ranks take an interval of ten seconds or more. A collective costs a lock more.
+///
+/// With NCCL `wait` does not wait on the host, so that a collective that does not end is not seen;
+/// TORCH_NCCL_ASYNC_ERROR_HANDLING is for those.
+class Watchdog {
+ public:
+  /// All ranks construct it, in any order. Keeps `store`, and makes a second connection to it.
+  /// \throws c10::Error if an argument is out of range, or the store does not answer
+  Watchdog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+           const WatchdogOptions& options = {});
+
+  /// Says that this rank is done; left by an exception: that it failed. Rank 0, whose store all
+  /// need, waits for the other ranks' to be destroyed.
+  ~Watchdog();
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+  /// `communicator`, watched. All ranks watch the same communicators in the same order.
+  AnyCommunicator watch(AnyCommunicator communicator);
+
+  /// Calls `f`; of an exception that leaves it the other ranks get the words, and end. It goes on
+  /// its way when they have, four intervals later at most.
+  template <std::invocable F>
+  std::invoke_result_t<F> run(F&& f) {
+    try {
+      return std::forward<F>(f)();
+    } catch (const std::exception& error) {
+      fail(error.what());
+      throw;
+    } catch (...) {
+      fail("an exception that is no std::exception");
+      throw;
+    }
+  }
+
+  /// Ends all other ranks with these words. Returns when they have read them, or four intervals
+  /// later; this rank is no longer watched, and should end.
+  void fail(const std::string& what) noexcept;
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;  // on rank 0 the server is its own
+  std::shared_ptr<detail::CollectiveLog> log_;
+  std::shared_ptr<detail::WatchdogThreads> threads_;
+  int exceptions_;
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/distributed/watchdog_impl.h>  // IWYU pragma: export
