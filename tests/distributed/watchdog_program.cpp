@@ -21,12 +21,13 @@ namespace {
 using namespace std::chrono_literals;
 
 void go_wrong(const std::string& what) {
+  std::cerr << "rank goes wrong: " + what + '\n' << std::flush;
   if (what == "kill") raise(SIGKILL);
   if (what == "stop") raise(SIGSTOP);
   if (what == "hang") std::this_thread::sleep_for(1h);
   if (what == "throw") throw std::runtime_error("the disk is full");
   if (what == "exit") std::_Exit(0);
-  if (what == "slow") std::this_thread::sleep_for(4s);
+  if (what == "slow") std::this_thread::sleep_for(3s);
 }
 
 void train(mezzo::AnyCommunicator world, const std::string& what, int victim) {

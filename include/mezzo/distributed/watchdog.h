@@ -146,8 +146,9 @@ class Watchdog {
     }
   }
 
-  /// Ends all other ranks with these words. Returns when they have read them, or four intervals
-  /// later; this rank is no longer watched, and should end.
+  /// Ends all other ranks with these words. Returns when they have read them, after four intervals
+  /// at most (should the store itself have stopped, this process is ended for that); this rank is
+  /// no longer watched, and should end.
   void fail(const std::string& what) noexcept;
 
  private:

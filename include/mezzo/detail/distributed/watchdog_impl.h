@@ -125,11 +125,8 @@ inline void WatchdogThreads::fail(const std::string& what) {
   std::unique_lock lock(mutex_);
   if (!is_settled_) failure_ = what;
   wake();
-  // Where another fault has been found this process will be ended: not by this rank going on.
-  if (is_settled_) return changed_.wait(lock, [&] { return is_over_; });
-  changed_.wait_for(lock, 4 * options_.interval, [&] { return is_over_; });
-  is_settled_ = is_over_ = true;
-  changed_.notify_all();
+  // It ends with the others' having read it, or with the process where there is another fault.
+  changed_.wait(lock, [&] { return is_over_; });
 }
 
 inline Heartbeat WatchdogThreads::sign_of_life() {
@@ -245,21 +242,23 @@ inline WatchdogFault WatchdogThreads::publish(const WatchdogFault& fault) {
 }
 
 inline void WatchdogThreads::publish_failure(const std::string& words) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (is_settled_) return;
-    is_settled_ = true;
-  }
   const WatchdogFault fault = publish(
       {WatchdogFault::Kind::failed,
        {rank_},
        names_of({rank_}) + " failed: " + one_line(words) + "; it " + sign_of_life().doing()});
-  {
-    const std::lock_guard lock(mutex_);
-    state_ = Heartbeat::State::failed;
-  }
+  if (!claim(Heartbeat::State::failed)) return;
   linger(fault, true);
   over();
+}
+
+/// Only one thread deals with the end, and once.
+inline bool WatchdogThreads::claim(Heartbeat::State state) {
+  const std::lock_guard lock(mutex_);
+  if (is_settled_) return false;
+  is_settled_ = true;
+  settled_at_ = Clock::now();
+  state_ = state;
+  return true;
 }
 
 inline void WatchdogThreads::look_until_over() {
@@ -287,8 +286,15 @@ inline bool WatchdogThreads::look(std::chrono::milliseconds passed) {
     explain_termination();
     return true;
   }
+  if (is_settled_) {
+    // The thread that settles it may be stuck in a store that has stopped since.
+    if (Clock::now() < settled_at_ + 6 * options_.interval) return false;
+    lock.unlock();
+    conclude();
+    return true;
+  }
   store_silence_ += std::min(passed, 2 * options_.interval);
-  if (is_settled_ || store_silence_ <= options_.heartbeat_timeout) return false;
+  if (store_silence_ <= options_.heartbeat_timeout) return false;
   const WatchdogFault fault{WatchdogFault::Kind::silent,
                             {0},
                             "rank 0, which hosts the store, has not answered for " +
@@ -303,6 +309,7 @@ inline void WatchdogThreads::explain_termination() {
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, std::chrono::milliseconds(500), [&] { return is_over_; });
   const bool mine = !std::exchange(is_settled_, true);
+  settled_at_ = Clock::now();
   const WatchdogFault fault = peers_.explain_end();
   lock.unlock();
   if (mine) report(fault);
@@ -310,17 +317,23 @@ inline void WatchdogThreads::explain_termination() {
 }
 
 inline void WatchdogThreads::settle(const WatchdogFault& fault, bool store_answers) {
+  if (!claim(Heartbeat::State::ended)) return;
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(is_settled_, true)) return;
+    to_end_ = fault;
   }
   report(fault);
+  linger(fault, store_answers);
+  conclude();
+}
+
+inline void WatchdogThreads::conclude() {
+  std::optional<WatchdogFault> fault;
   {
     const std::lock_guard lock(mutex_);
-    state_ = Heartbeat::State::ended;
+    fault = std::exchange(to_end_, std::nullopt);
   }
-  linger(fault, store_answers);
-  end(fault);
+  if (fault) end(*fault);
   over();
 }
 

@@ -55,7 +55,9 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   bool look(std::chrono::milliseconds passed);
   void explain_termination();
 
+  bool claim(Heartbeat::State state);
   void settle(const WatchdogFault& fault, bool store_answers);
+  void conclude();
   void linger(const WatchdogFault& fault, bool store_answers);
   void report(const WatchdogFault& fault);
   void end(const WatchdogFault& fault);
@@ -87,7 +89,9 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   bool is_woken_ = false;               ///< the thread that exchanges is to do so at once
   std::chrono::milliseconds store_silence_{0};
   bool is_settled_ = false;  ///< one of the threads reports, or has
-  bool is_over_ = false;     ///< nothing is watched any more
+  Clock::time_point settled_at_;
+  std::optional<WatchdogFault> to_end_;  ///< for which the process is still to be ended
+  bool is_over_ = false;                 ///< nothing is watched any more
   bool has_stopped_exchanging_ = false;
 
   std::thread exchanging_;
