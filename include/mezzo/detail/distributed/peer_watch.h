@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/detail/distributed/heartbeat.h>
-#include <mezzo/distributed/watchdog.h>
+#include <mezzo/distributed/watchdog_options.h>
 #include <mezzo/version.h>
 
 #include <algorithm>

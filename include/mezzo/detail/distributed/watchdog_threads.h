@@ -1,11 +1,13 @@
 #pragma once
 
+#include <c10/util/intrusive_ptr.h>
 #include <mezzo/detail/distributed/collective_log.h>
 #include <mezzo/detail/distributed/heartbeat.h>
 #include <mezzo/detail/distributed/peer_watch.h>
 #include <mezzo/detail/distributed/termination_signal.h>
-#include <mezzo/distributed/watchdog.h>
+#include <mezzo/distributed/watchdog_options.h>
 #include <mezzo/version.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
 #include <condition_variable>
