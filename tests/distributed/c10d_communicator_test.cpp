@@ -76,6 +76,18 @@ class ThreadsBackend : public c10d::Backend {
       output.copy_(reduced(all, options.reduceOp).view({size_, -1})[rank_]);
     });
   }
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_sizes,
+                                               std::vector<int64_t>& input_sizes,
+                                               const c10d::AllToAllOptions& /*o*/) override {
+    EXPECT_TRUE(output_sizes.empty() && input_sizes.empty()) << "which means: equal parts";
+    return exchange(input, [&](const std::vector<at::Tensor>& all) {
+      for (int64_t rank = 0; rank < size_; ++rank) {
+        output.view({size_, -1})[rank].copy_(
+            all[static_cast<std::size_t>(rank)].view({size_, -1})[rank_]);
+      }
+    });
+  }
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& /*options*/) override {
     board_->all.arrive_and_wait();
     return c10::make_intrusive<FailedWork>();
@@ -181,6 +193,21 @@ TEST_P(C10dCommunicatorTest, TensorsWithGapsAndPartsOfTheirOwnOutputAreTaken) {
 
     world.reduce_scatter(all[world.rank()], all, Reduction::sum).wait();
     EXPECT_TRUE(at::equal(all[world.rank()], at::full({2}, 3 * rank)));
+  });
+}
+
+TEST_P(C10dCommunicatorTest, SumsOfLowPrecisionAreNotRoundedWhereFloatIsWanted) {
+  on_each_rank([](C10dCommunicator world) {
+    const at::Tensor parts = (at::arange(6) + (world.rank() == 0 ? 256 : 1)).to(at::kBFloat16);
+    const at::Tensor part = at::zeros({2});
+    const auto version = part._version();
+    world.reduce_scatter(part, parts, Reduction::sum).wait();
+    at::Tensor wanted = at::zeros({6});
+    for (int rank = 0; rank < kRanks; ++rank) {
+      wanted += (at::arange(6) + (rank == 0 ? 256 : 1)).to(at::kBFloat16).to(at::kFloat);
+    }
+    EXPECT_TRUE(at::equal(part, wanted.view({3, 2})[world.rank()])) << part;
+    EXPECT_GT(part._version(), version);
   });
 }
 

@@ -114,6 +114,19 @@ TEST_P(MpiCommunicatorTest, LowPrecisionIsSummedInFloatAndRoundedOnce) {
   }
 }
 
+TEST_P(MpiCommunicatorTest, SumsOfLowPrecisionAreNotRoundedWhereFloatIsWanted) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const double large = dtype == at::kBFloat16 ? 256. : 2048.;
+    const at::Tensor input = torch::full({33 * size}, rank == 0 ? large : 1., dtype);
+    const at::Tensor output = torch::empty({33});
+    world.reduce_scatter(output, input, Reduction::sum).wait();
+    EXPECT_TRUE(at::equal(output, torch::full({33}, large + (size - 1)))) << output;
+    const at::Tensor wide = torch::empty({33}, at::kDouble);
+    EXPECT_THAT(error_of([&] { world.reduce_scatter(wide, input, Reduction::sum).wait(); }),
+                HasSubstr("they must be of one dtype"));
+  }
+}
+
 TEST_P(MpiCommunicatorTest, EveryRankEndsWithTheSameBits) {
   torch::manual_seed(17 + rank);
   for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {

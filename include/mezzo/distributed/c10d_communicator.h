@@ -43,7 +43,8 @@ c10::intrusive_ptr<c10d::Store> meet(const ProcessGroupEnvironment& environment,
 /// \endcode
 ///
 /// `wait` is c10d's: of tensors on a GPU the current stream waits, not the host. bfloat16 and half
-/// are added up as the backend does it. Which ranks call what is the backend's to check (for NCCL,
+/// are added up as the backend does it, or for a sum in float on each rank behind an all-to-all.
+/// Which ranks call what is the backend's to check (for NCCL,
 /// TORCH_DISTRIBUTED_DEBUG=DETAIL), and so are its timeouts. Tensors with gaps are copied.
 class C10dCommunicator {
  public:

@@ -84,10 +84,10 @@ class [[nodiscard]] CollectiveRequest {
 /// - `broadcast(tensor, root)`: each rank's `tensor` becomes `root`'s.
 /// - `all_gather(output, input)`: `output`, `size()` times as long, becomes the inputs in the order
 ///   of the ranks. `input` may be the rank's own part of `output`.
-/// - `reduce_scatter(output, input, reduction)`: `input` is `size()` times as long; `output`
-/// becomes
-///   the reduction of the ranks' part number `rank()`. It may be that part of `input`, whose other
-///   parts stay as they are.
+/// - `reduce_scatter(output, input, reduction)`: `input` is `size()` times as long; `output` is the
+///   reduction of the ranks' part number `rank()`. It may be that part of `input`, whose other
+///   parts stay as they are. Where `input` is bfloat16 or half, `output` may be float: those are
+///   sent, and their reduction is not rounded.
 /// - `barrier()`: its request is ready when all ranks have called it.
 ///
 /// Wrong arguments throw c10::Error at the call; what goes wrong later, `wait` throws.

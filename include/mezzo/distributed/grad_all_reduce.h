@@ -2,13 +2,22 @@
 /// Gradients averaged over the ranks, bucket by bucket, under the rest of the backward pass.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/grad_buckets.h>
 #include <mezzo/version.h>
 
+#include <functional>
 #include <memory>
+#include <optional>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+namespace detail {
+class SendBuffers;
+}
 
 struct GradAllReduceOptions {
   /// Divide by the number of ranks. Where an optimizer of mezzo's stands on the buckets
@@ -18,6 +27,36 @@ struct GradAllReduceOptions {
   /// plain sums, which nobody divides; each pass over gradients that were not cleared adds those up
   /// again.
   bool average = true;
+
+  /// bfloat16 or half: gradients of float and double travel in it, half of float's bytes. Each rank
+  /// sends its gradients divided by the number of ranks, rounded to nearest (one pass over the
+  /// bucket reads 4 bytes and writes 2); sums are rounded as the communicator does it (MPI: once);
+  /// another pass writes the result back to the buffer (reads 2, writes 4), times the number of
+  /// ranks where the sum is wanted. So only an average that the dtype cannot hold overflows, to an
+  /// inf that the scaler's check then finds; inf and NaN arrive as what they are. half has more
+  /// digits but needs a loss scale; bfloat16 does not. Keeps 2 bytes an element beside the buffer.
+  /// Gradients of two bytes go as they are.
+  std::optional<at::ScalarType> send_dtype = std::nullopt;
+
+  /// With `send_dtype`: what rounding lost is added to the next pass's gradients before they are
+  /// rounded, so that over many steps the sum of what arrives is the sum of what was to be sent,
+  /// but for the last step's rounding. (Seide et al., "1-Bit Stochastic Gradient Descent", 2014.)
+  /// It covers both roundings, of a rank's gradients and of their sum, by a reduce-scatter and an
+  /// all-gather in place of the all-reduce: as many bytes, but the second half of them travels
+  /// after the backward pass. Keeps 4 + 8 / ranks bytes an element beside the buffer.
+  ///
+  /// A gradient of exactly 0 is sent as 0, and what was lost of it before waits: unused parameters
+  /// and unused rows of an embedding stay unused. After a pass whose result holds an inf or NaN on
+  /// any rank, whose step a scaler skips, all that was lost so far is dropped, and so it is of
+  /// buckets that are laid out anew.
+  bool error_feedback = false;
+
+  /// With `error_feedback` and a loss scale that changes: a function that gives the scale which the
+  /// gradients carry, as a positive tensor of one element; what was lost is kept without it. Called
+  /// once a pass, on autograd's thread, with no host sync if the tensor is on the gradients'
+  /// device:
+  /// `.loss_scale = [&] { return scaler.scale(torch::ones({}, device)); }`
+  std::function<at::Tensor()> loss_scale = nullptr;
 };
 
 /// While one lives, every backward pass over the parameters of `buckets` ends with gradients that
@@ -50,16 +89,22 @@ struct GradAllReduceOptions {
 /// on this rank.
 class GradAllReduce {
  public:
-  /// \throws c10::Error if the buckets' storage is not flat, or the communicator does not serve
-  /// their device
+  /// \throws c10::Error if the buckets' storage is not flat, the communicator does not serve their
+  /// device, or an option is wrong
   GradAllReduce(GradBuckets& buckets, AnyCommunicator communicator,
                 const GradAllReduceOptions& options = {});
   ~GradAllReduce();
   GradAllReduce(const GradAllReduce&) = delete;
   GradAllReduce& operator=(const GradAllReduce&) = delete;
 
+  /// With `error_feedback`: this rank's part of what rounding lost, two tensors a bucket that is
+  /// compressed; they share the memory. To resume a run to the bit a checkpoint holds each rank's,
+  /// to be copied back before the first pass; to forget, zero them. Empty without.
+  std::vector<at::Tensor> residuals() const;
+
  private:
   std::shared_ptr<detail::BucketedGradients> gradients_;
+  std::shared_ptr<detail::SendBuffers> send_buffers_;  ///< null where nothing is compressed
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -46,6 +46,8 @@ class PendingRequests {
   void poll() {
     for (CollectiveRequest& request : requests_) request.ready();
   }
+  /// For the one that was added as number `index`.
+  void wait_for(std::size_t index) { requests_[index].wait(); }
   void wait() {
     for (CollectiveRequest& request : requests_) request.wait();
     requests_.clear();

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <mezzo/detail/distributed/collective_call.h>
+#include <mezzo/detail/distributed/low_precision_sums.h>
 #include <mezzo/detail/distributed/written_tensor.h>
 #include <mezzo/distributed/c10d_communicator.h>
 #include <mezzo/version.h>
@@ -11,6 +13,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -35,11 +38,12 @@ auto with_context(const std::string& context, F f) {
 class C10dPending final : public PendingCollective {
  public:
   C10dPending(c10::intrusive_ptr<c10d::Work> work, std::string name, at::Tensor input,
-              std::optional<WrittenTensor> written)
+              std::optional<WrittenTensor> written, std::function<void()> after)
       : work_(std::move(work)),
         name_(std::move(name)),
         input_(std::move(input)),
-        written_(std::move(written)) {}
+        written_(std::move(written)),
+        after_(std::move(after)) {}
 
   bool ready() override { return !work_ || work_->isCompleted(); }
 
@@ -47,6 +51,7 @@ class C10dPending final : public PendingCollective {
     const bool done = with_context(name_, [&] { return !work_ || work_->wait(); });
     TORCH_CHECK(done, name_, ": it was aborted");
     const c10::NoGradGuard no_grad;
+    if (after_) after_();
     if (written_) written_->finish();
   }
 
@@ -57,6 +62,7 @@ class C10dPending final : public PendingCollective {
   std::string name_;
   at::Tensor input_;
   std::optional<WrittenTensor> written_;
+  std::function<void()> after_;  ///< null: nothing is left to do once it is there
 };
 
 /// A process group or a backend: two classes of c10d's with the same calls and no common base.
@@ -80,14 +86,16 @@ class C10dGroup {
   int size() const noexcept { return size_; }
   const std::vector<c10::DeviceType>& devices() const noexcept { return devices_; }
 
-  /// Starts one: `start` is given the group or backend, and returns its work.
+  /// Starts one: `start` is given the group or backend, and returns its work; `after` makes of what
+  /// has come what is written.
   template <class Start>
   CollectiveRequest launch(const CollectiveCall& call, const at::Tensor& input,
-                           std::optional<WrittenTensor> written, Start start) {
+                           std::optional<WrittenTensor> written, Start start,
+                           std::function<void()> after = nullptr) {
     std::string name = c10::str(call.name(), " on rank ", rank_, " of ", size_);
     auto work = with_context(name, [&] { return std::visit(start, group_); });
-    return CollectiveRequest(
-        std::make_unique<C10dPending>(std::move(work), std::move(name), input, std::move(written)));
+    return CollectiveRequest(std::make_unique<C10dPending>(std::move(work), std::move(name), input,
+                                                           std::move(written), std::move(after)));
   }
 
  private:
@@ -184,20 +192,32 @@ inline CollectiveRequest C10dCommunicator::reduce_scatter(const at::Tensor& outp
   arguments.check("output", output, *this);
   arguments.check("input", input, *this);
   arguments.check_written("output", output);
-  arguments.check_parts("input", input, "output", output);
+  arguments.check_reduced_parts(input, output);
   arguments.check_reduction(input, reduction);
   const c10::NoGradGuard no_grad;
   const detail::WrittenTensor written(output, detail::WrittenTensor::Contents::replaced,
                                       !output.is_alias_of(input));
   at::Tensor given = input.detach().contiguous().view({-1});
-  return group_->launch(
-      {detail::Collective::reduce_scatter, input.scalar_type(), input.numel(), reduction}, given,
-      written, [&](const auto& group) {
-        at::Tensor to = written.flat();
-        c10d::ReduceScatterOptions options;
-        options.reduceOp = detail::c10d_op(reduction);
-        return group->_reduce_scatter_base(to, given, options);
-      });
+  const detail::CollectiveCall call{detail::Collective::reduce_scatter, input.scalar_type(),
+                                    input.numel(), reduction};
+  if (output.scalar_type() != input.scalar_type()) {
+    // No backend reduces into another dtype: each rank adds up its part itself.
+    at::Tensor rows = at::empty({size(), output.numel()}, given.options());
+    return group_->launch(
+        call, given, written,
+        [&](const auto& group) {
+          std::vector<int64_t> equal_parts;
+          at::Tensor received = rows.view({-1});
+          return group->alltoall_base(received, given, equal_parts, equal_parts);
+        },
+        [rows, reduction, written] { written.flat().copy_(detail::reduce_rows(rows, reduction)); });
+  }
+  return group_->launch(call, given, written, [&](const auto& group) {
+    at::Tensor to = written.flat();
+    c10d::ReduceScatterOptions options;
+    options.reduceOp = detail::c10d_op(reduction);
+    return group->_reduce_scatter_base(to, given, options);
+  });
 }
 
 inline CollectiveRequest C10dCommunicator::barrier() {

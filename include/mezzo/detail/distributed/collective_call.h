@@ -5,6 +5,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <mezzo/detail/distributed/low_precision_sums.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/version.h>
 
@@ -78,11 +79,26 @@ class CollectiveArguments {
     TORCH_CHECK(whole.scalar_type() == part.scalar_type(), collective_, " on rank ", rank_, ": `",
                 whole_name, "` is ", whole.scalar_type(), " and `", part_name, "` ",
                 part.scalar_type(), "; they must be of one dtype");
+    check_part_sizes(whole_name, whole, part_name, part);
+  }
+
+  void check_part_sizes(const char* whole_name, const at::Tensor& whole, const char* part_name,
+                        const at::Tensor& part) const {
     TORCH_CHECK(whole.device() == part.device(), collective_, " on rank ", rank_, ": `", whole_name,
                 "` is on ", whole.device(), " and `", part_name, "` on ", part.device());
     TORCH_CHECK(whole.numel() == part.numel() * size_, collective_, " on rank ", rank_, ": `",
                 whole_name, "` must have ", size_, " times the ", part.numel(), " elements of `",
                 part_name, "`, one part a rank, but has ", whole.numel());
+  }
+
+  /// The same of what is reduced. Sums of bfloat16 and half may also be wanted in float, as they
+  /// are before they are rounded.
+  void check_reduced_parts(const at::Tensor& input, const at::Tensor& output) const {
+    if (is_reduced_in_float(input) && output.scalar_type() == at::kFloat) {
+      check_part_sizes("input", input, "output", output);
+    } else {
+      check_parts("input", input, "output", output);
+    }
   }
 
   void check_root(int root) const {

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/distributed/compressed_exchange.h>
 #include <mezzo/detail/distributed/gradient_reduction.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/version.h>
@@ -9,6 +12,7 @@
 #include <cstddef>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -24,17 +28,55 @@ inline void check_can_be_reduced(const char* caller, const GradBuckets& buckets,
   }
 }
 
+inline void check_options(const char* caller, const GradAllReduceOptions& options) {
+  TORCH_CHECK(!options.send_dtype || *options.send_dtype == at::kBFloat16 ||
+                  *options.send_dtype == at::kHalf,
+              caller, ": `send_dtype` must be bfloat16 or half, but is ",
+              options.send_dtype.value_or(at::kFloat));
+  TORCH_CHECK(!options.error_feedback || options.send_dtype, caller,
+              ": `error_feedback` is of what rounding to `send_dtype` loses; set `send_dtype`");
+  TORCH_CHECK(!options.loss_scale || options.error_feedback, caller,
+              ": `loss_scale` is for `error_feedback`, which is off");
+}
+
+/// `buffers` is null where nothing is compressed.
+inline std::unique_ptr<BucketExchange> make_exchange(const GradAllReduceOptions& options,
+                                                     BucketedGradients& gradients,
+                                                     const AnyCommunicator& communicator,
+                                                     std::shared_ptr<SendBuffers> buffers) {
+  if (buffers == nullptr) {
+    return std::make_unique<AllReduceExchange>(gradients, communicator, options.average);
+  }
+  if (!options.error_feedback) {
+    return std::make_unique<CompressedExchange>(gradients, communicator, std::move(buffers),
+                                                options.average);
+  }
+  return std::make_unique<ErrorFeedbackExchange>(gradients, communicator, std::move(buffers),
+                                                 options.average, options.loss_scale);
+}
+
+inline std::shared_ptr<SendBuffers> make_send_buffers(const GradAllReduceOptions& options,
+                                                      const AnyCommunicator& communicator) {
+  if (!options.send_dtype) return nullptr;
+  return std::make_shared<SendBuffers>(communicator, *options.send_dtype, options.error_feedback);
+}
+
 }  // namespace detail
 
 inline GradAllReduce::GradAllReduce(GradBuckets& buckets, AnyCommunicator communicator,
                                     const GradAllReduceOptions& options)
-    : gradients_(buckets.share()) {
+    : gradients_(buckets.share()), send_buffers_(detail::make_send_buffers(options, communicator)) {
   detail::check_can_be_reduced("GradAllReduce", buckets, communicator);
-  auto exchange =
-      std::make_unique<detail::AllReduceExchange>(*gradients_, communicator, options.average);
+  detail::check_options("GradAllReduce", options);
+  auto exchange = detail::make_exchange(options, *gradients_, communicator, send_buffers_);
   auto reduction = std::make_shared<detail::GradientReduction>(
       "GradAllReduce", *gradients_, std::move(communicator), std::move(exchange));
   gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
+}
+
+inline std::vector<at::Tensor> GradAllReduce::residuals() const {
+  return send_buffers_ == nullptr ? std::vector<at::Tensor>()
+                                  : send_buffers_->residuals(gradients_->buckets());
 }
 
 inline GradAllReduce::~GradAllReduce() { gradients_->on_ready(nullptr); }

@@ -2,9 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/maximum.h>
 #include <c10/core/GradMode.h>
 #include <mezzo/detail/distributed/collective_call.h>
+#include <mezzo/detail/distributed/low_precision_sums.h>
 #include <mezzo/detail/distributed/mpi_queue.h>
 #include <mezzo/detail/distributed/written_tensor.h>
 #include <mezzo/distributed/mpi_communicator.h>
@@ -21,25 +21,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Received from each rank, a row a rank: added up in float in the order of the ranks, or their
-/// maximum.
-inline at::Tensor reduce_rows(const at::Tensor& rows, Reduction reduction) {
-  at::Tensor reduced = rows[0].to(at::kFloat);
-  for (int64_t rank = 1; rank < rows.size(0); ++rank) {
-    const at::Tensor row = rows[rank].to(at::kFloat);
-    if (reduction == Reduction::sum) {
-      reduced.add_(row);
-    } else {
-      at::maximum_out(reduced, reduced, row);
-    }
-  }
-  return reduced;
-}
-
-inline bool is_reduced_in_float(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
-}
 
 /// `numel` elements as equal as can be among the ranks, in the form of MPI's v-collectives.
 struct MpiShares {
@@ -266,7 +247,7 @@ inline CollectiveRequest MpiCollectives::reduce_scatter(const at::Tensor& output
                               !output.is_alias_of(input));
   const at::Tensor rows = input.detach().contiguous().view({size(), output.numel()});
   const bool in_float = is_reduced_in_float(input);
-  for_each_run(output.numel(), output.element_size(), size(), [&](int64_t begin, int64_t length) {
+  for_each_run(output.numel(), input.element_size(), size(), [&](int64_t begin, int64_t length) {
     const at::Tensor to = written.flat().narrow(0, begin, length);
     const at::Tensor from = rows.narrow(1, begin, length).contiguous();
     operation->parts.push_back(in_float ? scattered_in_float(to, from, reduction, context)

@@ -48,7 +48,7 @@ inline CollectiveRequest MpiCommunicator::reduce_scatter(const at::Tensor& outpu
   arguments.check("output", output, *this);
   arguments.check("input", input, *this);
   arguments.check_written("output", output);
-  arguments.check_parts("input", input, "output", output);
+  arguments.check_reduced_parts(input, output);
   arguments.check_reduction(input, reduction);
   return collectives_->reduce_scatter(output, input, reduction);
 }

@@ -1,0 +1,244 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/ScalarType.h>
+#include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/detail/kernels/send_tensors.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Is a bucket of this dtype sent in another? One of two bytes goes as it is.
+inline bool is_compressed(const GradBucket& bucket) {
+  return bucket.dtype == at::kFloat || bucket.dtype == at::kDouble;
+}
+
+/// What lies beside each bucket that is compressed, from one pass to the next.
+class SendBuffers {
+ public:
+  struct Buffer {
+    at::Tensor flat;      ///< the bucket's own, whose this is
+    at::Tensor sent;      ///< its elements in two bytes each, made up to a multiple of ranks
+    at::Tensor own_part;  ///< of `sent`, this rank's share of the adding up
+    at::Tensor residual;  ///< what rounding this rank's gradients lost
+    at::Tensor own_sum;   ///< float
+    at::Tensor own_sum_residual;  ///< what rounding the sum lost
+  };
+
+  SendBuffers(const AnyCommunicator& communicator, at::ScalarType dtype, bool error_feedback)
+      : rank_(communicator.rank()),
+        size_(communicator.size()),
+        dtype_(dtype),
+        error_feedback_(error_feedback) {}
+
+  /// Buckets may have been added or laid out anew: what was lost of other gradients is dropped.
+  Buffer& of(const std::vector<GradBucket>& buckets, std::size_t number) {
+    if (buffers_.size() != buckets.size()) buffers_.resize(buckets.size());
+    Buffer& buffer = buffers_[number];
+    const GradBucket& bucket = buckets[number];
+    if (!buffer.flat.is_same(bucket.flat)) buffer = make(bucket.flat);
+    return buffer;
+  }
+
+  /// Those that there are, in the order of the buckets.
+  std::vector<at::Tensor> residuals(const std::vector<GradBucket>& buckets) {
+    std::vector<at::Tensor> all;
+    for (std::size_t number = 0; error_feedback_ && number < buckets.size(); ++number) {
+      if (!is_compressed(buckets[number])) continue;
+      const Buffer& buffer = of(buckets, number);
+      all.push_back(buffer.residual);
+      all.push_back(buffer.own_sum_residual);
+    }
+    return all;
+  }
+
+ private:
+  Buffer make(const at::Tensor& flat) const {
+    const int64_t part = (flat.numel() + size_ - 1) / size_;
+    Buffer buffer;
+    buffer.flat = flat;
+    buffer.sent = at::zeros({part * size_}, flat.options().dtype(dtype_));
+    if (!error_feedback_) return buffer;
+    buffer.own_part = buffer.sent.narrow(0, rank_ * part, part);
+    buffer.residual = at::zeros_like(flat);
+    buffer.own_sum = at::empty({part}, flat.options().dtype(at::kFloat));
+    buffer.own_sum_residual = at::zeros_like(buffer.own_sum);
+    return buffer;
+  }
+
+  int rank_;
+  int size_;
+  at::ScalarType dtype_;
+  bool error_feedback_;
+  std::vector<Buffer> buffers_;
+};
+
+/// Gradients of float and double go in two bytes an element, as this rank's part of the average, so
+/// that their sum overflows only where the average does; what comes back is widened, and multiplied
+/// by the number of ranks if the sum is wanted.
+class CompressedExchange final : public BucketExchange {
+ public:
+  CompressedExchange(BucketedGradients& gradients, const AnyCommunicator& communicator,
+                     std::shared_ptr<SendBuffers> buffers, bool average)
+      : gradients_(gradients),
+        communicator_(communicator),
+        buffers_(std::move(buffers)),
+        plain_(gradients, communicator, average),
+        times_(average ? 1. : communicator.size()) {}
+
+  void begin(std::size_t bucket) override {
+    const GradBucket& of = gradients_.buckets()[bucket];
+    if (!is_compressed(of)) return plain_.begin(bucket);
+    const at::Tensor& sent = buffers_->of(gradients_.buckets(), bucket).sent;
+    narrow_into(sent.narrow(0, 0, of.flat.numel()), of.flat, 1. / communicator_.size());
+    begun_.push_back(bucket);
+    requests_.add(communicator_.all_reduce(sent, Reduction::sum));
+  }
+
+  void poll() override {
+    plain_.poll();
+    requests_.poll();
+  }
+
+  void finish() override {
+    for (std::size_t i = 0; i < begun_.size(); ++i) {
+      requests_.wait_for(i);
+      const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
+      widen_into(buffer.flat, buffer.sent.narrow(0, 0, buffer.flat.numel()), times_);
+    }
+    begun_.clear();
+    requests_.wait();
+    plain_.finish();
+  }
+
+ private:
+  BucketedGradients& gradients_;
+  AnyCommunicator communicator_;
+  std::shared_ptr<SendBuffers> buffers_;
+  AllReduceExchange plain_;
+  double times_;
+  std::vector<std::size_t> begun_;
+  PendingRequests requests_;
+};
+
+/// The same, and nothing is lost in the long run. Two roundings lose something: of this rank's
+/// gradients, and of the ranks' sum. An all-reduce would hide the second; so each rank adds up its
+/// part of the bucket (a reduce-scatter into float), rounds it and gives it to all (an all-gather),
+/// as many bytes as before. Both keep what they lost, divided by the loss scale, for the next pass.
+class ErrorFeedbackExchange final : public BucketExchange {
+ public:
+  ErrorFeedbackExchange(BucketedGradients& gradients, const AnyCommunicator& communicator,
+                        std::shared_ptr<SendBuffers> buffers, bool average,
+                        std::function<at::Tensor()> loss_scale)
+      : gradients_(gradients),
+        communicator_(communicator),
+        buffers_(std::move(buffers)),
+        plain_(gradients, communicator, average),
+        times_(average ? 1. : communicator.size()),
+        loss_scale_(std::move(loss_scale)) {}
+
+  void begin(std::size_t bucket) override {
+    const GradBucket& of = gradients_.buckets()[bucket];
+    if (!is_compressed(of)) {
+      begun_plain_.push_back(bucket);
+      return plain_.begin(bucket);
+    }
+    if (begun_.empty()) read_loss_scale();
+    const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), bucket);
+    narrow_into(buffer.sent.narrow(0, 0, of.flat.numel()), of.flat, buffer.residual,
+                {1. / communicator_.size(), scale_like(of.flat)});
+    begun_.push_back(bucket);
+    requests_.add(communicator_.reduce_scatter(buffer.own_sum, buffer.sent, Reduction::sum));
+  }
+
+  void poll() override {
+    plain_.poll();
+    requests_.poll();
+  }
+
+  /// Only here is the second half started, for all ranks must do so at the same place.
+  void finish() override {
+    PendingRequests gathers;
+    for (std::size_t i = 0; i < begun_.size(); ++i) {
+      requests_.wait_for(i);
+      const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
+      narrow_into(buffer.own_part, buffer.own_sum, buffer.own_sum_residual,
+                  {1., scale_like(buffer.own_sum)});
+      gathers.add(communicator_.all_gather(buffer.sent, buffer.own_part));
+    }
+    at::Tensor finite;
+    for (std::size_t i = 0; i < begun_.size(); ++i) {
+      gathers.wait_for(i);
+      const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
+      const at::Tensor sent = buffer.sent.narrow(0, 0, buffer.flat.numel());
+      note(finite, widen_into(buffer.flat, sent, times_));
+    }
+    requests_.wait();
+    plain_.finish();
+    for (const std::size_t bucket : begun_plain_) {
+      note(finite, all_finite(gradients_.buckets()[bucket].flat));
+    }
+    if (!begun_.empty()) drop_unless(finite);
+    begun_.clear();
+    begun_plain_.clear();
+  }
+
+ private:
+  void read_loss_scale() {
+    if (!loss_scale_) return;
+    scale_ = loss_scale_();
+    TORCH_CHECK(scale_.defined() && scale_.numel() == 1,
+                "GradAllReduce: `loss_scale` must return a tensor of one element");
+    TORCH_CHECK(!scale_.is_cpu() || scale_.item<double>() > 0.,
+                "GradAllReduce: `loss_scale` must return a positive number, but returned ",
+                scale_.item<double>());
+    scale_ = scale_.detach().reshape(at::IntArrayRef());
+  }
+
+  at::Tensor scale_like(const at::Tensor& tensor) const {
+    return scale_.defined() ? scale_.to(tensor.options()) : scale_;
+  }
+
+  static void note(at::Tensor& all, const at::Tensor& finite) {
+    all = all.defined() ? all.logical_and(finite.to(all.device())) : finite;
+  }
+
+  /// Of a step that will be skipped nothing must reach the next one: beside an inf there may be
+  /// values so large that even what rounding them lost is out of proportion.
+  void drop_unless(const at::Tensor& finite) {
+    for (const at::Tensor& residual : buffers_->residuals(gradients_.buckets())) {
+      if (residual.is_cpu() && finite.is_cpu()) {
+        if (!finite.item<bool>()) residual.zero_();
+      } else {
+        residual.mul_(finite.to(residual.options()));  // no host sync; residuals are finite
+      }
+    }
+  }
+
+  BucketedGradients& gradients_;
+  AnyCommunicator communicator_;
+  std::shared_ptr<SendBuffers> buffers_;
+  AllReduceExchange plain_;
+  double times_;
+  std::function<at::Tensor()> loss_scale_;
+  at::Tensor scale_;  ///< of this pass, undefined: 1
+  std::vector<std::size_t> begun_;
+  std::vector<std::size_t> begun_plain_;
+  PendingRequests requests_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,186 @@
+#pragma once
+
+#include <mezzo/detail/distributed/heartbeat.h>
+#include <mezzo/distributed/watchdog_options.h>
+#include <mezzo/version.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline std::string names_of(const std::vector<int>& ranks) {
+  std::string names = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) names += i + 1 == ranks.size() ? " and " : ", ";
+    names += std::to_string(ranks[i]);
+  }
+  return names;
+}
+
+/// What one rank makes of the signs of life of the others. It knows no clock: time is what has
+/// passed between two looks at all of them, and of a longer one only so much counts, for then it
+/// was this rank that was stopped.
+class PeerWatch {
+ public:
+  using Time = std::chrono::milliseconds;
+
+  PeerWatch(int rank, int size, const WatchdogOptions& options)
+      : rank_(rank), options_(options), peers_(static_cast<std::size_t>(size)) {}
+
+  /// All that is in `heartbeats` (an element a rank, empty: it has not come) was there at one time.
+  void look(Time passed, const std::vector<std::optional<Heartbeat>>& heartbeats) {
+    passed = std::min(passed, 2 * options_.interval);
+    for (std::size_t number = 0; number < peers_.size(); ++number) {
+      Peer& peer = peers_[number];
+      if (!heartbeats[number]) continue;
+      const bool alive = !peer.last || peer.last->count != heartbeats[number]->count;
+      peer.silence = alive ? Time(0) : peer.silence + passed;
+      peer.last = heartbeats[number];
+    }
+    wait(passed);
+  }
+
+  /// Peers that may still answer: all that are not known to be dead, done, or through with it.
+  std::vector<int> others_to_report(const WatchdogFault& fault) const {
+    std::vector<int> others;
+    for (int rank = 0; rank < size(); ++rank) {
+      const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+      const bool accused = fault.kind == WatchdogFault::Kind::silent &&
+                           std::count(fault.ranks.begin(), fault.ranks.end(), rank) > 0;
+      const bool speaks = peer.last && (peer.last->state == Heartbeat::State::running ||
+                                        peer.last->state == Heartbeat::State::told);
+      if (rank != rank_ && speaks && !accused) others.push_back(rank);
+    }
+    return others;
+  }
+
+  bool all_others_finished() const {
+    for (int rank = 0; rank < size(); ++rank) {
+      const auto& last = peers_[static_cast<std::size_t>(rank)].last;
+      if (rank != rank_ && last && last->state != Heartbeat::State::finished) return false;
+    }
+    return true;
+  }
+
+  std::optional<WatchdogFault> judge() const {
+    if (auto fault = find_silent()) return fault;
+    return find_missing();
+  }
+
+  /// "; when last seen it ...", if it has ever given a sign of life.
+  std::string last_seen(int rank) const {
+    const auto& last = peers_[static_cast<std::size_t>(rank)].last;
+    return last ? "; " + last->did() : "";
+  }
+
+  /// In the half second after SIGTERM: who is not there any more, and who never came?
+  WatchdogFault explain_end() const {
+    constexpr Time kSilence(400);  // told ranks give signs of life every 50 ms
+    WatchdogFault fault{WatchdogFault::Kind::told, {}, "a signal (SIGTERM) told it to"};
+    for (int rank = 0; rank < size(); ++rank) {
+      const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+      if (rank == rank_ || !peer.last || peer.silence < kSilence || is_done(*peer.last)) continue;
+      fault.ranks.push_back(rank);
+      fault.what += "; rank " + std::to_string(rank) + " has not been heard of for " +
+                    in_seconds(peer.silence) + ", " + peer.last->did();
+    }
+    if (fault.ranks.empty()) fault.what += "; all other ranks are alive";
+    return fault;
+  }
+
+ private:
+  struct Peer {
+    std::optional<Heartbeat> last;
+    Time silence{0};
+  };
+
+  int size() const noexcept { return static_cast<int>(peers_.size()); }
+  const std::optional<Heartbeat>& own() const {
+    return peers_[static_cast<std::size_t>(rank_)].last;
+  }
+  static bool is_done(const Heartbeat& heartbeat) {
+    return heartbeat.state == Heartbeat::State::finished ||
+           heartbeat.state == Heartbeat::State::ended ||
+           heartbeat.state == Heartbeat::State::failed;
+  }
+
+  /// For how long this rank has been waiting, of which only seen time counts too.
+  void wait(Time passed) {
+    if (!own() || !own()->waits) {
+      waited_ = Time(0);
+      return;
+    }
+    const std::pair place(own()->communicator, own()->sequence);
+    waited_ = place == waits_for_ ? std::min(waited_ + passed, Time(own()->waited_ms)) : Time(0);
+    waits_for_ = place;
+  }
+
+  /// Of those that have been silent for too long all, the one that has been so longest first.
+  std::optional<WatchdogFault> find_silent() const {
+    WatchdogFault fault{WatchdogFault::Kind::silent, {}, ""};
+    for (int rank = 0; rank < size(); ++rank) {
+      const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+      const bool silent = rank != rank_ && peer.last && !is_done(*peer.last) &&
+                          peer.silence > options_.heartbeat_timeout;
+      if (!silent) continue;
+      fault.what += (fault.ranks.empty() ? "" : "; ") + names_of({rank}) +
+                    " has given no sign of life for " + in_seconds(peer.silence) +
+                    " (killed, stopped or cut off), " + peer.last->did();
+      fault.ranks.push_back(rank);
+    }
+    if (fault.ranks.empty()) return std::nullopt;
+    return fault;
+  }
+
+  std::optional<WatchdogFault> find_missing() const {
+    if (!own() || !own()->waits) return std::nullopt;
+    const bool too_long = waited_ > options_.collective_timeout;
+    WatchdogFault fault{WatchdogFault::Kind::missing, {}, ""};
+    bool finished = false;
+    std::string each;
+    for (int rank = 0; rank < size(); ++rank) {
+      const auto& last = peers_[static_cast<std::size_t>(rank)].last;
+      if (rank == rank_ || (last && last->has_called(own()->communicator, own()->sequence))) {
+        continue;
+      }
+      finished = finished || (last && last->state == Heartbeat::State::finished);
+      fault.ranks.push_back(rank);
+      each += "; " + names_of({rank}) + ' ' + whereabouts(last);
+    }
+    // Who is done will not come.
+    if (!too_long && !(finished && waited_ > options_.heartbeat_timeout)) return std::nullopt;
+    if (fault.ranks.empty()) {
+      fault.kind = WatchdogFault::Kind::stuck;
+      fault.what = "all ranks have called " + own()->place() + ", for which " + names_of({rank_}) +
+                   " has been waiting for " + in_seconds(waited_) + ", but it does not end";
+    } else {
+      fault.what = names_of(fault.ranks) + (fault.ranks.size() == 1 ? " has" : " have") +
+                   " not called " + own()->place() + ", for which " + names_of({rank_}) +
+                   " has been waiting for " + in_seconds(waited_) + each;
+    }
+    return fault;
+  }
+
+  static std::string whereabouts(const std::optional<Heartbeat>& last) {
+    if (!last) return "has never given a sign of life";
+    if (last->state == Heartbeat::State::finished) return "is done, and " + last->doing();
+    return "is alive, and " + last->doing();
+  }
+
+  int rank_;
+  WatchdogOptions options_;
+  std::vector<Peer> peers_;
+  std::pair<int64_t, int64_t> waits_for_{-1, -1};
+  Time waited_{0};
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,186 @@
+#pragma once
+
+#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/detail/kernels/cpu_lanes.h>
+#include <mezzo/detail/kernels/float_bits.h>
+#include <mezzo/detail/kernels/unscale_element.h>
+#include <mezzo/version.h>
+
+#include <c10/core/ScalarType.h>
+#include <c10/macros/Macros.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+
+// Gradients on their way to other ranks and back: rounded to a dtype of two bytes, and widened.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// to[i] = from[i] * factor, rounded once (double: by way of float, twice).
+template <class Element, class Sent, class Lanes>
+struct NarrowKernel {
+  template <class L>
+  C10_ALWAYS_INLINE static int64_t lanes(const typename L::Stored* from,
+                                         typename FloatFormat<Sent>::Stored* to, int64_t begin,
+                                         int64_t count, double by) {
+    using S = typename L::template Like<Sent>;
+    typename L::Value factor;
+    L::broadcast(static_cast<typename L::Format::Value>(by), factor);
+    int64_t i = begin;
+    for (; i + L::kWidth <= count; i += L::kWidth) {
+      typename L::Bits bits;
+      L::load(from + i, bits);
+      typename L::Value value;
+      L::Format::widen(bits, value);
+      value = value * factor;
+      typename S::Value narrow;
+      S::convert(value, narrow);
+      typename S::Bits sent;
+      S::Format::narrow(narrow, sent);
+      S::store(sent, to + i);
+    }
+    return i;
+  }
+
+  C10_ALWAYS_INLINE static void run(const void* from, void* to, int64_t count, double factor) {
+    const auto* source = static_cast<const typename Lanes::Stored*>(from);
+    auto* target = static_cast<typename FloatFormat<Sent>::Stored*>(to);
+    const int64_t done = lanes<Lanes>(source, target, 0, count, factor);
+    lanes<ScalarLanes<Element>>(source, target, done, count, factor);
+  }
+};
+
+/// The factors of a pass with residuals: what is sent of a value, and the loss scale, which
+/// residuals do not carry.
+struct ResidualFactors {
+  double value;
+  double scale;
+  double inv_scale;
+};
+
+/// sent = value * factor + residual * scale, rounded to `to`; what the rounding lost becomes the
+/// residual. Where the value is 0 nothing is sent, and the residual waits. An inf or NaN leaves a
+/// residual of 0.
+template <class Element, class Sent, class Lanes>
+struct NarrowWithResidualKernel {
+  template <class L>
+  C10_ALWAYS_INLINE static int64_t lanes(const typename L::Stored* from,
+                                         typename L::Stored* residuals,
+                                         typename FloatFormat<Sent>::Stored* to, int64_t begin,
+                                         int64_t count, const ResidualFactors& by) {
+    using S = typename L::template Like<Sent>;
+    using Format = typename L::Format;
+    constexpr auto kSign =
+        static_cast<typename Format::Bits>(typename Format::Bits{1} << (sizeof(Element) * 8 - 1));
+    typename L::Value factor, scale, inv_scale;
+    L::broadcast(static_cast<typename Format::Value>(by.value), factor);
+    L::broadcast(static_cast<typename Format::Value>(by.scale), scale);
+    L::broadcast(static_cast<typename Format::Value>(by.inv_scale), inv_scale);
+    int64_t i = begin;
+    for (; i + L::kWidth <= count; i += L::kWidth) {
+      typename L::Bits value_bits, residual_bits, bits, lost_bits;
+      typename L::Value value, residual, wanted, kept, lost;
+      L::load(from + i, value_bits);
+      L::load(residuals + i, residual_bits);
+      Format::widen(value_bits, value);
+      Format::widen(residual_bits, residual);
+      value = value * factor;
+      L::fma(residual, scale, value, wanted);
+      Format::narrow(wanted, bits);
+      bits = (value_bits & ~kSign) == 0 ? value_bits : bits;
+      Format::widen(bits, wanted);
+
+      typename S::Value narrow;
+      typename S::Bits sent;
+      S::convert(wanted, narrow);
+      S::Format::narrow(narrow, sent);
+      S::store(sent, to + i);
+      S::Format::widen(sent, narrow);
+      L::convert(narrow, kept);
+
+      lost = (wanted - kept) * inv_scale;
+      Format::narrow(lost, lost_bits);
+      lost_bits = (lost_bits & Format::kExponent) == Format::kExponent ? lost_bits & 0 : lost_bits;
+      lost_bits = (value_bits & ~kSign) == 0 ? residual_bits : lost_bits;
+      L::store(lost_bits, residuals + i);
+    }
+    return i;
+  }
+
+  C10_ALWAYS_INLINE static void run(const void* from, void* residuals, void* to, int64_t count,
+                                    const ResidualFactors* factors) {
+    const auto* source = static_cast<const typename Lanes::Stored*>(from);
+    auto* left = static_cast<typename Lanes::Stored*>(residuals);
+    auto* target = static_cast<typename FloatFormat<Sent>::Stored*>(to);
+    const int64_t done = lanes<Lanes>(source, left, target, 0, count, *factors);
+    lanes<ScalarLanes<Element>>(source, left, target, done, count, *factors);
+  }
+};
+
+/// to[i] = from[i] * factor; true if one of them is inf or NaN.
+template <class Element, class Sent, class Lanes>
+struct WidenKernel {
+  template <class L>
+  C10_ALWAYS_INLINE static int64_t lanes(const typename FloatFormat<Sent>::Stored* from,
+                                         typename L::Stored* to, int64_t begin, int64_t count,
+                                         double by, bool& found) {
+    using S = typename L::template Like<Sent>;
+    typename L::Value factor;
+    L::broadcast(static_cast<typename L::Format::Value>(by), factor);
+    typename L::Flags nonfinite{};
+    int64_t i = begin;
+    for (; i + L::kWidth <= count; i += L::kWidth) {
+      typename S::Bits received;
+      S::load(from + i, received);
+      typename S::Value narrow;
+      S::Format::widen(received, narrow);
+      typename L::Value value;
+      L::convert(narrow, value);
+      value = value * factor;
+      typename L::Bits bits;
+      L::Format::narrow(value, bits);
+      CheckElement<typename L::Format>{}(bits, nonfinite);
+      L::store(bits, to + i);
+    }
+    found |= L::any(nonfinite);
+    return i;
+  }
+
+  C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double factor) {
+    const auto* source = static_cast<const typename FloatFormat<Sent>::Stored*>(from);
+    auto* target = static_cast<typename Lanes::Stored*>(to);
+    bool found = false;
+    const int64_t done = lanes<Lanes>(source, target, 0, count, factor, found);
+    lanes<ScalarLanes<Element>>(source, target, done, count, factor, found);
+    return found;
+  }
+};
+
+/// The loops for one pair of dtypes and one instruction set.
+struct SendLoops {
+  void (*narrow)(const void* from, void* to, int64_t count, double factor);
+  void (*narrow_with_residual)(const void* from, void* residuals, void* to, int64_t count,
+                               const ResidualFactors* factors);
+  bool (*widen)(const void* from, void* to, int64_t count, double factor);
+};
+
+template <class Element, class Sent>
+SendLoops send_loops(CpuIsa isa) {
+  return {cpu_kernel<NarrowKernel, Element, Sent>(isa),
+          cpu_kernel<NarrowWithResidualKernel, Element, Sent>(isa),
+          cpu_kernel<WidenKernel, Element, Sent>(isa)};
+}
+
+/// For `dtype`, float or double, sent as bfloat16 or half.
+inline SendLoops send_loops(at::ScalarType dtype, at::ScalarType sent, CpuIsa isa) {
+  TORCH_INTERNAL_ASSERT((dtype == at::kFloat || dtype == at::kDouble) &&
+                        (sent == at::kBFloat16 || sent == at::kHalf));
+  const bool brain = sent == at::kBFloat16;
+  if (dtype == at::kFloat) {
+    return brain ? send_loops<float, c10::BFloat16>(isa) : send_loops<float, c10::Half>(isa);
+  }
+  return brain ? send_loops<double, c10::BFloat16>(isa) : send_loops<double, c10::Half>(isa);
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,150 @@
+#pragma once
+
+#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/detail/kernels/parallel_spans.h>
+#include <mezzo/detail/kernels/send_loops.h>
+#include <mezzo/detail/kernels/unscale_cpu.h>
+#include <mezzo/version.h>
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/all.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+// Whole buffers of gradients on their way to other ranks and back: contiguous tensors of one
+// length. On the CPU one pass each, over the bytes that go in and come out; elsewhere what ATen
+// has.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A stretch of the same elements in three buffers.
+struct SendStretch {
+  int64_t begin;
+  int64_t count;
+  bool found = false;
+};
+
+/// Runs `work(stretch)` over `count` elements on libtorch's threads; true if it returned true.
+template <class Work>
+bool any_stretch(int64_t count, const Work& work) {
+  constexpr int64_t kGrain = 32768;  // below this a thread of its own costs more than it brings
+  const int64_t parts = std::clamp<int64_t>(count / kGrain, 1, at::get_num_threads());
+  const int64_t size = (count + parts - 1) / parts;
+  std::vector<SendStretch> stretches;
+  for (int64_t begin = 0; begin < count; begin += size) {
+    stretches.push_back({begin, std::min(size, count - begin)});
+  }
+  parallel_for_each(stretches, [&](SendStretch& stretch) { stretch.found = work(stretch); });
+  return std::any_of(stretches.begin(), stretches.end(),
+                     [](const SendStretch& stretch) { return stretch.found; });
+}
+
+inline const char* read_at(const at::Tensor& tensor, int64_t element) {
+  return static_cast<const char*>(tensor.const_data_ptr()) + element * tensor.element_size();
+}
+
+inline char* write_at(const at::Tensor& tensor, int64_t element) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
+}
+
+inline void wrote(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+/// What an element is multiplied by on its way; residuals do not carry the loss scale. `scale` is
+/// one element of the gradients' dtype, on the CPU or on their device; undefined: 1.
+struct SendFactors {
+  double value = 1.;
+  at::Tensor scale = {};
+};
+
+/// The three passes in ATen's ops, for any device: same results, several kernels each.
+struct AtenSend {
+  static void narrow(const at::Tensor& to, const at::Tensor& from, double factor) {
+    at::Tensor out = to;
+    at::mul_out(out, from, at::scalar_tensor(factor, from.scalar_type()));
+  }
+
+  static void narrow_with_residual(const at::Tensor& to, const at::Tensor& from,
+                                   const at::Tensor& residual, const SendFactors& factors) {
+    const at::Tensor scale =
+        factors.scale.defined() ? factors.scale : at::scalar_tensor(1., from.scalar_type());
+    const at::Tensor waits = from == 0;
+    const at::Tensor wanted = at::where(waits, from, from * factors.value + residual * scale);
+    to.copy_(wanted);
+    const at::Tensor lost = (wanted - to.to(from.scalar_type())) / scale;
+    residual.copy_(at::where(waits, residual, at::where(at::isfinite(lost), lost, 0.)));
+  }
+
+  static at::Tensor widen(const at::Tensor& to, const at::Tensor& from, double factor) {
+    to.copy_(from);
+    if (factor != 1.) to.mul_(factor);
+    return at::isfinite(to).all();
+  }
+};
+
+/// `to`, bfloat16 or half, becomes `from`, float or double, times `factor`. Of float, 4 bytes an
+/// element are read and 2 written.
+inline void narrow_into(const at::Tensor& to, const at::Tensor& from, double factor) {
+  if (!from.is_cpu()) return AtenSend::narrow(to, from, factor);
+  const SendLoops loops = send_loops(from.scalar_type(), to.scalar_type(), best_isa());
+  char* const target = write_at(to, 0);
+  any_stretch(from.numel(), [&](const SendStretch& s) {
+    loops.narrow(read_at(from, s.begin), target + s.begin * to.element_size(), s.count, factor);
+    return false;
+  });
+  wrote(to);
+}
+
+/// The same of `from` times the factor plus `residual`, of the same dtype, which becomes what the
+/// rounding lost. Where `from` is 0 nothing is sent and the residual waits; of an inf or NaN
+/// nothing stays. Of float, 8 bytes an element are read and 6 written.
+inline void narrow_into(const at::Tensor& to, const at::Tensor& from, const at::Tensor& residual,
+                        const SendFactors& factors) {
+  if (!from.is_cpu()) return AtenSend::narrow_with_residual(to, from, residual, factors);
+  const SendLoops loops = send_loops(from.scalar_type(), to.scalar_type(), best_isa());
+  const double scale = factors.scale.defined() ? factors.scale.item<double>() : 1.;
+  const ResidualFactors by{factors.value, scale, 1. / scale};
+  char* const target = write_at(to, 0);
+  char* const left = write_at(residual, 0);
+  any_stretch(from.numel(), [&](const SendStretch& s) {
+    loops.narrow_with_residual(read_at(from, s.begin), left + s.begin * residual.element_size(),
+                               target + s.begin * to.element_size(), s.count, &by);
+    return false;
+  });
+  wrote(to);
+  wrote(residual);
+}
+
+/// `to`, float or double, becomes `from`, bfloat16 or half, times `factor`. Of float, 2 bytes an
+/// element are read and 4 written. \returns a bool of one element on the same device: is all of it
+/// finite?
+inline at::Tensor widen_into(const at::Tensor& to, const at::Tensor& from, double factor) {
+  if (!to.is_cpu()) return AtenSend::widen(to, from, factor);
+  const SendLoops loops = send_loops(to.scalar_type(), from.scalar_type(), best_isa());
+  char* const target = write_at(to, 0);
+  const bool found = any_stretch(to.numel(), [&](const SendStretch& s) {
+    return loops.widen(read_at(from, s.begin), target + s.begin * to.element_size(), s.count,
+                       factor);
+  });
+  wrote(to);
+  return at::scalar_tensor(!found, at::kBool);
+}
+
+/// A bool of one element on the device of `tensor`: is all of it finite?
+inline at::Tensor all_finite(const at::Tensor& tensor) {
+  if (!tensor.is_cpu()) return at::isfinite(tensor).all();
+  return at::scalar_tensor(!any_nonfinite_cpu({tensor}), at::kBool);
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,69 @@
+// What one rank does of a job in which one rank goes wrong: watchdog_program WHAT VICTIM. Started
+// by watchdog_faults_test.cpp under mpirun.
+#include <torch/torch.h>
+//
+#include <mezzo/distributed/c10d_communicator.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/watchdog.h>
+
+#include <signal.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace {
+
+using namespace std::chrono_literals;
+
+void go_wrong(const std::string& what) {
+  std::cerr << "rank goes wrong: " + what + '\n' << std::flush;
+  if (what == "kill") raise(SIGKILL);
+  if (what == "stop") raise(SIGSTOP);
+  if (what == "hang") std::this_thread::sleep_for(1h);
+  if (what == "throw") throw std::runtime_error("the disk is full");
+  if (what == "exit") std::_Exit(0);
+  if (what == "slow") std::this_thread::sleep_for(3s);
+}
+
+void train(mezzo::AnyCommunicator world, const std::string& what, int victim) {
+  for (int step = 0; step < 8; ++step) {
+    if (step == 5 && world.rank() == victim) go_wrong(what);
+    if (step == 5 && what == "compute") std::this_thread::sleep_for(4s);
+    if (step == 5 && what == "leave" && world.rank() == victim) return;
+    const at::Tensor gradient = at::ones({64});
+    world.all_reduce(gradient, mezzo::Reduction::sum).wait();
+  }
+}
+
+int run(const std::string& what, int victim) {
+  const mezzo::MpiEnvironment mpi;
+  const auto environment = mezzo::ProcessGroupEnvironment::read();
+  mezzo::Watchdog watchdog(mezzo::meet(environment, 60s), environment.rank, environment.world_size,
+                           {.interval = 200ms,
+                            .heartbeat_timeout = 2s,
+                            .collective_timeout = what == "slow" ? 20s : 3s});
+  auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
+  watchdog.run([&] { train(world, what, victim); });
+  std::cerr << "rank " << environment.rank << " is done" << std::endl;
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) {
+    std::cerr << "usage: watchdog_program WHAT VICTIM\n";
+    return 2;
+  }
+  try {
+    return run(argv[1], std::atoi(argv[2]));
+  } catch (const std::exception& error) {
+    std::cerr << "caught: " << error.what() << std::endl;
+    return 1;
+  }
+}
