@@ -49,7 +49,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
-  SyncBatchNormImpl(const torch::nn::BatchNormOptions& options, AnyCommunicator communicator);
+  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options, AnyCommunicator communicator);
 
   at::Tensor forward(const at::Tensor& input);
 

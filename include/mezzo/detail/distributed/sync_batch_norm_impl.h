@@ -135,9 +135,9 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 
 }  // namespace detail
 
-inline SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& options,
+inline SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
                                             AnyCommunicator communicator)
-    : NormImplBase(options), communicator_(std::move(communicator)) {}
+    : NormImplBase(norm_options), communicator_(std::move(communicator)) {}
 
 inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm: `input` must be [N, C] or [N, C, ...], but has ",
