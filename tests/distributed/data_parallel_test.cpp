@@ -6,7 +6,6 @@
 #include <mezzo/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/grad_scaler.h>
-#include <mezzo/optim/adamw.h>
 
 #include <memory>
 #include <string>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
+#include "../optim/optimizers.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
 
@@ -124,8 +124,7 @@ TEST(DataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
   log.clear();
   loss.backward();
   EXPECT_THAT(
-      log, testing::ElementsAre("sum", "second layer", "sum", "sum", "first layer", "sum",
-                                        "max"))
+      log, testing::ElementsAre("sum", "second layer", "sum", "sum", "first layer", "sum", "max"))
       << "norm and second bias; second weight, first bias; first weight, and who had which";
 }
 

@@ -5,9 +5,6 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/grad_scaler.h>
-#include <mezzo/optim/adamw.h>
-#include <mezzo/optim/lamb.h>
-#include <mezzo/optim/sgd.h>
 
 #include <functional>
 #include <limits>
@@ -15,6 +12,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "../optim/optimizers.h"
 
 // An inf on one rank skips the step of all, and the scale of all backs off: what the gradients say
 // after the reduction is the same everywhere. What a single process does that sees every inf is
@@ -219,6 +218,26 @@ TEST(MpiOneDecision, HoldsForStepsInAllForms) {
       expect_decided_as_one(
           {.optimizer = optimizer, .step = step, .bucket_bytes = mezzo::kDefaultBucketBytes});
     }
+  }
+}
+
+TEST(MpiOneDecision, DoesNotGoByWhatWasReadBeforeTheReduction) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Decided model;
+  mezzo::GradBuckets buckets(
+      model->parameters(),
+      mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat).check_during_backward(true));
+  const mezzo::GradAllReduce all_reduce(buckets, world);
+  mezzo::optim::SGD optimizer(buckets, mezzo::optim::SGDOptions(1e-2));
+  GradScaler scaler;
+  scaler.on_skip(nullptr);
+  for (int64_t i = 0; i < 6; ++i) {
+    buckets.zero_grad();
+    const at::Tensor loss = loss_of(model, i, 0, {});
+    const auto bad = rank_with_inf(i, world.size());
+    scaler.scale(bad == world.rank() ? spoiled(loss, i) : loss).backward();
+    EXPECT_EQ(scaler.step(optimizer, {.max_norm = 1.0}).ran(), !bad.has_value());
+    scaler.update();
   }
 }
 

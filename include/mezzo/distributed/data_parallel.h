@@ -18,12 +18,13 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// What torch's DistributedDataParallel is, for any Communicator:
 ///
 /// \code
-///   mezzo::DataParallel ddp(model, world);                       // all ranks have rank 0's
-///   weights mezzo::optim::AdamW optimizer(ddp.buckets(), 2e-5);          // divides by the ranks
-///   as it steps mezzo::GradScaler scaler; for (auto& batch : *part_of_this_rank) {
+///   mezzo::DataParallel ddp(model, world);               // all ranks have rank 0's weights
+///   mezzo::optim::AdamW optimizer(ddp.buckets(), 2e-5);  // divides by the ranks as it steps
+///   mezzo::GradScaler scaler;
+///   for (auto& batch : *part_of_this_rank) {
 ///     ddp->zero_grad();
-///     scaler.scale(criterion(ddp(batch.data), batch.target)).backward();   // returns reduced
-///     scaler.step(optimizer, {.max_norm = 1.0});                 // the same on every rank
+///     scaler.scale(criterion(ddp(batch.data), batch.target)).backward();  // of all ranks now
+///     scaler.step(optimizer, {.max_norm = 1.0});         // on all ranks, or on none
 ///     scaler.update();
 ///   }
 /// \endcode
@@ -87,7 +88,11 @@ class DataParallel {
   /// While what it returns lives, backward passes only accumulate on this rank, and buffers are not
   /// broadcast: for all micro-batches of a step but the last.
   ///
-  ///     if (auto no_sync = ddp.no_sync(); true) ddp(batch).backward();
+  ///     {
+  ///       const auto no_sync = ddp.no_sync();
+  ///       criterion(ddp(first.data), first.target).backward();
+  ///     }
+  ///     criterion(ddp(last.data), last.target).backward();
   [[nodiscard]] GradBuckets::AccumulateOnly no_sync() { return buckets().accumulate_only(); }
 
   /// Divides, in place and once, gradients that are sums until the optimizer on `buckets()` steps;

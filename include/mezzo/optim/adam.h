@@ -67,7 +67,8 @@ class Adam : public detail::ElementwiseOptimizer<
   explicit Adam(std::vector<at::Tensor> parameters, const AdamOptions& defaults = {})
       : Adam({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
-  /// and parameters of groups that are added later join them.
+  /// parameters of groups that are added later join them, and gradients of several ranks are
+  /// divided by the ranks as they are read (distributed/data_parallel.h).
   explicit Adam(GradBuckets& buckets, const AdamOptions& defaults = {})
       : ElementwiseOptimizer(buckets, defaults) {}
 };

@@ -100,7 +100,8 @@ class AdamW : public detail::ElementwiseOptimizer<
   explicit AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& defaults = {})
       : AdamW({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
-  /// and parameters of groups that are added later join them.
+  /// parameters of groups that are added later join them, and gradients of several ranks are
+  /// divided by the ranks as they are read (distributed/data_parallel.h).
   explicit AdamW(GradBuckets& buckets, const AdamWOptions& defaults = {})
       : ElementwiseOptimizer(buckets, defaults) {}
 };

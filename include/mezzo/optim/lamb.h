@@ -114,7 +114,8 @@ class LAMB : public detail::ElementwiseOptimizer<detail::LambTraits<LAMBOptions,
   explicit LAMB(std::vector<at::Tensor> parameters, const LAMBOptions& defaults = {})
       : LAMB({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
-  /// and parameters of groups that are added later join them.
+  /// parameters of groups that are added later join them, and gradients of several ranks are
+  /// divided by the ranks as they are read (distributed/data_parallel.h).
   explicit LAMB(GradBuckets& buckets, const LAMBOptions& defaults = {})
       : ElementwiseOptimizer(buckets, defaults) {}
 };

@@ -84,7 +84,8 @@ class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions,
   explicit Lion(std::vector<at::Tensor> parameters, const LionOptions& defaults = {})
       : Lion({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
-  /// and parameters of groups that are added later join them.
+  /// parameters of groups that are added later join them, and gradients of several ranks are
+  /// divided by the ranks as they are read (distributed/data_parallel.h).
   explicit Lion(GradBuckets& buckets, const LionOptions& defaults = {})
       : ElementwiseOptimizer(buckets, defaults) {}
 };

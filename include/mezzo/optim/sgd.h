@@ -96,7 +96,8 @@ class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SG
   explicit SGD(std::vector<at::Tensor> parameters, const SGDOptions& defaults)
       : SGD({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
-  /// and parameters of groups that are added later join them.
+  /// parameters of groups that are added later join them, and gradients of several ranks are
+  /// divided by the ranks as they are read (distributed/data_parallel.h).
   explicit SGD(GradBuckets& buckets, const SGDOptions& defaults)
       : ElementwiseOptimizer(buckets, defaults) {}
 };
