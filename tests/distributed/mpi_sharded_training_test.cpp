@@ -69,7 +69,7 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
   AdamW whole(alone->parameters(), AdamWOptions(0.003));
   GradScaler scaler, scaler_alone;
   const auto data = batches(8);
-  for (std::size_t i = 0; i < 200; ++i) {
+  for (std::size_t i = 0; i < 60; ++i) {
     const auto& batch = data[i % data.size()];
     optimizer.zero_grad();
     scaler.scale(own_loss(model, batch, ranks)).backward();
@@ -244,6 +244,46 @@ TEST(ShardedTraining, ClosuresRunOnce) {
   });
   EXPECT_EQ(loss.item<double>(), 602. * (ranks.rank() + 1));
   EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks.size() + 1) / 2.)));
+}
+
+/// Gradients are whole numbers, whose sums and averages are exact in all of them.
+TEST(ShardedTraining, DtypesGoTogether) {
+  AnyCommunicator ranks = world();
+  const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
+  const auto parameters = [] {
+    torch::manual_seed(5);
+    std::vector<at::Tensor> all;
+    for (const auto dtype : {at::kBFloat16, at::kFloat, at::kHalf, at::kDouble, at::kBFloat16}) {
+      all.push_back(torch::randn({301}).to(dtype).requires_grad_());
+    }
+    return all;
+  };
+  const std::vector<at::Tensor> sharded = parameters(), alone = parameters();
+  const at::Tensor slopes = torch::arange(301).remainder(7).to(at::kFloat);
+  const auto backward = [&](GradScaler& scaler, const std::vector<at::Tensor>& all, double factor) {
+    at::Tensor loss = torch::zeros({});
+    for (const at::Tensor& parameter : all) {
+      loss = loss + (parameter.to(at::kFloat) * slopes * factor).sum();
+    }
+    scaler.scale(loss).backward();
+  };
+  Sharded optimizer(sharded, ranks, options, kSmallBuckets);
+  AdamW whole(alone, options);
+  GradScaler scaler(GradScalerOptions().init_scale(8.));
+  GradScaler scaler_alone(GradScalerOptions().init_scale(8.));
+  for (int i = 0; i < 3; ++i) {
+    backward(scaler, sharded, 2. * (ranks.rank() + 1));
+    backward(scaler_alone, alone, ranks.size() + 1.);
+    const auto result = scaler.step(optimizer, {.zero_grad = true});
+    const auto wanted = scaler_alone.step(whole, {.zero_grad = true});
+    EXPECT_EQ(*result.grad_norm(), *wanted.grad_norm()) << "whole numbers add up exactly";
+    scaler.update();
+    scaler_alone.update();
+    for (std::size_t k = 0; k < alone.size(); ++k) {
+      EXPECT_TRUE(at::equal(sharded[k], alone[k])) << i << ' ' << k;
+      EXPECT_EQ(sharded[k].grad().abs().max().item<double>(), 0.);
+    }
+  }
 }
 
 /// With four ranks some have nothing of a parameter of 3 elements.
