@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/clip_grad.h>
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/initialize.h>
@@ -24,6 +23,7 @@
 #include "../grad_scaler/error_of.h"
 #include "sharded_model.h"
 
+namespace sharded_training_test {
 namespace {
 
 using grad_scaler_test::error_of;
@@ -35,8 +35,10 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
 using sharded_test::batches;
+using sharded_test::kSmallBuckets;
 using sharded_test::loss_of;
 using sharded_test::Model;
+using sharded_test::world;
 using testing::HasSubstr;
 using Sharded = ShardedOptimizer<AdamW>;
 
@@ -45,10 +47,6 @@ static_assert(!mezzo::detail::StepsElementByElement<mezzo::optim::LAMB>);
 static_assert(!mezzo::detail::StepsElementByElement<torch::optim::AdamW>);
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
-
-AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
-
 at::Tensor own_loss(Model model, const sharded_test::Batch& batch, AnyCommunicator& ranks) {
   return loss_of(model, batch.part(ranks.rank(), ranks.size()), ranks.rank());
 }
@@ -549,3 +547,4 @@ TEST(ShardedTraining, ARankKeepsItsPartOfTheState) {
 }
 
 }  // namespace
+}  // namespace sharded_training_test
