@@ -15,6 +15,7 @@
 #include "../grad_scaler/error_of.h"
 #include "sharded_model.h"
 
+namespace sharded_files_test {
 namespace {
 
 using grad_scaler_test::error_of;
@@ -23,12 +24,10 @@ using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
+using sharded_test::kSmallBuckets;
 using sharded_test::Model;
+using sharded_test::world;
 using testing::HasSubstr;
-
-constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
-
-AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
 
 /// The first `size` ranks of the world; null on the others.
 class FirstRanks {
@@ -324,3 +323,4 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
 }
 
 }  // namespace
+}  // namespace sharded_files_test

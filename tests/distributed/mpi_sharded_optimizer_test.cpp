@@ -2,7 +2,6 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/optim/adam.h>
@@ -16,6 +15,7 @@
 #include "../grad_scaler/error_of.h"
 #include "sharded_model.h"
 
+namespace sharded_optimizer_test {
 namespace {
 
 using grad_scaler_test::error_of;
@@ -24,13 +24,11 @@ using mezzo::Reduction;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::WeightStorage;
 using sharded_test::batches;
+using sharded_test::kSmallBuckets;
 using sharded_test::loss_of;
 using sharded_test::Model;
+using sharded_test::world;
 using torch::optim::OptimizerParamGroup;
-
-AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
-
-constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
 
 /// Weights and the rest apart, as weight decay wants them.
 template <class Options>
@@ -130,3 +128,4 @@ TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
 }
 
 }  // namespace
+}  // namespace sharded_optimizer_test

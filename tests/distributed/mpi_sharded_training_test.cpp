@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/clip_grad.h>
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/initialize.h>
@@ -24,6 +23,7 @@
 #include "../grad_scaler/error_of.h"
 #include "sharded_model.h"
 
+namespace sharded_training_test {
 namespace {
 
 using grad_scaler_test::error_of;
@@ -35,8 +35,10 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
 using sharded_test::batches;
+using sharded_test::kSmallBuckets;
 using sharded_test::loss_of;
 using sharded_test::Model;
+using sharded_test::world;
 using testing::HasSubstr;
 using Sharded = ShardedOptimizer<AdamW>;
 
@@ -45,10 +47,6 @@ static_assert(!mezzo::detail::StepsElementByElement<mezzo::optim::LAMB>);
 static_assert(!mezzo::detail::StepsElementByElement<torch::optim::AdamW>);
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
-
-AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
-
 at::Tensor own_loss(Model model, const sharded_test::Batch& batch, AnyCommunicator& ranks) {
   return loss_of(model, batch.part(ranks.rank(), ranks.size()), ranks.rank());
 }
@@ -69,7 +67,7 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
   AdamW whole(alone->parameters(), AdamWOptions(0.003));
   GradScaler scaler, scaler_alone;
   const auto data = batches(8);
-  for (std::size_t i = 0; i < 200; ++i) {
+  for (std::size_t i = 0; i < 60; ++i) {
     const auto& batch = data[i % data.size()];
     optimizer.zero_grad();
     scaler.scale(own_loss(model, batch, ranks)).backward();
@@ -244,6 +242,46 @@ TEST(ShardedTraining, ClosuresRunOnce) {
   });
   EXPECT_EQ(loss.item<double>(), 602. * (ranks.rank() + 1));
   EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks.size() + 1) / 2.)));
+}
+
+/// Gradients are whole numbers, whose sums and averages are exact in all of them.
+TEST(ShardedTraining, DtypesGoTogether) {
+  AnyCommunicator ranks = world();
+  const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
+  const auto parameters = [] {
+    torch::manual_seed(5);
+    std::vector<at::Tensor> all;
+    for (const auto dtype : {at::kBFloat16, at::kFloat, at::kHalf, at::kDouble, at::kBFloat16}) {
+      all.push_back(torch::randn({301}).to(dtype).requires_grad_());
+    }
+    return all;
+  };
+  const std::vector<at::Tensor> sharded = parameters(), alone = parameters();
+  const at::Tensor slopes = torch::arange(301).remainder(7).to(at::kFloat);
+  const auto backward = [&](GradScaler& scaler, const std::vector<at::Tensor>& all, double factor) {
+    at::Tensor loss = torch::zeros({});
+    for (const at::Tensor& parameter : all) {
+      loss = loss + (parameter.to(at::kFloat) * slopes * factor).sum();
+    }
+    scaler.scale(loss).backward();
+  };
+  Sharded optimizer(sharded, ranks, options, kSmallBuckets);
+  AdamW whole(alone, options);
+  GradScaler scaler(GradScalerOptions().init_scale(8.));
+  GradScaler scaler_alone(GradScalerOptions().init_scale(8.));
+  for (int i = 0; i < 3; ++i) {
+    backward(scaler, sharded, 2. * (ranks.rank() + 1));
+    backward(scaler_alone, alone, ranks.size() + 1.);
+    const auto result = scaler.step(optimizer, {.zero_grad = true});
+    const auto wanted = scaler_alone.step(whole, {.zero_grad = true});
+    EXPECT_EQ(*result.grad_norm(), *wanted.grad_norm()) << "whole numbers add up exactly";
+    scaler.update();
+    scaler_alone.update();
+    for (std::size_t k = 0; k < alone.size(); ++k) {
+      EXPECT_TRUE(at::equal(sharded[k], alone[k])) << i << ' ' << k;
+      EXPECT_EQ(sharded[k].grad().abs().max().item<double>(), 0.);
+    }
+  }
 }
 
 /// With four ranks some have nothing of a parameter of 3 elements.
@@ -509,3 +547,4 @@ TEST(ShardedTraining, ARankKeepsItsPartOfTheState) {
 }
 
 }  // namespace
+}  // namespace sharded_training_test

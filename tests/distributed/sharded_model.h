@@ -2,7 +2,8 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/sharded_optimizer.h>
 #include <torch/nn.h>
 
 #include <cstddef>
@@ -11,6 +12,11 @@
 #include <vector>
 
 namespace sharded_test {
+
+inline mezzo::AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+
+/// So that the model below takes several.
+inline constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
 
 /// Sizes that no number of ranks divides, a weight in another memory format, parameters that only
 /// some ranks use or none, a frozen one, one without elements.

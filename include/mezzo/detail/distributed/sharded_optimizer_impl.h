@@ -127,8 +127,7 @@ void ShardedOptimizer<OptimizerType>::check_groups() const {
     }
   }
   TORCH_CHECK(number == known_.size(), "ShardedOptimizer: its groups lack ", known_.size() - number,
-              " of the parameters that they were made with; freeze them "
-              "instead");
+              " of the parameters that they were made with; freeze them instead");
 }
 
 template <class OptimizerType>
@@ -208,11 +207,13 @@ detail::GradientSummary ShardedOptimizer<OptimizerType>::summarize(
 /// Gradients are sums, and a step takes their average.
 template <class OptimizerType>
 optim::FusedStep ShardedOptimizer<OptimizerType>::step_on_sums(const optim::FusedStep& step) const {
+  if (communicator_.size() == 1) return step;
   optim::FusedStep own = step;
   const double share = 1. / communicator_.size();
-  for (optim::DeviceVerdict& verdict : own.verdicts)
+  for (optim::DeviceVerdict& verdict : own.verdicts) {
     verdict.inv_scale = verdict.inv_scale.mul(share);
-  if (!own.verdicts.empty() || communicator_.size() == 1) return own;
+  }
+  if (!own.verdicts.empty()) return own;
   for (const GradBucket& bucket : buckets_.buckets()) {
     const auto is_there = [&](const optim::DeviceVerdict& verdict) {
       return verdict.inv_scale.device() == bucket.device;
