@@ -18,6 +18,7 @@
 #include "../grad_scaler/error_of.h"
 
 // Each rank knows the gradients of all, and so what must arrive.
+namespace compressed_all_reduce_test {
 namespace {
 
 using grad_scaler_test::error_of;
@@ -422,3 +423,4 @@ TEST(CompressedAllReduce, WrongOptionsAreRefused) {
 }
 
 }  // namespace
+}  // namespace compressed_all_reduce_test

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+namespace send_tensors_test {
 namespace {
 
 using mezzo::detail::AtenSend;
@@ -155,3 +156,4 @@ TEST(SendTensors, LargeBuffersAreSharedByThreadsAndWritesAreCounted) {
 }
 
 }  // namespace
+}  // namespace send_tensors_test

@@ -1,6 +1,6 @@
 // Ranks that really die: mpirun starts watchdog_program, of which one rank goes wrong in its sixth
-// collective, and what it prints is read here. MEZZO_MPIRUN and MEZZO_WATCHDOG_PROGRAM are
-// commands.
+// collective, and what it prints is read here; mpirun ends those that do not end by themselves.
+// MEZZO_MPIRUN and MEZZO_WATCHDOG_PROGRAM are commands.
 #include <torch/torch.h>
 //
 #include <arpa/inet.h>
@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+namespace watchdog_faults_test {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -59,7 +60,7 @@ std::ostream& operator<<(std::ostream& to, const Fault& fault) {
 
 Outcome outcome_of(const Fault& fault) {
   const std::string command =
-      "MASTER_PORT=" + std::to_string(free_port()) + ' ' + MEZZO_MPIRUN + ' ' +
+      "MPIEXEC_TIMEOUT=40 MASTER_PORT=" + std::to_string(free_port()) + ' ' + MEZZO_MPIRUN + ' ' +
       std::to_string(fault.ranks) + (fault.recovery ? " --enable-recovery " : " ") +
       MEZZO_WATCHDOG_PROGRAM + ' ' + fault.what + ' ' + std::to_string(fault.victim) + " 2>&1";
   Outcome outcome;
@@ -169,3 +170,4 @@ INSTANTIATE_TEST_SUITE_P(Full, WatchdogHealthy,
                          name_of);
 
 }  // namespace
+}  // namespace watchdog_faults_test

@@ -19,6 +19,7 @@
 
 #include "../grad_scaler/error_of.h"
 
+namespace watchdog_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -36,7 +37,6 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;
 using State = Heartbeat::State;
-using Beats = std::vector<std::optional<Heartbeat>>;
 
 // What is made of signs of life, with a clock of the test's.
 
@@ -406,3 +406,4 @@ TEST(Watchdog, LeavesAHandlerOfTheProgramsForSigtermAlone) {
 }
 
 }  // namespace
+}  // namespace watchdog_test
