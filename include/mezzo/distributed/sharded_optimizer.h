@@ -72,11 +72,12 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
 /// \endcode
 ///
 /// **A step** trains what `OptimizerType` would have trained alone, given the average of the ranks'
-/// gradients: the same arithmetic on each element, to the bit, and the same weights on all ranks,
-/// to the bit. During backward each full bucket of gradients is reduce-scattered; of it a rank
-/// keeps its part of the sum, and the other parts become zero. Division by the number of ranks is
-/// folded into the step. Then each rank updates its parts, and an all-gather brings it the rest, in
-/// the weights' own dtype: 2 bytes an element of bfloat16 and half.
+/// gradients: to the bit where their number is a power of two, else but for the rounding of 1/N;
+/// and all ranks have the same weights to the bit. During backward each full bucket of gradients is
+/// reduce-scattered; of it a rank keeps its part of the sum, and the other parts become zero.
+/// Division by the number of ranks is folded into the step. Then each rank updates its parts, and
+/// an all-gather brings it the rest, in the weights' own dtype: 2 bytes an element of bfloat16 and
+/// half.
 ///
 /// **Memory** of a rank with N ranks, in bytes a parameter, with AdamW:
 ///
@@ -93,7 +94,9 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
 /// collective of three numbers each, without a host sync, on whether there was an inf or NaN and
 /// on the norm of the whole gradient: all step, clip and back off alike. As a rank has the sums of
 /// its part alone, gradients cannot be unscaled or clipped where they lie: `scaler.unscale_` and
-/// `clip_grad_norm_(scaler, ...)` refuse. Without a scale a disabled GradScaler clips.
+/// `clip_grad_norm_(scaler, ...)` refuse; libtorch's clipping knows nothing of ranks and clips by
+/// the norm of the part. Without a scale a disabled GradScaler clips. In half a sum may overflow
+/// where the average would not: it is found as any inf is, and the scale backs off.
 ///
 /// **Micro-batches** before the last run under `accumulate_only()`, and stay local. A pass more
 /// after gradients were summed adds to the sum.
