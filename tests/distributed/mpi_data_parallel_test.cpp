@@ -14,9 +14,14 @@
 
 #include "../grad_scaler/error_of.h"
 #include "../optim/optimizers.h"
+#include "alike_ranks.h"
+#include "same_bits.h"
 
 namespace {
 
+using distributed_test::AlikeRanks;
+using distributed_test::expect_same_bits_on_all_ranks;
+using distributed_test::expect_same_weights_on_all_ranks;
 using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::DataParallel;
@@ -61,16 +66,6 @@ at::Tensor own_part(const AnyCommunicator& world, int64_t step) {
   return whole_batch(step).chunk(world.size())[static_cast<std::size_t>(world.rank())];
 }
 
-void expect_same_bits_on_all_ranks(AnyCommunicator& world, const at::Tensor& tensor,
-                                   const std::string& name) {
-  const at::Tensor bits = tensor.detach().contiguous().view({-1}).view(at::kByte);
-  const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
-  world.all_gather(all, bits).wait();
-  for (int rank = 0; rank < world.size(); ++rank) {
-    EXPECT_TRUE(at::equal(all[rank], bits)) << name << " on rank " << rank;
-  }
-}
-
 using MakesOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(
     DataParallel<WithoutNorm>& ddp, bool on_buckets)>;
 
@@ -106,10 +101,8 @@ Trained train(AnyCommunicator world, const MakesOptimizer& make, bool on_buckets
     scaler.update();
     trained.norms.push_back(result.grad_norm().value());
   }
-  for (const at::Tensor& weight : model->parameters()) {
-    expect_same_bits_on_all_ranks(world, weight, "a weight");
-    trained.weights.push_back(weight.detach());
-  }
+  expect_same_weights_on_all_ranks(world, model);
+  for (const at::Tensor& weight : model->parameters()) trained.weights.push_back(weight.detach());
   return trained;
 }
 
@@ -155,24 +148,8 @@ TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWhoeverDivides) 
     const bool is_power_of_two = (world.size() & (world.size() - 1)) == 0;
     expect_close(folded, in_backward, is_power_of_two ? 0 : 1e-5);
 
-    struct Alone {  // a communicator of one, which only says what parameters there are
-      int rank() const { return 0; }
-      int size() const { return 1; }
-      bool serves(c10::DeviceType) const { return true; }
-      mezzo::CollectiveRequest all_reduce(const at::Tensor&, mezzo::Reduction) { return {}; }
-      mezzo::CollectiveRequest broadcast(const at::Tensor&, int) { return {}; }
-      mezzo::CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
-        at::Tensor(output).view({-1}).copy_(input.view({-1}));
-        return {};
-      }
-      mezzo::CollectiveRequest reduce_scatter(const at::Tensor&, const at::Tensor&,
-                                              mezzo::Reduction) {
-        return {};
-      }
-      mezzo::CollectiveRequest barrier() { return {}; }
-    };
     WithoutNorm model;
-    DataParallel alone(model, Alone{});
+    DataParallel alone(model, AlikeRanks(1));
     const auto optimizer = make(alone, false);
     expect_close(folded, train_on_whole_batches(*optimizer, model), 2e-5);
   }
@@ -279,9 +256,7 @@ TEST(MpiDataParallel, TrainsUnderAutocast) {
     optimizer.zero_grad();
   }
   EXPECT_FALSE(at::equal(before, model->in->weight));
-  for (const auto& item : model->named_parameters()) {
-    expect_same_bits_on_all_ranks(world, item.value(), item.key());
-  }
+  expect_same_weights_on_all_ranks(world, model);
 }
 
 }  // namespace

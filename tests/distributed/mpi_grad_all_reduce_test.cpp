@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
+#include "same_bits.h"
 
 namespace {
 
+using distributed_test::expect_same_weights_on_all_ranks;
 using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::GradAllReduce;
@@ -67,17 +69,6 @@ std::vector<Batch> batches(at::ScalarType dtype = at::kFloat) {
   return all;
 }
 
-void expect_same_bits_on_all_ranks(AnyCommunicator& world, Branches model) {
-  for (const auto& item : model->named_parameters()) {
-    const at::Tensor bits = item.value().detach().contiguous().view(at::kByte).view({-1});
-    const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
-    world.all_gather(all, bits).wait();
-    for (int rank = 0; rank < world.size(); ++rank) {
-      EXPECT_TRUE(at::equal(all[rank], bits)) << item.key() << " on rank " << rank;
-    }
-  }
-}
-
 void expect_close(Branches model, Branches other, double tolerance) {
   for (const auto& item : model->named_parameters()) {
     const at::Tensor wanted = other->named_parameters()[item.key()];
@@ -125,7 +116,7 @@ TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
   }
   train_alone(alone, batches(), world.size());
   expect_close(model, alone, 2e-6);
-  expect_same_bits_on_all_ranks(world, model);
+  expect_same_weights_on_all_ranks(world, model);
   EXPECT_FALSE(model->never.grad().defined());
   EXPECT_FALSE(model->frozen.grad().defined());
   EXPECT_TRUE(model->sometimes.grad().defined()) << "rank 0 has one, so has rank " << world.rank();
@@ -191,7 +182,7 @@ TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
       loss_of(model, batch.part(world.rank(), world.size()), world.rank(), false).backward();
       optimizer.step();
     }
-    expect_same_bits_on_all_ranks(world, model);
+    expect_same_weights_on_all_ranks(world, model);
   }
 }
 

@@ -14,12 +14,14 @@
 #include <vector>
 
 #include "../optim/optimizers.h"
+#include "same_bits.h"
 
 // An inf on one rank skips the step of all, and the scale of all backs off: what the gradients say
 // after the reduction is the same everywhere. What a single process does that sees every inf is
 // what all ranks do, to the bit, where their batches are the same and their number a power of two.
 namespace {
 
+using distributed_test::expect_same_bits_on_all_ranks;
 using mezzo::AnyCommunicator;
 using mezzo::DataParallel;
 using mezzo::GradScaler;
@@ -160,20 +162,11 @@ Course train_alone(int ranks, const Run& run) {
   return course;
 }
 
-void expect_same_on_all_ranks(AnyCommunicator& world, const Course& course) {
-  const auto own =
-      torch::cat({torch::tensor(course.decisions, at::kDouble), course.weights.to(at::kDouble)});
-  const at::Tensor all = at::empty({world.size(), own.numel()}, at::kDouble);
-  world.all_gather(all, own).wait();
-  for (int rank = 0; rank < world.size(); ++rank) {
-    EXPECT_TRUE(at::equal(all[rank], own)) << "rank " << rank;
-  }
-}
-
 void expect_decided_as_one(const Run& run, const mezzo::MpiCommunicatorOptions& options = {}) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD, options);
   const Course course = train_on_ranks(world, run);
-  expect_same_on_all_ranks(world, course);
+  expect_same_bits_on_all_ranks(world, torch::tensor(course.decisions, at::kDouble), "decisions");
+  expect_same_bits_on_all_ranks(world, course.weights, "weights");
   const Course alone = train_alone(world.size(), run);
   EXPECT_EQ(course.decisions, alone.decisions);
   const bool is_exact = !run.ranks_differ && (world.size() & (world.size() - 1)) == 0;

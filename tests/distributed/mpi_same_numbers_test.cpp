@@ -20,9 +20,11 @@
 #include <vector>
 
 #include "../optim/optimizers.h"
+#include "same_bits.h"
 
 namespace {
 
+using distributed_test::expect_same_bits_on_all_ranks;
 using mezzo::AnyCommunicator;
 using mezzo::DataParallel;
 using mezzo::ShardedOptimizer;
@@ -172,9 +174,7 @@ void expect_same_numbers(const Case& of, Options options) {
   const double moved = (wanted - weights_after(make_model(of.level))).norm().item<double>();
   const double apart = (weights - wanted).norm().item<double>() / moved;
   EXPECT_LE(apart, tolerance(of.level)) << of << " of the way that they went";
-  const at::Tensor all = at::empty({world.size(), weights.numel()});
-  world.all_gather(all, weights).wait();
-  for (int rank = 0; rank < world.size(); ++rank) EXPECT_TRUE(at::equal(all[rank], weights)) << of;
+  expect_same_bits_on_all_ranks(world, weights, of.optimizer);
 }
 
 struct SameNumbers : testing::TestWithParam<std::tuple<const char*, Level, int64_t, bool>> {};

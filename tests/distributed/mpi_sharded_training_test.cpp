@@ -83,7 +83,7 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
     EXPECT_NEAR(*result.grad_norm(), *result_alone.grad_norm(), 1e-3 * *result_alone.grad_norm());
   }
   sharded_test::expect_close(model, alone, 2e-4);
-  sharded_test::expect_same_bits_on_all_ranks(ranks, model);
+  sharded_test::expect_same_weights_on_all_ranks(ranks, model);
   EXPECT_FALSE(model->never.grad().defined());
   EXPECT_FALSE(model->frozen.grad().defined());
 }
@@ -148,7 +148,7 @@ TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
       ++number;
     }
     EXPECT_EQ(optimizer.applied_steps(), 5);
-    sharded_test::expect_same_bits_on_all_ranks(ranks, model);
+    sharded_test::expect_same_weights_on_all_ranks(ranks, model);
   }
 }
 
@@ -189,7 +189,7 @@ TEST(ShardedTraining, MicroBatchesStayLocalUntilTheLast) {
     whole.step();
   }
   sharded_test::expect_close(model, alone, 1e-4);
-  sharded_test::expect_same_bits_on_all_ranks(ranks, model);
+  sharded_test::expect_same_weights_on_all_ranks(ranks, model);
 }
 
 TEST(ShardedTraining, APassMoreAddsToTheSum) {

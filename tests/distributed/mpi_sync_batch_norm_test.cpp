@@ -12,9 +12,11 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
+#include "same_bits.h"
 
 namespace {
 
+using distributed_test::expect_same_bits_on_all_ranks;
 using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::SyncBatchNorm;
@@ -59,13 +61,6 @@ struct SyncBatchNormTest : testing::Test {
     return sum;
   }
 
-  void expect_same_bits_on_all_ranks(const at::Tensor& tensor) {
-    const at::Tensor bits = tensor.detach().contiguous().view({-1}).view(at::kByte);
-    const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
-    world.all_gather(all, bits).wait();
-    for (int rank = 0; rank < world.size(); ++rank) EXPECT_TRUE(at::equal(all[rank], bits));
-  }
-
   /// Three training steps of this module and of BatchNorm on the whole batch, forward and back.
   void expect_that_of_the_whole_batch(const SplitBatch& batch, const BatchNormOptions& options,
                                       double tolerance) {
@@ -101,8 +96,8 @@ struct SyncBatchNormTest : testing::Test {
     EXPECT_TRUE(at::allclose(own->running_mean, whole->running_mean, tolerance));
     EXPECT_TRUE(at::allclose(own->running_var, whole->running_var, tolerance));
     EXPECT_EQ(own->num_batches_tracked.item<int64_t>(), 3);
-    expect_same_bits_on_all_ranks(own->running_mean);
-    expect_same_bits_on_all_ranks(own->running_var);
+    expect_same_bits_on_all_ranks(world, own->running_mean, "the mean");
+    expect_same_bits_on_all_ranks(world, own->running_var, "the variance");
   }
 };
 

@@ -11,7 +11,11 @@
 #include <string>
 #include <vector>
 
+#include "same_bits.h"
+
 namespace sharded_test {
+
+using distributed_test::expect_same_weights_on_all_ranks;
 
 inline mezzo::AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
 
@@ -65,18 +69,6 @@ inline std::vector<Batch> batches(int count, at::ScalarType dtype = at::kFloat) 
 /// Only rank 0 uses one of the parameters.
 inline at::Tensor loss_of(Model model, const Batch& batch, int rank) {
   return torch::mse_loss(model->forward(batch.x, rank == 0), batch.y);
-}
-
-inline void expect_same_bits_on_all_ranks(mezzo::AnyCommunicator& world, Model model) {
-  for (const auto& item : model->named_parameters()) {
-    if (item.value().numel() == 0) continue;
-    const at::Tensor bits = item.value().detach().contiguous().view(at::kByte).view({-1});
-    const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
-    world.all_gather(all, bits).wait();
-    for (int rank = 0; rank < world.size(); ++rank) {
-      EXPECT_TRUE(at::equal(all[rank], bits)) << item.key() << " on rank " << rank;
-    }
-  }
 }
 
 /// `what` says where, should they differ.

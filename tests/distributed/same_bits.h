@@ -1,0 +1,31 @@
+// All ranks have the same bits.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <mezzo/distributed/communicator.h>
+
+#include <string>
+
+namespace distributed_test {
+
+/// All ranks call it; `name` says what differs, should it.
+inline void expect_same_bits_on_all_ranks(mezzo::AnyCommunicator& world, const at::Tensor& tensor,
+                                          const std::string& name) {
+  const at::Tensor bits = tensor.detach().flatten().view(at::kByte);
+  const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
+  world.all_gather(all, bits).wait();
+  for (int rank = 0; rank < world.size(); ++rank) {
+    EXPECT_TRUE(at::equal(all[rank], bits)) << name << " on rank " << rank;
+  }
+}
+
+/// The same of all parameters of `model`, a module holder.
+template <class Holder>
+void expect_same_weights_on_all_ranks(mezzo::AnyCommunicator& world, const Holder& model) {
+  for (const auto& item : model->named_parameters()) {
+    expect_same_bits_on_all_ranks(world, item.value(), item.key());
+  }
+}
+
+}  // namespace distributed_test
