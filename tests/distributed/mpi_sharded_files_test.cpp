@@ -114,50 +114,58 @@ void load_model(Model model, const std::string& text) {
   torch::load(model, in);
 }
 
+Model fresh_model(at::ScalarType dtype) {
+  Model model;
+  model->to(dtype);
+  return model;
+}
+
+/// The same training on the first `size` ranks, with rank 0's files; it ends with `wanted`'s
+/// weights.
+template <class Optimizer, class Options>
+Saved train_on_ranks(int size, const Options& options, Model wanted) {
+  const FirstRanks group(size);
+  Saved saved;
+  if (group.has_this()) {
+    Model model = fresh_model(wanted->out->bias.scalar_type());
+    ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.ranks(), options,
+                                          kSmallBuckets);
+    train(model, optimizer, 0, 3);
+    saved = {archive_of(model), archive_of(optimizer)};
+    train(model, optimizer, 3, 5);
+    sharded_test::expect_equal(model, wanted, "saving changes nothing");
+  }
+  return {from_rank_0(saved.model), from_rank_0(saved.optimizer)};
+}
+
+/// From the saved step on `optimizer` ends with `wanted`'s weights; `who` says whose it is.
+template <class Optimizer>
+void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model wanted,
+                     const std::string& who) {
+  load_model(model, file.model);
+  load_archive(optimizer, file.optimizer);
+  EXPECT_EQ(optimizer.applied_steps(), 3) << who;
+  train(model, optimizer, 3, 5);
+  sharded_test::expect_equal(model, wanted, who + " goes on");
+}
+
 template <class Optimizer, class Options>
 void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype) {
-  const auto fresh = [&] {
-    Model model;
-    model->to(dtype);
-    return model;
-  };
-  Model alone = fresh();
-  const Saved of_one = train_alone<Optimizer>(alone, options);
-  std::vector<Saved> files{of_one};
-  for (const int size : sizes()) {
-    const FirstRanks group(size);
-    Saved saved;
-    if (group.has_this()) {
-      AnyCommunicator ranks = group.ranks();
-      Model model = fresh();
-      ShardedOptimizer<Optimizer> optimizer(model->parameters(), ranks, options, kSmallBuckets);
-      train(model, optimizer, 0, 3);
-      saved = {archive_of(model), archive_of(optimizer)};
-      train(model, optimizer, 3, 5);
-      sharded_test::expect_equal(model, alone, "saving changes nothing");
-    }
-    files.push_back({from_rank_0(saved.model), from_rank_0(saved.optimizer)});
-  }
+  Model alone = fresh_model(dtype);
+  std::vector<Saved> files{train_alone<Optimizer>(alone, options)};
+  for (const int size : sizes()) files.push_back(train_on_ranks<Optimizer>(size, options, alone));
   for (const Saved& file : files) {
-    Model unsharded = fresh();
-    load_model(unsharded, file.model);
+    Model unsharded = fresh_model(dtype);
     Optimizer optimizer(unsharded->parameters(), options);
-    load_archive(optimizer, file.optimizer);
-    EXPECT_EQ(optimizer.applied_steps(), 3);
-    train(unsharded, optimizer, 3, 5);
-    sharded_test::expect_equal(unsharded, alone, "an optimizer alone goes on");
+    expect_to_go_on(file, unsharded, optimizer, alone, "an optimizer alone");
     for (const int size : sizes()) {
       const FirstRanks group(size);
       if (!group.has_this()) continue;
-      AnyCommunicator ranks = group.ranks();
-      Model model = fresh();
-      ShardedOptimizer<Optimizer> sharded(model->parameters(), ranks, options, kSmallBuckets);
+      Model model = fresh_model(dtype);
+      ShardedOptimizer<Optimizer> sharded(model->parameters(), group.ranks(), options,
+                                          kSmallBuckets);
       train(model, sharded, 0, 1);  // all of which the file replaces
-      load_model(model, file.model);
-      load_archive(sharded, file.optimizer);
-      EXPECT_EQ(sharded.applied_steps(), 3);
-      train(model, sharded, 3, 5);
-      sharded_test::expect_equal(model, alone, std::to_string(size) + " ranks go on");
+      expect_to_go_on(file, model, sharded, alone, "one of " + std::to_string(size) + " ranks");
     }
   }
 }
@@ -175,49 +183,50 @@ TEST(ShardedFiles, MastersGoAlong) {
   expect_to_go_on_anywhere<SGD>(split, at::kBFloat16);
 }
 
+/// Null where the optimizer has no state of the parameter.
+mezzo::optim::AdamWParamState* state_of(AdamW& optimizer, const at::Tensor& parameter) {
+  const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+  return found == optimizer.state().end()
+             ? nullptr
+             : static_cast<mezzo::optim::AdamWParamState*>(found->second.get());
+}
+
+void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWParamState& wanted) {
+  EXPECT_EQ(got.step(), wanted.step());
+  const auto expect_same = [](const at::Tensor& a, const at::Tensor& b) {
+    ASSERT_EQ(a.defined(), b.defined());
+    if (!a.defined()) return;
+    EXPECT_TRUE(at::equal(a, b));
+    EXPECT_EQ(a.scalar_type(), b.scalar_type());
+    EXPECT_EQ(a.strides(), b.strides());
+  };
+  expect_same(got.exp_avg(), wanted.exp_avg());
+  expect_same(got.exp_avg_sq(), wanted.exp_avg_sq());
+  expect_same(got.max_exp_avg_sq(), wanted.max_exp_avg_sq());
+  expect_same(got.master(), wanted.master());
+}
+
 /// What the archive holds is what the optimizer alone would have written: no state more or less,
 /// each of the parameter's shape, strides and dtype.
 TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
   AnyCommunicator ranks = world();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
-    Model model, alone;
-    model->to(dtype);
-    alone->to(dtype);
+    Model model = fresh_model(dtype), alone = fresh_model(dtype), other = fresh_model(dtype);
     ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, options, kSmallBuckets);
     AdamW whole(alone->parameters(), options);
     train(model, sharded, 0, 3);
     train(alone, whole, 0, 3);
-    const std::string text = from_rank_0(archive_of(sharded));
-    Model other;
-    other->to(dtype);
     AdamW loaded(other->parameters(), AdamWOptions(1.));
-    load_archive(loaded, text);
+    load_archive(loaded, from_rank_0(archive_of(sharded)));
     ASSERT_EQ(loaded.state().size(), whole.state().size());
     EXPECT_EQ(static_cast<AdamWOptions&>(loaded.param_groups()[0].options()).lr(), 0.01);
     for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
-      const auto state_in = [&](AdamW& optimizer, Model net) {
-        const auto found = optimizer.state().find(net->parameters()[i].unsafeGetTensorImpl());
-        return found == optimizer.state().end()
-                   ? nullptr
-                   : static_cast<mezzo::optim::AdamWParamState*>(found->second.get());
-      };
-      auto* const got = state_in(loaded, other);
-      auto* const wanted = state_in(whole, alone);
-      ASSERT_EQ(got == nullptr, wanted == nullptr) << i;
-      if (got == nullptr) continue;
-      EXPECT_EQ(got->step(), wanted->step()) << i;
-      const auto expect_same = [&](const at::Tensor& a, const at::Tensor& b) {
-        ASSERT_EQ(a.defined(), b.defined()) << i;
-        if (!a.defined()) return;
-        EXPECT_TRUE(at::equal(a, b)) << i;
-        EXPECT_EQ(a.scalar_type(), b.scalar_type()) << i;
-        EXPECT_EQ(a.strides(), b.strides()) << i;
-      };
-      expect_same(got->exp_avg(), wanted->exp_avg());
-      expect_same(got->exp_avg_sq(), wanted->exp_avg_sq());
-      expect_same(got->max_exp_avg_sq(), wanted->max_exp_avg_sq());
-      expect_same(got->master(), wanted->master());
+      const testing::ScopedTrace trace(__FILE__, __LINE__, i);
+      auto* const got = state_of(loaded, other->parameters()[i]);
+      auto* const wanted = state_of(whole, alone->parameters()[i]);
+      ASSERT_EQ(got == nullptr, wanted == nullptr);
+      if (got != nullptr) expect_same_state(*got, *wanted);
     }
   }
 }
