@@ -8,28 +8,26 @@
 
 #include <algorithm>
 #include <cmath>
-#include <concepts>
 #include <cstdint>
 #include <limits>
-#include <memory>
-#include <utility>
+#include <string>
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
+#include "recording_ranks.h"
 
 // Each rank knows the gradients of all, and so what must arrive.
 namespace compressed_all_reduce_test {
 namespace {
 
+using distributed_test::RecordingRanks;
 using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
-using mezzo::CollectiveRequest;
 using mezzo::GradAllReduce;
 using mezzo::GradAllReduceOptions;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
 using mezzo::GradStorage;
-using mezzo::Reduction;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
@@ -99,53 +97,19 @@ TEST(CompressedAllReduce, WithFeedbackTheFirstPassIsTheSame) {
   }
 }
 
-/// Counts what is given to the communicator under it. What an all-reduce is given goes over the
-/// wire twice, as a reduce-scatter and an all-gather.
-class Counting {
- public:
-  template <std::same_as<AnyCommunicator> C>  // no other converts to it: is it a communicator then?
-  explicit Counting(C under) : under_(std::move(under)) {}
-  int rank() const { return under_.rank(); }
-  int size() const { return under_.size(); }
-  bool serves(c10::DeviceType device) const { return under_.serves(device); }
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction) {
-    count(tensor, 2);
-    return under_.all_reduce(tensor, reduction);
-  }
-  CollectiveRequest broadcast(const at::Tensor& tensor, int root) {
-    count(tensor, 1);
-    return under_.broadcast(tensor, root);
-  }
-  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
-    count(output, 1);
-    return under_.all_gather(output, input);
-  }
-  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                   Reduction reduction) {
-    count(input, 1);
-    return under_.reduce_scatter(output, input, reduction);
-  }
-  CollectiveRequest barrier() { return under_.barrier(); }
-
-  std::shared_ptr<int64_t> bytes = std::make_shared<int64_t>(0);
-
- private:
-  /// But for which parameters have a gradient, a byte each.
-  void count(const at::Tensor& tensor, int64_t times) const {
-    if (tensor.scalar_type() != at::kByte) *bytes += tensor.nbytes() * times;
-  }
-  AnyCommunicator under_;
-};
-
 TEST(CompressedAllReduce, SendsHalfTheBytesOfFloat) {
   std::vector<int64_t> bytes;
   for (const GradAllReduceOptions& options :
        {GradAllReduceOptions{}, GradAllReduceOptions{.send_dtype = at::kHalf},
         GradAllReduceOptions{.send_dtype = at::kBFloat16, .error_feedback = true}}) {
-    const Counting counting(mpi_world());
-    Told told(counting, options, 1024);
+    int64_t& sent = bytes.emplace_back(0);
+    const auto count = [&](const std::string& collective, const at::Tensor& tensor) {
+      if (tensor.scalar_type() == at::kByte) return;  // which parameters have a gradient
+      // An all-reduce goes over the wire twice, as a reduce-scatter and an all-gather.
+      sent += static_cast<int64_t>(tensor.nbytes()) * (collective == "sum" ? 2 : 1);
+    };
+    Told told(RecordingRanks(mpi_world(), count), options, 1024);
     told.pass(at::ones({1024}));
-    bytes.push_back(*counting.bytes);
   }
   EXPECT_THAT(bytes, testing::ElementsAre(2 * 4096, 2 * 2048, 2 * 2048));
 }

@@ -1,9 +1,10 @@
-// A communicator that writes down the collectives that it passes on.
+// A communicator that tells of the collectives that it passes on.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <mezzo/distributed/communicator.h>
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,36 +13,45 @@ namespace distributed_test {
 
 class RecordingRanks {
  public:
+  /// Hears of each collective as it begins, an all-reduce by its reduction, and of the tensor: of
+  /// an input and an output the one that is all ranks' together; of a barrier none.
+  using Listener = std::function<void(const std::string& collective, const at::Tensor& tensor)>;
+
+  RecordingRanks(mezzo::AnyCommunicator inner, Listener listener)
+      : inner_(std::move(inner)), listener_(std::move(listener)) {}
+  /// Writes the names down.
   RecordingRanks(mezzo::AnyCommunicator inner, std::vector<std::string>& log)
-      : inner_(std::move(inner)), log_(&log) {}
+      : RecordingRanks(std::move(inner), [&log](const std::string& collective, const at::Tensor&) {
+          log.push_back(collective);
+        }) {}
   int rank() const { return inner_.rank(); }
   int size() const { return inner_.size(); }
   bool serves(c10::DeviceType device) const { return inner_.serves(device); }
   mezzo::CollectiveRequest all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
-    log_->push_back(reduction == mezzo::Reduction::sum ? "sum" : "max");
+    listener_(reduction == mezzo::Reduction::sum ? "sum" : "max", tensor);
     return inner_.all_reduce(tensor, reduction);
   }
   mezzo::CollectiveRequest broadcast(const at::Tensor& tensor, int root) {
-    log_->push_back("broadcast");
+    listener_("broadcast", tensor);
     return inner_.broadcast(tensor, root);
   }
   mezzo::CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
-    log_->push_back("all_gather");
+    listener_("all_gather", output);
     return inner_.all_gather(output, input);
   }
   mezzo::CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                           mezzo::Reduction reduction) {
-    log_->push_back("reduce_scatter");
+    listener_("reduce_scatter", input);
     return inner_.reduce_scatter(output, input, reduction);
   }
   mezzo::CollectiveRequest barrier() {
-    log_->push_back("barrier");
+    listener_("barrier", at::Tensor());
     return inner_.barrier();
   }
 
  private:
   mezzo::AnyCommunicator inner_;
-  std::vector<std::string>* log_;
+  Listener listener_;
 };
 
 }  // namespace distributed_test
