@@ -5,7 +5,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/detail/distributed/low_precision_sums.h>
+#include <mezzo/detail/tensors/low_precision.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/version.h>
 
@@ -94,7 +94,7 @@ class CollectiveArguments {
   /// The same of what is reduced. Sums of bfloat16 and half may also be wanted in float, as they
   /// are before they are rounded.
   void check_reduced_parts(const at::Tensor& input, const at::Tensor& output) const {
-    if (is_reduced_in_float(input) && output.scalar_type() == at::kFloat) {
+    if (is_low_precision(input) && output.scalar_type() == at::kFloat) {
       check_part_sizes("input", input, "output", output);
     } else {
       check_parts("input", input, "output", output);

@@ -6,6 +6,7 @@
 #include <mezzo/detail/distributed/bucket_exchange.h>
 #include <mezzo/detail/distributed/compressed_exchange.h>
 #include <mezzo/detail/distributed/gradient_reduction.h>
+#include <mezzo/detail/tensors/low_precision.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/version.h>
 
@@ -29,9 +30,8 @@ inline void check_can_be_reduced(const char* caller, const GradBuckets& buckets,
 }
 
 inline void check_options(const char* caller, const GradAllReduceOptions& options) {
-  TORCH_CHECK(!options.send_dtype || *options.send_dtype == at::kBFloat16 ||
-                  *options.send_dtype == at::kHalf,
-              caller, ": `send_dtype` must be bfloat16 or half, but is ",
+  TORCH_CHECK(!options.send_dtype || is_low_precision(*options.send_dtype), caller,
+              ": `send_dtype` must be bfloat16 or half, but is ",
               options.send_dtype.value_or(at::kFloat));
   TORCH_CHECK(!options.error_feedback || options.send_dtype, caller,
               ": `error_feedback` is of what rounding to `send_dtype` loses; set `send_dtype`");

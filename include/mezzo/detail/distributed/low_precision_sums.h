@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/maximum.h>
-#include <c10/core/ScalarType.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/version.h>
 
@@ -10,10 +9,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-inline bool is_reduced_in_float(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
-}
 
 /// Received from each rank, a row a rank: added up in float in the order of the ranks, or their
 /// maximum.

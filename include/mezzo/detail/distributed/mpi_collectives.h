@@ -7,6 +7,7 @@
 #include <mezzo/detail/distributed/low_precision_sums.h>
 #include <mezzo/detail/distributed/mpi_queue.h>
 #include <mezzo/detail/distributed/written_tensor.h>
+#include <mezzo/detail/tensors/low_precision.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/version.h>
 
@@ -105,7 +106,7 @@ inline CollectiveRequest MpiCollectives::all_reduce(const at::Tensor& tensor, Re
       CollectiveCall{Collective::all_reduce, tensor.scalar_type(), tensor.numel(), reduction});
   const std::string context = queue_.context(operation->call);
   const WrittenTensor written(tensor, WrittenTensor::Contents::read);
-  const bool in_float = is_reduced_in_float(tensor);
+  const bool in_float = is_low_precision(tensor);
   for_each_run(tensor.numel(), tensor.element_size(), 1, [&](int64_t begin, int64_t length) {
     const at::Tensor run = written.flat().narrow(0, begin, length);
     operation->parts.push_back(in_float ? reduced_in_float(run, reduction, context)
@@ -117,17 +118,13 @@ inline CollectiveRequest MpiCollectives::all_reduce(const at::Tensor& tensor, Re
 
 inline MpiPart MpiCollectives::reduced_by_mpi(const at::Tensor& run, Reduction reduction,
                                               const std::string& context) {
-  return {.first =
-              [this, run, reduction, context](MPI_Request* request) {
-                const at::ScalarType dtype = run.scalar_type();
-                check_mpi(MPI_Iallreduce(MPI_IN_PLACE, run.mutable_data_ptr(),
-                                         static_cast<int>(run.numel()), MpiReductions::type(dtype),
-                                         queue_.reductions().op(dtype, reduction), queue_.first(),
-                                         request),
-                          "MPI_Iallreduce", context);
-              },
-          .between = nullptr,
-          .second = nullptr};
+  return {.first = [this, run, reduction, context](MPI_Request* request) {
+    const at::ScalarType dtype = run.scalar_type();
+    check_mpi(MPI_Iallreduce(MPI_IN_PLACE, run.mutable_data_ptr(), static_cast<int>(run.numel()),
+                             MpiReductions::type(dtype), queue_.reductions().op(dtype, reduction),
+                             queue_.first(), request),
+              "MPI_Iallreduce", context);
+  }};
 }
 
 /// Each rank reduces its share of the run, rounds it once and gives it to all.
@@ -181,15 +178,11 @@ inline CollectiveRequest MpiCollectives::broadcast(const at::Tensor& tensor, int
       tensor, mine ? WrittenTensor::Contents::read : WrittenTensor::Contents::replaced);
   for_each_run(tensor.numel(), tensor.element_size(), 1, [&](int64_t begin, int64_t length) {
     const at::Tensor run = written.flat().narrow(0, begin, length);
-    operation->parts.push_back({.first =
-                                    [this, run, root, context](MPI_Request* request) {
-                                      check_mpi(MPI_Ibcast(run.mutable_data_ptr(),
-                                                           static_cast<int>(run.nbytes()), MPI_BYTE,
-                                                           root, queue_.first(), request),
-                                                "MPI_Ibcast", context);
-                                    },
-                                .between = nullptr,
-                                .second = nullptr});
+    operation->parts.push_back({.first = [this, run, root, context](MPI_Request* request) {
+      check_mpi(MPI_Ibcast(run.mutable_data_ptr(), static_cast<int>(run.nbytes()), MPI_BYTE, root,
+                           queue_.first(), request),
+                "MPI_Ibcast", context);
+    }});
   });
   if (!mine) operation->finish = [written] { written.finish(); };
   return launch(operation);
@@ -232,8 +225,7 @@ inline MpiPart MpiCollectives::gathered(const at::Tensor& output, const at::Tens
               [whole, rows, output] {
                 const c10::NoGradGuard no_grad;
                 if (!whole) output.copy_(rows);
-              },
-          .second = nullptr};
+              }};
 }
 
 inline CollectiveRequest MpiCollectives::reduce_scatter(const at::Tensor& output,
@@ -246,7 +238,7 @@ inline CollectiveRequest MpiCollectives::reduce_scatter(const at::Tensor& output
   const WrittenTensor written(output, WrittenTensor::Contents::replaced,
                               !output.is_alias_of(input));
   const at::Tensor rows = input.detach().contiguous().view({size(), output.numel()});
-  const bool in_float = is_reduced_in_float(input);
+  const bool in_float = is_low_precision(input);
   for_each_run(output.numel(), input.element_size(), size(), [&](int64_t begin, int64_t length) {
     const at::Tensor to = written.flat().narrow(0, begin, length);
     const at::Tensor from = rows.narrow(1, begin, length).contiguous();
@@ -259,17 +251,14 @@ inline CollectiveRequest MpiCollectives::reduce_scatter(const at::Tensor& output
 
 inline MpiPart MpiCollectives::scattered_by_mpi(const at::Tensor& output, const at::Tensor& input,
                                                 Reduction reduction, const std::string& context) {
-  return {.first =
-              [this, output, input, reduction, context](MPI_Request* request) {
-                const at::ScalarType dtype = output.scalar_type();
-                check_mpi(MPI_Ireduce_scatter_block(
-                              input.const_data_ptr(), output.mutable_data_ptr(),
-                              static_cast<int>(output.numel()), MpiReductions::type(dtype),
-                              queue_.reductions().op(dtype, reduction), queue_.first(), request),
-                          "MPI_Ireduce_scatter_block", context);
-              },
-          .between = nullptr,
-          .second = nullptr};
+  return {.first = [this, output, input, reduction, context](MPI_Request* request) {
+    const at::ScalarType dtype = output.scalar_type();
+    check_mpi(MPI_Ireduce_scatter_block(
+                  input.const_data_ptr(), output.mutable_data_ptr(),
+                  static_cast<int>(output.numel()), MpiReductions::type(dtype),
+                  queue_.reductions().op(dtype, reduction), queue_.first(), request),
+              "MPI_Ireduce_scatter_block", context);
+  }};
 }
 
 inline MpiPart MpiCollectives::scattered_in_float(const at::Tensor& output, const at::Tensor& input,
@@ -287,19 +276,15 @@ inline MpiPart MpiCollectives::scattered_in_float(const at::Tensor& output, cons
               [output, received, reduction] {
                 const c10::NoGradGuard no_grad;
                 output.copy_(reduce_rows(received, reduction));
-              },
-          .second = nullptr};
+              }};
 }
 
 inline CollectiveRequest MpiCollectives::barrier() {
   const auto operation = std::make_shared<MpiOperation>(CollectiveCall{Collective::barrier});
   operation->parts.push_back(
-      {.first =
-           [this, context = queue_.context(operation->call)](MPI_Request* request) {
-             check_mpi(MPI_Ibarrier(queue_.first(), request), "MPI_Ibarrier", context);
-           },
-       .between = nullptr,
-       .second = nullptr});
+      {.first = [this, context = queue_.context(operation->call)](MPI_Request* request) {
+        check_mpi(MPI_Ibarrier(queue_.first(), request), "MPI_Ibarrier", context);
+      }});
   return launch(operation);
 }
 

@@ -28,8 +28,8 @@ namespace detail {
 /// second one behind it.
 struct MpiPart {
   std::function<void(MPI_Request*)> first;
-  std::function<void()> between;             ///< null: nothing
-  std::function<void(MPI_Request*)> second;  ///< null: none
+  std::function<void()> between = nullptr;             ///< null: nothing
+  std::function<void(MPI_Request*)> second = nullptr;  ///< null: none
 
   enum class Stage : uint8_t { waiting, first, second, done } stage = Stage::waiting;
   MPI_Request request = MPI_REQUEST_NULL;

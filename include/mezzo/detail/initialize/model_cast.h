@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <mezzo/detail/precision/dtype_names.h>
+#include <mezzo/detail/tensors/low_precision.h>
 #include <mezzo/version.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -17,10 +18,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-inline bool is_low_precision(at::ScalarType dtype) {
-  return dtype == at::kHalf || dtype == at::kBFloat16;
-}
 
 inline constexpr const char* kCastIsOurs =
     "; when using mezzo::initialize, you do not need to cast your model before passing it, no "

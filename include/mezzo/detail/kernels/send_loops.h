@@ -4,6 +4,7 @@
 #include <mezzo/detail/kernels/cpu_lanes.h>
 #include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/detail/kernels/unscale_element.h>
+#include <mezzo/detail/tensors/low_precision.h>
 #include <mezzo/version.h>
 
 #include <c10/core/ScalarType.h>
@@ -173,8 +174,7 @@ SendLoops send_loops(CpuIsa isa) {
 
 /// For `dtype`, float or double, sent as bfloat16 or half.
 inline SendLoops send_loops(at::ScalarType dtype, at::ScalarType sent, CpuIsa isa) {
-  TORCH_INTERNAL_ASSERT((dtype == at::kFloat || dtype == at::kDouble) &&
-                        (sent == at::kBFloat16 || sent == at::kHalf));
+  TORCH_INTERNAL_ASSERT((dtype == at::kFloat || dtype == at::kDouble) && is_low_precision(sent));
   const bool brain = sent == at::kBFloat16;
   if (dtype == at::kFloat) {
     return brain ? send_loops<float, c10::BFloat16>(isa) : send_loops<float, c10::Half>(isa);

@@ -3,6 +3,7 @@
 #include <mezzo/detail/optim/dense_memory.h>
 #include <mezzo/detail/optim/kept_weights.h>
 #include <mezzo/detail/optim/trained_once.h>
+#include <mezzo/detail/tensors/low_precision.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -18,11 +19,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// A parameter of 16 bits is trained as a float.
-inline bool is_low_precision(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
-}
 
 /// The masters of an optimizer that knows nothing of them.
 class KeptMasters {

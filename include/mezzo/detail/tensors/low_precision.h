@@ -1,0 +1,20 @@
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// The dtypes of 16 bits: trained with masters in float, and added up in float.
+inline bool is_low_precision(at::ScalarType dtype) {
+  return dtype == at::kHalf || dtype == at::kBFloat16;
+}
+inline bool is_low_precision(const at::Tensor& tensor) {
+  return is_low_precision(tensor.scalar_type());
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
