@@ -1,13 +1,12 @@
 #pragma once
 
-#include <c10/util/Exception.h>
+#include <mezzo/detail/distributed/pending_requests.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/version.h>
 
 #include <cstddef>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -30,31 +29,6 @@ class BucketExchange {
   virtual void poll() = 0;
   /// Returns when every bucket that has begun holds what it is to hold.
   virtual void finish() = 0;
-};
-
-/// Collectives under way, let go of without a warning where a pass threw.
-class PendingRequests {
- public:
-  PendingRequests() = default;
-  ~PendingRequests() {
-    for (CollectiveRequest& request : requests_) request.abandon();
-  }
-  PendingRequests(const PendingRequests&) = delete;
-  PendingRequests& operator=(const PendingRequests&) = delete;
-
-  void add(CollectiveRequest request) { requests_.push_back(std::move(request)); }
-  void poll() {
-    for (CollectiveRequest& request : requests_) request.ready();
-  }
-  /// For the one that was added as number `index`.
-  void wait_for(std::size_t index) { requests_[index].wait(); }
-  void wait() {
-    for (CollectiveRequest& request : requests_) request.wait();
-    requests_.clear();
-  }
-
- private:
-  std::vector<CollectiveRequest> requests_;
 };
 
 /// Every rank gets the sum of every bucket, or the average: divided before the sum, so that half

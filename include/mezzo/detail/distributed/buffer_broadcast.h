@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
-#include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/distributed/pending_requests.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/version.h>
 

@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
 #include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/distributed/pending_requests.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/detail/kernels/send_tensors.h>
 #include <mezzo/distributed/communicator.h>

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/distributed/pending_requests.h>
 #include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/distributed/communicator.h>

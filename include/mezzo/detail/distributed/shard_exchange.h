@@ -1,6 +1,5 @@
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <mezzo/detail/distributed/bucket_exchange.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/distributed/communicator.h>

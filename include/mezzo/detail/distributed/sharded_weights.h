@@ -7,7 +7,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/distributed/pending_requests.h>
 #include <mezzo/detail/distributed/shard_exchange.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/detail/optim/dense_memory.h>

@@ -4,16 +4,17 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
+#include <mezzo/detail/distributed/collective_call.h>
+#include <mezzo/detail/distributed/pending_requests.h>
 #include <mezzo/distributed/start_alike.h>
 #include <mezzo/version.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -78,8 +79,7 @@ inline std::pair<std::string, std::string> first_difference(const std::string& a
 }  // namespace detail
 
 inline void start_alike(const NamedTensors& tensors, AnyCommunicator communicator, int root) {
-  TORCH_CHECK(root >= 0 && root < communicator.size(), "start_alike on rank ", communicator.rank(),
-              ": `root` must be 0 to ", communicator.size() - 1, ", but is ", root);
+  detail::CollectiveArguments("start_alike", communicator).check_root(root);
   at::Device device = communicator.serves(at::kCPU) ? at::kCPU : at::kCUDA;
   if (!tensors.empty() && tensors[0].second.defined()) device = tensors[0].second.device();
   const auto texts = detail::gather_texts(detail::describe(tensors), communicator, device);
@@ -92,11 +92,11 @@ inline void start_alike(const NamedTensors& tensors, AnyCommunicator communicato
                 root, " has \"", roots, "\"");
   }
 
-  std::vector<CollectiveRequest> requests;
+  detail::PendingRequests requests;
   for (const auto& [name, tensor] : tensors) {
-    if (tensor.defined()) requests.push_back(communicator.broadcast(tensor, root));
+    if (tensor.defined()) requests.add(communicator.broadcast(tensor, root));
   }
-  for (CollectiveRequest& request : requests) request.wait();
+  requests.wait();
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Collectives under way, let go of without a warning where a pass threw.
+class PendingRequests {
+ public:
+  PendingRequests() = default;
+  ~PendingRequests() {
+    for (CollectiveRequest& request : requests_) request.abandon();
+  }
+  PendingRequests(const PendingRequests&) = delete;
+  PendingRequests& operator=(const PendingRequests&) = delete;
+
+  void add(CollectiveRequest request) { requests_.push_back(std::move(request)); }
+  void poll() {
+    for (CollectiveRequest& request : requests_) request.ready();
+  }
+  /// For the one that was added as number `index`.
+  void wait_for(std::size_t index) { requests_[index].wait(); }
+  void wait() {
+    for (CollectiveRequest& request : requests_) request.wait();
+    requests_.clear();
+  }
+
+ private:
+  std::vector<CollectiveRequest> requests_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
