@@ -4,13 +4,11 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <mezzo/detail/distributed/agreed_summary.h>
 #include <mezzo/detail/distributed/gradient_reduction.h>
+#include <mezzo/detail/distributed/sharded_groups.h>
 #include <mezzo/detail/distributed/sharded_state.h>
-#include <mezzo/detail/optim/trained_once.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/distributed/start_alike.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
@@ -18,30 +16,6 @@
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
-
-/// Those that are to be trained, of all groups; every rank then has rank 0's values.
-inline std::vector<at::Tensor> begin_alike(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups,
-    const AnyCommunicator& communicator) {
-  std::vector<at::Tensor> trained;
-  NamedTensors named;
-  for (std::size_t group = 0; group < groups.size(); ++group) {
-    for (std::size_t i = 0; i < groups[group].params().size(); ++i) {
-      const at::Tensor& parameter = groups[group].params()[i];
-      TORCH_CHECK(communicator.serves(parameter.device().type()), "ShardedOptimizer: parameter ", i,
-                  " of group ", group, " is on ", parameter.device(),
-                  ", which `communicator` does not serve");
-      named.emplace_back(c10::str("parameter ", i, " of group ", group), parameter);
-      if (parameter.requires_grad()) trained.push_back(parameter);
-    }
-  }
-  refuse_duplicates(trained, "ShardedOptimizer");
-  start_alike(named, communicator);
-  return trained;
-}
-
-}  // namespace detail
 
 template <class OptimizerType>
 ShardedOptimizer<OptimizerType>::ShardedOptimizer(
@@ -49,7 +23,7 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     const Options& defaults, const ShardedOptions& options)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)),
       communicator_(std::move(communicator)),
-      buckets_(detail::begin_alike(param_groups_, communicator_),
+      buckets_(detail::start_groups_alike(param_groups_, communicator_),
                GradBucketsOptions()
                    .storage(GradStorage::flat)
                    .bucket_bytes(options.bucket_bytes)
