@@ -66,6 +66,7 @@ struct GradAllReduceOptions {
 ///   mezzo::GradBuckets buckets(model->parameters(),
 ///                              mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat));
 ///   mezzo::GradAllReduce all_reduce(buckets, world);
+///   mezzo::optim::AdamW optimizer(buckets, 2e-5);    // divides by the ranks as it steps
 ///   for (auto& batch : *part_of_this_rank) {
 ///     buckets.zero_grad();
 ///     loss(model, batch).backward();                 // returns when all buckets have been reduced

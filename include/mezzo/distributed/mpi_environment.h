@@ -26,8 +26,8 @@ class MpiEnvironment {
  public:
   /// `thread_level` is asked of MPI where this initialises it. mezzo's own calls exclude one
   /// another, for which MPI_THREAD_SERIALIZED is enough; a program that calls MPI itself in other
-  /// threads meanwhile asks for MPI_THREAD_MULTIPLE. \throws c10::Error if MPI gives less than it
-  /// is asked for, or has been finalised
+  /// threads meanwhile asks for MPI_THREAD_MULTIPLE.
+  /// \throws c10::Error if MPI gives less than it is asked for, or has been finalised
   explicit MpiEnvironment(int thread_level = MPI_THREAD_SERIALIZED);
   ~MpiEnvironment();
   MpiEnvironment(const MpiEnvironment&) = delete;

@@ -11,20 +11,24 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// This process's place in the job, and where its processes meet.
+/// This process's place in the job, and where its processes meet. Launchers say the rank, the world
+/// size and the local rank in variables of their own:
 ///
-/// | from | rank, world_size, local_rank | master_addr, master_port |
-/// |---|---|---|
-/// | torchrun, Kubernetes | RANK, WORLD_SIZE, LOCAL_RANK | MASTER_ADDR, MASTER_PORT |
-/// | Open MPI | OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK | the same if set; else this machine if
-/// all ranks are on it, and port 29500 | | SLURM (srun) | SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID
-/// | the same if set; else the first host of the step's node list, and port 12000 + job id modulo
-/// 20000 |
+/// - torchrun, Kubernetes: RANK, WORLD_SIZE and LOCAL_RANK. The last may be missing, as from
+///   Kubernetes, whose processes have a machine each: it is 0 then.
+/// - Open MPI (mpirun): OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_LOCAL_RANK.
+/// - SLURM (srun): SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID.
 ///
-/// The first launcher of these that has set its rank (but for SLURM, or size) is the one that
-/// counts: it is the inner one, since Open MPI may itself be started by SLURM, and torchrun by
-/// both. LOCAL_RANK may be missing, as from Kubernetes, whose processes have a machine each: it is
-/// 0 then.
+/// Of several launchers the first in this list counts, being the inner one: Open MPI may itself be
+/// started by SLURM, and torchrun by both. One is there if it has set its rank or its world size;
+/// SLURM if it has set its rank, for it tells a shell in an allocation the number of tasks too.
+///
+/// MASTER_ADDR and MASTER_PORT say where the processes meet; torchrun and Kubernetes set them.
+/// Where they are not set, it is
+///
+/// - of Open MPI this machine, if all ranks are on it, and port 29500;
+/// - of SLURM the first host of the step's node list, or else of the job's, and port
+///   12000 + job id modulo 20000.
 struct ProcessGroupEnvironment {
   int rank = 0;                  ///< 0 to world_size - 1, unlike any other process's
   int world_size = 1;            ///< processes of the job

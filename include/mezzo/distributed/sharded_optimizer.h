@@ -30,6 +30,7 @@ class OutputArchive;
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+/// The same on all ranks.
 struct ShardedOptions {
   /// A bucket of gradients is summed as soon as backward has filled it; as in GradBucketsOptions.
   int64_t bucket_bytes = kDefaultBucketBytes;
@@ -162,6 +163,8 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   /// What this rank keeps. State is made by the first step.
   ShardedBytes bytes() const;
 
+  /// What GradScaler and `initialize` ask of an optimizer of mezzo's. No rank has a master of a
+  /// whole parameter, or all of the summed gradients: but for the first these throw c10::Error.
   bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
   void keep_masters() override;
