@@ -155,6 +155,37 @@ std::shared_ptr<Training> with_mezzo(mezzo::AnyCommunicator world,
   return training;
 }
 
+using Peers = std::vector<std::pair<std::string, std::shared_ptr<Training>>>;
+
+/// `on_all_reduce` hears of the bytes that the Reducer sends.
+c10::intrusive_ptr<c10d::ProcessGroup> mpi_group(const mezzo::AnyCommunicator& world,
+                                                 std::function<void(int64_t)> on_all_reduce) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(world.rank(), world.size());
+  auto backend =
+      c10::make_intrusive<bench::MpiBackend>(world.rank(), world.size(), std::move(on_all_reduce));
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
+                    c10::intrusive_ptr<c10d::Backend>(backend));
+  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
+  return group;
+}
+
+void print(const Peers& peers, const Interleaved& turns, int ranks, int rounds) {
+  std::printf("%d ranks, 1 thread each, 22.6 M float gradients, %d rounds\n\n", ranks, rounds);
+  std::printf("%-40s %9s %9s %11s %12s %11s %12s\n", "forward and backward", "ms", "best ms",
+              "x alone", "collectives", "MB a rank", "begun early");
+  for (std::size_t i = 0; i < peers.size(); ++i) {
+    const Traffic& traffic = *peers[i].second->traffic;
+    std::printf("%-40s %9.1f %9.1f %11.3f", peers[i].first.c_str(), turns.median_ms(i),
+                turns.best_ms(i), turns.median_ratio(i, 0));
+    if (traffic.bytes > 0) {
+      std::printf(
+          " %12d %11.1f %11.0f%%", traffic.collectives, static_cast<double>(traffic.bytes) / 1e6,
+          100.0 * static_cast<double>(traffic.begun_early) / static_cast<double>(traffic.bytes));
+    }
+    std::printf("\n");
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -165,22 +196,15 @@ int main(int argc, char** argv) {
   torch::manual_seed(world.rank());
   const at::Tensor tokens = torch::randint(bench::kVocabulary, {4, 64});
 
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(world.rank(), world.size());
   Traffic* reducers_traffic = nullptr;
-  auto backend =
-      c10::make_intrusive<bench::MpiBackend>(world.rank(), world.size(), [&](int64_t bytes) {
-        if (reducers_traffic != nullptr) reducers_traffic->begin(bytes);
-      });
-  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    c10::intrusive_ptr<c10d::Backend>(backend));
-  group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-
-  const std::vector<std::pair<std::string, std::shared_ptr<Training>>> peers = {
-      {"no communication", alone()},
-      {"one all-reduce a parameter, afterwards", after_the_pass(world)},
-      {"c10d::Reducer, MPI in a thread", with_reducer(group)},
-      {"mezzo, averages", with_mezzo(world, {})},
-      {"mezzo, sums (folded average)", with_mezzo(world, {.average = false})}};
+  const auto group = mpi_group(world, [&](int64_t bytes) {
+    if (reducers_traffic != nullptr) reducers_traffic->begin(bytes);
+  });
+  const Peers peers = {{"no communication", alone()},
+                       {"one all-reduce a parameter, afterwards", after_the_pass(world)},
+                       {"c10d::Reducer, MPI in a thread", with_reducer(group)},
+                       {"mezzo, averages", with_mezzo(world, {})},
+                       {"mezzo, sums (folded average)", with_mezzo(world, {.average = false})}};
   reducers_traffic = peers[2].second->traffic.get();
   Interleaved turns(/*by_thread_clock=*/false);
   for (const auto& [name, training] : peers) {
@@ -195,21 +219,5 @@ int main(int argc, char** argv) {
   }
   turns.run(rounds);
   world.barrier().wait();
-  if (world.rank() != 0) return 0;
-
-  std::printf("%d ranks, 1 thread each, 22.6 M float gradients, %d rounds\n\n", world.size(),
-              rounds);
-  std::printf("%-40s %9s %9s %11s %12s %11s %12s\n", "forward and backward", "ms", "best ms",
-              "x alone", "collectives", "MB a rank", "begun early");
-  for (std::size_t i = 0; i < peers.size(); ++i) {
-    const Traffic& traffic = *peers[i].second->traffic;
-    std::printf("%-40s %9.1f %9.1f %11.3f", peers[i].first.c_str(), turns.median_ms(i),
-                turns.best_ms(i), turns.median_ratio(i, 0));
-    if (traffic.bytes > 0) {
-      std::printf(
-          " %12d %11.1f %11.0f%%", traffic.collectives, static_cast<double>(traffic.bytes) / 1e6,
-          100.0 * static_cast<double>(traffic.begun_early) / static_cast<double>(traffic.bytes));
-    }
-    std::printf("\n");
-  }
+  if (world.rank() == 0) print(peers, turns, world.size(), rounds);
 }
