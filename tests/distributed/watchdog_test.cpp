@@ -35,7 +35,6 @@ using mezzo::detail::PeerWatch;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::Not;
 using State = Heartbeat::State;
 
 // What is made of signs of life, with a clock of the test's.
