@@ -147,6 +147,23 @@ TEST(PeerWatch, WhoIsDoneWillNotComeAndIsNotWaitedForSoLong) {
   EXPECT_THAT(watch.judge()->what, HasSubstr("rank 1 is done, and last called barrier"));
 }
 
+TEST(PeerWatch, WhoeverIsToldToEndSaysWhoIsNotThereAnyMore) {
+  PeerWatch watch(0, 4, timeouts());
+  Heartbeat done = running(1, 4);
+  done.state = State::finished;
+  watch.look(1s, {running(1, 4), running(1, 4), running(1, 3), done});
+  watch.look(100ms, {running(2, 4), running(2, 4), running(1, 3), done});
+  EXPECT_THAT(watch.explain_end(50ms).what, HasSubstr("all other ranks are alive"));
+  watch.look(200ms, {running(3, 4), running(3, 4), running(1, 3), done});
+  const WatchdogFault fault = watch.explain_end(50ms);
+  EXPECT_THAT(fault.ranks, ElementsAre(2));
+  EXPECT_EQ(fault.what,
+            "a signal (SIGTERM) told it to; rank 2 has not been heard of for 0.3 s, when last seen "
+            "it had last called barrier (collective 3)");
+  EXPECT_THAT(watch.explain_end(3s).what,
+              HasSubstr("rank 0, which hosts the store, has not answered for 3.0 s"));
+}
+
 TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
   Heartbeat beat{.count = 1LL << 40,
                  .state = State::told,

@@ -88,12 +88,18 @@ class PeerWatch {
   }
 
   /// A while after SIGTERM: who is not there any more?
-  WatchdogFault explain_end() const {
+  WatchdogFault explain_end(Time store_silence) const {
     WatchdogFault fault{WatchdogFault::Kind::told, {}, "a signal (SIGTERM) told it to"};
+    if (store_silence >= kSilenceWhenTold) {  // and so there is no news of any other rank
+      fault.ranks = {0};
+      fault.what += "; rank 0, which hosts the store, has not answered for " +
+                    in_seconds(store_silence) + last_seen(0);
+      return fault;
+    }
     for (int rank = 0; rank < size(); ++rank) {
       const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-      if (rank == rank_ || !peer.last || peer.silence < kSilenceWhenTold || is_done(*peer.last))
-        continue;
+      const bool expected = rank != rank_ && peer.last && !is_done(*peer.last);
+      if (!expected || peer.silence < kSilenceWhenTold) continue;
       fault.ranks.push_back(rank);
       fault.what += "; rank " + std::to_string(rank) + " has not been heard of for " +
                     in_seconds(peer.silence) + ", " + peer.last->did();

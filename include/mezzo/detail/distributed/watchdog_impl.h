@@ -221,6 +221,7 @@ inline void WatchdogThreads::take_note(std::vector<std::optional<Heartbeat>> hea
   const auto passed =
       std::chrono::duration_cast<std::chrono::milliseconds>(now - std::exchange(last_look_, now));
   std::unique_lock lock(mutex_);
+  last_answer_ = now;
   store_silence_ = std::chrono::milliseconds(0);
   peers_.look(passed, heartbeats);
   if (is_settled_ || fault_ || failure_) return;
@@ -310,7 +311,8 @@ inline void WatchdogThreads::explain_termination() {
   changed_.wait_for(lock, kExplainAfter, [&] { return is_over_; });
   const bool mine = !std::exchange(is_settled_, true);
   settled_at_ = Clock::now();
-  const WatchdogFault fault = peers_.explain_end();
+  const WatchdogFault fault = peers_.explain_end(
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - last_answer_));
   lock.unlock();
   if (mine) report(fault);
   TerminationSignal::obey();
