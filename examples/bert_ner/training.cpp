@@ -1,6 +1,6 @@
 #include "training.h"
 
-#include "data_parallel.h"
+#include <mezzo/distributed/data_parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -64,7 +64,7 @@ int64_t steps_per_epoch(std::size_t batches, int64_t accumulate) {
   return (static_cast<int64_t>(batches) + accumulate - 1) / accumulate;
 }
 
-struct Trainer::AllRanks : DataParallel<BertForTokenClassification> {
+struct Trainer::AllRanks : mezzo::DataParallel<BertForTokenClassification> {
   using DataParallel::DataParallel;
 };
 

@@ -111,6 +111,11 @@ class GradBuckets {
   /// to zero (flat: one fill a bucket).
   void zero_grad(bool set_to_none = true);
 
+  /// Gradients of several ranks (distributed/grad_all_reduce.h) that an optimizer is to divide are
+  /// sums until it does: this divides them now, in place, once. For those who look at gradients or
+  /// change them before the step. Does nothing where they are averages.
+  void average();
+
   /// Groups the parameters anew, in the order in which the last backward pass made their gradients
   /// (those that it did not reach come last, in their present order). Values stay; addresses of
   /// flat storage do not. \throws c10::Error unless hooks are there to know the order

@@ -213,7 +213,7 @@ class GradScaler {
   StepResult step_if_finite(torch::optim::Optimizer& optimizer, const StepFunction& step);
   StepResult step_fused(optim::FusedOptimizer& optimizer, const StepOptions& options);
   StepResult step_unfused(torch::optim::Optimizer& optimizer, const StepOptions& options);
-  void unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
+  double unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
   void hand_to_masters(optim::FusedOptimizer* optimizer);
   static void finish_step(detail::OptimizerRecord& record);
   void recheck_into(detail::OptimizerRecord& record, const torch::optim::Optimizer& optimizer);

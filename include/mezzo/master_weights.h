@@ -118,6 +118,7 @@ class MasterWeights : public optim::FusedOptimizer {
 
   void hand_on_what_was_set_here();
   std::vector<Participant> participants(bool master_gradients);
+  static double rank_factor_of(const std::vector<Participant>& all, const optim::FusedStep& step);
   void step_inner(const std::vector<Participant>& all, double factor);
   void finish(const std::vector<Participant>& all);
 

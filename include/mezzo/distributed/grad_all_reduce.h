@@ -11,13 +11,17 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 struct GradAllReduceOptions {
-  /// Divide by the number of ranks, before the sum so that half does not overflow: one pass over
-  /// each bucket. False leaves the sum, for whoever divides later anyway, with the loss scale say.
+  /// Divide by the number of ranks. Where an optimizer of mezzo's stands on the buckets
+  /// (`mezzo::optim::AdamW optimizer(buckets)`) it divides as it reads, in the factor that takes
+  /// the loss scale off, and gradients are sums until then (`GradBuckets::average`). Otherwise it
+  /// is one pass over each bucket, before the sum, so that half does not overflow. False leaves
+  /// plain sums, which nobody divides; each pass over gradients that were not cleared adds those up
+  /// again.
   bool average = true;
 };
 
 /// While one lives, every backward pass over the parameters of `buckets` ends with gradients that
-/// are averages over the ranks:
+/// are averages over the ranks, or become that as an optimizer on the buckets reads them:
 ///
 /// \code
 ///   mezzo::GradBuckets buckets(model->parameters(),

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <mezzo/detail/distributed/bucket_exchange.h>
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/version.h>
@@ -17,6 +18,10 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// After so many passes in a row whose sums nobody has taken, somebody has most likely stepped with
+/// sums for averages.
+inline constexpr int kUntakenPasses = 3;
 
 /// One backward pass after another ends with what `exchange` makes of the ranks' gradients. Of
 /// several ranks, each fills its buckets in an order of its own; they are exchanged in theirs.
@@ -35,7 +40,10 @@ class GradientReduction {
     const std::lock_guard lock(mutex_);
     const c10::NoGradGuard no_grad;
     const std::size_t count = gradients_.buckets().size();
-    if (next_ == 0 && !is_under_way_) is_ready_.assign(count, false);
+    if (next_ == 0 && !is_under_way_) {
+      is_ready_.assign(count, false);
+      leaves_sums_ = exchange_->begin_pass() && communicator_.size() > 1;
+    }
     TORCH_CHECK(!is_broken_ && !is_ready_[bucket], caller_, " on rank ", communicator_.rank(),
                 ": an earlier backward pass did not end, so the ranks are no longer in step; begin "
                 "again from a checkpoint on all ranks");
@@ -43,12 +51,24 @@ class GradientReduction {
     is_under_way_ = true;
     is_broken_ = true;  // unless this ends well
     exchange_->poll();
-    while (next_ < count && is_ready_[next_]) exchange_->begin(next_++);
+    while (next_ < count && is_ready_[next_]) begin(next_++);
     if (next_ == count) finish();
     is_broken_ = false;
   }
 
  private:
+  /// What this pass has not reached may be a sum of an earlier one; to be added up again, that must
+  /// be an average. What is frozen is left as it is by an average alone.
+  void begin(std::size_t bucket) {
+    for (const std::size_t number : gradients_.buckets()[bucket].parameters) {
+      const at::Tensor& parameter = gradients_.parameters()[number];
+      average_rank_sum(parameter);
+      if (!leaves_sums_ || parameter.requires_grad() || !parameter.grad().defined()) continue;
+      parameter.mutable_grad().mul_(1. / communicator_.size());
+    }
+    exchange_->begin(bucket);
+  }
+
   void finish() {
     std::vector<std::uint8_t> has_gradient;
     bool all = true;
@@ -57,6 +77,10 @@ class GradientReduction {
       TORCH_CHECK(!gradient.defined() || gradient.layout() == at::kStrided, caller_, " on rank ",
                   communicator_.rank(), ": the gradient of parameter ", has_gradient.size(),
                   " is sparse, which no bucket holds; make it dense");
+      TORCH_CHECK(!gradient.defined() || !gradient.requires_grad(), caller_, " on rank ",
+                  communicator_.rank(), ": the gradient of parameter ", has_gradient.size(),
+                  " has a history (create_graph), which ends with this process; run that backward "
+                  "pass without synchronisation (no_sync, accumulate_only)");
       has_gradient.push_back(gradient.defined() ? 1 : 0);
       all = all && (gradient.defined() || !parameter.requires_grad());
     }
@@ -67,6 +91,7 @@ class GradientReduction {
     exchange_->finish();
     request.wait();
     if (!all) adopt(anywhere.cpu());
+    if (leaves_sums_) note_sums();
     next_ = 0;
     is_under_way_ = false;
   }
@@ -83,6 +108,24 @@ class GradientReduction {
     }
   }
 
+  void note_sums() {
+    bool is_taken = false;
+    for (const at::Tensor& parameter : gradients_.parameters()) {
+      if (!parameter.requires_grad() || !parameter.grad().defined()) continue;
+      is_taken = note_rank_sum(parameter, communicator_.size()) || is_taken;
+    }
+    untaken_passes_ = is_taken ? 0 : untaken_passes_ + 1;
+    if (has_warned_ || untaken_passes_ < kUntakenPasses) return;
+    has_warned_ = true;
+    TORCH_WARN(caller_, ": nobody has taken the gradients of the last ", kUntakenPasses,
+               " backward passes. An optimizer that was made with the buckets divides them by the "
+               "number of ranks as it steps, so until then they are sums. If another optimizer has "
+               "stepped, its gradients were ",
+               communicator_.size(),
+               " times too large: call GradBuckets::average() before, give it to GradScaler::step, "
+               "or make it with the buckets in place of the first");
+  }
+
   const char* caller_;
   BucketedGradients& gradients_;
   AnyCommunicator communicator_;
@@ -90,6 +133,9 @@ class GradientReduction {
   std::mutex mutex_;
   std::vector<bool> is_ready_;  ///< a bucket, in this pass
   std::size_t next_ = 0;        ///< ranks reduce in the order of the buckets, however they fill
+  bool leaves_sums_ = false;    ///< this pass
+  int untaken_passes_ = 0;
+  bool has_warned_ = false;
   bool is_under_way_ = false;
   bool is_broken_ = false;
 };

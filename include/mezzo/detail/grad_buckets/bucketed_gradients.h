@@ -49,6 +49,12 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   void add_accumulate_only(int change);
   at::Tensor micro_batch(const std::function<void()>& backward);
   void on_ready(std::function<void(std::size_t)> callback);
+  bool only_accumulates();
+
+  /// Kept by an optimizer for as long as it divides, as it reads them, gradients that are sums over
+  /// ranks (detail/distributed/rank_sum.h).
+  std::shared_ptr<void> dividing_reader() const noexcept { return dividing_reader_; }
+  bool has_dividing_reader() const noexcept { return dividing_reader_.use_count() > 1; }
 
   /// Flat storage: what lies in the place of parameter `number` is its gradient, though this
   /// process made none.
@@ -95,6 +101,8 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   std::vector<at::Tensor> parameters_;
   std::vector<GradientSlot> slots_;
   std::vector<GradBucket> buckets_;
+
+  std::shared_ptr<void> dividing_reader_ = std::make_shared<int>();
 
   TableMemory table_memory_;  // of reading many at once on a device
 

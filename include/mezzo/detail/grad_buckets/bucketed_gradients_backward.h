@@ -181,5 +181,10 @@ inline void BucketedGradients::add_accumulate_only(int change) {
   accumulate_only_ += change;
 }
 
+inline bool BucketedGradients::only_accumulates() {
+  const std::lock_guard lock(mutex_);
+  return accumulate_only_ > 0;
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_buckets/bucket_layout.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/version.h>
@@ -193,6 +194,7 @@ inline void BucketedGradients::zero_grad(bool set_to_none) {
   for (const std::size_t number : std::exchange(pending_, {})) slots_[number].is_pending = false;
   pending_bytes_ = 0;
   holds_bad_.reset();
+  if (!set_to_none) forget_rank_sums(parameters_);
   if (!set_to_none && is_flat()) {
     for (const GradBucket& bucket : buckets_) bucket.flat.zero_();
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/detail/kernels/gradient_summary.h>
 #include <mezzo/version.h>
@@ -68,6 +69,7 @@ inline at::Tensor BucketedGradients::micro_batch(const std::function<void()>& ba
   TORCH_CHECK(is_flat(), "micro_batch needs flat storage: the buffer holds what is accumulated");
   TORCH_CHECK(backward != nullptr, "micro_batch: backward is null");
   collect();
+  average_rank_sums(parameters_);  // what is set aside is added to as it is
   std::vector<at::Tensor> accumulated;
   for (GradientSlot& slot : slots_) {
     accumulated.push_back(slot.gradient().defined()

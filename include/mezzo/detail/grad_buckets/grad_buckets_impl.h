@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients_backward.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients_layout.h>
@@ -72,6 +73,8 @@ inline GradientStatistics GradBuckets::statistics(const at::Tensor& inv_scale,
 }
 
 inline void GradBuckets::zero_grad(bool set_to_none) { state_->zero_grad(set_to_none); }
+
+inline void GradBuckets::average() { detail::average_rank_sums(state_->parameters()); }
 
 inline void GradBuckets::regroup() { state_->regroup(); }
 

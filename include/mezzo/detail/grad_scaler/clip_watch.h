@@ -98,8 +98,8 @@ class ClipWatch {
                                    : series->looks < kWatchedSteps;
   }
 
-  /// Norm and largest magnitude of the gradients of a step, without the scale. Warns once in its
-  /// life.
+  /// Norm and largest magnitude of the gradients of a step, without the scale; that of several
+  /// ranks' gradients counts how many there are too. Warns once in its life.
   void see(const void* optimizer, double scale, double norm, double max_abs) {
     if (!wants(optimizer)) return;
     Series& series = series_of(optimizer);
@@ -120,8 +120,8 @@ class ClipWatch {
 
   /// The numbers of a step that a device decides; with its largest magnitude sent, they are looked
   /// at once they have arrived.
-  void expect(const void* optimizer, std::shared_ptr<Letter> letter) {
-    expected_.push_back({optimizer, std::move(letter)});
+  void expect(const void* optimizer, std::shared_ptr<Letter> letter, double rank_factor) {
+    expected_.push_back({optimizer, std::move(letter), rank_factor});
   }
 
   /// Sees what has arrived. Never waits.
@@ -129,7 +129,8 @@ class ClipWatch {
     std::erase_if(expected_, [&](const Expected& expected) {
       if (!expected.letter->has_outcome()) return false;
       const StepOutcome outcome = expected.letter->outcome();
-      see(expected.optimizer, outcome.scale, *outcome.grad_norm, expected.letter->max_abs());
+      see(expected.optimizer, outcome.scale / expected.rank_factor, *outcome.grad_norm,
+          expected.letter->max_abs());
       return true;
     });
   }
@@ -147,6 +148,7 @@ class ClipWatch {
   struct Expected {
     const void* optimizer;
     std::shared_ptr<Letter> letter;
+    double rank_factor;
   };
 
   Series& series_of(const void* optimizer) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_scaler/clip_watch.h>
 #include <mezzo/detail/grad_scaler/device_copies.h>
 #include <mezzo/detail/grad_scaler/gradients.h>
@@ -16,6 +17,7 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
@@ -41,11 +43,22 @@ inline bool clips(const StepOptions& options) {
 /// What is known of the gradients on one device, in tensors of one element there.
 struct DeviceSummary {
   std::vector<at::Tensor> gradients;
-  at::Tensor inv_scale;
+  at::Tensor inv_scale;  ///< times rank_factor
   at::Tensor found_inf;
   at::Tensor sum_of_squares;
   at::Tensor max_abs;
+  double rank_factor = 1.0;  ///< of gradients that are sums over ranks; on all devices the same
 };
+
+/// What was multiplied into the gradients on all devices beside the loss scale's inverse.
+inline double rank_factor_of(const std::vector<DeviceSummary>& summaries) {
+  return summaries.empty() ? 1.0 : summaries.front().rank_factor;
+}
+
+/// Gradients that are sums over ranks are divided by the factor that takes the scale off.
+inline at::Tensor times_rank_factor(const at::Tensor& inv_scale, double rank_factor) {
+  return rank_factor == 1.0 ? inv_scale : inv_scale.mul(rank_factor);
+}
 
 /// One read of the gradients that `optimizer`'s step takes, device by device. Those of `masters`
 /// lie in no bucket.
@@ -55,13 +68,14 @@ inline std::vector<DeviceSummary> summarize(torch::optim::Optimizer& optimizer,
   auto* const fused = masters.empty() ? dynamic_cast<optim::FusedOptimizer*>(&optimizer) : nullptr;
   const std::vector<at::Tensor> holders =
       masters.empty() ? with_gradient(optimizer, allow_fp16) : masters.holders(optimizer);
+  const double rank_factor = rank_sum_factor(holders);
   std::vector<DeviceSummary> summaries;
   for (auto& [device, gradients] : gradients_by_device(holders)) {
-    const at::Tensor& inverse = inv_scale.on(device);
+    const at::Tensor inverse = times_rank_factor(inv_scale.on(device), rank_factor);
     const GradientSummary summary = fused != nullptr ? fused->summarize(gradients, inverse)
                                                      : summarize_gradients(gradients, inverse);
     summaries.push_back({std::move(gradients), inverse, summary.found_inf, summary.sum_of_squares,
-                         summary.max_abs});
+                         summary.max_abs, rank_factor});
   }
   return summaries;
 }
@@ -148,9 +162,10 @@ struct HostSummary {
     if (has_sum) max_abs = value[3];
   }
 
-  /// Gradients as they came, with the scale on them.
-  void show_to(ClipWatch& watch, const torch::optim::Optimizer& optimizer) const {
-    if (has_sum) watch.see(&optimizer, scale, std::sqrt(sum_of_squares), max_abs);
+  /// Gradients as they came, with the scale on them, and those of all ranks added up.
+  void show_to(ClipWatch& watch, const torch::optim::Optimizer& optimizer,
+               double rank_factor) const {
+    if (has_sum) watch.see(&optimizer, scale / rank_factor, std::sqrt(sum_of_squares), max_abs);
   }
 
   StepOutcome outcome(bool ran) const {
@@ -161,13 +176,15 @@ struct HostSummary {
   }
 };
 
-/// Multiplies all gradients in place.
-inline void multiply_gradients(const std::vector<DeviceSummary>& summaries, double factor) {
+/// Multiplies all gradients in place, by their `rank_factor` among others.
+inline void multiply_gradients(const torch::optim::Optimizer& optimizer,
+                               const std::vector<DeviceSummary>& summaries, double factor) {
   if (factor == 1.0) return;
   for (const DeviceSummary& summary : summaries) {
     at::Tensor unread = at::zeros_like(summary.found_inf);
     unscale_and_check_(summary.gradients, unread, at::full_like(summary.inv_scale, factor));
   }
+  for (const auto& group : optimizer.param_groups()) forget_rank_sums(group.params());
 }
 
 /// What clipping without a scale has to know: the norm, and that nothing is to be skipped.
@@ -196,7 +213,7 @@ inline StepResult step_fused_without_scale(optim::FusedOptimizer& optimizer,
         StepOutcome{.ran = true, .grad_norm = std::sqrt(sum_of_squares), .value = at::Tensor()});
   }
   const std::shared_ptr<Letter> letter = mailbox.letter_for(summary.sum_of_squares.device());
-  letter->send(summary.inv_scale, summary.sum_of_squares, summary.found_inf);
+  letter->send(at::ones_like(summary.inv_scale), summary.sum_of_squares, summary.found_inf);
   return StepResult(std::make_shared<DeviceStepSlot>(letter));
 }
 
@@ -211,9 +228,12 @@ inline StepResult step_without_scale(torch::optim::Optimizer& optimizer,
   StepOutcome outcome{.ran = true};
   if (!summaries.empty()) {
     const double sum_of_squares = summaries.front().sum_of_squares.item<double>();
-    multiply_gradients(summaries, clip_coefficient(sum_of_squares, options.max_norm));
+    multiply_gradients(
+        optimizer, summaries,
+        rank_factor_of(summaries) * clip_coefficient(sum_of_squares, options.max_norm));
     outcome.grad_norm = std::sqrt(sum_of_squares);
   }
+  average_rank_sums(optimizer);
   outcome.value = optimizer.step();
   if (options.zero_grad) zero_gradients(optimizer);
   return StepResult(std::move(outcome));

@@ -42,6 +42,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
 inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   auto* const fused = detail::refreshed(optimizer);
   if (!enabled_) {
+    detail::average_rank_sums(optimizer);
     hand_to_masters(fused);
     return;
   }
@@ -70,25 +71,30 @@ inline void GradScaler::hand_to_masters(optim::FusedOptimizer* optimizer) {
   if (!masters.empty()) records_.of(*optimizer).masters = std::move(masters);
 }
 
-inline void GradScaler::unscale_into(detail::OptimizerRecord& record,
-                                     torch::optim::Optimizer& optimizer) {
+/// Returns what of the factor was not the scale's inverse.
+inline double GradScaler::unscale_into(detail::OptimizerRecord& record,
+                                       torch::optim::Optimizer& optimizer) {
   c10::NoGradGuard no_grad;
   const auto parameters = detail::with_gradient(optimizer, allow_fp16_gradients_);
+  const double rank_factor = detail::rank_sum_factor(parameters);
   auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
   if (fused != nullptr) record.masters = detail::MasterGradients(*fused);
-  const auto gradients = detail::gradients_by_device(
-      record.masters.empty() ? parameters : record.masters.holders(optimizer));
-  detail::DeviceCopies& inverse = scale_.inverse();
+  const auto holders = record.masters.empty() ? parameters : record.masters.holders(optimizer);
+  const auto gradients = detail::gradients_by_device(holders);
+  std::vector<at::Tensor> inverses;
   record.found_inf.clear();
   for (const auto& [device, tensors] : gradients) {  // what may run out of memory, before any write
-    inverse.on(device);
-    record.found_inf.push_back(at::zeros({}, inverse.original().options().device(device)));
+    inverses.push_back(detail::times_rank_factor(scale_.inverse().on(device), rank_factor));
+    record.found_inf.push_back(at::zeros({}, inverses.back().options()));
   }
+  auto inverse = inverses.begin();
   auto found_inf = record.found_inf.begin();
   for (const auto& [device, tensors] : gradients) {
-    detail::unscale_and_check_(tensors, *found_inf++, inverse.on(device));
+    detail::unscale_and_check_(tensors, *found_inf++, *inverse++);
   }
+  detail::forget_rank_sums(holders);
   record.stage = detail::Stage::unscaled;
+  return rank_factor;
 }
 
 inline void GradScaler::update() {

@@ -52,6 +52,7 @@ requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
   if (!enabled_) {
     const bool is_bare = kMayBeFused && !(detail::is_closure(args) || ...);
     if (is_bare && records_.find(optimizer) != nullptr) return step(optimizer, StepOptions{});
+    if (fused == nullptr) detail::average_rank_sums(optimizer);
     return StepResult(StepOutcome{.ran = true, .value = call_step()});
   }
   TORCH_CHECK(!(detail::is_closure(args) || ...),
@@ -195,7 +196,9 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   const at::Tensor& scale = scale_.original();
   if (scale.is_cpu()) {
     const detail::HostSummary known(scale, record.checks(), summaries);
-    if (!was_unscaled) known.show_to(clip_watch_, optimizer);
+    if (!was_unscaled) {
+      known.show_to(clip_watch_, optimizer, detail::rank_factor_of(summaries));
+    }
     optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
     finish_step(record);
     if (known.found_inf) note_skip(record, known.scale);
@@ -206,7 +209,7 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   finish_step(record);
   if (!was_unscaled && !summaries.empty() && clip_watch_.wants(&optimizer)) {
     letter->send_max_abs(detail::max_abs_on(scale.device(), summaries));
-    clip_watch_.expect(&optimizer, letter);
+    clip_watch_.expect(&optimizer, letter, detail::rank_factor_of(summaries));
   }
   letter->send(scale, summaries.front().sum_of_squares.to(scale.device()),
                detail::sum_on(scale.device(), record.checks()));
@@ -229,12 +232,14 @@ inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
   const detail::HostSummary known(scale_.original(), record.checks(), summaries);
-  if (!was_unscaled) known.show_to(clip_watch_, optimizer);
+  const double rank_factor = detail::rank_factor_of(summaries);
+  if (!was_unscaled) known.show_to(clip_watch_, optimizer, rank_factor);
   StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
   if (outcome.ran) {
     const double inverse = was_unscaled ? 1.0 : detail::inverse_scale(known.scale);
     detail::multiply_gradients(
-        summaries, inverse * detail::clip_coefficient(known.sum_of_squares, options.max_norm));
+        optimizer, summaries,
+        inverse * rank_factor * detail::clip_coefficient(known.sum_of_squares, options.max_norm));
     record.stage = detail::Stage::unscaled;  // for who calls again after a step that threw
     outcome.value = optimizer.step();
   } else {
@@ -249,8 +254,9 @@ inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
                                              const StepFunction& step) {
   detail::OptimizerRecord& record = record_to_step(optimizer);
   std::vector<detail::DeviceSummary> watched;
+  double rank_factor = 1.0;
   if (record.stage == detail::Stage::ready) {
-    unscale_into(record, optimizer);
+    rank_factor = unscale_into(record, optimizer);
     if (clip_watch_.wants(&optimizer)) watched = summarize_unscaled(record, optimizer);
   } else if (recheck_) {
     c10::NoGradGuard no_grad;
@@ -263,7 +269,7 @@ inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
   const std::vector<at::Tensor> checks = record.checks();
   TORCH_CHECK(!checks.empty(), "No inf checks were recorded for this optimizer.");
   const detail::HostSummary known(scale_.original(), checks, watched);
-  known.show_to(clip_watch_, optimizer);
+  known.show_to(clip_watch_, optimizer, rank_factor);
   StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
   outcome.grad_norm = std::nullopt;  // which is not known in later steps
   if (outcome.ran) {

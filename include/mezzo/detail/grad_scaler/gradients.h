@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
@@ -65,6 +66,12 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
   for_each_parameter(optimizer, [](std::size_t, const at::Tensor& parameter) {
     if (parameter.grad().defined()) parameter.mutable_grad().zero_();
   });
+  for (const auto& group : optimizer.param_groups()) forget_rank_sums(group.params());
+}
+
+/// For whoever goes on to read the gradients as they are.
+inline void average_rank_sums(const torch::optim::Optimizer& optimizer) {
+  for (const auto& group : optimizer.param_groups()) average_rank_sums(group.params());
 }
 
 /// The parameters that have a gradient. Half is refused unless it is to be unscaled in half, or is

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/detail/kernels/step_use.h>
 #include <mezzo/detail/master_weights/stand_ins.h>
@@ -138,7 +139,7 @@ inline void MasterWeights::fused_step(const optim::FusedStep& step) {
   const std::optional<double> factor = detail::factor_on_host(step);
   if (factor) {
     const std::vector<Participant> all = participants(step.master_gradients);
-    step_inner(all, *factor);
+    step_inner(all, *factor * rank_factor_of(all, step));
     if (!all.empty()) applied_count().set(applied_steps() + 1);
   }
   if (step.options.zero_grad) detail::zero_gradients(*this);
@@ -159,6 +160,15 @@ inline std::vector<MasterWeights::Participant> MasterWeights::participants(bool 
     }
   }
   return all;
+}
+
+/// Of gradients that are sums over ranks. A verdict's inv_scale has it in it.
+inline double MasterWeights::rank_factor_of(const std::vector<Participant>& all,
+                                            const optim::FusedStep& step) {
+  if (!step.verdicts.empty()) return 1.0;
+  std::vector<at::Tensor> parameters;
+  for (const Participant& one : all) parameters.push_back(one.parameter);
+  return detail::rank_sum_factor(parameters);
 }
 
 inline void MasterWeights::step_inner(const std::vector<Participant>& all, double factor) {

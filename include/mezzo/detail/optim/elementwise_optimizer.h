@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
 #include <mezzo/detail/kernels/step_use.h>
 #include <mezzo/detail/optim/aten_step.h>
@@ -60,6 +61,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults)
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
     buckets_ = buckets.share();
+    dividing_reader_ = buckets_->dividing_reader();
   }
 
   at::Tensor step(LossClosure closure = nullptr) override {
@@ -78,23 +80,26 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   void fused_step(const optim::FusedStep& step) override {
     const c10::NoGradGuard no_grad;
     auto all = participants_by_device(step.master_gradients);
+    const double rank_factor = rank_factor_of(all, step);
     bool is_counted = false;
     for (auto& [device, participants] : all) {
       if (device.is_cpu()) {
-        step_cpu(participants, step);
+        step_cpu(participants, step, rank_factor);
       } else {
-        is_counted = step_on_device(participants, step, all.size() == 1);
+        is_counted = step_on_device(participants, step, rank_factor, all.size() == 1);
       }
     }
     if (!is_counted) count_applied(all, step);
     if (step.master_gradients && step.options.zero_grad) clear_gradients_beside_masters();
+    if (step.options.zero_grad) forget_rank_sums(own_parameters());
   }
 
   /// The step through ATen's fused kernels, which on the CPU too are there to be tested.
   void fused_step_with_aten(const optim::FusedStep& step) {
     const c10::NoGradGuard no_grad;
     auto all = participants_by_device(step.master_gradients);
-    for (auto& [device, participants] : all) step_with_aten(participants, step);
+    const double rank_factor = rank_factor_of(all, step);
+    for (auto& [device, participants] : all) step_with_aten(participants, step, rank_factor);
     count_applied(all, step);
   }
 
@@ -156,6 +161,9 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   void clear_gradients_beside_masters();
   void open_states(Many& all);
   static at::Tensor& fitting_moment(const One& one, int k, const at::Tensor& parameter);
+  static double rank_factor_of(const std::vector<DeviceParticipants<Traits>>& all,
+                               const optim::FusedStep& step);
+  void follow_parameters();
   static const optim::DeviceVerdict* verdict_on(at::Device device, const optim::FusedStep& step);
   static bool shares_gradients(const Many& all);
   static void clear_gradients(const Many& all);
@@ -166,8 +174,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   int64_t read_archive(torch::serialize::InputArchive& archive);  // elementwise_optimizer_archive.h
 
   // mezzo's kernels (elementwise_optimizer_step.h)
-  static std::optional<double> gradient_factor(const optim::FusedStep& step);
-  void step_cpu(Many& all, const optim::FusedStep& step);
+  static std::optional<double> gradient_factor(const optim::FusedStep& step, double rank_factor);
+  void step_cpu(Many& all, const optim::FusedStep& step, double rank_factor);
   void prepare(const One& one, const StepUse& use, Prepared& prepared);
   static void use_of(const One& one, StepUse& use);
   static StepElementSizes element_sizes(const One& one);
@@ -180,9 +188,10 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   // Other devices (elementwise_optimizer_device.h)
   // With the only device there is, may count the step as applied on the way; says whether it did.
-  bool step_on_device(Many& all, const optim::FusedStep& step, bool is_alone);
+  bool step_on_device(Many& all, const optim::FusedStep& step, double rank_factor, bool is_alone);
 #ifdef MEZZO_WITH_CUDA
-  void step_on_cuda(Many& all, const optim::FusedStep& step, bool counts_applied);
+  void step_on_cuda(Many& all, const optim::FusedStep& step, double rank_factor,
+                    bool counts_applied);
   std::vector<StepRow> rows_of(const Many& all, bool clear,
                                std::vector<StepGroup<Constants>>& groups, Prepared& prepared);
   static std::vector<float*> place_counters(const Many& all, at::Device device,
@@ -194,13 +203,14 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   static void check_for_aten(const One& one);
   static void make_calls(std::vector<AtenCall>& calls, const std::vector<at::Tensor>& counts,
                          const AtenVerdict& verdict);
-  void step_with_aten(Many& all, const optim::FusedStep& step);
+  void step_with_aten(Many& all, const optim::FusedStep& step, double rank_factor);
   void add_to_call(const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
                    std::vector<StepCount*>& counts,
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
 
   std::shared_ptr<BucketedGradients> buckets_;  // null where the optimizer stands on parameters
+  std::shared_ptr<void> dividing_reader_;       // while it reads all that lies in the buckets
   SeenParameters seen_;
   int64_t parameters_version_ = 0;    // one higher whenever they are others
   int64_t bucketed_version_ = 0;      // of those that were last put into the buckets
@@ -216,6 +226,18 @@ const optim::DeviceVerdict* ElementwiseOptimizer<Traits>::verdict_on(at::Device 
   TORCH_CHECK(step.verdicts.empty(), Traits::kName, ": the step has no verdict for ", device,
               ", where there are gradients");
   return nullptr;
+}
+
+/// Of gradients that are sums over ranks. A verdict's inv_scale has it in it.
+template <class Traits>
+double ElementwiseOptimizer<Traits>::rank_factor_of(
+    const std::vector<DeviceParticipants<Traits>>& all, const optim::FusedStep& step) {
+  if (!step.verdicts.empty()) return 1.0;
+  std::vector<at::Tensor> parameters;
+  for (const DeviceParticipants<Traits>& on_device : all) {
+    for (const One& one : on_device.participants) parameters.push_back(*one.parameter);
+  }
+  return rank_sum_factor(parameters);
 }
 
 /// Then no gradient may be cleared before all are read.

@@ -12,14 +12,15 @@ namespace detail {
 
 template <class Traits>
 bool ElementwiseOptimizer<Traits>::step_on_device(Many& all, const optim::FusedStep& step,
+                                                  double rank_factor,
                                                   [[maybe_unused]] bool is_alone) {
 #ifdef MEZZO_WITH_CUDA
   if (all.front().parameter->is_cuda()) {
-    step_on_cuda(all, step, is_alone);
+    step_on_cuda(all, step, rank_factor, is_alone);
     return is_alone;
   }
 #endif
-  step_with_aten(all, step);
+  step_with_aten(all, step, rank_factor);
   return false;
 }
 
@@ -38,10 +39,15 @@ inline StepInputs step_inputs(const optim::DeviceVerdict* verdict, const StepOpt
 
 template <class Traits>
 void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedStep& step,
-                                                bool counts_applied) {
+                                                double rank_factor, bool counts_applied) {
   open_states(all);
   const at::Device device = all.front().parameter->device();
   StepInputs inputs = step_inputs(verdict_on(device, step), step.options);
+  at::Tensor factor;
+  if (rank_factor != 1.0) {
+    factor = at::full({}, rank_factor, at::TensorOptions().device(device).dtype(at::kFloat));
+    inputs.inv_scale = factor.const_data_ptr<float>();
+  }
   inputs.clear = inputs.clear && !shares_gradients(all);
   const at::Tensor applied = applied_on(device, counts_applied);
   const at::Tensor& factors = lr_factors_on(device);
@@ -173,8 +179,12 @@ void ElementwiseOptimizer<Traits>::make_calls(std::vector<AtenCall>& calls,
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedStep& step) {
+void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedStep& step,
+                                                  double rank_factor) {
   for (const One& one : all) check_for_aten(one);
+  if (rank_factor != 1.0) {  // ATen's kernels would write the quotients back, or to copies
+    for (const One& one : all) average_rank_sum(*one.parameter);
+  }
   open_states(all);
   const at::Device device = all.front().parameter->device();
   AtenVerdict verdict = aten_verdict(verdict_on(device, step), step.options.max_norm);

@@ -50,19 +50,29 @@ GradientSummary ElementwiseOptimizer<Traits>::summarize(const std::vector<at::Te
                                                         const at::Tensor& inv_scale) {
   if (buckets_ == nullptr) return FusedOptimizer::summarize(gradients, inv_scale);
   look_at_parameters();
-  if (bucketed_version_ != parameters_version_) {
-    buckets_->add_parameters(missing_from(buckets_->parameters(), own_parameters()));
-    buckets_hold_others_ = !missing_from(own_parameters(), buckets_->parameters()).empty();
-    bucketed_version_ = parameters_version_;
-  }
+  follow_parameters();
   return buckets_hold_others_ ? FusedOptimizer::summarize(gradients, inv_scale)
                               : buckets_->summarize(inv_scale);
+}
+
+/// New ones join the buckets. Who reads but some of what lies there leaves the division of sums to
+/// the reduction from here on, and divides for the others those that they have not read yet.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::follow_parameters() {
+  if (buckets_ == nullptr || bucketed_version_ == parameters_version_) return;
+  buckets_->add_parameters(missing_from(buckets_->parameters(), own_parameters()));
+  const std::vector<at::Tensor> others = missing_from(own_parameters(), buckets_->parameters());
+  buckets_hold_others_ = !others.empty();
+  bucketed_version_ = parameters_version_;
+  dividing_reader_ = buckets_hold_others_ ? nullptr : buckets_->dividing_reader();
+  average_rank_sums(others);
 }
 
 template <class Traits>
 auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
     -> std::vector<DeviceParticipants<Traits>> {
   look_at_parameters();
+  follow_parameters();
   std::vector<DeviceParticipants<Traits>> all;
   uint64_t number = 0;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {

@@ -9,9 +9,10 @@ namespace detail {
 
 /// What to multiply gradients with on the CPU; none when the step is to be skipped.
 template <class Traits>
-std::optional<double> ElementwiseOptimizer<Traits>::gradient_factor(const optim::FusedStep& step) {
+std::optional<double> ElementwiseOptimizer<Traits>::gradient_factor(const optim::FusedStep& step,
+                                                                    double rank_factor) {
   const optim::DeviceVerdict* const verdict = verdict_on(at::kCPU, step);
-  if (verdict == nullptr) return 1.0;
+  if (verdict == nullptr) return rank_factor;
   if (*verdict->found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
   const double factor = *verdict->inv_scale.template const_data_ptr<float>();
   if (!verdict->sum_of_squares.defined()) return factor;
@@ -20,8 +21,9 @@ std::optional<double> ElementwiseOptimizer<Traits>::gradient_factor(const optim:
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& step) {
-  const std::optional<double> factor = gradient_factor(step);
+void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& step,
+                                            double rank_factor) {
+  const std::optional<double> factor = gradient_factor(step, rank_factor);
   const bool clear = step.options.zero_grad;
   if (!factor) {
     if (clear) clear_gradients(all);

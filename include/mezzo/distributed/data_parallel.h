@@ -1,0 +1,113 @@
+/// \file
+/// A model that several processes train together, each on its part of the batch: the same weights
+/// to begin with, and gradients averaged as the backward pass makes them. Separate from
+/// grad_all_reduce.h because libtorch's modules take twelve seconds to compile.
+#pragma once
+
+#include <mezzo/detail/distributed/replica.h>
+#include <mezzo/detail/initialize/model_list.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/data_parallel_options.h>  // IWYU pragma: export
+#include <mezzo/grad_buckets.h>
+#include <mezzo/version.h>
+
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What torch's DistributedDataParallel is, for any Communicator:
+///
+/// \code
+///   mezzo::DataParallel ddp(model, world);                       // all ranks have rank 0's
+///   weights mezzo::optim::AdamW optimizer(ddp.buckets(), 2e-5);          // divides by the ranks
+///   as it steps mezzo::GradScaler scaler; for (auto& batch : *part_of_this_rank) {
+///     ddp->zero_grad();
+///     scaler.scale(criterion(ddp(batch.data), batch.target)).backward();   // returns reduced
+///     scaler.step(optimizer, {.max_norm = 1.0});                 // the same on every rank
+///     scaler.update();
+///   }
+/// \endcode
+///
+/// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE, mezzo::AutocastModule) or a
+/// std::shared_ptr to a module. It is shared, not copied: `ddp->` is the model, with its own names
+/// in its state dict. Under autocast in whatever thread calls it, also in one that knows nothing of
+/// a guard, runs `DataParallel ddp(mezzo::AutocastModule(model, setting), world)`.
+///
+/// **One decision.** Ranks end a backward pass with the same bits of the same gradients, so what is
+/// decided from them is decided alike, with nothing more to send: an inf or NaN on one rank, and an
+/// overflow of the sum itself, is in the sum that all have, every rank skips its step, and the loss
+/// scales stay equal.
+///
+/// **Averages.** With an optimizer of mezzo's on `buckets()` the ranks' gradients are only added
+/// up, and the division goes into the factor that takes the loss scale off: it costs no pass. Until
+/// then, as they carry the loss scale, gradients are sums, `ranks` times too large. Whoever goes
+/// through GradScaler (`unscale_`, `step` of any optimizer, clip_grad.h) or through a step of any
+/// optimizer of mezzo's sees averages, divided once; whoever reads or clips gradients by himself
+/// calls `average()` first, and so does a bare `step()` of an optimizer of libtorch's that stands
+/// beside one on `buckets()`. Without an optimizer on `buckets()` gradients are averages when
+/// `backward()` returns, for one more pass over them; with 2, 4, 8 ... ranks the results are the
+/// same bits (but for gradients near the ends of their dtype's range), with others within rounding.
+///
+/// **Parameters.** Those that require grad when it is made are trained; a frozen one that is to be
+/// trained later wants a new DataParallel. For those that only some ranks use, or none, for passes
+/// that accumulate, and for what errors do see GradAllReduce. Where a module registers or replaces
+/// parameters or buffers later, this does not see them.
+///
+/// Threads: one at a time, whichever; `backward()` may run in any.
+template <detail::ModelHandle M>
+class DataParallel {
+ public:
+  /// All ranks call it together, with models of the same names, shapes, dtypes and frozen
+  /// parameters. Waits until the ranks have `root`'s values.
+  /// \throws c10::Error, on every rank, naming the first rank whose model is another and where; for
+  ///   an empty holder, and for a model without a parameter to train
+  explicit DataParallel(M model, AnyCommunicator communicator,
+                        const DataParallelOptions& options = {});
+  DataParallel(const DataParallel&) = delete;
+  DataParallel& operator=(const DataParallel&) = delete;
+
+  /// The model's own forward: its arguments, default ones included, and its result. In training
+  /// (the module's `is_training()`, gradients enabled, no `no_sync()`) all ranks call it together,
+  /// for buffers are broadcast before; otherwise a rank may call it alone.
+  /// \throws c10::Error if a parameter that was frozen at the start has come to require grad
+  template <class... Args>
+  decltype(auto) operator()(Args&&... args);
+  template <class... Args>
+  decltype(auto) forward(Args&&... args) {
+    return (*this)(std::forward<Args>(args)...);
+  }
+
+  const M& module() const noexcept { return model_; }
+  auto operator->() const { return detail::module_pointer(model_); }
+
+  /// The trained parameters' gradients, flat: what an optimizer of mezzo's is made with.
+  GradBuckets& buckets() noexcept { return replica_.buckets(); }
+
+  /// While what it returns lives, backward passes only accumulate on this rank, and buffers are not
+  /// broadcast: for all micro-batches of a step but the last.
+  ///
+  ///     if (auto no_sync = ddp.no_sync(); true) ddp(batch).backward();
+  [[nodiscard]] GradBuckets::AccumulateOnly no_sync() { return buckets().accumulate_only(); }
+
+  /// Divides, in place and once, gradients that are sums until the optimizer on `buckets()` steps;
+  /// see above.
+  void average() { buckets().average(); }
+
+  /// Gives all ranks the root's buffers, as every training forward does; all ranks call it. Before
+  /// an evaluation, that is: the last training forward has changed each rank's on its own. Autograd
+  /// is not told, as it is not of what the modules themselves write there.
+  void broadcast_buffers() { replica_.broadcast_buffers(); }
+
+ private:
+  M model_;
+  detail::Replica replica_;
+};
+
+template <class M>
+DataParallel(M, AnyCommunicator) -> DataParallel<M>;
+template <class M>
+DataParallel(M, AnyCommunicator, DataParallelOptions) -> DataParallel<M>;
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/distributed/data_parallel_impl.h>  // IWYU pragma: export

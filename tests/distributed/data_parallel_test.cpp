@@ -1,0 +1,232 @@
+#include <torch/torch.h>
+//
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast.h>
+#include <mezzo/autocast_module.h>
+#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "alike_ranks.h"
+#include "recording_ranks.h"
+
+namespace {
+
+using distributed_test::AlikeRanks;
+using distributed_test::RecordingRanks;
+using grad_scaler_test::error_of;
+using mezzo::DataParallel;
+using testing::HasSubstr;
+
+/// Takes what cannot be copied, and gives it back.
+struct ManyArgumentsImpl : torch::nn::Module {
+  ManyArgumentsImpl() { weight = register_parameter("weight", torch::ones({2})); }
+  std::tuple<at::Tensor, std::unique_ptr<int>> forward(const at::Tensor& x,
+                                                       std::unique_ptr<int> passed,
+                                                       std::string& written, int times = 3) {
+    written += "!";
+    return {x * weight * times, std::move(passed)};
+  }
+  at::Tensor weight;
+};
+TORCH_MODULE(ManyArguments);
+
+template <class Ddp>
+void expect_passes_all_arguments(Ddp& ddp) {
+  auto passed = std::make_unique<int>(7);
+  std::string written;
+  auto [y, back] = ddp(torch::ones({2}), std::move(passed), written);
+  EXPECT_EQ(y[0].template item<int>(), 3);
+  EXPECT_EQ(*back, 7);
+  std::tie(y, back) = ddp.forward(torch::ones({2}), std::move(back), written, 5);
+  EXPECT_EQ(y[0].template item<int>(), 5);
+  EXPECT_EQ(written, "!!");
+}
+
+TEST(DataParallel, ForwardTakesAndGivesWhatTheModelsDoes) {
+  const ManyArguments model;
+  DataParallel ddp(model, AlikeRanks(2));
+  expect_passes_all_arguments(ddp);
+  DataParallel autocast(mezzo::AutocastModule(model, {.device = torch::kCPU}), AlikeRanks(2));
+  expect_passes_all_arguments(autocast);
+
+  std::shared_ptr<torch::nn::LinearImpl> pointer = torch::nn::Linear(2, 1).ptr();
+  DataParallel of_pointer(pointer, AlikeRanks(2));
+  EXPECT_EQ(of_pointer(torch::ones({3, 2})).size(1), 1);
+  torch::nn::Sequential layers(torch::nn::Linear(2, 4), torch::nn::ReLU());
+  DataParallel of_layers(layers, AlikeRanks(2));
+  EXPECT_EQ(of_layers(torch::ones({3, 2})).size(1), 4);
+}
+
+TEST(DataParallel, SharesTheModelUnderItsOwnNames) {
+  torch::nn::Linear model(2, 1);
+  DataParallel ddp(model, AlikeRanks(2));
+  EXPECT_EQ(ddp->weight.unsafeGetTensorImpl(), model->weight.unsafeGetTensorImpl());
+  EXPECT_EQ(ddp->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
+  EXPECT_EQ(ddp.module().get(), model.get());
+  DataParallel autocast(mezzo::AutocastModule(model, {.device = torch::kCPU}), AlikeRanks(2));
+  EXPECT_EQ(autocast->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
+}
+
+// In PyTorch's DataParallel, forward in another thread forgets autocast.
+TEST(DataParallel, ComputesUnderAutocastInAThreadThatKnowsNothingOfIt) {
+  const auto dtype_in_a_thread = [](auto& ddp) {
+    at::ScalarType dtype = at::kFloat;
+    std::thread([&] { dtype = ddp(torch::ones({3, 2})).scalar_type(); }).join();
+    return dtype;
+  };
+  torch::nn::Linear model(2, 1);
+  DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),
+                   AlikeRanks(2));
+  EXPECT_EQ(dtype_in_a_thread(ddp), at::kBFloat16);
+  DataParallel without(model, AlikeRanks(2));
+  const mezzo::Autocast<torch::kCPU> autocast;
+  EXPECT_EQ(dtype_in_a_thread(without), at::kFloat) << "a guard reaches its own thread alone";
+}
+
+TEST(DataParallel, BackwardMayRunInAnotherThread) {
+  torch::nn::Linear model(2, 1);
+  DataParallel ddp(model, AlikeRanks(4));
+  std::thread([&] { ddp(torch::ones({3, 2})).sum().backward(); }).join();
+  EXPECT_TRUE(at::equal(model->weight.grad(), torch::full({1, 2}, 3.)));
+}
+
+struct TwoLayersImpl : torch::nn::Module {
+  TwoLayersImpl() {
+    first = register_module("first", torch::nn::Linear(64, 64));
+    second = register_module("second", torch::nn::Linear(64, 64));
+    norm = register_module("norm", torch::nn::BatchNorm1d(64));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return norm->forward(second->forward(torch::tanh(first->forward(x))));
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+};
+TORCH_MODULE(TwoLayers);
+
+TEST(DataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
+  std::vector<std::string> log;
+  TwoLayers model;
+  DataParallel ddp(model, RecordingRanks(AlikeRanks(2), log), {.bucket_bytes = 64 * 64 * 4});
+  model->first->weight.register_hook([&](const at::Tensor&) { log.push_back("first layer"); });
+  model->second->weight.register_hook([&](const at::Tensor&) { log.push_back("second layer"); });
+  const at::Tensor loss = ddp(torch::randn({8, 64})).square().sum();
+  log.clear();
+  loss.backward();
+  EXPECT_THAT(
+      log, testing::ElementsAre("sum", "second layer", "sum", "sum", "first layer", "sum",
+                                        "max"))
+      << "norm and second bias; second weight, first bias; first weight, and who had which";
+}
+
+TEST(DataParallel, DecidesWithoutACollectiveOfItsOwn) {
+  std::vector<std::string> log;
+  TwoLayers model;
+  DataParallel ddp(model, RecordingRanks(AlikeRanks(2), log));
+  mezzo::optim::AdamW optimizer(ddp.buckets());
+  mezzo::GradScaler scaler;
+  log.clear();
+  const at::Tensor loss = ddp(torch::randn({8, 64})).square().sum();
+  EXPECT_THAT(log, testing::ElementsAre("broadcast", "broadcast")) << "float and integer buffers";
+  log.clear();
+  scaler.scale(loss).backward();
+  EXPECT_THAT(log, testing::ElementsAre("sum", "max"));
+  log.clear();
+  scaler.step(optimizer, {.max_norm = 1.0});
+  scaler.update();
+  EXPECT_TRUE(log.empty());
+}
+
+TEST(DataParallel, BroadcastsBuffersInTrainingAlone) {
+  std::vector<std::string> log;
+  TwoLayers model;
+  DataParallel ddp(model, RecordingRanks(AlikeRanks(2), log));
+  const at::Tensor x = torch::randn({8, 64});
+  log.clear();
+  {
+    const torch::NoGradGuard no_grad;
+    ddp(x);
+  }
+  {
+    const auto no_sync = ddp.no_sync();
+    ddp(x);
+  }
+  ddp->eval();
+  ddp(x);
+  ddp->train();
+  EXPECT_TRUE(log.empty());
+  ddp(x);
+  EXPECT_EQ(log.size(), 2U);
+  ddp.broadcast_buffers();
+  EXPECT_EQ(log.size(), 4U);
+
+  DataParallel never(model, RecordingRanks(AlikeRanks(2), log), {.broadcast_buffers = false});
+  log.clear();
+  never(x);
+  EXPECT_TRUE(log.empty());
+}
+
+TEST(DataParallel, NamesAParameterThatWasFrozenAndIsNoMore) {
+  TwoLayers model;
+  model->first->bias.requires_grad_(false);
+  DataParallel ddp(model, AlikeRanks(2));
+  EXPECT_EQ(ddp.buckets().parameters().size(), model->parameters().size() - 1);
+  ddp(torch::randn({8, 64})).sum().backward();
+  EXPECT_FALSE(model->first->bias.grad().defined());
+  model->first->bias.requires_grad_(true);
+  EXPECT_THAT(error_of([&] {
+                ddp(torch::randn({8, 64}));
+              }),
+              HasSubstr("the parameter first.bias was frozen when this was made"));
+  ddp->eval();
+  ddp(torch::randn({8, 64}));
+}
+
+TEST(DataParallel, TakesATiedWeightOnce) {
+  struct Tied : torch::nn::Module {
+    Tied() {
+      in = register_module("in", torch::nn::Linear(3, 3));
+      out = register_module("out", in);
+    }
+    at::Tensor forward(const at::Tensor& x) { return out->forward(in->forward(x)); }
+    torch::nn::Linear in{nullptr}, out{nullptr};
+  };
+  auto model = std::make_shared<Tied>();
+  DataParallel ddp(model, AlikeRanks(2));
+  EXPECT_EQ(ddp.buckets().parameters().size(), 2U);
+  ddp(torch::ones({1, 3})).sum().backward();
+  EXPECT_TRUE(model->in->weight.grad().defined());
+}
+
+TEST(DataParallel, RefusesWhatItCannotTrain) {
+  EXPECT_THAT(error_of([] { DataParallel(torch::nn::Linear(nullptr), AlikeRanks(2)); }),
+              HasSubstr("`model` is empty"));
+  EXPECT_THAT(error_of([] { DataParallel(torch::nn::ReLU(), AlikeRanks(2)); }),
+              HasSubstr("no parameter of the model requires grad"));
+  torch::nn::Linear model(2, 1);
+  EXPECT_THAT(error_of([&] { DataParallel(model, AlikeRanks(2), {.bucket_bytes = 0}); }),
+              HasSubstr("bucket_bytes is 0"));
+  EXPECT_THAT(error_of([&] { DataParallel(model, AlikeRanks(2), {.root = 2}); }),
+              HasSubstr("`root` must be 0 to 1, but is 2"));
+  DataParallel ddp(model, AlikeRanks(2));
+  EXPECT_THAT(error_of([&] {
+                ddp(torch::ones({1, 2}))
+                    .square()
+                    .sum()
+                    .backward({}, /*retain_graph=*/true,
+                              /*create_graph=*/true);
+              }),
+              HasSubstr("has a history (create_graph)"));
+}
+
+}  // namespace

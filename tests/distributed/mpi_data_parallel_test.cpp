@@ -1,0 +1,291 @@
+#include <torch/torch.h>
+//
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast_module.h>
+#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using mezzo::AnyCommunicator;
+using mezzo::DataParallel;
+using testing::HasSubstr;
+
+/// With running statistics, a frozen parameter and one that nobody uses.
+struct ReplicatedImpl : torch::nn::Module {
+  explicit ReplicatedImpl(int64_t seed = 3) {
+    torch::manual_seed(static_cast<uint64_t>(seed));
+    in = register_module("in", torch::nn::Linear(6, 12));
+    norm = register_module("norm", torch::nn::BatchNorm1d(12));
+    out = register_module("out", torch::nn::Linear(12, 2));
+    unused = register_parameter("unused", torch::randn({3}));
+    frozen = register_parameter("frozen", torch::randn({2}), /*requires_grad=*/false);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return out->forward(torch::tanh(norm->forward(in->forward(x)))) + frozen;
+  }
+  torch::nn::Linear in{nullptr}, out{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  at::Tensor unused, frozen;
+};
+TORCH_MODULE(Replicated);
+
+/// The same without batch norm, whose statistics are those of a rank's part of the batch.
+struct WithoutNormImpl : torch::nn::Module {
+  WithoutNormImpl() {
+    torch::manual_seed(3);
+    in = register_module("in", torch::nn::Linear(6, 12));
+    out = register_module("out", torch::nn::Linear(12, 2));
+  }
+  at::Tensor forward(const at::Tensor& x) { return out->forward(torch::tanh(in->forward(x))); }
+  torch::nn::Linear in{nullptr}, out{nullptr};
+};
+TORCH_MODULE(WithoutNorm);
+
+at::Tensor whole_batch(int64_t step) {
+  torch::manual_seed(100 + static_cast<uint64_t>(step));
+  return torch::randn({12, 6});  // parts for 1, 2, 3 and 4 ranks
+}
+at::Tensor own_part(const AnyCommunicator& world, int64_t step) {
+  return whole_batch(step).chunk(world.size())[static_cast<std::size_t>(world.rank())];
+}
+
+void expect_same_bits_on_all_ranks(AnyCommunicator& world, const at::Tensor& tensor,
+                                   const std::string& name) {
+  const at::Tensor bits = tensor.detach().contiguous().view({-1}).view(at::kByte);
+  const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
+  world.all_gather(all, bits).wait();
+  for (int rank = 0; rank < world.size(); ++rank) {
+    EXPECT_TRUE(at::equal(all[rank], bits)) << name << " on rank " << rank;
+  }
+}
+
+using MakesOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(
+    DataParallel<WithoutNorm>& ddp, bool on_buckets)>;
+
+template <class Optimizer, class Options>
+MakesOptimizer makes(Options options) {
+  return [options](DataParallel<WithoutNorm>& ddp,
+                   bool on_buckets) -> std::unique_ptr<torch::optim::Optimizer> {
+    if (on_buckets) return std::make_unique<Optimizer>(ddp.buckets(), options);
+    return std::make_unique<Optimizer>(ddp->parameters(), options);
+  };
+}
+
+struct Trained {
+  std::vector<at::Tensor> weights;
+  std::vector<double> norms;
+};
+
+/// Six steps on the parts of the batches; two micro-batches a step, the first of which stays here.
+Trained train(AnyCommunicator world, const MakesOptimizer& make, bool on_buckets) {
+  WithoutNorm model;
+  DataParallel ddp(model, world, {.bucket_bytes = 128});
+  const auto optimizer = make(ddp, on_buckets);
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(256));
+  Trained trained;
+  for (int64_t step = 0; step < 6; ++step) {
+    ddp->zero_grad();
+    {
+      const auto no_sync = ddp.no_sync();
+      scaler.scale(ddp(own_part(world, 2 * step)).square().mean()).backward();
+    }
+    scaler.scale(ddp(own_part(world, 2 * step + 1)).square().mean()).backward();
+    const auto result = scaler.step(*optimizer, {.max_norm = 0.5});
+    scaler.update();
+    trained.norms.push_back(result.grad_norm().value());
+  }
+  for (const at::Tensor& weight : model->parameters()) {
+    expect_same_bits_on_all_ranks(world, weight, "a weight");
+    trained.weights.push_back(weight.detach());
+  }
+  return trained;
+}
+
+/// One process with the whole batches, each at once.
+Trained train_on_whole_batches(torch::optim::Optimizer& optimizer, WithoutNorm model) {
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(256));
+  Trained trained;
+  for (int64_t step = 0; step < 6; ++step) {
+    model->zero_grad();
+    const at::Tensor loss = model->forward(whole_batch(2 * step)).square().mean() +
+                            model->forward(whole_batch(2 * step + 1)).square().mean();
+    scaler.scale(loss).backward();
+    trained.norms.push_back(scaler.step(optimizer, {.max_norm = 0.5}).grad_norm().value());
+    scaler.update();
+  }
+  for (const at::Tensor& weight : model->parameters()) trained.weights.push_back(weight.detach());
+  return trained;
+}
+
+void expect_close(const Trained& trained, const Trained& wanted, double tolerance) {
+  ASSERT_EQ(trained.weights.size(), wanted.weights.size());
+  for (std::size_t i = 0; i < wanted.weights.size(); ++i) {
+    EXPECT_TRUE(at::allclose(trained.weights[i], wanted.weights[i], tolerance, tolerance));
+  }
+  ASSERT_EQ(trained.norms.size(), wanted.norms.size());
+  for (std::size_t i = 0; i < wanted.norms.size(); ++i) {
+    EXPECT_NEAR(trained.norms[i], wanted.norms[i], tolerance * wanted.norms[i]);
+  }
+}
+
+TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWhoeverDivides) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const std::vector<MakesOptimizer> optimizers = {
+      makes<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
+      makes<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2).eps(1e-3)),
+      makes<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-1).momentum(0.9)),
+      makes<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-3)),
+      makes<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
+  };
+  for (const MakesOptimizer& make : optimizers) {
+    const Trained folded = train(world, make, /*on_buckets=*/true);
+    const Trained in_backward = train(world, make, /*on_buckets=*/false);
+    const bool is_power_of_two = (world.size() & (world.size() - 1)) == 0;
+    expect_close(folded, in_backward, is_power_of_two ? 0 : 1e-5);
+
+    struct Alone {  // a communicator of one, which only says what parameters there are
+      int rank() const { return 0; }
+      int size() const { return 1; }
+      bool serves(c10::DeviceType) const { return true; }
+      mezzo::CollectiveRequest all_reduce(const at::Tensor&, mezzo::Reduction) { return {}; }
+      mezzo::CollectiveRequest broadcast(const at::Tensor&, int) { return {}; }
+      mezzo::CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
+        at::Tensor(output).view({-1}).copy_(input.view({-1}));
+        return {};
+      }
+      mezzo::CollectiveRequest reduce_scatter(const at::Tensor&, const at::Tensor&,
+                                              mezzo::Reduction) {
+        return {};
+      }
+      mezzo::CollectiveRequest barrier() { return {}; }
+    };
+    WithoutNorm model;
+    DataParallel alone(model, Alone{});
+    const auto optimizer = make(alone, false);
+    expect_close(folded, train_on_whole_batches(*optimizer, model), 2e-5);
+  }
+}
+
+TEST(MpiDataParallel, StartsWithTheRootsWeightsAndBuffers) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const int root = world.size() - 1;
+  Replicated model(world.rank()), roots(root);
+  model->norm->running_mean.fill_(world.rank());
+  model->norm->num_batches_tracked.fill_(world.rank());
+  const DataParallel ddp(model, world, {.root = root});
+  for (const auto& item : model->named_parameters()) {
+    EXPECT_TRUE(at::equal(item.value(), roots->named_parameters()[item.key()])) << item.key();
+  }
+  EXPECT_TRUE(at::equal(model->norm->running_mean, torch::full({12}, static_cast<float>(root))));
+  EXPECT_EQ(model->norm->num_batches_tracked.item<int>(), root);
+}
+
+TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  if (world.size() == 1) GTEST_SKIP() << "one rank is like itself";
+  const int last = world.size() - 1;
+  const auto error_with = [&](const std::function<void(Replicated&)>& change) {
+    Replicated model;
+    if (world.rank() == last) change(model);
+    return error_of([&] { DataParallel(model, world); });
+  };
+  const std::string of_last = "rank " + std::to_string(last) + " has another model than rank 0";
+  EXPECT_THAT(
+      error_with([](Replicated& model) { model->register_parameter("more", torch::ones(1)); }),
+      testing::AllOf(HasSubstr(of_last), HasSubstr("more")));
+  EXPECT_THAT(
+      error_with([](Replicated& model) { model->register_buffer("state", torch::ones(1)); }),
+      testing::AllOf(HasSubstr(of_last), HasSubstr("state")));
+  EXPECT_THAT(
+      error_with([](Replicated& model) { model->replace_module("out", torch::nn::Linear(12, 4)); }),
+      testing::AllOf(HasSubstr("out.weight"), HasSubstr("[4, 12]"), HasSubstr("[2, 12]")));
+  EXPECT_THAT(error_with([](Replicated& model) { model->in->to(at::kBFloat16); }),
+              testing::AllOf(HasSubstr("in.weight: BFloat16"), HasSubstr("in.weight: Float")));
+  EXPECT_THAT(error_with([](Replicated& model) { model->in->bias.requires_grad_(false); }),
+              testing::AllOf(HasSubstr("in.bias"), HasSubstr("not trained")));
+  // The communicator is as good as before.
+  Replicated model;
+  DataParallel ddp(model, world);
+  ddp(own_part(world, 0)).sum().backward();
+}
+
+TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Replicated model, roots_alone;
+  DataParallel ddp(model, world);
+  mezzo::optim::SGD optimizer(ddp.buckets(), mezzo::optim::SGDOptions(0.1));
+  for (int64_t step = 0; step < 4; ++step) {
+    ddp->zero_grad();
+    ddp(own_part(world, step)).square().sum().backward();
+    const torch::NoGradGuard no_grad;
+    roots_alone->train();
+    for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+      roots_alone->parameters()[i].copy_(model->parameters()[i]);
+    }
+    roots_alone->forward(whole_batch(step).chunk(world.size())[0]);
+    optimizer.step();
+  }
+  if (world.rank() == 0) {
+    ddp->eval();
+    ddp(own_part(world, 0));  // alone
+    ddp->train();
+  } else {
+    EXPECT_FALSE(at::equal(model->norm->running_mean, roots_alone->norm->running_mean))
+        << "since the last forward";
+  }
+  ddp.broadcast_buffers();
+  EXPECT_TRUE(at::equal(model->norm->running_mean, roots_alone->norm->running_mean));
+  EXPECT_TRUE(at::equal(model->norm->running_var, roots_alone->norm->running_var));
+  EXPECT_EQ(model->norm->num_batches_tracked.item<int64_t>(), 4);
+  EXPECT_FALSE(model->unused.grad().defined());
+  EXPECT_FALSE(model->frozen.grad().defined());
+}
+
+// In PyTorch the second forward's broadcast breaks the first one's backward on all ranks but one.
+TEST(MpiDataParallel, TwoForwardsMayComeBeforeOneBackward) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Replicated model;
+  DataParallel ddp(model, world);
+  const at::Tensor first = ddp(own_part(world, 0));
+  const at::Tensor second = ddp(own_part(world, 1));
+  (first.square().sum() + second.square().sum()).backward();
+  expect_same_bits_on_all_ranks(world, model->in->weight.grad(), "a gradient");
+}
+
+TEST(MpiDataParallel, TrainsUnderAutocast) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  WithoutNorm model;
+  const at::Tensor before = model->in->weight.detach().clone();
+  DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),
+                   world);
+  mezzo::optim::AdamW optimizer(ddp.buckets(), 1e-2);
+  for (int64_t step = 0; step < 3; ++step) {
+    const at::Tensor y = ddp(own_part(world, step));
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    y.to(at::kFloat).square().mean().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  EXPECT_FALSE(at::equal(before, model->in->weight));
+  for (const auto& item : model->named_parameters()) {
+    expect_same_bits_on_all_ranks(world, item.value(), item.key());
+  }
+}
+
+}  // namespace
