@@ -37,7 +37,7 @@ inline at::Tensor reduce_rows(const at::Tensor& rows, Reduction reduction) {
   return reduced;
 }
 
-inline bool is_low_precision(const at::Tensor& tensor) {
+inline bool is_added_in_float(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
 }
 
@@ -124,7 +124,7 @@ inline CollectiveRequest MpiCollectives::all_reduce(const at::Tensor& tensor, Re
       CollectiveCall{Collective::all_reduce, tensor.scalar_type(), tensor.numel(), reduction});
   const std::string context = queue_.context(operation->call);
   const WrittenTensor written(tensor, WrittenTensor::Contents::read);
-  const bool in_float = is_low_precision(tensor);
+  const bool in_float = is_added_in_float(tensor);
   for_each_run(tensor.numel(), tensor.element_size(), 1, [&](int64_t begin, int64_t length) {
     const at::Tensor run = written.flat().narrow(0, begin, length);
     operation->parts.push_back(in_float ? reduced_in_float(run, reduction, context)
@@ -265,7 +265,7 @@ inline CollectiveRequest MpiCollectives::reduce_scatter(const at::Tensor& output
   const WrittenTensor written(output, WrittenTensor::Contents::replaced,
                               !output.is_alias_of(input));
   const at::Tensor rows = input.detach().contiguous().view({size(), output.numel()});
-  const bool in_float = is_low_precision(input);
+  const bool in_float = is_added_in_float(input);
   for_each_run(output.numel(), output.element_size(), size(), [&](int64_t begin, int64_t length) {
     const at::Tensor to = written.flat().narrow(0, begin, length);
     const at::Tensor from = rows.narrow(1, begin, length).contiguous();
