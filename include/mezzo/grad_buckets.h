@@ -77,6 +77,12 @@ class GradBuckets {
   const std::vector<at::Tensor>& parameters() const noexcept;
   const std::vector<GradBucket>& buckets() const noexcept;
 
+  /// Gradients of several ranks (distributed/grad_all_reduce.h) that an optimizer is to divide are
+  /// sums until it does: this divides them now, in place, once. For those who read or change
+  /// parameters' gradients themselves before the step; what is read here has been divided anyway.
+  /// Does nothing where they are averages.
+  void average();
+
   /// Takes stock of the gradients as they are now: see above. All calls below begin with it; call
   /// it before reading `GradBucket::flat`.
   /// \throws c10::Error if a gradient has another shape, dtype or device than its parameter
@@ -110,11 +116,6 @@ class GradBuckets {
   /// As `Module::zero_grad`: undefines all gradients, or with `false` sets those that there are
   /// to zero (flat: one fill a bucket).
   void zero_grad(bool set_to_none = true);
-
-  /// Gradients of several ranks (distributed/grad_all_reduce.h) that an optimizer is to divide are
-  /// sums until it does: this divides them now, in place, once. For those who look at gradients or
-  /// change them before the step. Does nothing where they are averages.
-  void average();
 
   /// Groups the parameters anew, in the order in which the last backward pass made their gradients
   /// (those that it did not reach come last, in their present order). Values stay; addresses of

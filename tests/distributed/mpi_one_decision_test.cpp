@@ -216,7 +216,8 @@ TEST(MpiOneDecision, HoldsForStepsInAllForms) {
                                        }};
   for (const StepWith& step : forms) {
     for (const OptimizerFor& optimizer : optimizers()) {
-      expect_decided_as_one({.optimizer = optimizer, .step = step});
+      expect_decided_as_one(
+          {.optimizer = optimizer, .step = step, .bucket_bytes = mezzo::kDefaultBucketBytes});
     }
   }
 }

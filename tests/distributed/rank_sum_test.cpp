@@ -323,6 +323,11 @@ TEST(RankSum, IsDividedForOtherOptimizersThroughTheScaler) {
   expect_as_alone(make, scaled_loop(step_and_clip, kDisabled));
   expect_as_alone(make, scaled_loop(unscale_clip_and_step, kDisabled));
   for (const bool enabled : {false, true}) {
+    expect_as_alone(make, scaled_loop(
+                              [](Training& training, GradScaler& scaler) {
+                                scaler.step(*training.optimizer, mezzo::StepOptions{});
+                              },
+                              GradScalerOptions().enabled(enabled)));
     expect_as_alone(make, scaled_loop([](Training& training,
                                          GradScaler& scaler) { scaler.step(*training.optimizer); },
                                       GradScalerOptions().enabled(enabled)));
@@ -521,6 +526,54 @@ TEST(RankSum, ThatNobodyTakesForSomeStepsIsWarnedAboutOnce) {
   steps(5, other);
   ASSERT_EQ(warnings.texts.size(), 1U);
   EXPECT_THAT(warnings.texts[0], testing::HasSubstr("its gradients were 4 times too large"));
+}
+
+// Gradients that are clipped as sums over 3 ranks are clipped to a third of the bound, and to a
+// 1024th of that.
+TEST(RankSum, ThatIsClippedBeforeItIsUnscaledIsNoticed) {
+  const MakeOptimizer beside = [](GradBuckets* buckets, RankSumNet& net) {
+    return std::make_unique<Beside<torch::optim::SGD>>(buckets, net->parameters(), 1e-3);
+  };
+  for (const MakeOptimizer& make : {sgd(), beside}) {
+    RankSumWarnings warnings;
+    const Loop loop = [](Training& training) {
+      GradScaler scaler(GradScalerOptions().init_scale(1024));
+      for (int64_t i = 0; i < 12; ++i) {
+        training.net->zero_grad();
+        scaler.scale(loss_of(training.net, i)).backward();
+        torch::nn::utils::clip_grad_norm_(training.net->parameters(), 0.1);
+        scaler.step(*training.optimizer);
+        scaler.update();
+      }
+    };
+    train_together(3, make, loop, at::kFloat);
+    ASSERT_EQ(warnings.texts.size(), 1U);
+    EXPECT_THAT(warnings.texts[0], testing::HasSubstr("clipped while they still carry"));
+  }
+}
+
+TEST(RankSum, IsAnAverageWhereBucketsAreRead) {
+  RankSumNet net, alone;
+  loss_of(alone, 0).backward();
+  GradBuckets wanted(alone->parameters(), flat());
+  const at::Tensor one = torch::ones({});
+  const std::vector<std::function<at::Tensor(GradBuckets&)>> readers = {
+      [&](GradBuckets& buckets) { return buckets.summarize(one).sum_of_squares; },
+      [&](GradBuckets& buckets) {
+        return buckets.statistics(one, at::kHalf).summary.sum_of_squares;
+      },
+      [](GradBuckets& buckets) { return buckets.gradients().at(0).gradient; },
+      [](GradBuckets& buckets) {
+        buckets.collect();
+        return buckets.buckets().at(0).flat;
+      }};
+  for (const auto& read : readers) {
+    DataParallel ddp(net, AlikeRanks(4), {.bucket_bytes = 128});
+    mezzo::optim::AdamW optimizer(ddp.buckets());
+    net->zero_grad();
+    loss_of(net, 0).backward();
+    EXPECT_TRUE(at::equal(read(ddp.buckets()), read(wanted)));
+  }
 }
 
 TEST(RankSum, WithoutAnOptimizerOnTheBucketsIsAnAverage) {

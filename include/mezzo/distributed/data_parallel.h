@@ -42,11 +42,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// up, and the division goes into the factor that takes the loss scale off: it costs no pass. Until
 /// then, as they carry the loss scale, gradients are sums, `ranks` times too large. Whoever goes
 /// through GradScaler (`unscale_`, `step` of any optimizer, clip_grad.h) or through a step of any
-/// optimizer of mezzo's sees averages, divided once; whoever reads or clips gradients by himself
-/// calls `average()` first, and so does a bare `step()` of an optimizer of libtorch's that stands
-/// beside one on `buckets()`. Without an optimizer on `buckets()` gradients are averages when
-/// `backward()` returns, for one more pass over them; with 2, 4, 8 ... ranks the results are the
-/// same bits (but for gradients near the ends of their dtype's range), with others within rounding.
+/// optimizer of mezzo's sees averages, divided once; whoever reads, clips or replaces gradients by
+/// himself calls `average()` first, and so does who calls a bare `step()` of an optimizer of
+/// libtorch's beside one on `buckets()`. Without an optimizer on `buckets()` gradients are averages
+/// when `backward()` returns, for one more pass over them; with 2, 4, 8 ... ranks the results are
+/// the same bits (but for gradients near the ends of their dtype's range), with others within
+/// rounding.
 ///
 /// **Parameters.** Those that require grad when it is made are trained; a frozen one that is to be
 /// trained later wants a new DataParallel. For those that only some ranks use, or none, for passes

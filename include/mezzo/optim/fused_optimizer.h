@@ -40,7 +40,9 @@ namespace optim {
 
 /// What a step is told about the gradients on one device, in tensors of one element there.
 struct DeviceVerdict {
-  at::Tensor inv_scale;       ///< float: gradients are multiplied by it before anything else
+  /// float: gradients are multiplied by it before anything else. Of gradients that are sums over
+  /// ranks (distributed/grad_all_reduce.h) it makes averages too; without a verdict a step does.
+  at::Tensor inv_scale;
   at::Tensor found_inf;       ///< float: unless 0, the step leaves everything as it is
   at::Tensor sum_of_squares;  ///< double: of all gradients, on all devices, times inv_scale
 };

@@ -68,7 +68,8 @@ class AllReduceExchange : public BucketExchange {
   }
   void begin(std::size_t bucket) override {
     const at::Tensor& flat = gradients_.buckets()[bucket].flat;
-    if (average_ && !reader_divides_) flat.mul_(1. / communicator_.size());
+    if (average_ && !reader_divides_ && communicator_.size() > 1)
+      flat.mul_(1. / communicator_.size());
     requests_.add(communicator_.all_reduce(flat, Reduction::sum));
   }
   void poll() override { requests_.poll(); }

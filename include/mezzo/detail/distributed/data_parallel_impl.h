@@ -18,13 +18,14 @@ const torch::nn::Module& module_of(const M& model) {
   return *pointer;
 }
 
-/// As one calls it: a holder's own call operator, or forward.
+/// Its forward; or where that wants more arguments, its call operator: AutocastModule's knows the
+/// default ones.
 template <ModelHandle M, class... Args>
 decltype(auto) call_forward(M& model, Args&&... args) {
-  if constexpr (ModuleHolderLike<M>) {
-    return model(std::forward<Args>(args)...);
-  } else {
+  if constexpr (requires { model->forward(std::forward<Args>(args)...); }) {
     return model->forward(std::forward<Args>(args)...);
+  } else {
+    return model(std::forward<Args>(args)...);
   }
 }
 

@@ -53,15 +53,24 @@ inline const std::vector<GradBucket>& GradBuckets::buckets() const noexcept {
   return state_->buckets();
 }
 
-inline void GradBuckets::collect() { state_->collect(); }
+inline void GradBuckets::average() { detail::average_rank_sums(state_->parameters()); }
 
-inline std::vector<BucketGradient> GradBuckets::gradients() { return state_->gradients(); }
+inline void GradBuckets::collect() {
+  average();
+  state_->collect();
+}
+
+inline std::vector<BucketGradient> GradBuckets::gradients() {
+  average();
+  return state_->gradients();
+}
 
 inline std::vector<std::size_t> GradBuckets::sparse_gradients() {
   return state_->sparse_gradients();
 }
 
 inline GradientSummary GradBuckets::summarize(const at::Tensor& inv_scale) {
+  average();
   return state_->summarize(inv_scale);
 }
 
@@ -69,12 +78,11 @@ inline void GradBuckets::forget_reads() { state_->forget_reads(); }
 
 inline GradientStatistics GradBuckets::statistics(const at::Tensor& inv_scale,
                                                   at::ScalarType low_precision) {
+  average();
   return state_->statistics(inv_scale, low_precision);
 }
 
 inline void GradBuckets::zero_grad(bool set_to_none) { state_->zero_grad(set_to_none); }
-
-inline void GradBuckets::average() { detail::average_rank_sums(state_->parameters()); }
 
 inline void GradBuckets::regroup() { state_->regroup(); }
 

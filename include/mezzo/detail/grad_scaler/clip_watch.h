@@ -120,7 +120,7 @@ class ClipWatch {
 
   /// The numbers of a step that a device decides; with its largest magnitude sent, they are looked
   /// at once they have arrived.
-  void expect(const void* optimizer, std::shared_ptr<Letter> letter, double rank_factor) {
+  void expect(const void* optimizer, std::shared_ptr<Letter> letter, double rank_factor = 1.0) {
     expected_.push_back({optimizer, std::move(letter), rank_factor});
   }
 
