@@ -6,6 +6,7 @@
 #include <mezzo/distributed/mpi_communicator.h>
 #endif
 #ifdef BERT_NER_NCCL
+#include <ATen/DeviceAccelerator.h>
 #include <mezzo/distributed/c10d_communicator.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
@@ -66,13 +67,18 @@ Ranks::Job Ranks::join_with_nccl() {
                      " on this machine, which has fewer GPUs; start one process a GPU");
   }
   const torch::Device device(torch::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
-  c10::impl::VirtualGuardImpl(torch::kCUDA).setDevice(device);
+  at::accelerator::setDeviceIndex(device.index());
   mezzo::C10dCommunicator world(
       c10::make_intrusive<c10d::ProcessGroupNCCL>(mezzo::meet(environment), environment.rank,
                                                   environment.world_size),
       {torch::kCUDA});
-  return {nullptr, std::move(world),       device,
-          1,       environment.local_rank, [](int status) { std::_Exit(status); }};
+  const auto here = mezzo::ProcessGroupEnvironment::of_this_process("LOCAL_WORLD_SIZE");
+  return {nullptr,
+          std::move(world),
+          device,
+          here ? std::stoi(*here) : 1,
+          environment.local_rank,
+          [](int status) { std::_Exit(status); }};
 }
 
 #else
