@@ -68,12 +68,14 @@ class Distributed : public test::ProgramRuns {
     return child;
   }
 
-  /// Two epochs of four steps, of batches that do not come out even: the last has one sentence.
+  /// Two epochs of four steps, of batches that do not come out even: the last has one sentence. The
+  /// scores are of four batches.
   Arguments short_run(const std::string& save, Arguments more = {}) const {
     Arguments arguments{"--model",         BERT_NER_TEST_DATA "/tiny_bert",
-                        "--data",          corpus_.string(),
+                        "--train",         corpus_.string(),
+                        "--valid",         valid_.string(),
                         "--epochs",        "2",
-                        "--batch-size",    "4",
+                        "--batch-size",    "5",
                         "--accumulate",    "2",
                         "--class-weights", "B-person=2",
                         "--precision",     "fp32",
@@ -118,6 +120,8 @@ class Distributed : public test::ProgramRuns {
     EXPECT_EQ(count_of(outcome.err, "bert_ner: "), 1U) << outcome.err;
     for (const auto& part : parts) EXPECT_THAT(outcome.err, HasSubstr(part));
   }
+
+  fs::path valid_ = test::write_tiny_corpus(scratch_, "valid.txt", 100);
 
  private:
   static std::vector<float> floats(const TensorView& tensor) {
