@@ -4,8 +4,10 @@
 //
 //     mpiexec -n 4 data_parallel_mpi_bench [ROUNDS]
 //
-// One thread a rank. "begun early" is the share of the bytes whose collective had begun before the
-// backward pass came to its last gradient: the order of events, and no claim of speed.
+// One thread a rank. "MB sent" is what a ring sends from each rank: of an all-reduce twice, of a
+// reduce-scatter and of an all-gather once (N - 1) / N of the bucket. "begun early" is the share of
+// it whose collective had begun before the backward pass came to its last gradient: the order of
+// events, and no claim of speed.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/communicator.h>
@@ -34,13 +36,14 @@ using mezzo::Reduction;
 
 constexpr int64_t kBucketBytes = int64_t{25} << 20;  // DistributedDataParallel's default
 
-/// What one backward pass sends, and when.
+/// What a rank sends in one backward pass, and when.
 struct Traffic {
-  int64_t bytes = 0;
-  int64_t begun_early = 0;  ///< of the bytes, before the last gradient
+  double bytes = 0;
+  double begun_early = 0;  ///< of the bytes, before the last gradient
   int collectives = 0;
-  int64_t pending = 0;  ///< begun since the last gradient that has come so far
-  void begin(int64_t sent) {
+  double pending = 0;  ///< begun since the last gradient that has come so far
+
+  void begin(double sent) {
     bytes += sent;
     pending += sent;
     ++collectives;
@@ -51,6 +54,11 @@ struct Traffic {
   }
 };
 
+double bytes_of(const at::Tensor& tensor) { return static_cast<double>(tensor.nbytes()); }
+
+/// How much of a bucket a rank of `ranks` sends in a reduce-scatter, or in an all-gather.
+double share_sent(int ranks) { return 1. - 1. / ranks; }
+
 /// Counts what another communicator is given.
 class CountedCommunicator {
  public:
@@ -60,19 +68,19 @@ class CountedCommunicator {
   int size() const { return counted_.size(); }
   bool serves(c10::DeviceType device) const { return counted_.serves(device); }
   CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction) {
-    traffic_->begin(static_cast<int64_t>(tensor.nbytes()));
+    traffic_->begin(2 * share_sent(size()) * bytes_of(tensor));
     return counted_.all_reduce(tensor, reduction);
   }
   CollectiveRequest broadcast(const at::Tensor& tensor, int root) {
     return counted_.broadcast(tensor, root);
   }
   CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
-    traffic_->begin(static_cast<int64_t>(input.nbytes()));
+    traffic_->begin(share_sent(size()) * bytes_of(output));
     return counted_.all_gather(output, input);
   }
   CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                    Reduction reduction) {
-    traffic_->begin(static_cast<int64_t>(input.nbytes()));
+    traffic_->begin(share_sent(size()) * bytes_of(input));
     return counted_.reduce_scatter(output, input, reduction);
   }
   CollectiveRequest barrier() { return counted_.barrier(); }
@@ -157,7 +165,7 @@ std::shared_ptr<Training> with_mezzo(mezzo::AnyCommunicator world,
 
 using Peers = std::vector<std::pair<std::string, std::shared_ptr<Training>>>;
 
-/// `on_all_reduce` hears of the bytes that the Reducer sends.
+/// `on_all_reduce` hears of the bytes that are reduced.
 c10::intrusive_ptr<c10d::ProcessGroup> mpi_group(const mezzo::AnyCommunicator& world,
                                                  std::function<void(int64_t)> on_all_reduce) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(world.rank(), world.size());
@@ -172,15 +180,14 @@ c10::intrusive_ptr<c10d::ProcessGroup> mpi_group(const mezzo::AnyCommunicator& w
 void print(const Peers& peers, const Interleaved& turns, int ranks, int rounds) {
   std::printf("%d ranks, 1 thread each, 22.6 M float gradients, %d rounds\n\n", ranks, rounds);
   std::printf("%-40s %9s %9s %11s %12s %11s %12s\n", "forward and backward", "ms", "best ms",
-              "x alone", "collectives", "MB a rank", "begun early");
+              "x alone", "collectives", "MB sent", "begun early");
   for (std::size_t i = 0; i < peers.size(); ++i) {
     const Traffic& traffic = *peers[i].second->traffic;
     std::printf("%-40s %9.1f %9.1f %11.3f", peers[i].first.c_str(), turns.median_ms(i),
                 turns.best_ms(i), turns.median_ratio(i, 0));
     if (traffic.bytes > 0) {
-      std::printf(
-          " %12d %11.1f %11.0f%%", traffic.collectives, static_cast<double>(traffic.bytes) / 1e6,
-          100.0 * static_cast<double>(traffic.begun_early) / static_cast<double>(traffic.bytes));
+      std::printf(" %12d %11.1f %11.0f%%", traffic.collectives, traffic.bytes / 1e6,
+                  100 * traffic.begun_early / traffic.bytes);
     }
     std::printf("\n");
   }
@@ -198,13 +205,17 @@ int main(int argc, char** argv) {
 
   Traffic* reducers_traffic = nullptr;
   const auto group = mpi_group(world, [&](int64_t bytes) {
-    if (reducers_traffic != nullptr) reducers_traffic->begin(bytes);
+    if (reducers_traffic == nullptr) return;
+    reducers_traffic->begin(2 * share_sent(world.size()) * static_cast<double>(bytes));
   });
   const Peers peers = {{"no communication", alone()},
                        {"one all-reduce a parameter, afterwards", after_the_pass(world)},
                        {"c10d::Reducer, MPI in a thread", with_reducer(group)},
                        {"mezzo, averages", with_mezzo(world, {})},
-                       {"mezzo, sums (folded average)", with_mezzo(world, {.average = false})}};
+                       {"mezzo, sums (folded average)", with_mezzo(world, {.average = false})},
+                       {"mezzo, in bfloat16", with_mezzo(world, {.send_dtype = at::kBFloat16})},
+                       {"mezzo, in bfloat16, error feedback",
+                        with_mezzo(world, {.send_dtype = at::kBFloat16, .error_feedback = true})}};
   reducers_traffic = peers[2].second->traffic.get();
   Interleaved turns(/*by_thread_clock=*/false);
   for (const auto& [name, training] : peers) {

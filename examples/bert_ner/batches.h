@@ -47,7 +47,7 @@ struct Batch {
   torch::Tensor ids;     ///< int64 [batch, length]
   torch::Tensor mask;    ///< bool [batch, length], true where real; undefined if nothing is padded
   torch::Tensor labels;  ///< int64 [batch, length]
-  int64_t tokens = 0;    ///< ids that are no padding
+  int64_t tokens = 0;    ///< ids that are no padding, of the whole batch
 };
 
 struct Padding {
@@ -55,9 +55,16 @@ struct Padding {
   int64_t multiple = 1;  ///< lengths are rounded up to it: 8 keeps tensor cores busy
 };
 
+/// One of several parts of a batch, as many as there are ranks.
+struct Part {
+  int number = 0, of = 1;
+};
+
 /// Pads the examples to the longest among them. `max_length` of make_examples bounds the rounding
-/// up.
+/// up. A part's rows are neighbours, as many as in any other part or one more, padded as in the
+/// whole batch, whose tokens it counts; where there are too few examples it is one row without
+/// labels, so that whoever has it still has something to compute.
 Batch collate(std::span<const Example> examples, std::span<const std::size_t> positions,
-              Padding padding, int64_t max_length, torch::Device device);
+              Padding padding, int64_t max_length, torch::Device device, Part part = {});
 
 }  // namespace bert_ner

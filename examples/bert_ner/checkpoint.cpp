@@ -1,7 +1,11 @@
 #include "checkpoint.h"
 
+#include <array>
+#include <cstring>
 #include <map>
 #include <optional>
+#include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -33,8 +37,15 @@ torch::Tensor random_state(torch::Device device) {
   return generator.get_state();
 }
 
+/// "cpu", "cuda:0.rank1". A rank's only GPU is number 0, whichever it has on its machine.
+std::string random_state_name(torch::Device device, int rank) {
+  return (device.is_cpu() ? "cpu" : "cuda:0") +
+         (rank == 0 ? std::string() : ".rank" + std::to_string(rank));
+}
+
 /// Everything that moves besides the weights, by name.
-std::map<std::string, torch::Tensor> state_tensors(const Trainer& trainer) {
+std::map<std::string, torch::Tensor> state_tensors(const Trainer& trainer,
+                                                   const RandomStates& random) {
   std::map<std::string, torch::Tensor> tensors;
   const auto& states = trainer.optimizer.state();
   for (const auto& parameter : trainer.model->named_parameters()) {
@@ -51,15 +62,13 @@ std::map<std::string, torch::Tensor> state_tensors(const Trainer& trainer) {
   }
   tensors["schedule.applied_steps"] =
       torch::tensor(trainer.schedule.applied_steps(), torch::kInt64);
-  const auto device = trainer.model->parameters().front().device();
-  tensors["random.cpu"] = random_state(torch::kCPU);
-  if (!device.is_cpu()) tensors["random." + device.str()] = random_state(device);
+  for (const auto& [name, state] : random) tensors["random." + name] = state;
   for (auto& [name, tensor] : tensors) tensor = tensor.cpu().contiguous();
   return tensors;
 }
 
-void write_state(const fs::path& folder, const Trainer& trainer) {
-  const auto tensors = state_tensors(trainer);
+void write_state(const fs::path& folder, const Trainer& trainer, const RandomStates& random) {
+  const auto tensors = state_tensors(trainer, random);
   std::vector<TensorView> views;
   for (const auto& [name, tensor] : tensors) views.push_back(view_of(name, tensor));
   static_cast<void>(write_safetensors(folder / kStateTensors, views));
@@ -135,8 +144,14 @@ void load_optimizer(const StateReader& reader, Trainer& trainer) {
   }
 }
 
-void load_random_state(const StateReader& reader, torch::Device device) {
-  const auto state = reader.read("random." + device.str(), torch::kUInt8);
+int ranks_of(const StateReader& reader) {
+  int ranks = 1;
+  while (reader.has("random." + random_state_name(torch::kCPU, ranks))) ++ranks;
+  return ranks;
+}
+
+void load_random_state(const StateReader& reader, torch::Device device, int rank) {
+  const auto state = reader.read("random." + random_state_name(device, rank), torch::kUInt8);
   auto generator = generator_of(device);
   const std::lock_guard<std::mutex> lock(generator.mutex());
   generator.set_state(state);
@@ -172,14 +187,42 @@ void check_ranges(const RunRecord& record, const fs::path& path) {
 
 }  // namespace
 
+RandomStates random_states(torch::Device device, const Ranks& ranks) {
+  RandomStates states;
+  const auto gather = [&](torch::Device of) {
+    const auto own = random_state(of);
+    const auto* const bytes = static_cast<const char*>(own.const_data_ptr());
+    int rank = 0;
+    for (const auto& text : ranks.texts_of_all({bytes, own.nbytes()})) {
+      auto& state = states[random_state_name(of, rank++)];
+      state = torch::empty({static_cast<int64_t>(text.size())}, torch::kUInt8);
+      std::memcpy(state.mutable_data_ptr(), text.data(), text.size());
+    }
+  };
+  gather(torch::kCPU);
+  if (!device.is_cpu()) gather(device);
+  return states;
+}
+
+void seed_rank(uint64_t seed, int64_t steps, int rank) {
+  const auto halves = [](uint64_t value) {
+    constexpr int kHalf = 32;
+    return std::array{static_cast<uint32_t>(value), static_cast<uint32_t>(value >> kHalf)};
+  };
+  const auto [seed_low, seed_high] = halves(seed);
+  const auto [steps_low, steps_high] = halves(static_cast<uint64_t>(steps));
+  std::seed_seq words{seed_low, seed_high, steps_low, steps_high, static_cast<uint32_t>(rank)};
+  torch::manual_seed(std::mt19937_64(words)());
+}
+
 AtomicFile::Durability save_checkpoint(const fs::path& dir, const Trainer& trainer,
                                        const ModelFiles& files, const Labels& labels,
-                                       RunRecord record) {
+                                       const RandomStates& random, RunRecord record) {
   record.position = trainer.position;
   const auto name = formatted("step-%06lld", static_cast<long long>(record.position.steps));
   return replace_checkpoint(dir, name, [&](const fs::path& folder) {
     write_model_folder(folder, files, trainer.model, labels);
-    write_state(folder, trainer);
+    write_state(folder, trainer, random);
     record.files = fingerprints_of(folder);
     write_record(folder, record);
   });
@@ -217,7 +260,8 @@ void check_files(const fs::path& folder, const RunRecord& record) {
   }
 }
 
-void load_training_state(const fs::path& folder, const RunRecord& record, Trainer& trainer) {
+void load_training_state(const fs::path& folder, const RunRecord& record, Trainer& trainer,
+                         const Ranks& ranks) {
   const StateReader reader(folder);
   load_optimizer(reader, trainer);
   if (trainer.scaler.is_enabled()) trainer.scaler.load_state_dict(reader.read_scalars("scaler."));
@@ -229,8 +273,11 @@ void load_training_state(const fs::path& folder, const RunRecord& record, Traine
   trainer.schedule.set_applied_steps(applied);
   trainer.position = record.position;
   const auto device = trainer.model->parameters().front().device();
-  load_random_state(reader, torch::kCPU);
-  if (!device.is_cpu()) load_random_state(reader, device);
+  if (ranks_of(reader) != ranks.size()) {
+    return seed_rank(record.training.seed, record.position.steps, ranks.rank());
+  }
+  load_random_state(reader, torch::kCPU, ranks.rank());
+  if (!device.is_cpu()) load_random_state(reader, device, ranks.rank());
 }
 
 }  // namespace bert_ner

@@ -15,6 +15,7 @@
 #include "labels.h"
 #include "model_files.h"
 #include "options.h"
+#include "ranks.h"
 #include "training.h"
 
 namespace bert_ner {
@@ -35,12 +36,21 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingPosition, epoch, group, steps)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunRecord, model, data, training, device, autocast,
                                    data_fingerprint, position, files)
 
-/// Writes the model, optimizer, scaler, schedule, random state and `record`, whose position and
+/// Random states by the names that a checkpoint has for them: those of torch's generators for the
+/// CPU and for `device`, on every rank. All ranks call it together.
+using RandomStates = std::map<std::string, torch::Tensor>;
+RandomStates random_states(torch::Device device, const Ranks& ranks = {});
+
+/// Seeds the generators of a rank that begins, or goes on from `steps` without a random state of
+/// its own, so that each draws other dropout.
+void seed_rank(uint64_t seed, int64_t steps, int rank);
+
+/// Writes the model, optimizer, scaler, schedule, random states and `record`, whose position and
 /// files are found here, as the checkpoint of `dir`; see replace_checkpoint.
 [[nodiscard]] AtomicFile::Durability save_checkpoint(const std::filesystem::path& dir,
                                                      const Trainer& trainer,
                                                      const ModelFiles& files, const Labels& labels,
-                                                     RunRecord record);
+                                                     const RandomStates& random, RunRecord record);
 
 /// Reads the record of a checkpoint. \throws InputError if `folder` holds a model and no run.
 RunRecord read_run_record(const std::filesystem::path& folder);
@@ -50,9 +60,10 @@ RunRecord read_run_record(const std::filesystem::path& folder);
 void check_files(const std::filesystem::path& folder, const RunRecord& record);
 
 /// Restores everything but the model's weights, which load_weights reads, into a trainer that was
-/// made with the record's options. The random state comes last: draw nothing before this.
+/// made with the record's options. The random state comes last: draw nothing before this. Where
+/// there are other ranks than the run had, `seed_rank` takes its place.
 /// \throws InputError naming what is missing or does not fit
 void load_training_state(const std::filesystem::path& folder, const RunRecord& record,
-                         Trainer& trainer);
+                         Trainer& trainer, const Ranks& ranks = {});
 
 }  // namespace bert_ner

@@ -13,6 +13,8 @@
 namespace bert_ner {
 namespace {
 
+constexpr const char* kDistributedFlag = "--distributed";
+
 /// As CLI::Range, which lets "nan" pass, and without adding words to each line of the help.
 CLI::Validator between(double low, double high) {
   const auto check = [low, high](const std::string& text) -> std::string {
@@ -57,7 +59,9 @@ CLI::Validator a_device() { return CLI::IsMember({"cpu", "cuda"}).description(""
 /// Flags that say where and how a run goes, and may be given with --resume.
 void add_run_flags(CLI::App& app, RunOptions& run) {
   app.add_option("--device", run.device, "cpu or cuda")->check(a_device());
-  app.add_option("--threads", run.threads, "CPU threads (default: libtorch's choice)")
+  app.add_flag(kDistributedFlag, run.distributed,
+               "one run of all processes that mpirun (or, on GPUs, torchrun --no-python) started");
+  app.add_option("--threads", run.threads, "CPU threads of a process (default: libtorch's choice)")
       ->check(some_threads());
   app.add_option("--max-steps", run.max_steps, "stop after so many steps; the schedule stays")
       ->check(at_least_1());
@@ -164,6 +168,10 @@ void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& r
 
 }  // namespace
 
+bool asks_for_ranks(const std::vector<std::string>& arguments) {
+  return std::ranges::find(arguments, kDistributedFlag) != arguments.end();
+}
+
 Request parse_command_line(const std::vector<std::string>& arguments) {
   check_encoding(arguments);
   RunOptions run;
@@ -192,6 +200,8 @@ Request parse_command_line(const std::vector<std::string>& arguments) {
             "predict: give a sentence, or a file of them with --file");
     return predict;
   }
+  require(run.distributed == asks_for_ranks(arguments),
+          std::string(kDistributedFlag) + ": takes no value");
   check_run(app, *outcome, run);
   if (run.resume.empty() && app.count("--precision") == 0) return TableRequest{run, arguments};
   return run;

@@ -30,6 +30,10 @@ struct UsageError : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
+/// Is this process one of several (--distributed)? Known before the flags are checked, so that
+/// errors in them are said once.
+bool asks_for_ranks(const std::vector<std::string>& arguments);
+
 /// What the arguments (without the program's name) ask for. \throws UsageError
 Request parse_command_line(const std::vector<std::string>& arguments);
 

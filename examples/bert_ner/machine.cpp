@@ -1,7 +1,12 @@
 #include "machine.h"
 
 #include <ATen/DeviceAccelerator.h>
+#include <malloc.h>
+#include <sched.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <stdexcept>
 #include <string>
@@ -11,18 +16,25 @@
 
 namespace bert_ner {
 
-torch::Device find_device(const std::string& name) {
+torch::Device find_device(const std::string& name, int index) {
   if (name == "cpu") return torch::kCPU;
   if (!torch::cuda::is_available()) {
     throw InputError(
         "--device cuda: libtorch finds no CUDA device; check `nvidia-smi`, build with a CUDA "
         "toolkit and a CUDA libtorch, or use --device cpu");
   }
-  return {torch::kCUDA, 0};
+  return {torch::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
-void set_threads(int threads) {
-  if (threads > 0) at::set_num_threads(threads);
+void set_threads(int threads, int processes) {
+  if (threads > 0) return at::set_num_threads(threads);
+  if (processes == 1 || std::getenv("OMP_NUM_THREADS") != nullptr) return;
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  const bool is_known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
+  const auto cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / processes;
+  // mpirun may have bound this process to fewer than its part.
+  at::set_num_threads(std::max(1, is_known ? std::min(cores, CPU_COUNT(&allowed)) : cores));
 }
 
 mezzo::AutocastSetting setting_for(Precision precision, torch::Device device) {
@@ -48,6 +60,22 @@ int64_t peak_memory_bytes(torch::Device device) {
     if (line.starts_with(kField)) return std::stoll(line.substr(kField.size())) * kKibibyte;
   }
   throw std::runtime_error("/proc/self/status has no VmHWM: peak memory cannot be measured here");
+}
+
+void restart_peak_memory(torch::Device device) {
+  if (!device.is_cpu()) {
+    at::accelerator::emptyCache();
+    at::accelerator::resetPeakStats(device.index());
+    return;
+  }
+  malloc_trim(0);
+  constexpr const char* kForgetThePeak = "5";  // man 5 proc, /proc/pid/clear_refs
+  std::ofstream file("/proc/self/clear_refs");
+  file << kForgetThePeak << std::flush;
+  if (file) return;
+  throw std::runtime_error(
+      "/proc/self/clear_refs cannot be written: the peak memory of one row after another cannot be "
+      "measured here; run them alone, with --precision");
 }
 
 }  // namespace bert_ner

@@ -14,32 +14,47 @@
 
 #include "atomic_file.h"
 #include "command_line.h"
+#include "failure.h"
 #include "input_error.h"
 #include "machine.h"
 #include "predict.h"
+#include "ranks.h"
 #include "run.h"
 #include "table.h"
 
 namespace {
-
-constexpr int kFailure = 1;
-constexpr int kUsage = 2;
 
 template <typename... Cases>
 struct Overloaded : Cases... {
   using Cases::operator()...;
 };
 
+using bert_ner::Ranks;
+
 /// Where the results go: a table for a person on standard output and, if --json names one, a file,
-/// which is opened before the hours of training; or, with "--json -", JSON on standard output.
+/// which is opened before the hours of training; or, with "--json -", JSON on standard output. Of
+/// several ranks the first writes them.
 class Results {
  public:
-  explicit Results(const bert_ner::RunOptions& options) : options_(options) {
-    if (!options.json.empty() && options.json != kStandardOutput) file_.emplace(options.json);
+  Results(const bert_ner::RunOptions& options, const Ranks& ranks) : ranks_(ranks) {
+    ranks.together([&] {
+      options_ = bert_ner::options_in_effect(options);
+      if (!ranks.is_first() || options.json.empty() || options.json == kStandardOutput) return;
+      file_.emplace(options.json);
+    });
   }
 
   void write(const std::vector<bert_ner::RunResult>& rows) {
-    const std::string json = bert_ner::table_json(rows, options_).dump(2) + "\n";
+    ranks_.together([&] {
+      if (ranks_.is_first()) write_here(rows);
+    });
+  }
+
+ private:
+  static constexpr const char* kStandardOutput = "-";
+
+  void write_here(const std::vector<bert_ner::RunResult>& rows) {
+    const std::string json = bert_ner::table_json(rows, options_, ranks_.size()).dump(2) + "\n";
     std::cout << (options_.json == kStandardOutput ? json : bert_ner::format_table(rows))
               << std::flush;
     if (!file_) return;
@@ -47,23 +62,24 @@ class Results {
     static_cast<void>(file_->commit());
   }
 
- private:
-  static constexpr const char* kStandardOutput = "-";
+  Ranks ranks_;
   bert_ner::RunOptions options_;
   std::optional<bert_ner::AtomicFile> file_;
 };
 
-void run_one(const bert_ner::RunOptions& options) {
-  Results results(bert_ner::options_in_effect(options));
-  results.write({bert_ner::run_training(options)});
+void run_one(const bert_ner::RunOptions& options, const Ranks& ranks) {
+  Results results(options, ranks);
+  results.write({bert_ner::run_training(options, ranks)});
 }
 
-void run_table(const bert_ner::TableRequest& request) {
-  Results results(bert_ner::options_in_effect(request.options));
-  bert_ner::set_threads(request.options.threads);  // as the rows do, and the results say
+void run_table(const bert_ner::TableRequest& request, const Ranks& ranks) {
+  Results results(request.options, ranks);
+  bert_ner::set_threads(request.options.threads,
+                        ranks.on_this_machine());  // as the rows do, and the results say
   const auto warning = bert_ner::slow_autocast_warning(request.options);
-  if (!warning.empty()) std::cerr << "note: " << warning << std::endl;
-  results.write(bert_ner::run_rows(request.arguments));
+  if (!warning.empty() && ranks.is_first()) std::cerr << "note: " << warning << std::endl;
+  results.write(ranks.is_distributed() ? bert_ner::run_rows(request.options, ranks)
+                                       : bert_ner::run_rows(request.arguments));
 }
 
 void require_standard_output() {
@@ -79,37 +95,51 @@ void flush_standard_output() {
       "standard output: cannot be written; make room where it goes and try again");
 }
 
-void answer(const bert_ner::Request& request) {
-  std::visit(Overloaded{[](const bert_ner::HelpRequest& help) { std::cout << help.text; },
-                        [](const bert_ner::TableRequest& table) { run_table(table); },
-                        [](const bert_ner::RunOptions& run) { run_one(run); },
-                        [](const bert_ner::PredictOptions& options) {
-                          bert_ner::predict(options, std::cout);
+void answer(const bert_ner::Request& request, const Ranks& ranks) {
+  const auto if_first = [&](const auto& work) {
+    ranks.together([&] {
+      if (ranks.is_first()) work();
+    });
+  };
+  std::visit(Overloaded{[&](const bert_ner::HelpRequest& help) {
+                          if_first([&] { std::cout << help.text; });
+                        },
+                        [&](const bert_ner::TableRequest& table) { run_table(table, ranks); },
+                        [&](const bert_ner::RunOptions& run) { run_one(run, ranks); },
+                        [&](const bert_ner::PredictOptions& options) {
+                          if_first([&] { bert_ner::predict(options, std::cout); });
                         }},
              request);
 }
 
-int fail(const std::string& message, int status) {
-  std::cerr << "bert_ner: " << message.substr(0, message.find('\n')) << std::endl;
-  return status;
+void run(const std::vector<std::string>& arguments, Ranks& ranks) {
+  if (bert_ner::asks_for_ranks(arguments)) ranks = Ranks::join();
+  bert_ner::Request request;
+  ranks.together([&] {
+    require_standard_output();
+    request = bert_ner::parse_command_line(arguments);
+  });
+  answer(request, ranks);
+  ranks.together(flush_standard_output);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error that says which file
+  Ranks ranks;
   try {
-    require_standard_output();
-    answer(bert_ner::parse_command_line({argv + 1, argv + argc}));
-    flush_standard_output();
+    run({argv + 1, argv + argc}, ranks);
     return 0;
-  } catch (const bert_ner::RowFailed& failure) {
+  } catch (...) {
+    const auto exception = std::current_exception();
+    const auto failure = bert_ner::failure_of(exception);
+    const bool is_known_to_all = bert_ner::is_of_all_ranks(exception);
+    const std::string who = ranks.is_distributed() && !is_known_to_all
+                                ? "rank " + std::to_string(ranks.rank()) + ": "
+                                : "";
+    if (!failure.message.empty()) std::cerr << "bert_ner: " << who << failure.message << std::endl;
+    if (!is_known_to_all) ranks.end_all(failure.status);
     return failure.status;
-  } catch (const bert_ner::UsageError& error) {
-    return fail(std::string(error.what()) + " (bert_ner --help lists the flags)", kUsage);
-  } catch (const c10::Error& error) {
-    return fail(error.what_without_backtrace(), kFailure);
-  } catch (const std::exception& error) {
-    return fail(error.what(), kFailure);
   }
 }

@@ -47,7 +47,8 @@ struct RunOptions {
   DataOptions data;
   TrainingOptions training;
   std::string device = "cpu";  ///< cpu or cuda
-  int threads = 0;             ///< 0: as many as libtorch takes by itself
+  int threads = 0;             ///< a process; 0: as set_threads chooses
+  bool distributed = false;    ///< one run of all processes that mpirun or torchrun started
   int64_t max_steps = 0;       ///< stop early, the schedule unchanged; 0: run to the end
   std::string save, resume;    ///< folders of checkpoints
   int64_t save_every = 0;      ///< steps; 0: only at the end

@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <iostream>
 #include <map>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "checkpoint.h"
 #include "formatted.h"
+#include "input_error.h"
 #include "machine.h"
 #include "model_files.h"
 #include "progress.h"
@@ -39,11 +42,12 @@ std::vector<std::string> labels_to_guess(const Dataset& data) {
 /// A run under way.
 class Run {
  public:
-  explicit Run(const RunOptions& options);
+  Run(const RunOptions& options, const Ranks& ranks);
   RunResult execute();
 
  private:
   BertForTokenClassification load_model();
+  void check_alike() const;
   void introduce(Progress& progress) const;
   void train(Progress& progress);
   bool after_step(const StepReport& report, Progress& progress);
@@ -60,8 +64,10 @@ class Run {
     return options().max_steps > 0 && trainer_.position.steps >= options().max_steps;
   }
 
+  Ranks ranks_;
   RunOrigin origin_;
   RunInputs inputs_;
+  std::vector<double> class_weights_;
   std::vector<std::string> passed_over_;  ///< in the model, and not needed
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;  ///< steps
@@ -69,24 +75,69 @@ class Run {
   std::map<std::string, Score> scores_by_type_;
 };
 
-Run::Run(const RunOptions& options)
-    : origin_(origin_of(options)),
-      inputs_(origin_),
-      trainer_(load_model(), origin_.options.training, inputs_.precision,
-               parse_class_weights(origin_.options.training.class_weights, inputs_.data.labels),
-               inputs_.epoch_steps) {
-  if (origin_.record) load_training_state(origin_.folder, *origin_.record, trainer_);
+/// What `make` returns, on all ranks or on none.
+template <class Make>
+auto made_together(const Ranks& ranks, Make make) {
+  std::optional<decltype(make())> made;
+  ranks.together([&] { made.emplace(make()); });
+  return *std::move(made);
+}
+
+Run::Run(const RunOptions& options, const Ranks& ranks)
+    : ranks_(ranks),
+      origin_(made_together(ranks, [&] { return origin_of(options); })),
+      inputs_(
+          made_together(ranks, [&] { return RunInputs(origin_, ranks.place_on_this_machine()); })),
+      class_weights_(made_together(
+          ranks,
+          [&] {
+            return parse_class_weights(origin_.options.training.class_weights, inputs_.data.labels);
+          })),
+      trainer_(load_model(), origin_.options.training, inputs_.precision, class_weights_,
+               inputs_.epoch_steps, ranks) {
+  ranks_.together([&] {
+    if (origin_.record) load_training_state(origin_.folder, *origin_.record, trainer_, ranks_);
+  });
 }
 
 BertForTokenClassification Run::load_model() {
-  check_sizes(inputs_.config, origin_.folder);
-  torch::manual_seed(options().training.seed);
-  BertForTokenClassification model(inputs_.config,
-                                   static_cast<int64_t>(inputs_.data.labels.size()));
-  passed_over_ =
-      load_weights(model, origin_.folder, origin_.record ? Head::from_file : Head::fresh);
-  model->to(inputs_.device);
-  return model;
+  check_alike();
+  return made_together(ranks_, [&] {
+    check_sizes(inputs_.config, origin_.folder);
+    torch::manual_seed(options().training.seed);
+    BertForTokenClassification model(inputs_.config,
+                                     static_cast<int64_t>(inputs_.data.labels.size()));
+    passed_over_ =
+        load_weights(model, origin_.folder, origin_.record ? Head::from_file : Head::fresh);
+    model->to(inputs_.device);
+    if (!ranks_.is_first()) seed_rank(options().training.seed, 0, ranks_.rank());
+    return model;
+  });
+}
+
+/// Ranks that were started differently would wait for one another, or train on other sentences.
+void Run::check_alike() const {
+  const nlohmann::json own{{"training", options().training},
+                           {"sentences", inputs_.data.fingerprint()},
+                           {"labels", inputs_.data.labels.names()},
+                           {"class_weights", class_weights_},
+                           {"autocast", describe(inputs_.precision)},
+                           {"max_steps", options().max_steps},
+                           {"save_every", options().save_every},
+                           {"saves", !options().save.empty()},
+                           {"resumes", origin_.record ? origin_.record->position.steps : -1}};
+  const auto texts = ranks_.texts_of_all(own.dump());
+  ranks_.together([&] {
+    for (const auto& text : texts) {
+      const auto other = nlohmann::json::parse(text), first = nlohmann::json::parse(texts.front());
+      for (const auto& [key, value] : first.items()) {
+        if (value == other.at(key)) continue;
+        throw InputError("--distributed: rank " + std::to_string(&text - texts.data()) +
+                         " differs from rank 0 in \"" + key +
+                         "\"; give all the same flags, files and environment");
+      }
+    }
+  });
 }
 
 void Run::introduce(Progress& progress) const {
@@ -108,11 +159,13 @@ RunResult Run::execute() {
   const int64_t schedule_steps = options().training.epochs * inputs_.epoch_steps;
   const int64_t steps =
       options().max_steps > 0 ? std::min(options().max_steps, schedule_steps) : schedule_steps;
-  Progress progress(std::cerr, Progress::style_for_stderr(options().quiet),
+  Progress progress(std::cerr, Progress::style_for_stderr(options().quiet || !ranks_.is_first()),
                     options().training.epochs, steps, trainer_.position.steps, skipped_steps());
   trainer_.scaler.on_skip([&](const auto& skipped) { progress.on_skip(skipped); });
   introduce(progress);
-  if (!options().save.empty()) prepare_checkpoints(options().save);
+  ranks_.together([&] {
+    if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
+  });
   train(progress);
   if (!options().save.empty() && saved_at_ != trainer_.position.steps) save(progress);
   if (!inputs_.test.empty()) {
@@ -159,8 +212,13 @@ void Run::save(Progress& progress) {
                          .data_fingerprint = inputs_.data.fingerprint(),
                          .position = {},
                          .files = {}};
-  const auto durability =
-      save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record);
+  const auto random = random_states(inputs_.device, ranks_);
+  auto durability = AtomicFile::Durability::durable;
+  ranks_.together([&] {
+    if (!ranks_.is_first()) return;
+    durability = save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels,
+                                 random, record);
+  });
   saved_at_ = trainer_.position.steps;
   progress.say(
       "saved step " + std::to_string(saved_at_) + " in " + options().save +
@@ -173,7 +231,7 @@ void Run::save(Progress& progress) {
 void Run::score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples) {
   const auto answers = tag_sentences(
       trainer_.model, examples, sentences.size(), inputs_.data.labels, inputs_.padding(),
-      inputs_.config.max_position_embeddings, kScoringBatchSize, inputs_.precision);
+      inputs_.config.max_position_embeddings, kScoringBatchSize, inputs_.precision, ranks_);
   const auto truth = tags_of(sentences);
   score_ = entity_scores(truth, answers);
   scores_by_type_ = entity_scores_by_type(truth, answers);
@@ -188,7 +246,7 @@ RunResult Run::result(const Progress& progress) const {
           .f1 = score_.f1,
           .precision = score_.precision,
           .recall = score_.recall,
-          .peak_memory_bytes = peak_memory_bytes(inputs_.device),
+          .peak_memory_bytes = ranks_.largest(peak_memory_bytes(inputs_.device)),
           .tokens_per_second = seconds > 0 ? static_cast<double>(progress.tokens()) / seconds : 0.0,
           .train_seconds = seconds,
           .steps = trainer_.position.steps,
@@ -200,9 +258,10 @@ RunResult Run::result(const Progress& progress) const {
 
 RunOptions options_in_effect(const RunOptions& options) { return origin_of(options).options; }
 
-RunResult run_training(const RunOptions& options) {
-  set_threads(options.threads);
-  return Run(options).execute();
+RunResult run_training(const RunOptions& options, const Ranks& ranks) {
+  ranks.together([&] { ranks.check_device(options.device); });
+  set_threads(options.threads, ranks.on_this_machine());
+  return Run(options, ranks).execute();
 }
 
 }  // namespace bert_ner

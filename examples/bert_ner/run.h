@@ -7,6 +7,7 @@
 #include <string>
 
 #include "options.h"
+#include "ranks.h"
 
 namespace bert_ner {
 
@@ -16,8 +17,8 @@ struct RunResult {
   std::string autocast;      ///< "off", "bfloat16" or "float16"
   double learning_rate = 0;  ///< the schedule's highest
   double f1 = 0, precision = 0, recall = 0;
-  int64_t peak_memory_bytes = 0;
-  double tokens_per_second = 0;  ///< of training alone; padding does not count
+  int64_t peak_memory_bytes = 0;  ///< of the rank that had most
+  double tokens_per_second = 0;   ///< of training alone; padding does not count
   double train_seconds = 0;
   int64_t steps = 0, skipped_steps = 0;
   double loss_scale = 1;  ///< at the end
@@ -33,8 +34,10 @@ RunOptions options_in_effect(const RunOptions& options);
 
 /// Trains as the options say, or goes on with the run that `options.resume` holds, and scores the
 /// test part, or the validation part where there is none. Sets the number of threads and draws from
-/// torch's default generators; progress and scores by type go to standard error.
-/// \throws InputError for files and values that cannot be used
-RunResult run_training(const RunOptions& options);
+/// torch's default generators; progress and scores by type go to standard error. All of `ranks`
+/// call it together and get the same result; the first of them says how it goes, and saves. \throws
+/// InputError for files and values that cannot be used; RanksFailed where one of several
+///   ranks finds such
+RunResult run_training(const RunOptions& options, const Ranks& ranks = {});
 
 }  // namespace bert_ner

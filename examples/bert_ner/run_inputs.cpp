@@ -71,8 +71,8 @@ RunOrigin origin_of(const RunOptions& options) {
   return origin;
 }
 
-RunInputs::RunInputs(const RunOrigin& origin)
-    : device(find_device(origin.options.device)),
+RunInputs::RunInputs(const RunOrigin& origin, int gpu)
+    : device(find_device(origin.options.device, gpu)),
       precision(setting_for(origin.options.training.precision, device)),
       files(read_files(origin)),
       config(config_with_dropout(files, origin.options.training)),

@@ -32,9 +32,10 @@ RunOrigin origin_of(const RunOptions& options);
 
 /// Everything that is read from files.
 struct RunInputs {
+  /// \param gpu which of them, where the run is on CUDA
   /// \throws InputError for files that cannot be used, also for those of another run than the
   /// record's
-  explicit RunInputs(const RunOrigin& origin);
+  explicit RunInputs(const RunOrigin& origin, int gpu = 0);
 
   torch::Device device;
   mezzo::AutocastSetting precision;

@@ -23,6 +23,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr std::size_t kColumns = 7;
+constexpr std::array kRows = {Precision::fp32, Precision::amp_no_scale, Precision::amp};
 using Cells = std::array<std::string, kColumns>;
 
 double relative_speed(const RunResult& row, const RunResult& first) {
@@ -129,15 +130,17 @@ std::string format_table(std::span<const RunResult> rows) {
   return text;
 }
 
-nlohmann::json table_json(std::span<const RunResult> rows, const RunOptions& options) {
+nlohmann::json table_json(std::span<const RunResult> rows, const RunOptions& options, int ranks) {
   nlohmann::json list = nlohmann::json::array();
   for (const auto& row : rows) {
     nlohmann::json entry = row;
     entry["relative_speed"] = relative_speed(row, rows.front());
     list.push_back(std::move(entry));
   }
-  return {{"rows", std::move(list)}, {"device", options.device}, {"threads", at::get_num_threads()},
-          {"model", options.model},  {"data", options.data},     {"training", options.training}};
+  return {{"rows", std::move(list)},          {"device", options.device},
+          {"threads", at::get_num_threads()}, {"ranks", ranks},
+          {"model", options.model},           {"data", options.data},
+          {"training", options.training}};
 }
 
 std::string slow_autocast_warning(const RunOptions& options) {
@@ -150,7 +153,7 @@ std::string slow_autocast_warning(const RunOptions& options) {
 
 std::vector<RunResult> run_rows(const std::vector<std::string>& arguments) {
   std::vector<RunResult> rows;
-  for (const auto precision : {Precision::fp32, Precision::amp_no_scale, Precision::amp}) {
+  for (const auto precision : kRows) {
     auto row_arguments = arguments;
     row_arguments.insert(row_arguments.end(), {"--precision", flag_of(precision), "--json", "-"});
     const Row row(row_arguments);
@@ -163,6 +166,18 @@ std::vector<RunResult> run_rows(const std::vector<std::string>& arguments) {
     }
     if (WEXITSTATUS(status) != 0) throw RowFailed{WEXITSTATUS(status)};
     rows.push_back(parse_json(results, name).at("rows").at(0).get<RunResult>());
+  }
+  return rows;
+}
+
+std::vector<RunResult> run_rows(const RunOptions& options, const Ranks& ranks) {
+  std::vector<RunResult> rows;
+  auto row_options = options;
+  for (const auto precision : kRows) {
+    row_options.training.precision = precision;
+    ranks.together(
+        [&] { restart_peak_memory(find_device(options.device, ranks.place_on_this_machine())); });
+    rows.push_back(run_training(row_options, ranks));
   }
   return rows;
 }

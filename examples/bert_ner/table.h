@@ -19,7 +19,7 @@ namespace bert_ner {
 std::string format_table(std::span<const RunResult> rows);
 
 /// The same for programs: an array of rows, each with its relative_speed, and what they ran on.
-nlohmann::json table_json(std::span<const RunResult> rows, const RunOptions& options);
+nlohmann::json table_json(std::span<const RunResult> rows, const RunOptions& options, int ranks);
 
 /// A warning where autocast will be slower than float32 on this machine, with the reason; else
 /// empty. The speed column will then disappoint, so it is said before the runs begin.
@@ -36,5 +36,10 @@ struct RowFailed {
 /// \throws RowFailed if one of them fails; it has said why on standard error
 /// \throws std::runtime_error if one of them is ended by a signal
 std::vector<RunResult> run_rows(const std::vector<std::string>& arguments);
+
+/// The same three runs of all ranks together, one after the other in these processes: MPI starts
+/// once a process. What a row left behind counts into the next one's peak memory.
+/// \throws as run_training
+std::vector<RunResult> run_rows(const RunOptions& options, const Ranks& ranks);
 
 }  // namespace bert_ner

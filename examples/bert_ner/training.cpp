@@ -1,14 +1,18 @@
 #include "training.h"
 
+#include <mezzo/distributed/data_parallel.h>
+
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <utility>
 
 namespace bert_ner {
 namespace {
 
 /// Weights are decayed, biases and layer norms are not.
-std::vector<torch::optim::OptimizerParamGroup> parameter_groups(
-    const BertForTokenClassification& model, const TrainingOptions& options) {
+mezzo::optim::AdamW make_optimizer(const BertForTokenClassification& model,
+                                   mezzo::GradBuckets* buckets, const TrainingOptions& options) {
   std::vector<torch::Tensor> decayed, others;
   for (const auto& parameter : model->parameters()) {
     (parameter.dim() > 1 ? decayed : others).push_back(parameter);
@@ -18,7 +22,11 @@ std::vector<torch::optim::OptimizerParamGroup> parameter_groups(
     adamw->weight_decay(weight_decay);
     return torch::optim::OptimizerParamGroup(std::move(parameters), std::move(adamw));
   };
-  return {group(std::move(decayed), options.weight_decay), group(std::move(others), 0.0)};
+  std::vector groups{group(std::move(decayed), options.weight_decay), group(std::move(others), 0)};
+  if (buckets == nullptr) return mezzo::optim::AdamW(groups, options.learning_rate);
+  mezzo::optim::AdamW optimizer(*buckets, options.learning_rate);
+  optimizer.param_groups() = std::move(groups);
+  return optimizer;
 }
 
 mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t epoch_steps) {
@@ -29,11 +37,25 @@ mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t e
           .initial_factor = 1.0 / static_cast<double>(warmup + 1)};  // no step at a rate of 0
 }
 
+/// The sum over the labels, for whoever knows what the whole batch's labels weigh.
 torch::nn::CrossEntropyLoss weighted_loss(const std::vector<double>& class_weights,
                                           torch::Device device) {
   const auto weights = torch::tensor(class_weights, torch::kFloat64).to(device, torch::kFloat32);
-  return torch::nn::CrossEntropyLoss(
-      torch::nn::CrossEntropyLossOptions().weight(weights).ignore_index(kIgnoredLabel));
+  return torch::nn::CrossEntropyLoss(torch::nn::CrossEntropyLossOptions()
+                                         .weight(weights)
+                                         .ignore_index(kIgnoredLabel)
+                                         .reduction(torch::kSum));
+}
+
+double label_weight_of(std::span<const Example> examples, std::span<const std::size_t> positions,
+                       const std::vector<double>& class_weights) {
+  double sum = 0;
+  for (const auto position : positions) {
+    for (const auto label : examples[position].labels) {
+      sum += class_weights[static_cast<std::size_t>(label)];
+    }
+  }
+  return sum;
 }
 
 }  // namespace
@@ -42,39 +64,59 @@ int64_t steps_per_epoch(std::size_t batches, int64_t accumulate) {
   return (static_cast<int64_t>(batches) + accumulate - 1) / accumulate;
 }
 
+struct Trainer::AllRanks : mezzo::DataParallel<BertForTokenClassification> {
+  using DataParallel::DataParallel;
+};
+
+Trainer::~Trainer() = default;
+
 Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
-                 mezzo::AutocastSetting precision, const std::vector<double>& class_weights,
-                 int64_t epoch_steps)
+                 mezzo::AutocastSetting precision, std::vector<double> class_weights,
+                 int64_t epoch_steps, const Ranks& ranks)
     : model(std::move(trained_model)),
-      optimizer(parameter_groups(model, options), options.learning_rate),
+      all_ranks_(ranks.is_distributed() ? std::make_unique<AllRanks>(model, *ranks.communicator())
+                                        : nullptr),
+      optimizer(make_optimizer(model, all_ranks_ ? &all_ranks_->buckets() : nullptr, options)),
       schedule(optimizer, learning_rate_curve(options, epoch_steps)),
       scaler(mezzo::GradScalerOptions().enabled(options.precision == Precision::amp)),
       options_(options),
       precision_(std::move(precision)),
-      criterion_(weighted_loss(class_weights, model->parameters().front().device())),
+      ranks_(ranks),
+      class_weights_(std::move(class_weights)),
+      criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
       device_(model->parameters().front().device()) {}
 
-StepReport Trainer::train_step(std::span<const Batch> micro_batches) {
-  torch::Tensor mean_loss = torch::zeros({}, device_);
+/// This rank's share of the batch's mean; the ranks' shares add up to it.
+torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
+  mezzo::AutocastGuard autocast(precision_);  // forward and loss in low precision where it pays
+  const auto& [ids, mask, labels, tokens] = micro_batch.batch;
+  const auto logits = all_ranks_ ? (*all_ranks_)(ids, mask) : model(ids, mask);
+  return criterion_(logits.flatten(0, 1), labels.flatten()) / micro_batch.label_weight;
+}
+
+StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
+  // Gradients of micro-batches add up to a mean; those of ranks are averaged, and are to be a sum.
+  const double parts = static_cast<double>(micro_batches.size()) / ranks_.size();
+  torch::Tensor loss_sum = torch::zeros({}, device_);
   int64_t tokens = 0;
-  for (const auto& batch : micro_batches) {
-    torch::Tensor loss;
-    {
-      mezzo::AutocastGuard autocast(precision_);  // forward and loss in low precision where it pays
-      const auto logits = model(batch.ids, batch.mask);
-      loss = criterion_(logits.flatten(0, 1), batch.labels.flatten());
-      loss = loss / static_cast<double>(micro_batches.size());  // gradients add up to a mean
-    }
-    scaler.scale(loss).backward();
-    mean_loss += loss.detach();
-    tokens += batch.tokens;
+  for (const auto& micro_batch : micro_batches) {
+    std::optional<mezzo::GradBuckets::AccumulateOnly> no_sync;  // until the last
+    if (all_ranks_ && &micro_batch != &micro_batches.back()) no_sync.emplace(all_ranks_->buckets());
+    const auto loss = loss_of(micro_batch);
+    scaler.scale(loss / parts).backward();
+    loss_sum += loss.detach();
+    tokens += micro_batch.batch.tokens;
   }
+  auto loss_of_all = ranks_.begin_sum(loss_sum);  // under the step
   // Unscales, clips and steps, unless there is an inf or a NaN.
   auto result = scaler.step(optimizer, {.max_norm = options_.max_grad_norm});
   scaler.update();
   schedule.step(result);  // a skipped step spends no learning rate
   optimizer.zero_grad();
-  return {.loss = mean_loss, .tokens = tokens, .result = std::move(result)};
+  loss_of_all.wait();
+  return {.loss = loss_sum / static_cast<double>(micro_batches.size()),
+          .tokens = tokens,
+          .result = std::move(result)};
 }
 
 void Trainer::train_epoch(std::span<const Example> examples, const BatchList& batches,
@@ -86,9 +128,11 @@ void Trainer::train_epoch(std::span<const Example> examples, const BatchList& ba
     const auto begin = static_cast<std::size_t>(position.group * options_.accumulate);
     const auto end =
         std::min(begin + static_cast<std::size_t>(options_.accumulate), batches.size());
-    std::vector<Batch> micro_batches;
+    std::vector<MicroBatch> micro_batches;
     for (auto i = begin; i < end; ++i) {
-      micro_batches.push_back(collate(examples, batches[i], padding, max_length, device_));
+      micro_batches.push_back({collate(examples, batches[i], padding, max_length, device_,
+                                       {.number = ranks_.rank(), .of = ranks_.size()}),
+                               label_weight_of(examples, batches[i], class_weights_)});
     }
     const auto report = train_step(micro_batches);
     ++position.group;

@@ -10,12 +10,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "batches.h"
 #include "bert.h"
 #include "options.h"
+#include "ranks.h"
 
 namespace bert_ner {
 
@@ -26,20 +28,29 @@ struct TrainingPosition {
   int64_t steps = 0;  ///< steps since the start, skipped ones too
 };
 
-/// What one step did.
+/// A batch of a step, or this rank's part of it.
+struct MicroBatch {
+  Batch batch;
+  double label_weight;  ///< of the whole batch: its labels' weights in the loss, added up
+};
+
+/// What one step did, on all ranks together.
 struct StepReport {
   torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
   int64_t tokens = 0;        ///< that were read
   mezzo::StepResult result;  ///< whether it ran and with what loss scale, for those who wait
 };
 
-/// A model and everything that changes while it is trained.
+/// A model and everything that changes while it is trained. Each of several ranks has one, and they
+/// train as one process would: every batch is shared among them.
 class Trainer {
  public:
-  /// \param class_weights one a label; \param steps_per_epoch scales the schedule
+  /// \param class_weights one a label; \param steps_per_epoch scales the schedule; \param ranks all
+  /// of them make their Trainers together, with the model's weights of the first
   Trainer(BertForTokenClassification model, const TrainingOptions& options,
-          mezzo::AutocastSetting precision, const std::vector<double>& class_weights,
-          int64_t steps_per_epoch);
+          mezzo::AutocastSetting precision, std::vector<double> class_weights,
+          int64_t steps_per_epoch, const Ranks& ranks = {});
+  ~Trainer();
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
@@ -49,16 +60,25 @@ class Trainer {
                    int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
 
   BertForTokenClassification model;
+
+ private:
+  struct AllRanks;
+  std::unique_ptr<AllRanks> all_ranks_;  ///< trains the model on all ranks; null for one alone
+
+ public:
   mezzo::optim::AdamW optimizer;
   mezzo::LinearSchedule schedule;
   mezzo::GradScaler scaler;
   TrainingPosition position;
 
  private:
-  StepReport train_step(std::span<const Batch> micro_batches);
+  StepReport train_step(std::span<const MicroBatch> micro_batches);
+  torch::Tensor loss_of(const MicroBatch& micro_batch);
 
   TrainingOptions options_;
   mezzo::AutocastSetting precision_;
+  Ranks ranks_;
+  std::vector<double> class_weights_;
   torch::nn::CrossEntropyLoss criterion_;
   torch::Device device_;
 };

@@ -16,67 +16,23 @@
 #include "checkpoint.h"
 #include "conll.h"
 #include "json_file.h"
+#include "program.h"
 #include "tiny_bert.h"
 
 namespace bert_ner {
 namespace {
 
 namespace fs = std::filesystem;
+using test::Arguments;
+using test::Outcome;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::MatchesRegex;
 using testing::Not;
 using testing::StartsWith;
-using Arguments = std::vector<std::string>;
 
-struct Outcome {
-  int status = 0;
-  std::string out, err;
-};
-
-class Program : public testing::Test {
+class Program : public test::ProgramRuns {
  protected:
-  /// Starts the program; its output goes to files of the scratch folder.
-  pid_t start(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
-    arguments.insert(arguments.begin(), BERT_NER_PROGRAM);
-    setenv("OMP_NUM_THREADS", "1", 1);  // more cost more than they gain on so small a model
-    std::vector<char*> pointers;
-    for (auto& argument : arguments) pointers.push_back(argument.data());
-    pointers.push_back(nullptr);
-    const auto out = (scratch_ / "stdout").string(), err = (scratch_ / "stderr").string();
-    const pid_t child = fork();
-    if (child != 0) return child;
-    constexpr mode_t kMode = 0600;
-    dup2(open(out.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDOUT_FILENO);
-    dup2(open(err.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDERR_FILENO);
-    if (stdout_ != nullptr) dup2(open(stdout_, O_WRONLY), STDOUT_FILENO);
-    const rlimit limit{largest_file, RLIM_INFINITY};
-    setrlimit(RLIMIT_FSIZE, &limit);
-    execv(pointers.front(), pointers.data());
-    _exit(127);
-  }
-
-  Outcome finish(pid_t child) const {
-    int status = 0;
-    waitpid(child, &status, 0);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
-            test::read_bytes(scratch_ / "stdout"), test::read_bytes(scratch_ / "stderr")};
-  }
-
-  Outcome run(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
-    return finish(start(std::move(arguments), largest_file));
-  }
-
-  /// A short run of the tiny model.
-  Arguments training(Arguments more) const {
-    Arguments arguments{"--model",      test::tiny_bert_folder().string(),
-                        "--data",       corpus_.string(),
-                        "--epochs",     "8",
-                        "--batch-size", "4"};
-    arguments.insert(arguments.end(), more.begin(), more.end());
-    return arguments;
-  }
-
   /// One line on standard error that holds all of `parts`, no output, and the status.
   void expect_failure(const Outcome& outcome, int status, const Arguments& parts) const {
     EXPECT_EQ(outcome.status, status) << outcome.err;
@@ -85,10 +41,6 @@ class Program : public testing::Test {
     EXPECT_THAT(outcome.err, MatchesRegex("(epoch[^\n]*\n|amp[^\n]*\n|not needed[^\n]*\n)*"
                                           "bert_ner: [^\n]+\n"));
   }
-
-  const char* stdout_ = nullptr;  ///< in place of the scratch folder's file
-  test::ScratchFolder scratch_;
-  fs::path corpus_ = test::write_tiny_corpus(scratch_, "corpus.txt", 36);
 };
 
 TEST_F(Program, PrintsATableOfThreeRowsEachFromAProcessOfItsOwn) {

@@ -133,7 +133,7 @@ TEST(CompressedAllReduce, WithFeedbackTheErrorOfTheMeanGoesToZero) {
     GradAllReduceOptions options{.send_dtype = sent};
     EXPECT_GT(error_of_the_mean(world, options, 64), ulp / 4) << "what rounding loses is lost";
     options.error_feedback = true;
-    for (const int steps : {4, 16, 64, 256}) {
+    for (const int steps : {4, 128}) {
       // The two residuals that are left, of which each is at most half a unit of the last place.
       EXPECT_LT(error_of_the_mean(world, options, steps), 2.1 * ulp / steps) << sent;
     }
@@ -322,7 +322,7 @@ struct PartlyUsedImpl : torch::nn::Module {
 };
 TORCH_MODULE(PartlyUsed);
 
-/// 100 steps of two micro-batches, each rank with a part of the data.
+/// 50 steps of two micro-batches, each rank with a part of the data.
 PartlyUsed trained(AnyCommunicator world, const GradAllReduceOptions& options) {
   PartlyUsed model;
   GradBuckets buckets(model->parameters(), buckets_of(512));
@@ -334,7 +334,7 @@ PartlyUsed trained(AnyCommunicator world, const GradAllReduceOptions& options) {
     const at::Tensor wanted = x.narrow(1, 0, 4).sin();
     (torch::mse_loss(model->forward(x, world.rank() == 0), wanted) / 2).backward();
   };
-  for (int step = 0; step < 100; ++step) {
+  for (int step = 0; step < 50; ++step) {
     optimizer.zero_grad();
     {
       const auto no_sync = buckets.accumulate_only();

@@ -27,7 +27,7 @@ void go_wrong(const std::string& what) {
   if (what == "hang") std::this_thread::sleep_for(1h);
   if (what == "throw") throw std::runtime_error("the disk is full");
   if (what == "exit") std::_Exit(0);
-  if (what == "slow") std::this_thread::sleep_for(3s);
+  if (what == "slow") std::this_thread::sleep_for(2500ms);
 }
 
 void train(mezzo::AnyCommunicator world, const std::string& what, int victim) {
@@ -46,7 +46,7 @@ int run(const std::string& what, int victim) {
   mezzo::Watchdog watchdog(mezzo::meet(environment, 60s), environment.rank, environment.world_size,
                            {.interval = 200ms,
                             .heartbeat_timeout = 2s,
-                            .collective_timeout = what == "slow" ? 20s : 3s});
+                            .collective_timeout = what == "slow" ? 20000ms : 2200ms});
   auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
   watchdog.run([&] { train(world, what, victim); });
   std::cerr << "rank " << environment.rank << " is done" << std::endl;

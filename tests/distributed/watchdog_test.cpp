@@ -35,7 +35,6 @@ using mezzo::detail::PeerWatch;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::Not;
 using State = Heartbeat::State;
 
 // What is made of signs of life, with a clock of the test's.
@@ -146,6 +145,23 @@ TEST(PeerWatch, WhoIsDoneWillNotComeAndIsNotWaitedForSoLong) {
   watch.look(1s, {running(6, 7, true), done});
   ASSERT_TRUE(watch.judge().has_value());
   EXPECT_THAT(watch.judge()->what, HasSubstr("rank 1 is done, and last called barrier"));
+}
+
+TEST(PeerWatch, WhoeverIsToldToEndSaysWhoIsNotThereAnyMore) {
+  PeerWatch watch(0, 4, timeouts());
+  Heartbeat done = running(1, 4);
+  done.state = State::finished;
+  watch.look(1s, {running(1, 4), running(1, 4), running(1, 3), done});
+  watch.look(100ms, {running(2, 4), running(2, 4), running(1, 3), done});
+  EXPECT_THAT(watch.explain_end(50ms).what, HasSubstr("all other ranks are alive"));
+  watch.look(200ms, {running(3, 4), running(3, 4), running(1, 3), done});
+  const WatchdogFault fault = watch.explain_end(50ms);
+  EXPECT_THAT(fault.ranks, ElementsAre(2));
+  EXPECT_EQ(fault.what,
+            "a signal (SIGTERM) told it to; rank 2 has not been heard of for 0.3 s, when last seen "
+            "it had last called barrier (collective 3)");
+  EXPECT_THAT(watch.explain_end(3s).what,
+              HasSubstr("rank 0, which hosts the store, has not answered for 3.0 s"));
 }
 
 TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {

@@ -54,8 +54,9 @@ class WatchdogThreads;
 /// rank that threw.
 ///
 /// Under Open MPI's mpirun: it notices itself when a process dies, sends the others SIGTERM, and
-/// SIGKILL a second later. Each of them then says what it was doing and of whom it has not heard
-/// (see `explain_sigterm`), and mpirun names the rank that died and its signal. With
+/// SIGKILL a second later (its parameter odls_base_sigkill_timeout). Each of them then says what it
+/// was doing and of whom it has not heard (see `explain_sigterm`), and mpirun names the rank that
+/// died and its signal. With
 /// `--enable-recovery` mpirun leaves the others alone, and the watchdog speaks after
 /// heartbeat_timeout; but mpirun then exits with 0 whatever has happened, and waits for ever for a
 /// process that is stopped. Without it a rank that is ended by this class makes mpirun (torchrun,

@@ -44,8 +44,8 @@ struct WatchdogOptions {
   std::chrono::milliseconds collective_timeout{600'000};
 
   /// On SIGTERM write what this rank was doing, and which ranks are gone, before the process ends,
-  /// half a second later: mpirun sends it to all ranks when one has died. Only where the program
-  /// has no handler of its own for it when the Watchdog is made. Process-wide.
+  /// a third of a second later: mpirun sends it to all ranks when one has died. Only where the
+  /// program has no handler of its own for it when the Watchdog is made. Process-wide.
   bool explain_sigterm = true;
 
   /// Told at once of a fault, on a thread of the watchdog's. Null: one line to std::cerr.

@@ -25,6 +25,12 @@ inline std::string names_of(const std::vector<int>& ranks) {
   return names;
 }
 
+// mpirun leaves a rank a second between SIGTERM and SIGKILL. Those that are told to end give signs
+// of life quickly, so that who gives none shows soon.
+inline constexpr std::chrono::milliseconds kIntervalWhenTold(50);
+inline constexpr std::chrono::milliseconds kSilenceWhenTold(250);
+inline constexpr std::chrono::milliseconds kExplainAfter(350);
+
 /// What one rank makes of the signs of life of the others. It knows no clock: time is what has
 /// passed between two looks at all of them, and of a longer one only so much counts, for then it
 /// was this rank that was stopped.
@@ -81,13 +87,19 @@ class PeerWatch {
     return last ? "; " + last->did() : "";
   }
 
-  /// In the half second after SIGTERM: who is not there any more, and who never came?
-  WatchdogFault explain_end() const {
-    constexpr Time kSilence(400);  // told ranks give signs of life every 50 ms
+  /// A while after SIGTERM: who is not there any more?
+  WatchdogFault explain_end(Time store_silence) const {
     WatchdogFault fault{WatchdogFault::Kind::told, {}, "a signal (SIGTERM) told it to"};
+    if (store_silence >= kSilenceWhenTold) {  // and so there is no news of any other rank
+      fault.ranks = {0};
+      fault.what += "; rank 0, which hosts the store, has not answered for " +
+                    in_seconds(store_silence) + last_seen(0);
+      return fault;
+    }
     for (int rank = 0; rank < size(); ++rank) {
       const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-      if (rank == rank_ || !peer.last || peer.silence < kSilence || is_done(*peer.last)) continue;
+      const bool expected = rank != rank_ && peer.last && !is_done(*peer.last);
+      if (!expected || peer.silence < kSilenceWhenTold) continue;
       fault.ranks.push_back(rank);
       fault.what += "; rank " + std::to_string(rank) + " has not been heard of for " +
                     in_seconds(peer.silence) + ", " + peer.last->did();

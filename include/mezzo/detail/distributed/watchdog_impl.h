@@ -174,7 +174,7 @@ inline void WatchdogThreads::exchange_until_done() {
     }
     if (is_done(lock)) return;
     const bool told = state_ == Heartbeat::State::told;
-    changed_.wait_for(lock, told ? std::chrono::milliseconds(50) : options_.interval,
+    changed_.wait_for(lock, told ? kIntervalWhenTold : options_.interval,
                       [&] { return is_woken_; });
     is_woken_ = false;
   }
@@ -221,6 +221,7 @@ inline void WatchdogThreads::take_note(std::vector<std::optional<Heartbeat>> hea
   const auto passed =
       std::chrono::duration_cast<std::chrono::milliseconds>(now - std::exchange(last_look_, now));
   std::unique_lock lock(mutex_);
+  last_answer_ = now;
   store_silence_ = std::chrono::milliseconds(0);
   peers_.look(passed, heartbeats);
   if (is_settled_ || fault_ || failure_) return;
@@ -307,10 +308,11 @@ inline bool WatchdogThreads::look(std::chrono::milliseconds passed) {
 
 inline void WatchdogThreads::explain_termination() {
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, std::chrono::milliseconds(500), [&] { return is_over_; });
+  changed_.wait_for(lock, kExplainAfter, [&] { return is_over_; });
   const bool mine = !std::exchange(is_settled_, true);
   settled_at_ = Clock::now();
-  const WatchdogFault fault = peers_.explain_end();
+  const WatchdogFault fault = peers_.explain_end(
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - last_answer_));
   lock.unlock();
   if (mine) report(fault);
   TerminationSignal::obey();

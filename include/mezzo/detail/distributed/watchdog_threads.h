@@ -87,10 +87,11 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   PeerWatch peers_;
   Heartbeat::State state_ = Heartbeat::State::running;
   std::optional<WatchdogFault> fault_;
-  std::optional<std::string> failure_;  ///< what `fail` was told
-  bool is_woken_ = false;               ///< the thread that exchanges is to do so at once
-  std::chrono::milliseconds store_silence_{0};
-  bool is_settled_ = false;  ///< one of the threads reports, or has
+  std::optional<std::string> failure_;            ///< what `fail` was told
+  bool is_woken_ = false;                         ///< the thread that exchanges is to do so at once
+  Clock::time_point last_answer_ = Clock::now();  ///< of the store
+  std::chrono::milliseconds store_silence_{0};    ///< of which only seen time counts
+  bool is_settled_ = false;                       ///< one of the threads reports, or has
   Clock::time_point settled_at_;
   std::optional<WatchdogFault> to_end_;  ///< for which the process is still to be ended
   bool is_over_ = false;                 ///< nothing is watched any more

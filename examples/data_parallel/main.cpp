@@ -1,0 +1,91 @@
+// Several processes train one model in mixed precision, each on its part of every batch:
+//
+//     mpirun -np 2 ./data_parallel
+//
+// Exits with 1 if the loss did not fall, or if the processes end with different weights.
+#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+
+namespace {
+
+constexpr int kSteps = 60;
+constexpr int kBatchSize = 64;  // of all ranks together
+
+struct Batch {
+  torch::Tensor input, target;
+};
+
+/// This rank's part of a batch that all ranks draw alike: they have the same seed.
+Batch next_batch(const torch::Tensor& teacher, const mezzo::MpiCommunicator& world) {
+  const auto input = torch::randn({kBatchSize, 16});
+  const auto own = input.tensor_split(world.size())[static_cast<std::size_t>(world.rank())];
+  return {own, own.mm(teacher).argmax(1)};
+}
+
+double mean_over_ranks(const torch::Tensor& loss, mezzo::MpiCommunicator& world) {
+  const auto sum = loss.detach().clone();
+  world.all_reduce(sum, mezzo::Reduction::sum).wait();
+  return sum.item<double>() / world.size();
+}
+
+bool is_alike_on_all_ranks(const torch::Tensor& tensor, mezzo::MpiCommunicator& world) {
+  const auto largest = tensor.detach().clone();
+  world.all_reduce(largest, mezzo::Reduction::max).wait();
+  const auto differs = torch::tensor(torch::equal(largest, tensor) ? 0 : 1);
+  world.all_reduce(differs, mezzo::Reduction::max).wait();
+  return differs.item<int>() == 0;
+}
+
+}  // namespace
+
+int main() {
+  const mezzo::MpiEnvironment mpi;
+  mezzo::MpiCommunicator world(MPI_COMM_WORLD);
+
+  torch::manual_seed(
+      0);  // all ranks draw the same data; with other weights they would begin alike too
+  const auto teacher = torch::randn({16, 4});  // which class each input belongs to
+  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
+                              torch::nn::Linear(64, 4));
+
+  mezzo::DataParallel ddp(model, world);               // all ranks have rank 0's weights
+  mezzo::optim::AdamW optimizer(ddp.buckets(), 1e-2);  // divides by the ranks as it steps
+  mezzo::GradScaler scaler;
+
+  const auto backward = [&](const Batch& batch) {
+    torch::Tensor loss;
+    {
+      mezzo::Autocast<torch::kCPU> autocast;
+      loss = torch::nn::functional::cross_entropy(ddp(batch.input), batch.target);
+    }
+    scaler.scale(loss / 2).backward();  // two micro-batches a step
+    return loss;
+  };
+
+  double first_loss = 0, last_loss = 0;
+  for (int step = 0; step < kSteps; ++step) {
+    optimizer.zero_grad();
+    {
+      const auto no_sync = ddp.no_sync();  // all micro-batches but the last only accumulate
+      backward(next_batch(teacher, world));
+    }
+    const auto loss = backward(next_batch(teacher, world));  // and this one sums over the ranks
+    scaler.step(optimizer, {.max_norm = 1.0});               // or skips, on all ranks alike
+    scaler.update();
+
+    last_loss = mean_over_ranks(loss, world);
+    first_loss = step == 0 ? last_loss : first_loss;
+    if (step % 10 == 9 && world.rank() == 0) {
+      std::printf("step %2d  loss %.3f  scale %g\n", step + 1, last_loss, scaler.get_scale());
+    }
+  }
+  bool is_alike = true;
+  for (const auto& parameter : model->parameters()) {
+    is_alike = is_alike_on_all_ranks(parameter, world) && is_alike;
+  }
+  return is_alike && last_loss < first_loss / 2 ? 0 : 1;
+}

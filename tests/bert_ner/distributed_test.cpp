@@ -1,0 +1,265 @@
+// The program as mpirun starts it: several processes that train one model.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <regex>
+#include <span>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "checkpoint_folder.h"
+#include "json_file.h"
+#include "program.h"
+#include "safetensors.h"
+
+namespace bert_ner {
+namespace {
+
+namespace fs = std::filesystem;
+using test::Arguments;
+using test::Outcome;
+using testing::HasSubstr;
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (auto at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+/// The loss in the last line of progress.
+double last_loss(const std::string& progress) {
+  const auto at = progress.rfind("  loss ");
+  return at == std::string::npos ? NAN : std::stod(progress.substr(at + 7));
+}
+
+/// Of the last row of a table: "0.188 | 0.200 | 0.176", F1, precision and recall.
+std::string scores_in(const std::string& table) {
+  std::smatch match;
+  const std::regex scores("(0\\.\\d+ \\| +0\\.\\d+ \\| +0\\.\\d+) \\| +\\d+ MiB");
+  return std::regex_search(table, match, scores) ? match[1].str() : "no scores in " + table;
+}
+
+class Distributed : public test::ProgramRuns {
+ protected:
+  void SetUp() override {
+    for (const char* name : {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+                             "OMPI_MCA_rmaps_base_oversubscribe"}) {
+      setenv(name, "1", 1);  // containers run as root, and have fewer cores than ranks
+    }
+    setenv("MPIEXEC_TIMEOUT", "60", 1);
+  }
+
+  Outcome run_ranks(int ranks, const Arguments& arguments) {
+    return finish(start_ranks(ranks, arguments));
+  }
+
+  pid_t start_ranks(int ranks, Arguments arguments) {
+    launcher_ = {BERT_NER_MPIEXEC, "-np", std::to_string(ranks)};
+    arguments.insert(arguments.begin(), "--distributed");
+    const pid_t child = start(std::move(arguments));
+    launcher_.clear();
+    return child;
+  }
+
+  /// Two epochs of four steps, of batches that do not come out even: the last has one sentence. The
+  /// scores are of four batches.
+  Arguments short_run(const std::string& save, Arguments more = {}) const {
+    Arguments arguments{"--model",         BERT_NER_TEST_DATA "/tiny_bert",
+                        "--train",         corpus_.string(),
+                        "--valid",         valid_.string(),
+                        "--epochs",        "2",
+                        "--batch-size",    "5",
+                        "--accumulate",    "2",
+                        "--class-weights", "B-person=2",
+                        "--precision",     "fp32",
+                        "--learning-rate", "0.003",
+                        "--save",          (scratch_ / save).string()};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+
+  fs::path latest(const std::string& saved) const { return latest_checkpoint(scratch_ / saved); }
+
+  /// The weights of two checkpoints are the same within rounding.
+  void expect_like(const std::string& saved, const std::string& expected) const {
+    const SafetensorsFile one(latest(saved) / "model.safetensors");
+    const SafetensorsFile other(latest(expected) / "model.safetensors");
+    EXPECT_EQ(latest(saved).filename(), latest(expected).filename());
+    ASSERT_EQ(one.tensors().size(), other.tensors().size());
+    for (const auto& tensor : one.tensors()) {
+      // A key's bias moves all scores of a query alike: its gradient is rounding, blown up by Adam.
+      if (tensor.name.ends_with("key.bias")) continue;
+      const auto a = floats(tensor), b = floats(*other.find(tensor.name));
+      ASSERT_EQ(a.size(), b.size());
+      double largest = 0;
+      for (std::size_t i = 0; i < a.size(); ++i) {
+        largest = std::max(largest, std::abs(double{a[i]} - double{b[i]}));
+      }
+      EXPECT_LT(largest, 1e-5) << tensor.name;
+    }
+  }
+
+  void expect_same_bytes(const std::string& saved, const std::string& expected) const {
+    for (const char* name : {"model.safetensors", "training_state.safetensors"}) {
+      EXPECT_EQ(test::read_bytes(latest(saved) / name), test::read_bytes(latest(expected) / name))
+          << name;
+    }
+  }
+
+  /// Every rank has ended, and one of them has said why.
+  static void expect_one_error(const Outcome& outcome, int status, const Arguments& parts) {
+    EXPECT_EQ(outcome.status, status) << outcome.err;
+    EXPECT_EQ(outcome.out, "");
+    EXPECT_EQ(count_of(outcome.err, "bert_ner: "), 1U) << outcome.err;
+    for (const auto& part : parts) EXPECT_THAT(outcome.err, HasSubstr(part));
+  }
+
+  fs::path valid_ = test::write_tiny_corpus(scratch_, "valid.txt", 100);
+
+ private:
+  static std::vector<float> floats(const TensorView& tensor) {
+    std::vector<float> values(tensor.bytes.size() / sizeof(float));
+    std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
+    return values;
+  }
+};
+
+TEST_F(Distributed, RanksFollowOneProcess) {
+  const auto alone = run(short_run("alone"));
+  ASSERT_EQ(alone.status, 0) << alone.err;
+  for (const int ranks : {2, 4}) {
+    const auto saved = "ranks" + std::to_string(ranks);
+    const auto outcome = run_ranks(ranks, short_run(saved));
+    ASSERT_EQ(outcome.status, 0) << outcome.err;
+    EXPECT_NEAR(last_loss(outcome.err), last_loss(alone.err), 2e-4);  // it has four digits
+    EXPECT_EQ(scores_in(outcome.out), scores_in(alone.out));
+    expect_like(saved, "alone");
+  }
+}
+
+TEST_F(Distributed, PrintsOneTableOfThreeRows) {
+  const auto json = scratch_ / "results.json";
+  const auto outcome =
+      run_ranks(2, training({"--learning-rate", "0.01", "--quiet", "--json", json}));
+  ASSERT_EQ(outcome.status, 0) << outcome.err;
+  EXPECT_EQ(count_of(outcome.out, "| initial learning rate |"), 1U);
+  EXPECT_EQ(count_of(outcome.out, "\n"), 5U);
+  const auto results = read_json(json);
+  EXPECT_EQ(results.at("ranks"), 2);
+  ASSERT_EQ(results.at("rows").size(), 3U);
+  EXPECT_EQ(results.at("rows")[0].at("autocast"), "off");
+  EXPECT_EQ(results.at("rows")[2].at("name"), "amp dynamic scale");
+  for (const auto& row : results.at("rows")) {
+    EXPECT_GT(row.at("f1").get<double>(), 0.5);  // the sentences are easy
+    EXPECT_GT(row.at("peak_memory_bytes").get<double>(), 50e6);
+  }
+}
+
+TEST_F(Distributed, ResumesOnAnotherNumberOfRanks) {
+  ASSERT_EQ(run(short_run("alone")).status, 0);
+  const auto go_on = [&](const std::string& saved) {
+    const auto folder = (scratch_ / saved).string();
+    return Arguments{"--resume", folder, "--save", folder, "--quiet"};
+  };
+  ASSERT_EQ(run_ranks(2, short_run("fewer", {"--max-steps", "3"})).status, 0);
+  const auto fewer = run(go_on("fewer"));
+  EXPECT_EQ(fewer.status, 0) << fewer.err;
+  expect_like("fewer", "alone");
+  ASSERT_EQ(run(short_run("more", {"--max-steps", "5"})).status, 0);
+  const auto more = run_ranks(2, go_on("more"));
+  EXPECT_EQ(more.status, 0) << more.err;
+  expect_like("more", "alone");
+}
+
+TEST_F(Distributed, ResumesBitForBitOnTheSameNumber) {
+  ASSERT_EQ(run_ranks(2, short_run("straight", {"--dropout", "0.1"})).status, 0);
+  ASSERT_EQ(run_ranks(2, short_run("resumed", {"--dropout", "0.1", "--max-steps", "3"})).status, 0);
+  const auto folder = (scratch_ / "resumed").string();
+  const auto outcome = run_ranks(2, {"--resume", folder, "--save", folder, "--quiet"});
+  ASSERT_EQ(outcome.status, 0) << outcome.err;
+  expect_same_bytes("resumed", "straight");
+
+  const SafetensorsFile state(latest("straight") / "training_state.safetensors");
+  const auto *const first = state.find("random.cpu"), *const second =
+                                                          state.find("random.cpu.rank1");
+  ASSERT_NE(second, nullptr);
+  EXPECT_FALSE(std::ranges::equal(first->bytes, second->bytes));  // they drop out other neurons
+}
+
+TEST_F(Distributed, SaysOnceWhatAllRanksFindWrong) {
+  expect_one_error(run_ranks(2, {"--no-such-flag"}), 2, {"bert_ner: The", "--no-such-flag"});
+  expect_one_error(run_ranks(2, {"--model", (scratch_ / "nowhere").string(), "--data", corpus_}), 1,
+                   {"nowhere: is no folder"});
+}
+
+TEST_F(Distributed, EndsAllRanksWithTheErrorOfTheOneThatFails) {
+  expect_one_error(run_ranks(2, short_run("/proc/nowhere", {"--quiet"})), 1,
+                   {"bert_ner: rank 0: ", "/proc/nowhere"});
+}
+
+TEST_F(Distributed, NamesARankThatWasStartedDifferently) {
+  launcher_ = {BERT_NER_MPIEXEC, "-np", "1"};
+  auto arguments =
+      training({"--distributed", "--precision", "fp32", ":", "-np", "1", BERT_NER_PROGRAM});
+  const auto other = training({"--distributed", "--precision", "fp32", "--seed", "2"});
+  arguments.insert(arguments.end(), other.begin(), other.end());
+  expect_one_error(run(arguments), 1, {"rank 1 differs from rank 0 in \""});
+}
+
+/// The processes that `parent` has started; their threads' too.
+std::vector<pid_t> children_of(pid_t parent) {
+  std::vector<pid_t> children;
+  const auto tasks = "/proc/" + std::to_string(parent) + "/task";
+  for (const auto& task : fs::directory_iterator(tasks)) {
+    std::istringstream list(test::read_bytes(task.path() / "children"));
+    for (pid_t child = 0; list >> child;) children.push_back(child);
+  }
+  return children;
+}
+
+/// Is it there, and more than the memory of a process that nobody has asked about?
+bool is_alive(pid_t process) {
+  const auto status = test::read_bytes("/proc/" + std::to_string(process) + "/status");
+  return !status.empty() && status.find("State:\tZ") == std::string::npos;
+}
+
+TEST_F(Distributed, EndsWhenARankIsKilledAndGoesOnFromTheCheckpoint) {
+  auto arguments = short_run("saved", {"--save-every", "1", "--quiet"});
+  *(std::ranges::find(arguments, "--epochs") + 1) = "100000";
+  const pid_t mpirun = start_ranks(2, arguments);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!fs::exists(scratch_ / "saved" / "latest") &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  const auto ranks = children_of(mpirun);
+  ASSERT_EQ(ranks.size(), 2U) << test::read_bytes(scratch_ / "stderr");
+  kill(ranks.back(), SIGKILL);
+  const auto outcome = finish(mpirun);
+  EXPECT_NE(outcome.status, 0);
+  EXPECT_EQ(outcome.out, "");
+  while (is_alive(ranks.front()) && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  EXPECT_FALSE(is_alive(ranks.front()));
+
+  const auto position = [&] {
+    return read_json(latest("saved") / "training_state.json").at("position").at("steps").get<int>();
+  };
+  const int before = position();
+  const auto folder = (scratch_ / "saved").string();
+  const auto resumed = run_ranks(2, {"--resume", folder, "--save", folder, "--quiet", "--max-steps",
+                                     std::to_string(before + 2)});
+  EXPECT_EQ(resumed.status, 0) << resumed.err;
+  EXPECT_EQ(position(), before + 2);
+}
+
+}  // namespace
+}  // namespace bert_ner

@@ -1,0 +1,79 @@
+/// \file
+/// The program as a user starts it.
+#pragma once
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "scratch_folder.h"
+#include "tiny_corpus.h"
+
+namespace bert_ner::test {
+
+using Arguments = std::vector<std::string>;
+
+struct Outcome {
+  int status = 0;
+  std::string out, err;
+};
+
+class ProgramRuns : public testing::Test {
+ protected:
+  /// Starts the program, or whatever launches it; its output goes to files of the scratch folder.
+  pid_t start(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
+    arguments.insert(arguments.begin(), BERT_NER_PROGRAM);
+    arguments.insert(arguments.begin(), launcher_.begin(), launcher_.end());
+    setenv("OMP_NUM_THREADS", "1", 1);  // more cost more than they gain on so small a model
+    std::vector<char*> pointers;
+    for (auto& argument : arguments) pointers.push_back(argument.data());
+    pointers.push_back(nullptr);
+    const auto out = (scratch_ / "stdout").string(), err = (scratch_ / "stderr").string();
+    const pid_t child = fork();
+    if (child != 0) return child;
+    constexpr mode_t kMode = 0600;
+    dup2(open(out.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDOUT_FILENO);
+    dup2(open(err.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDERR_FILENO);
+    if (stdout_ != nullptr) dup2(open(stdout_, O_WRONLY), STDOUT_FILENO);
+    const rlimit limit{largest_file, RLIM_INFINITY};
+    setrlimit(RLIMIT_FSIZE, &limit);
+    execv(pointers.front(), pointers.data());
+    _exit(127);
+  }
+
+  Outcome finish(pid_t child) const {
+    int status = 0;
+    waitpid(child, &status, 0);
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
+            read_bytes(scratch_ / "stdout"), read_bytes(scratch_ / "stderr")};
+  }
+
+  Outcome run(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
+    return finish(start(std::move(arguments), largest_file));
+  }
+
+  /// A short run of the tiny model.
+  Arguments training(Arguments more) const {
+    Arguments arguments{"--model",      BERT_NER_TEST_DATA "/tiny_bert",
+                        "--data",       corpus_.string(),
+                        "--epochs",     "8",
+                        "--batch-size", "4"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+
+  Arguments launcher_;            ///< before the program: mpirun and its flags
+  const char* stdout_ = nullptr;  ///< in place of the scratch folder's file
+  ScratchFolder scratch_;
+  std::filesystem::path corpus_ = write_tiny_corpus(scratch_, "corpus.txt", 36);
+};
+
+}  // namespace bert_ner::test
