@@ -43,9 +43,10 @@ c10::intrusive_ptr<c10d::Store> meet(const ProcessGroupEnvironment& environment,
 /// \endcode
 ///
 /// `wait` is c10d's: of tensors on a GPU the current stream waits, not the host. bfloat16 and half
-/// are added up as the backend does it, or for a sum in float on each rank behind an all-to-all.
-/// Which ranks call what is the backend's to check (for NCCL,
-/// TORCH_DISTRIBUTED_DEBUG=DETAIL), and so are its timeouts. Tensors with gaps are copied.
+/// are added up as the backend does it; only their reduce_scatter into float is an all-to-all and
+/// a sum on each rank, for no backend reduces into another dtype. Whether all ranks call the same
+/// is the backend's to check (NCCL's: TORCH_DISTRIBUTED_DEBUG=DETAIL), and so are timeouts. Tensors
+/// with gaps are copied.
 class C10dCommunicator {
  public:
   /// `devices`: those whose tensors the group can take, as the caller knows.

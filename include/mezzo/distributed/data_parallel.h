@@ -1,7 +1,7 @@
 /// \file
 /// A model that several processes train together, each on its part of the batch: the same weights
-/// to begin with, and gradients averaged as the backward pass makes them. Separate from
-/// grad_all_reduce.h because libtorch's modules take twelve seconds to compile.
+/// to begin with, and gradients averaged as the backward pass makes them. (grad_all_reduce.h stays
+/// without libtorch's modules, which take twelve seconds to compile.)
 #pragma once
 
 #include <mezzo/detail/distributed/replica.h>
