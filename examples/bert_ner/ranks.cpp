@@ -4,6 +4,8 @@
 
 #ifdef BERT_NER_MPI
 #include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/mpi_meet.h>
+#include <mezzo/distributed/watchdog.h>
 #endif
 #ifdef BERT_NER_NCCL
 #include <ATen/DeviceAccelerator.h>
@@ -34,18 +36,30 @@ bool is_started_by_torchrun() {
 
 #ifdef BERT_NER_MPI
 
+namespace {
+
+/// MPI, and who sees to it that no rank waits for one that is gone.
+struct MpiJob {
+  mezzo::MpiEnvironment environment;
+  mezzo::MpiCommunicator world{MPI_COMM_WORLD};
+  mezzo::Watchdog watchdog{mezzo::meet(MPI_COMM_WORLD), world.rank(), world.size()};
+};
+
+}  // namespace
+
 Ranks::Job Ranks::join_with_mpi() {
-  auto environment = std::make_shared<mezzo::MpiEnvironment>();
-  mezzo::MpiCommunicator world(MPI_COMM_WORLD);
+  auto job = std::make_shared<MpiJob>();
   MPI_Comm machine = MPI_COMM_NULL;
   int count = 1, place = 0;
-  MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, world.rank(), MPI_INFO_NULL, &machine);
+  MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, job->world.rank(), MPI_INFO_NULL,
+                      &machine);
   MPI_Comm_size(machine, &count);
   MPI_Comm_rank(machine, &place);
   MPI_Comm_free(&machine);
-  return {std::move(environment), std::move(world), torch::kCPU, count, place, [](int status) {
-            MPI_Abort(MPI_COMM_WORLD, status);
-          }};
+  auto world = job->watchdog.watch(job->world);
+  return {std::move(job), std::move(world),
+          torch::kCPU,    count,
+          place,          [](int status) { MPI_Abort(MPI_COMM_WORLD, status); }};
 }
 
 #else

@@ -71,7 +71,7 @@ class Ranks {
 
  private:
   struct Job {
-    std::shared_ptr<void> environment;  ///< MPI's, for as long as the communicator lives
+    std::shared_ptr<void> launched;  ///< what must live as long as the communicator
     mezzo::AnyCommunicator communicator;
     torch::Device device;  ///< of the tensors that the ranks exchange
     int on_this_machine, place_on_this_machine;

@@ -34,6 +34,8 @@ class WatchdogThreads;
 ///   watchdog.run([&] { train(world); });
 /// \endcode
 ///
+/// Under mpirun `mezzo::meet(MPI_COMM_WORLD)` (mpi_meet.h) finds a free port by itself.
+///
 ///     mezzo: rank 0 of 4 ends: rank 2 has given no sign of life for 30.2 s (killed, stopped or cut
 ///     off), when last seen it waited for all_reduce(sum) of 4096 Float (collective 17). This rank
 ///     is waiting for all_reduce(sum) of 4096 Float (collective 18) since 30.9 s
