@@ -59,8 +59,8 @@ class TrainingState {
   TrainingState& add_per_rank(std::string name, T& object);
 
   /// The default generators of the CPU and of each CUDA device (which initialises CUDA, where there
-  /// is one), of each rank its own. Takes the name "random_state". Where the number of CUDA devices has changed, loading
-  /// warns, and sets those that are there.
+  /// is one), of each rank its own. Takes the name "random_state". Where the number of CUDA devices
+  /// has changed, loading warns, and sets those that are there.
   TrainingState& with_random_state();
 
   const std::vector<detail::NamedPart>& parts() const noexcept { return parts_; }
@@ -68,7 +68,6 @@ class TrainingState {
                           bool is_per_rank = false);
 
  private:
-
   std::vector<detail::NamedPart> parts_;
 };
 
@@ -119,8 +118,9 @@ struct CheckpointsOptions {
 /// that was saved last, whatever its step.
 ///
 /// One writer a folder: from the first `save` on an object holds a lock until it goes; killed
-/// processes hold none. Of several processes let one save, or take RankCheckpoints. Reading takes no
-/// lock, and may be done by any. One thread at a time, and an iteration's end: after `scaler.update()`.
+/// processes hold none. Of several processes let one save, or take RankCheckpoints. Reading takes
+/// no lock, and may be done by any. One thread at a time, and an iteration's end: after
+/// `scaler.update()`.
 class Checkpoints {
  public:
   /// Touches nothing yet; `save` makes the folder. \throws c10::Error unless keep is at least 1

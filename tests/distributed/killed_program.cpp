@@ -19,9 +19,9 @@
 #include <cstdlib>
 #include <exception>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -40,10 +40,10 @@ torch::nn::Sequential make_model() {
                                torch::nn::Tanh(), torch::nn::Linear(512, 64));
 }
 
-std::string digest_of(const torch::nn::Sequential& model) {
+std::string digest_of(const std::vector<at::Tensor>& tensors) {
   std::string bytes;
-  for (const at::Tensor& weight : model->parameters()) {
-    bytes.append(static_cast<const char*>(weight.const_data_ptr()), weight.nbytes());
+  for (const at::Tensor& tensor : tensors) {
+    bytes.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
   }
   return mezzo::detail::digest_text(bytes.data(), bytes.size());
 }
@@ -57,7 +57,8 @@ void train(mezzo::AnyCommunicator world, const std::filesystem::path& folder, in
   int64_t step = 0;
   mezzo::TrainingState state;
   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
-  state.add("step", step).with_random_state();
+  std::vector<at::Tensor> own{at::zeros({1'200'000})};  // of rank 1 it goes in two pieces
+  state.add("step", step).add_per_rank("own", own).with_random_state();
   torch::manual_seed(static_cast<uint64_t>(100 + world.rank()));
 
   mezzo::RankCheckpoints checkpoints(folder, world);
@@ -69,13 +70,17 @@ void train(mezzo::AnyCommunicator world, const std::filesystem::path& folder, in
     scaler.step(optimizer, {.max_norm = 1.0});
     scaler.update();
     ++step;
+    own[0].add_(static_cast<double>(step * (world.rank() + 1)));
     if (world.rank() == 0) say("did " + std::to_string(step));
     if (step % kStepsBetweenFiles == 0 || step == steps) {
+      if (world.rank() == 0) say("saving " + std::to_string(step));
       checkpoints.save(state, step);
       if (world.rank() == 0) say("saved " + std::to_string(step));
     }
   }
-  say("end " + digest_of(model));
+  own.push_back(torch::rand({3}));
+  say("end " + digest_of(model->parameters()));
+  say("own " + std::to_string(world.rank()) + ' ' + digest_of(own));
 }
 
 int run(const std::string& way, const std::filesystem::path& folder, int64_t steps) {
@@ -88,8 +93,9 @@ int run(const std::string& way, const std::filesystem::path& folder, int64_t ste
     const torch::nn::Sequential model = make_model();
     if (way == "zero") {
       mezzo::ShardedOptimizer<AdamW> optimizer(model->parameters(), world, AdamWOptions(1e-3));
-      train(world, folder, steps, model, optimizer,
-            [&](const at::Tensor& x) { return at::Tensor(torch::nn::Sequential(model)->forward(x)); });
+      train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) {
+        return at::Tensor(torch::nn::Sequential(model)->forward(x));
+      });
     } else {
       mezzo::DataParallel ddp(model, world);
       AdamW optimizer(ddp.buckets(), AdamWOptions(1e-3));

@@ -210,9 +210,8 @@ template <class Way>
 class EachRanksTraining {
  public:
   EachRanksTraining(AnyCommunicator world, uint64_t seed)
-      : rank_(world.rank()), way((torch::manual_seed(seed), world), [this] {
-          return scaler.scale(torch::ones({}));
-        }) {
+      : rank_(world.rank()),
+        way((torch::manual_seed(seed), world), [this] { return scaler.scale(torch::ones({})); }) {
     torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
     own_random.set_current_seed(seed + static_cast<uint64_t>(rank_));
     state.add("model", way.net).add("optimizer", way.optimizer).add("scaler", scaler);
@@ -417,10 +416,10 @@ std::vector<std::string> draws_after_loading(const std::filesystem::path& folder
   if (ranks.rank() == 0) {
     const std::string numbers = "has what " + std::to_string(world_size()) +
                                 " ranks had, and here are " + std::to_string(ranks.size());
-    EXPECT_THAT(warnings, UnorderedElementsAre(
-                              AllOf(HasSubstr("\"position\" is left as it is"), HasSubstr(numbers)),
-                              AllOf(HasSubstr("\"random_state\" is begun anew"),
-                                    HasSubstr(numbers))));
+    EXPECT_THAT(warnings,
+                UnorderedElementsAre(
+                    AllOf(HasSubstr("\"position\" is left as it is"), HasSubstr(numbers)),
+                    AllOf(HasSubstr("\"random_state\" is begun anew"), HasSubstr(numbers))));
   } else {
     EXPECT_THAT(warnings, IsEmpty());
   }
@@ -499,8 +498,7 @@ TEST(RankCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
     };
     RankCheckpoints checkpoints(folder.path(), world, {.keep = 1}, calls);
     mixed.set(3);
-    const std::string error =
-        common_error_of(world, [&] { checkpoints.save(mixed.run.state, 3); });
+    const std::string error = common_error_of(world, [&] { checkpoints.save(mixed.run.state, 3); });
     has_failed = error != "no error";
     if (!has_failed) break;
     ++failures;
@@ -728,18 +726,18 @@ TEST(RankCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(other_shape, 3); }),
               HasSubstr(who + "\"model: module"));
   const TrainingState empty;
-  EXPECT_THAT(common_error_of(world,
-                              [&] { checkpoints.save(is_last ? empty : common_generator, 3); }),
-              HasSubstr("the state is empty"));
+  EXPECT_THAT(
+      common_error_of(world, [&] { checkpoints.save(is_last ? empty : common_generator, 3); }),
+      HasSubstr("the state is empty"));
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(is_last ? empty : own.state); }),
               HasSubstr("the state is empty"));
   EXPECT_THAT(checkpoints.files(), IsEmpty());
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(other_shape, -1); }),
               HasSubstr(who + "\"model: module"));
   own.epoch = 7;
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
-              HasSubstr("rank 0 of " + std::to_string(world.size()) +
-                        ": Checkpoints::save: step is -1"));
+  EXPECT_THAT(
+      common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
+      HasSubstr("rank 0 of " + std::to_string(world.size()) + ": Checkpoints::save: step is -1"));
 }
 
 TEST(RankCheckpoints, ANameThatEntriesOfRanksTakeIsRefusedByAll) {
@@ -749,9 +747,9 @@ TEST(RankCheckpoints, ANameThatEntriesOfRanksTakeIsRefusedByAll) {
   Own own(world);
   int64_t other = 0;
   own.state.add("position, rank 1", other);
-  EXPECT_THAT(common_error_of(world,
-                              [&] { RankCheckpoints(folder.path(), world).save(own.state, 1); }),
-              HasSubstr("\"position, rank 1\" is given twice"));
+  EXPECT_THAT(
+      common_error_of(world, [&] { RankCheckpoints(folder.path(), world).save(own.state, 1); }),
+      HasSubstr("\"position, rank 1\" is given twice"));
 }
 
 }  // namespace

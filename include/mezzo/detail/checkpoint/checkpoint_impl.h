@@ -68,7 +68,8 @@ inline void write_parts(CheckpointWriter& writer, const TrainingState& state, st
     const std::string& name = named.name;
     CheckpointEntry entry{name, named.part->kind(), named.part->layout(), writer.total(), 0};
     try {
-      named.part->write([&writer](const void* data, std::size_t size) { writer.write(data, size); });
+      named.part->write(
+          [&writer](const void* data, std::size_t size) { writer.write(data, size); });
     } catch (...) {
       TORCH_CHECK(false, "\"", name, "\" cannot be saved: ", message_of_current_exception());
     }

@@ -161,8 +161,8 @@ class TensorPart final : public ArchivePart {
   at::Tensor& tensor_;
 };
 
-/// Tensors whose memory is others' too, as what GradAllReduce::residuals gives: it is kept, and what
-/// is read copied there.
+/// Tensors whose memory is others' too, as what GradAllReduce::residuals gives: it is kept, and
+/// what is read copied there.
 class TensorsPart final : public ArchivePart {
  public:
   explicit TensorsPart(std::vector<at::Tensor>& tensors) : tensors_(tensors) {}

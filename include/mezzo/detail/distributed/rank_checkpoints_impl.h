@@ -274,9 +274,8 @@ inline detail::LoadAttempt RankCheckpoints::try_file(const std::string& name,
   detail::LoadAttempt attempt;
   attempt.loaded.file = file;
   try {
-    auto decoded =
-        detail::decode_if_whole(calls_, file, state, options, attempt.loaded.step, attempt.words,
-                                {ranks_.rank(), ranks_.size()});
+    auto decoded = detail::decode_if_whole(calls_, file, state, options, attempt.loaded.step,
+                                           attempt.words, {ranks_.rank(), ranks_.size()});
     if (!decoded) {
       attempt.outcome = Outcome::damaged;
       return attempt;
@@ -288,9 +287,9 @@ inline detail::LoadAttempt RankCheckpoints::try_file(const std::string& name,
   } catch (...) {
     const bool is_gone = !detail::is_there(file);
     attempt.outcome = is_gone ? Outcome::gone : Outcome::refused;
-    attempt.words = is_gone ? file.string() +
-                                  " is not there; all ranks must see the folder that rank 0 sees"
-                            : detail::failure_of_current_exception();
+    attempt.words =
+        is_gone ? file.string() + " is not there; all ranks must see the folder that rank 0 sees"
+                : detail::failure_of_current_exception();
   }
   return attempt;
 }
