@@ -488,7 +488,7 @@ TEST(RankCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
   RankCheckpoints(folder.path(), world).save(mixed.run.state, 2);
   bool has_failed = true;
   int failures = 0;
-  for (int number = 1; has_failed; number += number < 3 * world_size() ? 1 : 3) {
+  for (int number = 1; has_failed; number += number < 2 ? 1 : 2 * world_size()) {
     FileCalls calls;
     int left = number;
     calls.write = [&left](int file, const void* from, std::size_t count) -> ssize_t {
@@ -509,7 +509,6 @@ TEST(RankCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
     EXPECT_THAT(checkpoints.files(), SizeIs(1));
     EXPECT_THAT(checkpoints.files()[0].filename().string(), HasSubstr("step-2"));
     left = std::numeric_limits<int>::max();
-    if (number % 4 != 2) continue;
     const auto saved = checkpoints.save(mixed.run.state, 2);
     world.barrier().wait();
     EXPECT_EQ(std::filesystem::file_size(saved.file), saved.bytes);
@@ -519,7 +518,7 @@ TEST(RankCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
     EXPECT_TRUE(other.is(3));
     EXPECT_TRUE(at::equal(other.own[0], mixed.own[0]));
   }
-  EXPECT_GT(failures, 4) << "a write for each MiB";
+  EXPECT_GT(failures, 2) << "a write for each MiB";
 }
 
 TEST(RankCheckpoints, OnlyRank0Writes) {
