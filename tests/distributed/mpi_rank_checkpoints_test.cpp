@@ -509,6 +509,7 @@ TEST(RankCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
     EXPECT_THAT(checkpoints.files(), SizeIs(1));
     EXPECT_THAT(checkpoints.files()[0].filename().string(), HasSubstr("step-2"));
     left = std::numeric_limits<int>::max();
+    if (number != 2) continue;
     const auto saved = checkpoints.save(mixed.run.state, 2);
     world.barrier().wait();
     EXPECT_EQ(std::filesystem::file_size(saved.file), saved.bytes);
