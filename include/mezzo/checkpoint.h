@@ -63,6 +63,7 @@ class TrainingState {
   /// has changed, loading warns, and sets those that are there.
   TrainingState& with_random_state();
 
+  /// What a state is made of, for classes that save and load it.
   const std::vector<detail::NamedPart>& parts() const noexcept { return parts_; }
   TrainingState& add_part(std::string name, std::shared_ptr<const detail::CheckpointPart> part,
                           bool is_per_rank = false);
