@@ -43,22 +43,32 @@ class TrainingState {
   /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts;
   /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema;
   /// - an integer, a bool, a float or double, a std::string, a tensor: the position in the data;
-  /// - an at::Generator.
-  /// Tensors are given other memory by loading, as torch::load does: capture CUDA graphs after it.
+  /// - an at::Generator;
+  /// - a std::vector<at::Tensor>, whose memory is kept and written to.
+  /// Other tensors are given other memory by loading, as torch::load does: capture CUDA graphs
+  /// after it.
   /// \throws c10::Error for an empty name, and one that was given before
   template <class T>
   TrainingState& add(std::string name, T& object);
 
+  /// The same for what differs from rank to rank in a job of several processes, which
+  /// RankCheckpoints (distributed/rank_checkpoints.h) saves: the residuals of error feedback, a
+  /// rank's own generator or place in the data. Checkpoints takes it for an object like others, and
+  /// of a file of several ranks what rank 0 had, with a warning.
+  template <class T>
+  TrainingState& add_per_rank(std::string name, T& object);
+
   /// The default generators of the CPU and of each CUDA device (which initialises CUDA, where there
-  /// is one). Takes the name "random_state". Where the number of CUDA devices has changed, loading
-  /// warns, and sets those that are there.
+  /// is one), of each rank its own. Takes the name "random_state". Where the number of CUDA devices
+  /// has changed, loading warns, and sets those that are there.
   TrainingState& with_random_state();
 
+  /// What a state is made of, for classes that save and load it.
   const std::vector<detail::NamedPart>& parts() const noexcept { return parts_; }
+  TrainingState& add_part(std::string name, std::shared_ptr<const detail::CheckpointPart> part,
+                          bool is_per_rank = false);
 
  private:
-  TrainingState& add_part(std::string name, std::shared_ptr<const detail::CheckpointPart> part);
-
   std::vector<detail::NamedPart> parts_;
 };
 
@@ -109,8 +119,9 @@ struct CheckpointsOptions {
 /// that was saved last, whatever its step.
 ///
 /// One writer a folder: from the first `save` on an object holds a lock until it goes; killed
-/// processes hold none. Of several processes let one save. Reading takes no lock, and may be done
-/// by any. One thread at a time, and an iteration's end: after `scaler.update()`.
+/// processes hold none. Of several processes let one save, or take RankCheckpoints. Reading takes
+/// no lock, and may be done by any. One thread at a time, and an iteration's end: after
+/// `scaler.update()`.
 class Checkpoints {
  public:
   /// Touches nothing yet; `save` makes the folder. \throws c10::Error unless keep is at least 1
@@ -145,7 +156,10 @@ class Checkpoints {
   void hold_lock();
   void finish(SavedCheckpoint& saved, int flush_error);
   void prune(std::int64_t keep);
+  void pass_over(const std::filesystem::path& file, const std::string& damage);
   void warn(const std::string& text) const;
+
+  friend class RankCheckpoints;
 
   std::filesystem::path folder_;
   CheckpointsOptions options_;

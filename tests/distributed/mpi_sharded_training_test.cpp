@@ -496,7 +496,7 @@ TEST(ShardedTraining, AModelThatIsLoadedCounts) {
 
 /// Bytes a rank keeps for 20,000 parameters, in tensors of which none is a multiple of 64 bytes.
 struct Counted {
-  mezzo::ShardedBytes bytes;
+  mezzo::ShardedOptimizerBytes bytes;
   int64_t elements = 0;  // of the buckets, padding included
 };
 

@@ -20,7 +20,7 @@ using distributed_test::expect_same_weights_on_all_ranks;
 inline mezzo::AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
 
 /// So that the model below takes several.
-inline constexpr mezzo::ShardedOptions kSmallBuckets{.bucket_bytes = 1024};
+inline constexpr mezzo::ShardedOptimizerOptions kSmallBuckets{.bucket_bytes = 1024};
 
 /// Sizes that no number of ranks divides, a weight in another memory format, parameters that only
 /// some ranks use or none, a frozen one, one without elements.

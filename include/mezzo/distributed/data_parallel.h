@@ -11,7 +11,10 @@
 #include <mezzo/grad_buckets.h>
 #include <mezzo/version.h>
 
+#include <ATen/core/Tensor.h>
+
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -98,6 +101,9 @@ class DataParallel {
   /// Divides, in place and once, gradients that are sums until the optimizer on `buckets()` steps;
   /// see above.
   void average() { buckets().average(); }
+
+  /// With error feedback: this rank's part of what rounding lost; as GradAllReduce::residuals.
+  std::vector<at::Tensor> residuals() const { return replica_.residuals(); }
 
   /// Gives all ranks the root's buffers, as every training forward does; all ranks call it. Before
   /// an evaluation, that is: the last training forward has changed each rank's on its own. Autograd

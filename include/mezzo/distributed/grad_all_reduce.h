@@ -99,8 +99,9 @@ class GradAllReduce {
   GradAllReduce& operator=(const GradAllReduce&) = delete;
 
   /// With `error_feedback`: this rank's part of what rounding lost, two tensors a bucket that is
-  /// compressed; they share the memory. To resume a run to the bit a checkpoint holds each rank's,
-  /// to be copied back before the first pass; to forget, zero them. Empty without.
+  /// compressed; they share the memory. To resume a run to the bit a checkpoint holds each rank's
+  /// (`TrainingState::add_per_rank`); to forget, zero them. Empty without. Others after the buckets
+  /// were laid out anew.
   std::vector<at::Tensor> residuals() const;
 
  private:

@@ -31,14 +31,14 @@ class OutputArchive;
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// The same on all ranks.
-struct ShardedOptions {
+struct ShardedOptimizerOptions {
   /// A bucket of gradients is summed as soon as backward has filled it; as in GradBucketsOptions.
   int64_t bucket_bytes = kDefaultBucketBytes;
 };
 
 /// What a rank keeps from step to step, in bytes: padding included, the model's buffers and what is
 /// frozen not.
-struct ShardedBytes {
+struct ShardedOptimizerBytes {
   int64_t weights = 0;
   int64_t gradients = 0;
   int64_t state = 0;  ///< moments and masters
@@ -132,9 +132,9 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   ///   listed above; and where the communicator does not serve a parameter's device
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    AnyCommunicator communicator, const Options& defaults,
-                   const ShardedOptions& options = {});
+                   const ShardedOptimizerOptions& options = {});
   ShardedOptimizer(std::vector<at::Tensor> parameters, AnyCommunicator communicator,
-                   const Options& defaults, const ShardedOptions& options = {})
+                   const Options& defaults, const ShardedOptimizerOptions& options = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(communicator), defaults, options) {}
   ~ShardedOptimizer() override;
@@ -161,7 +161,7 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   const GradBuckets& buckets() const noexcept { return buckets_; }
 
   /// What this rank keeps. State is made by the first step.
-  ShardedBytes bytes() const;
+  ShardedOptimizerBytes bytes() const;
 
   /// What GradScaler and `initialize` ask of an optimizer of mezzo's. No rank has a master of a
   /// whole parameter, or all of the summed gradients: but for the first these throw c10::Error.

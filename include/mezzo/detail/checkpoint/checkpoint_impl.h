@@ -33,6 +33,8 @@ std::shared_ptr<const CheckpointPart> part_of(T& object) {
     return std::make_shared<RealPart<T>>(object);
   } else if constexpr (std::derived_from<T, at::Tensor>) {
     return std::make_shared<TensorPart>(object);
+  } else if constexpr (std::same_as<T, std::vector<at::Tensor>>) {
+    return std::make_shared<TensorsPart>(object);
   } else if constexpr (std::same_as<T, at::Generator>) {
     return std::make_shared<GeneratorPart>(object);
   } else {
@@ -43,13 +45,15 @@ std::shared_ptr<const CheckpointPart> part_of(T& object) {
   }
 }
 
-inline std::optional<std::vector<PendingPart>> decode_if_whole(
-    const FileCalls& calls, const std::filesystem::path& file, const TrainingState& state,
-    const LoadOptions& options, std::int64_t& step, std::string& damage) {
+inline std::optional<DecodedParts> decode_if_whole(const FileCalls& calls,
+                                                   const std::filesystem::path& file,
+                                                   const TrainingState& state,
+                                                   const LoadOptions& options, std::int64_t& step,
+                                                   std::string& damage, RankOf who = {}) {
   try {
     const CheckpointReader reader(calls, file);
     step = reader.index().step;
-    return decode_parts(reader, state.parts(), options.subset, options.device);
+    return decode_parts(reader, state.parts(), options.subset, options.device, who);
   } catch (const DamagedCheckpoint& error) {
     damage = error.what();
     return std::nullopt;
@@ -60,10 +64,12 @@ inline void write_parts(CheckpointWriter& writer, const TrainingState& state, st
   const std::string header = checkpoint_header();
   writer.write(header.data(), header.size());
   CheckpointIndex index{step, {}};
-  for (const auto& [name, part] : state.parts()) {
-    CheckpointEntry entry{name, part->kind(), part->layout(), writer.total(), 0};
+  for (const NamedPart& named : state.parts()) {
+    const std::string& name = named.name;
+    CheckpointEntry entry{name, named.part->kind(), named.part->layout(), writer.total(), 0};
     try {
-      part->write([&writer](const void* data, std::size_t size) { writer.write(data, size); });
+      named.part->write(
+          [&writer](const void* data, std::size_t size) { writer.write(data, size); });
     } catch (...) {
       TORCH_CHECK(false, "\"", name, "\" cannot be saved: ", message_of_current_exception());
     }
@@ -81,17 +87,24 @@ TrainingState& TrainingState::add(std::string name, T& object) {
   return add_part(std::move(name), detail::part_of(object));
 }
 
+template <class T>
+TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
+  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
+}
+
 inline TrainingState& TrainingState::with_random_state() {
-  return add_part("random_state", std::make_shared<detail::RandomStatesPart>());
+  return add_part("random_state", std::make_shared<detail::RandomStatesPart>(),
+                  /*is_per_rank=*/true);
 }
 
 inline TrainingState& TrainingState::add_part(std::string name,
-                                              std::shared_ptr<const detail::CheckpointPart> part) {
+                                              std::shared_ptr<const detail::CheckpointPart> part,
+                                              bool is_per_rank) {
   TORCH_CHECK(!name.empty(), "TrainingState: a name is empty; give each object one");
   for (const detail::NamedPart& other : parts_) {
     TORCH_CHECK(other.name != name, "TrainingState: the name \"", name, "\" is given twice");
   }
-  parts_.push_back({std::move(name), std::move(part)});
+  parts_.push_back({std::move(name), std::move(part), is_per_rank});
   return *this;
 }
 
@@ -176,6 +189,11 @@ inline void Checkpoints::prune(std::int64_t keep) {
   }
 }
 
+inline void Checkpoints::pass_over(const std::filesystem::path& file, const std::string& damage) {
+  damaged_.insert(file);
+  warn(file.string() + " is damaged (" + damage + "); the checkpoint before it is tried");
+}
+
 inline std::optional<LoadedCheckpoint> Checkpoints::load_newest(const TrainingState& state,
                                                                 const LoadOptions& options) {
   TORCH_CHECK(!state.parts().empty(), "Checkpoints::load_newest: the state is empty; add to it");
@@ -183,20 +201,20 @@ inline std::optional<LoadedCheckpoint> Checkpoints::load_newest(const TrainingSt
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
     LoadedCheckpoint loaded{name.path, 0};
     std::string damage;
-    std::optional<std::vector<detail::PendingPart>> pending;
+    std::optional<detail::DecodedParts> decoded;
     try {
-      pending = detail::decode_if_whole(calls_, name.path, state, options, loaded.step, damage);
+      decoded = detail::decode_if_whole(calls_, name.path, state, options, loaded.step, damage);
     } catch (const c10::Error&) {
       if (detail::is_there(name.path)) throw;
       return load_newest(state, options);  // who saves has removed it: there is a newer one
     }
-    if (pending) {
-      detail::apply_parts(name.path.string(), *pending);
+    if (decoded) {
+      detail::apply_parts(name.path.string(), std::move(decoded->pending));
+      for (const std::string& note : decoded->notes) warn(name.path.string() + ": " + note);
       return loaded;
     }
-    damaged_.insert(name.path);
+    pass_over(name.path, damage);
     damages += "\n  " + name.path.string() + ": " + damage;
-    warn(name.path.string() + " is damaged (" + damage + "); the checkpoint before it is tried");
   }
   TORCH_CHECK(damages.empty(), folder_.string(), " has no checkpoint that is whole:", damages,
               "\nMove them elsewhere to begin anew");
@@ -214,11 +232,12 @@ inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
   TORCH_CHECK(!state.parts().empty(), "load_checkpoint: the state is empty; add to it");
   LoadedCheckpoint loaded{file, 0};
   std::string damage;
-  auto pending =
+  auto decoded =
       detail::decode_if_whole(detail::FileCalls(), file, state, options, loaded.step, damage);
-  TORCH_CHECK(pending.has_value(), file.string(), " is damaged (", damage,
+  TORCH_CHECK(decoded.has_value(), file.string(), " is damaged (", damage,
               "); load the checkpoint before it");
-  detail::apply_parts(file.string(), *pending);
+  detail::apply_parts(file.string(), std::move(decoded->pending));
+  for (const std::string& note : decoded->notes) TORCH_WARN(file.string(), ": ", note);
   return loaded;
 }
 

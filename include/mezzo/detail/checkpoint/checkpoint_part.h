@@ -32,6 +32,28 @@ class CheckpointPart {
 
   virtual void write(const ByteSink& sink) const = 0;
 
+  /// Throws where `write` would refuse before it needs other ranks: with this first, ranks that
+  /// write together know that none will stay away.
+  virtual void check_savable() const {}
+
+  /// The part of `write` that may need other ranks (a ShardedOptimizer's); what comes back is the
+  /// rest. Takes no memory for what need not be gathered.
+  virtual std::function<void(const ByteSink& sink)> collect() const {
+    return [this](const ByteSink& sink) { write(sink); };
+  }
+
+  /// A short text for the value, where ranks that have it in common can be compared by that.
+  virtual std::string value_in_common() const { return {}; }
+
+  /// What each rank had of its own is given to another number of ranks: `source` is what rank 0
+  /// had, `salt` a text that no two ranks share. Nothing to call means that the object is left as
+  /// it is.
+  virtual std::function<void()> decode_for_other_ranks(const ByteSource& source,
+                                                       const std::string& salt) const {
+    (void)source, (void)salt;
+    return nullptr;
+  }
+
   /// Reads all that there is to read and leaves the object alone; what comes back changes it.
   /// Tensors come to `device`, or to where they were.
   virtual std::function<void()> decode(const ByteSource& source,
@@ -50,6 +72,7 @@ class CheckpointPart {
 struct NamedPart {
   std::string name;
   std::shared_ptr<const CheckpointPart> part;
+  bool is_per_rank = false;  ///< each rank has its own
 };
 
 }  // namespace detail

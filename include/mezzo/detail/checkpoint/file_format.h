@@ -22,6 +22,9 @@
 //   32       SHA-256 of all that stands before
 //
 // Nothing but the version is believed before the checksum fits.
+//
+// What each of N ranks has of its own are N entries (rank_entries.h); readers that know of no ranks
+// take that of rank 0.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 

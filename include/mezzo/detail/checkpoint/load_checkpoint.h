@@ -2,6 +2,7 @@
 
 #include <mezzo/detail/checkpoint/checkpoint_part.h>
 #include <mezzo/detail/checkpoint/checkpoint_reader.h>
+#include <mezzo/detail/checkpoint/rank_entries.h>
 #include <mezzo/version.h>
 
 #include <c10/core/Device.h>
@@ -10,12 +11,14 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <map>
 #include <optional>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 // Loading: what the file has is compared with what the state wants, then read, and only then given
@@ -36,24 +39,22 @@ inline std::string message_of_current_exception() {
   }
 }
 
-inline const CheckpointEntry* entry_named(const CheckpointIndex& index, const std::string& name) {
-  for (const CheckpointEntry& entry : index.entries) {
-    if (entry.name == name) return &entry;
-  }
-  return nullptr;
-}
-
+/// What each rank had of its own may be missing, or stay unnamed.
 inline void check_names(const CheckpointReader& reader, const std::vector<NamedPart>& parts,
-                        bool subset) {
+                        bool subset, RankOf who) {
   std::string missing, extra;
   for (const NamedPart& part : parts) {
-    if (entry_named(reader.index(), part.name) == nullptr) missing += " \"" + part.name + "\"";
+    const bool is_optional = part.is_per_rank && who.ranks > 0;
+    if (entry_named(reader.index(), part.name) == nullptr && !is_optional) {
+      missing += " \"" + part.name + "\"";
+    }
   }
   for (const CheckpointEntry& entry : reader.index().entries) {
     const bool is_wanted = std::any_of(parts.begin(), parts.end(), [&entry](const NamedPart& part) {
       return part.name == entry.name;
     });
-    if (!is_wanted && !subset) extra += " \"" + entry.name + "\"";
+    const bool is_per_rank = entry_kind(entry.kind).owner.ranks > 1;
+    if (!is_wanted && !is_per_rank && !subset) extra += " \"" + entry.name + "\"";
   }
   TORCH_CHECK(
       missing.empty() && extra.empty(), reader.path().string(), " is another training state's:",
@@ -95,67 +96,181 @@ struct PendingPart {
   std::function<void()> apply;
 };
 
-/// \throws DamagedCheckpoint, or c10::Error for a file that is whole but does not fit
-inline std::vector<PendingPart> decode_parts(const CheckpointReader& reader,
-                                             const std::vector<NamedPart>& parts, bool subset,
-                                             std::optional<at::Device> device) {
-  const std::string file = reader.path().string();
-  check_names(reader, parts, subset);
-  for (const auto& [name, part] : parts) {
-    const CheckpointEntry& entry = *entry_named(reader.index(), name);
-    TORCH_CHECK(entry.kind == part->kind(), file, ": \"", name, "\" is of the kind \"", entry.kind,
-                "\" there, and \"", part->kind(), "\" here; nothing was loaded");
-    const std::string difference = layout_difference(entry.layout, part->layout());
-    TORCH_CHECK(difference.empty(), file, ": \"", name, "\" does not fit: ", difference,
-                "; nothing was loaded");
+struct DecodedParts {
+  std::vector<PendingPart> pending{};
+  /// What differs since other ranks have written the file, a sentence each.
+  std::vector<std::string> notes{};
+};
+
+/// What an object is read from.
+struct ChosenEntry {
+  const NamedPart* part;
+  const CheckpointEntry* entry;
+  bool is_for_other_ranks;
+};
+
+inline std::vector<ChosenEntry> choose_entries(const CheckpointReader& reader,
+                                               const std::vector<NamedPart>& parts, RankOf who,
+                                               std::vector<std::string>& notes) {
+  std::vector<ChosenEntry> chosen;
+  for (const NamedPart& part : parts) {
+    const CheckpointEntry* entry = entry_named(reader.index(), part.name);
+    if (entry == nullptr) {
+      notes.push_back('"' + part.name + "\" is left as it is: the file has none");
+      continue;
+    }
+    const std::int64_t ranks = entry_kind(entry->kind).owner.ranks;
+    const bool is_for_other_ranks = part.is_per_rank && who.ranks > 0 && ranks != who.ranks;
+    if (part.is_per_rank && ranks == who.ranks) {
+      entry = entry_named(reader.index(), name_of_rank(part.name, who.rank));
+      if (entry == nullptr) {
+        throw DamagedCheckpoint("it lacks the \"" + part.name + "\" of rank " +
+                                std::to_string(who.rank));
+      }
+    } else if (!is_for_other_ranks && ranks > 1) {
+      notes.push_back('"' + part.name + "\" is what rank 0 had: the file has one of each of " +
+                      std::to_string(ranks) + " ranks");
+    }
+    chosen.push_back({&part, entry, is_for_other_ranks});
   }
-  std::vector<PendingPart> pending;
-  for (const NamedPart& named : parts) {
+  return chosen;
+}
+
+inline void note_what_is_left_out(const CheckpointReader& reader,
+                                  const std::vector<NamedPart>& parts,
+                                  std::vector<std::string>& notes) {
+  for (const CheckpointEntry& entry : reader.index().entries) {
+    const RankOf owner = entry_kind(entry.kind).owner;
+    const bool is_named = std::any_of(parts.begin(), parts.end(), [&entry](const NamedPart& part) {
+      return part.name == entry.name;
+    });
+    if (owner.ranks == 1 || owner.rank != 0 || is_named) continue;
+    notes.push_back('"' + entry.name + "\", which each of " + std::to_string(owner.ranks) +
+                    " ranks had, is left out: the state does not name it");
+  }
+}
+
+inline void check_entry(const std::string& file, const ChosenEntry& chosen) {
+  const CheckpointEntry& entry = *chosen.entry;
+  const std::string& name = chosen.part->name;
+  const CheckpointPart* const part = chosen.part->part.get();
+  const std::string kind = entry_kind(entry.kind).kind;
+  TORCH_CHECK(kind == part->kind(), file, ": \"", name, "\" is of the kind \"", kind,
+              "\" there, and \"", part->kind(), "\" here; nothing was loaded");
+  if (chosen.is_for_other_ranks) return;  // shapes may depend on the number of ranks
+  const std::string difference = layout_difference(entry.layout, part->layout());
+  TORCH_CHECK(difference.empty(), file, ": \"", name, "\" does not fit: ", difference,
+              "; nothing was loaded");
+}
+
+inline std::function<void()> decode_for_other_ranks(const ChosenEntry& chosen,
+                                                    const ByteSource& source, std::int64_t step,
+                                                    RankOf who, std::vector<std::string>& notes) {
+  const std::string salt = "step " + std::to_string(step) + ", rank " + std::to_string(who.rank) +
+                           " of " + std::to_string(who.ranks);
+  auto apply = chosen.part->part->decode_for_other_ranks(source, salt);
+  notes.push_back('"' + chosen.part->name + "\" is " +
+                  (apply ? "begun anew, from the file's, the step and the rank" : "left as it is") +
+                  ": the file has what " +
+                  std::to_string(entry_kind(chosen.entry->kind).owner.ranks) +
+                  " ranks had, and here are " + std::to_string(who.ranks));
+  return apply;
+}
+
+/// \throws DamagedCheckpoint, or c10::Error for a file that is whole but does not fit
+inline DecodedParts decode_parts(const CheckpointReader& reader,
+                                 const std::vector<NamedPart>& parts, bool subset,
+                                 std::optional<at::Device> device, RankOf who) {
+  const std::string file = reader.path().string();
+  check_names(reader, parts, subset, who);
+  DecodedParts decoded;
+  const auto chosen = choose_entries(reader, parts, who, decoded.notes);
+  for (const ChosenEntry& one : chosen) check_entry(file, one);
+  if (!subset) note_what_is_left_out(reader, parts, decoded.notes);
+  for (const ChosenEntry& one : chosen) {
     try {
-      const ByteSource source = reader.source(*entry_named(reader.index(), named.name));
-      pending.push_back({&named, named.part->decode(source, device)});
+      const ByteSource source = reader.source(*one.entry);
+      auto apply = one.is_for_other_ranks ? decode_for_other_ranks(one, source, reader.index().step,
+                                                                   who, decoded.notes)
+                                          : one.part->part->decode(source, device);
+      if (apply) decoded.pending.push_back({one.part, std::move(apply)});
     } catch (const DamagedCheckpoint&) {
       throw;
     } catch (...) {
-      TORCH_CHECK(false, file, ": \"", named.name,
+      TORCH_CHECK(false, file, ": \"", one.part->name,
                   "\" cannot be read: ", message_of_current_exception(), "; nothing was loaded");
     }
   }
-  return pending;
+  return decoded;
 }
 
-/// Gives the objects what was read; all or none.
-inline void apply_parts(const std::string& file, std::vector<PendingPart>& pending) {
-  const c10::NoGradGuard no_grad;
-  std::vector<std::function<void()>> undo;
-  for (const PendingPart& one : pending) {
-    try {
-      undo.push_back(one.part->part->snapshot());
-    } catch (...) {
-      TORCH_CHECK(false, file, ": nothing was loaded, because \"", one.part->name,
-                  "\" cannot be kept for the case of a failure: ", message_of_current_exception());
-    }
-  }
-  for (std::size_t i = 0; i < pending.size(); ++i) {
-    try {
-      pending[i].apply();
-      pending[i].apply = nullptr;  // with the memory of what was read
-    } catch (...) {
-      const std::string message = message_of_current_exception();
-      std::string left;
-      for (std::size_t k = 0; k <= i; ++k) {
-        try {
-          undo[k]();
-        } catch (...) {
-          left += "; and \"" + pending[k].part->name +
-                  "\" could not be put back: " + message_of_current_exception();
-        }
+/// Gives objects what was read, and can give them back what they had.
+class LoadedParts {
+ public:
+  /// Keeps what the objects have, of those behind one that refuses too: other ranks may be waiting
+  /// for them. \throws c10::Error where one refuses
+  LoadedParts(std::string file, std::vector<PendingPart> pending)
+      : file_(std::move(file)), pending_(std::move(pending)) {
+    const c10::NoGradGuard no_grad;
+    std::string failure;
+    for (const PendingPart& one : pending_) {
+      try {
+        undo_.push_back(one.part->part->snapshot());
+      } catch (...) {
+        if (!failure.empty()) continue;
+        failure = file_ + ": nothing was loaded, because \"" + one.part->name +
+                  "\" cannot be kept for the case of a failure: " + message_of_current_exception();
       }
-      if (left.empty()) left = "; everything is as it was before";
-      TORCH_CHECK(false, file, ": \"", pending[i].part->name, "\" cannot be loaded: ", message,
-                  left);
     }
+    TORCH_CHECK(failure.empty(), failure);
   }
+
+  /// Up to the first that refuses. \returns what it said, or nothing
+  std::string apply() {
+    const c10::NoGradGuard no_grad;
+    for (PendingPart& one : pending_) {
+      ++begun_;
+      try {
+        one.apply();
+        one.apply = nullptr;  // with the memory of what was read
+      } catch (...) {
+        return file_ + ": \"" + one.part->name +
+               "\" cannot be loaded: " + message_of_current_exception();
+      }
+    }
+    return {};
+  }
+
+  /// \returns what could not be put back, or nothing
+  std::string put_back() {
+    const c10::NoGradGuard no_grad;
+    std::string left;
+    for (std::size_t i = 0; i < begun_; ++i) {
+      try {
+        undo_[i]();
+      } catch (...) {
+        left += "; and \"" + pending_[i].part->name +
+                "\" could not be put back: " + message_of_current_exception();
+      }
+    }
+    begun_ = 0;
+    return left;
+  }
+
+ private:
+  std::string file_;
+  std::vector<PendingPart> pending_;
+  std::vector<std::function<void()>> undo_;
+  std::size_t begun_ = 0;
+};
+
+/// Gives the objects what was read; all or none.
+inline void apply_parts(const std::string& file, std::vector<PendingPart> pending) {
+  LoadedParts parts(file, std::move(pending));
+  const std::string failure = parts.apply();
+  if (failure.empty()) return;
+  const std::string left = parts.put_back();
+  TORCH_CHECK(false, failure, left.empty() ? "; everything is as it was before" : left);
 }
 
 }  // namespace detail

@@ -2,6 +2,7 @@
 
 #include <mezzo/detail/checkpoint/archive_stream.h>
 #include <mezzo/detail/checkpoint/checkpoint_part.h>
+#include <mezzo/detail/checkpoint/sha256.h>
 #include <mezzo/detail/ema/averaged_parameters.h>
 #include <mezzo/detail/tensors/default_generators.h>
 #include <mezzo/version.h>
@@ -15,10 +16,14 @@
 #include <torch/serialize/archive.h>
 
 #include <concepts>
+#include <cstddef>
+#include <functional>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 // What goes through an archive of libtorch's: optimizers, tensors, generators, modules
 // (module_part.h), and whatever else has the operators that torch::save and torch::load ask for.
@@ -45,11 +50,17 @@ inline void check_not_averaged(const std::string& what, const at::Tensor& tensor
 /// A part whose bytes are an archive.
 class ArchivePart : public CheckpointPart {
  public:
-  void write(const ByteSink& sink) const final {
+  void write(const ByteSink& sink) const final { collect()(sink); }
+
+  /// An archive holds tensors, not copies of them.
+  std::function<void(const ByteSink& sink)> collect() const final {
     const c10::NoGradGuard no_grad;
-    torch::serialize::OutputArchive archive;
-    put(archive);
-    write_archive(archive, sink);
+    const auto archive = std::make_shared<torch::serialize::OutputArchive>();
+    put(*archive);
+    return [archive](const ByteSink& sink) {
+      const c10::NoGradGuard still_no_grad;
+      write_archive(*archive, sink);
+    };
   }
 
   std::function<void()> decode(const ByteSource& source,
@@ -85,13 +96,17 @@ class OptimizerPart final : public ArchivePart {
   explicit OptimizerPart(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
   const char* kind() const override { return "optimizer"; }
 
- protected:
   /// A split master is the parameter and the rest of it: an average with that rest would be none.
-  void put(torch::serialize::OutputArchive& archive) const override {
+  void check_savable() const override {
     for (const auto& group : optimizer_.param_groups()) {
       for (const at::Tensor& parameter : group.params())
         check_not_averaged("a parameter", parameter);
     }
+  }
+
+ protected:
+  void put(torch::serialize::OutputArchive& archive) const override {
+    check_savable();
     optimizer_.save(archive);
   }
   void take(torch::serialize::InputArchive& archive) const override {
@@ -146,10 +161,52 @@ class TensorPart final : public ArchivePart {
   at::Tensor& tensor_;
 };
 
+/// Tensors whose memory is others' too, as what GradAllReduce::residuals gives: it is kept, and
+/// what is read copied there.
+class TensorsPart final : public ArchivePart {
+ public:
+  explicit TensorsPart(std::vector<at::Tensor>& tensors) : tensors_(tensors) {}
+  const char* kind() const override { return "tensors"; }
+
+  std::string layout() const override {
+    std::ostringstream lines;
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      TORCH_CHECK(tensors_[i].defined(), "tensor ", i, " is undefined");
+      lines << "tensor " << i << ": " << tensors_[i].scalar_type() << ' ' << tensors_[i].sizes()
+            << '\n';
+    }
+    return lines.str();
+  }
+
+ protected:
+  void put(torch::serialize::OutputArchive& archive) const override {
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      const at::Tensor tensor = tensors_[i].detach();
+      const bool is_whole = tensor.storage().nbytes() == tensor.nbytes();
+      archive.write(std::to_string(i), is_whole ? tensor : tensor.clone(), /*is_buffer=*/true);
+    }
+  }
+  void take(torch::serialize::InputArchive& archive) const override {
+    std::vector<at::Tensor> read(tensors_.size());
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      archive.read(std::to_string(i), read[i], /*is_buffer=*/true);
+    }
+    for (std::size_t i = 0; i < read.size(); ++i) tensors_[i].copy_(read[i]);
+  }
+
+ private:
+  std::vector<at::Tensor>& tensors_;
+};
+
 class GeneratorPart final : public ArchivePart {
  public:
   explicit GeneratorPart(at::Generator& generator) : generator_(generator) {}
   const char* kind() const override { return "generator"; }
+  std::string value_in_common() const override {
+    if (!generator_.defined()) return "undefined";
+    const at::Tensor state = state_of(generator_);
+    return digest_text(state.const_data_ptr(), state.nbytes());
+  }
 
  protected:
   void put(torch::serialize::OutputArchive& archive) const override {

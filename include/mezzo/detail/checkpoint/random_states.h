@@ -1,6 +1,8 @@
 #pragma once
 
 #include <mezzo/detail/checkpoint/object_parts.h>
+#include <mezzo/detail/checkpoint/sha256.h>
+#include <mezzo/detail/checkpoint/value_parts.h>
 #include <mezzo/detail/tensors/default_generators.h>
 #include <mezzo/version.h>
 
@@ -10,6 +12,9 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -19,6 +24,23 @@ namespace detail {
 class RandomStatesPart final : public ArchivePart {
  public:
   const char* kind() const override { return "random states"; }
+
+  /// Another number of ranks cannot go on where these stopped: each begins anew, from what all can
+  /// compute alike.
+  std::function<void()> decode_for_other_ranks(const ByteSource& source,
+                                               const std::string& salt) const override {
+    const std::string bytes = all_of(source) + salt;
+    Sha256 sum;
+    sum.add(bytes.data(), bytes.size());
+    const Sha256Digest digest = sum.finish();
+    const auto seed = number_at<std::uint64_t>(reinterpret_cast<const char*>(digest.data()));
+    return [seed] {
+      for (at::Generator& generator : default_generators(CudaDevices::all)) {
+        const std::scoped_lock lock(generator.mutex());
+        generator.set_current_seed(seed);
+      }
+    };
+  }
 
  protected:
   void put(torch::serialize::OutputArchive& archive) const override {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #include <cpuid.h>
@@ -159,6 +160,20 @@ class Sha256 {
   std::size_t pending_ = 0;
   std::uint64_t total_ = 0;
 };
+
+/// The first half of it, in hexadecimal digits.
+inline std::string digest_text(const void* data, std::size_t size) {
+  Sha256 sum;
+  sum.add(data, size);
+  const Sha256Digest digest = sum.finish();
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string text;
+  for (std::size_t i = 0; i < digest.size() / 2; ++i) {
+    text += kDigits[std::to_integer<unsigned>(digest[i] >> 4)];
+    text += kDigits[std::to_integer<unsigned>(digest[i] & std::byte{15})];
+  }
+  return text;
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,15 +1,18 @@
 #pragma once
 
 #include <mezzo/detail/checkpoint/checkpoint_part.h>
+#include <mezzo/detail/checkpoint/sha256.h>
 #include <mezzo/detail/kernels/float_bits.h>
 #include <mezzo/version.h>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <bit>
 #include <cmath>
 #include <concepts>
 #include <cstdint>
+#include <ios>
 #include <limits>
 #include <string>
 #include <utility>
@@ -41,6 +44,7 @@ requires(sizeof(T) <= sizeof(std::int64_t)) class IntegerPart final : public Che
  public:
   explicit IntegerPart(T& value) : value_(value) {}
   const char* kind() const override { return std::same_as<T, bool> ? "boolean" : "integer"; }
+  std::string value_in_common() const override { return std::to_string(wide(value_)); }
 
   void write(const ByteSink& sink) const override {
     TORCH_CHECK(std::in_range<std::int64_t>(wide(value_)), "the integer ", wide(value_),
@@ -76,6 +80,7 @@ requires(sizeof(T) <= sizeof(double)) class RealPart final : public CheckpointPa
  public:
   explicit RealPart(T& value) : value_(value) {}
   const char* kind() const override { return "real number"; }
+  std::string value_in_common() const override { return c10::str(std::hexfloat, value_); }
 
   void write(const ByteSink& sink) const override {
     write_number(sink, std::bit_cast<std::uint64_t>(static_cast<double>(value_)));
@@ -98,6 +103,7 @@ class StringPart final : public CheckpointPart {
  public:
   explicit StringPart(std::string& value) : value_(value) {}
   const char* kind() const override { return "string"; }
+  std::string value_in_common() const override { return digest_text(value_.data(), value_.size()); }
 
   void write(const ByteSink& sink) const override { sink(value_.data(), value_.size()); }
 

@@ -54,6 +54,7 @@ class Replica {
 
   GradBuckets& buckets() noexcept { return buckets_; }
   void broadcast_buffers() { buffers_.run(); }
+  std::vector<at::Tensor> residuals() const { return all_reduce_.residuals(); }
 
   void begin_forward(bool is_training) {
     if (!is_training || !c10::GradMode::is_enabled()) return;

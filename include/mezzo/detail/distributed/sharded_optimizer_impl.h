@@ -20,7 +20,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 template <class OptimizerType>
 ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, AnyCommunicator communicator,
-    const Options& defaults, const ShardedOptions& options)
+    const Options& defaults, const ShardedOptimizerOptions& options)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)),
       communicator_(std::move(communicator)),
       buckets_(detail::start_groups_alike(param_groups_, communicator_),
@@ -229,8 +229,8 @@ void ShardedOptimizer<OptimizerType>::count_applied(const optim::FusedStep& step
 }
 
 template <class OptimizerType>
-ShardedBytes ShardedOptimizer<OptimizerType>::bytes() const {
-  ShardedBytes bytes{.weights = weights_.bytes()};
+ShardedOptimizerBytes ShardedOptimizer<OptimizerType>::bytes() const {
+  ShardedOptimizerBytes bytes{.weights = weights_.bytes()};
   for (const GradBucket& bucket : buckets_.buckets()) {
     bytes.gradients += static_cast<int64_t>(bucket.flat.nbytes());
   }

@@ -1,0 +1,142 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <mezzo/detail/checkpoint/byte_stream.h>
+#include <mezzo/detail/checkpoint/load_checkpoint.h>
+#include <mezzo/detail/distributed/start_alike_impl.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+
+#include <algorithm>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Never empty, for that says that all went well. To be called while an exception is handled.
+inline std::string failure_of_current_exception() {
+  std::string words = message_of_current_exception();
+  return words.empty() ? "an exception without words" : words;
+}
+
+/// What ranks tell each other so that they throw, or go on, together.
+class RankAgreement {
+ public:
+  explicit RankAgreement(AnyCommunicator communicator)
+      : communicator_(std::move(communicator)),
+        device_(communicator_.serves(at::kCPU) ? at::kCPU : at::kCUDA) {}
+
+  int rank() const { return communicator_.rank(); }
+  int size() const { return communicator_.size(); }
+
+  /// Every rank's text, on every rank.
+  std::vector<std::string> gather(const std::string& own) {
+    return gather_texts(own, communicator_, device_);
+  }
+
+  /// Throws on all ranks what the first one with a text says.
+  void check(const char* caller, const std::string& failure) {
+    throw_first(caller, gather(failure));
+  }
+  void throw_first(const char* caller, const std::vector<std::string>& failures) const {
+    for (std::size_t rank = 0; rank < failures.size(); ++rank) {
+      TORCH_CHECK(failures[rank].empty(), caller, ": rank ", rank, " of ", size(), ": ",
+                  failures[rank]);
+    }
+  }
+
+  /// Throws on all ranks where one has another text, naming the first lines that differ.
+  void check_alike(const char* caller, const std::string& own) {
+    const std::vector<std::string> texts = gather(own);
+    for (std::size_t rank = 1; rank < texts.size(); ++rank) {
+      if (texts[rank] == texts[0]) continue;
+      const auto [theirs, firsts] = first_difference(texts[rank], texts[0]);
+      TORCH_CHECK(false, caller, ": rank ", rank, " has \"", theirs, "\" where rank 0 has \"",
+                  firsts,
+                  "\"; ranks save and load the same, and what is each rank's own is added with "
+                  "add_per_rank");
+    }
+  }
+
+  /// What `f` returns on rank 0, on all; and what it throws there.
+  template <std::invocable F>
+  std::string from_rank_0(const char* caller, const F& f) {
+    std::string text;
+    std::string failure;
+    if (rank() == 0) {
+      try {
+        text = f();
+      } catch (...) {
+        failure = failure_of_current_exception();
+      }
+    }
+    failure = broadcast(failure);
+    TORCH_CHECK(failure.empty(), caller, ": rank 0 of ", size(), ": ", failure);
+    return broadcast(text);
+  }
+
+  /// Sends bytes of `from` to rank 0, where `sink` takes them; the other ranks only hold the piece
+  /// that is on its way. Before each piece rank 0 says whether it wants it, and each is taken off
+  /// `pieces_left`. \returns whether all was wanted
+  bool send_to_rank_0(int from, const std::string& bytes, std::uint64_t size, const ByteSink& sink,
+                      std::uint64_t& pieces_left) {
+    for (std::uint64_t begin = 0; begin < size; begin += kPieceBytes) {
+      if (!asks_for_more(true)) return false;
+      --pieces_left;
+      const auto count = static_cast<std::size_t>(std::min(kPieceBytes, size - begin));
+      const at::Tensor piece = at::empty({static_cast<int64_t>(count)}, at::kByte);
+      if (rank() == from) std::memcpy(piece.mutable_data_ptr(), bytes.data() + begin, count);
+      const at::Tensor sent = piece.to(device_);
+      communicator_.broadcast(sent, from).wait();
+      if (rank() == 0) sink(sent.cpu().const_data_ptr(), count);
+    }
+    return true;
+  }
+  static std::uint64_t pieces_of(std::uint64_t size) {
+    return (size + kPieceBytes - 1) / kPieceBytes;
+  }
+
+  /// Rank 0's answer, on all.
+  bool asks_for_more(bool does) {
+    const at::Tensor flag = at::full({1}, does ? 1 : 0, on_device(at::kByte));
+    communicator_.broadcast(flag, 0).wait();
+    return flag.item<uint8_t>() != 0;
+  }
+
+ private:
+  static constexpr std::uint64_t kPieceBytes = std::uint64_t{4} << 20;
+
+  at::TensorOptions on_device(at::ScalarType dtype) const {
+    return at::TensorOptions().dtype(dtype).device(device_);
+  }
+
+  std::string broadcast(const std::string& text) {
+    const at::Tensor length =
+        at::full({1}, static_cast<int64_t>(text.size()), on_device(at::kLong));
+    communicator_.broadcast(length, 0).wait();
+    const at::Tensor bytes = at::zeros({length.item<int64_t>()}, at::kByte);
+    if (bytes.numel() == 0) return {};
+    if (rank() == 0) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+    const at::Tensor sent = bytes.to(device_);
+    communicator_.broadcast(sent, 0).wait();
+    const at::Tensor here = sent.cpu();
+    return {static_cast<const char*>(here.const_data_ptr()),
+            static_cast<std::size_t>(here.numel())};
+  }
+
+  AnyCommunicator communicator_;
+  at::Device device_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

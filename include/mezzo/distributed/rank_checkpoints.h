@@ -1,0 +1,110 @@
+/// \file
+/// Checkpoints of a run of several processes: one file, whatever the number of ranks.
+#pragma once
+
+#include <mezzo/checkpoint.h>
+#include <mezzo/detail/checkpoint/file_calls.h>
+#include <mezzo/detail/distributed/rank_agreement.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/version.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+namespace detail {
+struct CollectedState;
+struct LoadAttempt;
+}  // namespace detail
+
+/// What Checkpoints (checkpoint.h) is to one process, for the ranks of a communicator:
+///
+/// \code
+///   mezzo::TrainingState state;
+///   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
+///   state.add("epoch", epoch).with_random_state();           // dropout's generators, of each rank
+///   auto residuals = ddp.residuals();                        // with error feedback
+///   state.add_per_rank("residuals", residuals);
+///
+///   mezzo::RankCheckpoints checkpoints("runs/ner", world);
+///   if (auto resumed = checkpoints.load_newest(state)) step = resumed->step;
+///   ...
+///   if (step % 1000 == 0) checkpoints.save(state, step);     // on all ranks
+/// \endcode
+///
+/// All ranks make the same calls, with states of the same names, kinds and shapes in the same
+/// order, and wait for one another. Every call ends alike on all of them: what one rank throws, all
+/// throw, in the same words that name the rank.
+///
+/// **What is common** is what rank 0 has: model, optimizer (a ShardedOptimizer is gathered),
+/// scaler, schedule. Numbers, strings and generators are compared, and a rank that has another is
+/// named; models are not, for ranks in step have the same bits. So the file is the one that a
+/// single process would have written. It loads on any number of ranks, and, with Checkpoints and
+/// the optimizer that ShardedOptimizer shards, in a process without any.
+///
+/// **What is each rank's own** (`add_per_rank`, `with_random_state`) goes to the same file, and
+/// back to the rank with that number. So the same number of ranks resumes to the bit on the CPU.
+/// To another number it does not fit, and a warning names each: the default generators are seeded
+/// anew, from those in the file, the step and the rank, differently on each rank and alike each
+/// time; everything else is left as it is. So is what the file has not got.
+///
+/// **The folder** is one that all ranks see, as of a shared file system. Rank 0 writes, and holds
+/// the lock; all read. While rank 0 writes the others wait: a Watchdog's collective_timeout must
+/// exceed that. Warnings come from rank 0 alone.
+///
+/// A kill of any rank at any moment leaves the last file whole, and nothing but a temporary file
+/// that the next `save` removes. What a kill or a failed collective leaves in the communicator is
+/// not this class's to mend: end the job (Watchdog), and start it again.
+class RankCheckpoints {
+ public:
+  /// Touches nothing yet. `communicator` may serve the CPU or CUDA devices alone.
+  /// \throws c10::Error unless keep is at least 1
+  RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
+                  CheckpointsOptions options = {});
+  /// With other system calls, for tests of what happens when they fail.
+  RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
+                  CheckpointsOptions options, detail::FileCalls calls);
+
+  /// As Checkpoints::save; all return when the file is in its place. Sends, beside what the objects
+  /// send themselves, what is each rank's own to rank 0, in pieces of 4 MiB. Needs memory for the
+  /// own on each rank, and on rank 0 for what a ShardedOptimizer gathers.
+  /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
+  ///   numbers differ; what was there before is then untouched, and the next `save` may go well
+  SavedCheckpoint save(const TrainingState& state, std::int64_t step);
+
+  /// As Checkpoints::load_newest: the newest file that is whole for every rank, on all of them. All
+  /// or nothing: where one rank refuses, all get back what they had.
+  /// \throws c10::Error, on all ranks, as Checkpoints::load_newest does on one of them, and where a
+  ///   rank does not see the file that rank 0 sees
+  std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
+                                              const LoadOptions& options = {});
+
+  /// As this rank sees them; the newest first.
+  std::vector<std::filesystem::path> files() const { return files_.files(); }
+
+ private:
+  // Saving
+  detail::CollectedState collect(const TrainingState& state);
+  TrainingState in_file(const TrainingState& state, detail::CollectedState& collected);
+  std::string write(const TrainingState& state, std::int64_t step,
+                    detail::CollectedState& collected);
+
+  // Loading
+  std::string choose_file(const std::vector<std::string>& passed_over);
+  detail::LoadAttempt try_file(const std::string& name, const TrainingState& state,
+                               const LoadOptions& options) const;
+  void apply(const std::string& name, detail::LoadAttempt& attempt);
+
+  std::filesystem::path folder_;
+  detail::RankAgreement ranks_;
+  detail::FileCalls calls_;
+  Checkpoints files_;
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/detail/distributed/rank_checkpoints_impl.h>  // IWYU pragma: export

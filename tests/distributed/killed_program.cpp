@@ -1,0 +1,124 @@
+// One rank of a run that is killed again and again: killed_program ddp|zero FOLDER STEPS. Started
+// by kills_test.cpp under mpirun, it goes on from the last checkpoint in FOLDER, and says what it
+// does, a line each, on stdout.
+#include <torch/torch.h>
+//
+#include <mezzo/distributed/c10d_communicator.h>
+#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/rank_checkpoints.h>
+#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/distributed/watchdog.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <filesystem>
+#include <iostream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using namespace std::chrono_literals;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+
+constexpr int64_t kStepsBetweenFiles = 3;
+
+void say(const std::string& line) { std::cout << line + '\n' << std::flush; }
+
+/// Large enough that a good part of the time goes into saving.
+torch::nn::Sequential make_model() {
+  torch::manual_seed(1);
+  return torch::nn::Sequential(torch::nn::Linear(32, 512), torch::nn::Dropout(0.3),
+                               torch::nn::Tanh(), torch::nn::Linear(512, 64));
+}
+
+std::string digest_of(const std::vector<at::Tensor>& tensors) {
+  std::string bytes;
+  for (const at::Tensor& tensor : tensors) {
+    bytes.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
+  }
+  return mezzo::detail::digest_text(bytes.data(), bytes.size());
+}
+
+/// `forward` and `optimizer` stand for either way to train together.
+template <class Forward>
+void train(mezzo::AnyCommunicator world, const std::filesystem::path& folder, int64_t steps,
+           torch::nn::Sequential model, torch::optim::Optimizer& optimizer,
+           const Forward& forward) {
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(64).growth_interval(10));
+  int64_t step = 0;
+  mezzo::TrainingState state;
+  state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
+  std::vector<at::Tensor> own{at::zeros({1'200'000})};  // of rank 1 it goes in two pieces
+  state.add("step", step).add_per_rank("own", own).with_random_state();
+  torch::manual_seed(static_cast<uint64_t>(100 + world.rank()));
+
+  mezzo::RankCheckpoints checkpoints(folder, world);
+  checkpoints.load_newest(state);
+  if (world.rank() == 0) say("from " + std::to_string(step));
+  while (step < steps) {
+    optimizer.zero_grad();
+    scaler.scale(forward(torch::randn({8, 32})).square().mean()).backward();
+    scaler.step(optimizer, {.max_norm = 1.0});
+    scaler.update();
+    ++step;
+    own[0].add_(static_cast<double>(step * (world.rank() + 1)));
+    if (world.rank() == 0) say("did " + std::to_string(step));
+    if (step % kStepsBetweenFiles == 0 || step == steps) {
+      if (world.rank() == 0) say("saving " + std::to_string(step));
+      checkpoints.save(state, step);
+      if (world.rank() == 0) say("saved " + std::to_string(step));
+    }
+  }
+  own.push_back(torch::rand({3}));
+  say("end " + digest_of(model->parameters()));
+  say("own " + std::to_string(world.rank()) + ' ' + digest_of(own));
+}
+
+int run(const std::string& way, const std::filesystem::path& folder, int64_t steps) {
+  const mezzo::MpiEnvironment mpi;
+  const auto environment = mezzo::ProcessGroupEnvironment::read();
+  mezzo::Watchdog watchdog(mezzo::meet(environment, 60s), environment.rank, environment.world_size,
+                           {.interval = 200ms, .heartbeat_timeout = 10s});
+  auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
+  watchdog.run([&] {
+    const torch::nn::Sequential model = make_model();
+    if (way == "zero") {
+      mezzo::ShardedOptimizer<AdamW> optimizer(model->parameters(), world, AdamWOptions(1e-3));
+      train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) {
+        return at::Tensor(torch::nn::Sequential(model)->forward(x));
+      });
+    } else {
+      mezzo::DataParallel ddp(model, world);
+      AdamW optimizer(ddp.buckets(), AdamWOptions(1e-3));
+      train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) { return ddp(x); });
+    }
+  });
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4) {
+    std::cerr << "usage: killed_program ddp|zero FOLDER STEPS\n";
+    return 2;
+  }
+  at::set_num_threads(1);
+  const char* const rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  say("rank " + std::string(rank == nullptr ? "?" : rank) + " is " + std::to_string(::getpid()));
+  try {
+    return run(argv[1], argv[2], std::atoll(argv[3]));
+  } catch (const std::exception& error) {
+    std::cerr << "caught: " << error.what() << std::endl;
+    return 1;
+  }
+}
