@@ -119,10 +119,22 @@ inline void BucketedGradients::remove_hooks() {
   }
 }
 
-inline void BucketedGradients::on_ready(std::function<void(std::size_t)> callback) {
+inline int64_t BucketedGradients::on_ready(std::function<void(std::size_t)> callback) {
   const std::lock_guard lock(mutex_);
   on_ready_ = std::move(callback);
   if (on_ready_ != nullptr) install_hooks();
+  return ++ready_number_;
+}
+
+inline void BucketedGradients::end_ready(int64_t callback) {
+  const std::lock_guard lock(mutex_);
+  if (callback == ready_number_) on_ready_ = nullptr;
+}
+
+inline bool BucketedGradients::is_reduced_elsewhere(std::size_t number) const {
+  return BucketHook<BucketedGradients>::any_of(
+      parameters_[number],
+      [this](const BucketedGradients& other) { return &other != this && other.reductions_ > 0; });
 }
 
 /// Brings one gradient to where the storage wants it, whatever became of it.
