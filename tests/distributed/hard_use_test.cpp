@@ -6,6 +6,7 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 
@@ -284,6 +285,44 @@ TEST(HardUse, GradientsMayBeClearedInEveryWay) {
       }
       optimizer.step();
       clear(i / 2);
+    }
+  });
+}
+
+TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kDouble}) {
+    for (const bool checks : {false, true}) {
+      torch::nn::Linear net(3, 3);
+      GradBuckets buckets(net->parameters(), hard_buckets().check_during_backward(checks));
+      const GradAllReduce all_reduce(buckets, AlikeRanks(2));
+      net->to(dtype);
+      EXPECT_THAT(hard_error([&] {
+                    net(torch::ones({2, 3}, dtype)).sum().backward();
+                  }),
+                  testing::HasSubstr("cast and move the model first"));
+    }
+  }
+}
+
+TEST(HardUse, LossesOfAmpAddUpOnMasters) {
+  expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int ranks) {
+    ddp = nullptr;
+    mezzo::optim::SGD optimizer(net->parameters(), kSgd);
+    auto amp = mezzo::initialize(net, optimizer, mezzo::OptLevel::O2_bf16(),
+                                 {.num_losses = 2, .verbosity = 0});
+    ddp = std::make_unique<HardDdp>(net, AlikeRanks(ranks),
+                                    mezzo::DataParallelOptions{.bucket_bytes = 128});
+    const mezzo::optim::SGD reader(ddp->buckets(), kSgd);  // so that sums are left
+    EXPECT_EQ(net->parameters()[0].scalar_type(), at::kBFloat16);
+    for (int64_t i = 0; i < 4; ++i) {
+      amp.zero_grad(optimizer);
+      for (int64_t id = 0; id < 2; ++id) {
+        const double factor = static_cast<double>(2 * i + id + 1);
+        const at::Tensor x = torch::sin(torch::arange(24.).view({4, 6}) * factor);
+        const at::Tensor y = (*ddp)(x.to(at::kBFloat16)).to(at::kFloat);
+        amp.scale_loss(y.square().sum(), optimizer, {.loss_id = id});
+      }
+      amp.step(optimizer, {.max_norm = 0.5});
     }
   });
 }

@@ -89,7 +89,7 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   void place_slots(const GradBucket& bucket, const std::vector<int64_t>& offsets);
   void install_hooks();
   void settle(std::size_t number);
-  void move_to_place(GradientSlot& slot);
+  void move_to_place(std::size_t number);
 
   // Backward (bucketed_gradients_backward.h)
   void begin_pass();

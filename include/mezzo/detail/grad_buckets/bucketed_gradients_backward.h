@@ -163,7 +163,8 @@ inline void BucketedGradients::read_pending() {
     if (!slot.has_dense_gradient() || slot.gradient().requires_grad()) continue;
     const bool is_plain = is_laid_out_like(slot.gradient(), slot.parameter) &&
                           slot.gradient().scalar_type() == slot.parameter.scalar_type() &&
-                          slot.gradient().sizes() == slot.parameter.sizes();
+                          slot.gradient().sizes() == slot.parameter.sizes() &&
+                          (!is_flat() || fits_place(slot));
     const bool is_foreign = is_flat() && !shares_storage(slot.gradient(), slot.place);
     if (!is_plain || !is_foreign) settle(number);
     void* const copy_to = is_plain && is_foreign ? slot.place.mutable_data_ptr() : nullptr;
