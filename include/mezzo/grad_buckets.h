@@ -119,7 +119,9 @@ class GradBuckets {
 
   /// Groups the parameters anew, in the order in which the last backward pass made their gradients
   /// (those that it did not reach come last, in their present order). Values stay; addresses of
-  /// flat storage do not. \throws c10::Error unless hooks are there to know the order
+  /// flat storage do not. Under a DataParallel or GradAllReduce all ranks call it, after passes
+  /// that took the same way on all; if their orders differ, the next pass says so. \throws
+  /// c10::Error unless hooks are there to know the order
   void regroup();
 
   /// While one lives, backward passes only accumulate: nothing is checked or reported ready. For
@@ -142,7 +144,9 @@ class GradBuckets {
   /// the step's own check finds them (begin with `zero_grad()`: gradients of zero count as
   /// accumulated). Flat storage only: the buffer holds what is accumulated, and the micro-batch's
   /// gradients are autograd's own, 4 bytes a float parameter more. If `backward` throws, or leaves
-  /// a gradient that cannot be accumulated, what was accumulated is put back.
+  /// a gradient that cannot be accumulated, what was accumulated is put back. Nobody hears of it by
+  /// `on_ready`: with gradients that ranks reduce it is for the micro-batches before the last,
+  /// whose `backward()` is called as ever.
   ///
   /// \returns a bool of one element: whether it was dropped. On the CPU if all parameters are
   /// there; otherwise on the first parameter's device, with no host sync (a parameter of which only

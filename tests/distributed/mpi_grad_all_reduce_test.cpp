@@ -210,6 +210,23 @@ TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
               testing::HasSubstr("an earlier backward pass did not end"));
 }
 
+// Their buckets are of the same lengths all the same.
+TEST(GradAllReduce, RanksThatRegroupDifferentlyAreTold) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const at::Tensor one = torch::ones({3}).requires_grad_(),
+                   other = torch::ones({3}).requires_grad_();
+  GradBuckets buckets({one, other}, small_buckets());
+  const GradAllReduce all_reduce(buckets, world);
+  const bool one_first = world.rank() == 0;
+  const auto loss = [&] { return one_first ? one * (other * 2) : other * (one * 2); };
+  loss().sum().backward();
+  buckets.regroup();
+  const std::string error = error_of([&] { loss().sum().backward(); });
+  EXPECT_EQ(error.find("the ranks' buckets hold other parameters") != std::string::npos,
+            world.size() > 1)
+      << error;
+}
+
 TEST(GradAllReduce, SparseGradientsAreRefused) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));

@@ -8,6 +8,7 @@
 #include <mezzo/grad_buckets.h>
 #include <mezzo/version.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -84,10 +85,15 @@ struct GradAllReduceOptions {
 /// on some ranks alone gets the average (with zeros from the others) on all; one that it reaches on
 /// none keeps its undefined gradient. Frozen parameters are left alone.
 ///
-/// It takes the callback of `GradBuckets::on_ready`. Errors of the communicator are thrown by
-/// `backward()`; after one, and after a backward pass that threw, the ranks are no longer in step,
-/// and the next pass says so. Host syncs: none of its own, unless a parameter went without gradient
-/// on this rank.
+/// It takes the callback of `GradBuckets::on_ready`, and gives it back unless another has taken it
+/// since. A parameter's gradient is reduced by one alone: the first pass throws where another
+/// GradAllReduce, DataParallel or ShardedOptimizer is there for it too. Several whose parameters
+/// one `backward()` reaches want a communicator each, for ranks may come to them in different
+/// orders.
+///
+/// Errors of the communicator are thrown by `backward()`; after one, and after a backward pass that
+/// threw, the ranks are no longer in step, and the next pass says so. Host syncs: none of its own,
+/// unless a parameter went without gradient on this rank.
 class GradAllReduce {
  public:
   /// \throws c10::Error if the buckets' storage is not flat, the communicator does not serve their
@@ -107,6 +113,7 @@ class GradAllReduce {
  private:
   std::shared_ptr<detail::BucketedGradients> gradients_;
   std::shared_ptr<detail::SendBuffers> send_buffers_;  ///< null where nothing is compressed
+  int64_t callback_ = 0;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

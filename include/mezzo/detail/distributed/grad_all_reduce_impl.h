@@ -71,7 +71,7 @@ inline GradAllReduce::GradAllReduce(GradBuckets& buckets, AnyCommunicator commun
   auto exchange = detail::make_exchange(options, *gradients_, communicator, send_buffers_);
   auto reduction = std::make_shared<detail::GradientReduction>(
       "GradAllReduce", *gradients_, std::move(communicator), std::move(exchange));
-  gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
+  callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 
 inline std::vector<at::Tensor> GradAllReduce::residuals() const {
@@ -79,6 +79,6 @@ inline std::vector<at::Tensor> GradAllReduce::residuals() const {
                                   : send_buffers_->residuals(gradients_->buckets());
 }
 
-inline GradAllReduce::~GradAllReduce() { gradients_->on_ready(nullptr); }
+inline GradAllReduce::~GradAllReduce() { gradients_->end_ready(callback_); }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -8,8 +9,10 @@
 #include <mezzo/detail/distributed/rank_sum.h>
 #include <mezzo/detail/grad_buckets/bucketed_gradients.h>
 #include <mezzo/distributed/communicator.h>
+#include <mezzo/grad_bucket.h>
 #include <mezzo/version.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -24,6 +27,30 @@ namespace detail {
 /// sums for averages.
 inline constexpr int kUntakenPasses = 3;
 
+inline constexpr int64_t kFingerprintBytes = 16;
+
+/// Of which parameters lie in which bucket: a hash (FNV-1a), and its complement. Ranks' largest
+/// bytes are each rank's own where all are alike, and not otherwise.
+inline std::vector<std::uint8_t> fingerprint(const std::vector<GradBucket>& buckets) {
+  std::uint64_t hash = 14695981039346656037U;
+  const auto add = [&hash](std::uint64_t value) {
+    for (int byte = 0; byte < 8; ++byte, value >>= 8U)
+      hash = (hash ^ (value & 255U)) * 1099511628211U;
+  };
+  for (const GradBucket& bucket : buckets) {
+    add(static_cast<std::uint64_t>(bucket.dtype));
+    add(static_cast<std::uint64_t>(bucket.flat.numel()));
+    for (const std::size_t number : bucket.parameters) add(number);
+  }
+  std::vector<std::uint8_t> bytes;
+  for (const std::uint64_t part : {hash, ~hash}) {
+    for (unsigned byte = 0; byte < 8; ++byte) {
+      bytes.push_back(static_cast<std::uint8_t>(part >> (8 * byte)));
+    }
+  }
+  return bytes;
+}
+
 /// One backward pass after another ends with what `exchange` makes of the ranks' gradients. Of
 /// several ranks, each fills its buckets in an order of its own; they are exchanged in theirs.
 class GradientReduction {
@@ -34,18 +61,28 @@ class GradientReduction {
       : caller_(caller),
         gradients_(gradients),
         communicator_(std::move(communicator)),
-        exchange_(std::move(exchange)) {}
+        exchange_(std::move(exchange)),
+        passes_(gradients.passes()) {
+    gradients_.add_reductions(1);
+  }
+  ~GradientReduction() { gradients_.add_reductions(-1); }
+  GradientReduction(const GradientReduction&) = delete;
+  GradientReduction& operator=(const GradientReduction&) = delete;
 
   /// Autograd's threads for several devices may come at a time.
   void ready(std::size_t bucket) {
     const std::lock_guard lock(mutex_);
     const c10::NoGradGuard no_grad;
     const std::size_t count = gradients_.buckets().size();
-    if (next_ == 0 && !is_under_way_) {
+    const bool is_first = next_ == 0 && !is_under_way_;
+    if (is_first) {
+      check_alone();
       is_ready_.assign(count, false);
       leaves_sums_ = exchange_->begin_pass() && communicator_.size() > 1;
+      ++passes_;
     }
-    TORCH_CHECK(!is_broken_ && !is_ready_[bucket], caller_, " on rank ", communicator_.rank(),
+    TORCH_CHECK(!is_broken_ && passes_ == gradients_.passes() && !is_ready_[bucket], caller_,
+                " on rank ", communicator_.rank(),
                 ": an earlier backward pass did not end, so the ranks are no longer in step; begin "
                 "again from a checkpoint on all ranks");
     is_ready_[bucket] = true;
@@ -58,6 +95,19 @@ class GradientReduction {
   }
 
  private:
+  /// In the first pass, and not before: who takes another's place is there before that one goes.
+  void check_alone() {
+    if (std::exchange(is_known_alone_, true)) return;
+    for (std::size_t number = 0; number < gradients_.parameters().size(); ++number) {
+      const bool is_alone = !gradients_.is_reduced_elsewhere(number);
+      is_known_alone_ = is_alone;
+      TORCH_CHECK(is_alone, caller_, " on rank ", communicator_.rank(),
+                  ": the gradient of parameter ", number,
+                  " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; "
+                  "leave it to one of them, and end the other's life");
+    }
+  }
+
   /// What this pass has not reached may be a sum of an earlier one; to be added up again, that must
   /// be an average. What is frozen is left as it is by an average alone.
   void begin(std::size_t bucket) {
@@ -85,16 +135,34 @@ class GradientReduction {
       has_gradient.push_back(gradient.defined() ? 1 : 0);
       all = all && (gradient.defined() || !parameter.requires_grad());
     }
+    const std::vector<std::uint8_t> layout = fingerprint(gradients_.buckets());
+    has_gradient.insert(has_gradient.end(), layout.begin(), layout.end());
     const at::Tensor anywhere = at::tensor(
         has_gradient, at::TensorOptions().dtype(at::kByte).device(gradients_.buckets()[0].device));
     PendingRequests request;
     request.add(communicator_.all_reduce(anywhere, Reduction::max));
     exchange_->finish();
     request.wait();
+    check_layout(anywhere, layout);
     if (!all) adopt(anywhere.cpu());
     if (leaves_sums_) note_sums();
     next_ = 0;
     is_under_way_ = false;
+  }
+
+  /// Buckets of other parameters may be as long. Read where that waits for nothing, and of a layout
+  /// that is new.
+  void check_layout(const at::Tensor& anywhere, const std::vector<std::uint8_t>& layout) {
+    if (!anywhere.is_cpu() && layout == known_layout_) return;
+    const at::Tensor largest =
+        anywhere.narrow(0, anywhere.numel() - kFingerprintBytes, kFingerprintBytes).cpu();
+    TORCH_CHECK(
+        std::equal(layout.begin(), layout.end(), largest.const_data_ptr<std::uint8_t>()), caller_,
+        " on rank ", communicator_.rank(),
+        ": the ranks' buckets hold other parameters, so that their gradients were mixed up. "
+        "All ranks give the same parameters and bucket_bytes; regroup() only where backward "
+        "passes take the same way on all. Begin again from a checkpoint on all ranks");
+    known_layout_ = layout;
   }
 
   /// What other ranks had a gradient of, this one has too.
@@ -132,9 +200,12 @@ class GradientReduction {
   AnyCommunicator communicator_;
   std::unique_ptr<BucketExchange> exchange_;
   std::mutex mutex_;
-  std::vector<bool> is_ready_;  ///< a bucket, in this pass
-  std::size_t next_ = 0;        ///< ranks reduce in the order of the buckets, however they fill
-  bool leaves_sums_ = false;    ///< this pass
+  std::vector<bool> is_ready_;              ///< a bucket, in this pass
+  std::vector<std::uint8_t> known_layout_;  ///< the fingerprint that all ranks had last
+  std::size_t next_ = 0;      ///< ranks reduce in the order of the buckets, however they fill
+  bool leaves_sums_ = false;  ///< this pass
+  int64_t passes_;            ///< of the buckets' that this has seen: all, if none threw
+  bool is_known_alone_ = false;
   int untaken_passes_ = 0;
   bool has_warned_ = false;
   bool is_under_way_ = false;

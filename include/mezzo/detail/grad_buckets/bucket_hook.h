@@ -49,6 +49,18 @@ class BucketHook final : public torch::autograd::PostAccumulateGradHook {
     }
   }
 
+  /// Whether `is_meant(state)` holds for one of those that hear of `parameter`.
+  template <class IsMeant>
+  static bool any_of(const at::Tensor& parameter, const IsMeant& is_meant) {
+    const Hook* link = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+    while (const auto* const hook = dynamic_cast<const BucketHook*>(link)) {
+      const auto state = hook->state_.lock();
+      if (state != nullptr && is_meant(*state)) return true;
+      link = hook->previous_.get();
+    }
+    return false;
+  }
+
  private:
   std::weak_ptr<State> state_;
   std::size_t number_;

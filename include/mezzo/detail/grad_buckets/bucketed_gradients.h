@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -48,7 +49,10 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   void regroup();
   void add_accumulate_only(int change);
   at::Tensor micro_batch(const std::function<void()>& backward);
-  void on_ready(std::function<void(std::size_t)> callback);
+  /// Returns the callback's number.
+  int64_t on_ready(std::function<void(std::size_t)> callback);
+  /// Takes the callback of that number away, unless another has taken its place.
+  void end_ready(int64_t callback);
   bool only_accumulates();
 
   /// Kept by an optimizer for as long as it divides, as it reads them, gradients that are sums over
@@ -63,6 +67,15 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   /// Flat storage: where the gradient of parameter `number` lies in its bucket, laid out as it.
   const at::Tensor& place(std::size_t number) const { return slots_[number].place; }
 
+  /// Backward passes so far, those that threw included: several at a time, one of which runs inside
+  /// another, are one.
+  int64_t passes() const noexcept { return passes_; }
+
+  /// How many there are who make these gradients those of all ranks.
+  void add_reductions(int change) noexcept { reductions_ += change; }
+  /// Whether somebody makes the gradient of parameter `number` that of all ranks in other buckets.
+  bool is_reduced_elsewhere(std::size_t number) const;
+
   /// From the hook of parameter `number`, on one of autograd's threads.
   void arrived(std::size_t number);
 
@@ -76,7 +89,7 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   void place_slots(const GradBucket& bucket, const std::vector<int64_t>& offsets);
   void install_hooks();
   void settle(std::size_t number);
-  void move_to_place(GradientSlot& slot);
+  void move_to_place(std::size_t number);
 
   // Backward (bucketed_gradients_backward.h)
   void begin_pass();
@@ -100,20 +113,30 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   at::Tensor any_bad(const at::TensorOptions& flag) const;
   at::Tensor accumulate(std::vector<at::Tensor>& accumulated);
 
+  /// A backward pass that has not ended: libtorch's number of it, and what expires with it, though
+  /// it throws.
+  struct ActivePass {
+    int number;
+    std::weak_ptr<void> life;
+  };
+
   GradBucketsOptions options_;
   std::vector<at::Tensor> parameters_;
   std::vector<GradientSlot> slots_;
   std::vector<GradBucket> buckets_;
 
   std::shared_ptr<void> dividing_reader_ = std::make_shared<int>();
+  std::atomic<int> reductions_ = 0;
+  std::atomic<int64_t> passes_ = 0;
 
   TableMemory table_memory_;  // of reading many at once on a device
 
   std::mutex mutex_;  // what follows, and the slots, while hooks run
   std::function<void(std::size_t)> on_ready_;
+  int64_t ready_number_ = 0;  // of the callback
   int accumulate_only_ = 0;
-  std::vector<int> active_passes_;     // libtorch's numbers; several where one runs inside another
-  std::vector<std::size_t> missing_;   // a bucket: how many gradients are still to come
+  std::vector<ActivePass> active_passes_;  // several where one runs inside another
+  std::vector<std::size_t> missing_;       // a bucket: how many gradients are still to come
   std::vector<bool> was_ready_;        // a bucket: whether on_ready was called for it in this pass
   std::vector<std::size_t> arrivals_;  // in the order of the last pass
   std::vector<std::size_t> pending_;   // to be read together

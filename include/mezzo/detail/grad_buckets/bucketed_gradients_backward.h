@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -39,11 +40,14 @@ inline void BucketedGradients::arrived(std::size_t number) {
 }
 
 /// At the first gradient of a backward pass. A pass that runs inside another, as a checkpoint's
-/// does, belongs to it.
+/// does, belongs to it. One that threw is over, whether anybody said so or not.
 inline void BucketedGradients::begin_pass() {
   const int pass = torch::autograd::get_current_graph_task_id();
-  if (std::find(active_passes_.begin(), active_passes_.end(), pass) != active_passes_.end()) return;
+  std::erase_if(active_passes_, [](const ActivePass& active) { return active.life.expired(); });
+  const auto is_this = [pass](const ActivePass& active) { return active.number == pass; };
+  if (std::any_of(active_passes_.begin(), active_passes_.end(), is_this)) return;
   if (active_passes_.empty()) {
+    ++passes_;
     arrivals_.clear();
     missing_.assign(buckets_.size(), 0);
     was_ready_.assign(buckets_.size(), false);
@@ -56,10 +60,12 @@ inline void BucketedGradients::begin_pass() {
       }
     }
   }
-  active_passes_.push_back(pass);
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), pass] {
-    if (const auto state = weak.lock()) state->end_pass(pass);
-  });
+  const auto life = std::make_shared<int>();
+  active_passes_.push_back({pass, life});
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [weak = weak_from_this(), pass, life] {
+        if (const auto state = weak.lock()) state->end_pass(pass);
+      });
 }
 
 inline void BucketedGradients::end_pass(int pass) {
@@ -67,7 +73,9 @@ inline void BucketedGradients::end_pass(int pass) {
   std::function<void(std::size_t)> tell;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = std::find(active_passes_.begin(), active_passes_.end(), pass);
+    const auto found =
+        std::find_if(active_passes_.begin(), active_passes_.end(),
+                     [pass](const ActivePass& active) { return active.number == pass; });
     if (found == active_passes_.end()) return;
     active_passes_.erase(found);
     if (!active_passes_.empty()) return;
@@ -88,7 +96,7 @@ inline void BucketedGradients::finish_pass(std::vector<std::size_t>& ready) {
   }
 }
 
-/// Outside of all passes: after one that threw, its number would never leave the list.
+/// Outside of all passes: what is left is of one that threw.
 inline void BucketedGradients::forget_pass() {
   if (torch::autograd::get_current_graph_task_id() == -1) active_passes_.clear();
 }
@@ -155,7 +163,8 @@ inline void BucketedGradients::read_pending() {
     if (!slot.has_dense_gradient() || slot.gradient().requires_grad()) continue;
     const bool is_plain = is_laid_out_like(slot.gradient(), slot.parameter) &&
                           slot.gradient().scalar_type() == slot.parameter.scalar_type() &&
-                          slot.gradient().sizes() == slot.parameter.sizes();
+                          slot.gradient().sizes() == slot.parameter.sizes() &&
+                          (!is_flat() || fits_place(slot));
     const bool is_foreign = is_flat() && !shares_storage(slot.gradient(), slot.place);
     if (!is_plain || !is_foreign) settle(number);
     void* const copy_to = is_plain && is_foreign ? slot.place.mutable_data_ptr() : nullptr;

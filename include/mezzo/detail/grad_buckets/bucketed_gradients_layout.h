@@ -119,10 +119,22 @@ inline void BucketedGradients::remove_hooks() {
   }
 }
 
-inline void BucketedGradients::on_ready(std::function<void(std::size_t)> callback) {
+inline int64_t BucketedGradients::on_ready(std::function<void(std::size_t)> callback) {
   const std::lock_guard lock(mutex_);
   on_ready_ = std::move(callback);
   if (on_ready_ != nullptr) install_hooks();
+  return ++ready_number_;
+}
+
+inline void BucketedGradients::end_ready(int64_t callback) {
+  const std::lock_guard lock(mutex_);
+  if (callback == ready_number_) on_ready_ = nullptr;
+}
+
+inline bool BucketedGradients::is_reduced_elsewhere(std::size_t number) const {
+  return BucketHook<BucketedGradients>::any_of(
+      parameters_[number],
+      [this](const BucketedGradients& other) { return &other != this && other.reductions_ > 0; });
 }
 
 /// Brings one gradient to where the storage wants it, whatever became of it.
@@ -136,7 +148,7 @@ inline void BucketedGradients::settle(std::size_t number) {
       slot.may_be_nonzero = false;
     }
   } else if (is_flat()) {
-    if (!is_in_place(slot)) move_to_place(slot);
+    if (!is_in_place(slot)) move_to_place(number);
     slot.may_be_nonzero = true;
   } else if (!is_laid_out_like(gradient, slot.parameter)) {
     slot.parameter.mutable_grad() =
@@ -144,8 +156,14 @@ inline void BucketedGradients::settle(std::size_t number) {
   }
 }
 
-inline void BucketedGradients::move_to_place(GradientSlot& slot) {
+inline void BucketedGradients::move_to_place(std::size_t number) {
+  GradientSlot& slot = slots_[number];
   const at::Tensor& gradient = slot.gradient();
+  TORCH_CHECK(fits_place(slot), "Parameter ", number, " was of ", slot.place.scalar_type(), ", ",
+              slot.place.sizes(), " on ", slot.place.device(), " when its GradBuckets (those of a ",
+              "DataParallel, say) were made, and is now of ", slot.parameter.scalar_type(), ", ",
+              slot.parameter.sizes(), " on ", slot.parameter.device(),
+              "; cast and move the model first, then make them");
   // One that is another part of the buffer, or this one seen otherwise, must not be overwritten
   // while it is read.
   const bool overlaps = shares_storage(gradient, slot.place);

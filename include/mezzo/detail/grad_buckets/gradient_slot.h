@@ -79,6 +79,13 @@ inline bool shares_storage(const at::Tensor& a, const at::Tensor& b) {
   return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage());
 }
 
+/// Whether a gradient of the parameter as it is now can lie in the place that was made for it.
+inline bool fits_place(const GradientSlot& slot) {
+  return slot.parameter.scalar_type() == slot.place.scalar_type() &&
+         slot.parameter.device() == slot.place.device() &&
+         slot.parameter.sizes() == slot.place.sizes();
+}
+
 /// Whether the slot's gradient is the memory that is meant for it, by whatever name.
 inline bool is_in_place(const GradientSlot& slot) {
   const at::Tensor& gradient = slot.gradient();

@@ -179,8 +179,8 @@ struct HostSummary {
 /// Multiplies all gradients in place, by their `rank_factor` among others.
 inline void multiply_gradients(const torch::optim::Optimizer& optimizer,
                                const std::vector<DeviceSummary>& summaries, double factor) {
-  if (factor == 1.0) return;
   for (const DeviceSummary& summary : summaries) {
+    if (factor == 1.0) break;
     at::Tensor unread = at::zeros_like(summary.found_inf);
     unscale_and_check_(summary.gradients, unread, at::full_like(summary.inv_scale, factor));
   }

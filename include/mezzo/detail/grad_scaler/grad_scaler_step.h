@@ -258,9 +258,10 @@ inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
   if (record.stage == detail::Stage::ready) {
     rank_factor = unscale_into(record, optimizer);
     if (clip_watch_.wants(&optimizer)) watched = summarize_unscaled(record, optimizer);
-  } else if (recheck_) {
+  } else {
     c10::NoGradGuard no_grad;
-    recheck_into(record, optimizer);
+    detail::average_rank_sums(optimizer);  // of a pass since
+    if (recheck_) recheck_into(record, optimizer);
   }
   TORCH_CHECK(record.masters.empty(),
               "step(optimizer, arguments...): the optimizer's gradients were unscaled onto its "
