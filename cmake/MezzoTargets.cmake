@@ -1,5 +1,5 @@
 # mezzo::mezzo, the headers and libtorch, builds with the host compiler alone; mezzo::cuda adds the kernels,
-# mezzo::mpi adds MPI.
+# mezzo::mpi adds MPI, mezzo::nccl what libtorch's NCCL process group is compiled with.
 
 add_library(mezzo INTERFACE)
 add_library(mezzo::mezzo ALIAS mezzo)
@@ -13,6 +13,17 @@ if(MEZZO_TORCH_CUDA AND (PROJECT_IS_TOP_LEVEL OR "CUDA" IN_LIST mezzo_outer_lang
   mezzo_add_cuda("${PROJECT_SOURCE_DIR}/include")
 elseif(MEZZO_TORCH_CUDA)
   message(STATUS "mezzo: without mezzo::cuda, since the project that adds mezzo has not enabled CUDA before")
+endif()
+
+if(TARGET mezzo::cuda)
+  include(MezzoNccl)
+  mezzo_find_nccl()
+  if(NOT MEZZO_NCCL_WHY_NOT)
+    mezzo_add_nccl()
+    message(STATUS "mezzo: mezzo::nccl with ${NCCL_INCLUDE_DIR}/nccl.h")
+  else()
+    message(STATUS "mezzo: without mezzo::nccl (${MEZZO_NCCL_WHY_NOT})")
+  endif()
 endif()
 
 include(MezzoMpi)

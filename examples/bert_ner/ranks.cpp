@@ -8,9 +8,7 @@
 #include <mezzo/distributed/watchdog.h>
 #endif
 #ifdef BERT_NER_NCCL
-#include <ATen/DeviceAccelerator.h>
-#include <mezzo/distributed/c10d_communicator.h>
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <mezzo/distributed/nccl_communicator.h>
 #endif
 
 #include <algorithm>
@@ -81,11 +79,7 @@ Ranks::Job Ranks::join_with_nccl() {
                      " on this machine, which has fewer GPUs; start one process a GPU");
   }
   const torch::Device device(torch::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
-  at::accelerator::setDeviceIndex(device.index());
-  mezzo::C10dCommunicator world(
-      c10::make_intrusive<c10d::ProcessGroupNCCL>(mezzo::meet(environment), environment.rank,
-                                                  environment.world_size),
-      {torch::kCUDA});
+  auto world = mezzo::nccl_communicator(environment);
   const auto here = mezzo::ProcessGroupEnvironment::of_this_process("LOCAL_WORLD_SIZE");
   return {nullptr,
           std::move(world),

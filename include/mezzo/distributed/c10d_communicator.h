@@ -30,17 +30,7 @@ c10::intrusive_ptr<c10d::Store> meet(const ProcessGroupEnvironment& environment,
                                      std::chrono::milliseconds timeout = std::chrono::minutes(5));
 
 /// A process group or a backend of c10d as a Communicator (distributed/communicator.h says what its
-/// collectives do). With NCCL, one process a GPU:
-///
-/// \code
-///   #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>  // -DUSE_C10D_NCCL, nccl.h
-///
-///   const auto environment = mezzo::ProcessGroupEnvironment::read();
-///   mezzo::C10dCommunicator world(
-///       c10::make_intrusive<c10d::ProcessGroupNCCL>(mezzo::meet(environment), environment.rank,
-///                                                   environment.world_size),
-///       {torch::kCUDA});
-/// \endcode
+/// collectives do). distributed/nccl_communicator.h makes one of NCCL's.
 ///
 /// `wait` is c10d's: of tensors on a GPU the current stream waits, not the host. bfloat16 and half
 /// are added up as the backend does it; only their reduce_scatter into float is an all-to-all and

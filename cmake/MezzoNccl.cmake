@@ -1,0 +1,27 @@
+# mezzo::nccl: mezzo::cuda and what libtorch's NCCL process group is compiled with, for
+# mezzo/distributed/nccl_communicator.h. NCCL itself is a part of a CUDA libtorch; only its header is not.
+#
+#   NCCL_INCLUDE_DIR   the folder of nccl.h, where it lies neither with CUDA's headers nor in a wheel beside libtorch's
+
+# Finds nccl.h; MEZZO_NCCL_WHY_NOT says in words why mezzo::nccl cannot be, and is empty where it can.
+macro(mezzo_find_nccl)
+  set(MEZZO_NCCL_WHY_NOT "")
+  if(NOT TARGET mezzo::cuda)
+    set(MEZZO_NCCL_WHY_NOT "it takes mezzo::cuda")
+  else()
+    find_path(NCCL_INCLUDE_DIR nccl.h
+      HINTS ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES} "${MEZZO_TORCH_PREFIX}/../nvidia/nccl/include"
+      DOC "The folder of nccl.h")
+    if(NOT NCCL_INCLUDE_DIR)
+      set(MEZZO_NCCL_WHY_NOT
+          "no nccl.h was found with CUDA's headers or in a wheel nvidia-nccl-cu13 beside libtorch; set NCCL_INCLUDE_DIR")
+    endif()
+  endif()
+endmacro()
+
+function(mezzo_add_nccl)
+  add_library(mezzo::nccl INTERFACE IMPORTED GLOBAL)
+  target_compile_definitions(mezzo::nccl INTERFACE USE_C10D_NCCL)
+  target_include_directories(mezzo::nccl INTERFACE "${NCCL_INCLUDE_DIR}")
+  target_link_libraries(mezzo::nccl INTERFACE mezzo::cuda)
+endfunction()
