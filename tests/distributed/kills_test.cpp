@@ -102,21 +102,22 @@ class Life {
 
  private:
   void read_from(int file) {
-    std::optional<Clock::time_point> moment;
+    constexpr auto kNotYet = Clock::time_point::max();
+    auto moment = kNotYet;
     std::array<char, 4096> block{};
     while (true) {
-      if (moment && Clock::now() >= *moment) {
+      if (Clock::now() >= moment) {
         was_killed_ = ::kill(processes_.at(kill_->victim), SIGKILL) == 0;
-        moment.reset();
+        moment = kNotYet;
         kill_.reset();
       }
       pollfd poll_file{file, POLLIN, 0};
-      if (poll(&poll_file, 1, moment ? 0 : 100) == 0) continue;
+      if (poll(&poll_file, 1, moment == kNotYet ? 100 : 0) == 0) continue;
       const ssize_t count = read(file, block.data(), block.size());
       if (count <= 0) return;
       printed_.append(block.data(), static_cast<std::size_t>(count));
       note_processes();
-      if (!moment && is_due()) moment = Clock::now() + kill_->delay;
+      if (moment == kNotYet && is_due()) moment = Clock::now() + kill_->delay;
     }
   }
 
