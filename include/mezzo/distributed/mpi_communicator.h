@@ -36,6 +36,9 @@ class MpiCollectives;
 /// MPI's would round each partial sum; for that they hold a second copy of their bytes until they
 /// are done. Tensors that are not contiguous, and collectives of more than `max_bytes`, are copied.
 ///
+/// All calls are MPI's non-blocking collectives, for which Open MPI 4 picks poor algorithms: with
+/// large buckets set OMPI_MCA_coll_libnbc_iallreduce_algorithm=3 (benchmarks/results).
+///
 /// MPI moves data on when it is called: by `CollectiveRequest::ready` and `wait`, and by every
 /// later collective. Calls may come from any thread where MPI was initialised with
 /// MPI_THREAD_SERIALIZED or more (MpiEnvironment does), else from the thread that initialised it.
