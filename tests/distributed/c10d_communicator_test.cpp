@@ -2,13 +2,9 @@
 // the CPU and can be compiled against. What is tested is the way to c10d and back.
 #include <torch/torch.h>
 //
-#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/distributed/c10d_communicator.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <barrier>
 #include <functional>
@@ -19,9 +15,11 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
+#include "free_port.h"
 
 namespace {
 
+using distributed_test::free_port;
 using grad_scaler_test::error_of;
 using mezzo::C10dCommunicator;
 using mezzo::Reduction;
@@ -239,19 +237,6 @@ TEST(C10dCommunicator, ANullGroupAndNoDevicesAreRefused) {
   EXPECT_THAT(
       error_of([&] { C10dCommunicator(c10::make_intrusive<ThreadsBackend>(0, 1, board), {}); }),
       HasSubstr("`devices` is empty"));
-}
-
-/// A port that was free a moment ago.
-std::uint16_t free_port() {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  ::bind(socket, reinterpret_cast<sockaddr*>(&address), length);
-  ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length);
-  ::close(socket);
-  return ntohs(address.sin_port);
 }
 
 TEST(Meet, RanksMeetAtTheStoreOfRankZero) {

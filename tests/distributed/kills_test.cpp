@@ -3,16 +3,12 @@
 // commands; MEZZO_KILL_ROUNDS is how often it is killed, 4 times if not given.
 #include <torch/torch.h>
 //
-#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/detail/checkpoint/checkpoint_folder.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -30,28 +26,17 @@
 #include <vector>
 
 #include "../checkpoint/scratch.h"
+#include "free_port.h"
 
 namespace {
 
 using namespace std::chrono_literals;
 using checkpoint_test::Scratch;
+using distributed_test::free_port;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kStepsBetweenFiles = 3;  // killed_program.cpp's
 constexpr int kRanks = 2;
-
-/// A port that nobody listens at.
-int port_for_meeting() {
-  const int socket_fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  bind(socket_fd, reinterpret_cast<const sockaddr*>(&address), length);
-  getsockname(socket_fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(socket_fd);
-  return ntohs(address.sin_port);
-}
 
 /// Kills `victim` so long after it was said for the `number`th time what begins like that.
 struct Kill {
@@ -67,7 +52,7 @@ class Life {
   Life(const std::string& way, const std::filesystem::path& folder, int64_t steps,
        std::optional<Kill> kill = std::nullopt)
       : kill_(std::move(kill)) {
-    const std::string command = "MASTER_PORT=" + std::to_string(port_for_meeting()) + " exec " +
+    const std::string command = "MASTER_PORT=" + std::to_string(free_port()) + " exec " +
                                 MEZZO_MPIRUN + ' ' + std::to_string(kRanks) + ' ' +
                                 MEZZO_KILLED_PROGRAM + ' ' + way + ' ' + folder.string() + ' ' +
                                 std::to_string(steps) + " 2>&1";

@@ -3,13 +3,9 @@
 // MEZZO_MPIRUN and MEZZO_WATCHDOG_PROGRAM are commands.
 #include <torch/torch.h>
 //
-#include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <array>
 #include <chrono>
@@ -19,26 +15,16 @@
 #include <string>
 #include <vector>
 
+#include "free_port.h"
+
 namespace watchdog_faults_test {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using distributed_test::free_port;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
-
-/// A port that nobody listens at.
-int free_port() {
-  const int socket_fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  bind(socket_fd, reinterpret_cast<const sockaddr*>(&address), length);
-  getsockname(socket_fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(socket_fd);
-  return ntohs(address.sin_port);
-}
 
 struct Outcome {
   std::string printed;
