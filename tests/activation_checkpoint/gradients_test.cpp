@@ -93,7 +93,7 @@ TEST_F(CheckpointGradients, OfCapturedTensorsThatAreNoLeaves) {
   });
 }
 
-struct Output {
+struct GatedOutput {
   Tensor hidden, gate, loss;
   auto tensors() { return std::tie(hidden, gate, loss); }
 };
@@ -102,10 +102,10 @@ TEST_F(CheckpointGradients, OfSeveralResults) {
   const auto block = [&](const Tensor& x) {
     const auto hidden = x.mm(w_).tanh();
     const auto gate = hidden.sigmoid();
-    return Output{hidden, gate, (hidden * gate).mm(v_).sum()};
+    return GatedOutput{hidden, gate, (hidden * gate).mm(v_).sum()};
   };
   expect_same({x_, w_, v_}, [&](auto run) {
-    const Output out = run(block, x_);
+    const GatedOutput out = run(block, x_);
     return (out.hidden * out.gate).sum() + out.loss;
   });
   expect_same({x_, w_, v_}, [&](auto run) { return run(block, x_).gate.sum(); });

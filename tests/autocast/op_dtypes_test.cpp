@@ -19,7 +19,7 @@ struct Op {
 };
 
 Tensor single() { return torch::rand({4, 4}); }
-Tensor lowered() { return single().to(torch::kBFloat16); }
+Tensor in_bfloat16() { return single().to(torch::kBFloat16); }
 Tensor classes() { return torch::zeros({4}, torch::kLong); }
 
 void expect_dtype(const std::vector<Op>& ops, torch::ScalarType dtype) {
@@ -48,14 +48,14 @@ TEST(AutocastOps, LowersProductsConvolutionsAndAttention) {
 }
 
 TEST(AutocastOps, RunsLossesInFloatAlsoOnLoweredInput) {
-  const auto probabilities = [] { return torch::sigmoid(lowered()); };
-  expect_dtype(
-      {{"mse_loss", [] { return torch::mse_loss(lowered(), lowered()); }},
-       {"cross_entropy", [] { return F::cross_entropy(lowered(), classes()); }},
-       {"nll_loss", [] { return torch::nll_loss(torch::log_softmax(lowered(), 1), classes()); }},
-       {"binary_cross_entropy",
-        [&] { return torch::binary_cross_entropy(probabilities(), single()); }}},
-      torch::kFloat);
+  const auto probabilities = [] { return torch::sigmoid(in_bfloat16()); };
+  expect_dtype({{"mse_loss", [] { return torch::mse_loss(in_bfloat16(), in_bfloat16()); }},
+                {"cross_entropy", [] { return F::cross_entropy(in_bfloat16(), classes()); }},
+                {"nll_loss",
+                 [] { return torch::nll_loss(torch::log_softmax(in_bfloat16(), 1), classes()); }},
+                {"binary_cross_entropy",
+                 [&] { return torch::binary_cross_entropy(probabilities(), single()); }}},
+               torch::kFloat);
 }
 
 TEST(AutocastOps, KeepsTheInputDtypeWhereTheCpuHasNoPolicy) {
@@ -66,7 +66,7 @@ TEST(AutocastOps, KeepsTheInputDtypeWhereTheCpuHasNoPolicy) {
             {"sum", [input] { return torch::sum(input()); }},
             {"relu", [input] { return torch::relu(input()); }}};
   };
-  expect_dtype(ops(lowered), torch::kBFloat16);
+  expect_dtype(ops(in_bfloat16), torch::kBFloat16);
   expect_dtype(ops(single), torch::kFloat);
   expect_dtype({{"mv", [] { return torch::mv(single(), torch::rand({4})); }}}, torch::kFloat);
 }
@@ -74,15 +74,15 @@ TEST(AutocastOps, KeepsTheInputDtypeWhereTheCpuHasNoPolicy) {
 TEST(AutocastOps, PromotesMixedInputsToTheWidestAndRefusesTwoLowerOnes) {
   expect_dtype({{"cat",
                  [] {
-                   return torch::cat({single(), lowered()});
+                   return torch::cat({single(), in_bfloat16()});
                  }},
                 {"stack",
                  [] {
-                   return torch::stack({single(), lowered()});
+                   return torch::stack({single(), in_bfloat16()});
                  }}},
                torch::kFloat);
   const Autocast<torch::kCPU> autocast;
-  EXPECT_THROW(torch::cat({lowered(), single().to(torch::kHalf)}), c10::Error);
+  EXPECT_THROW(torch::cat({in_bfloat16(), single().to(torch::kHalf)}), c10::Error);
 }
 
 TEST(AutocastOps, LeavesDoubleAndIntegersAlone) {

@@ -8,6 +8,7 @@
 #include <mezzo/grad_scaler.h>
 #include <mezzo/lr_schedule.h>
 #include <mezzo/master_weights.h>
+#include <mezzo/optim/adamw.h>
 
 #include <concepts>
 #include <cstddef>
@@ -17,7 +18,6 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
-#include "../optim/optimizers.h"
 #include "scratch.h"
 
 namespace {

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <mezzo/checkpoint.h>
 #include <mezzo/ema.h>
+#include <mezzo/optim/adamw.h>
 #include <torch/csrc/jit/frontend/lexer.h>
 
 #include <algorithm>
@@ -18,7 +19,6 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
-#include "../optim/optimizers.h"
 #include "scratch.h"
 
 namespace {

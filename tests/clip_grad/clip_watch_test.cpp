@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/clip_grad.h>
+#include <mezzo/optim/sgd.h>
 
 #include <functional>
 #include <memory>
@@ -14,7 +15,6 @@
 #include <vector>
 
 #include "../grad_scaler/tiny_optimizer.h"
-#include "../optim/optimizers.h"
 
 namespace {
 

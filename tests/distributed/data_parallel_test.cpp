@@ -6,6 +6,7 @@
 #include <mezzo/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
 
 #include <memory>
 #include <string>
@@ -15,7 +16,6 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
-#include "../optim/optimizers.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
 

@@ -6,6 +6,11 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
 
 #include <functional>
 #include <memory>
@@ -13,7 +18,6 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
-#include "../optim/optimizers.h"
 #include "alike_ranks.h"
 #include "same_bits.h"
 

@@ -5,6 +5,9 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/sgd.h>
 
 #include <functional>
 #include <limits>
@@ -13,7 +16,6 @@
 #include <string>
 #include <vector>
 
-#include "../optim/optimizers.h"
 #include "same_bits.h"
 
 // An inf on one rank skips the step of all, and the scale of all backs off: what the gradients say

@@ -8,6 +8,11 @@
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
 
 #include <cstdint>
 #include <memory>
@@ -19,7 +24,6 @@
 #include <utility>
 #include <vector>
 
-#include "../optim/optimizers.h"
 #include "same_bits.h"
 
 namespace {

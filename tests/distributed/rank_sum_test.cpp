@@ -7,13 +7,17 @@
 #include <mezzo/grad_scaler.h>
 #include <mezzo/initialize.h>
 #include <mezzo/master_weights.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
 
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "../optim/optimizers.h"
 #include "alike_ranks.h"
 
 // Ranks that all do the same have averages that are each one's own gradients: training with them is

@@ -8,6 +8,7 @@
 #include <mezzo/ema.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/master_weights.h>
+#include <mezzo/optim/adamw.h>
 #include <mezzo/weight_cache.h>
 
 #include <functional>
@@ -19,7 +20,6 @@
 #include <vector>
 
 #include "../grad_scaler/error_of.h"
-#include "../optim/optimizers.h"
 
 namespace {
 

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <mezzo/grad_scaler.h>
 #include <mezzo/lr_schedule.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 
 #include <limits>
 #include <memory>
@@ -11,8 +13,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "../optim/optimizers.h"
 
 namespace {
 

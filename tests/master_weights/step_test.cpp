@@ -8,9 +8,9 @@
 
 #include <mezzo/autocast.h>
 #include <mezzo/lr_schedule.h>
+#include <mezzo/optim/sgd.h>
 #include <mezzo/weight_cache.h>
 
-#include "../optim/optimizers.h"
 #include "master_model.h"
 
 #include <cmath>

@@ -7,8 +7,12 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_buckets.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
 
-#include "../optim/optimizers.h"
 #include "master_model.h"
 
 #include <cmath>

@@ -22,14 +22,14 @@ using torch::kCPU;
 using torch::kFloat;
 using torch::kHalf;
 
-torch::Tensor square(at::ScalarType dtype = kFloat) { return torch::ones({2, 2}, dtype); }
+torch::Tensor ones_of(at::ScalarType dtype = kFloat) { return torch::ones({2, 2}, dtype); }
 
 at::ScalarType mm_dtype(at::ScalarType inputs = kFloat) {
-  return torch::mm(square(inputs), square(inputs)).scalar_type();
+  return torch::mm(ones_of(inputs), ones_of(inputs)).scalar_type();
 }
 
 at::ScalarType softmax_dtype(at::ScalarType input) {
-  return torch::softmax(square(input), 1).scalar_type();
+  return torch::softmax(ones_of(input), 1).scalar_type();
 }
 
 template <class F>
@@ -45,10 +45,10 @@ std::string error_of(F f) {
 TEST(OpPolicy, AllowsDeniesPromotesAndIgnores) {
   const auto policy = OpPolicy().allow("aten::relu").deny("aten::mm").promote("aten::mul.Tensor");
   const Autocast<kCPU> autocast(policy);
-  EXPECT_EQ(torch::relu(square()).scalar_type(), kBFloat16);
+  EXPECT_EQ(torch::relu(ones_of()).scalar_type(), kBFloat16);
   EXPECT_EQ(mm_dtype(kBFloat16), kFloat);
-  EXPECT_EQ(torch::mul(square(kHalf), square(kBFloat16)).scalar_type(), kFloat);
-  EXPECT_EQ(torch::mul(square(kHalf), square(kHalf)).scalar_type(), kHalf);
+  EXPECT_EQ(torch::mul(ones_of(kHalf), ones_of(kBFloat16)).scalar_type(), kFloat);
+  EXPECT_EQ(torch::mul(ones_of(kHalf), ones_of(kHalf)).scalar_type(), kHalf);
   {
     const Autocast<kCPU> inner(OpPolicy().ignore("mm"));
     EXPECT_EQ(mm_dtype(kFloat), kFloat);
@@ -59,11 +59,11 @@ TEST(OpPolicy, AllowsDeniesPromotesAndIgnores) {
 TEST(OpPolicy, LeavesDoubleIntegerAndDisabledRegionsAlone) {
   const auto policy = OpPolicy().allow("relu").deny("mm");
   const Autocast<kCPU> autocast(policy);
-  EXPECT_EQ(torch::relu(square(torch::kDouble)).scalar_type(), torch::kDouble);
-  EXPECT_EQ(torch::relu(square(torch::kInt)).scalar_type(), torch::kInt);
+  EXPECT_EQ(torch::relu(ones_of(torch::kDouble)).scalar_type(), torch::kDouble);
+  EXPECT_EQ(torch::relu(ones_of(torch::kInt)).scalar_type(), torch::kInt);
   EXPECT_EQ(mm_dtype(torch::kDouble), torch::kDouble);
   const Autocast<kCPU> exact({.enabled = false, .policy = policy});
-  EXPECT_EQ(torch::relu(square()).scalar_type(), kFloat);
+  EXPECT_EQ(torch::relu(ones_of()).scalar_type(), kFloat);
 }
 
 TEST(OpPolicy, NamesOneOverloadOrAll) {
@@ -167,14 +167,14 @@ TEST(OpPolicy, UnbansWhatIsBannedAndNothingElse) {
 TEST(OpPolicy, ForcesEinsumDownAndKeepsSumsInFloatWhenCudaLike) {
   {
     const Autocast<kCPU> autocast(OpPolicy().allow("einsum"));
-    EXPECT_EQ(torch::einsum("ij->i", {square()}).scalar_type(), kBFloat16);
+    EXPECT_EQ(torch::einsum("ij->i", {ones_of()}).scalar_type(), kBFloat16);
   }
   const Autocast<kCPU> autocast(OpPolicy::cuda_like());
-  EXPECT_EQ(torch::einsum("ij->i", {square()}).scalar_type(), kBFloat16);
-  EXPECT_EQ(square(kBFloat16).sum().scalar_type(), kFloat);
+  EXPECT_EQ(torch::einsum("ij->i", {ones_of()}).scalar_type(), kBFloat16);
+  EXPECT_EQ(ones_of(kBFloat16).sum().scalar_type(), kFloat);
   EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);
-  EXPECT_EQ(torch::softmax(square(kBFloat16), 1, kBFloat16).scalar_type(), kBFloat16);
-  EXPECT_EQ(square(kBFloat16).norm().scalar_type(), kFloat);
+  EXPECT_EQ(torch::softmax(ones_of(kBFloat16), 1, kBFloat16).scalar_type(), kBFloat16);
+  EXPECT_EQ(ones_of(kBFloat16).norm().scalar_type(), kFloat);
 }
 
 TEST(OpPolicy, MakesTheTwoDevicesAlike) {
@@ -262,11 +262,11 @@ TEST(OpPolicy, MakesARegisteredCustomOpTakePartByName) {
   EXPECT_EQ(policy.category("mezzo_policy_test::scaled_product", torch::kCUDA),
             OpCategory::lower_precision);
   const Autocast<kCPU> autocast;
-  EXPECT_EQ(op.call(square(kHalf), square(kHalf)).scalar_type(), kHalf);
+  EXPECT_EQ(op.call(ones_of(kHalf), ones_of(kHalf)).scalar_type(), kHalf);
   const Autocast<kCPU> allowing(policy);
-  EXPECT_EQ(op.call(square(), square()).scalar_type(), kBFloat16);
+  EXPECT_EQ(op.call(ones_of(), ones_of()).scalar_type(), kBFloat16);
   const Autocast<kCPU> denying(denied);
-  EXPECT_EQ(op.call(square(kHalf), square(kHalf)).scalar_type(), kFloat);
+  EXPECT_EQ(op.call(ones_of(kHalf), ones_of(kHalf)).scalar_type(), kFloat);
 }
 
 }  // namespace

@@ -5,13 +5,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <mezzo/optim/adamw.h>
+
 #include <limits>
 #include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
-
-#include "optimizers.h"
 
 namespace {
 

@@ -5,10 +5,13 @@
 
 #include <gtest/gtest.h>
 
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+
 #include <sstream>
 #include <vector>
-
-#include "optimizers.h"
 
 namespace {
 

@@ -5,11 +5,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
 #include <cstdint>
 #include <sstream>
 #include <vector>
-
-#include "optimizers.h"
 
 namespace {
 

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/lamb.h>
 
 #include <cmath>
 #include <cstdint>
@@ -15,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "optimizers.h"
 #include "step_buffers.h"
 
 namespace {

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/lion.h>
 
 #include <cmath>
 #include <limits>
@@ -13,7 +14,6 @@
 #include <sstream>
 #include <vector>
 
-#include "optimizers.h"
 #include "step_buffers.h"
 
 namespace {

@@ -6,12 +6,13 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
 
 #include <limits>
 #include <sstream>
 #include <vector>
-
-#include "optimizers.h"
 
 namespace {
 

@@ -6,14 +6,13 @@
 
 #include <mezzo/grad_buckets.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
 
 #include <cmath>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
-
-#include "optimizers.h"
 
 namespace {
 

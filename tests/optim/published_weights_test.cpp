@@ -7,12 +7,11 @@
 
 #include <mezzo/autocast.h>
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
 #include <mezzo/weight_cache.h>
 
 #include <limits>
 #include <vector>
-
-#include "optimizers.h"
 
 namespace {
 

@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
 
 #include <cmath>
 #include <cstring>
@@ -15,7 +16,6 @@
 #include <vector>
 
 #include "../special_values.h"
-#include "optimizers.h"
 
 namespace {
 
@@ -126,9 +126,9 @@ TEST(FusedScalerStep, AgreesAfterUnscale) {
   expect_close(fused, through_base);
 }
 
-class FusedStep : public testing::Test {
+class FusedScalerStep : public testing::Test {
  protected:
-  FusedStep() { (void)scaler_.scale(torch::zeros({})); }
+  FusedScalerStep() { (void)scaler_.scale(torch::zeros({})); }
 
   void set_gradient(std::vector<float> values) { x_.mutable_grad() = torch::tensor(values) * 1024; }
 
@@ -137,7 +137,7 @@ class FusedStep : public testing::Test {
   GradScaler scaler_ = quiet_scaler();
 };
 
-TEST_F(FusedStep, TellsWhatBecameOfIt) {
+TEST_F(FusedScalerStep, TellsWhatBecameOfIt) {
   set_gradient({3, 4});
   const auto result = scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ready());
@@ -152,7 +152,7 @@ TEST_F(FusedStep, TellsWhatBecameOfIt) {
   EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).value().has_value());
 }
 
-TEST_F(FusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
+TEST_F(FusedScalerStep, LeavesEverythingAsItIsWhenItIsSkipped) {
   set_gradient({3, 4});
   scaler_.step(optimizer_);
   scaler_.update();
@@ -175,13 +175,13 @@ TEST_F(FusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
   EXPECT_EQ(scaler_.get_scale(), 512.0);
 }
 
-TEST_F(FusedStep, ASkippedFirstStepLeavesNoStateBehind) {
+TEST_F(FusedScalerStep, ASkippedFirstStepLeavesNoStateBehind) {
   set_gradient({kInfinity, 0});
   scaler_.step(optimizer_);
   EXPECT_TRUE(optimizer_.state().empty());
 }
 
-TEST_F(FusedStep, ClearsGradientsWhenAskedAfterASkipToo) {
+TEST_F(FusedScalerStep, ClearsGradientsWhenAskedAfterASkipToo) {
   set_gradient({3, 4});
   const auto gradient = x_.grad();
   scaler_.step(optimizer_, {.zero_grad = true});
@@ -193,14 +193,14 @@ TEST_F(FusedStep, ClearsGradientsWhenAskedAfterASkipToo) {
   EXPECT_TRUE(torch::equal(x_.grad(), torch::zeros({2})));
 }
 
-TEST_F(FusedStep, LeavesGradientsScaledUnlessAskedToClearThem) {
+TEST_F(FusedScalerStep, LeavesGradientsScaledUnlessAskedToClearThem) {
   set_gradient({3, 4});
   scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(torch::equal(x_.grad(), torch::tensor({3072.0F, 4096.0F})));
 }
 
 // A thread that cleared one before another thread read it would lose half of the step.
-TEST_F(FusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
+TEST_F(FusedScalerStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
   const std::vector<torch::Tensor> all{torch::ones({40000}).requires_grad_(),
                                        torch::ones({40000}).requires_grad_()};
   const auto gradient = torch::full({40000}, 1024.0F);
@@ -212,7 +212,7 @@ TEST_F(FusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
   EXPECT_EQ(gradient.abs().max().item<float>(), 0.0F);
 }
 
-TEST_F(FusedStep, ClearsGradientsWhoseElementsShareMemory) {
+TEST_F(FusedScalerStep, ClearsGradientsWhoseElementsShareMemory) {
   const auto y = torch::ones({5}).requires_grad_();
   y.mutable_grad() = torch::full({1}, 1024.0F).expand({5});
   AdamW optimizer({y}, AdamWOptions(0.1));
@@ -221,14 +221,14 @@ TEST_F(FusedStep, ClearsGradientsWhoseElementsShareMemory) {
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({5})));
 }
 
-TEST_F(FusedStep, ChecksOnceMoreAfterUnscale) {
+TEST_F(FusedScalerStep, ChecksOnceMoreAfterUnscale) {
   set_gradient({3, 4});
   scaler_.unscale_(optimizer_);
   x_.mutable_grad()[0] = kInfinity;  // broken by the user
   EXPECT_FALSE(scaler_.step(optimizer_).ran());
 }
 
-TEST_F(FusedStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) {
+TEST_F(FusedScalerStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) {
   GradScaler trusting = quiet_scaler(GradScalerOptions().init_scale(1024).recheck(false));
   (void)trusting.scale(torch::zeros({}));
   set_gradient({3, 4});
@@ -237,21 +237,21 @@ TEST_F(FusedStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) {
   EXPECT_TRUE(trusting.step(optimizer_).ran());
 }
 
-TEST_F(FusedStep, SkipsWhenUnscaleFoundAnInfThatTheUserThenHid) {
+TEST_F(FusedScalerStep, SkipsWhenUnscaleFoundAnInfThatTheUserThenHid) {
   set_gradient({kInfinity, 4});
   scaler_.unscale_(optimizer_);
   x_.mutable_grad() = torch::ones({2});
   EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).ran());
 }
 
-TEST_F(FusedStep, FindsAnOverflowThatArisesFromUnscaling) {
+TEST_F(FusedScalerStep, FindsAnOverflowThatArisesFromUnscaling) {
   scaler_.update(1e-30);
   (void)scaler_.scale(torch::zeros({}));
   x_.mutable_grad() = torch::full({2}, 1e20F);
   EXPECT_FALSE(scaler_.step(optimizer_).ran());
 }
 
-TEST_F(FusedStep, KeepsTheOrderOfCalls) {
+TEST_F(FusedScalerStep, KeepsTheOrderOfCalls) {
   set_gradient({3, 4});
   scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = 1.0}); },
@@ -269,7 +269,7 @@ TEST_F(FusedStep, KeepsTheOrderOfCalls) {
       ThrowsMessage<c10::Error>(HasSubstr("No inf checks were recorded for this optimizer.")));
 }
 
-TEST_F(FusedStep, RefusesClosuresAndNormsThatAreNotPositive) {
+TEST_F(FusedScalerStep, RefusesClosuresAndNormsThatAreNotPositive) {
   set_gradient({3, 4});
   EXPECT_THAT([&] { scaler_.step(optimizer_, [] { return torch::zeros({}); }); },
               ThrowsMessage<c10::Error>(HasSubstr("Closure use is not currently supported")));
@@ -281,7 +281,7 @@ TEST_F(FusedStep, RefusesClosuresAndNormsThatAreNotPositive) {
   EXPECT_TRUE(scaler_.step(optimizer_, options).ran());
 }
 
-TEST_F(FusedStep, ADisabledScalerClipsClearsAndSteps) {
+TEST_F(FusedScalerStep, ADisabledScalerClipsClearsAndSteps) {
   GradScaler disabled(GradScalerOptions().enabled(false));
   const auto y = torch::zeros({2}).requires_grad_();
   y.mutable_grad() = torch::tensor({3.0F, 4.0F});
@@ -301,7 +301,7 @@ TEST_F(FusedStep, ADisabledScalerClipsClearsAndSteps) {
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({2})));
 }
 
-TEST_F(FusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
+TEST_F(FusedScalerStep, ADisabledScalerStepsWhateverTheGradientsAre) {
   GradScaler disabled(GradScalerOptions().enabled(false));
   x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
@@ -311,7 +311,7 @@ TEST_F(FusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
   EXPECT_TRUE(x_.isnan().any().item<bool>());  // inf / inf, as after clip_grad_norm_
 }
 
-TEST_F(FusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
+TEST_F(FusedScalerStep, ADisabledScalerHasNothingToClipWithoutGradients) {
   GradScaler disabled(GradScalerOptions().enabled(false));
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ran());
@@ -319,7 +319,7 @@ TEST_F(FusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
   EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
 }
 
-TEST_F(FusedStep, SharesTheScaleWithOtherOptimizers) {
+TEST_F(FusedScalerStep, SharesTheScaleWithOtherOptimizers) {
   const auto y = torch::zeros({2}).requires_grad_();
   torch::optim::SGD sgd({y}, torch::optim::SGDOptions(1.0));
   set_gradient({3, 4});

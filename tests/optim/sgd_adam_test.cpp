@@ -7,12 +7,14 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/detail/kernels/sgd_element.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 
 #include <cmath>
 #include <sstream>
 #include <vector>
 
-#include "optimizers.h"
 #include "step_buffers.h"
 
 namespace {

@@ -8,13 +8,15 @@
 #include <mezzo/detail/kernels/adam_element.h>
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
 #include <mezzo/detail/kernels/random_bits.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 
 #include <array>
 #include <cmath>
 #include <set>
 #include <vector>
 
-#include "optimizers.h"
 #include "step_buffers.h"
 
 namespace {

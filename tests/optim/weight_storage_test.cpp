@@ -6,14 +6,17 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/detail/kernels/weight_formats.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
 
 #include <cstring>
 #include <limits>
 #include <sstream>
 #include <string>
 #include <vector>
-
-#include "optimizers.h"
 
 namespace {
 

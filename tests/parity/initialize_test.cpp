@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/initialize.h>
+#include <mezzo/optim/sgd.h>
 
 #include <algorithm>
 #include <functional>
@@ -16,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "../optim/optimizers.h"
 #include "../special_values.h"
 
 namespace {

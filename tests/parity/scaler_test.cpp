@@ -6,6 +6,9 @@
 
 #include <mezzo/autocast.h>
 #include <mezzo/clip_grad.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 
 #include <cmath>
 #include <functional>
@@ -18,7 +21,6 @@
 #include <vector>
 
 #include "../grad_scaler/tiny_optimizer.h"
-#include "../optim/optimizers.h"
 #include "../special_values.h"
 
 namespace {

@@ -29,9 +29,9 @@ using torch::kFloat;
 using torch::kHalf;
 using torch::Tensor;
 
-constexpr int64_t kSize = 6;
+constexpr int64_t kWidth = 6;
 
-Tensor frozen() { return torch::randn({kSize, kSize}); }
+Tensor frozen_square() { return torch::randn({kWidth, kWidth}); }
 
 std::pair<int64_t, int64_t> casts_and_hits(const WeightCache& cache) {
   const auto statistics = cache.statistics();
@@ -42,7 +42,7 @@ using Counts = std::pair<int64_t, int64_t>;
 
 TEST(WeightCacheRegions, UseNoCacheThatTheyWereNotGiven) {
   const WeightCache cache;
-  const auto weight = frozen();
+  const auto weight = frozen_square();
   {
     const Autocast<kCPU> autocast;
     what_linear_reads(weight);
@@ -53,7 +53,7 @@ TEST(WeightCacheRegions, UseNoCacheThatTheyWereNotGiven) {
 
 TEST(WeightCacheRegions, InheritTheCacheAroundThem) {
   const WeightCache cache;
-  const auto weight = frozen();
+  const auto weight = frozen_square();
   const Autocast<kCPU> outer(cache);
   what_linear_reads(weight);
   {
@@ -76,7 +76,7 @@ TEST(WeightCacheRegions, InheritTheCacheAroundThem) {
 TEST(WeightCacheRegions, MayHaveDifferentCaches) {
   const WeightCache first;
   const WeightCache second;
-  const auto weight = frozen();
+  const auto weight = frozen_square();
   const Autocast<kCPU> outer(first);
   what_linear_reads(weight);
   {
@@ -91,7 +91,7 @@ TEST(WeightCacheRegions, MayHaveDifferentCaches) {
 
 TEST(WeightCacheRegions, OfDifferentDtypesReadTheirOwnCopies) {
   const WeightCache cache;
-  const auto weight = frozen();
+  const auto weight = frozen_square();
   const Autocast<kCPU> outer(cache);
   for (int use = 0; use < 2; ++use) {
     EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
@@ -105,7 +105,7 @@ TEST(WeightCacheRegions, OfDifferentDtypesReadTheirOwnCopies) {
 
 TEST(WeightCacheRegions, LowerHalfWeightsToo) {
   const WeightCache cache;
-  const auto weight = frozen().to(kHalf);
+  const auto weight = frozen_square().to(kHalf);
   const Autocast<kCPU> autocast(cache);
   what_linear_reads(weight);
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
@@ -146,7 +146,7 @@ TEST(WeightCacheRegions, KeepLibtorchsCacheOffInRegionsOfAnotherDevice) {
 
 TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
   const WeightCache cache;
-  const auto weight = frozen().requires_grad_();
+  const auto weight = frozen_square().requires_grad_();
   try {
     const Autocast<kCPU> autocast(cache);
     what_linear_reads(weight);
@@ -165,7 +165,7 @@ TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
 
 TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
   const WeightCache cache;
-  const auto weight = frozen();
+  const auto weight = frozen_square();
   const auto use = [&] { return what_linear_reads(weight); };
   const mezzo::AutocastSetting setting{.device = kCPU, .dtype = kBFloat16};
   {
@@ -187,14 +187,14 @@ TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
   mezzo::autocast<kCPU>(use, {.weight_cache = cache})();
   mezzo::autocast(use, setting, {}, cache)();
   EXPECT_EQ(casts_and_hits(cache), Counts(1, 5));
-  torch::nn::Linear linear(kSize, kSize);
+  torch::nn::Linear linear(kWidth, kWidth);
   linear->weight.set_requires_grad(false);
   mezzo::AutocastModule module(linear, setting, {}, cache);
-  for (int i = 0; i < 2; ++i) module(torch::ones({1, kSize}));
+  for (int i = 0; i < 2; ++i) module(torch::ones({1, kWidth}));
   EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
   const auto copy = std::dynamic_pointer_cast<decltype(module)::ContainedType>(module->clone());
   const auto before = cache.statistics().casts;
-  copy->call(torch::ones({1, kSize}));
+  copy->call(torch::ones({1, kWidth}));
   EXPECT_EQ(cache.statistics().casts, before + 2);
 }
 
@@ -202,7 +202,7 @@ TEST(WeightCachePolicies, ComeFirst) {
   const WeightCache cache;  // its kernels stand in front of those of policies, or behind
   const auto deny = OpPolicy().deny("linear").deny("addmm");
   const WeightCache later;
-  const auto weight = frozen();
+  const auto weight = frozen_square();
   for (const auto& each : {cache, later}) {
     {
       const Autocast<kCPU> autocast({.policy = deny, .weight_cache = each});
@@ -225,7 +225,7 @@ TEST(WeightCachePolicies, ComeFirst) {
 TEST(WeightCachePolicies, ThatPromoteLeaveTheCacheAside) {
   const WeightCache cache;
   const auto promote = OpPolicy().promote("mm");
-  const auto weight = frozen();
+  const auto weight = frozen_square();
   const Autocast<kCPU> autocast({.policy = promote, .weight_cache = cache});
   EXPECT_TRUE(torch::equal(what_mm_reads(weight), weight));
   EXPECT_EQ(torch::mm(weight.to(kBFloat16), weight).scalar_type(), kFloat);
@@ -236,14 +236,14 @@ TEST(WeightCachePolicies, ThatPromoteLeaveTheCacheAside) {
 TEST(WeightCachePolicies, ThatAllowAnOpMakeItAskTheCache) {
   const auto allow = OpPolicy().allow("mv");
   const WeightCache cache;
-  const auto weight = frozen().requires_grad_();
+  const auto weight = frozen_square().requires_grad_();
   const Autocast<kCPU> autocast({.policy = allow, .weight_cache = cache});
   for (int use = 0; use < 3; ++use) {
-    const auto y = torch::mv(weight, torch::ones({kSize}));
+    const auto y = torch::mv(weight, torch::ones({kWidth}));
     EXPECT_EQ(y.scalar_type(), kBFloat16);
     EXPECT_TRUE(
-        torch::equal(torch::autograd::grad({y.sum()}, {weight})[0], torch::ones({kSize, kSize})));
-    torch::mv(weight, torch::ones({kSize}));  // a hit: no gradient has gone through this one
+        torch::equal(torch::autograd::grad({y.sum()}, {weight})[0], torch::ones({kWidth, kWidth})));
+    torch::mv(weight, torch::ones({kWidth}));  // a hit: no gradient has gone through this one
   }
   EXPECT_EQ(cache.statistics().casts, 4);
 }
@@ -258,8 +258,8 @@ mezzo::CastRecord record_of(const mezzo::CastTrace& trace, const std::string& op
 
 TEST(WeightCacheTrace, TellsCastsThatWereMadeFromThoseThatWereSpared) {
   const WeightCache cache;
-  const auto weight = frozen();
-  const auto x = torch::ones({2, kSize});
+  const auto weight = frozen_square();
+  const auto x = torch::ones({2, kWidth});
   const Autocast<kCPU> autocast(cache);
   const mezzo::CastTrace trace;
   for (int use = 0; use < 3; ++use) {
@@ -268,21 +268,21 @@ TEST(WeightCacheTrace, TellsCastsThatWereMadeFromThoseThatWereSpared) {
   auto record = record_of(trace, "aten::linear");
   EXPECT_EQ(record.calls, 3);
   EXPECT_EQ(record.casts, 4);  // the input three times, the weight once
-  EXPECT_EQ(record.bytes, 3 * 2 * kSize * 6 + kSize * kSize * 6);
+  EXPECT_EQ(record.bytes, 3 * 2 * kWidth * 6 + kWidth * kWidth * 6);
   EXPECT_EQ(record.spared, 2);
   weight.add_(1);
   torch::linear(x, weight);  // into the memory of the old copy
   record = record_of(trace, "aten::linear");
   EXPECT_EQ(record.casts, 6);
-  EXPECT_EQ(record.bytes, 4 * 2 * kSize * 6 + 2 * kSize * kSize * 6);
+  EXPECT_EQ(record.bytes, 4 * 2 * kWidth * 6 + 2 * kWidth * kWidth * 6);
   EXPECT_EQ(record.spared, 2);
 }
 
 TEST(WeightCacheTrace, CountsNoCastOfAPublishedCopy) {
   const WeightCache cache;
-  const auto weight = frozen().requires_grad_();
+  const auto weight = frozen_square().requires_grad_();
   cache.publish(weight, cache.buffer_for(weight, kBFloat16));
-  const auto x = torch::ones({2, kSize}, kBFloat16);
+  const auto x = torch::ones({2, kWidth}, kBFloat16);
   const Autocast<kCPU> autocast(cache);
   const mezzo::CastTrace trace;
   torch::linear(x, weight);

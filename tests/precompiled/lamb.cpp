@@ -1,11 +1,9 @@
-#include <torch/torch.h>
-
-#include "optimizers.h"
+#include "compiled_once.h"
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-MEZZO_TEST_OPTIMIZERS()
+MEZZO_COMPILED_ONCE_LAMB()
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
