@@ -1,8 +1,7 @@
 // A run of two ranks that is killed at random moments and started again, until it is let end: it
 // comes to the weights of one that nobody disturbed. MEZZO_MPIRUN and MEZZO_KILLED_PROGRAM are
 // commands; MEZZO_KILL_ROUNDS is how often it is killed, 4 times if not given.
-#include <torch/torch.h>
-//
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/detail/checkpoint/checkpoint_folder.h>

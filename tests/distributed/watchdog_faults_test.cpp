@@ -1,8 +1,7 @@
 // Ranks that really die: mpirun starts watchdog_program, of which one rank goes wrong in its sixth
 // collective, and what it prints is read here; mpirun ends those that do not end by themselves.
 // MEZZO_MPIRUN and MEZZO_WATCHDOG_PROGRAM are commands.
-#include <torch/torch.h>
-//
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>

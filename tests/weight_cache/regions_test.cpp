@@ -29,9 +29,9 @@ using torch::kFloat;
 using torch::kHalf;
 using torch::Tensor;
 
-constexpr int64_t kWidth = 6;
+constexpr int64_t kRows = 6;
 
-Tensor frozen_square() { return torch::randn({kWidth, kWidth}); }
+Tensor frozen_square() { return torch::randn({kRows, kRows}); }
 
 std::pair<int64_t, int64_t> casts_and_hits(const WeightCache& cache) {
   const auto statistics = cache.statistics();
@@ -187,14 +187,14 @@ TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
   mezzo::autocast<kCPU>(use, {.weight_cache = cache})();
   mezzo::autocast(use, setting, {}, cache)();
   EXPECT_EQ(casts_and_hits(cache), Counts(1, 5));
-  torch::nn::Linear linear(kWidth, kWidth);
+  torch::nn::Linear linear(kRows, kRows);
   linear->weight.set_requires_grad(false);
   mezzo::AutocastModule module(linear, setting, {}, cache);
-  for (int i = 0; i < 2; ++i) module(torch::ones({1, kWidth}));
+  for (int i = 0; i < 2; ++i) module(torch::ones({1, kRows}));
   EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
   const auto copy = std::dynamic_pointer_cast<decltype(module)::ContainedType>(module->clone());
   const auto before = cache.statistics().casts;
-  copy->call(torch::ones({1, kWidth}));
+  copy->call(torch::ones({1, kRows}));
   EXPECT_EQ(cache.statistics().casts, before + 2);
 }
 
@@ -239,11 +239,11 @@ TEST(WeightCachePolicies, ThatAllowAnOpMakeItAskTheCache) {
   const auto weight = frozen_square().requires_grad_();
   const Autocast<kCPU> autocast({.policy = allow, .weight_cache = cache});
   for (int use = 0; use < 3; ++use) {
-    const auto y = torch::mv(weight, torch::ones({kWidth}));
+    const auto y = torch::mv(weight, torch::ones({kRows}));
     EXPECT_EQ(y.scalar_type(), kBFloat16);
     EXPECT_TRUE(
-        torch::equal(torch::autograd::grad({y.sum()}, {weight})[0], torch::ones({kWidth, kWidth})));
-    torch::mv(weight, torch::ones({kWidth}));  // a hit: no gradient has gone through this one
+        torch::equal(torch::autograd::grad({y.sum()}, {weight})[0], torch::ones({kRows, kRows})));
+    torch::mv(weight, torch::ones({kRows}));  // a hit: no gradient has gone through this one
   }
   EXPECT_EQ(cache.statistics().casts, 4);
 }
@@ -259,7 +259,7 @@ mezzo::CastRecord record_of(const mezzo::CastTrace& trace, const std::string& op
 TEST(WeightCacheTrace, TellsCastsThatWereMadeFromThoseThatWereSpared) {
   const WeightCache cache;
   const auto weight = frozen_square();
-  const auto x = torch::ones({2, kWidth});
+  const auto x = torch::ones({2, kRows});
   const Autocast<kCPU> autocast(cache);
   const mezzo::CastTrace trace;
   for (int use = 0; use < 3; ++use) {
@@ -268,13 +268,13 @@ TEST(WeightCacheTrace, TellsCastsThatWereMadeFromThoseThatWereSpared) {
   auto record = record_of(trace, "aten::linear");
   EXPECT_EQ(record.calls, 3);
   EXPECT_EQ(record.casts, 4);  // the input three times, the weight once
-  EXPECT_EQ(record.bytes, 3 * 2 * kWidth * 6 + kWidth * kWidth * 6);
+  EXPECT_EQ(record.bytes, 3 * 2 * kRows * 6 + kRows * kRows * 6);
   EXPECT_EQ(record.spared, 2);
   weight.add_(1);
   torch::linear(x, weight);  // into the memory of the old copy
   record = record_of(trace, "aten::linear");
   EXPECT_EQ(record.casts, 6);
-  EXPECT_EQ(record.bytes, 4 * 2 * kWidth * 6 + 2 * kWidth * kWidth * 6);
+  EXPECT_EQ(record.bytes, 4 * 2 * kRows * 6 + 2 * kRows * kRows * 6);
   EXPECT_EQ(record.spared, 2);
 }
 
@@ -282,7 +282,7 @@ TEST(WeightCacheTrace, CountsNoCastOfAPublishedCopy) {
   const WeightCache cache;
   const auto weight = frozen_square().requires_grad_();
   cache.publish(weight, cache.buffer_for(weight, kBFloat16));
-  const auto x = torch::ones({2, kWidth}, kBFloat16);
+  const auto x = torch::ones({2, kRows}, kBFloat16);
   const Autocast<kCPU> autocast(cache);
   const mezzo::CastTrace trace;
   torch::linear(x, weight);
