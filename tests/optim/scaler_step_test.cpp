@@ -126,9 +126,9 @@ TEST(FusedScalerStep, AgreesAfterUnscale) {
   expect_close(fused, through_base);
 }
 
-class FusedScalerStep : public testing::Test {
+class OneFusedStep : public testing::Test {
  protected:
-  FusedScalerStep() { (void)scaler_.scale(torch::zeros({})); }
+  OneFusedStep() { (void)scaler_.scale(torch::zeros({})); }
 
   void set_gradient(std::vector<float> values) { x_.mutable_grad() = torch::tensor(values) * 1024; }
 
@@ -137,7 +137,7 @@ class FusedScalerStep : public testing::Test {
   GradScaler scaler_ = quiet_scaler();
 };
 
-TEST_F(FusedScalerStep, TellsWhatBecameOfIt) {
+TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
   set_gradient({3, 4});
   const auto result = scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ready());
@@ -152,7 +152,7 @@ TEST_F(FusedScalerStep, TellsWhatBecameOfIt) {
   EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).value().has_value());
 }
 
-TEST_F(FusedScalerStep, LeavesEverythingAsItIsWhenItIsSkipped) {
+TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
   set_gradient({3, 4});
   scaler_.step(optimizer_);
   scaler_.update();
@@ -175,13 +175,13 @@ TEST_F(FusedScalerStep, LeavesEverythingAsItIsWhenItIsSkipped) {
   EXPECT_EQ(scaler_.get_scale(), 512.0);
 }
 
-TEST_F(FusedScalerStep, ASkippedFirstStepLeavesNoStateBehind) {
+TEST_F(OneFusedStep, ASkippedFirstStepLeavesNoStateBehind) {
   set_gradient({kInfinity, 0});
   scaler_.step(optimizer_);
   EXPECT_TRUE(optimizer_.state().empty());
 }
 
-TEST_F(FusedScalerStep, ClearsGradientsWhenAskedAfterASkipToo) {
+TEST_F(OneFusedStep, ClearsGradientsWhenAskedAfterASkipToo) {
   set_gradient({3, 4});
   const auto gradient = x_.grad();
   scaler_.step(optimizer_, {.zero_grad = true});
@@ -193,14 +193,14 @@ TEST_F(FusedScalerStep, ClearsGradientsWhenAskedAfterASkipToo) {
   EXPECT_TRUE(torch::equal(x_.grad(), torch::zeros({2})));
 }
 
-TEST_F(FusedScalerStep, LeavesGradientsScaledUnlessAskedToClearThem) {
+TEST_F(OneFusedStep, LeavesGradientsScaledUnlessAskedToClearThem) {
   set_gradient({3, 4});
   scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(torch::equal(x_.grad(), torch::tensor({3072.0F, 4096.0F})));
 }
 
 // A thread that cleared one before another thread read it would lose half of the step.
-TEST_F(FusedScalerStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
+TEST_F(OneFusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
   const std::vector<torch::Tensor> all{torch::ones({40000}).requires_grad_(),
                                        torch::ones({40000}).requires_grad_()};
   const auto gradient = torch::full({40000}, 1024.0F);
@@ -212,7 +212,7 @@ TEST_F(FusedScalerStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
   EXPECT_EQ(gradient.abs().max().item<float>(), 0.0F);
 }
 
-TEST_F(FusedScalerStep, ClearsGradientsWhoseElementsShareMemory) {
+TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
   const auto y = torch::ones({5}).requires_grad_();
   y.mutable_grad() = torch::full({1}, 1024.0F).expand({5});
   AdamW optimizer({y}, AdamWOptions(0.1));
@@ -221,14 +221,14 @@ TEST_F(FusedScalerStep, ClearsGradientsWhoseElementsShareMemory) {
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({5})));
 }
 
-TEST_F(FusedScalerStep, ChecksOnceMoreAfterUnscale) {
+TEST_F(OneFusedStep, ChecksOnceMoreAfterUnscale) {
   set_gradient({3, 4});
   scaler_.unscale_(optimizer_);
   x_.mutable_grad()[0] = kInfinity;  // broken by the user
   EXPECT_FALSE(scaler_.step(optimizer_).ran());
 }
 
-TEST_F(FusedScalerStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) {
+TEST_F(OneFusedStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) {
   GradScaler trusting = quiet_scaler(GradScalerOptions().init_scale(1024).recheck(false));
   (void)trusting.scale(torch::zeros({}));
   set_gradient({3, 4});
@@ -237,21 +237,21 @@ TEST_F(FusedScalerStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) 
   EXPECT_TRUE(trusting.step(optimizer_).ran());
 }
 
-TEST_F(FusedScalerStep, SkipsWhenUnscaleFoundAnInfThatTheUserThenHid) {
+TEST_F(OneFusedStep, SkipsWhenUnscaleFoundAnInfThatTheUserThenHid) {
   set_gradient({kInfinity, 4});
   scaler_.unscale_(optimizer_);
   x_.mutable_grad() = torch::ones({2});
   EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).ran());
 }
 
-TEST_F(FusedScalerStep, FindsAnOverflowThatArisesFromUnscaling) {
+TEST_F(OneFusedStep, FindsAnOverflowThatArisesFromUnscaling) {
   scaler_.update(1e-30);
   (void)scaler_.scale(torch::zeros({}));
   x_.mutable_grad() = torch::full({2}, 1e20F);
   EXPECT_FALSE(scaler_.step(optimizer_).ran());
 }
 
-TEST_F(FusedScalerStep, KeepsTheOrderOfCalls) {
+TEST_F(OneFusedStep, KeepsTheOrderOfCalls) {
   set_gradient({3, 4});
   scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = 1.0}); },
@@ -269,7 +269,7 @@ TEST_F(FusedScalerStep, KeepsTheOrderOfCalls) {
       ThrowsMessage<c10::Error>(HasSubstr("No inf checks were recorded for this optimizer.")));
 }
 
-TEST_F(FusedScalerStep, RefusesClosuresAndNormsThatAreNotPositive) {
+TEST_F(OneFusedStep, RefusesClosuresAndNormsThatAreNotPositive) {
   set_gradient({3, 4});
   EXPECT_THAT([&] { scaler_.step(optimizer_, [] { return torch::zeros({}); }); },
               ThrowsMessage<c10::Error>(HasSubstr("Closure use is not currently supported")));
@@ -281,7 +281,7 @@ TEST_F(FusedScalerStep, RefusesClosuresAndNormsThatAreNotPositive) {
   EXPECT_TRUE(scaler_.step(optimizer_, options).ran());
 }
 
-TEST_F(FusedScalerStep, ADisabledScalerClipsClearsAndSteps) {
+TEST_F(OneFusedStep, ADisabledScalerClipsClearsAndSteps) {
   GradScaler disabled(GradScalerOptions().enabled(false));
   const auto y = torch::zeros({2}).requires_grad_();
   y.mutable_grad() = torch::tensor({3.0F, 4.0F});
@@ -301,7 +301,7 @@ TEST_F(FusedScalerStep, ADisabledScalerClipsClearsAndSteps) {
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({2})));
 }
 
-TEST_F(FusedScalerStep, ADisabledScalerStepsWhateverTheGradientsAre) {
+TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
   GradScaler disabled(GradScalerOptions().enabled(false));
   x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
@@ -311,7 +311,7 @@ TEST_F(FusedScalerStep, ADisabledScalerStepsWhateverTheGradientsAre) {
   EXPECT_TRUE(x_.isnan().any().item<bool>());  // inf / inf, as after clip_grad_norm_
 }
 
-TEST_F(FusedScalerStep, ADisabledScalerHasNothingToClipWithoutGradients) {
+TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
   GradScaler disabled(GradScalerOptions().enabled(false));
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ran());
@@ -319,7 +319,7 @@ TEST_F(FusedScalerStep, ADisabledScalerHasNothingToClipWithoutGradients) {
   EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
 }
 
-TEST_F(FusedScalerStep, SharesTheScaleWithOtherOptimizers) {
+TEST_F(OneFusedStep, SharesTheScaleWithOtherOptimizers) {
   const auto y = torch::zeros({2}).requires_grad_();
   torch::optim::SGD sgd({y}, torch::optim::SGDOptions(1.0));
   set_gradient({3, 4});
