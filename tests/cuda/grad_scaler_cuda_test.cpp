@@ -35,7 +35,7 @@ torch::Tensor on_gpu(torch::IntArrayRef shape, torch::ScalarType dtype = torch::
   return torch::randn(shape, torch::dtype(torch::kFloat)).to(dtype).to(torch::kCUDA);
 }
 
-std::vector<torch::Tensor> mixed_gradients() {
+std::vector<torch::Tensor> scaled_gradients() {
   torch::manual_seed(1);
   std::vector<torch::Tensor> gradients;
   for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf, torch::kDouble}) {
@@ -48,7 +48,7 @@ std::vector<torch::Tensor> mixed_gradients() {
 }
 
 TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
-  auto gradients = mixed_gradients();
+  auto gradients = scaled_gradients();
   std::vector<torch::Tensor> expected;
   for (const auto& gradient : gradients) expected.push_back(gradient.cpu());
   EXPECT_FALSE(mezzo::detail::unscale_cpu_(expected, 0.3F));
