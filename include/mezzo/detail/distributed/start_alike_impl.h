@@ -9,9 +9,9 @@
 #include <mezzo/distributed/start_alike.h>
 #include <mezzo/version.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -48,7 +48,7 @@ inline std::vector<std::string> gather_texts(const std::string& own, AnyCommunic
   const at::Tensor lengths_here = lengths.cpu();
   const int64_t longest = lengths_here.max().item<int64_t>();
   const at::Tensor padded = at::zeros({longest}, at::kByte);
-  std::memcpy(padded.mutable_data_ptr(), own.data(), own.size());
+  std::copy(own.begin(), own.end(), static_cast<char*>(padded.mutable_data_ptr()));
   const at::Tensor all = at::empty({communicator.size(), longest}, on_device(at::kByte));
   communicator.all_gather(all, padded.to(device)).wait();
 
