@@ -14,7 +14,7 @@ set_property(CACHE MEZZO_MPI PROPERTY STRINGS AUTO ON OFF)
 # Finds MPI; MEZZO_MPI_WHY_NOT says in words why not, and is empty where it was found.
 macro(mezzo_find_mpi)
   set(MEZZO_MPI_WHY_NOT "")
-  if(NOT MEZZO_MPI STREQUAL "OFF" AND NOT TARGET MPI::MPI_CXX)
+  if(NOT MEZZO_MPI STREQUAL "OFF" AND NOT MPI_CXX_FOUND)
     # mezzo::mpi is global, for a project that adds mezzo as a subdirectory: so must be what it links.
     set(mezzo_targets_global "${CMAKE_FIND_PACKAGE_TARGETS_GLOBAL}")
     set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)
@@ -23,7 +23,7 @@ macro(mezzo_find_mpi)
   endif()
   if(MEZZO_MPI STREQUAL "OFF")
     set(MEZZO_MPI_WHY_NOT "MEZZO_MPI is OFF")
-  elseif(NOT TARGET MPI::MPI_CXX)
+  elseif(NOT MPI_CXX_FOUND)  # The target MPI::MPI_CXX is there all the same: FindMPI makes it before it looks.
     set(MEZZO_MPI_WHY_NOT "no MPI was found: neither mpicxx on PATH nor MPI_HOME")
   endif()
 endmacro()
