@@ -39,6 +39,21 @@ bool is_closure(const Argument& argument) {
   }
 }
 
+/// Checks again, and adds what it finds to what an earlier check, if there was one, found.
+inline void recheck(const std::vector<DeviceGradients>& by_device,
+                    std::vector<at::Tensor>& found_inf) {
+  if (found_inf.empty()) return;
+  for (const DeviceGradients& gradients : by_device) {
+    auto found = found_inf.begin();
+    while (found != found_inf.end() && found->device() != gradients.device) ++found;
+    if (found == found_inf.end()) {
+      const auto options = found_inf.front().options().device(gradients.device);
+      found = found_inf.insert(found, at::zeros({}, options));
+    }
+    check_(gradients.tensors, *found);
+  }
+}
+
 }  // namespace detail
 
 template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>

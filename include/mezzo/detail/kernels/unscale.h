@@ -1,13 +1,11 @@
 #pragma once
 
-#include <mezzo/detail/grad_scaler/gradients.h>
 #include <mezzo/detail/kernels/unscale_cpu.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <vector>
@@ -66,21 +64,6 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& gradients, at::Ten
 #endif
   unscale_with_aten_(gradients, found_inf, inv_scale);
   check_(gradients, found_inf);
-}
-
-/// Checks again, and adds what it finds to what an earlier check, if there was one, found.
-inline void recheck(const std::vector<DeviceGradients>& by_device,
-                    std::vector<at::Tensor>& found_inf) {
-  if (found_inf.empty()) return;
-  for (const DeviceGradients& gradients : by_device) {
-    auto found = found_inf.begin();
-    while (found != found_inf.end() && found->device() != gradients.device) ++found;
-    if (found == found_inf.end()) {
-      const auto options = found_inf.front().options().device(gradients.device);
-      found = found_inf.insert(found, at::zeros({}, options));
-    }
-    check_(gradients.tensors, *found);
-  }
 }
 
 }  // namespace detail
