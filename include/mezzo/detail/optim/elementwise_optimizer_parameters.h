@@ -81,8 +81,7 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const uint64_t own_number = number++;
       const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
-      const bool is_masters = master_gradients && storage == optim::WeightStorage::master;
-      const at::Tensor gradient = is_masters ? master_gradient(parameter) : parameter.grad();
+      const at::Tensor gradient = gradient_of(parameter, storage, master_gradients);
       if (!gradient.defined()) continue;
       const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
       const at::Device device = parameter.device();
@@ -94,13 +93,42 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
   return all;
 }
 
-/// What was unscaled onto the master; undefined where there is none.
+/// Those without a gradient that have an average, or are to have one.
 template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::master_gradient(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  if (found == state_.end()) return {};
-  const at::Tensor& master = static_cast<State&>(*found->second).master();
+std::vector<Bystander> ElementwiseOptimizer<Traits>::averaged_bystanders(bool master_gradients) {
+  std::vector<Bystander> all;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    const Options& options = options_of(group);
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
+      if (gradient_of(parameter, storage, master_gradients).defined()) continue;
+      const at::Tensor ema = average_of(parameter);
+      if (options.ema_decay() == 0 && !ema.defined()) continue;
+      const bool has_values =
+          at::isFloatingType(parameter.scalar_type()) && parameter.layout() == at::kStrided;
+      if (!has_values) continue;
+      check_shape_of(ema, "an ema", parameter, Traits::kName);
+      check_shape_of(master_of(parameter), "a master", parameter, Traits::kName);
+      all.push_back({&parameter, options.ema_decay(), storage});
+    }
+  }
+  return all;
+}
+
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::gradient_of(const at::Tensor& parameter,
+                                                     optim::WeightStorage storage,
+                                                     bool master_gradients) const {
+  if (!master_gradients || storage != optim::WeightStorage::master) return parameter.grad();
+  const at::Tensor master = master_of(parameter);  // it was unscaled onto there
   return master.defined() ? master.grad() : at::Tensor();
+}
+
+/// Undefined where there is none.
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::master_of(const at::Tensor& parameter) const {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).master();
 }
 
 template <class Traits>
@@ -130,23 +158,31 @@ at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
   const c10::NoGradGuard no_grad;
-  auto& slot = state_[parameter.unsafeGetTensorImpl()];
-  if (!slot) slot = std::make_unique<State>();
-  auto& state = static_cast<State&>(*slot);
+  State& state = state_for(parameter);
   check_shape_of(state.master(), "a master", parameter, Traits::kName);
   settle_weights(parameter, storage, state);
   state.master() = in_layout_of(dense_parameter(parameter), state.master());
   return state.master();
 }
 
+/// Made if there is none.
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::state_for(const at::Tensor& parameter) -> State& {
+  auto& slot = state_[parameter.unsafeGetTensorImpl()];
+  if (!slot) slot = std::make_unique<State>();
+  return static_cast<State&>(*slot);
+}
+
 /// For a step that will not be skipped, as far as the host knows.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::open_states(Many& all) {
   for (One& one : all) {
-    if (!keeps_state<Traits>(*one.options, one.storage)) continue;
-    auto& slot = state_[one.parameter->unsafeGetTensorImpl()];
-    if (!slot) slot = std::make_unique<State>();
-    one.state = static_cast<State*>(slot.get());
+    if (!keeps_state<Traits>(*one.options, one.storage)) {
+      const auto found = state_.find(one.parameter->unsafeGetTensorImpl());
+      if (found != state_.end()) static_cast<State&>(*found->second).ema() = at::Tensor();
+      continue;
+    }
+    one.state = &state_for(*one.parameter);
     one.begins = Traits::begins(*one.options, *one.state);
   }
 }
