@@ -206,6 +206,16 @@ TEST(AveragesOfBystanders, GoWhereTheDecayIsSetTo0) {
   EXPECT_FALSE(optimizer.average_of(trained).defined());
 }
 
+TEST(AveragesOfBystanders, AreNotMadeOfWhatHasNoFloatingPoint) {
+  const auto numbers = torch::ones({4}, torch::kLong);
+  const auto trained = torch::ones({4}).requires_grad_();
+  SGD optimizer({numbers, trained}, SGDOptions(1.0).ema_decay(0.5));
+  trained.mutable_grad() = torch::ones_like(trained);
+  optimizer.step();
+  EXPECT_FALSE(optimizer.average_of(numbers).defined());
+  EXPECT_TRUE(optimizer.average_of(trained).defined());
+}
+
 TEST(AveragesOfBystanders, OfAnotherShapeAreRefusedBeforeAnythingIsWritten) {
   const auto frozen = torch::ones({4}).requires_grad_();
   const auto trained = torch::ones({4}).requires_grad_();

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/detail/distributed/rank_sum.h>
-#include <mezzo/detail/ema/move_average.h>
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
 #include <mezzo/detail/kernels/step_use.h>
 #include <mezzo/detail/optim/aten_step.h>
@@ -80,8 +79,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   void fused_step(const optim::FusedStep& step) override {
     const c10::NoGradGuard no_grad;
-    auto all = participants_by_device(step.master_gradients);
-    const std::vector<Bystander> bystanders = averaged_bystanders(step.master_gradients);
+    std::vector<Bystander> bystanders;
+    auto all = participants_by_device(step.master_gradients, bystanders);
     const double rank_factor = rank_factor_of(all, step);
     bool is_counted = false;
     for (auto& [device, participants] : all) {
@@ -100,8 +99,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   /// The step through ATen's fused kernels, which on the CPU too are there to be tested.
   void fused_step_with_aten(const optim::FusedStep& step) {
     const c10::NoGradGuard no_grad;
-    auto all = participants_by_device(step.master_gradients);
-    const std::vector<Bystander> bystanders = averaged_bystanders(step.master_gradients);
+    std::vector<Bystander> bystanders;
+    auto all = participants_by_device(step.master_gradients, bystanders);
     const double rank_factor = rank_factor_of(all, step);
     for (auto& [device, participants] : all) step_with_aten(participants, step, rank_factor);
     count_applied(all, step);
@@ -161,11 +160,10 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   // (elementwise_optimizer_parameters.h).
   void look_at_parameters();
   std::vector<at::Tensor> own_parameters() const;
-  std::vector<DeviceParticipants<Traits>> participants_by_device(bool master_gradients);
-  std::vector<Bystander> averaged_bystanders(bool master_gradients);
-  at::Tensor gradient_of(const at::Tensor& parameter, optim::WeightStorage storage,
-                         bool master_gradients) const;
+  std::vector<DeviceParticipants<Traits>> participants_by_device(
+      bool master_gradients, std::vector<Bystander>& bystanders);
   at::Tensor master_of(const at::Tensor& parameter) const;
+  at::Tensor master_gradient(const at::Tensor& parameter) const;
   void clear_gradients_beside_masters();
   State& state_for(const at::Tensor& parameter);
   void open_states(Many& all);
@@ -174,13 +172,16 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
                                const optim::FusedStep& step);
   void follow_parameters();
   static const optim::DeviceVerdict* verdict_on(at::Device device, const optim::FusedStep& step);
-  static at::Tensor found_inf_on(at::Device device, const optim::FusedStep& step);
-  void average(const std::vector<Bystander>& bystanders, const optim::FusedStep& step);
   static bool shares_gradients(const Many& all);
   static void clear_gradients(const Many& all);
   at::Device counting_device(const std::vector<DeviceParticipants<Traits>>& all);
   void count_applied(const std::vector<DeviceParticipants<Traits>>& all,
                      const optim::FusedStep& step);
+
+  // Averages of parameters that a step passes by (elementwise_optimizer_averages.h).
+  bool is_averaged(const at::Tensor& parameter, const Options& options) const;
+  static at::Tensor found_inf_on(at::Device device, const optim::FusedStep& step);
+  void average(const std::vector<Bystander>& bystanders, const optim::FusedStep& step);
 
   int64_t read_archive(torch::serialize::InputArchive& archive);  // elementwise_optimizer_archive.h
 
@@ -239,34 +240,6 @@ const optim::DeviceVerdict* ElementwiseOptimizer<Traits>::verdict_on(at::Device 
   return nullptr;
 }
 
-/// Undefined where a step is taken in any case. A device without gradients has no verdict of its
-/// own, and all verdicts say the same.
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::found_inf_on(at::Device device,
-                                                      const optim::FusedStep& step) {
-  for (const optim::DeviceVerdict& verdict : step.verdicts) {
-    if (verdict.found_inf.device() == device) return verdict.found_inf;
-  }
-  return step.verdicts.empty() ? at::Tensor() : step.verdicts.front().found_inf.to(device);
-}
-
-/// Their averages follow them in an applied step, as those of the parameters that it trains.
-template <class Traits>
-void ElementwiseOptimizer<Traits>::average(const std::vector<Bystander>& bystanders,
-                                           const optim::FusedStep& step) {
-  for (const auto& [parameter, ema_decay, storage] : bystanders) {
-    at::Tensor found_inf = found_inf_on(parameter->device(), step);
-    if (found_inf.defined() && found_inf.is_cpu()) {
-      if (*found_inf.template const_data_ptr<float>() != 0.0F) return;
-      found_inf = at::Tensor();
-    }
-    State& state = state_for(*parameter);
-    const at::Tensor value = present_value(*parameter, storage, state);
-    settle_average(*parameter, ema_decay, state);
-    if (ema_decay != 0) move_average(state.ema(), value, 1.0 - ema_decay, found_inf);
-  }
-}
-
 /// Of gradients that are sums over ranks. A verdict's inv_scale has it in it.
 template <class Traits>
 double ElementwiseOptimizer<Traits>::rank_factor_of(
@@ -318,6 +291,7 @@ void ElementwiseOptimizer<Traits>::count_applied(const std::vector<DevicePartici
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #include <mezzo/detail/optim/elementwise_optimizer_archive.h>
+#include <mezzo/detail/optim/elementwise_optimizer_averages.h>
 #include <mezzo/detail/optim/elementwise_optimizer_device.h>
 #include <mezzo/detail/optim/elementwise_optimizer_parameters.h>
 #include <mezzo/detail/optim/elementwise_optimizer_step.h>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/ema/move_average.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
 #include <mezzo/version.h>
 

@@ -69,7 +69,8 @@ void ElementwiseOptimizer<Traits>::follow_parameters() {
 }
 
 template <class Traits>
-auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
+auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients,
+                                                          std::vector<Bystander>& bystanders)
     -> std::vector<DeviceParticipants<Traits>> {
   look_at_parameters();
   follow_parameters();
@@ -81,8 +82,14 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const uint64_t own_number = number++;
       const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
-      const at::Tensor gradient = gradient_of(parameter, storage, master_gradients);
-      if (!gradient.defined()) continue;
+      const bool is_masters = master_gradients && storage == optim::WeightStorage::master;
+      const at::Tensor gradient = is_masters ? master_gradient(parameter) : parameter.grad();
+      if (!gradient.defined()) {
+        if (is_averaged(parameter, options)) {
+          bystanders.push_back({&parameter, options.ema_decay(), storage});
+        }
+        continue;
+      }
       const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
       const at::Device device = parameter.device();
       if (all.empty() || all.back().device != device) select_device(all, device);
@@ -93,42 +100,18 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
   return all;
 }
 
-/// Those without a gradient that have an average, or are to have one.
-template <class Traits>
-std::vector<Bystander> ElementwiseOptimizer<Traits>::averaged_bystanders(bool master_gradients) {
-  std::vector<Bystander> all;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    const Options& options = options_of(group);
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
-      if (gradient_of(parameter, storage, master_gradients).defined()) continue;
-      const at::Tensor ema = average_of(parameter);
-      if (options.ema_decay() == 0 && !ema.defined()) continue;
-      const bool has_values =
-          at::isFloatingType(parameter.scalar_type()) && parameter.layout() == at::kStrided;
-      if (!has_values) continue;
-      check_shape_of(ema, "an ema", parameter, Traits::kName);
-      check_shape_of(master_of(parameter), "a master", parameter, Traits::kName);
-      all.push_back({&parameter, options.ema_decay(), storage});
-    }
-  }
-  return all;
-}
-
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::gradient_of(const at::Tensor& parameter,
-                                                     optim::WeightStorage storage,
-                                                     bool master_gradients) const {
-  if (!master_gradients || storage != optim::WeightStorage::master) return parameter.grad();
-  const at::Tensor master = master_of(parameter);  // it was unscaled onto there
-  return master.defined() ? master.grad() : at::Tensor();
-}
-
 /// Undefined where there is none.
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::master_of(const at::Tensor& parameter) const {
   const auto found = state_.find(parameter.unsafeGetTensorImpl());
   return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).master();
+}
+
+/// What was unscaled onto the master; undefined where there is none.
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::master_gradient(const at::Tensor& parameter) const {
+  const at::Tensor master = master_of(parameter);
+  return master.defined() ? master.grad() : at::Tensor();
 }
 
 template <class Traits>
@@ -202,20 +185,6 @@ at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
   check_shape_of(moment, "a moment", parameter, Traits::kName);
   moment = in_layout_of(parameter, moment.to(parameter.device(), dtype));
   return moment;
-}
-
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::keeps_averages() const {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (options_of(group).ema_decay() != 0) return true;
-  }
-  return false;
-}
-
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).ema();
 }
 
 }  // namespace detail
