@@ -75,7 +75,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// Sparse gradients go to the inner optimizer sparse (torch::optim::SGD and Adagrad take them).
 /// Memory: 4 bytes an element of 16 bits for the master, and 4 for the float gradient during a
-/// step. Use it from one thread at a time, and one such object for an optimizer.
+/// step. Use it from one thread at a time, and one such object for an optimizer. It cannot be
+/// moved.
 class MasterWeights : public optim::FusedOptimizer {
  public:
   /// \throws c10::Error for torch::optim::LBFGS, for an optimizer of mezzo's, which keeps masters
