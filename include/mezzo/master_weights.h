@@ -58,9 +58,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// of a step, by the number of applied steps.
 ///
 /// **Groups** that are added to either of the two, or removed, are so at the other from the next
-/// call of a member of this class or of GradScaler on, and so are parameters of a group and options
-/// that `set_options` replaces. Until then the other still has the groups of before: where an
-/// options object has gone with its group, or was replaced, do not look there before that call.
+/// step, GradScaler::unscale_ or call of this class's `param_groups()` or `zero_grad` on, and so
+/// are parameters of a group and options that `set_options` replaces. Until then the other still
+/// has the groups of before: where an options object has gone with its group, or was replaced, do
+/// not look there before that call.
 ///
 /// **Writing to a parameter** between steps counts (a model loaded, averaged weights swapped in):
 /// where an element is no longer what its master was rounded to, the master begins anew from it.
