@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/detail/master_weights/kept_masters.h>
+#include <mezzo/detail/master_weights/shared_groups.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
@@ -11,7 +12,6 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
-#include <optional>
 #include <vector>
 
 namespace torch::serialize {
@@ -51,11 +51,17 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// patched; if its step throws, groups, gradients and the keys of the state are put back, and what
 /// it had trained until then counts.
 ///
-/// **Groups and rates** are the inner optimizer's, and groups that it gets later join. A rate that
-/// is set at a group of either of the two counts, and so does a group that is added to either, so
-/// that schedules (mezzo's and libtorch's) stand on either; other options are set at the inner one,
-/// which `param_groups()` gives. A mezzo::LrSchedule on this object multiplies the rate for the
-/// time of a step, by the number of applied steps.
+/// **Options** (the groups', and the defaults) are one set of objects that the groups of both hold:
+/// what is written at one of the two, through a `torch::optim::Optimizer&` as well, is read at the
+/// other at once. So libtorch's schedulers stand on either, or one on each, and make the rates that
+/// they make on one optimizer. A mezzo::LrSchedule on this object multiplies the rate for the time
+/// of a step, by the number of applied steps.
+///
+/// **Groups** that are added to either of the two, or removed, are so at the other from the next
+/// step, GradScaler::unscale_ or call of this class's `param_groups()` or `zero_grad` on, and so
+/// are parameters of a group and options that `set_options` replaces. Until then the other still
+/// has the groups of before: where an options object has gone with its group, or was replaced, do
+/// not look there before that call.
 ///
 /// **Writing to a parameter** between steps counts (a model loaded, averaged weights swapped in):
 /// where an element is no longer what its master was rounded to, the master begins anew from it.
@@ -70,7 +76,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// Sparse gradients go to the inner optimizer sparse (torch::optim::SGD and Adagrad take them).
 /// Memory: 4 bytes an element of 16 bits for the master, and 4 for the float gradient during a
-/// step. Use it from one thread at a time, and one such object for an optimizer.
+/// step. Use it from one thread at a time, and one such object for an optimizer. It cannot be
+/// moved.
 class MasterWeights : public optim::FusedOptimizer {
  public:
   /// \throws c10::Error for torch::optim::LBFGS, for an optimizer of mezzo's, which keeps masters
@@ -89,12 +96,12 @@ class MasterWeights : public optim::FusedOptimizer {
   /// \throws c10::Error, and what the inner optimizer's step throws
   void fused_step(const optim::FusedStep& step) override;
 
-  /// The inner optimizer's, of which `Optimizer::param_groups()` and `state()` of the base class
-  /// know nothing that is newer than the last step.
-  std::vector<torch::optim::OptimizerParamGroup>& param_groups() noexcept;
+  /// The inner optimizer's. As an Optimizer this object has groups with the same options, and no
+  /// state. \throws c10::Error where groups that were added at both have a parameter in common
+  std::vector<torch::optim::OptimizerParamGroup>& param_groups();
   const std::vector<torch::optim::OptimizerParamGroup>& param_groups() const noexcept;
   auto& state() noexcept { return inner_->state(); }
-  void zero_grad(bool set_to_none = true) { inner_->zero_grad(set_to_none); }
+  void zero_grad(bool set_to_none = true);
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   void keep_masters() override {}  // it does
@@ -116,15 +123,14 @@ class MasterWeights : public optim::FusedOptimizer {
  private:
   struct Participant;
 
-  void hand_on_what_was_set_here();
   std::vector<Participant> participants(bool master_gradients);
   static double rank_factor_of(const std::vector<Participant>& all, const optim::FusedStep& step);
   void step_inner(const std::vector<Participant>& all, double factor);
   void finish(const std::vector<Participant>& all);
 
   torch::optim::Optimizer* inner_;
+  detail::SharedGroups groups_;
   detail::KeptMasters masters_;
-  std::vector<std::optional<double>> known_lrs_;  // of the groups when they were last mirrored
 };
 
 /// The tensors that `optimizer` trains, in the order of its groups: for each parameter its float

@@ -13,6 +13,7 @@
 
 #include <functional>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -276,7 +277,9 @@ TEST(EmaWeights, LeaveTrainingAsItWasToTheBitWithStochasticRounding) {
 
 TEST(EmaWeights, LeaveParametersWithoutAnAverageAlone) {
   torch::Tensor trained = weight({1}), frozen = weight({5});
-  mezzo::optim::AdamW optimizer({trained, frozen}, mezzo::optim::AdamWOptions(0.1).ema_decay(0.5));
+  mezzo::optim::AdamW optimizer({trained}, mezzo::optim::AdamWOptions(0.1).ema_decay(0.5));
+  optimizer.add_param_group(torch::optim::OptimizerParamGroup(
+      {frozen}, std::make_unique<mezzo::optim::AdamWOptions>(0.1)));
   trained.mutable_grad() = torch::ones({1});
   optimizer.step();
   const void* const memory = frozen.const_data_ptr();

@@ -53,7 +53,11 @@ class FusedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
   /// More than 0: the state keeps `ema`, in float (double for double), which begins as the weights
   /// before the first step and after each applied step is ema_decay * ema + (1 - ema_decay) *
   /// weights; of master weights where there are some, and in mezzo's kernels of the new weights
-  /// before they are rounded. Less than 1; 0 for none, which also drops the average that there is.
+  /// before they are rounded. As with torch's AveragedModel and mezzo::Ema that holds for every
+  /// parameter: the average of one that is frozen, or has no gradient in a step, moves towards what
+  /// it holds at that step, and begins as what it held at the first step after it joined (which
+  /// takes a pass and 4 bytes an element; give frozen parameters a group without ema_decay to save
+  /// them). Less than 1; 0 for none, which also drops the average that there is.
   double ema_decay() const noexcept { return extras_.ema_decay; }
   Own& ema_decay(double value) { return set(extras_.ema_decay, value); }
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/detail/ema/move_average.h>
 #include <mezzo/detail/tensors/wide_dtype.h>
 #include <mezzo/ema.h>
 #include <mezzo/version.h>
@@ -63,7 +64,8 @@ inline void Ema::update() {
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     at::Tensor& average = averages_[i];
     average = average.to(trained[i].device());  // the model may have moved
-    average.lerp_(trained[i].detach().to(average.scalar_type()), 1.0 - options_.decay);
+    const at::Tensor weight = trained[i].detach().to(average.scalar_type());
+    detail::move_average(average, weight, 1.0 - options_.decay);
   }
   ++updates_;
 }

@@ -127,7 +127,12 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   torch::serialize::InputArchive inner;
   TORCH_CHECK(archive.try_read("optimizer", inner),
               "MasterWeights: the archive lacks the inner optimizer; it is damaged");
-  detail::load_whole(inner, *inner_);
+  try {
+    detail::load_whole(inner, *inner_);
+  } catch (...) {
+    refresh_groups();
+    throw;
+  }
   masters_.replace(std::move(masters));
   applied_count().set(applied);
   refresh_groups();

@@ -12,18 +12,11 @@
 #include <torch/optim/lbfgs.h>
 
 #include <cmath>
+#include <optional>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-inline std::optional<double> lr_of(const torch::optim::OptimizerParamGroup& group) {
-  try {
-    return group.options().get_lr();
-  } catch (const c10::Error&) {
-    return std::nullopt;  // options of the user's own that have none
-  }
-}
 
 /// What the gradients are to be multiplied with; none when the step is to be skipped. The one place
 /// where MasterWeights waits. The verdicts of all devices say the same.
@@ -57,9 +50,9 @@ struct MasterWeights::Participant {
 };
 
 inline MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer)
-    : FusedOptimizer(std::vector<torch::optim::OptimizerParamGroup>(),
-                     optimizer.defaults().clone()),
-      inner_(&optimizer) {
+    : FusedOptimizer(std::vector<torch::optim::OptimizerParamGroup>(), /*defaults=*/nullptr),
+      inner_(&optimizer),
+      groups_(param_groups_, defaults_, optimizer) {
   TORCH_CHECK(dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr,
               "MasterWeights: torch::optim::LBFGS calls its closure several times in a step, each "
               "time with other weights, of which the model would have to know; train the model in "
@@ -70,7 +63,8 @@ inline MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer)
   refresh_groups();
 }
 
-inline std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() noexcept {
+inline std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() {
+  refresh_groups();
   return inner_->param_groups();
 }
 inline const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups()
@@ -78,35 +72,20 @@ inline const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::para
   return inner_->param_groups();
 }
 
+inline void MasterWeights::zero_grad(bool set_to_none) {
+  refresh_groups();
+  inner_->zero_grad(set_to_none);
+}
+
 inline void MasterWeights::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  refresh_groups();
   inner_->add_param_group(group);
   refresh_groups();
 }
 
-/// Whoever holds this object as an Optimizer, as schedulers do, sees its own groups.
-inline void MasterWeights::hand_on_what_was_set_here() {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (group >= known_lrs_.size()) {
-      inner_->add_param_group(param_groups_[group]);
-      continue;
-    }
-    if (group >= inner_->param_groups().size() || !known_lrs_[group]) continue;
-    const double lr = param_groups_[group].options().get_lr();
-    const bool is_new = lr != *known_lrs_[group] && !std::isnan(lr);
-    if (is_new) inner_->param_groups()[group].options().set_lr(lr);
-  }
-}
-
 inline void MasterWeights::refresh_groups() {
-  hand_on_what_was_set_here();
+  groups_.settle();
   masters_.follow(inner_->param_groups());
-  param_groups_.clear();
-  const auto known = std::exchange(known_lrs_, {});
-  for (const auto& group : inner_->param_groups()) {
-    const bool has_none = param_groups_.size() < known.size() && !known[param_groups_.size()];
-    known_lrs_.push_back(has_none ? std::nullopt : detail::lr_of(group));
-    param_groups_.push_back(group);
-  }
 }
 
 inline bool MasterWeights::keeps_master(std::size_t /*group*/, const at::Tensor& parameter) const {

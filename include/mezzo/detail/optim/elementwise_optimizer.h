@@ -79,7 +79,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   void fused_step(const optim::FusedStep& step) override {
     const c10::NoGradGuard no_grad;
-    auto all = participants_by_device(step.master_gradients);
+    std::vector<Bystander> bystanders;
+    auto all = participants_by_device(step.master_gradients, bystanders);
     const double rank_factor = rank_factor_of(all, step);
     bool is_counted = false;
     for (auto& [device, participants] : all) {
@@ -90,6 +91,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
       }
     }
     if (!is_counted) count_applied(all, step);
+    average(bystanders, step);
     if (step.master_gradients && step.options.zero_grad) clear_gradients_beside_masters();
     if (step.options.zero_grad) forget_rank_sums(own_parameters());
   }
@@ -97,10 +99,12 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   /// The step through ATen's fused kernels, which on the CPU too are there to be tested.
   void fused_step_with_aten(const optim::FusedStep& step) {
     const c10::NoGradGuard no_grad;
-    auto all = participants_by_device(step.master_gradients);
+    std::vector<Bystander> bystanders;
+    auto all = participants_by_device(step.master_gradients, bystanders);
     const double rank_factor = rank_factor_of(all, step);
     for (auto& [device, participants] : all) step_with_aten(participants, step, rank_factor);
     count_applied(all, step);
+    average(bystanders, step);
   }
 
   GradientSummary summarize(const std::vector<at::Tensor>& gradients,
@@ -156,9 +160,12 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   // (elementwise_optimizer_parameters.h).
   void look_at_parameters();
   std::vector<at::Tensor> own_parameters() const;
-  std::vector<DeviceParticipants<Traits>> participants_by_device(bool master_gradients);
+  std::vector<DeviceParticipants<Traits>> participants_by_device(
+      bool master_gradients, std::vector<Bystander>& bystanders);
+  at::Tensor master_of(const at::Tensor& parameter) const;
   at::Tensor master_gradient(const at::Tensor& parameter) const;
   void clear_gradients_beside_masters();
+  State& state_for(const at::Tensor& parameter);
   void open_states(Many& all);
   static at::Tensor& fitting_moment(const One& one, int k, const at::Tensor& parameter);
   static double rank_factor_of(const std::vector<DeviceParticipants<Traits>>& all,
@@ -170,6 +177,11 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   at::Device counting_device(const std::vector<DeviceParticipants<Traits>>& all);
   void count_applied(const std::vector<DeviceParticipants<Traits>>& all,
                      const optim::FusedStep& step);
+
+  // Averages of parameters that a step passes by (elementwise_optimizer_averages.h).
+  bool is_averaged(const at::Tensor& parameter, const Options& options) const;
+  static at::Tensor found_inf_on(at::Device device, const optim::FusedStep& step);
+  void average(const std::vector<Bystander>& bystanders, const optim::FusedStep& step);
 
   int64_t read_archive(torch::serialize::InputArchive& archive);  // elementwise_optimizer_archive.h
 
@@ -279,6 +291,7 @@ void ElementwiseOptimizer<Traits>::count_applied(const std::vector<DevicePartici
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #include <mezzo/detail/optim/elementwise_optimizer_archive.h>
+#include <mezzo/detail/optim/elementwise_optimizer_averages.h>
 #include <mezzo/detail/optim/elementwise_optimizer_device.h>
 #include <mezzo/detail/optim/elementwise_optimizer_parameters.h>
 #include <mezzo/detail/optim/elementwise_optimizer_step.h>

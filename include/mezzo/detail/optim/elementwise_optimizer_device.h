@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/ema/move_average.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
 #include <mezzo/version.h>
 
@@ -256,9 +257,8 @@ void ElementwiseOptimizer<Traits>::finish_with_aten(const Many& all, const AtenV
     if (state.ema().defined()) {
       const at::Tensor& weights = state.master().defined() ? state.master() : *one.parameter;
       const double share = 1.0 - one.options->ema_decay();
-      const at::Tensor difference = weights.detach().to(state.ema().scalar_type()) - state.ema();
-      state.ema().add_(verdict.found_inf ? difference * verdict.found_inf->eq(0) : difference,
-                       share);
+      move_average(state.ema(), weights.detach().to(state.ema().scalar_type()), share,
+                   verdict.found_inf.value_or(at::Tensor()));
     }
     state.stamp() = WriteStamp::of(*one.parameter);
   }

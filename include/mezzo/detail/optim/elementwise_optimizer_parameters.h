@@ -69,7 +69,8 @@ void ElementwiseOptimizer<Traits>::follow_parameters() {
 }
 
 template <class Traits>
-auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
+auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients,
+                                                          std::vector<Bystander>& bystanders)
     -> std::vector<DeviceParticipants<Traits>> {
   look_at_parameters();
   follow_parameters();
@@ -83,7 +84,12 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
       const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
       const bool is_masters = master_gradients && storage == optim::WeightStorage::master;
       const at::Tensor gradient = is_masters ? master_gradient(parameter) : parameter.grad();
-      if (!gradient.defined()) continue;
+      if (!gradient.defined()) {
+        if (is_averaged(parameter, options)) {
+          bystanders.push_back({&parameter, options.ema_decay(), storage});
+        }
+        continue;
+      }
       const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
       const at::Device device = parameter.device();
       if (all.empty() || all.back().device != device) select_device(all, device);
@@ -94,12 +100,17 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
   return all;
 }
 
+/// Undefined where there is none.
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::master_of(const at::Tensor& parameter) const {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).master();
+}
+
 /// What was unscaled onto the master; undefined where there is none.
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::master_gradient(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  if (found == state_.end()) return {};
-  const at::Tensor& master = static_cast<State&>(*found->second).master();
+  const at::Tensor master = master_of(parameter);
   return master.defined() ? master.grad() : at::Tensor();
 }
 
@@ -130,23 +141,31 @@ at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
   const c10::NoGradGuard no_grad;
-  auto& slot = state_[parameter.unsafeGetTensorImpl()];
-  if (!slot) slot = std::make_unique<State>();
-  auto& state = static_cast<State&>(*slot);
+  State& state = state_for(parameter);
   check_shape_of(state.master(), "a master", parameter, Traits::kName);
   settle_weights(parameter, storage, state);
   state.master() = in_layout_of(dense_parameter(parameter), state.master());
   return state.master();
 }
 
+/// Made if there is none.
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::state_for(const at::Tensor& parameter) -> State& {
+  auto& slot = state_[parameter.unsafeGetTensorImpl()];
+  if (!slot) slot = std::make_unique<State>();
+  return static_cast<State&>(*slot);
+}
+
 /// For a step that will not be skipped, as far as the host knows.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::open_states(Many& all) {
   for (One& one : all) {
-    if (!keeps_state<Traits>(*one.options, one.storage)) continue;
-    auto& slot = state_[one.parameter->unsafeGetTensorImpl()];
-    if (!slot) slot = std::make_unique<State>();
-    one.state = static_cast<State*>(slot.get());
+    if (!keeps_state<Traits>(*one.options, one.storage)) {
+      const auto found = state_.find(one.parameter->unsafeGetTensorImpl());
+      if (found != state_.end()) static_cast<State&>(*found->second).ema() = at::Tensor();
+      continue;
+    }
+    one.state = &state_for(*one.parameter);
     one.begins = Traits::begins(*one.options, *one.state);
   }
 }
@@ -166,20 +185,6 @@ at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
   check_shape_of(moment, "a moment", parameter, Traits::kName);
   moment = in_layout_of(parameter, moment.to(parameter.device(), dtype));
   return moment;
-}
-
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::keeps_averages() const {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (options_of(group).ema_decay() != 0) return true;
-  }
-  return false;
-}
-
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).ema();
 }
 
 }  // namespace detail

@@ -34,6 +34,13 @@ struct Participant {
   bool begins = false;            ///< what the state counts begins anew with this step
 };
 
+/// A parameter without a gradient, whose average follows it nevertheless.
+struct Bystander {
+  const at::Tensor* parameter;
+  double ema_decay;  ///< 0 where the average that there was goes
+  optim::WeightStorage storage;
+};
+
 template <class Traits>
 struct DeviceParticipants {
   at::Device device;

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <mezzo/detail/ema/move_average.h>
+#include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/version.h>
+
+// Averages of weights. Those of parameters that are trained move in the step's own pass, those of
+// the others here.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::keeps_averages() const {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (options_of(group).ema_decay() != 0) return true;
+  }
+  return false;
+}
+
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).ema();
+}
+
+/// Whether a parameter without a gradient has an average, or is to have one. Checks what is kept.
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::is_averaged(const at::Tensor& parameter,
+                                               const Options& options) const {
+  const at::Tensor ema = average_of(parameter);
+  if (options.ema_decay() == 0 && !ema.defined()) return false;
+  check_shape_of(ema, "an ema", parameter, Traits::kName);
+  check_shape_of(master_of(parameter), "a master", parameter, Traits::kName);
+  return at::isFloatingType(parameter.scalar_type()) && parameter.layout() == at::kStrided;
+}
+
+/// Undefined where a step is taken in any case. A device without gradients has no verdict of its
+/// own, and all verdicts say the same.
+template <class Traits>
+at::Tensor ElementwiseOptimizer<Traits>::found_inf_on(at::Device device,
+                                                      const optim::FusedStep& step) {
+  for (const optim::DeviceVerdict& verdict : step.verdicts) {
+    if (verdict.found_inf.device() == device) return verdict.found_inf;
+  }
+  return step.verdicts.empty() ? at::Tensor() : step.verdicts.front().found_inf.to(device);
+}
+
+/// Their averages follow them in an applied step, as those of the parameters that it trains.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::average(const std::vector<Bystander>& bystanders,
+                                           const optim::FusedStep& step) {
+  for (const auto& [parameter, ema_decay, storage] : bystanders) {
+    at::Tensor found_inf = found_inf_on(parameter->device(), step);
+    if (found_inf.defined() && found_inf.is_cpu()) {
+      if (*found_inf.template const_data_ptr<float>() != 0.0F) return;
+      found_inf = at::Tensor();
+    }
+    State& state = state_for(*parameter);
+    const at::Tensor value = present_value(*parameter, storage, state);
+    settle_average(*parameter, ema_decay, state);
+    if (ema_decay != 0) move_average(state.ema(), value, 1.0 - ema_decay, found_inf);
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
