@@ -155,9 +155,9 @@ TEST_P(SummaryLoop, CountsWhatALowPrecisionDtypeWouldLose) {
     for (const auto low : {torch::kHalf, torch::kBFloat16, torch::kFloat8_e5m2}) {
       const auto expected = plain_summary({values}, inv_scale, low);
       mezzo::detail::StatisticsPartial partial;
-      mezzo::detail::summary_loops(dtype(), isa())
-          .statistics(values.const_data_ptr(), values.numel(),
-                      {inv_scale, mezzo::detail::underflow_of(low)}, partial);
+      mezzo::detail::statistics_loop(dtype(), isa())(
+          values.const_data_ptr(), values.numel(), {inv_scale, mezzo::detail::underflow_of(low)},
+          partial);
       EXPECT_EQ(partial.zeros, expected.zeros) << inv_scale << low;
       EXPECT_EQ(partial.underflows, expected.underflows) << inv_scale << low;
       EXPECT_EQ(partial.scaled_underflows, expected.scaled_underflows) << inv_scale << low;
@@ -173,8 +173,8 @@ TEST_P(SummaryLoop, NamesTheFirstBadElement) {
     values[place] = kNan;
     values[129] = kInfinity;
     mezzo::detail::StatisticsPartial partial;
-    mezzo::detail::summary_loops(dtype(), isa())
-        .statistics(values.const_data_ptr(), values.numel(), {1.0F, 0.0}, partial);
+    mezzo::detail::statistics_loop(dtype(), isa())(values.const_data_ptr(), values.numel(),
+                                                   {1.0F, 0.0}, partial);
     EXPECT_EQ(partial.first_bad_element, place);
   }
 }
