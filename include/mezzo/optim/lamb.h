@@ -120,3 +120,7 @@ class LAMB : public detail::ElementwiseOptimizer<detail::LambTraits<LAMBOptions,
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#ifdef MEZZO_COMPILED
+#include <mezzo/compiled.h>  // IWYU pragma: keep
+#endif

@@ -90,3 +90,7 @@ class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions,
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#ifdef MEZZO_COMPILED
+#include <mezzo/compiled.h>  // IWYU pragma: keep
+#endif

@@ -102,3 +102,7 @@ class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SG
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#ifdef MEZZO_COMPILED
+#include <mezzo/compiled.h>  // IWYU pragma: keep
+#endif

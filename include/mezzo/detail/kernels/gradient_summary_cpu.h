@@ -28,8 +28,7 @@ struct SummaryStretch {
 
 inline SummaryStretch summary_stretch(const at::Tensor& gradient, void* copy_to = nullptr) {
   return {static_cast<const char*>(gradient.const_data_ptr()), static_cast<char*>(copy_to),
-          gradient.numel(), static_cast<int64_t>(gradient.element_size()),
-          gradient.scalar_type()};
+          gradient.numel(), static_cast<int64_t>(gradient.element_size()), gradient.scalar_type()};
 }
 
 /// Stretches cut into chunks that do not depend on the number of threads.
@@ -108,7 +107,7 @@ inline std::vector<GradientPartial> summarize_cpu(const std::vector<SummaryStret
       loops.summarize(stretch.data + offset, chunk.count, partial);
     } else {
       loops.copy_and_summarize(stretch.data + offset, stretch.copy_to + offset, chunk.count,
-                                       partial);
+                               partial);
     }
   };
   return summarize_stretches<GradientPartial>(stretches, work);

@@ -292,8 +292,8 @@ auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make
 }
 
 inline SummaryLoops summary_loops(at::ScalarType dtype, CpuIsa isa) {
-  return for_gradient_dtype(
-      dtype, [isa]<class Element>(Element) { return summary_loops<Element>(isa); });
+  return for_gradient_dtype(dtype,
+                            [isa]<class Element>(Element) { return summary_loops<Element>(isa); });
 }
 
 /// Apart from the others: it is the largest, and training alone does not need it.
