@@ -149,8 +149,7 @@ TEST_P(AdamLoop, ClearsTheGradientsWhenAsked) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, AdamLoop,
-                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
-                                         CpuIsa::avx512),
+                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST(AdamLoopDtypes, HasNoLoopForGradientsWiderThanTheirParameters) {

@@ -278,8 +278,7 @@ TEST_P(LambLoops, WriteTheCopyAndTheAverageWithTheParameter) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, LambLoops,
-                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
-                                         CpuIsa::avx512),
+                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST(LambLoopDtypes, AreThoseOfTheOtherOptimizers) {
