@@ -13,6 +13,7 @@ write_basic_package_version_file("${PROJECT_BINARY_DIR}/mezzo-config-version.cma
   COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
 install(FILES "${PROJECT_BINARY_DIR}/mezzo-config.cmake" "${PROJECT_BINARY_DIR}/mezzo-config-version.cmake"
               "${PROJECT_SOURCE_DIR}/cmake/MezzoTorch.cmake" "${PROJECT_SOURCE_DIR}/cmake/MezzoCuda.cmake"
+              "${PROJECT_SOURCE_DIR}/cmake/MezzoCompiled.cmake"
               "${PROJECT_SOURCE_DIR}/cmake/MezzoMpi.cmake" "${PROJECT_SOURCE_DIR}/cmake/MezzoNccl.cmake"
         DESTINATION "${mezzo_package_dir}")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DATADIR}/licenses/mezzo")

@@ -1,5 +1,6 @@
 # mezzo::mezzo, the headers and libtorch, builds with the host compiler alone; mezzo::cuda adds the kernels,
-# mezzo::mpi adds MPI, mezzo::nccl what libtorch's NCCL process group is compiled with.
+# mezzo::mpi adds MPI, mezzo::nccl what libtorch's NCCL process group is compiled with; mezzo::compiled is mezzo::mezzo
+# with its loops in a library.
 
 add_library(mezzo INTERFACE)
 add_library(mezzo::mezzo ALIAS mezzo)
@@ -24,6 +25,11 @@ if(TARGET mezzo::cuda)
   else()
     message(STATUS "mezzo: without mezzo::nccl (${MEZZO_NCCL_WHY_NOT})")
   endif()
+endif()
+
+if(TARGET mezzo::libtorch)
+  include(MezzoCompiled)
+  mezzo_add_compiled_targets("${PROJECT_SOURCE_DIR}/include")
 endif()
 
 include(MezzoMpi)

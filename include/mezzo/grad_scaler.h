@@ -272,3 +272,7 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 #include <mezzo/detail/grad_scaler/grad_scaler_impl.h>   // IWYU pragma: export
 #include <mezzo/detail/grad_scaler/grad_scaler_state.h>  // IWYU pragma: export
 #include <mezzo/detail/grad_scaler/grad_scaler_step.h>   // IWYU pragma: export
+
+#ifdef MEZZO_COMPILED
+#include <mezzo/compiled.h>  // IWYU pragma: keep
+#endif

@@ -90,11 +90,11 @@ class MasterWeights : public optim::FusedOptimizer {
 
   /// Without a scaler: calls `closure` once, if there is one, then steps; returns what the closure
   /// returned. \throws c10::Error between `GradScaler::unscale_` and `GradScaler::step`
-  at::Tensor step(LossClosure closure = nullptr) override;
+  inline at::Tensor step(LossClosure closure = nullptr) override;
 
   /// As GradScaler calls it. Waits for the device that says whether to step.
   /// \throws c10::Error, and what the inner optimizer's step throws
-  void fused_step(const optim::FusedStep& step) override;
+  inline void fused_step(const optim::FusedStep& step) override;
 
   /// The inner optimizer's. As an Optimizer this object has groups with the same options, and no
   /// state. \throws c10::Error where groups that were added at both have a parameter in common
@@ -105,20 +105,20 @@ class MasterWeights : public optim::FusedOptimizer {
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   void keep_masters() override {}  // it does
-  bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
-  at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
-  void refresh_groups() override;
+  inline bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
+  inline at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
+  inline void refresh_groups() override;
 
   /// `torch::save(optimizer, path)`: what the inner optimizer saves, the masters in float, and the
   /// number of applied steps. With the model's own file it is all that training goes on from.
-  void save(torch::serialize::OutputArchive& archive) const override;
+  inline void save(torch::serialize::OutputArchive& archive) const override;
 
   /// `torch::load(optimizer, path)`, over an inner optimizer of the same kind and groups: the next
   /// step is to the bit the one that would have come after `save`. Load the model too, before or
   /// after: what a parameter holds counts (see above).
   /// \throws c10::Error, and changes nothing, for a file of something else (the inner optimizer's
   ///   own file among them), or with groups or masters of other sizes
-  void load(torch::serialize::InputArchive& archive) override;
+  inline void load(torch::serialize::InputArchive& archive) override;
 
  private:
   struct Participant;

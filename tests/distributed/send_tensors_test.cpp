@@ -44,7 +44,7 @@ struct Case {
 
 std::vector<Case> send_cases() {
   std::vector<Case> all;
-  for (const auto isa : {CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512}) {
+  for (const auto isa : {CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512}) {
     if (!mezzo::detail::has_isa(isa)) continue;
     for (const auto dtype : {at::kFloat, at::kDouble}) {
       for (const auto sent : {at::kBFloat16, at::kHalf}) {

@@ -59,8 +59,7 @@ TEST_P(FastMath, RoundsHalfAndBfloat16AllTheSame) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, FastMath,
-                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
-                                         CpuIsa::avx512));
+                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512));
 
 TEST(FastMathLossScale, TakesNoGrowthToInfinity) {
   const auto rule = LossScale::dynamic({.init_scale = 3e38, .growth_interval = 1});

@@ -173,8 +173,7 @@ TEST_P(LaneMath, TakesCorrectlyRoundedSquareRoots) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, LaneMath,
-                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
-                                         CpuIsa::avx512));
+                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512));
 
 #if defined(__GNUC__) && !defined(__clang__)
 

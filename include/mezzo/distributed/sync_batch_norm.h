@@ -53,10 +53,10 @@ class SyncBatchNormImpl
 
   at::Tensor forward(const at::Tensor& input);
 
-  void pretty_print(std::ostream& stream) const override;
+  inline void pretty_print(std::ostream& stream) const override;
 
  protected:
-  void _check_input_dim(const at::Tensor& input) override;
+  inline void _check_input_dim(const at::Tensor& input) override;
 
  private:
   at::Tensor normalise(const at::Tensor& input);

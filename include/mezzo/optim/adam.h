@@ -59,19 +59,21 @@ struct AdamParamState : public detail::AdamState<AdamParamState> {};
 class Adam : public detail::ElementwiseOptimizer<
                  detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
  public:
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   where a parameter is given twice or two share memory
-  explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                const AdamOptions& defaults = {})
-      : ElementwiseOptimizer(groups, defaults) {}
-  explicit Adam(std::vector<at::Tensor> parameters, const AdamOptions& defaults = {})
-      : Adam({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+  ///     Adam(const std::vector<torch::optim::OptimizerParamGroup>& groups, const AdamOptions& =
+  ///     {}) Adam(std::vector<at::Tensor> parameters, const AdamOptions& = {}) Adam(GradBuckets&
+  ///     buckets, const AdamOptions& = {})
+  ///
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
   /// parameters of groups that are added later join them, and gradients of several ranks are
   /// divided by the ranks as they are read (distributed/data_parallel.h).
-  explicit Adam(GradBuckets& buckets, const AdamOptions& defaults = {})
-      : ElementwiseOptimizer(buckets, defaults) {}
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
+  ///   where a parameter is given twice or two share memory
+  using ElementwiseOptimizer::ElementwiseOptimizer;
 };
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#ifdef MEZZO_COMPILED
+#include <mezzo/compiled.h>  // IWYU pragma: keep
+#endif

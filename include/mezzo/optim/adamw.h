@@ -92,19 +92,21 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState> {};
 class AdamW : public detail::ElementwiseOptimizer<
                   detail::AdamTraits<AdamWOptions, AdamWParamState, /*kIsDecoupled=*/true>> {
  public:
-  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   where a parameter is given twice or two share memory
-  explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                 const AdamWOptions& defaults = {})
-      : ElementwiseOptimizer(groups, defaults) {}
-  explicit AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& defaults = {})
-      : AdamW({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+  ///     AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, const AdamWOptions& =
+  ///     {}) AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& = {}) AdamW(GradBuckets&
+  ///     buckets, const AdamWOptions& = {})
+  ///
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
   /// parameters of groups that are added later join them, and gradients of several ranks are
   /// divided by the ranks as they are read (distributed/data_parallel.h).
-  explicit AdamW(GradBuckets& buckets, const AdamWOptions& defaults = {})
-      : ElementwiseOptimizer(buckets, defaults) {}
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
+  ///   where a parameter is given twice or two share memory
+  using ElementwiseOptimizer::ElementwiseOptimizer;
 };
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#ifdef MEZZO_COMPILED
+#include <mezzo/compiled.h>  // IWYU pragma: keep
+#endif

@@ -87,20 +87,22 @@ struct SGDParamState : public detail::ParamState<SGDParamState> {
 /// threads holds here. Sparse gradients are torch::optim::SGD's.
 class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
-  /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
-  ///   momentum is positive and dampening 0; or where a parameter is given twice or two share
-  ///   memory
-  explicit SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-               const SGDOptions& defaults)
-      : ElementwiseOptimizer(groups, defaults) {}
-  explicit SGD(std::vector<at::Tensor> parameters, const SGDOptions& defaults)
-      : SGD({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
+  ///     SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups, const SGDOptions&)
+  ///     SGD(std::vector<at::Tensor> parameters, const SGDOptions&)
+  ///     SGD(GradBuckets& buckets, const SGDOptions&)
+  ///
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
   /// parameters of groups that are added later join them, and gradients of several ranks are
   /// divided by the ranks as they are read (distributed/data_parallel.h).
-  explicit SGD(GradBuckets& buckets, const SGDOptions& defaults)
-      : ElementwiseOptimizer(buckets, defaults) {}
+  /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
+  ///   momentum is positive and dampening 0; or where a parameter is given twice or two share
+  ///   memory
+  using ElementwiseOptimizer::ElementwiseOptimizer;
 };
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#ifdef MEZZO_COMPILED
+#include <mezzo/compiled.h>  // IWYU pragma: keep
+#endif

@@ -21,7 +21,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// scalar: no vectors. vector128: what the caller's flags allow. avx2: with FMA.
+/// scalar: no vectors, for compilers that have none. vector128: what the caller's flags allow.
+/// avx2: with FMA.
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 
 template <class Kernel, class Function = decltype(&Kernel::run)>
@@ -44,7 +45,11 @@ struct KernelEntry<Kernel, Result (*)(Args...)> {
 inline bool has_isa(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::scalar:
+#if defined(__GNUC__)
+      return false;
+#else
       return true;
+#endif
     case CpuIsa::vector128:
 #if defined(__GNUC__)
       return true;
@@ -85,12 +90,12 @@ auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<
     case CpuIsa::avx2:
       return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 32>>>::avx2;
 #endif
-#if defined(__GNUC__)
-    case CpuIsa::vector128:
-      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 16>>>::plain;
-#endif
     default:
+#if defined(__GNUC__)
+      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 16>>>::plain;
+#else
       return &KernelEntry<Kernel<Element, Others..., ScalarLanes<Element>>>::plain;
+#endif
   }
 }
 

@@ -23,13 +23,12 @@ struct SummaryStretch {
   char* copy_to;  ///< null, or where its elements go as well
   int64_t count;
   int64_t element_size;
-  SummaryLoops loops;
+  at::ScalarType dtype;
 };
 
 inline SummaryStretch summary_stretch(const at::Tensor& gradient, void* copy_to = nullptr) {
   return {static_cast<const char*>(gradient.const_data_ptr()), static_cast<char*>(copy_to),
-          gradient.numel(), static_cast<int64_t>(gradient.element_size()),
-          summary_loops(gradient.scalar_type(), best_isa())};
+          gradient.numel(), static_cast<int64_t>(gradient.element_size()), gradient.scalar_type()};
 }
 
 /// Stretches cut into chunks that do not depend on the number of threads.
@@ -102,12 +101,13 @@ std::vector<Partial> summarize_stretches(const std::vector<SummaryStretch>& stre
 inline std::vector<GradientPartial> summarize_cpu(const std::vector<SummaryStretch>& stretches) {
   const auto work = [](const SummaryStretch& stretch, const SummaryChunks::Chunk& chunk,
                        GradientPartial& partial) {
+    const SummaryLoops loops = summary_loops(stretch.dtype, best_isa());
     const int64_t offset = chunk.begin * stretch.element_size;
     if (stretch.copy_to == nullptr) {
-      stretch.loops.summarize(stretch.data + offset, chunk.count, partial);
+      loops.summarize(stretch.data + offset, chunk.count, partial);
     } else {
-      stretch.loops.copy_and_summarize(stretch.data + offset, stretch.copy_to + offset, chunk.count,
-                                       partial);
+      loops.copy_and_summarize(stretch.data + offset, stretch.copy_to + offset, chunk.count,
+                               partial);
     }
   };
   return summarize_stretches<GradientPartial>(stretches, work);
@@ -117,8 +117,8 @@ inline std::vector<StatisticsPartial> statistics_cpu(const std::vector<SummarySt
                                                      const StatisticsQuery& query) {
   const auto work = [&](const SummaryStretch& stretch, const SummaryChunks::Chunk& chunk,
                         StatisticsPartial& partial) {
-    stretch.loops.statistics(stretch.data + chunk.begin * stretch.element_size, chunk.count, query,
-                             partial);
+    statistics_loop(stretch.dtype, best_isa())(stretch.data + chunk.begin * stretch.element_size,
+                                               chunk.count, query, partial);
     if (partial.first_bad_element < 0) return;
     partial.first_bad_gradient = static_cast<int64_t>(chunk.stretch);
     partial.first_bad_element += chunk.begin;

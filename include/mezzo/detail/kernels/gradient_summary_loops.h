@@ -258,30 +258,48 @@ struct StatisticsKernel {
 struct SummaryLoops {
   void (*summarize)(const void* data, int64_t count, GradientPartial& partial);
   void (*copy_and_summarize)(const void* data, void* to, int64_t count, GradientPartial& partial);
-  void (*statistics)(const void* data, int64_t count, const StatisticsQuery& query,
-                     StatisticsPartial& partial);
 };
+
+using StatisticsLoop = void (*)(const void* data, int64_t count, const StatisticsQuery& query,
+                                StatisticsPartial& partial);
 
 template <class Element>
 SummaryLoops summary_loops(CpuIsa isa) {
-  return {cpu_kernel<SummaryKernel, Element>(isa), cpu_kernel<CopySummaryKernel, Element>(isa),
-          cpu_kernel<StatisticsKernel, Element>(isa)};
+  return {cpu_kernel<SummaryKernel, Element>(isa), cpu_kernel<CopySummaryKernel, Element>(isa)};
 }
 
-inline SummaryLoops summary_loops(at::ScalarType dtype, CpuIsa isa) {
+template <class Element>
+StatisticsLoop statistics_loop(CpuIsa isa) {
+  return cpu_kernel<StatisticsKernel, Element>(isa);
+}
+
+/// `make(Element{})` of a gradient's dtype.
+template <class Make>
+auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make(float{})) {
   switch (dtype) {
     case at::kFloat:
-      return summary_loops<float>(isa);
+      return make(float{});
     case at::kDouble:
-      return summary_loops<double>(isa);
+      return make(double{});
     case at::kHalf:
-      return summary_loops<c10::Half>(isa);
+      return make(c10::Half{});
     case at::kBFloat16:
-      return summary_loops<c10::BFloat16>(isa);
+      return make(c10::BFloat16{});
     default:
       TORCH_CHECK(false, "A gradient has the dtype ", dtype,
                   "; gradients are float, double, bfloat16 or half");
   }
+}
+
+inline SummaryLoops summary_loops(at::ScalarType dtype, CpuIsa isa) {
+  return for_gradient_dtype(dtype,
+                            [isa]<class Element>(Element) { return summary_loops<Element>(isa); });
+}
+
+/// Apart from the others: it is the largest, and training alone does not need it.
+inline StatisticsLoop statistics_loop(at::ScalarType dtype, CpuIsa isa) {
+  return for_gradient_dtype(
+      dtype, [isa]<class Element>(Element) { return statistics_loop<Element>(isa); });
 }
 
 }  // namespace detail

@@ -12,6 +12,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -173,9 +174,10 @@ LambLoop lamb_loop(CpuIsa isa) {
           cpu_kernel<LambParameterKernel, Parameter, Weights>(isa)};
 }
 
-/// The loops for parameters that are kept in a dtype and a way, as step_loop gives others'.
-inline LambLoop lamb_loop(optim::WeightStorage storage, at::ScalarType kept,
-                          at::ScalarType gradient, CpuIsa isa) {
+/// The loops for parameters that are kept in a dtype and a way, as step_loop gives others'. A
+/// template, so that who does not call it instantiates none of them.
+template <std::same_as<optim::WeightStorage> Storage>
+LambLoop lamb_loop(Storage storage, at::ScalarType kept, at::ScalarType gradient, CpuIsa isa) {
   using optim::WeightStorage;
   if (storage == WeightStorage::plain || storage == WeightStorage::master) {
     const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {

@@ -48,8 +48,10 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   using Options = typename Traits::Options;
   using State = typename Traits::State;
 
-  ElementwiseOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                       const Options& defaults)
+  // Derived classes inherit the constructors: ones of their own, being no templates, would
+  // instantiate all this in every unit that sees them.
+  explicit ElementwiseOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                                const Options& defaults = {})
       : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
     check_options(defaults);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
@@ -58,7 +60,11 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     look_at_parameters();
   }
 
-  ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults)
+  explicit ElementwiseOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {})
+      : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
+  }
+
+  explicit ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults = {})
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
     buckets_ = buckets.share();
     dividing_reader_ = buckets_->dividing_reader();

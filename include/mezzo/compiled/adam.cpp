@@ -1,9 +1,9 @@
-#include "compiled_once.h"
+#include <mezzo/compiled.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-MEZZO_COMPILED_ONCE_LAMB()
+MEZZO_COMPILED_ADAM()
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,9 +1,9 @@
-#include "compiled_once.h"
+#include <mezzo/compiled.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-MEZZO_COMPILED_ONCE_LION_AND_SGD()
+MEZZO_COMPILED_LAMB()
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

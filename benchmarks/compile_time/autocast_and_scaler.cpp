@@ -1,0 +1,3 @@
+#include <mezzo/autocast.h>
+#include <mezzo/grad_scaler.h>
+#include <torch/torch.h>

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""What including and using mezzo costs the compiler: CPU seconds, its peak memory, and the size of what it makes.
+
+    compile_time.py [--compiler g++] [--torch FOLDER] [--flags='-O2'] [--only WORD]
+
+CPU seconds grow where other programs share the cores, so compare what one run prints. Nothing is run but one program a
+line that has a loop, to see that it links and trains.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import tempfile
+import typing
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LIBRARY = [ROOT / "include/mezzo/compiled" / f"{name}.cpp" for name in ("adam", "gradients", "lamb", "lion_and_sgd")]
+DEFINITIONS = ["-DUSE_C10D_GLOO", "-DUSE_DISTRIBUTED", "-DUSE_RPC", "-DUSE_TENSORPIPE"]  # as libtorch's package gives them
+
+
+class Cost(typing.NamedTuple):
+    seconds: float
+    mebibytes: float
+
+
+class Line(typing.NamedTuple):
+    name: str
+    units: tuple  # (source, definitions) of each
+    has_loop: bool = False
+    is_compiled: bool = False  # links mezzo::compiled
+
+
+LINES = (
+    Line("torch/torch.h, unused", (("torch_only.cpp", ()),)),
+    Line("autocast.h and grad_scaler.h, unused", (("autocast_and_scaler.cpp", ()),)),
+    Line("mezzo.h, unused", (("mezzo_unused.cpp", ()),)),
+    Line("libtorch's loop", (("torch_loop.cpp", ()),), has_loop=True),
+    Line("README's loop", (("loop.cpp", ()),), has_loop=True),
+    Line("two units of it", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True),
+    Line("README's loop, mezzo::compiled", (("loop.cpp", ()),), has_loop=True, is_compiled=True),
+    Line("two units, mezzo::compiled", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True,
+         is_compiled=True),
+)
+
+
+def run(command):
+    process = subprocess.Popen([str(word) for word in command])
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"{command[0]} failed: {' '.join(map(str, command))}")
+    return Cost(usage.ru_utime, usage.ru_maxrss / 1024)
+
+
+class Compiler:
+    def __init__(self, options, folder):
+        self.folder = folder
+        self.torch = options.torch
+        self.command = [options.compiler, "-std=c++20", *options.flags.split(), *DEFINITIONS, f"-I{ROOT}/include"]
+        for include in ("include", "include/torch/csrc/api/include"):
+            self.command += ["-isystem", self.torch / include]
+        self.known = {}
+
+    def compile(self, source, definitions):
+        """The object and its cost; what is the same as before is not compiled again."""
+        key = (source, definitions)
+        if key not in self.known:
+            target = self.folder / f"{len(self.known)}.o"
+            self.known[key] = target, run([*self.command, *definitions, "-c", source, "-o", target])
+        return self.known[key]
+
+    def link(self, objects):
+        program = self.folder / "program"
+        libraries = self.torch / "lib"
+        run([self.command[0], *objects, "-o", program, f"-Wl,-rpath,{libraries}", "-Wl,--no-as-needed",
+             libraries / "libtorch_cpu.so", libraries / "libc10.so", "-ldl"])
+        run([program])
+        return program
+
+
+def kibibytes(paths):
+    return sum(path.stat().st_size for path in paths) / 1024
+
+
+def measure(line, compiler, library):
+    extra = ("-DMEZZO_COMPILED",) if line.is_compiled else ()
+    made = [compiler.compile(HERE / source, definitions + extra) for source, definitions in line.units]
+    objects = [target for target, _ in made]
+    seconds = sum(cost.seconds for _, cost in made)
+    peak = max(cost.mebibytes for _, cost in made)
+    program = ""
+    if line.has_loop:
+        main, _ = compiler.compile(HERE / "main.cpp", ())
+        program = f"{kibibytes([compiler.link([*objects, main, *(library if line.is_compiled else [])])]):10.0f} KiB"
+    print(f"{line.name:38} {seconds:7.1f} s {peak:7.0f} MiB {kibibytes(objects):8.0f} KiB {program}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compiler", default="g++")
+    parser.add_argument("--torch", type=pathlib.Path, default=ROOT / ".deps/libtorch")
+    parser.add_argument("--flags", default="-O2")
+    parser.add_argument("--only", default="", help="lines whose name has this in it")
+    options = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        compiler = Compiler(options, pathlib.Path(folder))
+        lines = [line for line in LINES if options.only in line.name]
+        print(f"{'':38} {'CPU':>9} {'peak':>11} {'objects':>12} {'program':>14}")
+        library = []
+        if any(line.is_compiled for line in lines):
+            made = [compiler.compile(source, ("-DMEZZO_COMPILED",)) for source in LIBRARY]
+            library = [target for target, _ in made]
+            print(f"{'mezzo::compiled itself, once':38} {sum(cost.seconds for _, cost in made):7.1f} s "
+                  f"{max(cost.mebibytes for _, cost in made):7.0f} MiB {kibibytes(library):8.0f} KiB", flush=True)
+        for line in lines:
+            measure(line, compiler, library)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+void train();
+
+int main() { train(); }

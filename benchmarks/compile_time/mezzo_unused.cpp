@@ -1,0 +1,2 @@
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>

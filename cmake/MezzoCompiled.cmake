@@ -1,0 +1,27 @@
+# mezzo::compiled: mezzo::mezzo and its loops over gradients and parameters, compiled once for programs of many units
+# (mezzo/compiled.h). mezzo::compiled_cuda: the same of mezzo::cuda. Neither is built unless something links it.
+
+# mezzo_add_compiled(NAME MEZZO FOLDER): a static library NAME of MEZZO's loops, from the headers in FOLDER.
+function(mezzo_add_compiled name mezzo include_folder)
+  set(sources adam.cpp gradients.cpp lamb.cpp lion_and_sgd.cpp)
+  list(TRANSFORM sources PREPEND "${include_folder}/mezzo/compiled/")
+  add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})
+  target_link_libraries(${name} PUBLIC ${mezzo})
+  target_compile_definitions(${name} PUBLIC MEZZO_COMPILED)
+  if(mezzo STREQUAL "mezzo::cuda")
+    target_compile_definitions(${name} PUBLIC MEZZO_COMPILED_WITH_CUDA)
+  endif()
+  set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE ON UNITY_BUILD OFF)
+endfunction()
+
+# The targets of the package, for which mezzo_add_compiled is called where mezzo::mezzo and libtorch are there.
+macro(mezzo_add_compiled_targets include_folder)
+  if(NOT TARGET mezzo::compiled)
+    mezzo_add_compiled(mezzo_compiled mezzo::mezzo "${include_folder}")
+    add_library(mezzo::compiled ALIAS mezzo_compiled)
+  endif()
+  if(TARGET mezzo::cuda AND NOT TARGET mezzo::compiled_cuda)
+    mezzo_add_compiled(mezzo_compiled_cuda mezzo::cuda "${include_folder}")
+    add_library(mezzo::compiled_cuda ALIAS mezzo_compiled_cuda)
+  endif()
+endmacro()

@@ -1,0 +1,90 @@
+/// \file
+/// For programs of many units: the loops over gradients and parameters, each for several dtypes and
+/// instruction sets, are most of what compiling a unit that trains costs. The target
+/// `mezzo::compiled` holds them compiled once; its users' units, which see MEZZO_COMPILED defined,
+/// get this header with mezzo's optimizers and GradScaler, and leave the loops to it.
+///
+///     find_package(mezzo 0.1 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
+///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo
+///
+/// With CUDA kernels, whose units have other names for everything: `mezzo::compiled_cuda`, in place
+/// of `mezzo::cuda`. Results are the same bits.
+#pragma once
+
+#include <mezzo/detail/kernels/gradient_summary_loops.h>
+#include <mezzo/detail/kernels/send_loops.h>
+#include <mezzo/detail/kernels/unscale_loops.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/version.h>
+
+// What the files in compiled/ define, and what is extern for everybody else.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+#define MEZZO_COMPILED_GRADIENTS(EXTERN)                                 \
+  EXTERN template SummaryLoops summary_loops<float>(CpuIsa);             \
+  EXTERN template SummaryLoops summary_loops<double>(CpuIsa);            \
+  EXTERN template SummaryLoops summary_loops<c10::Half>(CpuIsa);         \
+  EXTERN template SummaryLoops summary_loops<c10::BFloat16>(CpuIsa);     \
+  EXTERN template StatisticsLoop statistics_loop<float>(CpuIsa);         \
+  EXTERN template StatisticsLoop statistics_loop<double>(CpuIsa);        \
+  EXTERN template StatisticsLoop statistics_loop<c10::Half>(CpuIsa);     \
+  EXTERN template StatisticsLoop statistics_loop<c10::BFloat16>(CpuIsa); \
+  EXTERN template UnscaleLoops unscale_loops<float>(CpuIsa);             \
+  EXTERN template UnscaleLoops unscale_loops<double>(CpuIsa);            \
+  EXTERN template UnscaleLoops unscale_loops<c10::Half>(CpuIsa);         \
+  EXTERN template UnscaleLoops unscale_loops<c10::BFloat16>(CpuIsa);     \
+  EXTERN template SendLoops send_loops<float, c10::Half>(CpuIsa);        \
+  EXTERN template SendLoops send_loops<float, c10::BFloat16>(CpuIsa);    \
+  EXTERN template SendLoops send_loops<double, c10::Half>(CpuIsa);       \
+  EXTERN template SendLoops send_loops<double, c10::BFloat16>(CpuIsa);
+
+#define MEZZO_COMPILED_STEPS_OF(EXTERN, ...)                                          \
+  EXTERN template StepFunction<__VA_ARGS__::Coefficients> step_function<__VA_ARGS__>( \
+      at::ScalarType, at::ScalarType, CpuIsa);                                        \
+  EXTERN template StepFunction<__VA_ARGS__::Coefficients>                             \
+      bfloat16_step_function<__VA_ARGS__, SplitWeights>(CpuIsa);                      \
+  EXTERN template StepFunction<__VA_ARGS__::Coefficients>                             \
+      bfloat16_step_function<__VA_ARGS__, StochasticWeights>(CpuIsa);
+
+#define MEZZO_COMPILED_ADAM(EXTERN)                                                   \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<false>)                                    \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<true>)                                     \
+  EXTERN template class ElementwiseOptimizer<                                         \
+      AdamTraits<optim::AdamOptions, optim::AdamParamState, /*kIsDecoupled=*/false>>; \
+  EXTERN template class ElementwiseOptimizer<                                         \
+      AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;
+
+#define MEZZO_COMPILED_LAMB(EXTERN)                                                            \
+  EXTERN template LambLoop lamb_loop<float, float>(CpuIsa);                                    \
+  EXTERN template LambLoop lamb_loop<float, c10::BFloat16>(CpuIsa);                            \
+  EXTERN template LambLoop lamb_loop<float, c10::Half>(CpuIsa);                                \
+  EXTERN template LambLoop lamb_loop<double, double>(CpuIsa);                                  \
+  EXTERN template LambLoop lamb_loop<double, float>(CpuIsa);                                   \
+  EXTERN template LambLoop lamb_loop<c10::BFloat16, c10::BFloat16>(CpuIsa);                    \
+  EXTERN template LambLoop lamb_loop<c10::Half, c10::Half>(CpuIsa);                            \
+  EXTERN template LambLoop lamb_loop<c10::BFloat16, c10::BFloat16, SplitWeights>(CpuIsa);      \
+  EXTERN template LambLoop lamb_loop<c10::BFloat16, c10::BFloat16, StochasticWeights>(CpuIsa); \
+  EXTERN template class ElementwiseOptimizer<LambTraits<optim::LAMBOptions, optim::LAMBParamState>>;
+
+#define MEZZO_COMPILED_LION_AND_SGD(EXTERN)                   \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, LionRule)                   \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<false>)             \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<true>)              \
+  EXTERN template class ElementwiseOptimizer<                 \
+      LionTraits<optim::LionOptions, optim::LionParamState>>; \
+  EXTERN template class ElementwiseOptimizer<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
+
+#if defined(MEZZO_COMPILED) && (!defined(MEZZO_WITH_CUDA) || defined(MEZZO_COMPILED_WITH_CUDA))
+MEZZO_COMPILED_GRADIENTS(extern)
+MEZZO_COMPILED_ADAM(extern)
+MEZZO_COMPILED_LAMB(extern)
+MEZZO_COMPILED_LION_AND_SGD(extern)
+#endif
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
