@@ -239,9 +239,10 @@ TEST(WeightCacheMemory, HoldsTheWeightsOfLinearModulesOnce) {
     torch::nn::Linear linear(kSize, kSize);
     for (auto& each : linear->parameters()) each.set_requires_grad(trainable);
     const Autocast<kCPU> autocast(cache);
+    std::vector<Tensor> graph;
     for (int use = 0; use < 4; ++use) {
-      linear(torch::randn({3, kSize}));     // addmm
-      linear(torch::randn({2, 3, kSize}));  // matmul
+      graph.push_back(linear(torch::randn({3, kSize})));     // addmm
+      graph.push_back(linear(torch::randn({2, 3, kSize})));  // matmul
     }
     EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
     EXPECT_TRUE(cache.holds(linear->bias, kBFloat16));
