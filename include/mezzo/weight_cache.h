@@ -35,14 +35,15 @@
 ///     graph leads to it, and while a tensor of another version shares its memory. Its copy ends
 ///     when a graph has led to it since: what was thawed, trained and frozen again is cast again.
 ///
-/// What then remains is yours. After these writes call `forget(weight)`, or write under NoGradGuard
-/// instead:
-///   - by hand through `data()` to a frozen weight, as averages of target networks are often
-///     written, and by SGD with a gradient that was set by hand and cleared again;
-///   - inside a region, between two uses of a weight that requires grad: through `data()` or shared
-///     memory, and by SGD with gradients that came before the first use, or in a graph from then;
-///   - unseen writes to published weights, and to all weights that `keep_trainable` keeps;
-///   - to shared memory, while a graph has saved the frozen weight in full precision.
+/// What then remains is yours: call `forget(weight)` after these writes. Those through `data()` may
+/// as well be made under NoGradGuard without it, and then show.
+///   - To a frozen weight: by hand through `data()`, as averages of target networks are often
+///     written; by SGD with a gradient that was set by hand and cleared again; by SGD where the
+///     weight is a view of all of another tensor; to shared memory while a graph that computes in
+///     full precision has saved the weight.
+///   - Between two uses in one region of a weight that requires grad: through `data()` and to
+///     shared memory; by SGD with gradients from before the first use, or by a graph from then.
+///   - Unseen writes to published weights, and to all weights that `keep_trainable` keeps.
 ///
 /// **Gradients** are those of a cast of its own at each use, to the bit: each use of a copy gets a
 /// node of its own in autograd's graph, which sends the gradient to the weight in its dtype.
@@ -54,10 +55,11 @@
 ///
 /// **Not held**, but cast at each use as without a cache: tensors with a graph behind them, tensors
 /// of inference mode (they have no version; make or load the model outside of it), forward-mode
-/// tangents, tensors that are not plain and dense, frozen weights as said above. Where an op cannot tell a weight from an
-/// activation, as mm cannot, a right factor that requires no grad is held from its second use on, a
-/// left one never. A view of all of a weight, such as `weight.t()`, with which torch::nn::Linear
-/// computes, reads the weight's copy (libtorch's cache holds no views); a view of a part does not.
+/// tangents, tensors that are not plain and dense, frozen weights as said above. Where an op cannot
+/// tell a weight from an activation, as mm cannot, a right factor that requires no grad is held
+/// from its second use on, a left one never. A view of all of a weight, such as `weight.t()`, with
+/// which torch::nn::Linear computes, reads the weight's copy (libtorch's cache holds no views); a
+/// view of a part does not.
 ///
 /// **CUDA**: a copy that another stream wrote is waited for on the device, never on the host. In a
 /// captured graph only published copies keep their address and their meaning: capture without a
@@ -66,6 +68,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <mezzo/detail/weight_cache/thread_caches.h>
+#include <mezzo/detail/weight_cache/weight_cache_statistics.h>
 #include <mezzo/detail/weight_cache/weight_store.h>
 #include <mezzo/version.h>
 
@@ -85,8 +88,8 @@ struct WeightCacheOptions {
   /// Whether the copies of weights that require grad outlive regions and backward passes too, so
   /// that gradient accumulation casts them once a step and an evaluation once. Right for optimizers
   /// that show their writes in the weights' versions: mezzo's, libtorch's but SGD, and code that
-  /// writes under NoGradGuard. Frozen weights then keep their copies also with a gradient. Published
-  /// copies need no such promise.
+  /// writes under NoGradGuard. Frozen weights then keep their copies also with a gradient.
+  /// Published copies need no such promise.
   bool keep_trainable = false;
 
   /// Whether each thread has copies of its own, without sharing a lock, until it ends; otherwise
@@ -97,7 +100,7 @@ struct WeightCacheOptions {
 };
 
 // WeightCacheStatistics, with counts of casts and hits and their bytes: see
-// detail/weight_cache/weight_store.h.
+// detail/weight_cache/weight_cache_statistics.h.
 
 inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics);
 

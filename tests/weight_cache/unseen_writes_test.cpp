@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <vector>
 
 #include "what_an_op_reads.h"
@@ -242,6 +243,9 @@ INSTANTIATE_TEST_SUITE_P(Through, UnseenWritesToMemory, testing::ValuesIn(ways_t
 TEST(FrozenWeights, AreCastOnceHoweverManyRegionsUseThem) {
   const WeightCache cache;
   torch::nn::Linear linear(kWidth, kWidth);
+  std::stringstream file;
+  torch::save(linear, file);
+  torch::load(linear, file);
   for (auto& each : linear->parameters()) each.set_requires_grad(false);
   const auto view = linear->weight.view({-1});
   const auto detached = linear->weight.detach();

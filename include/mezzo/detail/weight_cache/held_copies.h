@@ -44,6 +44,7 @@ struct HeldCopy {
   at::Tensor copy;
   std::uint64_t made = 0;  ///< counts up through all copies that a store makes
   std::uint64_t used = 0;  ///< counts up through all uses of a HeldCopies
+  std::int64_t bytes = 0;  ///< of the copy, when it was put into a HeldCopies
   bool forgotten = false;  ///< somebody said that it is not current
   bool fixed = false;      ///< at an address that others know: never moved, never evicted
   /// Of the copy, while it has the weight's values; none for a tensor from outside, which may share
@@ -96,8 +97,8 @@ class HeldCopies {
   /// alone.
   List insert(HeldCopy entry) {
     List out;
-    const std::int64_t bytes = bytes_of(entry.copy);
-    if (bytes > max_bytes_ && !entry.fixed) {
+    entry.bytes = bytes_of(entry.copy);
+    if (entry.bytes > max_bytes_ && !entry.fixed) {
       out.push_back(std::move(entry));
       return out;
     }
@@ -105,8 +106,8 @@ class HeldCopies {
     list.push_front(std::move(entry));
     list.front().used = ++uses_;
     by_weight_.emplace(list.front().key.weight, list.begin());
-    bytes_ += bytes;
-    fixed_bytes_ += list.front().fixed ? bytes : 0;
+    bytes_ += list.front().bytes;
+    fixed_bytes_ += list.front().fixed ? list.front().bytes : 0;
     while (bytes_ > max_bytes_ && !(lasting_.empty() && passing_.empty())) {
       move(least_recently_used(), out);
     }
@@ -165,7 +166,7 @@ class HeldCopies {
   std::int64_t fixed_bytes_beside(const CopyKey& key) const {
     const auto found = position_of(key);
     const bool is_fixed = found != by_weight_.end() && found->second->fixed;
-    return fixed_bytes_ - (is_fixed ? bytes_of(found->second->copy) : 0);
+    return fixed_bytes_ - (is_fixed ? found->second->bytes : 0);
   }
 
   std::int64_t max_bytes() const { return max_bytes_; }
@@ -195,9 +196,8 @@ class HeldCopies {
   }
 
   void move(List::iterator entry, List& out) {
-    const std::int64_t bytes = bytes_of(entry->copy);
-    bytes_ -= bytes;
-    fixed_bytes_ -= entry->fixed ? bytes : 0;
+    bytes_ -= entry->bytes;
+    fixed_bytes_ -= entry->fixed ? entry->bytes : 0;
     by_weight_.erase(position_of(entry->key));
     out.splice(out.end(), list_of(*entry), entry);
   }

@@ -8,8 +8,10 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <mezzo/detail/weight_cache/held_copies.h>
+#include <mezzo/detail/weight_cache/seen_tensors.h>
 #include <mezzo/detail/weight_cache/thread_caches.h>
 #include <mezzo/detail/weight_cache/unseen_writes.h>
+#include <mezzo/detail/weight_cache/weight_cache_statistics.h>
 #include <mezzo/detail/weight_cache/weight_cast_node.h>
 #include <mezzo/detail/weight_cache/weight_identity.h>
 #include <mezzo/version.h>
@@ -22,23 +24,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
-#include <unordered_map>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-/// What a WeightCache did since it was made or its statistics were reset.
-struct WeightCacheStatistics {
-  std::int64_t casts = 0;        ///< of weights, because no current copy was held
-  std::int64_t hits = 0;         ///< uses of a weight that found a current copy
-  std::int64_t published = 0;    ///< copies that an optimizer wrote
-  std::int64_t evicted = 0;      ///< copies that had to go because of max_bytes
-  std::int64_t bytes_cast = 0;   ///< read and written by the casts
-  std::int64_t bytes_saved = 0;  ///< what casts in the place of the hits would have moved
-  std::int64_t bytes_held = 0;   ///< in copies of living weights, now
-  std::int64_t copies_held = 0;  ///< now
-};
 
 namespace detail {
 
@@ -83,7 +71,6 @@ class WeightStore final : public WeightCasts {
       if (!is_worth_holding(wanted, place)) {
         return tensor.to(dtype);
       }
-      note_asked_for(weight, dtype);
       if (!trainable && !is_settled(weight)) {
         return tensor.to(dtype);
       }
@@ -111,7 +98,13 @@ class WeightStore final : public WeightCasts {
 
   /// The copy of `weight`, current, in memory that is the same at every call.
   at::Tensor fixed_copy(const at::Tensor& weight, at::ScalarType dtype) {
-    return find_or_cast({weight, dtype, /*since=*/0, weight.requires_grad()}, /*fixed=*/true).copy;
+    const Wanted wanted{weight, dtype, /*since=*/0, weight.requires_grad()};
+    {
+      const std::lock_guard lock(mutex_);
+      const HeldCopy* entry = find_current(wanted);
+      if (entry != nullptr && entry->fixed) return entry->copy;
+    }
+    return find_or_cast(wanted, /*fixed=*/true).copy;
   }
 
   /// From now on `copy` is what is held for `weight`.
@@ -146,7 +139,7 @@ class WeightStore final : public WeightCasts {
 
   bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
     const std::lock_guard lock(mutex_);
-    return asked_for_.count({weight.unsafeGetTensorImpl(), dtype}) != 0;
+    return seen_.is_asked_for(weight, dtype);
   }
 
   /// Forgets the copies of one weight, or all; fixed ones keep their memory.
@@ -355,39 +348,17 @@ class WeightStore final : public WeightCasts {
                 "; raise WeightCacheOptions::max_bytes or publish fewer weights");
   }
 
-  /// A guess that costs a cast when wrong, and nothing else.
+  /// A guess that costs a cast when wrong, and nothing else. The first use of a weight finds no
+  /// copy, and comes by here.
   bool is_worth_holding(const Wanted& wanted, Place place) {
-    if (wanted.trainable || (place == Place::weight && !wanted.weight.is_view())) {
-      return true;
-    }
-    return place != Place::left && seen_before(wanted.weight);
-  }
-
-  /// Whether an op was given this tensor, as it is now, already once: a weight comes back, an
-  /// activation is gone.
-  bool seen_before(const at::Tensor& tensor) {
-    static constexpr std::size_t kMostCandidates = 4096;
     const std::lock_guard lock(mutex_);
-    const auto version = tensor._version();
-    const auto [found, first] =
-        candidates_.try_emplace(tensor.unsafeGetTensorImpl(), tensor.const_data_ptr(), version);
-    if (!first && found->second == std::pair(tensor.const_data_ptr(), version)) {
-      candidates_.erase(found);
-      return true;
+    const bool is_weight = wanted.trainable ||
+                           (place == Place::weight && !wanted.weight.is_view()) ||
+                           (place != Place::left && seen_.comes_back(wanted.weight));
+    if (is_weight) {
+      seen_.ask_for(wanted.weight, wanted.dtype);
     }
-    found->second = {tensor.const_data_ptr(), version};
-    if (candidates_.size() > kMostCandidates) {
-      candidates_.clear();
-    }
-    return false;
-  }
-
-  /// The first use of a weight finds no copy, and comes by here.
-  void note_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
-    static constexpr std::size_t kMost = 65536;
-    const std::lock_guard lock(mutex_);
-    if (asked_for_.size() >= kMost) asked_for_.clear();  // of dead weights; the others come again
-    asked_for_.emplace(weight.unsafeGetTensorImpl(), dtype);
+    return is_weight;
   }
 
   void count_hit(std::int64_t bytes) {
@@ -407,8 +378,7 @@ class WeightStore final : public WeightCasts {
   WeightCacheStatistics counts_;
   std::size_t uses_ = 0;        // since the last look for dead weights
   std::int64_t new_bytes_ = 0;  // since then
-  std::unordered_map<const void*, std::pair<const void*, std::int64_t>> candidates_;
-  std::set<std::pair<const c10::TensorImpl*, at::ScalarType>> asked_for_;
+  SeenTensors seen_;
 };
 
 }  // namespace detail
