@@ -21,15 +21,29 @@
 /// and layers (cuDNN's layers cast their weights as ever), prelu; and every op that a policy
 /// allows. What a policy says of an op comes first. Other ops cost nothing extra.
 ///
-/// **A stale copy is never used.** A copy is current while its weight is the same tensor with the
-/// same version, memory, dtype, shape and strides: in-place updates, copy_, set_data, to() and
-/// loading a state are all noticed. Who writes to a weight by a raw pointer bumps its version, for
-/// autograd's sake as well. Writes in place through `weight.data()` leave no trace that anybody
-/// could see, and torch::optim::SGD writes that way (libtorch's other optimizers do not). So the
-/// copy of a weight that requires grad is given up at the end of the outermost region, as libtorch
-/// does, and also when a gradient has gone through it. What remains is yours: after writing through
-/// `data()` to a frozen or published weight, call `forget(weight)`; or write under NoGradGuard
-/// instead.
+/// **What is watched.** A copy is current while its weight is the same tensor with the same
+/// version, memory, dtype, shape and strides: in-place updates, copy_, set_data, to() and loading a
+/// state are all noticed. Who writes to a weight by a raw pointer bumps its version, for autograd's
+/// sake as well. Two kinds of writes leave no version: those through `weight.data()`, as
+/// torch::optim::SGD steps (libtorch's other optimizers do not), and those to memory that the
+/// weight shares with a tensor of another version, such as a flat buffer that set_data gave to it.
+/// So no copy is kept where they are to be expected:
+///   - The copy of a weight that requires grad ends with the outermost region, as in libtorch, and
+///     before that when a gradient has gone through it, or when a graph leads to the weight that
+///     was made since its last use, other than the graph of these uses.
+///   - A frozen weight is cast at each use while it has a gradient, which SGD would step, while a
+///     graph leads to it, and while a tensor of another version shares its memory. Its copy ends
+///     when a graph has led to it since: what was thawed, trained and frozen again is cast again.
+///
+/// What then remains is yours: call `forget(weight)` after these writes. Those through `data()` may
+/// as well be made under NoGradGuard without it, and then show.
+///   - To a frozen weight: by hand through `data()`, as averages of target networks are often
+///     written; by SGD with a gradient that was set by hand and cleared again; by SGD where the
+///     weight is a view of all of another tensor; to shared memory while a graph that computes in
+///     full precision has saved the weight.
+///   - Between two uses in one region of a weight that requires grad: through `data()` and to
+///     shared memory; by SGD with gradients from before the first use, or by a graph from then.
+///   - Unseen writes to published weights, and to all weights that `keep_trainable` keeps.
 ///
 /// **Gradients** are those of a cast of its own at each use, to the bit: each use of a copy gets a
 /// node of its own in autograd's graph, which sends the gradient to the weight in its dtype.
@@ -41,10 +55,11 @@
 ///
 /// **Not held**, but cast at each use as without a cache: tensors with a graph behind them, tensors
 /// of inference mode (they have no version; make or load the model outside of it), forward-mode
-/// tangents, tensors that are not plain and dense. Where an op cannot tell a weight from an
-/// activation, as mm cannot, a right factor that requires no grad is held from its second use on, a
-/// left one never. A view of all of a weight, such as `weight.t()`, with which torch::nn::Linear
-/// computes, reads the weight's copy (libtorch's cache holds no views); a view of a part does not.
+/// tangents, tensors that are not plain and dense, frozen weights as said above. Where an op cannot
+/// tell a weight from an activation, as mm cannot, a right factor that requires no grad is held
+/// from its second use on, a left one never. A view of all of a weight, such as `weight.t()`, with
+/// which torch::nn::Linear computes, reads the weight's copy (libtorch's cache holds no views); a
+/// view of a part does not.
 ///
 /// **CUDA**: a copy that another stream wrote is waited for on the device, never on the host. In a
 /// captured graph only published copies keep their address and their meaning: capture without a
@@ -53,6 +68,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <mezzo/detail/weight_cache/thread_caches.h>
+#include <mezzo/detail/weight_cache/weight_cache_statistics.h>
 #include <mezzo/detail/weight_cache/weight_store.h>
 #include <mezzo/version.h>
 
@@ -72,7 +88,8 @@ struct WeightCacheOptions {
   /// Whether the copies of weights that require grad outlive regions and backward passes too, so
   /// that gradient accumulation casts them once a step and an evaluation once. Right for optimizers
   /// that show their writes in the weights' versions: mezzo's, libtorch's but SGD, and code that
-  /// writes under NoGradGuard. Published copies need no such promise.
+  /// writes under NoGradGuard. Frozen weights then keep their copies also with a gradient.
+  /// Published copies need no such promise.
   bool keep_trainable = false;
 
   /// Whether each thread has copies of its own, without sharing a lock, until it ends; otherwise
@@ -83,7 +100,7 @@ struct WeightCacheOptions {
 };
 
 // WeightCacheStatistics, with counts of casts and hits and their bytes: see
-// detail/weight_cache/weight_store.h.
+// detail/weight_cache/weight_cache_statistics.h.
 
 inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics);
 

@@ -8,6 +8,10 @@
 #include <mezzo/autocast.h>
 #include <mezzo/weight_cache.h>
 
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -75,6 +79,66 @@ TEST(WeightCacheMemory, LetsGoOfDeadWeightsWhileARegionRuns) {
   const auto alive =
       std::count_if(copies.begin(), copies.end(), [](const auto& each) { return !each.expired(); });
   EXPECT_LE(alive, 35);
+}
+
+TEST(WeightCacheMemory, LetsGoOfDeadWeightsAsOthersAreUsed) {
+  constexpr int kHeld = 64;
+  const mezzo::WeightCache cache;
+  const auto living = frozen();
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> copies;
+  {
+    const Autocast<kCPU> autocast(cache);
+    std::vector<Tensor> dying;
+    for (int i = 0; i < kHeld; ++i) {
+      dying.push_back(frozen());
+      copies.emplace_back(cache.buffer_for(dying.back(), kBFloat16).storage().getWeakStorageImpl());
+    }
+  }
+  for (int use = 0; use < kHeld; ++use) {
+    const Autocast<kCPU> autocast(cache);
+    what_linear_reads(living);
+  }
+  EXPECT_TRUE(
+      std::all_of(copies.begin(), copies.end(), [](const auto& each) { return each.expired(); }));
+}
+
+double seconds_of(const std::function<void()>& work) {
+  double least = std::numeric_limits<double>::max();
+  for (int round = 0; round < 5; ++round) {
+    const auto start = std::chrono::steady_clock::now();
+    work();
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    least = std::min(least, taken.count());
+  }
+  return least;
+}
+
+// Ratios of a cost that grows with the number of weights would be 32 and 20,000.
+TEST(WeightCacheMemory, CostsTheSameAWeightHoweverManyItHolds) {
+  const auto publish = [](int count) {
+    const mezzo::WeightCache cache;
+    std::vector<Tensor> weights;
+    for (int i = 0; i < count; ++i) weights.push_back(torch::zeros({1}));
+    return seconds_of([&] {
+             for (const auto& weight : weights) {
+               cache.publish(weight, cache.buffer_for(weight, kBFloat16));
+             }
+           }) /
+           count;
+  };
+  EXPECT_LT(publish(16000) / publish(500), 8);
+  const auto enter_and_leave = [](int count) {
+    const mezzo::WeightCache cache;
+    std::vector<Tensor> weights;
+    for (int i = 0; i < count; ++i) {
+      weights.push_back(torch::zeros({1}));
+      static_cast<void>(cache.buffer_for(weights.back(), kBFloat16));
+    }
+    return seconds_of([&] {
+      for (int i = 0; i < 100; ++i) const Autocast<kCPU> autocast(cache);
+    });
+  };
+  EXPECT_LT(enter_and_leave(20000) / enter_and_leave(1), 20);
 }
 
 TEST(WeightCacheMemory, LetsGoOfTrainableWeightsAtTheEndOfTheRegion) {
@@ -239,9 +303,10 @@ TEST(WeightCacheMemory, HoldsTheWeightsOfLinearModulesOnce) {
     torch::nn::Linear linear(kSize, kSize);
     for (auto& each : linear->parameters()) each.set_requires_grad(trainable);
     const Autocast<kCPU> autocast(cache);
+    std::vector<Tensor> graph;
     for (int use = 0; use < 4; ++use) {
-      linear(torch::randn({3, kSize}));     // addmm
-      linear(torch::randn({2, 3, kSize}));  // matmul
+      graph.push_back(linear(torch::randn({3, kSize})));     // addmm
+      graph.push_back(linear(torch::randn({2, 3, kSize})));  // matmul
     }
     EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
     EXPECT_TRUE(cache.holds(linear->bias, kBFloat16));

@@ -116,6 +116,28 @@ TEST(WeightCacheThreads, LeaveTheirStateBehindWithTheScope) {
   EXPECT_EQ(cache.statistics().casts, 0);
 }
 
+// Views come and go, and graphs lead to the same weights, in all threads at once.
+TEST(WeightCacheThreads, ComputeWithViewsOfTheSameWeights) {
+  const WeightCache cache;
+  const auto frozen = torch::randn({kEdge, kEdge});
+  const auto trained = torch::randn({kEdge, kEdge}).requires_grad_();
+  std::atomic<int> wrong = 0;
+  in_threads([&](int) {
+    const auto input = torch::eye(kEdge);
+    for (int round = 0; round < 50; ++round) {
+      const Autocast<kCPU> autocast(cache);
+      const auto read_frozen = torch::matmul(input, frozen.t());
+      const auto read_trained = torch::matmul(input, trained.t());
+      wrong += !torch::equal(read_frozen, frozen.t().to(kBFloat16));
+      wrong += !torch::equal(read_trained, trained.t().to(kBFloat16));
+      const auto gradient = torch::autograd::grad({read_trained.sum()}, {trained})[0];
+      wrong += gradient.sum().item<float>() != static_cast<float>(kEdge * kEdge);
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+  EXPECT_TRUE(cache.holds(frozen, kBFloat16));
+}
+
 // Forward and backward in all threads at once, weights that come, change and go, a bound that makes
 // copies go, questions and orders in between.
 void stress(const WeightCache& cache, bool publish) {

@@ -10,10 +10,10 @@
 #include <mezzo/detail/weight_cache/weight_identity.h>
 #include <mezzo/version.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <iterator>
 #include <list>
 #include <memory>
@@ -38,17 +38,13 @@ struct CopyKey {
   bool operator==(const CopyKey&) const = default;
 };
 
-struct CopyKeyHash {
-  std::size_t operator()(const CopyKey& key) const {
-    return std::hash<const void*>()(key.weight) ^ (static_cast<std::size_t>(key.dtype) << 1);
-  }
-};
-
 struct HeldCopy {
   CopyKey key;
   WeightIdentity weight;  ///< as it was when the copy was made
   at::Tensor copy;
   std::uint64_t made = 0;  ///< counts up through all copies that a store makes
+  std::uint64_t used = 0;  ///< counts up through all uses of a HeldCopies
+  std::int64_t bytes = 0;  ///< of the copy, when it was put into a HeldCopies
   bool forgotten = false;  ///< somebody said that it is not current
   bool fixed = false;      ///< at an address that others know: never moved, never evicted
   /// Of the copy, while it has the weight's values; none for a tensor from outside, which may share
@@ -75,25 +71,25 @@ class HeldCopies {
 
   /// The copy, if it is current; it becomes the most recently used.
   HeldCopy* find(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
-    const auto found = by_key_.find(CopyKey(weight, dtype));
-    if (found == by_key_.end() || !found->second->is_current(weight, since)) {
+    const auto found = position_of(CopyKey(weight, dtype));
+    if (found == by_weight_.end() || !found->second->is_current(weight, since)) {
       return nullptr;
     }
-    copies_.splice(copies_.begin(), copies_, found->second);
-    return &*found->second;
+    List& list = list_of(*found->second);
+    list.splice(list.begin(), list, found->second);
+    list.front().used = ++uses_;
+    return &list.front();
   }
 
   /// Takes an entry out, to be renewed where nobody can find it.
   std::optional<HeldCopy> take(const CopyKey& key) {
-    const auto found = by_key_.find(key);
-    if (found == by_key_.end()) {
+    const auto found = position_of(key);
+    if (found == by_weight_.end()) {
       return std::nullopt;
     }
-    HeldCopy entry = std::move(*found->second);
-    bytes_ -= bytes_of(entry.copy);
-    copies_.erase(found->second);
-    by_key_.erase(found);
-    return entry;
+    List out;
+    move(found->second, out);
+    return std::move(out.front());
   }
 
   /// Makes room and puts an entry in. What no longer has a place comes back, to be destroyed when
@@ -101,19 +97,19 @@ class HeldCopies {
   /// alone.
   List insert(HeldCopy entry) {
     List out;
-    const std::int64_t bytes = bytes_of(entry.copy);
-    const CopyKey key = entry.key;
-    copies_.push_front(std::move(entry));
-    by_key_.emplace(key, copies_.begin());
-    bytes_ += bytes;
-    if (bytes > max_bytes_ && !copies_.front().fixed) {
-      move(copies_.begin(), out);
+    entry.bytes = bytes_of(entry.copy);
+    if (entry.bytes > max_bytes_ && !entry.fixed) {
+      out.push_back(std::move(entry));
+      return out;
     }
-    for (auto last = copies_.end(); bytes_ > max_bytes_ && last != copies_.begin();) {
-      --last;
-      if (!last->fixed) {
-        last = move(last, out);
-      }
+    List& list = list_of(entry);
+    list.push_front(std::move(entry));
+    list.front().used = ++uses_;
+    by_weight_.emplace(list.front().key.weight, list.begin());
+    bytes_ += list.front().bytes;
+    fixed_bytes_ += list.front().fixed ? list.front().bytes : 0;
+    while (bytes_ > max_bytes_ && !(lasting_.empty() && passing_.empty())) {
+      move(least_recently_used(), out);
     }
     return out;
   }
@@ -122,47 +118,98 @@ class HeldCopies {
   template <class Predicate>
   List remove_if(Predicate gone) {
     List out;
-    for (auto entry = copies_.begin(); entry != copies_.end();) {
-      entry = gone(*entry) ? move(entry, out) : std::next(entry);
+    for (List* list : {&passing_, &lasting_, &fixed_}) {
+      for (auto entry = list->begin(); entry != list->end();) {
+        const auto next = std::next(entry);
+        if (gone(*entry)) {
+          move(entry, out);
+        }
+        entry = next;
+      }
     }
     return out;
   }
 
-  /// Forgets the copies for which `meant` holds: out go those that nobody else knows.
-  template <class Predicate>
-  List forget_if(Predicate meant) {
-    for (auto& entry : copies_) {
-      entry.forgotten = entry.forgotten || meant(entry);
+  /// Takes out the copies that do not outlive a backward pass, in time proportional to their
+  /// number.
+  List remove_passing() {
+    List out;
+    while (!passing_.empty()) {
+      move(passing_.begin(), out);
     }
-    return remove_if([&](const HeldCopy& entry) { return !entry.fixed && meant(entry); });
+    return out;
+  }
+
+  /// Forgets the copies of one weight: out go those that nobody else knows.
+  List forget(const c10::TensorImpl* weight) {
+    List out;
+    const auto [first, last] = by_weight_.equal_range(weight);
+    for (auto found = first; found != last;) {
+      const auto entry = (found++)->second;  // before its place goes
+      entry->forgotten = true;
+      if (!entry->fixed) {
+        move(entry, out);
+      }
+    }
+    return out;
+  }
+
+  List forget_all() {
+    List out = remove_if([](const HeldCopy& entry) { return !entry.fixed; });
+    for (auto& entry : fixed_) {
+      entry.forgotten = true;
+    }
+    return out;
   }
 
   /// Of all fixed copies but that of `key`.
   std::int64_t fixed_bytes_beside(const CopyKey& key) const {
-    std::int64_t bytes = 0;
-    for (const auto& entry : copies_) {
-      bytes += entry.fixed && !(entry.key == key) ? bytes_of(entry.copy) : 0;
-    }
-    return bytes;
+    const auto found = position_of(key);
+    const bool is_fixed = found != by_weight_.end() && found->second->fixed;
+    return fixed_bytes_ - (is_fixed ? found->second->bytes : 0);
   }
 
   std::int64_t max_bytes() const { return max_bytes_; }
   std::int64_t bytes() const { return bytes_; }
-  std::size_t size() const { return by_key_.size(); }
+  std::size_t size() const { return by_weight_.size(); }
 
  private:
-  List::iterator move(List::iterator entry, List& out) {
-    bytes_ -= bytes_of(entry->copy);
-    by_key_.erase(entry->key);
-    const auto next = std::next(entry);
-    out.splice(out.end(), copies_, entry);
-    return next;
+  // A weight has copies in one dtype or two.
+  using Positions = std::unordered_multimap<const c10::TensorImpl*, List::iterator>;
+
+  Positions::const_iterator position_of(const CopyKey& key) const {
+    const auto [first, last] = by_weight_.equal_range(key.weight);
+    const auto found = std::find_if(
+        first, last, [&key](const auto& position) { return position.second->key == key; });
+    return found == last ? by_weight_.end() : found;
+  }
+
+  List& list_of(const HeldCopy& entry) {
+    return entry.fixed ? fixed_ : entry.passed != nullptr ? passing_ : lasting_;
+  }
+
+  /// Of the copies that may be evicted, of which there is one.
+  List::iterator least_recently_used() {
+    const bool is_passing =
+        lasting_.empty() || (!passing_.empty() && passing_.back().used < lasting_.back().used);
+    return std::prev(is_passing ? passing_.end() : lasting_.end());
+  }
+
+  void move(List::iterator entry, List& out) {
+    bytes_ -= entry->bytes;
+    fixed_bytes_ -= entry->fixed ? entry->bytes : 0;
+    by_weight_.erase(position_of(entry->key));
+    out.splice(out.end(), list_of(*entry), entry);
   }
 
   std::int64_t max_bytes_;
   std::int64_t bytes_ = 0;
-  List copies_;
-  std::unordered_map<CopyKey, List::iterator, CopyKeyHash> by_key_;
+  std::int64_t fixed_bytes_ = 0;
+  std::uint64_t uses_ = 0;
+  List passing_;  // copies that do not outlive a backward pass; the most recently used first
+  List lasting_;
+  List fixed_;
+  Positions by_weight_;
 };
 
 }  // namespace detail

@@ -9,10 +9,13 @@
 #include <c10/util/DimVector.h>
 #include <c10/util/MaybeOwned.h>
 #include <c10/util/intrusive_ptr.h>
+#include <mezzo/detail/weight_cache/unseen_writes.h>
 #include <mezzo/version.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -72,7 +75,8 @@ class WeightIdentity {
         version_(weight._version()),
         dtype_(weight.scalar_type()),
         sizes_(weight.sizes()),
-        strides_(weight.strides()) {}
+        strides_(weight.strides()),
+        grad_accumulator_(grad_accumulator_of(weight)) {}
 
   /// Whether `weight`, the very tensor that this was made from, holds the same values in the same
   /// shape. Writes show in the version; set_data and resizing in memory and shape.
@@ -81,6 +85,16 @@ class WeightIdentity {
            weight.storage().unsafeGetStorageImpl() == storage_._unsafe_get_target() &&
            weight.scalar_type() == dtype_ && weight.sizes() == c10::IntArrayRef(sizes_) &&
            weight.strides() == c10::IntArrayRef(strides_);
+  }
+
+  /// Whether no graph but the expected ones has led to the weight since, whose gradient somebody
+  /// could have stepped.
+  bool has_no_other_graph(const at::Tensor& weight) const {
+    return have_same_owner(grad_accumulator_, grad_accumulator_of(weight));
+  }
+
+  void expect_graph(const std::shared_ptr<torch::autograd::Node>& grad_accumulator) {
+    grad_accumulator_ = grad_accumulator;
   }
 
   bool is_dead() const { return tensor_.expired(); }
@@ -93,6 +107,7 @@ class WeightIdentity {
   at::ScalarType dtype_;
   c10::DimVector sizes_;
   c10::DimVector strides_;
+  std::weak_ptr<torch::autograd::Node> grad_accumulator_;
 };
 
 }  // namespace detail

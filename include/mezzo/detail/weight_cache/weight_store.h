@@ -4,13 +4,19 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <mezzo/detail/weight_cache/held_copies.h>
+#include <mezzo/detail/weight_cache/seen_tensors.h>
 #include <mezzo/detail/weight_cache/thread_caches.h>
+#include <mezzo/detail/weight_cache/unseen_writes.h>
+#include <mezzo/detail/weight_cache/weight_cache_statistics.h>
 #include <mezzo/detail/weight_cache/weight_cast_node.h>
 #include <mezzo/detail/weight_cache/weight_identity.h>
 #include <mezzo/version.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <cstddef>
@@ -18,23 +24,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
-#include <unordered_map>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-/// What a WeightCache did since it was made or its statistics were reset.
-struct WeightCacheStatistics {
-  std::int64_t casts = 0;        ///< of weights, because no current copy was held
-  std::int64_t hits = 0;         ///< uses of a weight that found a current copy
-  std::int64_t published = 0;    ///< copies that an optimizer wrote
-  std::int64_t evicted = 0;      ///< copies that had to go because of max_bytes
-  std::int64_t bytes_cast = 0;   ///< read and written by the casts
-  std::int64_t bytes_saved = 0;  ///< what casts in the place of the hits would have moved
-  std::int64_t bytes_held = 0;   ///< in copies of living weights, now
-  std::int64_t copies_held = 0;  ///< now
-};
 
 namespace detail {
 
@@ -72,15 +64,18 @@ class WeightStore final : public WeightCasts {
     if (!can_be_held(weight)) {
       return tensor.to(dtype);
     }
-    const Wanted wanted{weight, dtype, since, weight.requires_grad() || tensor.requires_grad()};
-    if (Use use = find(wanted); use.copy.defined()) {
-      return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
+    const bool trainable = weight.requires_grad() || tensor.requires_grad();
+    const Wanted wanted{weight, dtype, since, trainable, trainable && c10::GradMode::is_enabled()};
+    Use use = find(wanted);
+    if (!use.copy.defined()) {
+      if (!is_worth_holding(wanted, place)) {
+        return tensor.to(dtype);
+      }
+      if (!trainable && !is_settled(weight)) {
+        return tensor.to(dtype);
+      }
+      use = find_or_cast(wanted, /*fixed=*/false);
     }
-    if (!is_worth_holding(wanted, place)) {
-      return tensor.to(dtype);
-    }
-    note_asked_for(weight, dtype);
-    Use use = find_or_cast(wanted, /*fixed=*/false);
     return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
   }
 
@@ -90,21 +85,26 @@ class WeightStore final : public WeightCasts {
     return made_;
   }
 
-  /// With the last reader go the copies that no later one may use, and those of dead weights.
+  /// With the last reader go the copies that no later one may use.
   void leave() noexcept override {
     HeldCopies::List out;  // dies after the lock
     const std::lock_guard lock(mutex_);
-    --readers_;
-    drop(
-        [last = readers_ == 0](const HeldCopy& entry) {
-          return entry.weight.is_dead() || (last && entry.passed != nullptr);
-        },
-        out);
+    if (--readers_ == 0) {
+      out = held_.remove_passing();
+    }
+    ++uses_;
+    drop_dead_if_due(out);
   }
 
   /// The copy of `weight`, current, in memory that is the same at every call.
   at::Tensor fixed_copy(const at::Tensor& weight, at::ScalarType dtype) {
-    return find_or_cast({weight, dtype, /*since=*/0, weight.requires_grad()}, /*fixed=*/true).copy;
+    const Wanted wanted{weight, dtype, /*since=*/0, weight.requires_grad()};
+    {
+      const std::lock_guard lock(mutex_);
+      const HeldCopy* entry = find_current(wanted);
+      if (entry != nullptr && entry->fixed) return entry->copy;
+    }
+    return find_or_cast(wanted, /*fixed=*/true).copy;
   }
 
   /// From now on `copy` is what is held for `weight`.
@@ -129,7 +129,7 @@ class WeightStore final : public WeightCasts {
       entry.copy_version = copy._version();
     }
     ++counts_.published;
-    insert(std::move(entry), out);
+    insert(std::move(entry), /*is_new=*/!old.has_value(), out);
   }
 
   bool holds(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
@@ -139,7 +139,7 @@ class WeightStore final : public WeightCasts {
 
   bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
     const std::lock_guard lock(mutex_);
-    return asked_for_.count({weight.unsafeGetTensorImpl(), dtype}) != 0;
+    return seen_.is_asked_for(weight, dtype);
   }
 
   /// Forgets the copies of one weight, or all; fixed ones keep their memory.
@@ -147,9 +147,7 @@ class WeightStore final : public WeightCasts {
     HeldCopies::List out;
     const std::lock_guard lock(mutex_);
     ++forgets_;
-    out = held_.forget_if([weight](const HeldCopy& entry) {
-      return weight == nullptr || entry.key.weight == weight;
-    });
+    out = weight == nullptr ? held_.forget_all() : held_.forget(weight);
   }
 
   WeightCacheStatistics statistics() {
@@ -173,43 +171,66 @@ class WeightStore final : public WeightCasts {
     const at::Tensor& weight;
     at::ScalarType dtype;
     std::uint64_t since;
-    bool trainable;  // the weight, or the view of it that is used
+    bool trainable;           // the weight, or the view of it that is used
+    bool with_graph = false;  // that leads to the weight
   };
 
-  /// A copy, and what its node raises.
+  /// A copy, and what its node raises and leads to.
   struct Use {
     at::Tensor copy;
     std::shared_ptr<std::atomic<bool>> passed;
+    std::shared_ptr<torch::autograd::Node> grad_accumulator;
   };
 
   Use find(const Wanted& wanted) {
     const std::lock_guard lock(mutex_);
+    ++uses_;
     HeldCopy* entry = find_current(wanted);
     if (entry == nullptr) {
       return {};
     }
     entry->order.about_to_read(entry->copy);
     count_hit(cast_bytes(wanted.weight, wanted.dtype));
-    return {entry->copy, entry->passed};
+    return use_of(*entry, wanted);
   }
 
   HeldCopy* find_current(const Wanted& wanted) {
     HeldCopy* entry = held_.find(wanted.weight, wanted.dtype, wanted.since);
-    const bool became_trainable =
-        entry != nullptr && entry->passed == nullptr && !may_be_kept(*entry, wanted);
-    return became_trainable ? nullptr : entry;
+    return entry != nullptr && shows_all_writes(*entry, wanted) ? entry : nullptr;
   }
 
-  /// Whether a copy outlives regions and backward passes.
-  bool may_be_kept(const HeldCopy& entry, const Wanted& wanted) const {
-    return keep_trainable_ || entry.fixed || !wanted.trainable;
+  /// Whether every write to the weight since shows in its identity.
+  bool shows_all_writes(const HeldCopy& entry, const Wanted& wanted) const {
+    if (entry.fixed || (keep_trainable_ && wanted.trainable)) {
+      return true;
+    }
+    const bool was_frozen = entry.passed == nullptr;
+    if (wanted.trainable ? was_frozen : !is_settled(wanted.weight)) {
+      return false;
+    }
+    return keep_trainable_ || entry.weight.has_no_other_graph(wanted.weight);
+  }
+
+  /// Whether a frozen weight stays as it is until it gets a new version.
+  bool is_settled(const at::Tensor& weight) const {
+    return (keep_trainable_ || !may_be_stepped(weight)) && !shares_memory_unseen(weight);
+  }
+
+  /// The graph of a use is no sign of a write, as long as no gradient has passed the copy.
+  static Use use_of(HeldCopy& entry, const Wanted& wanted) {
+    Use use{entry.copy, entry.passed, nullptr};
+    if (wanted.with_graph && entry.passed != nullptr && wanted.weight.requires_grad()) {
+      use.grad_accumulator = torch::autograd::impl::grad_accumulator(wanted.weight);
+      entry.weight.expect_graph(use.grad_accumulator);
+    }
+    return use;
   }
 
   /// One thread at a time, so that threads which miss together make one cast.
   Use find_or_cast(const Wanted& wanted, bool fixed) {
     HeldCopies::List out;         // dies after the locks, and so does
     std::optional<HeldCopy> old;  // what is replaced
-    const auto& [weight, dtype, since, trainable] = wanted;
+    const auto& [weight, dtype, since, trainable, with_graph] = wanted;
     const std::lock_guard refresh(refresh_);
     if (!fixed) {
       if (Use use = find(wanted); use.copy.defined()) {
@@ -226,16 +247,18 @@ class WeightStore final : public WeightCasts {
       }
       old = held_.take(key);
     }
-    const bool stays_fixed = old.has_value() && old->fixed && fits(old->copy, weight);
-    const bool is_good = old.has_value() && old->passed == nullptr && may_be_kept(*old, wanted) &&
+    const bool is_new = !old.has_value();
+    const bool stays_fixed = !is_new && old->fixed && fits(old->copy, weight);
+    const bool is_good = !is_new && old->passed == nullptr && shows_all_writes(*old, wanted) &&
                          old->is_current(weight, since);
     HeldCopy entry = is_good ? std::move(*old) : renewed(weight, dtype, old);
     const std::lock_guard lock(mutex_);
     entry.fixed = fixed || stays_fixed;
     entry.forgotten = entry.forgotten || forgets != forgets_;
-    entry.passed = may_be_kept(entry, wanted) ? nullptr : std::make_shared<std::atomic<bool>>();
-    Use use{entry.copy, entry.passed};
-    insert(std::move(entry), out);
+    const bool passing = trainable && !keep_trainable_ && !entry.fixed;
+    entry.passed = passing ? std::make_shared<std::atomic<bool>>() : nullptr;
+    Use use = use_of(entry, wanted);
+    insert(std::move(entry), is_new, out);
     return use;
   }
 
@@ -278,15 +301,18 @@ class WeightStore final : public WeightCasts {
     return is_laid_out_as(copy, weight) && copy.device() == weight.device();
   }
 
-  /// The dead make room before the living.
-  void insert(HeldCopy entry, HeldCopies::List& out) {
+  /// The dead make room before the living, as far as it pays to look for them.
+  void insert(HeldCopy entry, bool is_new, HeldCopies::List& out) {
     const std::int64_t bytes = bytes_of(entry.copy);
-    ++insertions_;
-    inserted_bytes_ += bytes;
-    if (insertions_ > held_.size() / 2 + 16 || inserted_bytes_ > held_.bytes() / 4 ||
-        held_.bytes() > held_.max_bytes() - bytes) {
+    if (is_new) {
+      ++uses_;
+      new_bytes_ += bytes;
+    }
+    const bool is_full = held_.bytes() > held_.max_bytes() - bytes;
+    if (is_full && uses_ > held_.size() / 8) {
       drop_dead(out);
     }
+    drop_dead_if_due(out);
     auto evicted = held_.insert(std::move(entry));
     if (!evicted.empty()) {
       counts_.evicted += static_cast<std::int64_t>(evicted.size());
@@ -294,16 +320,19 @@ class WeightStore final : public WeightCasts {
     }
   }
 
-  void drop_dead(HeldCopies::List& out) {
-    drop([](const HeldCopy& entry) { return entry.weight.is_dead(); }, out);
+  /// A look at all copies is worth its time after half as many uses, or when a quarter of the
+  /// memory is new: so it costs each use a constant, and the dead do not hold much for long.
+  void drop_dead_if_due(HeldCopies::List& out) {
+    if (uses_ > held_.size() / 2 || new_bytes_ > held_.bytes() / 4) {
+      drop_dead(out);
+    }
   }
 
-  template <class Predicate>
-  void drop(Predicate gone, HeldCopies::List& out) {
-    insertions_ = 0;
-    inserted_bytes_ = 0;
-    auto removed = held_.remove_if(gone);
-    out.splice(out.end(), removed);
+  void drop_dead(HeldCopies::List& out) {
+    uses_ = 0;
+    new_bytes_ = 0;
+    auto dead = held_.remove_if([](const HeldCopy& entry) { return entry.weight.is_dead(); });
+    out.splice(out.end(), dead);
   }
 
   /// Before anything changes, so that what is published stays so when this throws.
@@ -319,39 +348,17 @@ class WeightStore final : public WeightCasts {
                 "; raise WeightCacheOptions::max_bytes or publish fewer weights");
   }
 
-  /// A guess that costs a cast when wrong, and nothing else.
+  /// A guess that costs a cast when wrong, and nothing else. The first use of a weight finds no
+  /// copy, and comes by here.
   bool is_worth_holding(const Wanted& wanted, Place place) {
-    if (wanted.trainable || (place == Place::weight && !wanted.weight.is_view())) {
-      return true;
-    }
-    return place != Place::left && seen_before(wanted.weight);
-  }
-
-  /// Whether an op was given this tensor, as it is now, already once: a weight comes back, an
-  /// activation is gone.
-  bool seen_before(const at::Tensor& tensor) {
-    static constexpr std::size_t kMostCandidates = 4096;
     const std::lock_guard lock(mutex_);
-    const auto version = tensor._version();
-    const auto [found, first] =
-        candidates_.try_emplace(tensor.unsafeGetTensorImpl(), tensor.const_data_ptr(), version);
-    if (!first && found->second == std::pair(tensor.const_data_ptr(), version)) {
-      candidates_.erase(found);
-      return true;
+    const bool is_weight = wanted.trainable ||
+                           (place == Place::weight && !wanted.weight.is_view()) ||
+                           (place != Place::left && seen_.comes_back(wanted.weight));
+    if (is_weight) {
+      seen_.ask_for(wanted.weight, wanted.dtype);
     }
-    found->second = {tensor.const_data_ptr(), version};
-    if (candidates_.size() > kMostCandidates) {
-      candidates_.clear();
-    }
-    return false;
-  }
-
-  /// The first use of a weight finds no copy, and comes by here.
-  void note_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
-    static constexpr std::size_t kMost = 65536;
-    const std::lock_guard lock(mutex_);
-    if (asked_for_.size() >= kMost) asked_for_.clear();  // of dead weights; the others come again
-    asked_for_.emplace(weight.unsafeGetTensorImpl(), dtype);
+    return is_weight;
   }
 
   void count_hit(std::int64_t bytes) {
@@ -369,10 +376,9 @@ class WeightStore final : public WeightCasts {
   std::uint64_t forgets_ = 0;  // so that a copy that is being renewed is forgotten too
   int readers_ = 0;            // threads in regions
   WeightCacheStatistics counts_;
-  std::size_t insertions_ = 0;  // since the last look for dead weights
-  std::int64_t inserted_bytes_ = 0;
-  std::unordered_map<const void*, std::pair<const void*, std::int64_t>> candidates_;
-  std::set<std::pair<const c10::TensorImpl*, at::ScalarType>> asked_for_;
+  std::size_t uses_ = 0;        // since the last look for dead weights
+  std::int64_t new_bytes_ = 0;  // since then
+  SeenTensors seen_;
 };
 
 }  // namespace detail

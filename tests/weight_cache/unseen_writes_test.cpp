@@ -1,0 +1,287 @@
+// Writes that leave no version: by torch::optim::SGD, which steps through data(), and through
+// memory that a weight shares.
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/weight_cache.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <vector>
+
+#include "what_an_op_reads.h"
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::WeightCache;
+using torch::kBFloat16;
+using torch::kCPU;
+using torch::Tensor;
+
+constexpr int64_t kWidth = 4;
+
+Tensor what_a_linear_module_reads(const Tensor& weight) {
+  return torch::matmul(torch::eye(kWidth), weight.t()).t();
+}
+
+/// Uses enough of a weight for any copy to be held.
+void expect_present_values(const Tensor& weight) {
+  for (int use = 0; use < 3; ++use) {
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+    EXPECT_TRUE(torch::equal(what_a_linear_module_reads(weight), weight.to(kBFloat16)));
+  }
+}
+
+void evaluate(const WeightCache& cache, const Tensor& weight) {
+  const torch::NoGradGuard no_grad;
+  const Autocast<kCPU> autocast(cache);
+  expect_present_values(weight);
+}
+
+enum class Where { cached, outside_the_cache };
+
+Tensor loss_of(const WeightCache& cache, const Tensor& weight, Where where) {
+  const Autocast<kCPU> autocast(where == Where::cached
+                                    ? mezzo::AutocastOptions{.weight_cache = cache}
+                                    : mezzo::AutocastOptions{.enabled = false});
+  return torch::linear(torch::ones({1, kWidth}), weight).to(torch::kFloat).pow(2).sum();
+}
+
+/// Trains a weight that is frozen before and after.
+void thaw_and_step(const WeightCache& cache, Tensor weight, Where where, bool clear_gradient) {
+  torch::optim::SGD optimizer({weight}, 0.5);
+  weight.set_requires_grad(true);
+  loss_of(cache, weight, where).backward();
+  optimizer.step();
+  if (clear_gradient) optimizer.zero_grad();
+  weight.set_requires_grad(false);
+}
+
+TEST(UnseenSgdSteps, BetweenTwoFreezesAreNoticed) {
+  for (const auto where : {Where::cached, Where::outside_the_cache}) {
+    for (const bool clear_gradient : {true, false}) {
+      const WeightCache cache;
+      const auto weight = torch::randn({kWidth, kWidth});
+      for (int step = 0; step < 3; ++step) {
+        evaluate(cache, weight);
+        thaw_and_step(cache, weight, where, clear_gradient);
+      }
+      evaluate(cache, weight);
+    }
+  }
+}
+
+TEST(UnseenSgdSteps, InsideOneLongRegionAreNoticed) {
+  for (const bool frozen : {true, false}) {
+    for (const bool clear_gradient : {true, false}) {
+      const WeightCache cache;
+      auto weight = torch::randn({kWidth, kWidth});
+      const Autocast<kCPU> autocast(cache);
+      for (int step = 0; step < 3; ++step) {
+        weight.set_requires_grad(!frozen);
+        evaluate(cache, weight);
+        thaw_and_step(cache, weight, Where::outside_the_cache, clear_gradient);
+      }
+      evaluate(cache, weight);
+    }
+  }
+}
+
+// SGD steps what has a gradient, frozen or not.
+TEST(UnseenSgdSteps, OfAFrozenWeightThatStillHasAGradientAreNoticed) {
+  const WeightCache cache;
+  auto weight = torch::randn({kWidth, kWidth});
+  torch::optim::SGD optimizer({weight}, 0.5);
+  thaw_and_step(cache, weight, Where::cached, /*clear_gradient=*/false);
+  const Autocast<kCPU> region(cache);
+  for (int step = 0; step < 3; ++step) {
+    evaluate(cache, weight);
+    optimizer.step();
+  }
+  optimizer.zero_grad();
+  evaluate(cache, weight);
+}
+
+TEST(UnseenSgdSteps, AfterABackwardPassOfAGraphFromBeforeTheFreezeAreNoticed) {
+  const WeightCache cache;
+  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  torch::optim::SGD optimizer({weight}, 0.5);
+  const auto loss = loss_of(cache, weight, Where::outside_the_cache);
+  weight.set_requires_grad(false);
+  evaluate(cache, weight);
+  weight.set_requires_grad(true);
+  loss.backward();
+  optimizer.step();
+  optimizer.zero_grad();
+  weight.set_requires_grad(false);
+  evaluate(cache, weight);
+}
+
+// Gradient buckets hold the nodes that collect gradients: no new one tells of a new graph.
+TEST(UnseenSgdSteps, OfAWeightWhoseGradientsSomebodyCollectsAreNoticed) {
+  const WeightCache cache;
+  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  const auto collector = torch::autograd::impl::grad_accumulator(weight);
+  weight.set_requires_grad(false);
+  for (int step = 0; step < 3; ++step) {
+    evaluate(cache, weight);
+    thaw_and_step(cache, weight, Where::outside_the_cache, /*clear_gradient=*/true);
+  }
+  evaluate(cache, weight);
+}
+
+TEST(UnseenSgdSteps, OfAGansFrozenDiscriminatorAreNoticed) {
+  const auto train = [](const mezzo::AutocastOptions& options) {
+    torch::manual_seed(3);
+    torch::nn::Linear generator(kWidth, kWidth);
+    torch::nn::Linear discriminator(kWidth, 1);
+    torch::optim::SGD generates(generator->parameters(), 0.1);
+    torch::optim::SGD discriminates(discriminator->parameters(), 0.1);
+    const auto freeze = [&](bool frozen) {
+      for (auto& each : discriminator->parameters()) each.set_requires_grad(!frozen);
+    };
+    std::vector<float> losses;
+    const auto judge = [&](const Tensor& input) {
+      const Autocast<kCPU> autocast(options);
+      const auto loss = torch::linear(input, discriminator->weight).to(torch::kFloat).pow(2).mean();
+      losses.push_back(loss.item<float>());
+      return loss;
+    };
+    const auto in_full_precision = [&](const Tensor& input) {
+      return discriminator(input).pow(2).mean();
+    };
+    for (int step = 0; step < 6; ++step) {
+      freeze(true);
+      generates.zero_grad();
+      judge(generator(torch::randn({3, kWidth}))).backward();
+      generates.step();
+      freeze(false);
+      discriminates.zero_grad();
+      (in_full_precision(generator(torch::randn({3, kWidth})).detach()) -
+       in_full_precision(torch::randn({3, kWidth})))
+          .backward();
+      discriminates.step();
+      discriminates.zero_grad();
+    }
+    return losses;
+  };
+  const WeightCache cache;
+  EXPECT_EQ(train({.weight_cache = cache}), train({.cache_enabled = false}));
+}
+
+/// Ways to write to the memory of a weight under another version.
+struct SharedMemory {
+  const char* name;
+  std::function<Tensor(Tensor&)> share;  // returns what shares it
+};
+
+std::vector<SharedMemory> ways_to_share() {
+  return {
+      {"PartOfAFlatBuffer",
+       [](Tensor& weight) {
+         const auto flat = torch::randn({3 * kWidth * kWidth});
+         weight.set_data(flat.narrow(0, kWidth * kWidth, kWidth * kWidth).view({kWidth, kWidth}));
+         return flat;
+       }},
+      {"WholeFlatBuffer",
+       [](Tensor& weight) {
+         const auto flat = torch::randn({kWidth * kWidth});
+         weight.set_data(flat.view({kWidth, kWidth}));
+         return flat;
+       }},
+      {"AnotherParameter",
+       [](Tensor& weight) {
+         auto other = torch::randn({kWidth, kWidth}).requires_grad_();
+         other.set_data(weight);
+         return other;
+       }},
+      {"DataThatIsKept", [](Tensor& weight) { return weight.data(); }},
+  };
+}
+
+class UnseenWritesToMemory : public testing::TestWithParam<SharedMemory> {};
+
+TEST_P(UnseenWritesToMemory, AreNoticedInAFrozenWeight) {
+  for (const bool one_region : {true, false}) {
+    const WeightCache cache;
+    auto weight = torch::randn({kWidth, kWidth});
+    std::optional<Autocast<kCPU>> region;
+    if (one_region) region.emplace(cache);
+    evaluate(cache, weight);
+    const auto shared = GetParam().share(weight);
+    for (int write = 0; write < 3; ++write) {
+      evaluate(cache, weight);
+      const torch::NoGradGuard no_grad;
+      shared.add_(1);
+    }
+    evaluate(cache, weight);
+  }
+}
+
+TEST_P(UnseenWritesToMemory, AreNoticedInATrainableWeightBetweenRegions) {
+  const WeightCache cache;
+  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  const auto shared = GetParam().share(weight);
+  for (int write = 0; write < 3; ++write) {
+    evaluate(cache, weight);
+    const torch::NoGradGuard no_grad;
+    shared.add_(1);
+  }
+  evaluate(cache, weight);
+}
+
+INSTANTIATE_TEST_SUITE_P(Through, UnseenWritesToMemory, testing::ValuesIn(ways_to_share()),
+                         [](const auto& way) { return way.param.name; });
+
+TEST(FrozenWeights, AreCastOnceHoweverManyRegionsUseThem) {
+  const WeightCache cache;
+  torch::nn::Linear linear(kWidth, kWidth);
+  std::stringstream file;
+  torch::save(linear, file);
+  torch::load(linear, file);
+  for (auto& each : linear->parameters()) each.set_requires_grad(false);
+  const auto view = linear->weight.view({-1});
+  const auto detached = linear->weight.detach();
+  const auto input = torch::randn({2, kWidth}).requires_grad_();
+  const auto graph_in_full_precision = linear(input);
+  for (int region = 0; region < 5; ++region) {
+    const Autocast<kCPU> autocast(cache);
+    linear(input * 1).sum().backward();  // a leaf that requires grad would be held as well
+  }
+  EXPECT_EQ(cache.statistics().casts, 2);
+  EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
+  EXPECT_EQ(cache.statistics().copies_held, 2);
+}
+
+TEST(FrozenWeights, AreCastOnceAfterTheirTraining) {
+  const WeightCache cache;
+  const auto weight = torch::randn({kWidth, kWidth});
+  thaw_and_step(cache, weight, Where::cached, /*clear_gradient=*/true);
+  evaluate(cache, weight);
+  const auto casts = cache.statistics().casts;
+  evaluate(cache, weight);
+  EXPECT_EQ(cache.statistics().casts, casts);
+}
+
+TEST(TrainableWeights, AreCastOnceForTheUsesOfOneGraph) {
+  const WeightCache cache;
+  torch::nn::Linear cell(kWidth, kWidth);
+  const Autocast<kCPU> autocast(cache);
+  {
+    const torch::NoGradGuard no_grad;
+    cell(torch::randn({2, kWidth}));
+  }
+  auto state = torch::randn({2, kWidth});
+  for (int step = 0; step < 10; ++step) state = cell(state);
+  EXPECT_LE(cache.statistics().casts, 4);  // for the evaluation and for the graph
+  EXPECT_GE(cache.statistics().hits, 18);
+}
+
+}  // namespace
