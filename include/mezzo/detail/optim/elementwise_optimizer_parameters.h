@@ -16,11 +16,15 @@ void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
 }
 
 template <class Traits>
-auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> const Options& {
-  const auto* options = dynamic_cast<const Options*>(&param_groups_[group].options());
-  TORCH_CHECK(options != nullptr, Traits::kName, ": the options of parameter group ", group,
-              " are not mezzo::optim::", Traits::kName, "Options; make the group with those");
-  return *options;
+auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> Options {
+  return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
+}
+
+/// Null where there is none, or one of libtorch's, which has nothing of what mezzo's adds.
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::state_of(const at::Tensor& parameter) const -> const State* {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  return found == state_.end() ? nullptr : dynamic_cast<const State*>(found->second.get());
 }
 
 template <class Traits>
@@ -75,8 +79,10 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
   follow_parameters();
   std::vector<DeviceParticipants<Traits>> all;
   uint64_t number = 0;
+  step_options_.clear();
+  step_options_.reserve(param_groups_.size());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    const Options& options = options_of(group);
+    const Options& options = step_options_.emplace_back(options_of(group));
     check_options(options);
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const uint64_t own_number = number++;
@@ -97,10 +103,8 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
 /// What was unscaled onto the master; undefined where there is none.
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::master_gradient(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  if (found == state_.end()) return {};
-  const at::Tensor& master = static_cast<State&>(*found->second).master();
-  return master.defined() ? master.grad() : at::Tensor();
+  const State* const state = state_of(parameter);
+  return state != nullptr && state->master().defined() ? state->master().grad() : at::Tensor();
 }
 
 template <class Traits>
@@ -108,7 +112,7 @@ void ElementwiseOptimizer<Traits>::clear_gradients_beside_masters() {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       if (!keeps_master(group, parameter) || !parameter.grad().defined()) continue;
-      parameter.mutable_grad().zero_();
+      clear_gradient(parameter.grad());
     }
   }
 }
@@ -129,10 +133,8 @@ at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
-  const c10::NoGradGuard no_grad;
-  auto& slot = state_[parameter.unsafeGetTensorImpl()];
-  if (!slot) slot = std::make_unique<State>();
-  auto& state = static_cast<State&>(*slot);
+  const NoGraphGuard no_graph(parameter.is_inference());
+  State& state = own_state<State>(state_[parameter.unsafeGetTensorImpl()], Traits::kName);
   check_shape_of(state.master(), "a master", parameter, Traits::kName);
   settle_weights(parameter, storage, state);
   state.master() = in_layout_of(dense_parameter(parameter), state.master());
@@ -144,9 +146,7 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::open_states(Many& all) {
   for (One& one : all) {
     if (!keeps_state<Traits>(*one.options, one.storage)) continue;
-    auto& slot = state_[one.parameter->unsafeGetTensorImpl()];
-    if (!slot) slot = std::make_unique<State>();
-    one.state = static_cast<State*>(slot.get());
+    one.state = &own_state<State>(state_[one.parameter->unsafeGetTensorImpl()], Traits::kName);
     one.begins = Traits::begins(*one.options, *one.state);
   }
 }
@@ -178,8 +178,8 @@ bool ElementwiseOptimizer<Traits>::keeps_averages() const {
 
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).ema();
+  const State* const state = state_of(parameter);
+  return state == nullptr ? at::Tensor() : state->ema();
 }
 
 }  // namespace detail
