@@ -374,6 +374,9 @@ TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
   const auto& copy = dynamic_cast<const typename TypeParam::OurState&>(*clone);
   EXPECT_EQ(copy.step(), 3);
   EXPECT_TRUE(copy.master().defined());
+  EXPECT_TRUE(copy == state);
+  state.master(torch::zeros({2}));
+  EXPECT_FALSE(copy == state);
 }
 
 TEST(OptionsOfMezzo, AreChainedInAnyOrder) {

@@ -26,8 +26,7 @@ namespace optim {
 /// - `betas` (0.9, 0.999): how much of the running means of gradients and of their squares a step
 ///   keeps; in [0, 1).
 /// - `eps` (1e-8): added to the root of the mean square; at least 0. In half 1e-8 is no obstacle:
-/// arithmetic
-///   is in float.
+///   arithmetic is in float.
 /// - `weight_decay` (1e-2): parameters shrink by lr * weight_decay a step, whatever the gradient.
 /// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
 struct AdamWOptions : public detail::AdamOptionsOn<AdamWOptions, torch::optim::AdamWOptions> {
@@ -67,7 +66,12 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 /// Parameters without a gradient are passed over, and do not count the step; gradients are dense,
 /// and stay as they are unless `zero_grad` is asked for. Param groups, their options and their
 /// parameters may be added and changed between steps. A step looks at all before it writes any:
-/// where it throws for a gradient or an option, nothing has moved.
+/// where it throws for a gradient or an option, nothing has moved. It may run under InferenceMode:
+/// what it makes are plain tensors, for steps in any mode.
+///
+/// Code written for torch::optim::AdamW works as it stands: a cast of a group's options to
+/// `torch::optim::AdamWOptions&` or of a state to `torch::optim::AdamWParamState&`, libtorch's
+/// schedulers, and groups with libtorch's own options, for which `defaults()` say what mezzo adds.
 ///
 /// Files: `torch::save` and `torch::load` read and write what torch::optim::AdamW does: either
 /// optimizer goes on where the other stopped. Loading is all or nothing, and leaves no state that

@@ -75,6 +75,7 @@ void ElementwiseOptimizer<Traits>::follow_parameters() {
 template <class Traits>
 auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients)
     -> std::vector<DeviceParticipants<Traits>> {
+  const c10::NoGradGuard no_grad;  // gradients that are sums over ranks may be divided here
   look_at_parameters();
   follow_parameters();
   std::vector<DeviceParticipants<Traits>> all;

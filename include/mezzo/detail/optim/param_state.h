@@ -69,6 +69,17 @@ class ParamState : public Base {
   /// Of the parameter, when `master` or `lower_half` last agreed with it.
   WriteStamp& stamp() noexcept { return stamp_; }
 
+  /// Waits for the devices that count.
+  friend bool operator==(const ParamState& left,
+                         const ParamState& right) requires std::equality_comparable<Base> {
+    const auto is_same = [](const at::Tensor& a, const at::Tensor& b) {
+      return a.defined() == b.defined() && (!a.defined() || a.equal(b));
+    };
+    return static_cast<const Base&>(left) == static_cast<const Base&>(right) &&
+           left.step() == right.step() && is_same(left.master_, right.master_) &&
+           is_same(left.ema_, right.ema_) && is_same(left.lower_half_, right.lower_half_);
+  }
+
   /// A copy with all that is here; libtorch's clone would keep only its own part.
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
     return std::make_unique<Own>(static_cast<const Own&>(*this));
