@@ -369,6 +369,7 @@ TYPED_TEST(LibtorchIdioms, StatesOfLibtorchsOptimizerAreTakenOver) {
 TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
   typename TypeParam::OurState state;
   state.step(3).master(torch::ones({2}));
+  for (torch::Tensor* tensor : tensors_of(state)) *tensor = torch::ones({2});
   const typename TypeParam::State& as_theirs = state;
   const auto clone = static_cast<const torch::optim::OptimizerParamState&>(as_theirs).clone();
   const auto& copy = dynamic_cast<const typename TypeParam::OurState&>(*clone);
