@@ -401,7 +401,7 @@ TEST(AdamWErrors, NameTheOptionAndItsRange) {
   EXPECT_THAT([&] { AdamW(x, AdamWOptions(std::numeric_limits<double>::quiet_NaN())); },
               ThrowsMessage<c10::Error>(HasSubstr("lr is nan")));
   std::vector<torch::optim::OptimizerParamGroup> groups{
-      {x, std::make_unique<TorchAdamWOptions>(1e-3)}};
+      {x, std::make_unique<torch::optim::AdamOptions>(1e-3)}};
   EXPECT_THAT([&] { AdamW optimizer(groups); },
               ThrowsMessage<c10::Error>(HasSubstr("are not mezzo::optim::AdamWOptions")));
 }

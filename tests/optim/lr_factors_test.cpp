@@ -168,7 +168,9 @@ TEST(LrFactors, AreChecked) {
 // A captured graph counts there, and looks there for its factor.
 TEST(AppliedSteps, AreWrittenWhereADeviceCountsThem) {
   const auto on_device = torch::full({}, 5.0F);
-  mezzo::detail::StepCount count;
+  int64_t on_host = 0;
+  torch::Tensor counting_device;
+  const mezzo::detail::StepCount count(on_host, counting_device);
   count.overwrite(3);
   EXPECT_EQ(count.value(), 3);
   count.move_to(on_device);

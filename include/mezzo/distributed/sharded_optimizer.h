@@ -215,7 +215,7 @@ class ShardedOptimizer : public optim::FusedOptimizer {
 
   // Groups and gradients, before a step (sharded_optimizer_impl.h)
   static void check_options(const Options& options);
-  const Options& options_of(std::size_t group) const;
+  Options options_of(std::size_t group) const;
   std::unique_ptr<Inner> make_inner(const Options& defaults) const;
   void check_groups() const;
   void mirror_groups() const;

@@ -6,54 +6,45 @@
 #include <mezzo/detail/optim/adam_state.h>
 #include <mezzo/detail/optim/adam_traits.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/detail/optim/libtorch_options.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
-#include <torch/arg.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
-#include <tuple>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// Those of `torch::optim::AdamWOptions`, with its names, defaults and keys in an archive.
-struct AdamWOptions : public FusedOptions<AdamWOptions> {
-  using betas_t = std::tuple<double, double>;
-
-  AdamWOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
-
-  TORCH_ARG(double, lr) = 1e-3;
-  /// How much of the running means of gradients and of their squares a step keeps; in [0, 1).
-  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
-  /// Added to the root of the mean square; at least 0. In half 1e-8 is no obstacle: arithmetic is
-  /// in float.
-  TORCH_ARG(double, eps) = 1e-8;
-  /// Parameters shrink by lr * weight_decay a step, whatever the gradient.
-  TORCH_ARG(double, weight_decay) = 1e-2;
-  /// Divide by the largest mean square so far (Reddi et al., 2018).
-  TORCH_ARG(bool, amsgrad) = false;
-
- public:
-  void serialize(torch::serialize::InputArchive& archive) override {
-    detail::read_adam_options(archive, *this);
-    read_extras(archive);
-  }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    detail::write_adam_options(archive, *this);
-    write_extras(archive);
-  }
-  double get_lr() const override { return lr(); }
-  void set_lr(const double lr) override { this->lr(lr); }
+/// `torch::optim::AdamWOptions`, with its names, defaults and keys in an archive, and what
+/// FusedOptions adds; setters return AdamWOptions, and can be chained in any order.
+///
+/// - `lr` (1e-3): at least 0.
+/// - `betas` (0.9, 0.999): how much of the running means of gradients and of their squares a step
+///   keeps; in [0, 1).
+/// - `eps` (1e-8): added to the root of the mean square; at least 0. In half 1e-8 is no obstacle:
+///   arithmetic is in float.
+/// - `weight_decay` (1e-2): parameters shrink by lr * weight_decay a step, whatever the gradient.
+/// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
+struct AdamWOptions : public detail::AdamOptionsOn<AdamWOptions, torch::optim::AdamWOptions> {
+  AdamWOptions(double lr = 1e-3)  // NOLINT(google-explicit-constructor)
+      : AdamWOptions(torch::optim::AdamWOptions(lr)) {}
+  AdamWOptions(const torch::optim::AdamWOptions& options)  // NOLINT(google-explicit-constructor)
+      : AdamOptionsOn(options) {}
 };
 
-/// What AdamW remembers about a parameter: `step()`, and tensors of the parameter's shape and dtype
-/// `exp_avg()`, `exp_avg_sq()` and, with amsgrad, `max_exp_avg_sq()`. As in libtorch, but that
-/// `step()` counts on the parameter's device and waits for it, if that is not the CPU.
-struct AdamWParamState : public detail::AdamState<AdamWParamState> {};
+/// What AdamW remembers about a parameter: `torch::optim::AdamWParamState`, with tensors of the
+/// parameter's shape and dtype `exp_avg()`, `exp_avg_sq()` and, with amsgrad, `max_exp_avg_sq()`,
+/// and `step()`. What is written to it, through libtorch's type too, counts from the next step on.
+///
+/// Of a parameter that is not on the CPU the device counts the steps. `step()` waits for it, and
+/// libtorch's, called on a `torch::optim::AdamWParamState&`, then is -1; setting it sets the count.
+struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim::AdamWParamState> {
+  using AdamState::AdamState;
+};
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019): the answers of
 /// `torch::optim::AdamW` within rounding, from one pass over gradient, parameter and moments.
@@ -75,7 +66,12 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState> {};
 /// Parameters without a gradient are passed over, and do not count the step; gradients are dense,
 /// and stay as they are unless `zero_grad` is asked for. Param groups, their options and their
 /// parameters may be added and changed between steps. A step looks at all before it writes any:
-/// where it throws for a gradient or an option, nothing has moved.
+/// where it throws for a gradient or an option, nothing has moved. It may run under InferenceMode:
+/// what it makes are plain tensors, for steps in any mode.
+///
+/// Code written for torch::optim::AdamW works as it stands: a cast of a group's options to
+/// `torch::optim::AdamWOptions&` or of a state to `torch::optim::AdamWParamState&`, libtorch's
+/// schedulers, and groups with libtorch's own options, for which `defaults()` say what mezzo adds.
 ///
 /// Files: `torch::save` and `torch::load` read and write what torch::optim::AdamW does: either
 /// optimizer goes on where the other stopped. Loading is all or nothing, and leaves no state that

@@ -133,7 +133,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   /// How many steps were applied, which is to say not skipped; in files, and from libtorch's the
   /// highest count of a parameter. Waits for the device that counts: that of the parameters.
-  int64_t applied_steps() const { return applied_steps_.value(); }
+  int64_t applied_steps() const {
+    return detail::steps_counted(applied_on_host_, applied_on_device_);
+  }
 
   /// Goes on as after so many applied steps: the next one's factor is lr_factors()[applied_steps].
   /// For files of your own and for schedules that begin anew; `torch::load` restores the number by
@@ -143,7 +145,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   void set_applied_steps(int64_t applied_steps) {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
-    applied_steps_.overwrite(applied_steps);
+    applied_count().overwrite(applied_steps);
   }
 
   /// From here on each step writes copies of weights of float in `dtype` (bfloat16 or half),
@@ -187,8 +189,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// For launches on a device.
   detail::TableMemory& table_memory() noexcept { return table_memory_; }
 
-  detail::StepCount& applied_count() noexcept { return applied_steps_; }
-  const detail::StepCount& applied_count() const noexcept { return applied_steps_; }
+  detail::StepCount applied_count() noexcept { return {applied_on_host_, applied_on_device_}; }
+  /// The device's float that counts applied steps; undefined where the host counts.
+  const at::Tensor& applied_on_device() const noexcept { return applied_on_device_; }
 
   /// What the next step multiplies the lr with, of which the host knows where it counts.
   double lr_factor(int64_t applied) const {
@@ -208,7 +211,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
  private:
   std::vector<double> lr_factors_;
   at::Tensor lr_factors_on_device_;
-  detail::StepCount applied_steps_;
+  int64_t applied_on_host_ = 0;
+  at::Tensor applied_on_device_;
   detail::TableMemory table_memory_;
   at::ScalarType published_dtype_ = at::kBFloat16;
   std::function<at::Tensor(const at::Tensor&)> copy_for_;

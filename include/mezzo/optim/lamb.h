@@ -63,11 +63,12 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
   }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
+  bool operator==(const LAMBOptions&) const = default;
 };
 
 /// What LAMB remembers about a parameter: `exp_avg()` and `exp_avg_sq()`, of its shape and dtype,
 /// and `step()`, how many steps were applied, which waits for the device, if that is not the CPU.
-struct LAMBParamState : public detail::ParamState<LAMBParamState> {
+struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::CountedState<>> {
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, exp_avg_sq);
 

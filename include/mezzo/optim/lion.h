@@ -50,11 +50,12 @@ struct LionOptions : public FusedOptions<LionOptions> {
   }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
+  bool operator==(const LionOptions&) const = default;
 };
 
 /// What Lion remembers about a parameter: `exp_avg()`, of its shape and dtype, and `step()`, how
 /// many steps were applied, which waits for the device, if that is not the CPU.
-struct LionParamState : public detail::ParamState<LionParamState> {
+struct LionParamState : public detail::ParamState<LionParamState, detail::CountedState<>> {
   TORCH_ARG(at::Tensor, exp_avg);
 
  public:

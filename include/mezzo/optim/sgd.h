@@ -6,14 +6,14 @@
 
 #include <mezzo/detail/optim/archive_keys.h>
 #include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/detail/optim/libtorch_options.h>
 #include <mezzo/detail/optim/param_state.h>
 #include <mezzo/detail/optim/sgd_traits.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
 
-#include <torch/arg.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
 
 #include <utility>
 #include <vector>
@@ -21,64 +21,54 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// Those of `torch::optim::SGDOptions`, with its names, defaults and keys in an archive.
-struct SGDOptions : public FusedOptions<SGDOptions> {
-  SGDOptions(double lr) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
-
-  TORCH_ARG(double, lr);
-  /// How much of the running sum of gradients a step keeps; at least 0.
-  TORCH_ARG(double, momentum) = 0;
-  /// How much of a gradient is kept out of that sum, but for the first, with which it begins; 0
-  /// for nesterov, and where ATen's kernels step.
-  TORCH_ARG(double, dampening) = 0;
-  /// weight_decay * parameter is added to the gradient.
-  TORCH_ARG(double, weight_decay) = 0;
-  /// Step along the gradient as it would be after the momentum's step (Sutskever et al., 2013).
-  TORCH_ARG(bool, nesterov) = false;
-
- public:
-  void serialize(torch::serialize::InputArchive& archive) override {
-    lr_ = detail::read_key<double>(archive, "lr");
-    momentum_ = detail::read_key<double>(archive, "momentum");
-    dampening_ = detail::read_key<double>(archive, "dampening");
-    weight_decay_ = detail::read_key<double>(archive, "weight_decay");
-    nesterov_ = detail::read_key<bool>(archive, "nesterov");
-    read_extras(archive);
-  }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("lr", c10::IValue(lr_));
-    archive.write("momentum", c10::IValue(momentum_));
-    archive.write("dampening", c10::IValue(dampening_));
-    archive.write("weight_decay", c10::IValue(weight_decay_));
-    archive.write("nesterov", c10::IValue(nesterov_));
-    write_extras(archive);
-  }
-  double get_lr() const override { return lr(); }
-  void set_lr(const double lr) override { this->lr(lr); }
+/// `torch::optim::SGDOptions`, with its names, defaults and keys in an archive, and what
+/// FusedOptions adds; setters return SGDOptions, and can be chained in any order.
+///
+/// - `lr`: at least 0.
+/// - `momentum` (0): how much of the running sum of gradients a step keeps; at least 0.
+/// - `dampening` (0): how much of a gradient is kept out of that sum, but for the first, with which
+///   it begins; 0 for nesterov, and where ATen's kernels step.
+/// - `weight_decay` (0): weight_decay * parameter is added to the gradient.
+/// - `nesterov` (false): step along the gradient as it would be after the momentum's step
+///   (Sutskever et al., 2013).
+struct SGDOptions : public detail::SgdOptionsOn<SGDOptions, torch::optim::SGDOptions> {
+  SGDOptions(double lr)  // NOLINT(google-explicit-constructor)
+      : SGDOptions(torch::optim::SGDOptions(lr)) {}
+  SGDOptions(const torch::optim::SGDOptions& options)  // NOLINT(google-explicit-constructor)
+      : SgdOptionsOn(options) {}
 };
 
 /// What SGD with momentum remembers about a parameter (without it, only what weight_storage and
-/// ema_decay ask for): `momentum_buffer()`, of the parameter's shape and dtype, and `step()`, how
-/// many steps were applied, from the one on that began the buffer. libtorch's does not count them;
-/// it waits for the device, if that is not the CPU.
-struct SGDParamState : public detail::ParamState<SGDParamState> {
-  TORCH_ARG(at::Tensor, momentum_buffer);
+/// ema_decay ask for): `torch::optim::SGDParamState`, with `momentum_buffer()`, of the parameter's
+/// shape and dtype, and beyond libtorch's `step()`, how many steps were applied, from the one on
+/// that began the buffer; it waits for the device, if that is not the CPU. What is written to the
+/// buffer, through libtorch's type too, counts from the next step on.
+struct SGDParamState
+    : public detail::ParamState<SGDParamState, detail::CountedState<torch::optim::SGDParamState>> {
+  using LibtorchState = torch::optim::SGDParamState;
 
- public:
+  SGDParamState() = default;
+  explicit SGDParamState(const torch::optim::SGDParamState& state) {
+    momentum_buffer(state.momentum_buffer());
+    step(applied_at_least());
+  }
+
   void serialize(torch::serialize::InputArchive& archive) override {
-    detail::read_tensor_if_there(archive, "momentum_buffer", momentum_buffer_);
-    // libtorch's has no count, and a buffer from the first step on: whether there was a step is all
-    // that matters.
+    detail::read_tensor_if_there(archive, "momentum_buffer", momentum_buffer());
     c10::IValue count;
-    const bool is_counted = archive.try_read("step", count);
-    step(is_counted ? count.toInt() : momentum_buffer_.defined() ? 1 : 0);
+    step(archive.try_read("step", count) ? count.toInt() : applied_at_least());
     read_kept(archive);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("step", c10::IValue(step()));
-    detail::write_tensor_if_defined(archive, "momentum_buffer", momentum_buffer_);
+    detail::write_tensor_if_defined(archive, "momentum_buffer", momentum_buffer());
     write_kept(archive);
   }
+
+ private:
+  /// libtorch's state has no count, and a buffer from the first step on: whether there was a step
+  /// is all that matters.
+  int64_t applied_at_least() const { return momentum_buffer().defined() ? 1 : 0; }
 };
 
 /// Gradient descent with momentum, dampening, weight decay and Nesterov's look ahead: the answers

@@ -11,7 +11,9 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <concepts>
 #include <cstdint>
+#include <memory>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -42,11 +44,18 @@ enum class WeightStorage : std::uint8_t {
   stochastic,
 };
 
-/// Base of the options of mezzo's optimizers. A file keeps these under keys of their own, if they
-/// are not the defaults; where a file has none, as one of libtorch's, loading it leaves them.
-template <class Own>
-class FusedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
+/// Options of mezzo's optimizers. `Base` is libtorch's class of the same name, where there is one,
+/// so that code written for `torch::optim` reads and writes them through a cast to that. A file
+/// keeps what is added here under keys of its own, if it is not the default; where a file has none,
+/// as one of libtorch's, loading it leaves them.
+///
+/// A param group may hold plain options of libtorch's: the optimizer's `defaults()` then say what
+/// is added here.
+template <class Own, class Base = torch::optim::OptimizerOptions>
+class FusedOptions : public Base {
  public:
+  using LibtorchOptions = Base;
+
   WeightStorage weight_storage() const noexcept { return extras_.weight_storage; }
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
 
@@ -65,13 +74,32 @@ class FusedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
   std::uint64_t seed() const noexcept { return extras_.seed; }
   Own& seed(std::uint64_t value) { return set(extras_.seed, value); }
 
-  /// For loading: takes these options from `other` unless they were in the file.
+  /// A copy with all that is here; libtorch's clone would keep only its own part.
+  std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
+    return std::make_unique<Own>(static_cast<const Own&>(*this));
+  }
+
+  /// For loading, and for a group of libtorch's options: takes what is added here from `other`,
+  /// unless it was in the file.
   void keep_unread(const FusedOptions& other) {
     if (!was_read_) extras_ = other.extras_;
     was_read_ = false;
   }
 
+  /// Whether what is added here is the same.
+  bool adds_the_same(const FusedOptions& other) const { return extras_ == other.extras_; }
+
+  friend bool operator==(const FusedOptions& left, const FusedOptions& right) {
+    if constexpr (std::equality_comparable<Base>) {
+      if (static_cast<const Base&>(left) != static_cast<const Base&>(right)) return false;
+    }
+    return left.adds_the_same(right);
+  }
+
  protected:
+  FusedOptions() = default;
+  explicit FusedOptions(const Base& options) : Base(options) {}
+
   void read_extras(torch::serialize::InputArchive& archive) {
     c10::IValue storage;
     was_read_ = archive.try_read("weight_storage", storage);

@@ -6,6 +6,7 @@
 #include <mezzo/detail/distributed/sharded_state.h>
 #include <mezzo/detail/optim/archive_keys.h>
 #include <mezzo/detail/optim/dense_memory.h>
+#include <mezzo/detail/optim/group_options.h>
 #include <mezzo/detail/optim/kept_weights.h>
 #include <mezzo/detail/tensors/wide_dtype.h>
 #include <mezzo/distributed/sharded_optimizer.h>
@@ -147,8 +148,10 @@ void ShardedOptimizer<OptimizerType>::load(torch::serialize::InputArchive& archi
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::take_options(const OptimizerType& from) {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    static_cast<Options&>(param_groups_[group].options()) =
-        static_cast<const Options&>(from.param_groups()[group].options());
+    detail::set_group_options(
+        param_groups_[group],
+        detail::group_options<Options>(from.param_groups(), group, *defaults_, Traits::kName),
+        *defaults_);
   }
 }
 
@@ -156,8 +159,9 @@ template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::load_whole(torch::serialize::InputArchive& archive) {
   OptimizerType whole(param_groups_, static_cast<const Options&>(*defaults_));
   whole.load(archive);
-  for (const auto& group : whole.param_groups()) {
-    check_options(static_cast<const Options&>(group.options()));
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    check_options(
+        detail::group_options<Options>(whole.param_groups(), group, *defaults_, Traits::kName));
   }
   auto states = std::exchange(inner_->state(), {});
   try {

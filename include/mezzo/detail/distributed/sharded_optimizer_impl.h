@@ -8,6 +8,7 @@
 #include <mezzo/detail/distributed/gradient_reduction.h>
 #include <mezzo/detail/distributed/sharded_groups.h>
 #include <mezzo/detail/distributed/sharded_state.h>
+#include <mezzo/detail/optim/group_options.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/weight_storage.h>
 #include <mezzo/version.h>
@@ -60,11 +61,8 @@ void ShardedOptimizer<OptimizerType>::check_options(const Options& options) {
 }
 
 template <class OptimizerType>
-auto ShardedOptimizer<OptimizerType>::options_of(std::size_t group) const -> const Options& {
-  const auto* const options = dynamic_cast<const Options*>(&param_groups_[group].options());
-  TORCH_CHECK(options != nullptr, "ShardedOptimizer: the options of parameter group ", group,
-              " are not ", Traits::kName, "Options; make the group with those");
-  return *options;
+auto ShardedOptimizer<OptimizerType>::options_of(std::size_t group) const -> Options {
+  return detail::group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
 }
 
 /// Its groups are the slices of this one's.
@@ -107,18 +105,17 @@ void ShardedOptimizer<OptimizerType>::check_groups() const {
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::mirror_groups() const {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    const Options& options = options_of(group);
+    const Options options = options_of(group);
     check_options(options);
     static_cast<Options&>(inner_->param_groups()[group].options()) = options;
   }
   if (inner_->lr_factors() != lr_factors()) inner_->set_lr_factors(lr_factors());
   if (lr_factors().empty()) return;
   // A copy: whether a rank has gradients to step with or not, all count alike.
-  const detail::StepCount& applied = applied_count();
-  if (applied.on_device().defined()) {
-    inner_->applied_count().move_to(applied.on_device().clone());
+  if (applied_on_device().defined()) {
+    inner_->applied_count().move_to(applied_on_device().clone());
   } else {
-    inner_->applied_count().set(applied.value());
+    inner_->applied_count().set(applied_steps());
   }
 }
 
@@ -216,7 +213,7 @@ void ShardedOptimizer<OptimizerType>::fused_step(const optim::FusedStep& step) {
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::count_applied(const optim::FusedStep& step) {
   if (!has_gradient()) return;
-  const at::Tensor& count = applied_count().on_device();
+  const at::Tensor& count = applied_on_device();
   const optim::DeviceVerdict* verdict = nullptr;
   for (const optim::DeviceVerdict& one : step.verdicts) {
     const bool counts = count.defined() && one.inv_scale.device() == count.device();

@@ -10,18 +10,21 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/reciprocal.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// A loss scale's state on the device of the losses, with 1 / scale beside it: whoever writes the
 /// scale writes that too, in the same launch where mezzo has a kernel, so that no step has to
-/// compute it. All is written in place, where a captured graph will read it.
+/// compute it. All is written in place, where a captured graph will read it; so none of it is an
+/// inference tensor, which nobody could write outside of InferenceMode.
 class DeviceScale {
  public:
   DeviceScale() = default;
 
   DeviceScale(const LossScaleState& state, at::Device device) {
+    const c10::InferenceMode no_inference(false);
     const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
     const auto count = number.dtype(at::kInt);
     scale_ = DeviceCopies(at::full({}, state.scale, number));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/detail/distributed/rank_sum.h>
+#include <mezzo/detail/tensors/inference_tensors.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
@@ -64,7 +65,7 @@ void for_each_parameter(const torch::optim::Optimizer& optimizer, const Visit& v
 
 inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
   for_each_parameter(optimizer, [](std::size_t, const at::Tensor& parameter) {
-    if (parameter.grad().defined()) parameter.mutable_grad().zero_();
+    if (parameter.grad().defined()) clear_gradient(parameter.grad());
   });
   for (const auto& group : optimizer.param_groups()) forget_rank_sums(group.params());
 }

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <mezzo/detail/grad_scaler/gradients.h>
+#include <mezzo/detail/tensors/inference_tensors.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/GradMode.h>
 
 #include <cstddef>
 #include <unordered_map>
@@ -23,7 +23,7 @@ class MasterGradients {
 
   /// Gives each master a copy of its parameter's gradient, still scaled.
   explicit MasterGradients(optim::FusedOptimizer& optimizer) {
-    const c10::NoGradGuard no_grad;
+    const NoGraphGuard no_graph;
     for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
       if (!parameter.grad().defined() || !optimizer.keeps_master(group, parameter)) return;
       (void)gradient_values(parameter);  // coalesces it

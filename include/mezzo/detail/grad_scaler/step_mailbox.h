@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
@@ -23,6 +24,7 @@ namespace detail {
 class Letter {
  public:
   explicit Letter(at::Device device) : device_(device) {
+    const c10::InferenceMode no_inference(false);  // a later step writes it, in any mode
     const auto pinned = at::TensorOptions().device(at::kCPU).pinned_memory(!device.is_cpu());
     scale_ = at::empty({}, pinned.dtype(at::kFloat));
     next_scale_ = at::empty({}, pinned.dtype(at::kFloat));

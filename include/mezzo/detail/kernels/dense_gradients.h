@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/tensors/inference_tensors.h>
 #include <mezzo/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -30,8 +31,11 @@ class DenseGradients {
   /// To be called after a kernel wrote to `tensors`: autograd does not see raw writes, and copies
   /// go back where they came from.
   void written() const {
-    for (const at::Tensor& tensor : tensors_) tensor.unsafeGetTensorImpl()->bump_version();
-    for (const auto& [gradient, copy] : copies_) gradient.copy_(copy);
+    for (const at::Tensor& tensor : tensors_) bump_version(*tensor.unsafeGetTensorImpl());
+    for (const auto& [gradient, copy] : copies_) {
+      const NoGraphGuard no_graph(gradient.is_inference());
+      gradient.copy_(copy);
+    }
   }
 
  private:

@@ -2,7 +2,6 @@
 
 #include <mezzo/detail/kernels/adam_element.h>
 #include <mezzo/detail/kernels/cpu_isa.h>
-#include <mezzo/detail/optim/archive_keys.h>
 #include <mezzo/detail/optim/aten_step.h>
 #include <mezzo/detail/optim/option_checks.h>
 #include <mezzo/detail/optim/step_loops.h>
@@ -23,24 +22,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-template <class Options>
-void read_adam_options(torch::serialize::InputArchive& archive, Options& options) {
-  options.lr(read_key<double>(archive, "lr"))
-      .betas(read_key<typename Options::betas_t>(archive, "betas"))
-      .eps(read_key<double>(archive, "eps"))
-      .weight_decay(read_key<double>(archive, "weight_decay"))
-      .amsgrad(read_key<bool>(archive, "amsgrad"));
-}
-
-template <class Options>
-void write_adam_options(torch::serialize::OutputArchive& archive, const Options& options) {
-  archive.write("lr", c10::IValue(options.lr()));
-  archive.write("betas", c10::IValue(options.betas()));
-  archive.write("eps", c10::IValue(options.eps()));
-  archive.write("weight_decay", c10::IValue(options.weight_decay()));
-  archive.write("amsgrad", c10::IValue(options.amsgrad()));
-}
 
 /// What ElementwiseOptimizer asks about Adam and, with kIsDecoupled, AdamW.
 template <class OptionsT, class StateT, bool kIsDecoupled>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/detail/tensors/inference_tensors.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
 
@@ -28,7 +29,7 @@ struct AtenLists {
 /// ATen's fused optimizers write without bumping: autograd would not notice, nor a WeightCache.
 inline void bump_versions(const AtenLists& lists) {
   const auto bump = [](const std::vector<at::Tensor>& written) {
-    for (const at::Tensor& tensor : written) tensor.unsafeGetTensorImpl()->bump_version();
+    for (const at::Tensor& tensor : written) bump_version(*tensor.unsafeGetTensorImpl());
   };
   bump(lists.parameters);
   bump(lists.gradients);

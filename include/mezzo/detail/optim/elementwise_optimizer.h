@@ -4,9 +4,12 @@
 #include <mezzo/detail/kernels/optimizer_step_cpu.h>
 #include <mezzo/detail/kernels/step_use.h>
 #include <mezzo/detail/optim/aten_step.h>
+#include <mezzo/detail/optim/group_options.h>
 #include <mezzo/detail/optim/kept_weights.h>
+#include <mezzo/detail/optim/param_state.h>
 #include <mezzo/detail/optim/step_count.h>
 #include <mezzo/detail/optim/step_participants.h>
+#include <mezzo/detail/tensors/inference_tensors.h>
 #include <mezzo/grad_buckets.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/version.h>
@@ -77,16 +80,18 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
       loss = closure();
     }
     for (const auto& [parameter, state] : state_) {
-      refuse_unscaled_master(static_cast<State&>(*state).master(), Traits::kName);
+      if (const auto* const own = dynamic_cast<const State*>(state.get())) {
+        refuse_unscaled_master(own->master(), Traits::kName);
+      }
     }
     fused_step({});
     return loss;
   }
 
   void fused_step(const optim::FusedStep& step) override {
-    const c10::NoGradGuard no_grad;
     std::vector<Bystander> bystanders;
     auto all = participants_by_device(step.master_gradients, bystanders);
+    const NoGraphGuard no_graph(trains_inference_tensors(all));
     const double rank_factor = rank_factor_of(all, step);
     bool is_counted = false;
     for (auto& [device, participants] : all) {
@@ -104,9 +109,9 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   /// The step through ATen's fused kernels, which on the CPU too are there to be tested.
   void fused_step_with_aten(const optim::FusedStep& step) {
-    const c10::NoGradGuard no_grad;
     std::vector<Bystander> bystanders;
     auto all = participants_by_device(step.master_gradients, bystanders);
+    const NoGraphGuard no_graph(trains_inference_tensors(all));
     const double rank_factor = rank_factor_of(all, step);
     for (auto& [device, participants] : all) step_with_aten(participants, step, rank_factor);
     count_applied(all, step);
@@ -118,16 +123,16 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   void keep_masters() override {
     const auto keep = [](torch::optim::OptimizerOptions& options) {
-      auto& own = static_cast<Options&>(options);
-      if (own.weight_storage() == optim::WeightStorage::plain) {
-        own.weight_storage(optim::WeightStorage::master);
+      auto* const own = dynamic_cast<Options*>(&options);  // libtorch's own follow the defaults
+      if (own != nullptr && own->weight_storage() == optim::WeightStorage::plain) {
+        own->weight_storage(optim::WeightStorage::master);
       }
     };
-    keep(*defaults_);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       (void)options_of(group);  // of this kind, or it throws
-      keep(param_groups_[group].options());
     }
+    keep(*defaults_);
+    for (auto& group : param_groups_) keep(group.options());
   }
   bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
@@ -151,7 +156,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     std::vector<at::Tensor> gradients;                      // kept alive; some are copies
     std::vector<at::Tensor> uncleared;                      // those that were copied, if to clear
     std::vector<std::pair<at::Tensor, at::Tensor>> published;  // (weight, its low-precision copy)
-    std::vector<std::pair<StepCount*, int64_t>> counts;        // what they are after the step
+    std::vector<std::pair<StepCount, int64_t>> counts;         // what they are after the step
     std::vector<c10::TensorImpl*> written;                     // raw, which autograd does not see
     const Options* options = nullptr;  // whose coefficients are those of the last task
     int64_t count = 0;
@@ -160,7 +165,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   };
 
   static void check_options(const Options& options);
-  const Options& options_of(std::size_t group) const;
+  Options options_of(std::size_t group) const;
+  const State* state_of(const at::Tensor& parameter) const;
 
   // Who takes part, and with what: all is checked before anything is written
   // (elementwise_optimizer_parameters.h).
@@ -189,7 +195,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   static at::Tensor found_inf_on(at::Device device, const optim::FusedStep& step);
   void average(const std::vector<Bystander>& bystanders, const optim::FusedStep& step);
 
-  int64_t read_archive(torch::serialize::InputArchive& archive);  // elementwise_optimizer_archive.h
+  static int64_t read_applied_steps(torch::serialize::InputArchive& archive,
+                                    const Optimizer& read);  // elementwise_optimizer_archive.h
 
   // mezzo's kernels (elementwise_optimizer_step.h)
   static std::optional<double> gradient_factor(const optim::FusedStep& step, double rank_factor);
@@ -223,12 +230,13 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
                          const AtenVerdict& verdict);
   void step_with_aten(Many& all, const optim::FusedStep& step, double rank_factor);
   void add_to_call(const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
-                   std::vector<StepCount*>& counts,
+                   std::vector<StepCount>& counts,
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
 
   std::shared_ptr<BucketedGradients> buckets_;  // null where the optimizer stands on parameters
   std::shared_ptr<void> dividing_reader_;       // while it reads all that lies in the buckets
+  std::vector<Options> step_options_;           // of the groups, as the step that runs takes them
   SeenParameters seen_;
   int64_t parameters_version_ = 0;    // one higher whenever they are others
   int64_t bucketed_version_ = 0;      // of those that were last put into the buckets
@@ -269,7 +277,7 @@ bool ElementwiseOptimizer<Traits>::shares_gradients(const Many& all) {
 
 template <class Traits>
 void ElementwiseOptimizer<Traits>::clear_gradients(const Many& all) {
-  for (const One& one : all) one.gradient.zero_();
+  for (const One& one : all) clear_gradient(one.gradient);
 }
 
 /// The device that decides whether steps are applied counts them. Of several, one speaks for all:
@@ -277,7 +285,7 @@ void ElementwiseOptimizer<Traits>::clear_gradients(const Many& all) {
 template <class Traits>
 at::Device ElementwiseOptimizer<Traits>::counting_device(
     const std::vector<DeviceParticipants<Traits>>& all) {
-  const at::Tensor& count = applied_count().on_device();
+  const at::Tensor& count = applied_on_device();
   for (const DeviceParticipants<Traits>& one : all) {
     if (count.defined() && one.device == count.device()) return one.device;
   }

@@ -1,29 +1,53 @@
 #pragma once
 
 #include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/detail/optim/group_options.h>
+#include <mezzo/detail/tensors/inference_tensors.h>
 #include <mezzo/version.h>
 
+#include <ATen/core/ivalue.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/serialize.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
 
 // The files of an optimizer, which are libtorch's with what libtorch has not under keys of its own.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// Groups and states as a file has them, until all of it is read.
+class ReadOptimizer final : public torch::optim::Optimizer {
+ public:
+  ReadOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
+  at::Tensor step(LossClosure /*closure*/) override { return {}; }
+};
+
 template <class Traits>
 void ElementwiseOptimizer<Traits>::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    check_options(options_of(group));
+  }
   std::vector<State*> lent;  // a file has the whole of split weights, as if they were not split
   for (const auto& group : param_groups_) {
     for (const at::Tensor& parameter : group.params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      State& state = static_cast<State&>(*found->second);
-      if (!state.lower_half().defined() || state.master().defined()) continue;
-      state.master(trained_value(parameter, state));
-      lent.push_back(&state);
+      auto* const state = dynamic_cast<State*>(found->second.get());
+      if (state == nullptr || !state->lower_half().defined() || state->master().defined()) continue;
+      state->master(trained_value(parameter, *state));
+      lent.push_back(state);
     }
   }
-  torch::optim::serialize<State, Options>(archive, *this);
+  // Of the base classes: some may be libtorch's own.
+  torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
+      archive, *this);
   for (State* state : lent) state->master(at::Tensor());
   archive.write("applied_steps", c10::IValue(applied_steps()));
 }
@@ -31,39 +55,39 @@ void ElementwiseOptimizer<Traits>::save(torch::serialize::OutputArchive& archive
 /// All or nothing: the optimizer is then what the file says, without states that the file lacks.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::load(torch::serialize::InputArchive& archive) {
-  std::vector<Options> options;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    options.push_back(options_of(group));
-  }
-  auto states = std::exchange(state_, {});
-  try {
-    const int64_t applied = read_archive(archive);
-    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      static_cast<Options&>(param_groups_[group].options()).keep_unread(options[group]);
-      check_options(options_of(group));
-    }
-    applied_count().set(applied);
-  } catch (...) {
-    state_ = std::move(states);
-    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      static_cast<Options&>(param_groups_[group].options()) = options[group];
-    }
-    throw;
-  }
-}
-
-/// States and options; the number of applied steps.
-template <class Traits>
-int64_t ElementwiseOptimizer<Traits>::read_archive(torch::serialize::InputArchive& archive) {
   c10::IValue version;
   TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
               ": the archive holds no optimizer's state, or that of a libtorch before 1.5; save "
               "it with torch::save(optimizer, path)");
-  torch::optim::serialize<State, Options>(archive, *this);
+  const NoGraphGuard no_graph;
+  ReadOptimizer read;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    read.param_groups().emplace_back(param_groups_[group].params(),
+                                     std::make_unique<Options>(options_of(group)));
+  }
+  torch::optim::serialize<State, Options>(archive, read);
+  const auto read_options = [&read](std::size_t group) -> Options& {
+    return static_cast<Options&>(read.param_groups()[group].options());
+  };
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    read_options(group).keep_unread(options_of(group));
+    check_options(read_options(group));
+  }
+  applied_count().set(read_applied_steps(archive, read));
+  state_ = std::move(read.state());
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    set_group_options(param_groups_[group], read_options(group), *defaults_);
+  }
+}
+
+/// Of libtorch's files a parameter that had a gradient in each step knows.
+template <class Traits>
+int64_t ElementwiseOptimizer<Traits>::read_applied_steps(torch::serialize::InputArchive& archive,
+                                                         const Optimizer& read) {
   c10::IValue saved;
   if (archive.try_read("applied_steps", saved)) return saved.toInt();
-  int64_t applied = 0;  // libtorch's file: a parameter that had a gradient in each step knows
-  for (const auto& [parameter, state] : state_) {
+  int64_t applied = 0;
+  for (const auto& [parameter, state] : read.state()) {
     applied = std::max(applied, static_cast<const State&>(*state).step());
   }
   return applied;

@@ -19,8 +19,8 @@ bool ElementwiseOptimizer<Traits>::keeps_averages() const {
 
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).ema();
+  const State* const state = state_of(parameter);
+  return state == nullptr ? at::Tensor() : state->ema();
 }
 
 /// Whether a parameter without a gradient has an average, or is to have one. Checks what is kept.

@@ -97,9 +97,9 @@ template <class Traits>
 std::vector<float*> ElementwiseOptimizer<Traits>::place_counters(const Many& all, at::Device device,
                                                                  std::vector<StepRow>& rows) {
   restart_counts(all);
-  std::vector<StepCount*> counts;
+  std::vector<StepCount> counts;
   for (const One& one : all) {
-    if (one.state != nullptr) counts.push_back(&one.state->count());
+    if (one.state != nullptr) counts.push_back(one.state->count());
   }
   const std::vector<at::Tensor> on_device = counts_on(device, counts);
   std::vector<float*> counters;
@@ -125,10 +125,10 @@ void ElementwiseOptimizer<Traits>::restart_counts(const Many& all) {
 /// this one is to count from here on.
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::applied_on(at::Device device, bool counts_there) {
-  const at::Tensor& count = applied_count().on_device();
+  const at::Tensor& count = applied_on_device();
   if (!counts_there && count.defined() && count.device() != device)
     return count.to(device, /*non_blocking=*/true);
-  return counts_on(device, {&applied_count()}).front();
+  return counts_on(device, {applied_count()}).front();
 }
 
 /// What one call of ATen's kernel takes.
@@ -197,7 +197,7 @@ void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedS
   }
   Prepared prepared;
   std::vector<AtenCall> calls;
-  std::vector<StepCount*> counts;
+  std::vector<StepCount> counts;
   // ATen's kernels write unscaled gradients back: one that is shared would be unscaled twice.
   const bool copies_gradients = verdict.grad_scale.has_value() && shares_gradients(all);
   for (const One& one : all) {
@@ -222,7 +222,7 @@ void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedS
 template <class Traits>
 void ElementwiseOptimizer<Traits>::add_to_call(
     const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
-    std::vector<StepCount*>& counts, std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+    std::vector<StepCount>& counts, std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
   settle(one);
   at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) copies.emplace_back(*one.parameter, parameter);
@@ -239,10 +239,11 @@ void ElementwiseOptimizer<Traits>::add_to_call(
   if (!joins) calls.push_back({one.options, one.state != nullptr, {}});
   AtenLists& lists = calls.back().lists;
   lists.parameters.push_back(parameter);
-  const at::Tensor gradient = copies_gradient ? one.gradient.clone() : one.gradient;
+  const bool is_written_back = !copies_gradient && !one.gradient.is_inference();
+  const at::Tensor gradient = is_written_back ? one.gradient : one.gradient.clone();
   lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
   if (one.state == nullptr) return;
-  counts.push_back(&one.state->count());
+  counts.push_back(one.state->count());
   for (int k = 0; k < Traits::moments(*one.options); ++k) {
     lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(one, k, dense));
   }

@@ -16,11 +16,15 @@ void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
 }
 
 template <class Traits>
-auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> const Options& {
-  const auto* options = dynamic_cast<const Options*>(&param_groups_[group].options());
-  TORCH_CHECK(options != nullptr, Traits::kName, ": the options of parameter group ", group,
-              " are not mezzo::optim::", Traits::kName, "Options; make the group with those");
-  return *options;
+auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> Options {
+  return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
+}
+
+/// Null where there is none, or one of libtorch's, which has nothing of what mezzo's adds.
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::state_of(const at::Tensor& parameter) const -> const State* {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  return found == state_.end() ? nullptr : dynamic_cast<const State*>(found->second.get());
 }
 
 template <class Traits>
@@ -72,12 +76,15 @@ template <class Traits>
 auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients,
                                                           std::vector<Bystander>& bystanders)
     -> std::vector<DeviceParticipants<Traits>> {
+  const c10::NoGradGuard no_grad;  // gradients that are sums over ranks may be divided here
   look_at_parameters();
   follow_parameters();
   std::vector<DeviceParticipants<Traits>> all;
   uint64_t number = 0;
+  step_options_.clear();
+  step_options_.reserve(param_groups_.size());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    const Options& options = options_of(group);
+    const Options& options = step_options_.emplace_back(options_of(group));
     check_options(options);
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const uint64_t own_number = number++;
@@ -103,8 +110,8 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients,
 /// Undefined where there is none.
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::master_of(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  return found == state_.end() ? at::Tensor() : static_cast<const State&>(*found->second).master();
+  const State* const state = state_of(parameter);
+  return state == nullptr ? at::Tensor() : state->master();
 }
 
 /// What was unscaled onto the master; undefined where there is none.
@@ -119,7 +126,7 @@ void ElementwiseOptimizer<Traits>::clear_gradients_beside_masters() {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       if (!keeps_master(group, parameter) || !parameter.grad().defined()) continue;
-      parameter.mutable_grad().zero_();
+      clear_gradient(parameter.grad());
     }
   }
 }
@@ -140,7 +147,7 @@ at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
-  const c10::NoGradGuard no_grad;
+  const NoGraphGuard no_graph(parameter.is_inference());
   State& state = state_for(parameter);
   check_shape_of(state.master(), "a master", parameter, Traits::kName);
   settle_weights(parameter, storage, state);
@@ -151,9 +158,7 @@ at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
 /// Made if there is none.
 template <class Traits>
 auto ElementwiseOptimizer<Traits>::state_for(const at::Tensor& parameter) -> State& {
-  auto& slot = state_[parameter.unsafeGetTensorImpl()];
-  if (!slot) slot = std::make_unique<State>();
-  return static_cast<State&>(*slot);
+  return own_state<State>(state_[parameter.unsafeGetTensorImpl()], Traits::kName);
 }
 
 /// For a step that will not be skipped, as far as the host knows.
@@ -161,8 +166,7 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::open_states(Many& all) {
   for (One& one : all) {
     if (!keeps_state<Traits>(*one.options, one.storage)) {
-      const auto found = state_.find(one.parameter->unsafeGetTensorImpl());
-      if (found != state_.end()) static_cast<State&>(*found->second).ema() = at::Tensor();
+      if (average_of(*one.parameter).defined()) state_for(*one.parameter).ema() = at::Tensor();
       continue;
     }
     one.state = &state_for(*one.parameter);

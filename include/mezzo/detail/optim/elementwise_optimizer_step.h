@@ -39,7 +39,7 @@ void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& s
   if (!lr_factors().empty()) prepared.lr_factor = lr_factor(applied_steps());
   for (const One& one : all) prepare(one, use, prepared);
   run_step_cpu(prepared.tasks);
-  for (auto& [count, value] : prepared.counts) count->set(value);
+  for (const auto& [count, value] : prepared.counts) count.set(value);
   finish(all, clear && !clears_on_the_way, prepared);
 }
 
@@ -47,8 +47,8 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::prepare(const One& one, const StepUse& use, Prepared& prepared) {
   int64_t count = 1;
   if (one.state != nullptr) {
-    count = (one.begins ? 0 : one.state->count().value()) + 1;
-    prepared.counts.emplace_back(&one.state->count(), count);
+    count = (one.begins ? 0 : one.state->step()) + 1;
+    prepared.counts.emplace_back(one.state->count(), count);
   }
   set_coefficients(one, count, prepared);
   const StepSpan span = span_of(one, use.clear, prepared);
@@ -149,9 +149,9 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::finish(const Many& all, bool clear_all,
                                           const Prepared& prepared) {
   for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
-  for (const at::Tensor& gradient : prepared.uncleared) gradient.zero_();
+  for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
   if (clear_all) clear_gradients(all);
-  for (c10::TensorImpl* written : prepared.written) written->bump_version();
+  for (c10::TensorImpl* written : prepared.written) bump_version(*written);
   for (const One& one : all) {
     if (one.state != nullptr) one.state->stamp() = WriteStamp::of(*one.parameter);
   }

@@ -6,13 +6,17 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <concepts>
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -31,27 +35,56 @@ struct WriteStamp {
   bool operator==(const WriteStamp&) const = default;
 };
 
-/// What every optimizer of mezzo's may keep of a parameter.
-template <class Own>
-class ParamState : public torch::optim::OptimizerCloneableParamState<Own> {
+/// A state of libtorch's with the count of steps that it lacks.
+template <class Base = torch::optim::OptimizerParamState>
+class CountedState : public Base {
+  TORCH_ARG(int64_t, step) = 0;
+};
+
+/// What every optimizer of mezzo's may keep of a parameter, beside what lies in `Base`: libtorch's
+/// state of that optimizer, where there is one, with the host's count of steps.
+template <class Own, class Base>
+class ParamState : public Base {
   /// With WeightStorage::master the float that the parameter is rounded from.
   TORCH_ARG(at::Tensor, master);
   /// With ema_decay: the weights' average.
   TORCH_ARG(at::Tensor, ema);
 
  public:
+  using LibtorchState = Base;
+
+  ParamState() = default;
+  explicit ParamState(const Base& state) : Base(state) {}
+
   /// How many steps were applied; waits for the parameter's device.
-  int64_t step() const { return count_.value(); }
+  int64_t step() const { return steps_counted(Base::step(), device_count_); }
   Own& step(int64_t step) {
-    count_.set(step);
+    count().set(step);
     return static_cast<Own&>(*this);
   }
 
-  StepCount& count() noexcept { return count_; }
+  StepCount count() noexcept { return {Base::step(), device_count_}; }
   /// With WeightStorage::split_master, int16: see join_halves.
   at::Tensor& lower_half() noexcept { return lower_half_; }
   /// Of the parameter, when `master` or `lower_half` last agreed with it.
   WriteStamp& stamp() noexcept { return stamp_; }
+
+  /// Waits for the devices that count. \throws c10::Error, as libtorch's, where there are no
+  /// moments.
+  friend bool operator==(const ParamState& left,
+                         const ParamState& right) requires std::equality_comparable<Base> {
+    const auto is_same = [](const at::Tensor& a, const at::Tensor& b) {
+      return a.defined() == b.defined() && (!a.defined() || a.equal(b));
+    };
+    return static_cast<const Base&>(left) == static_cast<const Base&>(right) &&
+           left.step() == right.step() && is_same(left.master_, right.master_) &&
+           is_same(left.ema_, right.ema_) && is_same(left.lower_half_, right.lower_half_);
+  }
+
+  /// A copy with all that is here; libtorch's clone would keep only its own part.
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
+    return std::make_unique<Own>(static_cast<const Own&>(*this));
+  }
 
  protected:
   void read_kept(torch::serialize::InputArchive& archive) {
@@ -64,10 +97,29 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Own> {
   }
 
  private:
-  StepCount count_;
+  at::Tensor device_count_;
   at::Tensor lower_half_;
   WriteStamp stamp_;
 };
+
+/// The state in `slot` as mezzo's: made where there is none, and taken over from one of libtorch's,
+/// as whoever copies the states of a `torch::optim` optimizer leaves there.
+template <class State>
+State& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot, const char* optimizer) {
+  using Plain = typename State::LibtorchState;
+  if (!slot) slot = std::make_unique<State>();
+  if (auto* const own = dynamic_cast<State*>(slot.get())) return *own;
+  if constexpr (std::constructible_from<State, const Plain&>) {
+    if (const auto* const plain = dynamic_cast<const Plain*>(slot.get())) {
+      auto own = std::make_unique<State>(*plain);
+      State& taken = *own;
+      slot = std::move(own);
+      return taken;
+    }
+  }
+  TORCH_CHECK(false, optimizer, ": the state of a parameter is not a mezzo::optim::", optimizer,
+              "ParamState; copy states between optimizers of the same kind alone");
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -6,6 +6,7 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <utility>
@@ -14,55 +15,86 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// How many steps were applied to a parameter. Of a parameter on the CPU the host knows; elsewhere
-/// the device decides whether a step is applied, and counts: in a float, which libtorch's kernels
-/// ask for, and so to 2^24 steps at most, when all corrections for early steps are long past.
+/// What the host's number is while a device counts: no count, and so told from one that was set.
+inline constexpr int64_t kDeviceCounts = -1;
+
+inline void check_steps(int64_t steps) {
+  TORCH_CHECK(steps >= 0, "step is ", steps,
+              " in the state of an optimizer; it should be at least 0");
+}
+
+/// Waits for the device, where that counts.
+inline int64_t steps_counted(int64_t on_host, const at::Tensor& on_device) {
+  if (on_host == kDeviceCounts && on_device.defined()) {
+    return static_cast<int64_t>(on_device.item<float>());
+  }
+  check_steps(on_host);  // libtorch's class takes any number
+  return on_host;
+}
+
+/// How many steps were applied to a parameter; a view of the two places where that may lie. Of a
+/// parameter on the CPU the host knows; elsewhere the device decides whether a step is applied, and
+/// counts: in a float, which libtorch's kernels ask for, and so to 2^24 steps at most, when all
+/// corrections for early steps are long past.
 class StepCount {
  public:
-  /// Waits for the device, where there is one.
-  int64_t value() const {
-    return on_device_.defined() ? static_cast<int64_t>(on_device_.item<float>()) : value_;
-  }
+  StepCount(int64_t& on_host, at::Tensor& on_device) noexcept
+      : on_host_(&on_host), on_device_(&on_device) {}
+
+  int64_t value() const { return steps_counted(*on_host_, *on_device_); }
 
   /// From here on the host counts, until a device is to.
-  void set(int64_t value) {
-    value_ = value;
-    on_device_ = at::Tensor();
+  void set(int64_t value) const {
+    check_steps(value);
+    *on_host_ = value;
+    *on_device_ = at::Tensor();
   }
 
   /// Whoever counts goes on from here, at the same place in memory.
-  void overwrite(int64_t value) {
-    if (!on_device_.defined()) return set(value);
-    const c10::NoGradGuard no_grad;
-    on_device_.fill_(value);
+  void overwrite(int64_t value) const {
+    *on_host_ = value;
+    (void)on_device();
   }
 
   /// From here on a float of one element on the device counts, which holds the value already.
-  void move_to(at::Tensor on_device) { on_device_ = std::move(on_device); }
-  const at::Tensor& on_device() const noexcept { return on_device_; }
+  void move_to(at::Tensor on_device) const {
+    *on_host_ = kDeviceCounts;
+    *on_device_ = std::move(on_device);
+  }
+
+  /// Undefined where the host counts. What was written to the host's number while a device counted,
+  /// as whoever holds libtorch's state does, goes to the device first.
+  const at::Tensor& on_device() const {
+    if (on_device_->defined() && *on_host_ != kDeviceCounts) {
+      const c10::NoGradGuard no_grad;
+      on_device_->fill_(*on_host_);
+      *on_host_ = kDeviceCounts;
+    }
+    return *on_device_;
+  }
 
  private:
-  int64_t value_ = 0;
-  at::Tensor on_device_;
+  int64_t* on_host_;
+  at::Tensor* on_device_;
 };
 
 /// The counts as tensors on `device`; those that the host kept are sent there together.
-inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<StepCount*>& counts) {
-  std::vector<StepCount*> newcomers;
+inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<StepCount>& counts) {
+  std::vector<StepCount> newcomers;
   std::vector<float> values;
-  for (StepCount* count : counts) {
-    if (count->on_device().defined() && count->on_device().device() == device) continue;
+  for (const StepCount& count : counts) {
+    if (count.on_device().defined() && count.on_device().device() == device) continue;
     newcomers.push_back(count);
-    values.push_back(static_cast<float>(count->value()));
+    values.push_back(static_cast<float>(count.value()));
   }
   if (!newcomers.empty()) {
     const at::Tensor together = at::tensor(values).to(device);
     for (std::size_t i = 0; i < newcomers.size(); ++i) {
-      newcomers[i]->move_to(together.select(0, static_cast<int64_t>(i)));
+      newcomers[i].move_to(together.select(0, static_cast<int64_t>(i)));
     }
   }
   std::vector<at::Tensor> tensors;
-  for (const StepCount* count : counts) tensors.push_back(count->on_device());
+  for (const StepCount& count : counts) tensors.push_back(count.on_device());
   return tensors;
 }
 
@@ -89,13 +121,13 @@ inline void add_to_counts(const std::vector<at::Tensor>& counts, const at::Tenso
 }
 
 /// One more, unless `found_inf`, a float on `device` or undefined, says that a step was skipped.
-inline void count_step(StepCount& count, at::Device device, const at::Tensor& found_inf) {
+inline void count_step(const StepCount& count, at::Device device, const at::Tensor& found_inf) {
   if (device.is_cpu()) {
     const bool ran = !found_inf.defined() || *found_inf.const_data_ptr<float>() == 0.0F;
     if (ran) count.set(count.value() + 1);
     return;
   }
-  at::Tensor on_device = counts_on(device, {&count}).front();
+  at::Tensor on_device = counts_on(device, {count}).front();
   if (found_inf.defined()) {
     on_device.add_(found_inf.eq(0));
   } else {

@@ -10,6 +10,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -57,6 +58,9 @@ bool keeps_state(const typename Traits::Options& options, optim::WeightStorage s
 
 inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradient,
                            const char* optimizer) {
+  TORCH_CHECK(!parameter.is_inference() || c10::InferenceMode::is_enabled(), optimizer,
+              ": a parameter was made under InferenceMode, outside of which it cannot be written; "
+              "make or load the model outside of it, or step inside of it");
   TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
               " takes dense parameters and gradients, and has one of the layout ",
               gradient.layout(), "; torch::optim::SGD takes sparse ones");
@@ -67,6 +71,17 @@ inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradie
   TORCH_CHECK(at::has_internal_overlap(parameter) != at::MemOverlap::Yes, optimizer,
               ": several elements of a parameter of the shape ", parameter.sizes(),
               " are the same memory, as expand() makes them; give the tensor that was expanded");
+}
+
+template <class Traits>
+bool trains_inference_tensors(const std::vector<DeviceParticipants<Traits>>& all) {
+  const auto is_inference = [](const Participant<Traits>& one) {
+    return one.parameter->is_inference();
+  };
+  return std::any_of(all.begin(), all.end(), [&](const DeviceParticipants<Traits>& on_device) {
+    const auto& participants = on_device.participants;
+    return std::any_of(participants.begin(), participants.end(), is_inference);
+  });
 }
 
 /// The CPU's loop for what is kept of a parameter; other devices have the same.

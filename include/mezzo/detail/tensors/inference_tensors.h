@@ -1,0 +1,37 @@
+#pragma once
+
+#include <mezzo/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/TensorImpl.h>
+
+// What is made under InferenceMode is an inference tensor: outside of it ATen does not write it,
+// and it has no version that could be bumped. A step may run under it, and be the first of many.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// For as long as it exists no graph is made, and tensors that are made are plain ones, whatever
+/// the caller's mode; or inference tensors, and then such tensors can be written too.
+class NoGraphGuard {
+ public:
+  explicit NoGraphGuard(bool inference_tensors = false) : inference_(inference_tensors) {}
+
+ private:
+  c10::InferenceMode inference_;  // turns graphs on where it is off, so that it comes first
+  c10::NoGradGuard no_grad_;
+};
+
+/// After a raw write, which neither autograd nor a WeightCache has seen.
+inline void bump_version(c10::TensorImpl& written) {
+  if (!written.is_inference()) written.bump_version();
+}
+
+inline void clear_gradient(const at::Tensor& gradient) {
+  const NoGraphGuard no_graph(gradient.is_inference());
+  gradient.zero_();
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

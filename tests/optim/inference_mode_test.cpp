@@ -1,0 +1,197 @@
+// Steps under c10::InferenceMode, and of tensors that were made under it: either all of a step is
+// done, or nothing.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using mezzo::optim::WeightStorage;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+struct AdamThere {
+  using Optimizer = mezzo::optim::Adam;
+  static mezzo::optim::AdamOptions options() { return {0.1}; }
+};
+struct AdamWThere {
+  using Optimizer = mezzo::optim::AdamW;
+  static mezzo::optim::AdamWOptions options() { return {0.1}; }
+};
+struct SgdThere {
+  using Optimizer = mezzo::optim::SGD;
+  static mezzo::optim::SGDOptions options() { return mezzo::optim::SGDOptions(0.1).momentum(0.9); }
+};
+struct LionThere {
+  using Optimizer = mezzo::optim::Lion;
+  static mezzo::optim::LionOptions options() { return {0.1}; }
+};
+struct LambThere {
+  using Optimizer = mezzo::optim::LAMB;
+  static mezzo::optim::LAMBOptions options() { return {0.1}; }
+};
+
+constexpr int64_t kWeights = 70;
+
+torch::Tensor slope_like(const torch::Tensor& parameter) {
+  return torch::linspace(-1, 1, parameter.numel()).to(parameter.scalar_type());
+}
+
+template <class Case>
+class StepUnderInference : public testing::Test {
+ protected:
+  using Optimizer = typename Case::Optimizer;
+
+  /// Four steps, those of `modes` under InferenceMode; the weights after each.
+  static std::vector<torch::Tensor> train(const std::vector<bool>& modes, WeightStorage storage) {
+    const auto dtype = storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16;
+    const auto parameter = torch::linspace(1, 2, kWeights).to(dtype).requires_grad_();
+    Optimizer optimizer({parameter}, Case::options().weight_storage(storage).ema_decay(0.5));
+    std::vector<torch::Tensor> weights;
+    for (const bool mode : modes) {
+      parameter.mutable_grad() = slope_like(parameter);
+      {
+        const c10::InferenceMode inference(mode);
+        optimizer.step();
+      }
+      weights.push_back(parameter.detach().clone());
+      weights.push_back(optimizer.average_of(parameter).clone());
+    }
+    return weights;
+  }
+
+  static void expect_same(const std::vector<torch::Tensor>& got,
+                          const std::vector<torch::Tensor>& wanted) {
+    ASSERT_EQ(got.size(), wanted.size());
+    for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::equal(got[i], wanted[i])) << i;
+  }
+};
+
+using AllThere = testing::Types<AdamThere, AdamWThere, SgdThere, LionThere, LambThere>;
+TYPED_TEST_SUITE(StepUnderInference, AllThere);
+
+TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
+  for (const WeightStorage storage : {WeightStorage::plain, WeightStorage::master,
+                                      WeightStorage::split_master, WeightStorage::stochastic}) {
+    const auto wanted = this->train({false, false, false, false}, storage);
+    this->expect_same(this->train({true, false, true, false}, storage), wanted);
+    this->expect_same(this->train({false, true, false, true}, storage), wanted);
+  }
+}
+
+TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
+  const auto parameter = torch::ones({kWeights}).requires_grad_();
+  typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
+  parameter.mutable_grad() = slope_like(parameter);
+  optimizer.step();
+  std::stringstream file;
+  torch::save(optimizer, file);
+  {
+    const c10::InferenceMode inference;
+    torch::load(optimizer, file);
+  }
+  const auto before = parameter.detach().clone();
+  optimizer.step();
+  EXPECT_FALSE(torch::equal(parameter, before));
+}
+
+TYPED_TEST(StepUnderInference, TakesGradientsThatWereMadeThere) {
+  for (const bool is_dense : {true, false}) {
+    const auto parameter = torch::ones({kWeights, 2}).requires_grad_();
+    typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
+    mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1.F));
+    (void)scaler.scale(torch::ones({}));
+    {
+      const c10::InferenceMode inference;
+      parameter.mutable_grad() =
+          is_dense ? torch::ones({kWeights, 2}) : torch::ones({2, kWeights}).t();
+    }
+    EXPECT_TRUE(scaler.step(optimizer, {.zero_grad = true}).ran());
+    EXPECT_FALSE(torch::equal(parameter, torch::ones({kWeights, 2})));
+    EXPECT_FALSE(parameter.grad().any().template item<bool>());
+  }
+}
+
+TYPED_TEST(StepUnderInference, TrainsWhatWasMadeThereAndNothingOutside) {
+  std::optional<c10::InferenceMode> inference(std::in_place);
+  const auto parameter = torch::ones({kWeights});
+  parameter.mutable_grad() = slope_like(parameter);
+  typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
+  optimizer.step();
+  EXPECT_FALSE(torch::equal(parameter, torch::ones({kWeights})));
+  inference.reset();
+  const auto before = parameter.clone();
+  EXPECT_THAT([&] { optimizer.step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("made under InferenceMode")));
+  EXPECT_TRUE(torch::equal(parameter, before));
+}
+
+TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
+  const auto parameter = torch::ones({kWeights}).requires_grad_();
+  mezzo::optim::AdamW optimizer({parameter});
+  for (const bool mode : {true, false, true}) {
+    {
+      const c10::InferenceMode inference(mode);
+      parameter.mutable_grad() = torch::ones({kWeights});
+    }
+    const auto before = parameter.detach().clone();
+    const c10::InferenceMode inference(mode);
+    optimizer.fused_step_with_aten({});
+    EXPECT_FALSE(torch::equal(parameter, before));
+  }
+}
+
+TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
+  const auto dense = torch::ones({kWeights}).requires_grad_();
+  const auto with_gaps = torch::ones({kWeights, 2}).requires_grad_();
+  mezzo::optim::AdamW optimizer({dense, with_gaps});
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4.F));
+  (void)scaler.scale(torch::ones({}));
+  {
+    const c10::InferenceMode inference;
+    dense.mutable_grad() = torch::full({kWeights}, 8.F);
+    with_gaps.mutable_grad() = torch::full({kWeights, 4}, 8.F).slice(1, 0, 2);
+  }
+  scaler.unscale_(optimizer);
+  EXPECT_TRUE(dense.grad().eq(2).all().item<bool>());
+  EXPECT_TRUE(with_gaps.grad().eq(2).all().item<bool>());
+  EXPECT_TRUE(scaler.step(optimizer, {.zero_grad = true}).ran());
+  EXPECT_FALSE(with_gaps.grad().any().item<bool>());
+}
+
+TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
+  const auto parameter = torch::ones({kWeights}).requires_grad_();
+  mezzo::optim::AdamW optimizer({parameter});
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4.F).growth_interval(1));
+  const auto step = [&] {
+    parameter.mutable_grad() = torch::ones({kWeights});
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true}).ran());
+  };
+  {
+    const c10::InferenceMode inference;
+    (void)scaler.scale(torch::ones({}));
+    step();
+  }
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 8.0);
+  step();
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 16.0);
+}
+
+}  // namespace

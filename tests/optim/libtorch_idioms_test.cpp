@@ -1,0 +1,444 @@
+// What programs do to an optimizer of torch::optim, done to mezzo's of the same name as if it were
+// that: casts of options and states, schedulers, files, param groups.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using mezzo::optim::WeightStorage;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+using torch::optim::OptimizerParamGroup;
+
+struct AdamNames {
+  using Ours = mezzo::optim::Adam;
+  using OurOptions = mezzo::optim::AdamOptions;
+  using OurState = mezzo::optim::AdamParamState;
+  using Theirs = torch::optim::Adam;
+  using Options = torch::optim::AdamOptions;
+  using State = torch::optim::AdamParamState;
+};
+
+struct AdamWNames {
+  using Ours = mezzo::optim::AdamW;
+  using OurOptions = mezzo::optim::AdamWOptions;
+  using OurState = mezzo::optim::AdamWParamState;
+  using Theirs = torch::optim::AdamW;
+  using Options = torch::optim::AdamWOptions;
+  using State = torch::optim::AdamWParamState;
+};
+
+struct SgdNames {
+  using Ours = mezzo::optim::SGD;
+  using OurOptions = mezzo::optim::SGDOptions;
+  using OurState = mezzo::optim::SGDParamState;
+  using Theirs = torch::optim::SGD;
+  using Options = torch::optim::SGDOptions;
+  using State = torch::optim::SGDParamState;
+};
+
+/// With a state: SGD has one with momentum.
+template <class Options>
+Options options_with(double lr) {
+  Options options(lr);
+  if constexpr (std::is_base_of_v<torch::optim::SGDOptions, Options>) {
+    options.momentum(0.9);
+  } else {
+    options.amsgrad(true);
+  }
+  return options;
+}
+
+template <class State>
+std::vector<torch::Tensor*> tensors_of(State& state) {
+  if constexpr (std::is_base_of_v<torch::optim::SGDParamState, State>) {
+    return {&state.momentum_buffer()};
+  } else {
+    return {&state.exp_avg(), &state.exp_avg_sq(), &state.max_exp_avg_sq()};
+  }
+}
+
+template <class State>
+State& state_as(torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
+  return static_cast<State&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+}
+
+torch::Tensor some_parameter(int seed) {
+  torch::manual_seed(seed);
+  return torch::randn({13, 3}, torch::kDouble).requires_grad_();
+}
+
+void step_with_the_same_gradient(torch::optim::Optimizer& ours, torch::optim::Optimizer& theirs) {
+  for (std::size_t group = 0; group < ours.param_groups().size(); ++group) {
+    const auto& left = ours.param_groups()[group].params();
+    const auto& right = theirs.param_groups()[group].params();
+    for (std::size_t i = 0; i < left.size(); ++i) {
+      left[i].mutable_grad() = torch::randn_like(left[i]);
+      right[i].mutable_grad() = left[i].grad().clone();
+    }
+  }
+  ours.step();
+  theirs.step();
+}
+
+template <class Names>
+class LibtorchIdioms : public testing::Test {
+ protected:
+  static auto& options_of(torch::optim::Optimizer& optimizer, std::size_t group = 0) {
+    return static_cast<typename Names::Options&>(optimizer.param_groups()[group].options());
+  }
+
+  void step(int steps = 1) {
+    for (int i = 0; i < steps; ++i) step_with_the_same_gradient(ours_, theirs_);
+  }
+
+  double difference() const {
+    return (our_parameter_ - their_parameter_).abs().max().template item<double>();
+  }
+
+  torch::Tensor our_parameter_ = some_parameter(1);
+  torch::Tensor their_parameter_ = some_parameter(1);
+  typename Names::Ours ours_{{our_parameter_}, options_with<typename Names::OurOptions>(1e-2)};
+  typename Names::Theirs theirs_{{their_parameter_}, options_with<typename Names::Options>(1e-2)};
+};
+
+using AllNames = testing::Types<AdamNames, AdamWNames, SgdNames>;
+TYPED_TEST_SUITE(LibtorchIdioms, AllNames);
+
+TYPED_TEST(LibtorchIdioms, ARateThatIsSetByAStaticCastIsTaken) {
+  for (int i = 0; i < 4; ++i) {
+    for (torch::optim::Optimizer* optimizer :
+         {static_cast<torch::optim::Optimizer*>(&this->ours_),
+          static_cast<torch::optim::Optimizer*>(&this->theirs_)}) {
+      for (auto& group : optimizer->param_groups()) {
+        auto& options = static_cast<typename TypeParam::Options&>(group.options());
+        options.lr(options.lr() * 0.5);
+      }
+    }
+    this->step();
+  }
+  auto& options =
+      dynamic_cast<typename TypeParam::OurOptions&>(this->ours_.param_groups()[0].options());
+  EXPECT_EQ(options.lr(), 1e-2 / 16);
+  EXPECT_EQ(options.get_lr(), 1e-2 / 16);
+  EXPECT_EQ(options.weight_storage(), WeightStorage::plain);
+  EXPECT_LT(this->difference(), 1e-12);
+}
+
+TYPED_TEST(LibtorchIdioms, OptionsAreFoundByADynamicCast) {
+  auto* const options =
+      dynamic_cast<typename TypeParam::Options*>(&this->ours_.param_groups()[0].options());
+  ASSERT_NE(options, nullptr);
+  options->lr(0.25);
+  EXPECT_EQ(this->ours_.param_groups()[0].options().get_lr(), 0.25);
+  this->ours_.param_groups()[0].options().set_lr(0.125);
+  EXPECT_EQ(options->lr(), 0.125);
+}
+
+TYPED_TEST(LibtorchIdioms, DefaultsAreThoseOfGroupsToCome) {
+  static_cast<typename TypeParam::Options&>(this->ours_.defaults()).lr(0.5);
+  this->ours_.add_param_group(OptimizerParamGroup(std::vector<torch::Tensor>{some_parameter(2)}));
+  EXPECT_EQ(this->options_of(this->ours_, 1).lr(), 0.5);
+  EXPECT_EQ(this->options_of(this->ours_, 0).lr(), 1e-2);
+}
+
+TYPED_TEST(LibtorchIdioms, StepLRSchedules) {
+  torch::optim::StepLR our_schedule(this->ours_, /*step_size=*/2, /*gamma=*/0.1);
+  torch::optim::StepLR their_schedule(this->theirs_, 2, 0.1);
+  for (int i = 0; i < 5; ++i) {
+    this->step();
+    our_schedule.step();
+    their_schedule.step();
+  }
+  EXPECT_DOUBLE_EQ(this->options_of(this->ours_).lr(), 1e-4);
+  EXPECT_EQ(this->options_of(this->ours_).lr(), this->options_of(this->theirs_).lr());
+  EXPECT_LT(this->difference(), 1e-12);
+}
+
+TYPED_TEST(LibtorchIdioms, ReduceLROnPlateauSchedules) {
+  using Scheduler = torch::optim::ReduceLROnPlateauScheduler;
+  Scheduler our_schedule(this->ours_, Scheduler::min, /*factor=*/0.5, /*patience=*/1);
+  Scheduler their_schedule(this->theirs_, Scheduler::min, 0.5, 1);
+  for (int i = 0; i < 6; ++i) {
+    this->step();
+    our_schedule.step(1.0F);
+    their_schedule.step(1.0F);
+  }
+  EXPECT_LT(this->options_of(this->ours_).lr(), 1e-2);
+  EXPECT_EQ(this->options_of(this->ours_).lr(), this->options_of(this->theirs_).lr());
+  EXPECT_LT(this->difference(), 1e-12);
+}
+
+TYPED_TEST(LibtorchIdioms, FilesGoBothWays) {
+  this->step(3);
+  this->options_of(this->ours_).lr(3e-3);
+  this->options_of(this->theirs_).lr(3e-3);
+  std::stringstream our_file, their_file;
+  torch::save(this->ours_, our_file);
+  torch::save(this->theirs_, their_file);
+  typename TypeParam::Ours ours({this->our_parameter_}, 1.0);
+  typename TypeParam::Theirs theirs({this->their_parameter_}, 1.0);
+  auto& before = this->options_of(ours);
+  torch::load(ours, their_file);
+  torch::load(theirs, our_file);
+  EXPECT_EQ(&this->options_of(ours), &before) << "references to options hold";
+  EXPECT_TRUE(this->options_of(ours) == this->options_of(theirs));
+  for (int i = 0; i < 3; ++i) step_with_the_same_gradient(ours, theirs);
+  EXPECT_LT(this->difference(), 1e-12);
+}
+
+TYPED_TEST(LibtorchIdioms, GroupsHaveOptionsOfEitherClass) {
+  using Options = typename TypeParam::Options;
+  using OurOptions = typename TypeParam::OurOptions;
+  const auto add = [](torch::optim::Optimizer& optimizer, int seed, auto options) {
+    optimizer.add_param_group(
+        OptimizerParamGroup({some_parameter(seed)}, std::make_unique<decltype(options)>(options)));
+  };
+  for (const int seed : {2, 3}) {
+    add(this->theirs_, seed, options_with<Options>(seed * 1e-2));
+  }
+  add(this->ours_, 2, options_with<Options>(2e-2));
+  add(this->ours_, 3, options_with<OurOptions>(3e-2));
+  auto& plain = this->options_of(this->ours_, 1);
+  this->step(2);
+  plain.lr(7e-2);  // the reference is to what the optimizer reads
+  this->options_of(this->theirs_, 1).lr(7e-2);
+  this->step(2);
+  for (std::size_t group = 0; group < 3; ++group) {
+    EXPECT_TRUE(torch::allclose(this->ours_.param_groups()[group].params()[0],
+                                this->theirs_.param_groups()[group].params()[0], 0, 1e-12))
+        << group;
+  }
+  std::stringstream our_file, their_file;
+  torch::save(this->ours_, our_file);
+  torch::save(this->theirs_, their_file);
+  torch::load(this->ours_, their_file);
+  torch::load(this->theirs_, our_file);
+  EXPECT_EQ(&this->options_of(this->ours_, 1), &plain);
+  this->step(1);
+  EXPECT_TRUE(torch::allclose(this->ours_.param_groups()[1].params()[0],
+                              this->theirs_.param_groups()[1].params()[0], 0, 1e-12));
+}
+
+TYPED_TEST(LibtorchIdioms, LibtorchsOptionsServeAsDefaults) {
+  typename TypeParam::Ours optimizer({some_parameter(1)}, typename TypeParam::Options(0.25));
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.25);
+}
+
+TYPED_TEST(LibtorchIdioms, AGroupOfLibtorchsOptionsIsKeptAsTheDefaultsSay) {
+  using OurOptions = typename TypeParam::OurOptions;
+  const auto parameter = torch::full({64}, 1.0).to(torch::kBFloat16).requires_grad_();
+  typename TypeParam::Ours optimizer(
+      {OptimizerParamGroup({parameter}, std::make_unique<typename TypeParam::Options>(1e-5))},
+      OurOptions(1.0).weight_storage(WeightStorage::master));
+  EXPECT_TRUE(optimizer.keeps_master(0, parameter));
+  for (int i = 0; i < 3; ++i) {
+    parameter.mutable_grad() = torch::ones_like(parameter);
+    optimizer.step();
+  }
+  const auto& master = state_as<typename TypeParam::OurState>(optimizer, parameter).master();
+  EXPECT_TRUE(master.lt(1.0).all().template item<bool>());
+  EXPECT_TRUE(master.gt(0.999).all().template item<bool>()) << "by the group's rate";
+}
+
+TYPED_TEST(LibtorchIdioms, WhatAFileAddsReplacesLibtorchsOptions) {
+  using OurOptions = typename TypeParam::OurOptions;
+  const auto parameter = some_parameter(1);
+  std::stringstream file;
+  torch::save(typename TypeParam::Ours({parameter}, OurOptions(0.5).ema_decay(0.75)), file);
+  typename TypeParam::Ours optimizer(
+      {OptimizerParamGroup({parameter}, std::make_unique<typename TypeParam::Options>(1e-5))},
+      OurOptions(1.0));
+  torch::load(optimizer, file);
+  const auto& options = dynamic_cast<const OurOptions&>(optimizer.param_groups()[0].options());
+  EXPECT_EQ(options.lr(), 0.5);
+  EXPECT_EQ(options.ema_decay(), 0.75);
+}
+
+TYPED_TEST(LibtorchIdioms, CopiesOfGroupsKeepAllOfTheirOptions) {
+  using OurOptions = typename TypeParam::OurOptions;
+  const auto options = OurOptions(0.5).seed(7).ema_decay(0.25);
+  const OptimizerParamGroup group({some_parameter(1)}, std::make_unique<OurOptions>(options));
+  const OptimizerParamGroup copy = group;  // NOLINT(performance-unnecessary-copy-initialization)
+  const typename TypeParam::Options& as_theirs = options;
+  const std::unique_ptr<torch::optim::OptimizerOptions> clone =
+      static_cast<const torch::optim::OptimizerOptions&>(as_theirs).clone();
+  this->ours_.add_param_group(copy);
+  for (const torch::optim::OptimizerOptions* found :
+       {&copy.options(), static_cast<const torch::optim::OptimizerOptions*>(clone.get()),
+        static_cast<const torch::optim::OptimizerOptions*>(
+            &this->ours_.param_groups()[1].options())}) {
+    EXPECT_TRUE(dynamic_cast<const OurOptions&>(*found) == options);
+  }
+}
+
+TYPED_TEST(LibtorchIdioms, AssigningLibtorchsOptionsLeavesWhatIsAdded) {
+  using OurOptions = typename TypeParam::OurOptions;
+  OurOptions options = OurOptions(0.5).seed(7);
+  static_cast<typename TypeParam::Options&>(options) = typename TypeParam::Options(0.25);
+  EXPECT_TRUE(options == OurOptions(0.25).seed(7));
+}
+
+TYPED_TEST(LibtorchIdioms, OptionsAreEqualWhereAllOfThemAre) {
+  using OurOptions = typename TypeParam::OurOptions;
+  EXPECT_TRUE(OurOptions(0.5) == OurOptions(0.5));
+  EXPECT_FALSE(OurOptions(0.5) == OurOptions(0.25));
+  EXPECT_FALSE(OurOptions(0.5) == OurOptions(0.5).seed(1));
+  EXPECT_TRUE(OurOptions(0.5).seed(1) == typename TypeParam::Options(0.5)) << "as libtorch's";
+}
+
+TYPED_TEST(LibtorchIdioms, AnIllegalOptionIsNamedBeforeAnythingIsWritten) {
+  this->step();
+  const auto before = this->our_parameter_.detach().clone();
+  this->options_of(this->ours_).lr(std::numeric_limits<double>::quiet_NaN());
+  EXPECT_THAT([&] { this->ours_.step(); }, ThrowsMessage<c10::Error>(HasSubstr("lr is")));
+  EXPECT_TRUE(torch::equal(this->our_parameter_, before));
+  std::stringstream file;
+  EXPECT_THAT([&] { torch::save(this->ours_, file); },
+              ThrowsMessage<c10::Error>(HasSubstr("lr is")));
+  EXPECT_TRUE(file.str().empty());
+}
+
+TYPED_TEST(LibtorchIdioms, StateIsReadThroughLibtorchsClass) {
+  this->step(3);
+  auto& ours = state_as<typename TypeParam::State>(this->ours_, this->our_parameter_);
+  auto& theirs = state_as<typename TypeParam::State>(this->theirs_, this->their_parameter_);
+  EXPECT_NE(dynamic_cast<typename TypeParam::State*>(
+                this->ours_.state().at(this->our_parameter_.unsafeGetTensorImpl()).get()),
+            nullptr);
+  const auto our_tensors = tensors_of(ours);
+  const auto their_tensors = tensors_of(theirs);
+  for (std::size_t i = 0; i < our_tensors.size(); ++i) {
+    ASSERT_TRUE(our_tensors[i]->defined());
+    EXPECT_TRUE(torch::allclose(*our_tensors[i], *their_tensors[i], 1e-12, 0));
+  }
+  if constexpr (requires { ours.step(); }) {
+    EXPECT_EQ(ours.step(), 3);
+  }
+}
+
+TYPED_TEST(LibtorchIdioms, StateIsWrittenThroughLibtorchsClass) {
+  const auto on_both = [&](auto&& change) {
+    change(state_as<typename TypeParam::State>(this->ours_, this->our_parameter_));
+    change(state_as<typename TypeParam::State>(this->theirs_, this->their_parameter_));
+    this->step();
+    EXPECT_LT(this->difference(), 1e-12);
+  };
+  this->step(3);
+  on_both([](auto& state) { tensors_of(state)[0]->zero_(); });
+  on_both([](auto& state) { *tensors_of(state)[0] = torch::full({13, 3}, 0.5, torch::kDouble); });
+  if constexpr (requires(typename TypeParam::State state) { state.step(); }) {
+    on_both([](auto& state) { state.step(0); });
+    EXPECT_EQ(state_as<typename TypeParam::OurState>(this->ours_, this->our_parameter_).step(), 1);
+  }
+}
+
+TYPED_TEST(LibtorchIdioms, StatesOfLibtorchsOptimizerAreTakenOver) {
+  this->step(3);
+  torch::NoGradGuard no_grad;
+  this->our_parameter_.copy_(this->their_parameter_);
+  this->ours_.state()[this->our_parameter_.unsafeGetTensorImpl()] =
+      this->theirs_.state().at(this->their_parameter_.unsafeGetTensorImpl())->clone();
+  for (torch::Tensor* tensor :
+       tensors_of(state_as<typename TypeParam::State>(this->ours_, this->our_parameter_))) {
+    *tensor = tensor->clone();
+  }
+  std::stringstream file;
+  torch::save(this->ours_, file);
+  this->step(3);
+  EXPECT_LT(this->difference(), 1e-12);
+  torch::load(this->ours_, file);
+}
+
+TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
+  typename TypeParam::OurState state;
+  state.step(3).master(torch::ones({2}));
+  for (torch::Tensor* tensor : tensors_of(state)) *tensor = torch::ones({2});
+  const typename TypeParam::State& as_theirs = state;
+  const auto clone = static_cast<const torch::optim::OptimizerParamState&>(as_theirs).clone();
+  const auto& copy = dynamic_cast<const typename TypeParam::OurState&>(*clone);
+  EXPECT_EQ(copy.step(), 3);
+  EXPECT_TRUE(copy.master().defined());
+  EXPECT_TRUE(copy == state);
+  state.master(torch::zeros({2}));
+  EXPECT_FALSE(copy == state);
+}
+
+TEST(OptionsOfMezzo, AreChainedInAnyOrder) {
+  const auto adamw = mezzo::optim::AdamWOptions(2e-5)
+                         .weight_storage(WeightStorage::master)
+                         .betas({0.9, 0.95})
+                         .seed(3)
+                         .eps(1e-6)
+                         .amsgrad(true)
+                         .lr(1e-4)
+                         .ema_decay(0.5)
+                         .weight_decay(0.1);
+  static_assert(std::is_same_v<decltype(adamw), const mezzo::optim::AdamWOptions>);
+  EXPECT_EQ(std::get<1>(adamw.betas()), 0.95);
+  const auto sgd = mezzo::optim::SGDOptions(0.1).seed(3).momentum(0.9).dampening(0).nesterov(true);
+  static_assert(std::is_same_v<decltype(sgd), const mezzo::optim::SGDOptions>);
+  EXPECT_EQ(sgd.momentum(), 0.9);
+}
+
+TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) {
+  using mezzo::optim::LAMBOptions;
+  using mezzo::optim::LionOptions;
+  EXPECT_TRUE(LAMBOptions(0.5) == LAMBOptions(0.5));
+  EXPECT_FALSE(LAMBOptions(0.5) == LAMBOptions(0.5).always_adapt(true));
+  EXPECT_FALSE(LAMBOptions(0.5) == LAMBOptions(0.5).seed(1));
+  EXPECT_TRUE(LionOptions(0.5) == LionOptions(0.5));
+  EXPECT_FALSE(LionOptions(0.5) == LionOptions(0.25));
+}
+
+TEST(OptionsOfMezzo, AreNotTakenFromAnotherOptimizer) {
+  mezzo::optim::AdamW optimizer({some_parameter(1)});
+  optimizer.add_param_group(
+      OptimizerParamGroup({some_parameter(2)}, std::make_unique<torch::optim::AdamOptions>(1e-3)));
+  EXPECT_THAT([&] { optimizer.step(); },
+              ThrowsMessage<c10::Error>(HasSubstr("not mezzo::optim::AdamWOptions")));
+}
+
+// The count that libtorch's class shows while a device counts is no plausible one, and one that is
+// set there is told from it.
+TEST(StatesOfMezzo, TakeAStepThatIsSetWhileADeviceCounts) {
+  mezzo::optim::AdamWParamState state;
+  torch::optim::AdamWParamState& as_theirs = state;
+  const auto on_device = torch::full({}, 5.0F);
+  state.count().move_to(on_device);
+  EXPECT_EQ(state.step(), 5);
+  EXPECT_EQ(std::as_const(as_theirs).step(), -1);
+  as_theirs.step(0);
+  EXPECT_EQ(state.step(), 0);
+  EXPECT_TRUE(state.count().on_device().is_same(on_device)) << "captured graphs write there";
+  EXPECT_EQ(on_device.item<float>(), 0.0F);
+}
+
+TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
+  const auto parameter = some_parameter(1);
+  mezzo::optim::AdamW optimizer({parameter});
+  parameter.mutable_grad() = torch::ones_like(parameter);
+  optimizer.step();
+  const auto before = parameter.detach().clone();
+  state_as<torch::optim::AdamWParamState>(optimizer, parameter).step(-3);
+  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("step is -3")));
+  EXPECT_TRUE(torch::equal(parameter, before));
+}
+
+}  // namespace
