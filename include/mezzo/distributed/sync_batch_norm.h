@@ -53,6 +53,7 @@ class SyncBatchNormImpl
 
   at::Tensor forward(const at::Tensor& input);
 
+  // Declared inline, or every unit would hold the class's vtable.
   inline void pretty_print(std::ostream& stream) const override;
 
  protected:
