@@ -57,7 +57,9 @@ struct AutocastOptions {
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
-/// thread must end in reverse order, in that thread, which block scope sees to. Entering and
+/// thread must end in reverse order, in that thread, which block scope sees to. Except in a
+/// coroutine: no guard may live across a suspension, which nothing notices (as with
+/// `torch.autocast` around an await); enter an AutocastState::Scope anew after each. Entering and
 /// leaving costs some thread-local writes and no host sync; nothing throws. Call `backward()` after
 /// the scope.
 ///

@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
 #include <gtest/gtest.h>
 #include <mezzo/autocast_module.h>
@@ -86,6 +87,35 @@ TEST_F(AutocastParallelApply, GivesGradientsToTheModuleThatIsWrapped) {
   const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
   (outputs[0].sum() + outputs[1].sum()).backward();
   EXPECT_TRUE(torch::equal(plain->bias.grad(), at::full({2}, 6.0)));
+}
+
+/// What `product` computes in at each index of a loop over two threads, both of which come.
+template <class Product>
+std::vector<at::ScalarType> dtypes_in_parallel_for(const Product& product) {
+  std::vector<at::ScalarType> dtypes(2);
+  std::atomic<int> arrived = 0;
+  at::parallel_for(0, 2, 1, [&](int64_t begin, int64_t end) {
+    for (arrived += static_cast<int>(end - begin); arrived < 2;) std::this_thread::yield();
+    for (int64_t i = begin; i < end; ++i) dtypes[static_cast<std::size_t>(i)] = product();
+  });
+  return dtypes;
+}
+
+at::ScalarType dtype_of_a_product() {
+  const Tensor x = at::rand({2, 2});
+  return at::mm(x, x).scalar_type();
+}
+
+TEST_F(AutocastParallelApply, AParallelForLosesTheCallersRegionUnlessItIsHandedOver) {
+  at::autocast::set_autocast_enabled(torch::kCPU, true);
+  at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
+  const auto of_libtorchs_calls = dtypes_in_parallel_for(dtype_of_a_product);
+  at::autocast::set_autocast_enabled(torch::kCPU, false);
+  const mezzo::Autocast<torch::kCPU> autocast;
+  EXPECT_EQ(dtypes_in_parallel_for(dtype_of_a_product), of_libtorchs_calls);
+  EXPECT_EQ(of_libtorchs_calls, (std::vector{torch::kBFloat16, torch::kFloat}));
+  EXPECT_EQ(dtypes_in_parallel_for(mezzo::with_current_autocast(dtype_of_a_product)),
+            (std::vector{torch::kBFloat16, torch::kBFloat16}));
 }
 
 }  // namespace

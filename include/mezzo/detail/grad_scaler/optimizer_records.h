@@ -32,10 +32,11 @@ struct OptimizerRecord {
   }
 };
 
-/// The records of one iteration. An optimizer is known by its address together with its first
-/// parameter, which the record keeps alive: within an iteration neither a dead optimizer's address
-/// nor its parameter's can come back as those of another. (One rebuilt in place over the same first
-/// parameter counts as the same.)
+/// The records of one iteration. An optimizer is known by its address together with a parameter
+/// that it holds, in whatever group and place: groups may be rearranged between two calls. The
+/// record keeps the parameter alive: within an iteration neither a dead optimizer's address nor its
+/// parameter's can come back as those of another. (One rebuilt in place over the same parameter
+/// counts as the same.)
 class OptimizerRecords {
  public:
   OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
@@ -46,9 +47,8 @@ class OptimizerRecords {
 
   /// Null where nothing is known of it.
   const OptimizerRecord* find(const torch::optim::Optimizer& optimizer) const {
-    const at::Tensor parameter = first_parameter(optimizer);
     for (const Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer && entry.parameter.is_same(parameter)) return &entry.record;
+      if (entry.optimizer == &optimizer && holds(optimizer, entry.parameter)) return &entry.record;
     }
     return nullptr;
   }
@@ -95,6 +95,17 @@ class OptimizerRecords {
       if (!group.params().empty()) return group.params().front();
     }
     return {};
+  }
+
+  /// As a rule in the first place, where it was found. An optimizer without parameters holds none.
+  static bool holds(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
+    if (!parameter.defined()) return !first_parameter(optimizer).defined();
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& held : group.params()) {
+        if (held.is_same(parameter)) return true;
+      }
+    }
+    return false;
   }
 
   std::vector<at::Tensor> released_;

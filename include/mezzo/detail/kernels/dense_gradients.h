@@ -3,6 +3,7 @@
 #include <mezzo/detail/tensors/inference_tensors.h>
 #include <mezzo/version.h>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 
 #include <utility>
@@ -27,6 +28,12 @@ class DenseGradients {
   }
 
   const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
+
+  /// To be called before a kernel writes to `tensors`. \throws c10::Error if elements of a gradient
+  /// share memory, to which no copy goes back
+  void check_writable() const {
+    for (const auto& [gradient, copy] : copies_) at::assert_no_internal_overlap(gradient);
+  }
 
   /// To be called after a kernel wrote to `tensors`: autograd does not see raw writes, and copies
   /// go back where they came from.

@@ -8,6 +8,7 @@
 #include <ATen/ops/full_like.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <vector>
 
 #ifdef MEZZO_WITH_CUDA
@@ -47,11 +48,21 @@ inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_i
   unscale_with_aten_(gradients, found_inf, at::full_like(found_inf, 1.0));
 }
 
+/// Tensors in their order, without repetitions.
+inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
+  std::unordered_set<const c10::TensorImpl*> known;
+  std::erase_if(tensors, [&known](const at::Tensor& tensor) {
+    return !known.insert(tensor.unsafeGetTensorImpl()).second;
+  });
+  return tensors;
+}
+
 /// Multiplies gradients by `inv_scale` in place; sets `found_inf` to 1 if a product is inf or NaN.
-/// All on one device. Once more over the gradients with ATen's kernel, which tests before it
-/// multiplies.
-inline void unscale_and_check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf,
+/// All on one device; a tensor that is the gradient of several parameters is multiplied once.
+/// ATen's kernel tests before it multiplies, so that its products are read once more.
+inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
+  const std::vector<at::Tensor> gradients = each_once(all);
   if (found_inf.is_cpu()) {
     if (unscale_cpu_(gradients, *inv_scale.const_data_ptr<float>())) found_inf.fill_(1.0);
     return;

@@ -1,0 +1,185 @@
+// libtorch's containers of modules and parameters wherever mezzo takes a module.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/autocast_module.h>
+#include <mezzo/checkpoint.h>
+#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/initialize.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/weight_cache.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../checkpoint/scratch.h"
+#include "../distributed/alike_ranks.h"
+#include "../grad_scaler/error_of.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using testing::HasSubstr;
+using torch::Tensor;
+using NamedModules = std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>>;
+
+/// Every container that libtorch has.
+struct NestedImpl : torch::nn::Module {
+  NestedImpl() {
+    torch::manual_seed(1);
+    using namespace torch::nn;
+    list = register_module("list", ModuleList(Linear(4, 4), BatchNorm1d(4), Linear(4, 4)));
+    dict = register_module(
+        "dict", ModuleDict(NamedModules{{"first", Linear(4, 4).ptr()},
+                                        {"last", LayerNorm(LayerNormOptions({4})).ptr()}}));
+    factors =
+        register_module("factors", ParameterList(torch::ones({4}, torch::requires_grad()),
+                                                 torch::full({4}, 2.0, torch::requires_grad())));
+    named = register_module("named", ParameterDict());
+    named->insert("factor", torch::ones({4}, torch::requires_grad()));
+    sequential = register_module("sequential", Sequential(Linear(4, 4), ReLU()));
+    any = AnyModule(Linear(4, 4));
+    register_module("any", any.ptr());
+  }
+
+  Tensor forward(Tensor x) {
+    x = list[0]->as<torch::nn::Linear>()->forward(x);
+    x = list[1]->as<torch::nn::BatchNorm1d>()->forward(x);
+    x = list[2]->as<torch::nn::Linear>()->forward(x);
+    x = dict["first"]->as<torch::nn::Linear>()->forward(x);
+    x = dict["last"]->as<torch::nn::LayerNorm>()->forward(x);
+    for (const Tensor& factor : factors->parameters()) x = x * factor.to(x.scalar_type());
+    x = x * named->get("factor").to(x.scalar_type());
+    return any.forward(sequential->forward(x));
+  }
+
+  torch::nn::ModuleList list{nullptr};
+  torch::nn::ModuleDict dict{nullptr};
+  torch::nn::ParameterList factors{nullptr};
+  torch::nn::ParameterDict named{nullptr};
+  torch::nn::Sequential sequential{nullptr};
+  torch::nn::AnyModule any;
+};
+TORCH_MODULE(Nested);
+
+Tensor batch() {
+  torch::manual_seed(2);
+  return torch::randn({6, 4});
+}
+
+void expect_same_parameters(const Nested& left, const Nested& right) {
+  for (const auto& item : left->named_parameters()) {
+    EXPECT_TRUE(torch::equal(item.value(), right->named_parameters()[item.key()])) << item.key();
+  }
+}
+
+/// Gradients and numbers of the model in a guard.
+Tensor trained_in_a_guard(Nested model) {
+  const mezzo::Autocast<torch::kCPU> autocast;
+  const Tensor result = model->forward(batch());
+  result.to(torch::kFloat).square().sum().backward();
+  return result;
+}
+
+TEST(Containers, UnderAutocastModuleGiveTheBitsOfAGuard) {
+  Nested guarded, model;
+  const Tensor expected = trained_in_a_guard(guarded);
+  mezzo::AutocastModule wrapped(model, {.device = torch::kCPU});
+  EXPECT_EQ(wrapped->named_parameters().keys(), model->named_parameters().keys());
+  const Tensor result = torch::nn::AnyModule(wrapped).forward(batch());
+  EXPECT_TRUE(torch::equal(result, expected));
+  result.to(torch::kFloat).square().sum().backward();
+  for (const auto& item : guarded->named_parameters()) {
+    EXPECT_TRUE(torch::equal(item.value().grad(), model->named_parameters()[item.key()].grad()))
+        << item.key();
+  }
+}
+
+TEST(Containers, InAWeightCacheGiveTheBitsOfAGuard) {
+  Nested guarded, model;
+  const Tensor expected = trained_in_a_guard(guarded);
+  const mezzo::WeightCache cache;
+  for (int use = 0; use < 2; ++use) {
+    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    EXPECT_TRUE(torch::equal(model->forward(batch()), expected));
+  }
+}
+
+TEST(Containers, MayHoldAutocastModules) {
+  const torch::nn::Linear linear(4, 4);
+  const mezzo::AutocastModule wrapped(linear, {.device = torch::kCPU});
+  torch::nn::ModuleList list(wrapped);
+  torch::nn::ModuleDict dict(NamedModules{{"layer", wrapped.ptr()}});
+  torch::nn::Sequential sequential(wrapped, torch::nn::ReLU());
+  using Wrapped = mezzo::AutocastModuleImpl<torch::nn::LinearImpl>;
+  for (const Tensor& result :
+       {list[0]->as<Wrapped>()->forward(batch()), dict["layer"]->as<Wrapped>()->forward(batch()),
+        sequential->forward(batch())}) {
+    EXPECT_EQ(result.scalar_type(), torch::kBFloat16);
+  }
+  EXPECT_TRUE(list->named_parameters()["0.weight"].is_same(linear->weight));
+  EXPECT_TRUE(dict->named_parameters()["layer.weight"].is_same(linear->weight));
+}
+
+TEST(Containers, AreCastAndSteppedByInitialize) {
+  Nested model;
+  torch::optim::SGD optimizer(model->parameters(), 1.0);
+  auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2({.loss_scale = 1.0}),
+                               {.verbosity = 0});
+  for (const auto& item : model->named_parameters()) {
+    const bool is_whole = item.key().starts_with("list.1.");  // the batch norm
+    EXPECT_EQ(item.value().scalar_type(), is_whole ? torch::kFloat : torch::kHalf) << item.key();
+  }
+  const Tensor before = model->factors->parameters()[1].detach().clone();
+  amp.scale_loss(amp(model, batch()).sum(), optimizer);
+  EXPECT_TRUE(amp.step(optimizer).ran());
+  EXPECT_FALSE(torch::equal(model->factors->parameters()[1], before));
+  EXPECT_EQ(amp(model->sequential, batch()).scalar_type(), torch::kFloat) << "a part by itself";
+}
+
+TEST(Containers, AreInitializedByThemselves) {
+  const Nested model;
+  const auto amp =
+      mezzo::initialize({model->list, model->sequential}, mezzo::OptLevel::O3(), {.verbosity = 0});
+  for (const Tensor& each : model->list->parameters()) EXPECT_EQ(each.scalar_type(), torch::kHalf);
+  EXPECT_EQ(amp(model->sequential, batch()).scalar_type(), torch::kFloat);
+}
+
+TEST(Containers, TrainInDataParallelAsAlone) {
+  Nested alone, model;
+  mezzo::optim::SGD optimizer(alone->parameters(), mezzo::optim::SGDOptions(1e-2));
+  alone->forward(batch()).square().sum().backward();
+  optimizer.step();
+  mezzo::DataParallel ddp(model, distributed_test::AlikeRanks(2));
+  mezzo::optim::SGD shared(ddp.buckets(), mezzo::optim::SGDOptions(1e-2));
+  ddp(batch()).square().sum().backward();
+  shared.step();
+  expect_same_parameters(alone, model);
+}
+
+TEST(Containers, ComeBackFromCheckpointsWrappedOrNot) {
+  const checkpoint_test::Scratch scratch;
+  Nested saved, loaded;
+  mezzo::AutocastModule wrapped(saved, {.device = torch::kCPU});
+  {
+    const torch::NoGradGuard no_grad;
+    for (Tensor& each : saved->parameters()) each.mul_(3);
+  }
+  mezzo::Checkpoints checkpoints(scratch.path());
+  checkpoints.save(mezzo::TrainingState().add("model", wrapped), 1);
+  checkpoints.load_newest(mezzo::TrainingState().add("model", loaded));
+  expect_same_parameters(saved, loaded);
+  saved->list->push_back(torch::nn::Linear(1, 1));
+  checkpoints.save(mezzo::TrainingState().add("model", saved), 2);
+  EXPECT_THAT(
+      error_of([&] { checkpoints.load_newest(mezzo::TrainingState().add("model", loaded)); }),
+      HasSubstr("the file has the parameter list.3.bias, and the module does not"));
+}
+
+}  // namespace

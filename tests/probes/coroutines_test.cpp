@@ -1,0 +1,249 @@
+// Guards and threads that do not follow the call stack: coroutines, and pools that outlive their
+// tasks.
+
+#include <torch/torch.h>
+
+#include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/op_policy.h>
+#include <mezzo/weight_cache.h>
+
+#include <condition_variable>
+#include <coroutine>
+#include <exception>
+#include <functional>
+#include <future>
+#include <mutex>
+#include <optional>
+#include <queue>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../autocast/dtype_of_product.h"
+
+namespace {
+
+using torch::Tensor;
+
+/// A coroutine that runs to its next co_await at each `resume`.
+class Coroutine {
+ public:
+  struct promise_type {
+    Coroutine get_return_object() {
+      return Coroutine(std::coroutine_handle<promise_type>::from_promise(*this));
+    }
+    std::suspend_always initial_suspend() noexcept { return {}; }
+    std::suspend_always final_suspend() noexcept { return {}; }
+    void return_void() noexcept {}
+    void unhandled_exception() { std::terminate(); }
+  };
+
+  explicit Coroutine(std::coroutine_handle<promise_type> handle) : handle_(handle) {}
+  Coroutine(Coroutine&& other) noexcept : handle_(std::exchange(other.handle_, {})) {}
+  ~Coroutine() {
+    if (handle_) handle_.destroy();
+  }
+
+  void resume() const { handle_.resume(); }
+
+ private:
+  std::coroutine_handle<promise_type> handle_;
+};
+
+/// What a thread's autocast state is on the CPU.
+struct CpuState {
+  bool enabled = at::autocast::is_autocast_enabled(at::kCPU);
+  torch::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCPU);
+  bool caches = at::autocast::is_autocast_cache_enabled();
+  int nesting = at::autocast::increment_nesting() + at::autocast::decrement_nesting();
+
+  bool operator==(const CpuState&) const = default;
+};
+
+/// In a thread of its own, which takes what is left of autocast with it.
+void in_a_thread(const std::function<void()>& work) { std::thread(work).join(); }
+
+/// What ATen/autocast_mode.h offers, in the form of a guard.
+template <torch::ScalarType Dtype>
+class LibtorchsCalls {
+ public:
+  LibtorchsCalls() {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, Dtype);
+    at::autocast::increment_nesting();
+  }
+  ~LibtorchsCalls() {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, found_.enabled);
+    at::autocast::set_autocast_dtype(at::kCPU, found_.dtype);
+  }
+
+ private:
+  CpuState found_;
+};
+
+/// A guard that lives across a suspension.
+template <class Guard>
+Coroutine hold_across_a_suspension() {
+  const Guard guard;
+  co_await std::suspend_always();
+}
+
+template <class Half, class Bfloat16>
+CpuState after_ends_in_the_order_of_their_beginnings() {
+  CpuState after;
+  in_a_thread([&after] {
+    const auto first = hold_across_a_suspension<Half>();
+    const auto second = hold_across_a_suspension<Bfloat16>();
+    for (const auto* coroutine : {&first, &second, &first, &second}) coroutine->resume();
+    after = CpuState();
+  });
+  return after;
+}
+
+template <class Guard>
+std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
+  std::pair<CpuState, CpuState> after;
+  in_a_thread([&after] {
+    const auto coroutine = hold_across_a_suspension<Guard>();
+    coroutine.resume();
+    in_a_thread([&] {
+      coroutine.resume();
+      after.second = CpuState();
+    });
+    after.first = CpuState();
+  });
+  return after;
+}
+
+// Wrong with either, and with torch.autocast around an await: Autocast says so.
+TEST(Coroutines, AGuardAcrossASuspensionLeavesWhatLibtorchsCallsLeave) {
+  using Half = mezzo::Autocast<torch::kCPU, torch::kHalf>;
+  using LibtorchsHalf = LibtorchsCalls<torch::kHalf>;
+  EXPECT_EQ((after_ends_in_the_order_of_their_beginnings<Half, mezzo::Autocast<torch::kCPU>>()),
+            (after_ends_in_the_order_of_their_beginnings<LibtorchsHalf,
+                                                         LibtorchsCalls<torch::kBFloat16>>()));
+  EXPECT_EQ(after_an_end_in_another_thread<Half>(),
+            after_an_end_in_another_thread<LibtorchsHalf>());
+}
+
+Coroutine compute_in(mezzo::AutocastState state, std::vector<torch::ScalarType>& dtypes) {
+  for (int stretch = 0; stretch < 3; ++stretch) {
+    {
+      const mezzo::AutocastState::Scope scope(state);
+      dtypes.push_back(dtype_of_product());
+    }
+    co_await std::suspend_always();
+  }
+}
+
+TEST(Coroutines, AStateThatIsEnteredAfterEachSuspensionHoldsInEveryOrderAndThread) {
+  const CpuState before;
+  std::vector<torch::ScalarType> low, plain;
+  std::optional<mezzo::AutocastState> half;
+  {
+    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+    half = mezzo::AutocastState::capture();
+  }
+  const auto first = compute_in(*half, low);
+  const auto second = compute_in(mezzo::AutocastState::capture(), plain);
+  for (const auto* coroutine : {&first, &second}) coroutine->resume();
+  in_a_thread([&] {
+    const CpuState of_thread;
+    for (const auto* coroutine : {&second, &first}) coroutine->resume();
+    EXPECT_EQ(CpuState(), of_thread);
+  });
+  for (const auto* coroutine : {&first, &second}) coroutine->resume();
+  EXPECT_EQ(low, std::vector(3, torch::kHalf));
+  EXPECT_EQ(plain, std::vector(3, torch::kFloat));
+  EXPECT_EQ(CpuState(), before);
+}
+
+/// One thread that runs tasks until it dies.
+class Pool {
+ public:
+  ~Pool() {
+    run(nullptr).wait();
+    thread_.join();
+  }
+
+  std::future<void> run(std::function<void()> task) {
+    const std::lock_guard lock(mutex_);
+    tasks_.emplace(std::move(task), std::promise<void>());
+    changed_.notify_one();
+    return tasks_.back().second.get_future();
+  }
+
+ private:
+  void work() {
+    for (bool goes_on = true; goes_on;) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      auto [task, done] = std::move(tasks_.front());
+      tasks_.pop();
+      lock.unlock();
+      goes_on = task != nullptr;
+      if (goes_on) task();
+      task = nullptr;
+      done.set_value();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::queue<std::pair<std::function<void()>, std::promise<void>>> tasks_;
+  std::thread thread_{[this] { work(); }};
+};
+
+TEST(PoolThreads, KeepNothingOfATask) {
+  Pool pool;
+  CpuState fresh, after;
+  pool.run([&fresh] { fresh = CpuState(); }).wait();
+  const Tensor x = torch::randn({4, 4});
+  Tensor weight = torch::randn({4, 4}).requires_grad_();
+  c10::weak_intrusive_ptr<c10::TensorImpl> watched(weight.getIntrusivePtr());
+  {
+    const mezzo::WeightCache cache({.thread_isolated = true});
+    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast(
+        {.policy = mezzo::OpPolicy().allow("exp"), .weight_cache = cache});
+    pool.run(mezzo::with_current_autocast([&] {
+          EXPECT_EQ(torch::exp(x).scalar_type(), torch::kHalf);
+          EXPECT_EQ(torch::mm(x, weight).scalar_type(), torch::kHalf);
+          EXPECT_GT(cache.statistics().bytes_held, 0);
+        }))
+        .wait();
+    EXPECT_EQ(cache.statistics().bytes_held, 0) << "after the region of the task";
+  }
+  pool.run([&] {
+        after = CpuState();
+        EXPECT_EQ(torch::exp(x).scalar_type(), torch::kFloat);
+        EXPECT_EQ(torch::mm(x, weight).scalar_type(), torch::kFloat);
+      })
+      .wait();
+  EXPECT_EQ(after, fresh);
+  weight.reset();
+  EXPECT_TRUE(watched.expired());
+}
+
+TEST(PoolThreads, LetGoOfFrozenCopiesWithTheirCache) {
+  Pool pool;
+  const Tensor x = torch::randn({4, 4}), weight = torch::randn({4, 4});
+  c10::weak_intrusive_ptr<c10::StorageImpl> copy(torch::empty({1}).storage().getWeakStorageImpl());
+  {
+    const mezzo::WeightCache cache({.thread_isolated = true});
+    pool.run([&] {
+          const mezzo::Autocast<torch::kCPU> autocast(cache);
+          torch::linear(x, weight);
+          const Tensor held = cache.buffer_for(weight, torch::kBFloat16);
+          copy = held.storage().getWeakStorageImpl();
+        })
+        .wait();
+    EXPECT_FALSE(copy.expired());
+  }
+  EXPECT_TRUE(copy.expired());
+}
+
+}  // namespace

@@ -1,0 +1,214 @@
+// Parameters and buffers that nobody trains in: quantised, integer, bool, complex, float8.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/autocast_module.h>
+#include <mezzo/checkpoint.h>
+#include <mezzo/ema.h>
+#include <mezzo/grad_buckets.h>
+#include <mezzo/initialize.h>
+#include <mezzo/master_weights.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/weight_cache.h>
+
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../checkpoint/scratch.h"
+#include "../grad_scaler/error_of.h"
+#include "../grad_scaler/tiny_optimizer.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using grad_scaler_test::parameter;
+using grad_scaler_test::quiet_scaler;
+using testing::AnyOf;
+using testing::HasSubstr;
+using torch::Tensor;
+
+Tensor quantised() {
+  return torch::quantize_per_tensor(torch::randn({4, 4}), 0.05, 0, torch::kQInt8);
+}
+
+Tensor values_of(const Tensor& tensor) {
+  return tensor.is_quantized() ? tensor.dequantize() : tensor.to(torch::kComplexDouble);
+}
+
+/// A tensor of the dtype, which may stand among parameters.
+Tensor odd_tensor(torch::ScalarType dtype) {
+  return dtype == torch::kQInt8 ? quantised() : torch::arange(16).view({4, 4}).to(dtype);
+}
+
+class OddDtypes : public testing::TestWithParam<torch::ScalarType> {
+ protected:
+  const Tensor odd_ = odd_tensor(GetParam());
+  const Tensor values_ = values_of(odd_).clone();
+};
+
+TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
+  const auto x = parameter({1});
+  mezzo::optim::AdamW fused({x, odd_}, mezzo::optim::AdamWOptions(1.0).weight_storage(
+                                           mezzo::optim::WeightStorage::master));
+  torch::optim::SGD inner({x, odd_}, 1.0);
+  mezzo::MasterWeights masters(inner);
+  torch::optim::SGD plain({x, odd_}, 1.0);
+  auto scaler = quiet_scaler({});
+  for (torch::optim::Optimizer* optimizer :
+       std::initializer_list<torch::optim::Optimizer*>{&fused, &masters, &plain}) {
+    grad_scaler_test::set_gradient(x, {1});
+    const Tensor before = x.detach().clone();
+    EXPECT_TRUE(scaler.step(*optimizer, {.max_norm = 1.0}).ran());
+    EXPECT_FALSE(torch::equal(x, before));
+    std::stringstream file;
+    torch::save(*optimizer, file);
+    torch::load(*optimizer, file);
+  }
+  EXPECT_TRUE(torch::equal(values_of(odd_), values_));
+}
+
+TEST_P(OddDtypes, WithGradientsAreRefusedByNameBeforeAnyWrite) {
+  const auto x = parameter({1});
+  grad_scaler_test::set_gradient(x, {1});
+  odd_.mutable_grad() = odd_.is_quantized() ? torch::ones({4, 4}) : odd_.clone();
+  mezzo::optim::AdamW optimizer({x, odd_});
+  auto scaler = quiet_scaler({});
+  const std::string name = c10::toString(GetParam());
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("a parameter is of " + name));
+  EXPECT_THAT(
+      error_of([&] { scaler.step(optimizer); }),
+      AnyOf(HasSubstr("a parameter is of " + name), HasSubstr("A gradient has the dtype " + name)));
+  EXPECT_EQ(x.item<float>(), 1);
+  EXPECT_EQ(x.grad().item<float>(), 1);
+  EXPECT_TRUE(torch::equal(values_of(odd_), values_));
+}
+
+TEST_P(OddDtypes, AreRefusedByBucketsByName) {
+  EXPECT_THAT(error_of([&] {
+                mezzo::GradBuckets({parameter({1}), odd_});
+              }),
+              HasSubstr(std::string("Parameter 1 has the dtype ") + c10::toString(GetParam())));
+}
+
+TEST_P(OddDtypes, ArePublishedByNoCacheUnlessTheyAreFloating) {
+  const mezzo::WeightCache cache;
+  const std::string error = error_of([&] { (void)cache.buffer_for(odd_, torch::kBFloat16); });
+  if (odd_.is_floating_point()) {
+    EXPECT_EQ(error, "no error");
+  } else {
+    EXPECT_THAT(error, HasSubstr("is never cast by autocast; pass a floating-point parameter"));
+  }
+}
+
+/// One weight that is trained, beside one parameter and one buffer that are not.
+struct MixedImpl : torch::nn::Module {
+  MixedImpl(const Tensor& parameter, const Tensor& buffer) {
+    weight = register_parameter("weight", torch::full({4, 4}, 0.5));
+    odd_parameter = register_parameter("odd_parameter", parameter, /*requires_grad=*/false);
+    odd_buffer = register_buffer("odd_buffer", buffer);
+  }
+  Tensor forward(const Tensor& x) { return torch::mm(x, weight); }
+
+  Tensor weight, odd_parameter, odd_buffer;
+};
+TORCH_MODULE(Mixed);
+
+TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
+  Mixed model(odd_, odd_.clone());
+  torch::optim::SGD optimizer(model->parameters(), 1.0);
+  const auto initialize = [&] {
+    return mezzo::initialize(model, optimizer, mezzo::OptLevel::O2({.loss_scale = 1.0}),
+                             {.verbosity = 0});
+  };
+  if (odd_.is_floating_point()) {  // which float8 is: only a weight in float32 can be cast
+    EXPECT_THAT(error_of(initialize), HasSubstr("expected float32"));
+    return;
+  }
+  auto amp = initialize();
+  amp.scale_loss(amp(model, torch::ones({4, 4})).sum(), optimizer);
+  EXPECT_TRUE(amp.step(optimizer).ran());
+  EXPECT_EQ(model->weight.scalar_type(), torch::kHalf);
+  EXPECT_EQ(model->weight[0][0].item<float>(), -3.5F);
+  for (const Tensor& odd : {model->odd_parameter, model->odd_buffer}) {
+    EXPECT_EQ(odd.scalar_type(), GetParam());
+    EXPECT_TRUE(torch::equal(values_of(odd), values_));
+  }
+}
+
+TEST_P(OddDtypes, MakeNoDifferenceToAModuleUnderAutocast) {
+  Mixed model(odd_, odd_.clone());
+  const Tensor x = torch::randn({4, 4});
+  const mezzo::WeightCache cache;
+  mezzo::AutocastModule wrapped(model, {.device = torch::kCPU}, mezzo::PolicyRef(), cache);
+  const mezzo::Autocast<torch::kCPU> autocast;
+  EXPECT_TRUE(torch::equal(wrapped(x), model->forward(x)));
+  EXPECT_EQ(model->odd_parameter.scalar_type(), GetParam());
+}
+
+TEST_P(OddDtypes, ComeBackFromCheckpointsUnlessTheyAreQuantised) {
+  const checkpoint_test::Scratch scratch;
+  Mixed saved(odd_, odd_.clone()), loaded(odd_.clone(), odd_.clone());
+  mezzo::Checkpoints checkpoints(scratch.path());
+  const auto save = [&] { checkpoints.save(mezzo::TrainingState().add("model", saved), 1); };
+  if (odd_.is_quantized()) {
+    EXPECT_THAT(error_of(save), HasSubstr("keep it beside the module"));
+    return;
+  }
+  save();
+  for (const Tensor& odd : {loaded->odd_parameter, loaded->odd_buffer}) odd.zero_();
+  checkpoints.load_newest(mezzo::TrainingState().add("model", loaded));
+  for (const Tensor& odd : {loaded->odd_parameter, loaded->odd_buffer}) {
+    EXPECT_TRUE(torch::equal(values_of(odd), values_));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(, OddDtypes,
+                         testing::Values(torch::kQInt8, torch::kLong, torch::kBool,
+                                         torch::kComplexFloat, torch::kFloat8_e4m3fn),
+                         [](const auto& tested) { return c10::toString(tested.param); });
+
+// Ops of autocast's lists: what a region does with them beside plain at::autocast.
+TEST(OddDtypesInRegions, PassThroughAsInLibtorchs) {
+  const mezzo::WeightCache cache;
+  for (const auto dtype : {torch::kLong, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
+    const Tensor x = odd_tensor(dtype);
+    Tensor plain, cached;
+    {
+      const mezzo::Autocast<torch::kCPU> autocast;
+      plain = torch::mm(x, x);
+    }
+    for (int use = 0; use < 3; ++use) {
+      const mezzo::Autocast<torch::kCPU> autocast(cache);
+      cached = torch::mm(x, x);
+    }
+    EXPECT_EQ(plain.scalar_type(), dtype == torch::kFloat8_e4m3fn ? torch::kBFloat16 : dtype);
+    EXPECT_EQ(cached.scalar_type(), plain.scalar_type());
+    EXPECT_TRUE(torch::equal(cached, plain));
+  }
+}
+
+TEST(OddDtypesInRegions, QuantisedWeightsComputeAsInLibtorchs) {
+  const Tensor weight = quantised(), x = torch::randn({4, 4});
+  const auto compute = [&] {
+    return torch::mm(x, weight.dequantize()) +
+           torch::quantize_per_tensor(x, 0.1, 0, torch::kQInt8).dequantize();
+  };
+  Tensor plain;
+  {
+    const mezzo::Autocast<torch::kCPU> autocast;
+    plain = compute();
+  }
+  const mezzo::WeightCache cache;
+  for (int use = 0; use < 3; ++use) {
+    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    EXPECT_TRUE(torch::equal(compute(), plain));
+  }
+}
+
+}  // namespace

@@ -1,0 +1,84 @@
+// A process that forks after it has trained on the CPU with one thread: the child trains on. (With
+// several threads libgomp hangs in the child, with or without mezzo.)
+
+#include <torch/torch.h>
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/weight_cache.h>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <sstream>
+
+namespace {
+
+using torch::Tensor;
+
+class ForkedTraining {
+ public:
+  void steps(int count) {
+    for (int i = 0; i < count; ++i) {
+      optimizer_.zero_grad();
+      Tensor loss;
+      {
+        const mezzo::Autocast<torch::kCPU> autocast(cache_);
+        loss = model_->forward(batch_).to(torch::kFloat).square().sum();
+      }
+      scaler_.scale(loss).backward();
+      scaler_.step(optimizer_, {.max_norm = 1.0});
+      scaler_.update();
+    }
+  }
+
+  Tensor weight() const { return model_->weight.detach(); }
+
+ private:
+  torch::nn::Linear model_{64, 64};
+  Tensor batch_ = torch::randn({8, 64});
+  mezzo::WeightCache cache_;
+  mezzo::optim::AdamW optimizer_{model_->parameters(), mezzo::optim::AdamWOptions(1e-2)};
+  mezzo::GradScaler scaler_{mezzo::GradScalerOptions().init_scale(1024)};
+};
+
+/// Runs `work` in a child process; whether it said true within a minute.
+template <class Work>
+bool holds_in_a_child(const Work& work) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    _exit(work() ? 0 : 1);
+  }
+  int status = 0;
+  return waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST(Fork, AChildTrainsOnAsItsParentDoes) {
+  if (torch::cuda::is_available()) GTEST_SKIP() << "libtorch's autograd does not outlive a fork";
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);
+  ForkedTraining training;
+  training.steps(3);
+  int bytes[2];
+  ASSERT_EQ(pipe(bytes), 0);
+  const Tensor in_child = torch::empty_like(training.weight());
+  EXPECT_TRUE(holds_in_a_child([&] {
+    training.steps(3);
+    const auto size = training.weight().nbytes();
+    return write(bytes[1], training.weight().const_data_ptr(), size) == static_cast<ssize_t>(size);
+  }));
+  EXPECT_EQ(read(bytes[0], in_child.mutable_data_ptr(), in_child.nbytes()),
+            static_cast<ssize_t>(in_child.nbytes()));
+  training.steps(3);
+  EXPECT_TRUE(torch::equal(training.weight(), in_child));
+  close(bytes[0]);
+  close(bytes[1]);
+  at::set_num_threads(threads);
+}
+
+}  // namespace

@@ -1,0 +1,226 @@
+// A scaler in use that nobody planned: several for one optimizer, errors in between, odd gradients.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mezzo/grad_buckets.h>
+#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../grad_scaler/error_of.h"
+#include "../grad_scaler/tiny_optimizer.h"
+
+namespace {
+
+using grad_scaler_test::error_of;
+using grad_scaler_test::parameter;
+using grad_scaler_test::quiet_scaler;
+using grad_scaler_test::set_gradient;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using testing::HasSubstr;
+using torch::Tensor;
+
+/// libtorch's SGD and mezzo's, with a rate of 1: a step subtracts the gradient.
+template <class Optimizer>
+class ScalerCallProbes : public testing::Test {
+ protected:
+  static Optimizer sgd(std::vector<Tensor> parameters) {
+    return Optimizer(std::move(parameters), typename Options<Optimizer>::type(1.0));
+  }
+
+ private:
+  template <class Made>
+  struct Options {
+    using type = torch::optim::SGDOptions;
+  };
+  template <class Made>
+  requires std::same_as<Made, mezzo::optim::SGD>
+  struct Options<Made> {
+    using type = mezzo::optim::SGDOptions;
+  };
+};
+
+using Optimizers = testing::Types<torch::optim::SGD, mezzo::optim::SGD>;
+TYPED_TEST_SUITE(ScalerCallProbes, Optimizers);
+
+TYPED_TEST(ScalerCallProbes, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
+  auto x = parameter({0});
+  auto optimizer = this->sgd({x});
+  auto first = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto second = quiet_scaler(GradScalerOptions().init_scale(8));
+  set_gradient(x, {32});
+  first.unscale_(optimizer);
+  second.unscale_(optimizer);
+  EXPECT_TRUE(first.step(optimizer).ran());
+  EXPECT_EQ(x.item<float>(), -1);
+  first.update();
+  second.update();
+  EXPECT_EQ(first.get_scale(), 4);
+  EXPECT_EQ(second.get_scale(), 8);
+}
+
+TYPED_TEST(ScalerCallProbes, WhatWasFoundCountsThoughTheOptimizerIsGone) {
+  auto x = parameter({0});
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  {
+    auto optimizer = std::make_unique<TypeParam>(this->sgd({x}));
+    set_gradient(x, {kInfinity});
+    scaler.unscale_(*optimizer);
+  }
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 2);
+}
+
+TYPED_TEST(ScalerCallProbes, ALossThatIsScaledTwiceKeepsOneScale) {
+  auto x = parameter({0});
+  auto optimizer = this->sgd({x});
+  GradScaler scaler(GradScalerOptions().init_scale(4));
+  scaler.scale(scaler.scale(x.sum())).backward();
+  scaler.step(optimizer);
+  EXPECT_EQ(x.item<float>(), -4);
+}
+
+TYPED_TEST(ScalerCallProbes, TwoBackwardPassesOfOneGraphAddUp) {
+  auto x = parameter({1});
+  auto optimizer = this->sgd({x});
+  GradScaler scaler(GradScalerOptions().init_scale(4));
+  const auto loss = x.square().sum();
+  scaler.scale(loss).backward({}, /*keep_graph=*/true);
+  scaler.scale(loss).backward();
+  scaler.step(optimizer);
+  EXPECT_EQ(x.item<float>(), -3);
+}
+
+TYPED_TEST(ScalerCallProbes, ABackwardThatThrewIsGivenUpByZeroGrad) {
+  auto x = parameter({1}), y = parameter({1});
+  auto optimizer = this->sgd({x, y});
+  GradScaler scaler(GradScalerOptions().init_scale(4));
+  bool throws = true;
+  y.register_hook([&throws](const Tensor&) {
+    if (throws) throw std::runtime_error("a hook");
+  });
+  EXPECT_THROW(scaler.scale((x * x + y * y).sum()).backward(), std::runtime_error);
+  throws = false;
+  optimizer.zero_grad();
+  scaler.scale((x * x + y * y).sum()).backward();
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  scaler.update();
+  EXPECT_EQ(x.item<float>(), -1);
+  EXPECT_EQ(y.item<float>(), -1);
+}
+
+TYPED_TEST(ScalerCallProbes, AClosureThatThrowsLeavesParametersAndStateAsTheyAre) {
+  auto x = parameter({1});
+  auto optimizer = this->sgd({x});
+  set_gradient(x, {1});
+  EXPECT_THROW(optimizer.step([]() -> Tensor { throw std::runtime_error("a closure"); }),
+               std::runtime_error);
+  EXPECT_EQ(x.item<float>(), 1);
+  EXPECT_TRUE(torch::GradMode::is_enabled());
+  optimizer.step();
+  EXPECT_EQ(x.item<float>(), 0);
+}
+
+TYPED_TEST(ScalerCallProbes, ParametersWithoutElementsStep) {
+  auto x = parameter({});
+  auto optimizer = this->sgd({x});
+  auto scaler = quiet_scaler({});
+  set_gradient(x, {});
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  scaler.update();
+}
+
+TYPED_TEST(ScalerCallProbes, NothingToCheckIsAnError) {
+  auto x = parameter({1});
+  auto without_gradients = this->sgd({x});
+  auto without_parameters = this->sgd({});
+  auto scaler = quiet_scaler({});
+  for (auto* optimizer : {&without_gradients, &without_parameters}) {
+    EXPECT_EQ(error_of([&] { scaler.step(*optimizer); }),
+              "No inf checks were recorded for this optimizer.");
+  }
+  EXPECT_EQ(error_of([&] { scaler.update(); }), "No inf checks were recorded prior to update.");
+}
+
+TYPED_TEST(ScalerCallProbes, GradientsThatNoScalerTakesAreNamed) {
+  for (const auto dtype : {torch::kLong, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
+    auto x = parameter({1}), y = parameter({1});
+    auto optimizer = this->sgd({x, y});
+    auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+    set_gradient(x, {2});
+    y.mutable_grad() = torch::ones({1}).to(dtype);
+    EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
+                HasSubstr("A gradient has the dtype"));
+    EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("A gradient has the dtype"));
+    EXPECT_EQ(x.grad().item<float>(), 2) << "unscaled though it threw";
+    EXPECT_EQ(x.item<float>(), 1);
+  }
+}
+
+TYPED_TEST(ScalerCallProbes, AGradientThatTwoParametersShareIsUnscaledOnce) {
+  for (const bool unscales_before : {false, true}) {
+    auto x = parameter({0}), y = parameter({0});
+    auto optimizer = this->sgd({x, y});
+    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    set_gradient(x, {4});
+    y.mutable_grad() = x.grad();
+    if (unscales_before) scaler.unscale_(optimizer);
+    scaler.step(optimizer);
+    EXPECT_EQ(x.item<float>(), -1);
+    EXPECT_EQ(y.item<float>(), -1);
+  }
+}
+
+TYPED_TEST(ScalerCallProbes, AnExpandedGradientIsNotUnscaledInPlaceNorIsAnyOther) {
+  auto x = parameter({0}), y = parameter({0, 0});
+  auto optimizer = this->sgd({x, y});
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  set_gradient(x, {4});
+  y.mutable_grad() = torch::full({1}, 4.0).expand({2});
+  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
+              HasSubstr("Please clone() the tensor"));
+  EXPECT_EQ(x.grad().item<float>(), 4);
+  y.mutable_grad() = y.grad().clone();
+  scaler.step(optimizer);
+  EXPECT_EQ(x.item<float>(), -1);
+}
+
+TEST(ScalerCalls, LossesOfAnyDtypeAreScaledInIt) {
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  for (const auto dtype :
+       {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf, torch::kComplexFloat}) {
+    const Tensor scaled = scaler.scale(torch::full({2}, 3, dtype));
+    EXPECT_EQ(scaled.scalar_type(), dtype);
+    EXPECT_TRUE(torch::equal(scaled, torch::full({2}, 12, dtype))) << dtype;
+  }
+}
+
+TEST(ScalerCalls, ABackwardThatThrewLeavesBucketsUsable) {
+  auto x = parameter({1}), y = parameter({1});
+  mezzo::GradBuckets buckets({x, y});
+  mezzo::optim::SGD optimizer(buckets, mezzo::optim::SGDOptions(1.0));
+  GradScaler scaler(GradScalerOptions().init_scale(4));
+  bool throws = true;
+  y.register_hook([&throws](const Tensor&) {
+    if (throws) throw std::runtime_error("a hook");
+  });
+  EXPECT_THROW(scaler.scale((x * x + y * y).sum()).backward(), std::runtime_error);
+  throws = false;
+  optimizer.zero_grad();
+  scaler.scale((x * x + y * y).sum()).backward();
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_EQ(x.item<float>(), -1);
+  EXPECT_EQ(y.item<float>(), -1);
+}
+
+}  // namespace
