@@ -8,6 +8,7 @@
 #include <mezzo/detail/weight_cache/thread_caches.h>
 #include <mezzo/precision.h>
 
+#include <optional>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -28,7 +29,7 @@ struct RegionState {
   c10::DeviceType device;
   at::ScalarType dtype;
   bool enabled;
-  bool cache_enabled;
+  std::optional<bool> cache_enabled;  ///< libtorch's cache; none: as where the region is entered
   PolicyRef policy = {};
   WeightCacheRef weight_cache = {};
 };
@@ -75,10 +76,11 @@ class Region {
                at::autocast::is_autocast_cache_enabled()},
         nesting_(region.dtype != found_.dtype),
         policy_(region.device, region.policy),
-        cache_(region.device, region.weight_cache, region.cache_enabled) {
-    install(region, region.cache_enabled && !CacheScope::in_force());
+        cache_(region.device, region.weight_cache, region.cache_enabled.value_or(true)) {
+    const bool caches = region.cache_enabled.value_or(found_.cache_enabled.value());
+    install(region, caches && !CacheScope::in_force());
   }
-  ~Region() { install(found_, found_.cache_enabled); }
+  ~Region() { install(found_, found_.cache_enabled.value()); }
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
