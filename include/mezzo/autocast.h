@@ -61,7 +61,8 @@ struct AutocastOptions {
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
-/// thread must end in reverse order, in that thread, which block scope sees to. Entering and
+/// thread must end in reverse order, in that thread, which block scope sees to; a static or
+/// thread_local guard of that thread may end when the process or the thread does. Entering and
 /// leaving costs some thread-local writes and no host sync; nothing throws. Call `backward()` after
 /// the scope.
 ///
