@@ -57,9 +57,14 @@ struct CheckpointOptions {
 ///
 /// Throws c10::Error
 /// - when `function` modifies a tensor argument in place, whatever it is for;
-/// - in backward, when a tensor argument or a parameter that it uses was modified in place since;
+/// - in backward, when a tensor that it read was modified in place since: an argument, a
+///   parameter, frozen or not, a buffer, or whatever else its ops took from outside;
 /// - in backward, when the recomputation makes other ops than the first run, ops of other shapes or
 ///   dtypes, or uses other parameters: the message names the first difference.
+/// Modifications are noticed by the tensor's version, as autograd notices them for what it saves.
+/// Not watched are tensors that `function` itself modifies in place (what it counts, for example),
+/// tensors of inference mode, and what it reads in other threads or without an op. Watching costs
+/// the first run about a microsecond for each op.
 /// What `function` throws passes through, in backward too. No host sync of its own.
 template <class F, class... Args>
 auto checkpoint(const CheckpointOptions& options, F&& function, Args&&... args) {
