@@ -37,8 +37,9 @@ struct CheckpointOptions {
 /// Gradients are those without the checkpoint, to the bit: the recomputation runs under the first
 /// run's autocast state, random state and current CUDA device, and its gradients are added up in
 /// the same order. (Two exceptions: autocast's weight cache is not used inside, so a weight that is
-/// used several times is cast, and its gradient rounded, once each time; and gradients of gradients
-/// are the same but for the order of sums.) It is part of autograd's graph like any op: checkpoints
+/// used several times is cast, and its gradient rounded, once each time, and no region inside may
+/// ask for it with `cache_enabled = true`; and gradients of gradients are the same but for the order
+/// of sums.) It is part of autograd's graph like any op: checkpoints
 /// nest, `torch::autograd::grad` and create_graph work, so does backward from inside a backward,
 /// hooks on parameters run once, retain_graph computes anew each time, and what no gradient is
 /// asked for is skipped. When grad mode is off, or nothing requires grad, it is a plain call.
@@ -63,8 +64,7 @@ struct CheckpointOptions {
 ///   dtypes, or uses other parameters: the message names the first difference.
 /// Modifications are noticed by the tensor's version, as autograd notices them for what it saves.
 /// Not watched are tensors that `function` itself modifies in place (what it counts, for example),
-/// tensors of inference mode, and what it reads in other threads or without an op. Watching costs
-/// the first run about a microsecond for each op.
+/// tensors of inference mode, and what it reads in other threads or without an op.
 /// What `function` throws passes through, in backward too. No host sync of its own.
 template <class F, class... Args>
 auto checkpoint(const CheckpointOptions& options, F&& function, Args&&... args) {
