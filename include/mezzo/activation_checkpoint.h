@@ -37,11 +37,12 @@ struct CheckpointOptions {
 /// Gradients are those without the checkpoint, to the bit: the recomputation runs under the first
 /// run's autocast state, random state and current CUDA device, and its gradients are added up in
 /// the same order. (Two exceptions: autocast's weight cache is not used inside, so a weight that is
-/// used several times is cast, and its gradient rounded, once each time; and gradients of gradients
-/// are the same but for the order of sums.) It is part of autograd's graph like any op: checkpoints
-/// nest, `torch::autograd::grad` and create_graph work, so does backward from inside a backward,
-/// hooks on parameters run once, retain_graph computes anew each time, and what no gradient is
-/// asked for is skipped. When grad mode is off, or nothing requires grad, it is a plain call.
+/// used several times is cast, and its gradient rounded, once each time, and no region inside may
+/// ask for it with `cache_enabled = true`; and gradients of gradients are the same but for the
+/// order of sums.) It is part of autograd's graph like any op: checkpoints nest,
+/// `torch::autograd::grad` and create_graph work, so does backward from inside a backward, hooks on
+/// parameters run once, retain_graph computes anew each time, and what no gradient is asked for is
+/// skipped. When grad mode is off, or nothing requires grad, it is a plain call.
 ///
 /// `function` must do the same each time; see the errors. It must have no other lasting effect:
 /// batch norm's running statistics, for one, would be updated twice. It is called in the thread
@@ -57,9 +58,13 @@ struct CheckpointOptions {
 ///
 /// Throws c10::Error
 /// - when `function` modifies a tensor argument in place, whatever it is for;
-/// - in backward, when a tensor argument or a parameter that it uses was modified in place since;
+/// - in backward, when a tensor that it read was modified in place since: an argument, a
+///   parameter, frozen or not, a buffer, or whatever else its ops took from outside;
 /// - in backward, when the recomputation makes other ops than the first run, ops of other shapes or
 ///   dtypes, or uses other parameters: the message names the first difference.
+/// Modifications are noticed by the tensor's version, as autograd notices them for what it saves.
+/// Not watched are tensors that `function` itself modifies in place (what it counts, for example),
+/// tensors of inference mode, and what it reads in other threads or without an op.
 /// What `function` throws passes through, in backward too. No host sync of its own.
 template <class F, class... Args>
 auto checkpoint(const CheckpointOptions& options, F&& function, Args&&... args) {

@@ -28,13 +28,17 @@ struct AutocastOptions {
   /// surrounding region lowered stay as they are: cast them (`x.to(torch::kFloat)`) before use.
   bool enabled = true;
 
-  /// Whether the low-precision copy of a float32 parameter is kept until the outermost region of
-  /// the thread ends, so that a weight used twice is cast once. libtorch keeps one such cache a
-  /// process, keyed by the weight alone: set this to false where weights change inside a region,
-  /// where a `NoGradGuard` comes and goes inside it (a copy made without gradients would be reused
-  /// with them), or where threads run the same weights in different dtypes. Or give the region a
-  /// `weight_cache`, which has none of these traps. False turns that off too, for this region.
-  bool cache_enabled = true;
+  /// Whether libtorch keeps the low-precision copy of a float32 parameter until the outermost
+  /// region of the thread ends, so that a weight used twice is cast once. Unset, as where the
+  /// region is entered: what the surrounding region or
+  /// `at::autocast::set_autocast_cache_enabled` said, and on in a thread where nobody did.
+  ///
+  /// libtorch has one such cache a process, keyed by the weight alone: set this to false where
+  /// weights change inside a region, where a `NoGradGuard` comes and goes inside it (a copy made
+  /// without gradients would be reused with them), or where threads run the same weights in
+  /// different dtypes. Or give the region a `weight_cache`, which has none of these traps. False
+  /// turns a surrounding region's `weight_cache` off too, for this region and those inside it.
+  std::optional<bool> cache_enabled = std::nullopt;
 
   /// Edits to the op lists, an OpPolicy (op_policy.h), for this region: on top of the surrounding
   /// region's where regions nest.
@@ -57,9 +61,10 @@ struct AutocastOptions {
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
-/// thread must end in reverse order, in that thread, which block scope sees to. Except in a
-/// coroutine: no guard may live across a suspension, which nothing notices (as with
-/// `torch.autocast` around an await); enter an AutocastState::Scope anew after each. Entering and
+/// thread must end in reverse order, in that thread, which block scope sees to; a static or
+/// thread_local guard of that thread may end when the process or the thread does. In a coroutine no
+/// guard may live across a suspension, which nothing notices (as with `torch.autocast` around an
+/// await): enter an AutocastState::Scope anew after each. Entering and
 /// leaving costs some thread-local writes and no host sync; nothing throws. Call `backward()` after
 /// the scope.
 ///

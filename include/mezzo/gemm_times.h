@@ -81,7 +81,7 @@ struct GemmTimingOptions {
 /// emulates a dtype; ask on a quiet one. Waits for the device. While it runs, no other thread may
 /// multiply matrices on it: that would be measured too, and TF32 is switched for the process
 /// (MatmulPrecisionGuard). The autocast state of the caller holds for the model and not for the
-/// timing. The model is left as one forward pass leaves it.
+/// timing. The model and the default random generators are left as one forward pass leaves them.
 /// \throws c10::Error if the model came to no such product, to products on several devices or on
 ///   one that is neither CPU nor CUDA, if seconds is not positive, or inside of another time_gemms
 template <class Model, class Sample>

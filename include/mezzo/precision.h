@@ -11,6 +11,7 @@
 #include <mezzo/version.h>
 
 #include <iosfwd>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -108,9 +109,9 @@ constexpr bool autocast_accepts(c10::DeviceType device, at::ScalarType dtype) {
 struct AutocastSetting {
   c10::DeviceType device;
   at::ScalarType dtype = default_autocast_dtype(device);  ///< what the lowered ops compute in
-  bool enabled = true;        ///< false: the region runs in full precision
-  bool cache_enabled = true;  ///< see AutocastOptions::cache_enabled
-  std::string reason = {};    ///< one sentence on why, for a log line; no guard reads it
+  bool enabled = true;                               ///< false: the region runs in full precision
+  std::optional<bool> cache_enabled = std::nullopt;  ///< see AutocastOptions::cache_enabled
+  std::string reason = {};  ///< one sentence on why, for a log line; no guard reads it
 };
 
 /// The setting that this machine runs natively, and why (`.reason`):

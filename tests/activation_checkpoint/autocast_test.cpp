@@ -5,8 +5,10 @@
 
 #include <mezzo/activation_checkpoint.h>
 #include <mezzo/autocast.h>
+#include <mezzo/autocast_module.h>
 #include <mezzo/autograd_function.h>
 
+#include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -103,6 +105,19 @@ TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
   expect_same_bits(loss(true, false), expected);
   expect_same_bits(loss(false, true), expected);
   expect_same_bits(loss(true, true), expected);
+}
+
+TEST_P(CheckpointAutocast, OfAnAutocastModuleMayComeTwiceInARegion) {
+  const auto linear = std::make_shared<torch::nn::LinearImpl>(8, 8);
+  mezzo::AutocastModule module(linear, {.device = at::kCPU, .dtype = GetParam()});
+  const auto loss = [&](const mezzo::AutocastOptions& options, auto&& block) {
+    return loss_and_gradients({x_, linear->weight, linear->bias}, [&] {
+      const mezzo::AutocastGuard autocast(at::kCPU, GetParam(), options);
+      return block(block(x_)).to(at::kFloat).pow(2).sum();
+    });
+  };
+  expect_same_bits(loss({}, [&](const Tensor& x) { return mezzo::checkpoint(module, x); }),
+                   loss({.cache_enabled = false}, module));
 }
 
 TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {

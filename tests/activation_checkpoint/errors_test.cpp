@@ -116,6 +116,55 @@ TEST_F(CheckpointErrors, NoticeAParameterModifiedBeforeBackward) {
               HasSubstr("a parameter, Float[4, 4], was modified in place between"));
 }
 
+TEST_F(CheckpointErrors, NoticeAFrozenParameterModifiedBeforeBackward) {
+  const torch::nn::Linear frozen(4, 4);
+  for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+  for (auto& parameter : frozen->parameters()) {
+    const auto y = mezzo::checkpoint(frozen, x_);
+    parameter.mul_(2);
+    EXPECT_THAT(error_of([&] { y.sum().backward(); }),
+                HasSubstr("a tensor that it reads, Float" + c10::str(parameter.sizes()) +
+                          ", was modified in place between"));
+  }
+}
+
+TEST_F(CheckpointErrors, NoticeACapturedTensorModifiedBeforeBackward) {
+  const std::vector<Tensor> captured{torch::ones({4, 4}), torch::ones({8, 4})};
+  const auto inner = [&](const Tensor& x) { return torch::cat({x, captured[0]}); };
+  const auto outer = [&](const Tensor& x) { return mezzo::checkpoint(inner, x) * captured[1]; };
+  for (const auto& each : captured) {
+    const auto y = mezzo::checkpoint(outer, x_);
+    each.zero_();
+    EXPECT_THAT(error_of([&] { y.sum().backward(); }),
+                HasSubstr("a tensor that it reads, Float" + c10::str(each.sizes())));
+  }
+}
+
+TEST_F(CheckpointErrors, SpareWhatTheFunctionItselfModifies) {
+  torch::nn::BatchNorm1d norm(4);
+  const auto count = torch::zeros({1});
+  const auto block = [&](const Tensor& x) {
+    count.add_(1);
+    return norm->forward(x.mm(w_));
+  };
+  const auto first = mezzo::checkpoint(block, x_).pow(3).sum();
+  const auto second = mezzo::checkpoint(block, x_).pow(3).sum();
+  EXPECT_NO_THROW((first + second).backward());
+}
+
+TEST_F(CheckpointErrors, SpareWhatTheFunctionMakes) {
+  Tensor kept;
+  const auto block = [&](const Tensor& x) {
+    const auto hidden = x.detach().mm(torch::ones({4, 4}));
+    kept = hidden * 2;
+    return std::vector<Tensor>{x * hidden, hidden, x.mm(kept)};
+  };
+  const auto y = mezzo::checkpoint(block, x_);
+  kept.zero_();
+  y[1].zero_();
+  EXPECT_NO_THROW((y[0] + y[2]).sum().backward());
+}
+
 TEST_F(CheckpointErrors, NoticeAFunctionThatModifiesItsArgument) {
   EXPECT_THAT(
       error_of([&] { mezzo::checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_)); }),

@@ -152,7 +152,8 @@ TEST(AutocastGuard, TakesDtypeAndOptionsAtRunTimeAndRestoresThem) {
     const AutocastGuard guard(torch::kCPU, torch::kHalf, {.cache_enabled = false});
     EXPECT_EQ(dtype_of_product(), torch::kHalf);
     EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
-    const AutocastGuard exact(torch::kCPU, torch::kBFloat16, {.enabled = false});
+    const AutocastGuard exact(torch::kCPU, torch::kBFloat16,
+                              {.enabled = false, .cache_enabled = true});
     EXPECT_EQ(dtype_of_product(), torch::kFloat);
     EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
   }

@@ -1,14 +1,18 @@
 #include <torch/torch.h>
 
 #include <ATen/autocast_mode.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/autocast.h>
 
 #include <optional>
+#include <thread>
+#include <vector>
 
 namespace {
 
 using mezzo::Autocast;
+using testing::Each;
 using torch::Tensor;
 
 Tensor weight() { return torch::rand({4, 4}).requires_grad_(); }
@@ -69,6 +73,58 @@ TEST(AutocastWeightCache, NeverHandsAnInnerRegionTheOuterDtype) {
     EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kHalf);
   }
   EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kBFloat16);
+}
+
+TEST(AutocastWeightCache, StaysOffInRegionsInsideOneThatDisabledIt) {
+  const Tensor w = torch::ones({2, 2}).requires_grad_();
+  const Tensor x = torch::ones({2, 2});
+  const Autocast<torch::kCPU> outer({.cache_enabled = false});
+  const auto product = [&] {
+    const Autocast<torch::kCPU> inner;
+    return torch::mm(x, w).sum().item<float>();
+  };
+  EXPECT_EQ(product(), 8.0F);
+  {
+    const torch::NoGradGuard no_grad;
+    w.mul_(2);
+  }
+  EXPECT_EQ(product(), 16.0F);
+}
+
+/// Whether each kind of region that says nothing of the cache has libtorch's on.
+std::vector<bool> caches_in_silent_regions() {
+  std::vector<bool> found;
+  const auto look = [&] { found.push_back(at::autocast::is_autocast_cache_enabled()); };
+  const mezzo::AutocastSetting setting{.device = torch::kCPU};
+  {
+    const Autocast<torch::kCPU> guard;
+    look();
+  }
+  {
+    const mezzo::AutocastGuard guard(torch::kCPU, torch::kHalf);
+    look();
+  }
+  {
+    const mezzo::AutocastGuard guard(setting);
+    look();
+  }
+  mezzo::autocast<torch::kCPU>(look)();
+  mezzo::autocast(look, setting)();
+  std::thread(mezzo::with_current_autocast([&] { mezzo::autocast<torch::kCPU>(look)(); })).join();
+  return found;
+}
+
+TEST(AutocastWeightCache, IsInheritedByEveryRegionThatSaysNothingOfIt) {
+  EXPECT_THAT(caches_in_silent_regions(), Each(true));
+  {
+    const Autocast<torch::kCPU> outer({.cache_enabled = false});
+    EXPECT_THAT(caches_in_silent_regions(), Each(false));
+    const Autocast<torch::kCUDA> inner({.cache_enabled = true});
+    EXPECT_THAT(caches_in_silent_regions(), Each(true));
+  }
+  at::autocast::set_autocast_cache_enabled(false);
+  EXPECT_THAT(caches_in_silent_regions(), Each(false)) << "set by hand";
+  at::autocast::set_autocast_cache_enabled(true);
 }
 
 // The trap that nested regions of plain libtorch fall into: the reason for the test above.

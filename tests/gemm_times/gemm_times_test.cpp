@@ -107,6 +107,17 @@ TEST(TimeGemms, LeavesSettingsAndGradientsAlone) {
   EXPECT_FALSE(model->weight.grad().defined());
 }
 
+TEST(TimeGemms, DrawsNoRandomNumbersOfItsOwn) {
+  torch::nn::Sequential model(torch::nn::Linear(3, 6), torch::nn::Dropout(0.5));
+  const torch::Tensor x = torch::ones({5, 3});
+  torch::manual_seed(7);
+  model->forward(x);
+  const torch::Tensor after_a_forward_pass = torch::rand({4});
+  torch::manual_seed(7);
+  mezzo::time_gemms(model, x, kQuick);
+  EXPECT_TRUE(torch::equal(torch::rand({4}), after_a_forward_pass));
+}
+
 struct Forward : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) { return torch::mm(x, x); }
 };

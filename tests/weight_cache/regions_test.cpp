@@ -144,6 +144,36 @@ TEST(WeightCacheRegions, KeepLibtorchsCacheOffInRegionsOfAnotherDevice) {
   EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
 }
 
+TEST(WeightCacheRegions, ServeInnerRegionsAlsoWhereLibtorchsCacheIsOff) {
+  const WeightCache cache;
+  const auto weight = frozen_square();
+  const Autocast<kCPU> uncached({.cache_enabled = false});
+  const Autocast<kCPU> outer(cache);
+  what_linear_reads(weight);
+  const Autocast<kCPU> inner;
+  what_linear_reads(weight);
+  EXPECT_EQ(casts_and_hits(cache), Counts(1, 1));
+}
+
+TEST(WeightCacheRegions, LeaveNoCacheToRegionsInsideOneThatDisabledIt) {
+  const WeightCache cache;
+  const auto weight = frozen_square();
+  const Autocast<kCPU> outer(cache);
+  const Autocast<kCPU> uncached({.cache_enabled = false});
+  const Autocast<kCPU> inner;
+  EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+  what_linear_reads(weight);
+  EXPECT_EQ(casts_and_hits(cache), Counts(0, 0));
+}
+
+TEST(WeightCacheRegions, KeepLibtorchsCacheOffThoughItIsSwitchedOnByHandInside) {
+  const WeightCache cache;
+  const Autocast<kCPU> outer(cache);
+  at::autocast::set_autocast_cache_enabled(true);
+  const Autocast<kCPU> inner;
+  EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
+}
+
 TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
   const WeightCache cache;
   const auto weight = frozen_square().requires_grad_();

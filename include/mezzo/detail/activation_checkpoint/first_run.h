@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <mezzo/detail/activation_checkpoint/checkpoint_node.h>
+#include <mezzo/detail/activation_checkpoint/read_tensors.h>
 #include <mezzo/detail/tensors/autograd_node.h>
 #include <mezzo/version.h>
 
@@ -63,7 +64,10 @@ auto first_run(std::unique_ptr<Call> call, bool preserve_random_state) {
   const GraphMark start;
   auto result = [&] {
     const WeightCastsUncached uncached;
-    return (*call)();
+    const ReadTensors read;
+    auto value = (*call)();
+    read.watch_unmodified(watched);
+    return value;
   }();
   for (const auto& tensor : watched) tensor.check("by the function itself");
   std::vector<at::Tensor*> results;

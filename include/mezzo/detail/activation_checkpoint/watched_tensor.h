@@ -4,41 +4,48 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <mezzo/version.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <string>
-#include <utility>
+#include <cstdint>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A tensor as it was when this was made. Tensors of inference mode have no version and pass
-/// unwatched.
+/// A tensor as it was when this was made, which does not keep it alive: one that is gone is not
+/// used again. Tensors of inference mode have no version and pass unwatched.
 class WatchedTensor {
  public:
-  WatchedTensor(at::Tensor tensor, std::string role)
-      : tensor_(std::move(tensor)), role_(std::move(role)) {
-    if (tensor_.is_inference()) return;
-    version_ = tensor_._version();
+  WatchedTensor(const at::Tensor& tensor, const char* role)
+      : tensor_(tensor.getIntrusivePtr()), role_(role), version_(version_of(tensor)) {}
+
+  bool is_unmodified() const {
+    const at::Tensor tensor(tensor_.lock());
+    return !tensor.defined() || version_of(tensor) == version_;
   }
 
   /// Throws when the tensor has been modified since.
   void check(const char* when) const {
+    const at::Tensor tensor(tensor_.lock());
     TORCH_CHECK(
-        tensor_.is_inference() || tensor_._version() == version_, "checkpoint: ", role_, ", ",
-        tensor_.scalar_type(), tensor_.sizes(), ", was modified in place ", when, " (version ",
-        tensor_._version(), ", expected ", version_,
+        !tensor.defined() || version_of(tensor) == version_, "checkpoint: ", role_, ", ",
+        tensor.scalar_type(), tensor.sizes(), ", was modified in place ", when, " (version ",
+        version_of(tensor), ", expected ", version_,
         "), so that running the function again would compute something else. Clone it first, "
         "or modify it after backward.");
   }
 
  private:
-  at::Tensor tensor_;
-  std::string role_;
-  int64_t version_ = 0;
+  static int64_t version_of(const at::Tensor& tensor) {
+    return tensor.is_inference() ? 0 : tensor._version();
+  }
+
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_;
+  const char* role_;
+  int64_t version_;
 };
 
 /// The leaves among the tensors that `edges` lead to: parameters, as a rule.

@@ -8,6 +8,8 @@
 #include <mezzo/detail/weight_cache/thread_caches.h>
 #include <mezzo/precision.h>
 
+#include <atomic>
+#include <optional>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -28,7 +30,7 @@ struct RegionState {
   c10::DeviceType device;
   at::ScalarType dtype;
   bool enabled;
-  bool cache_enabled;
+  std::optional<bool> cache_enabled;  ///< libtorch's cache; none: as where the region is entered
   PolicyRef policy = {};
   WeightCacheRef weight_cache = {};
 };
@@ -40,6 +42,24 @@ inline RegionState checked_region(const AutocastSetting& setting, PolicyRef poli
           setting.cache_enabled, std::move(policy), std::move(weight_cache)};
 }
 
+/// libtorch's cache of weight casts: a static object that it makes at the first use, and that a
+/// guard with static lifetime, or in a thread that outlives main, may outlive.
+class LibtorchCasts {
+ public:
+  /// To be called before a region begins: so the cache is there until a static guard has ended.
+  static void make() noexcept { static const LibtorchCasts casts; }
+
+  static void clear() noexcept {
+    if (!are_gone_) at::autocast::clear_cache();
+  }
+
+ private:
+  LibtorchCasts() noexcept { at::autocast::clear_cache(); }
+  ~LibtorchCasts() { are_gone_ = true; }
+
+  static inline std::atomic<bool> are_gone_ = false;
+};
+
 /// Counts this thread's regions, as libtorch does, and drops the cached weight casts at the
 /// outermost exit. They are also dropped where an inner region begins or ends with another dtype
 /// than the one around it: the cache is keyed by the weight alone and would hand out the wrong
@@ -48,14 +68,11 @@ class Nesting {
  public:
   explicit Nesting(bool dtype_changes) noexcept
       : drops_casts_(at::autocast::increment_nesting() > 1 && dtype_changes) {
-    if (drops_casts_) {
-      at::autocast::clear_cache();
-    }
+    LibtorchCasts::make();
+    if (drops_casts_) LibtorchCasts::clear();
   }
   ~Nesting() {
-    if (at::autocast::decrement_nesting() == 0 || drops_casts_) {
-      at::autocast::clear_cache();
-    }
+    if (at::autocast::decrement_nesting() == 0 || drops_casts_) LibtorchCasts::clear();
   }
   Nesting(const Nesting&) = delete;
   Nesting& operator=(const Nesting&) = delete;
@@ -75,10 +92,11 @@ class Region {
                at::autocast::is_autocast_cache_enabled()},
         nesting_(region.dtype != found_.dtype),
         policy_(region.device, region.policy),
-        cache_(region.device, region.weight_cache, region.cache_enabled) {
-    install(region, region.cache_enabled && !CacheScope::in_force());
+        cache_(region.device, region.weight_cache, region.cache_enabled.value_or(true)) {
+    const bool caches = region.cache_enabled.value_or(found_.cache_enabled.value());
+    install(region, caches && !CacheScope::in_force());
   }
-  ~Region() { install(found_, found_.cache_enabled); }
+  ~Region() { install(found_, found_.cache_enabled.value()); }
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 

@@ -2,6 +2,8 @@
 /// From a model's products to their times.
 #pragma once
 
+#include <ATen/Context.h>
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/bmm.h>
@@ -18,6 +20,7 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -26,7 +29,8 @@ namespace detail {
 
 class GemmStopwatch {
  public:
-  GemmStopwatch(c10::Device device, double seconds) : device_(device), seconds_(seconds) {}
+  GemmStopwatch(c10::Device device, double seconds)
+      : device_(device), seconds_(seconds), generator_(own_generator(device)) {}
 
   GemmMicroseconds time(const GemmShape& shape) const {
     GemmMicroseconds times;
@@ -87,12 +91,21 @@ class GemmStopwatch {
   at::Tensor matrix(int64_t batch, int64_t rows, int64_t columns, bool transposed,
                     at::ScalarType dtype) const {
     const auto options = at::TensorOptions().device(device_).dtype(at::kFloat);
-    return transposed ? at::rand({batch, columns, rows}, options).to(dtype).transpose(1, 2)
-                      : at::rand({batch, rows, columns}, options).to(dtype);
+    return transposed
+               ? at::rand({batch, columns, rows}, generator_, options).to(dtype).transpose(1, 2)
+               : at::rand({batch, rows, columns}, generator_, options).to(dtype);
+  }
+
+  /// The default generator is the model's: what follows a timing draws what it would without one.
+  static at::Generator own_generator(c10::Device device) {
+    at::Generator shared = at::globalContext().defaultGenerator(device);
+    const std::scoped_lock lock(shared.mutex());
+    return shared.clone();
   }
 
   c10::Device device_;
   double seconds_;
+  at::Generator generator_;
 };
 
 inline GemmShape shape_of(const RecordedGemm& gemm) {

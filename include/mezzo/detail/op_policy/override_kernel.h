@@ -11,6 +11,7 @@
 #include <mezzo/detail/autocast/libtorch_state.h>
 #include <mezzo/detail/op_policy/category.h>
 #include <mezzo/detail/op_policy/eligible.h>
+#include <mezzo/detail/op_policy/ivalue_tensors.h>
 #include <mezzo/detail/op_policy/op_names.h>
 #include <mezzo/detail/op_policy/policy_edits.h>
 #include <mezzo/detail/weight_cache/thread_caches.h>
@@ -25,26 +26,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Calls `visit` with every tensor among the arguments, those in lists included.
-template <class Visit>
-void for_each_tensor(c10::ArrayRef<const c10::IValue> arguments, Visit visit) {
-  for (const auto& argument : arguments) {
-    if (argument.isTensor()) {
-      visit(argument.toTensor());
-    } else if (argument.isTensorList()) {
-      for (const at::Tensor& tensor : argument.toTensorVector()) {
-        visit(tensor);
-      }
-    } else if (argument.isOptionalTensorList()) {
-      for (const auto& tensor : argument.toOptionalTensorVector()) {
-        if (tensor.has_value()) {
-          visit(*tensor);
-        }
-      }
-    }
-  }
-}
 
 /// The widest dtype among the tensors that autocast may cast; none where it may cast none.
 inline std::optional<at::ScalarType> widest_dtype(c10::ArrayRef<const c10::IValue> arguments,

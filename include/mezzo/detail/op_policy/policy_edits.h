@@ -4,6 +4,7 @@
 #pragma once
 
 #include <c10/macros/Export.h>
+#include <mezzo/detail/autocast/never_destroyed.h>
 #include <mezzo/detail/op_policy/category.h>
 #include <mezzo/version.h>
 
@@ -62,8 +63,8 @@ using ThreadPolicies = std::array<std::shared_ptr<const PolicyEdits>, kPolicyDev
 /// This thread's. One a thread and process: the symbol is exported even from units compiled with
 /// hidden visibility, so shared libraries agree on it.
 C10_EXPORT inline ThreadPolicies& thread_policies() {
-  static thread_local ThreadPolicies policies;
-  return policies;
+  static constinit thread_local NeverDestroyed<ThreadPolicies> policies;
+  return policies.get();
 }
 
 }  // namespace detail

@@ -6,6 +6,7 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Export.h>
+#include <mezzo/detail/autocast/never_destroyed.h>
 #include <mezzo/detail/op_policy/category.h>
 #include <mezzo/version.h>
 
@@ -57,8 +58,7 @@ class CacheOwner {
   CacheOwner& operator=(const CacheOwner&) = delete;
   virtual ~CacheOwner() = default;
 
-  /// The calling thread's, alive while it runs and the owner lives.
-  virtual WeightCasts* casts_of_this_thread() = 0;
+  virtual std::shared_ptr<WeightCasts> casts_of_this_thread() = 0;
 
   /// The calling thread ends.
   virtual void forget_this_thread() noexcept = 0;
@@ -67,7 +67,7 @@ class CacheOwner {
 /// The cache in force for one device; none as a rule.
 struct ThreadCache {
   std::shared_ptr<CacheOwner> owner;
-  WeightCasts* casts = nullptr;
+  std::shared_ptr<WeightCasts> casts;
   std::uint64_t since = 0;
 };
 
@@ -76,8 +76,8 @@ using ThreadCaches = std::array<ThreadCache, kPolicyDevices.size()>;
 
 /// This thread's; exported for the reason given at thread_policies.
 C10_EXPORT inline ThreadCaches& thread_caches() {
-  static thread_local ThreadCaches caches;
-  return caches;
+  static constinit thread_local NeverDestroyed<ThreadCaches> caches;
+  return caches.get();
 }
 
 /// Puts the cache of `owner`, or none, in the place of `current`.

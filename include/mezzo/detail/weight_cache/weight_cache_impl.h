@@ -22,18 +22,23 @@ namespace detail {
 class HoldersForThread {
  public:
   ~HoldersForThread() {
+    has_ended_ = true;
     for (const auto& each : holders_) {
       if (const auto holder = each.lock()) holder->forget_this_thread();
     }
   }
 
+  /// After the end, where static objects of the main thread are, what is held stays until the
+  /// owner goes.
   static void add(const std::weak_ptr<CacheOwner>& holder) {
+    if (has_ended_) return;
     static thread_local HoldersForThread own;
     std::erase_if(own.holders_, [](const auto& each) { return each.expired(); });
     own.holders_.push_back(holder);
   }
 
  private:
+  static inline thread_local bool has_ended_ = false;
   std::vector<std::weak_ptr<CacheOwner>> holders_;
 };
 
@@ -79,7 +84,9 @@ class WeightCache::Shared final : public detail::CacheOwner,
   explicit Shared(const WeightCacheOptions& options)
       : options_(options), for_all_(options.max_bytes, options.keep_trainable) {}
 
-  detail::WeightCasts* casts_of_this_thread() override { return &store(); }
+  std::shared_ptr<detail::WeightCasts> casts_of_this_thread() override {
+    return store_of_this_thread();
+  }
 
   void forget_this_thread() noexcept override {
     std::shared_ptr<detail::WeightStore> own;  // dies after the lock
@@ -91,9 +98,11 @@ class WeightCache::Shared final : public detail::CacheOwner,
   }
 
   /// The store that serves the calling thread.
-  detail::WeightStore& store() {
+  detail::WeightStore& store() { return *store_of_this_thread(); }
+
+  std::shared_ptr<detail::WeightStore> store_of_this_thread() {
     if (!options_.thread_isolated) {
-      return for_all_;
+      return std::shared_ptr<detail::WeightStore>(shared_from_this(), &for_all_);
     }
     const std::lock_guard lock(mutex_);
     auto& own = by_thread_[std::this_thread::get_id()];
@@ -101,7 +110,7 @@ class WeightCache::Shared final : public detail::CacheOwner,
       own = std::make_shared<detail::WeightStore>(options_.max_bytes, options_.keep_trainable);
       detail::HoldersForThread::add(weak_from_this());
     }
-    return *own;
+    return own;
   }
 
   /// From when on a trainable weight's copy is current for the calling thread: the beginning of its
@@ -116,7 +125,7 @@ class WeightCache::Shared final : public detail::CacheOwner,
   /// All stores, kept alive for as long as the caller looks at them.
   std::vector<std::shared_ptr<detail::WeightStore>> stores() {
     if (!options_.thread_isolated) {
-      return {std::shared_ptr<detail::WeightStore>(shared_from_this(), &for_all_)};
+      return {store_of_this_thread()};
     }
     const std::lock_guard lock(mutex_);
     std::vector<std::shared_ptr<detail::WeightStore>> all;
