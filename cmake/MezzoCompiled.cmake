@@ -1,10 +1,10 @@
 # mezzo::compiled: mezzo::mezzo and its loops over gradients and parameters, compiled once for programs of many units
-# (mezzo/compiled.h). mezzo::compiled_cuda: the same of mezzo::cuda. Neither is built unless something links it.
+# (mezzo/optim/compiled.h). mezzo::compiled_cuda: the same of mezzo::cuda. Neither is built unless something links it.
 
 # mezzo_add_compiled(NAME MEZZO FOLDER): a static library NAME of MEZZO's loops, from the headers in FOLDER.
 function(mezzo_add_compiled name mezzo include_folder)
   set(sources adam.cpp gradients.cpp lamb.cpp lion_and_sgd.cpp)
-  list(TRANSFORM sources PREPEND "${include_folder}/mezzo/compiled/")
+  list(TRANSFORM sources PREPEND "${include_folder}/mezzo/optim/compiled/")
   add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})
   target_link_libraries(${name} PUBLIC ${mezzo})
   target_compile_definitions(${name} PUBLIC MEZZO_COMPILED)

@@ -9,7 +9,7 @@ endif()
 
 function(mezzo_add_cuda include_folder)
   add_library(mezzo::cuda INTERFACE IMPORTED GLOBAL)
-  target_sources(mezzo::cuda INTERFACE "${include_folder}/mezzo/cuda/mezzo_cuda.cu")
+  target_sources(mezzo::cuda INTERFACE "${include_folder}/mezzo/kernels/cuda/mezzo_cuda.cu")
   target_compile_definitions(mezzo::cuda INTERFACE MEZZO_WITH_CUDA)
   target_compile_options(mezzo::cuda INTERFACE "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:-std=c++20>")
   target_link_libraries(mezzo::cuda INTERFACE mezzo::mezzo)

@@ -7,7 +7,7 @@
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
-#include <mezzo/activation_checkpoint.h>
+#include <mezzo/autocast/activation_checkpoint.h>
 
 #include <algorithm>
 #include <cstdint>

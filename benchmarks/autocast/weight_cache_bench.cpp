@@ -11,9 +11,9 @@
 
 #include <torch/torch.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/cast_trace.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/cast_trace.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <algorithm>
 #include <chrono>

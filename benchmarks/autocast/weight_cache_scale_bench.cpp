@@ -9,9 +9,9 @@
 
 #include <benchmark/benchmark.h>
 
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <algorithm>
 #include <chrono>

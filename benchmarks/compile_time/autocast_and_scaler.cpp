@@ -1,3 +1,3 @@
-#include <mezzo/autocast.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <torch/torch.h>

@@ -21,7 +21,7 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
 
 #include <algorithm>

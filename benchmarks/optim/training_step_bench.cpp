@@ -15,11 +15,11 @@
 
 #include <torch/torch.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/cast_trace.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/cast_trace.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <algorithm>
 #include <chrono>

@@ -13,7 +13,7 @@
 #include <ATen/ops/zeros.h>
 #include <benchmark/benchmark.h>
 
-#include <mezzo/detail/kernels/unscale.h>
+#include <mezzo/kernels/unscale.h>
 
 #include <algorithm>
 #include <chrono>

@@ -2,7 +2,7 @@
 /// The device a run is on: chosen, described and measured.
 #pragma once
 
-#include <mezzo/precision.h>
+#include <mezzo/base/precision.h>
 #include <torch/torch.h>
 
 #include <cstdint>

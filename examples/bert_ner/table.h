@@ -2,7 +2,7 @@
 /// The three runs side by side.
 #pragma once
 
-#include <mezzo/precision.h>
+#include <mezzo/base/precision.h>
 
 #include <nlohmann/json.hpp>
 #include <span>

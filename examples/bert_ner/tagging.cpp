@@ -1,6 +1,6 @@
 #include "tagging.h"
 
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 
 namespace bert_ner {
 namespace {

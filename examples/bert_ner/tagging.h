@@ -2,7 +2,7 @@
 /// A trained model's answers: one tag a word.
 #pragma once
 
-#include <mezzo/precision.h>
+#include <mezzo/base/precision.h>
 #include <torch/torch.h>
 
 #include <cstdint>

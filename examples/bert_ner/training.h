@@ -2,9 +2,9 @@
 /// The training loop in mixed precision: the page to copy.
 #pragma once
 
-#include <mezzo/autocast.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/lr_schedule.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/adamw.h>
 #include <torch/torch.h>
 

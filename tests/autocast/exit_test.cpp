@@ -3,10 +3,10 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/autocast_module.h>
-#include <mezzo/op_policy.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <malloc.h>
 #include <atomic>

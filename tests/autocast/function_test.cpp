@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 
 #include <concepts>
 #include <functional>

@@ -3,7 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 
 #include <stdexcept>
 #include <thread>

@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast_module.h>
+#include <mezzo/autocast/autocast_module.h>
 
 #include <memory>
 #include <sstream>

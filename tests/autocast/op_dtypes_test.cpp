@@ -1,7 +1,7 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 
 #include <functional>
 #include <string>

@@ -6,7 +6,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast_module.h>
+#include <mezzo/autocast/autocast_module.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/parallel/data_parallel.h>
 

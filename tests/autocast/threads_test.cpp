@@ -2,7 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 
 #include <future>
 #include <memory>

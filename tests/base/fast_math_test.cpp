@@ -1,14 +1,14 @@
 // Compiled with -ffast-math, under which `x != x` and std::isfinite(x) are constants. The kernels
 // come in an inline namespace of their own, or the linker might pick another unit's copy of them.
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #undef MEZZO_ABI_NAMESPACE
 #define MEZZO_ABI_NAMESPACE fast_math
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/unscale_loops.h>
-#include <mezzo/loss_scale.h>
+#include <mezzo/kernels/unscale_loops.h>
+#include <mezzo/base/loss_scale.h>
 
 #include <array>
 #include <bit>

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/loss_scale.h>
+#include <mezzo/base/loss_scale.h>
 
 #include <bit>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../special_values.h"
+#include "../support/special_values.h"
 
 namespace {
 

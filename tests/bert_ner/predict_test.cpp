@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/cast_trace.h>
+#include <mezzo/autocast/cast_trace.h>
 
 #include <cstdlib>
 #include <set>

@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/scaler_tensors.h>
+#include <mezzo/scaling/scaler_tensors.h>
 
 #include <filesystem>
 #include <map>

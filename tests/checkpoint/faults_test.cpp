@@ -5,7 +5,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint.h>
+#include <mezzo/checkpoint/checkpoint.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -23,8 +23,8 @@
 #include <utility>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
-#include "scratch.h"
+#include "../support/error_of.h"
+#include "../support/scratch.h"
 
 namespace {
 

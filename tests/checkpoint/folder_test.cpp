@@ -4,7 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint.h>
+#include <mezzo/checkpoint/checkpoint.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
-#include "scratch.h"
+#include "../support/error_of.h"
+#include "../support/scratch.h"
 
 namespace {
 

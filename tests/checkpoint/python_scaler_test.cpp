@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <cstdint>

@@ -3,11 +3,11 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint.h>
-#include <mezzo/ema.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/lr_schedule.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/optim/lr_schedule.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/adamw.h>
 
 #include <concepts>
@@ -17,8 +17,8 @@
 #include <memory>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
-#include "scratch.h"
+#include "../support/error_of.h"
+#include "../support/scratch.h"
 
 namespace {
 

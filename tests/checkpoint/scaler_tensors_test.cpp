@@ -4,9 +4,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/scaler_tensors.h>
+#include <mezzo/scaling/scaler_tensors.h>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 
 namespace {
 

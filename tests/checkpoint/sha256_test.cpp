@@ -1,5 +1,5 @@
 #include <gtest/gtest.h>
-#include <mezzo/detail/checkpoint/sha256.h>
+#include <mezzo/checkpoint/detail/sha256.h>
 
 #include <algorithm>
 #include <cstddef>

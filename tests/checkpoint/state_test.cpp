@@ -4,8 +4,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint.h>
-#include <mezzo/ema.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/ema.h>
 #include <mezzo/optim/adamw.h>
 #include <torch/csrc/jit/frontend/lexer.h>
 
@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
-#include "scratch.h"
+#include "../support/error_of.h"
+#include "../support/scratch.h"
 
 namespace {
 

@@ -3,8 +3,8 @@
 // or has no operators, is noticed.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
-#include <mezzo/loss_scale.h>
-#include <mezzo/version.h>
+#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/version.h>
 
 #include <iostream>
 

@@ -8,7 +8,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_buckets.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <bit>
 #include <cmath>
@@ -16,7 +16,7 @@
 #include <optional>
 #include <vector>
 
-#include "../special_values.h"
+#include "../support/special_values.h"
 #include "forbid_sync.h"
 
 namespace {

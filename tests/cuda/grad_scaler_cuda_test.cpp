@@ -9,12 +9,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <string>
 #include <vector>
 
-#include "../special_values.h"
+#include "../support/special_values.h"
 #include "forbid_sync.h"
 
 namespace {

@@ -8,7 +8,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "../special_values.h"
+#include "../support/special_values.h"
 #include "count_launches.h"
 #include "forbid_sync.h"
 

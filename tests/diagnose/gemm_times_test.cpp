@@ -2,8 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/gemm_times.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/diagnose/gemm_times.h>
 
 #include <map>
 #include <memory>

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 #include "free_port.h"
 
 namespace {

@@ -2,10 +2,10 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/autocast_module.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
 
 #include <memory>
@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
 

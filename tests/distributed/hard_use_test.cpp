@@ -2,11 +2,11 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/activation_checkpoint.h>
+#include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/initialize.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 

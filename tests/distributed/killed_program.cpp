@@ -9,7 +9,7 @@
 #include <mezzo/distributed/rank_checkpoints.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/distributed/watchdog.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
 
 #include <unistd.h>

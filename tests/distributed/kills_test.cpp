@@ -4,7 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/detail/checkpoint/checkpoint_folder.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -24,7 +24,7 @@
 #include <utility>
 #include <vector>
 
-#include "../checkpoint/scratch.h"
+#include "../support/scratch.h"
 #include "free_port.h"
 
 namespace {

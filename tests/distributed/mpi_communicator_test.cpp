@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 
 namespace {
 

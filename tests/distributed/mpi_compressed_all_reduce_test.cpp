@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 #include "recording_ranks.h"
 
 // Each rank knows the gradients of all, and so what must arrive.

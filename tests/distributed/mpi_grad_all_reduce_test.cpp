@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 #include "same_bits.h"
 
 namespace {

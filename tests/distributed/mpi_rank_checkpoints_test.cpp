@@ -2,14 +2,14 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint.h>
+#include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/rank_checkpoints.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/ema.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/lr_schedule.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/adamw.h>
 #include <unistd.h>
 
@@ -26,8 +26,8 @@
 #include <utility>
 #include <vector>
 
-#include "../checkpoint/scratch.h"
-#include "../grad_scaler/error_of.h"
+#include "../support/scratch.h"
+#include "../support/error_of.h"
 
 namespace rank_checkpoints_test {
 

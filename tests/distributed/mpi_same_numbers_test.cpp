@@ -3,11 +3,11 @@
 #include <torch/torch.h>
 //
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>

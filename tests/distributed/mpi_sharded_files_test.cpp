@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 #include "sharded_model.h"
 
 namespace sharded_files_test {

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 #include "sharded_model.h"
 
 namespace sharded_optimizer_test {

@@ -2,14 +2,14 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/clip_grad.h>
+#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/initialize.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <cmath>
 #include <cstdint>
@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 #include "sharded_model.h"
 
 namespace sharded_training_test {

@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 
 namespace {
 

@@ -2,16 +2,16 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sync_batch_norm.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 #include "same_bits.h"
 
 namespace {

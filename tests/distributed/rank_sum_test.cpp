@@ -2,11 +2,11 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/clip_grad.h>
+#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/initialize.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/levels/initialize.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>

@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/adam_element.h>
-#include <mezzo/detail/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
 
 #include <cmath>
 #include <string>

@@ -5,14 +5,14 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/detail/kernels/gradient_summary_share.h>
-#include <mezzo/detail/kernels/gradient_summary_table.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_summary_share.h>
+#include <mezzo/kernels/gradient_summary_table.h>
 
 #include <cstdint>
 #include <vector>
 
-#include "plain_summary.h"
+#include "../optim/grad_buckets/plain_summary.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_summary.h>
 
 #include <bit>
 #include <cmath>
@@ -14,9 +14,9 @@
 #include <tuple>
 #include <vector>
 
-#include "../grad_scaler/isa_name.h"
-#include "../special_values.h"
-#include "plain_summary.h"
+#include "../support/isa_name.h"
+#include "../support/special_values.h"
+#include "../optim/grad_buckets/plain_summary.h"
 
 namespace {
 

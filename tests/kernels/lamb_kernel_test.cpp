@@ -6,9 +6,9 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/lamb_step_cpu.h>
-#include <mezzo/detail/kernels/optimizer_step_table.h>
-#include <mezzo/detail/kernels/random_bits.h>
+#include <mezzo/kernels/lamb_step_cpu.h>
+#include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/random_bits.h>
 
 #include <array>
 #include <bit>

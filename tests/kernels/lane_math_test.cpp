@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/kernels/cpu_isa.h>
 
 #include <bit>
 #include <cmath>

@@ -1,7 +1,7 @@
 #include <torch/torch.h>
 //
 #include <gtest/gtest.h>
-#include <mezzo/detail/kernels/send_tensors.h>
+#include <mezzo/kernels/send_tensors.h>
 
 #include <cmath>
 #include <limits>

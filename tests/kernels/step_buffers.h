@@ -2,7 +2,7 @@
 
 #include <torch/types.h>
 
-#include <mezzo/detail/kernels/optimizer_step_kernel.h>
+#include <mezzo/kernels/optimizer_step_kernel.h>
 
 #include <array>
 #include <cstring>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/isa_name.h"
+#include "../support/isa_name.h"
 
 /// The dtypes of a parameter and its gradient.
 struct DtypePair {

@@ -5,9 +5,9 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/adam_element.h>
-#include <mezzo/detail/kernels/optimizer_step_table.h>
-#include <mezzo/detail/kernels/table_memory.h>
+#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/table_memory.h>
 
 #include <cstddef>
 #include <cstdint>

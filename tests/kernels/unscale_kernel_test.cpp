@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/gradient_table.h>
-#include <mezzo/detail/kernels/unscale_cpu.h>
+#include <mezzo/kernels/gradient_table.h>
+#include <mezzo/kernels/unscale_cpu.h>
 
 #include <bit>
 #include <cstring>
@@ -18,8 +18,8 @@
 #include <tuple>
 #include <vector>
 
-#include "../special_values.h"
-#include "isa_name.h"
+#include "../support/special_values.h"
+#include "../support/isa_name.h"
 
 namespace {
 

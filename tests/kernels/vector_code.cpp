@@ -1,6 +1,6 @@
 // Compiled at several optimisation levels, for vector_code.py to look at.
 
-#include <mezzo/detail/kernels/gradient_summary_loops.h>
+#include <mezzo/kernels/gradient_summary_loops.h>
 
 mezzo::detail::SummaryLoops loops_of_float() {
   return mezzo::detail::summary_loops<float>(mezzo::detail::best_isa());

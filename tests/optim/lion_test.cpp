@@ -5,7 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/lion.h>
 
 #include <cmath>
@@ -14,7 +14,7 @@
 #include <sstream>
 #include <vector>
 
-#include "step_buffers.h"
+#include "../kernels/step_buffers.h"
 
 namespace {
 

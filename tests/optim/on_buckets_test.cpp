@@ -4,8 +4,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_buckets.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
 
 #include <cmath>

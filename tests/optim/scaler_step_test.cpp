@@ -6,7 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
 
 #include <cmath>
@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "../special_values.h"
+#include "../support/special_values.h"
 
 namespace {
 

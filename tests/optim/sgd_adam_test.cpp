@@ -6,7 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/sgd_element.h>
+#include <mezzo/kernels/sgd_element.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
@@ -15,7 +15,7 @@
 #include <sstream>
 #include <vector>
 
-#include "step_buffers.h"
+#include "../kernels/step_buffers.h"
 
 namespace {
 

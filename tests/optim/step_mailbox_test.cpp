@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/grad_scaler/step_mailbox.h>
+#include <mezzo/scaling/detail/step_mailbox.h>
 
 #include <memory>
 #include <utility>

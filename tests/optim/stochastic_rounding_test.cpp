@@ -5,9 +5,9 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/adam_element.h>
-#include <mezzo/detail/kernels/optimizer_step_cpu.h>
-#include <mezzo/detail/kernels/random_bits.h>
+#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/random_bits.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
@@ -17,7 +17,7 @@
 #include <set>
 #include <vector>
 
-#include "step_buffers.h"
+#include "../kernels/step_buffers.h"
 
 namespace {
 

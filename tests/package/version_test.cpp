@@ -1,5 +1,5 @@
 #include <gtest/gtest.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <string>
 

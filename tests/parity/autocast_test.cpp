@@ -6,10 +6,10 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/op_policy.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <cstdint>
 #include <functional>

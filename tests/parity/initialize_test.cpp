@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/initialize.h>
+#include <mezzo/levels/initialize.h>
 #include <mezzo/optim/sgd.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "../special_values.h"
+#include "../support/special_values.h"
 
 namespace {
 

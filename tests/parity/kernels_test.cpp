@@ -6,10 +6,10 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/detail/kernels/unscale.h>
-#include <mezzo/detail/kernels/update_scale.h>
-#include <mezzo/loss_scale.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/update_scale.h>
+#include <mezzo/base/loss_scale.h>
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "../special_values.h"
+#include "../support/special_values.h"
 
 namespace {
 

@@ -6,15 +6,15 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/clip_grad.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/optim/master_weights.h>
 
 #include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/tiny_optimizer.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 

@@ -4,8 +4,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/clip_grad.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "../grad_scaler/tiny_optimizer.h"
-#include "../special_values.h"
+#include "../support/tiny_optimizer.h"
+#include "../support/special_values.h"
 
 namespace {
 

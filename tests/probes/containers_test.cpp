@@ -5,22 +5,22 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/autocast_module.h>
-#include <mezzo/checkpoint.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
+#include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/initialize.h>
+#include <mezzo/levels/initialize.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "../checkpoint/scratch.h"
+#include "../support/scratch.h"
 #include "../distributed/alike_ranks.h"
-#include "../grad_scaler/error_of.h"
+#include "../support/error_of.h"
 
 namespace {
 

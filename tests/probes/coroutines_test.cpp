@@ -6,9 +6,9 @@
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/op_policy.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <condition_variable>
 #include <coroutine>

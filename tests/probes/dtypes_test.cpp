@@ -5,24 +5,24 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/autocast_module.h>
-#include <mezzo/checkpoint.h>
-#include <mezzo/ema.h>
-#include <mezzo/grad_buckets.h>
-#include <mezzo/initialize.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/levels/initialize.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "../checkpoint/scratch.h"
-#include "../grad_scaler/error_of.h"
-#include "../grad_scaler/tiny_optimizer.h"
+#include "../support/scratch.h"
+#include "../support/error_of.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 

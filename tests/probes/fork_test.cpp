@@ -6,10 +6,10 @@
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <sys/wait.h>
 #include <unistd.h>

@@ -5,8 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_buckets.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 
@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
-#include "../grad_scaler/tiny_optimizer.h"
+#include "../support/error_of.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 

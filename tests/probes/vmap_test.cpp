@@ -9,10 +9,10 @@
 #include <ATen/functorch/TensorWrapper.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/activation_checkpoint.h>
-#include <mezzo/autocast.h>
-#include <mezzo/op_policy.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <functional>
 #include <optional>

@@ -5,7 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <memory>
 #include <optional>
@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "error_of.h"
-#include "throwing_sgd.h"
-#include "tiny_optimizer.h"
+#include "../support/error_of.h"
+#include "../support/throwing_sgd.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 

@@ -4,8 +4,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <vector>
 

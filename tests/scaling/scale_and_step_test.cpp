@@ -5,7 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <array>
 #include <cmath>
@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "error_of.h"
-#include "tiny_optimizer.h"
+#include "../support/error_of.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 

@@ -5,14 +5,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <string>
 #include <vector>
 
-#include "error_of.h"
-#include "tiny_optimizer.h"
+#include "../support/error_of.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 

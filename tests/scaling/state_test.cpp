@@ -5,15 +5,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "../special_values.h"
-#include "error_of.h"
+#include "../support/special_values.h"
+#include "../support/error_of.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/step_result.h>
+#include <mezzo/optim/step_result.h>
 
 #include <memory>
 

@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <bit>
 #include <cmath>

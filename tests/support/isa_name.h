@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/detail/kernels/cpu_isa.h>
+#include <mezzo/kernels/cpu_isa.h>
 
 #include <array>
 #include <cstddef>

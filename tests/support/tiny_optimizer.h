@@ -1,13 +1,13 @@
 #pragma once
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 
 #include <utility>
 #include <vector>
 
-#include "../special_values.h"
+#include "special_values.h"
 
 namespace grad_scaler_test {
 

@@ -10,7 +10,7 @@
 
 #include <torch/torch.h>
 
-#include <mezzo/grad_buckets.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <cstdio>
 #include <cstdlib>

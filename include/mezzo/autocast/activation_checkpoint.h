@@ -7,9 +7,9 @@
 #pragma once
 
 #include <c10/core/GradMode.h>
-#include <mezzo/detail/activation_checkpoint/checkpointed_call.h>
-#include <mezzo/detail/activation_checkpoint/first_run.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/activation_checkpoint/checkpointed_call.h>
+#include <mezzo/autocast/detail/activation_checkpoint/first_run.h>
+#include <mezzo/base/version.h>
 
 #include <concepts>
 #include <functional>

@@ -8,13 +8,13 @@
 /// Modules are wrapped by autocast_module.h.
 #pragma once
 
-#include <mezzo/detail/autocast/function.h>
-#include <mezzo/detail/autocast/region.h>
-#include <mezzo/detail/autocast/thread_state.h>
-#include <mezzo/detail/op_policy/policy_edits.h>
-#include <mezzo/detail/weight_cache/thread_caches.h>
-#include <mezzo/precision.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/scoped_function.h>
+#include <mezzo/autocast/detail/region.h>
+#include <mezzo/autocast/detail/thread_state.h>
+#include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/base/precision.h>
+#include <mezzo/base/version.h>
 
 #include <optional>
 #include <type_traits>

@@ -4,8 +4,8 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/autocast.h>
-#include <mezzo/detail/autocast/module_forward.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/detail/module_forward.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
@@ -124,4 +124,4 @@ AutocastModule(M, AutocastSetting, PolicyRef, WeightCacheRef) -> AutocastModule<
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/autocast/module.h>
+#include <mezzo/autocast/detail/module.h>

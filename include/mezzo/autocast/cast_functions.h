@@ -22,8 +22,8 @@
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/op_policy/cast_function.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/cast_function.h>
+#include <mezzo/base/version.h>
 
 #include <type_traits>
 #include <utility>

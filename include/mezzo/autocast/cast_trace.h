@@ -9,9 +9,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <mezzo/detail/op_policy/trace_recorder.h>
-#include <mezzo/op_policy.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/trace_recorder.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <ostream>
@@ -89,4 +89,4 @@ inline std::ostream& operator<<(std::ostream& stream, const CastTrace& trace);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/op_policy/cast_trace_impl.h>
+#include <mezzo/autocast/detail/op_policy/cast_trace_impl.h>

@@ -18,10 +18,10 @@
 /// of a policy, may be made at any time.
 #pragma once
 
-#include <mezzo/detail/op_policy/category.h>
-#include <mezzo/detail/op_policy/override_registry.h>
-#include <mezzo/detail/op_policy/policy_edits.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <memory>
@@ -163,6 +163,6 @@ inline std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/op_policy/op_list.h>
-#include <mezzo/detail/op_policy/op_policy_impl.h>
-#include <mezzo/detail/op_policy/policy_text.h>
+#include <mezzo/autocast/detail/op_policy/op_list.h>
+#include <mezzo/autocast/detail/op_policy/op_policy_impl.h>
+#include <mezzo/autocast/detail/op_policy/policy_text.h>

@@ -67,10 +67,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <mezzo/detail/weight_cache/thread_caches.h>
-#include <mezzo/detail/weight_cache/weight_cache_statistics.h>
-#include <mezzo/detail/weight_cache/weight_store.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/autocast/detail/weight_cache/weight_cache_statistics.h>
+#include <mezzo/autocast/detail/weight_cache/weight_store.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <limits>
@@ -165,4 +165,4 @@ class WeightCache {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/weight_cache/weight_cache_impl.h>
+#include <mezzo/autocast/detail/weight_cache/weight_cache_impl.h>

@@ -4,7 +4,7 @@
 /// kernel.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 
@@ -119,4 +119,4 @@ class LossScale {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/grad_scaler/loss_scale_impl.h>  // IWYU pragma: export
+#include <mezzo/base/detail/loss_scale_impl.h>  // IWYU pragma: export

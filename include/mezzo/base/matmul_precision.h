@@ -5,8 +5,8 @@
 #pragma once
 
 #include <ATen/Context.h>
-#include <mezzo/detail/matmul_precision/settings.h>
-#include <mezzo/version.h>
+#include <mezzo/base/detail/settings.h>
+#include <mezzo/base/version.h>
 
 #include <optional>
 

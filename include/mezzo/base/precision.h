@@ -7,8 +7,8 @@
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <mezzo/detail/tensors/for_each_tensor.h>
-#include <mezzo/version.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/version.h>
 
 #include <iosfwd>
 #include <optional>
@@ -142,6 +142,6 @@ inline AutocastSetting autocast_from_env(c10::Device device, const AutocastSetti
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/precision/environment.h>
-#include <mezzo/detail/precision/precision_impl.h>
-#include <mezzo/detail/precision/recommended.h>
+#include <mezzo/base/detail/environment.h>
+#include <mezzo/base/detail/precision_impl.h>
+#include <mezzo/base/detail/recommended.h>

@@ -4,12 +4,12 @@
 /// the new one, whole; a damaged file is noticed before anything is loaded from it.
 #pragma once
 
-#include <mezzo/detail/checkpoint/checkpoint_folder.h>
-#include <mezzo/detail/checkpoint/checkpoint_part.h>
-#include <mezzo/detail/checkpoint/file_calls.h>
-#include <mezzo/detail/checkpoint/module_part.h>
-#include <mezzo/detail/checkpoint/object_parts.h>
-#include <mezzo/version.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/file_calls.h>
+#include <mezzo/checkpoint/detail/module_part.h>
+#include <mezzo/checkpoint/detail/object_parts.h>
+#include <mezzo/base/version.h>
 
 #include <c10/core/Device.h>
 
@@ -177,4 +177,4 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const Traini
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/checkpoint/checkpoint_impl.h>  // IWYU pragma: export
+#include <mezzo/checkpoint/detail/checkpoint_impl.h>  // IWYU pragma: export

@@ -8,8 +8,8 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
-#include <mezzo/detail/gemm_times/recorder.h>
-#include <mezzo/version.h>
+#include <mezzo/diagnose/detail/recorder.h>
+#include <mezzo/base/version.h>
 
 #include <compare>
 #include <cstdint>
@@ -89,5 +89,5 @@ GemmTimes time_gemms(Model&& model, const Sample& sample, const GemmTimingOption
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/gemm_times/gemm_times_impl.h>
-#include <mezzo/detail/gemm_times/table.h>
+#include <mezzo/diagnose/detail/gemm_times_impl.h>
+#include <mezzo/diagnose/detail/table.h>

@@ -7,7 +7,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/process_group_environment.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -62,4 +62,4 @@ class C10dCommunicator {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/c10d_communicator_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/c10d_communicator_impl.h>  // IWYU pragma: export

@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <concepts>
 #include <cstdint>
@@ -155,4 +155,4 @@ class AnyCommunicator {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/communicator_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/communicator_impl.h>  // IWYU pragma: export

@@ -4,12 +4,12 @@
 /// without libtorch's modules, which take twelve seconds to compile.)
 #pragma once
 
-#include <mezzo/detail/distributed/replica.h>
-#include <mezzo/detail/initialize/model_list.h>
+#include <mezzo/distributed/detail/replica.h>
+#include <mezzo/base/detail/model_list.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel_options.h>  // IWYU pragma: export
-#include <mezzo/grad_buckets.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -122,4 +122,4 @@ DataParallel(M, AnyCommunicator, DataParallelOptions) -> DataParallel<M>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/data_parallel_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/data_parallel_impl.h>  // IWYU pragma: export

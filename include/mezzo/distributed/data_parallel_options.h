@@ -3,8 +3,8 @@
 #pragma once
 
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/grad_bucket.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/grad_bucket.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 

@@ -5,8 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/grad_buckets.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <functional>
@@ -118,4 +118,4 @@ class GradAllReduce {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/grad_all_reduce_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/grad_all_reduce_impl.h>  // IWYU pragma: export

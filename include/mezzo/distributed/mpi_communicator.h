@@ -6,7 +6,7 @@
 #include <c10/core/DeviceType.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/mpi_environment.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <memory>
@@ -70,4 +70,4 @@ class MpiCommunicator {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/mpi_communicator_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/mpi_communicator_impl.h>  // IWYU pragma: export

@@ -2,7 +2,7 @@
 /// MPI for as long as a scope lasts. Part of the target mezzo::mpi.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #if !__has_include(<mpi.h>)
 #error "this header needs MPI: link the target mezzo::mpi, find_package(mezzo COMPONENTS mpi)"
@@ -43,4 +43,4 @@ class MpiEnvironment {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/mpi_environment_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/mpi_environment_impl.h>  // IWYU pragma: export

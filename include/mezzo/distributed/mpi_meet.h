@@ -4,7 +4,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/distributed/mpi_environment.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -23,4 +23,4 @@ c10::intrusive_ptr<c10d::Store> meet(MPI_Comm communicator,
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/mpi_meet_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/mpi_meet_impl.h>  // IWYU pragma: export

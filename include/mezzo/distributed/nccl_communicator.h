@@ -9,7 +9,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/distributed/c10d_communicator.h>
 #include <mezzo/distributed/process_group_environment.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #if !defined(USE_C10D_NCCL) || !__has_include(<nccl.h>)
 #error \

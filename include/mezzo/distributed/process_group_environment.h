@@ -2,7 +2,7 @@
 /// Which process of the job is this? As launchers say it in the environment.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <functional>
@@ -55,4 +55,4 @@ struct ProcessGroupEnvironment {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/process_group_environment_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/process_group_environment_impl.h>  // IWYU pragma: export

@@ -2,11 +2,11 @@
 /// Checkpoints of a run of several processes: one file, whatever the number of ranks.
 #pragma once
 
-#include <mezzo/checkpoint.h>
-#include <mezzo/detail/checkpoint/file_calls.h>
-#include <mezzo/detail/distributed/rank_agreement.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/checkpoint/detail/file_calls.h>
+#include <mezzo/distributed/detail/rank_agreement.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -107,4 +107,4 @@ class RankCheckpoints {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/rank_checkpoints_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/rank_checkpoints_impl.h>  // IWYU pragma: export

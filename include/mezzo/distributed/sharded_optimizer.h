@@ -3,15 +3,15 @@
 /// of the weights, updates that part, and gets the rest from the others (ZeRO, stage 1).
 #pragma once
 
-#include <mezzo/detail/distributed/shard_exchange.h>
-#include <mezzo/detail/distributed/sharded_state.h>
-#include <mezzo/detail/distributed/sharded_weights.h>
-#include <mezzo/detail/kernels/optimizer_step_kernel.h>
-#include <mezzo/detail/optim/elementwise_optimizer.h>
+#include <mezzo/distributed/detail/shard_exchange.h>
+#include <mezzo/distributed/detail/sharded_state.h>
+#include <mezzo/distributed/detail/sharded_weights.h>
+#include <mezzo/kernels/optimizer_step_kernel.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/grad_buckets.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -245,5 +245,5 @@ class ShardedOptimizer : public optim::FusedOptimizer {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/sharded_optimizer_archive.h>  // IWYU pragma: export
-#include <mezzo/detail/distributed/sharded_optimizer_impl.h>     // IWYU pragma: export
+#include <mezzo/distributed/detail/sharded_optimizer_archive.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/sharded_optimizer_impl.h>     // IWYU pragma: export

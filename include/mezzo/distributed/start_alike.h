@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <string>
 #include <utility>
@@ -25,4 +25,4 @@ void start_alike(const NamedTensors& tensors, AnyCommunicator communicator, int 
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/start_alike_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/start_alike_impl.h>  // IWYU pragma: export

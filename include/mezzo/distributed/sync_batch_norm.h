@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
 
@@ -69,4 +69,4 @@ TORCH_MODULE(SyncBatchNorm);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/sync_batch_norm_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/sync_batch_norm_impl.h>  // IWYU pragma: export

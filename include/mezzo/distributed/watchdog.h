@@ -6,7 +6,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/watchdog_options.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <concepts>
@@ -116,4 +116,4 @@ class Watchdog {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/watchdog_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/watchdog_impl.h>  // IWYU pragma: export

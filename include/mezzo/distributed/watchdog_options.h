@@ -2,7 +2,7 @@
 /// When a Watchdog (distributed/watchdog.h) takes a rank for lost, and what it does then.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <chrono>
 #include <cstdint>

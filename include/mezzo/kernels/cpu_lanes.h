@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/detail/kernels/float_format.h>
-#include <mezzo/detail/kernels/scalar_lanes.h>
-#include <mezzo/detail/kernels/vector_math.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/float_format.h>
+#include <mezzo/kernels/scalar_lanes.h>
+#include <mezzo/kernels/vector_math.h>
+#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

@@ -4,22 +4,22 @@
 #error "mezzo's CUDA kernels come with the target mezzo::cuda, which defines MEZZO_WITH_CUDA"
 #endif
 
-#include <mezzo/detail/kernels/adam_element.h>
-#include <mezzo/detail/kernels/lamb_element.h>
-#include <mezzo/detail/kernels/lion_element.h>
-#include <mezzo/detail/kernels/optimizer_step_table.h>
-#include <mezzo/detail/kernels/scale_tensors.h>
-#include <mezzo/detail/kernels/sgd_element.h>
-#include <mezzo/detail/kernels/table_memory.h>
-#include <mezzo/loss_scale.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/lamb_element.h>
+#include <mezzo/kernels/lion_element.h>
+#include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/scale_tensors.h>
+#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/table_memory.h>
+#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <vector>
 
-// What host code calls of mezzo/cuda/mezzo_cuda.cu, which the target mezzo::cuda compiles into each
+// What host code calls of mezzo/kernels/cuda/mezzo_cuda.cu, which the target mezzo::cuda compiles into each
 // program. Hidden, for a shared library calls its own. The definitions are weak, for two static
 // libraries of one program may each have compiled them; were these declarations weak, the linker
 // would leave the definitions in their archive and let null be called. All run on the current

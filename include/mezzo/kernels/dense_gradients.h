@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/tensors/inference_tensors.h>
-#include <mezzo/version.h>
+#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>

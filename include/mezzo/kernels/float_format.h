@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/version.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 #include <c10/util/BFloat16.h>

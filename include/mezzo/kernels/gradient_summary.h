@@ -1,11 +1,11 @@
 #pragma once
 
-#include <mezzo/detail/kernels/dense_gradients.h>
-#include <mezzo/detail/kernels/gradient_summary_aten.h>
-#include <mezzo/detail/kernels/gradient_summary_cpu.h>
-#include <mezzo/detail/kernels/gradient_summary_partial.h>
-#include <mezzo/detail/kernels/table_memory.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/dense_gradients.h>
+#include <mezzo/kernels/gradient_summary_aten.h>
+#include <mezzo/kernels/gradient_summary_cpu.h>
+#include <mezzo/kernels/gradient_summary_partial.h>
+#include <mezzo/kernels/table_memory.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -17,7 +17,7 @@
 #include <vector>
 
 #ifdef MEZZO_WITH_CUDA
-#include <mezzo/detail/kernels/cuda_launch.h>
+#include <mezzo/kernels/cuda_launch.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

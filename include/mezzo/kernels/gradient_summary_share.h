@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/kernels/gradient_summary_element.h>
-#include <mezzo/detail/kernels/gradient_summary_partial.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/gradient_summary_element.h>
+#include <mezzo/kernels/gradient_summary_partial.h>
+#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/kernels/block_search.h>
-#include <mezzo/detail/kernels/paged_table.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/block_search.h>
+#include <mezzo/kernels/paged_table.h>
+#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

@@ -1,13 +1,13 @@
 #pragma once
 
-#include <mezzo/detail/kernels/cpu_isa.h>
-#include <mezzo/detail/kernels/cpu_lanes.h>
-#include <mezzo/detail/kernels/gradient_summary_loops.h>
-#include <mezzo/detail/kernels/lamb_body.h>
-#include <mezzo/detail/kernels/optimizer_step_kernel.h>
-#include <mezzo/detail/kernels/step_span.h>
-#include <mezzo/optim/weight_storage.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/cpu_lanes.h>
+#include <mezzo/kernels/gradient_summary_loops.h>
+#include <mezzo/kernels/lamb_body.h>
+#include <mezzo/kernels/optimizer_step_kernel.h>
+#include <mezzo/kernels/step_span.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/base/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

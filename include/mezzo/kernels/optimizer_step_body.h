@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/detail/kernels/random_bits.h>
-#include <mezzo/detail/kernels/step_use.h>
-#include <mezzo/detail/kernels/weight_formats.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/random_bits.h>
+#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/weight_formats.h>
+#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 #include <c10/util/BFloat16.h>

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/kernels/optimizer_step_kernel.h>
-#include <mezzo/detail/kernels/parallel_spans.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/optimizer_step_kernel.h>
+#include <mezzo/kernels/parallel_spans.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/Parallel.h>
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/detail/kernels/block_search.h>
-#include <mezzo/detail/kernels/paged_table.h>
-#include <mezzo/detail/kernels/step_span.h>
-#include <mezzo/optim/weight_storage.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/block_search.h>
+#include <mezzo/kernels/paged_table.h>
+#include <mezzo/kernels/step_span.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/base/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <mezzo/detail/kernels/cpu_isa.h>
-#include <mezzo/detail/kernels/cpu_lanes.h>
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/detail/kernels/unscale_element.h>
-#include <mezzo/detail/tensors/low_precision.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/cpu_lanes.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/kernels/unscale_element.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/kernels/unscale_cpu.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/unscale_cpu.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #ifdef MEZZO_WITH_CUDA
-#include <mezzo/detail/kernels/cuda_launch.h>
+#include <mezzo/kernels/cuda_launch.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/kernels/float_format.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/float_format.h>
+#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

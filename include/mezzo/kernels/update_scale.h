@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/kernels/scale_tensors.h>
-#include <mezzo/loss_scale.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/scale_tensors.h>
+#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
@@ -10,7 +10,7 @@
 #include <c10/util/Exception.h>
 
 #ifdef MEZZO_WITH_CUDA
-#include <mezzo/detail/kernels/cuda_launch.h>
+#include <mezzo/kernels/cuda_launch.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

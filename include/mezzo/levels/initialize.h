@@ -4,13 +4,13 @@
 /// optimization level says. Includes libtorch's modules, which take twelve seconds to compile.
 #pragma once
 
-#include <mezzo/detail/initialize/loss_passes.h>
-#include <mezzo/detail/initialize/model_call.h>
-#include <mezzo/detail/initialize/model_list.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/opt_level.h>
-#include <mezzo/step_result.h>
-#include <mezzo/version.h>
+#include <mezzo/levels/detail/loss_passes.h>
+#include <mezzo/levels/detail/model_call.h>
+#include <mezzo/base/detail/model_list.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/levels/opt_level.h>
+#include <mezzo/optim/step_result.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -240,5 +240,5 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/initialize/amp_impl.h>   // IWYU pragma: export
-#include <mezzo/detail/initialize/amp_state.h>  // IWYU pragma: export
+#include <mezzo/levels/detail/amp_impl.h>   // IWYU pragma: export
+#include <mezzo/levels/detail/amp_state.h>  // IWYU pragma: export

@@ -5,10 +5,10 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
-#include <mezzo/loss_scale.h>
-#include <mezzo/matmul_precision.h>
-#include <mezzo/precision.h>
-#include <mezzo/version.h>
+#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/matmul_precision.h>
+#include <mezzo/base/precision.h>
+#include <mezzo/base/version.h>
 
 #include <iosfwd>
 #include <optional>
@@ -145,4 +145,4 @@ inline std::ostream& operator<<(std::ostream& stream, const OptLevel& level);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/opt_level/opt_level_impl.h>
+#include <mezzo/levels/detail/opt_level_impl.h>

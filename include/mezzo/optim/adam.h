@@ -3,12 +3,12 @@
 /// (unscale, clip, skip, clear) done while its memory is read and written once.
 #pragma once
 
-#include <mezzo/detail/optim/adam_state.h>
-#include <mezzo/detail/optim/adam_traits.h>
-#include <mezzo/detail/optim/elementwise_optimizer.h>
-#include <mezzo/detail/optim/libtorch_options.h>
+#include <mezzo/optim/detail/adam_state.h>
+#include <mezzo/optim/detail/adam_traits.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/optim/detail/libtorch_options.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <torch/optim/adam.h>
 #include <torch/optim/optimizer.h>
@@ -64,5 +64,5 @@ class Adam : public detail::ElementwiseOptimizer<
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifdef MEZZO_COMPILED
-#include <mezzo/compiled.h>  // IWYU pragma: keep
+#include <mezzo/optim/compiled.h>  // IWYU pragma: keep
 #endif

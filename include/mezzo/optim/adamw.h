@@ -3,12 +3,12 @@
 /// (unscale, clip, skip, clear) done while its memory is read and written once.
 #pragma once
 
-#include <mezzo/detail/optim/adam_state.h>
-#include <mezzo/detail/optim/adam_traits.h>
-#include <mezzo/detail/optim/elementwise_optimizer.h>
-#include <mezzo/detail/optim/libtorch_options.h>
+#include <mezzo/optim/detail/adam_state.h>
+#include <mezzo/optim/detail/adam_traits.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/optim/detail/libtorch_options.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
@@ -61,7 +61,7 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 /// each result rounded once to the parameter's dtype, and the same bits whatever the number of
 /// threads and the CPU. Moments have the parameter's dtype; how parameters of bfloat16 and half are
 /// kept otherwise, and averages of weights, is for the options to say
-/// (mezzo/optim/weight_storage.h).
+/// (mezzo/optim/fused_options.h).
 ///
 /// Parameters without a gradient are passed over, and do not count the step; gradients are dense,
 /// and stay as they are unless `zero_grad` is asked for. Param groups, their options and their
@@ -104,5 +104,5 @@ class AdamW : public detail::ElementwiseOptimizer<
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifdef MEZZO_COMPILED
-#include <mezzo/compiled.h>  // IWYU pragma: keep
+#include <mezzo/optim/compiled.h>  // IWYU pragma: keep
 #endif

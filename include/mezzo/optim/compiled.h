@@ -11,15 +11,15 @@
 /// of `mezzo::cuda`. Results are the same bits.
 #pragma once
 
-#include <mezzo/detail/kernels/gradient_summary_loops.h>
-#include <mezzo/detail/kernels/send_loops.h>
-#include <mezzo/detail/kernels/unscale_loops.h>
+#include <mezzo/kernels/gradient_summary_loops.h>
+#include <mezzo/kernels/send_loops.h>
+#include <mezzo/kernels/unscale_loops.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 // What the files in compiled/ define, and what is extern for everybody else.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

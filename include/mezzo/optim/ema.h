@@ -3,10 +3,10 @@
 /// evaluation, whether it is this one or that of mezzo's optimizers.
 #pragma once
 
-#include <mezzo/detail/ema/averaged_parameters.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/step_result.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/step_result.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -50,7 +50,7 @@ struct EmaOptions {
 ///   }
 /// \endcode
 ///
-/// With an optimizer of mezzo's take its own (`ema_decay`, mezzo/optim/weight_storage.h): it costs
+/// With an optimizer of mezzo's take its own (`ema_decay`, mezzo/optim/fused_options.h): it costs
 /// no pass over memory, and no waiting. Both follow one rule, that of torch's AveragedModel: every
 /// parameter, frozen ones too, in every applied step.
 ///
@@ -143,4 +143,4 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/ema/ema_impl.h>  // IWYU pragma: export
+#include <mezzo/optim/detail/ema_impl.h>  // IWYU pragma: export

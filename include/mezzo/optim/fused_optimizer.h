@@ -3,11 +3,11 @@
 /// and skips by itself, from numbers that lie on the parameters' device.
 #pragma once
 
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/detail/kernels/table_memory.h>
-#include <mezzo/detail/optim/step_count.h>
-#include <mezzo/version.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/table_memory.h>
+#include <mezzo/optim/detail/step_count.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -107,7 +107,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// Called before param groups are read: an optimizer whose groups are another's mirrors them.
   virtual void refresh_groups() {}
 
-  /// A schedule as a table (mezzo/lr_schedule.h makes it from a curve): after n applied steps the
+  /// A schedule as a table (mezzo/optim/lr_schedule.h makes it from a curve): after n applied steps the
   /// next one multiplies each group's lr by factors[n], and by the last factor from there on. The
   /// device that decides whether a step is applied looks the factor up, so that a skipped step does
   /// not use one up, without a host sync, and in a captured CUDA graph as well (set it before the
@@ -124,11 +124,11 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
   const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
 
-  /// Whether the state keeps averages of weights (`ema_decay`, mezzo/optim/weight_storage.h).
+  /// Whether the state keeps averages of weights (`ema_decay`, mezzo/optim/fused_options.h).
   virtual bool keeps_averages() const { return false; }
 
   /// The average of one of the parameters, in float (double for double); undefined where there is
-  /// none, or none yet. For evaluation see EmaWeights (mezzo/ema.h).
+  /// none, or none yet. For evaluation see EmaWeights (mezzo/optim/ema.h).
   virtual at::Tensor average_of(const at::Tensor& /*parameter*/) const { return {}; }
 
   /// How many steps were applied, which is to say not skipped; in files, and from libtorch's the
@@ -155,7 +155,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// counts. Where mezzo has no kernel (CUDA without mezzo::cuda) nothing is published, and regions
   /// cast as ever. A cache that isolates threads gives them to the thread that steps, if that also
   /// runs the regions. A step throws before it writes anything where copies exceed max_bytes.
-  /// Include mezzo/weight_cache.h to call it. \throws c10::Error for another dtype
+  /// Include mezzo/autocast/weight_cache.h to call it. \throws c10::Error for another dtype
   template <class Cache>
   requires std::same_as<Cache, WeightCache>
   void publish_to(const Cache& cache, at::ScalarType dtype) {

@@ -2,7 +2,7 @@
 /// What GradBuckets are made with and made of.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -31,7 +31,7 @@ struct GradBucketsOptions {
   TORCH_ARG(int64_t, bucket_bytes) = kDefaultBucketBytes;
   /// Read each gradient for `summarize` as soon as autograd has it, instead of all afterwards. On a
   /// CPU, off is the better default: in place it costs what it saves; with flat storage it rides
-  /// along the copy and is nearly free (benchmarks/grad_buckets), but see `summarize` for what goes
+  /// along the copy and is nearly free (benchmarks/optim/grad_buckets), but see `summarize` for what goes
   /// unnoticed. Without the target mezzo::cuda, gradients on CUDA are read afterwards all the same.
   TORCH_ARG(bool, check_during_backward) = false;
   /// Flat storage: a bucket's buffer can be cut into so many equal parts, each of a multiple of 64

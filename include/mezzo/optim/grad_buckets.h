@@ -3,9 +3,9 @@
 /// contiguous buffer a bucket that can be all-reduced whole.
 #pragma once
 
-#include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/grad_bucket.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/grad_bucket.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -170,4 +170,4 @@ class GradBuckets {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/grad_buckets/grad_buckets_impl.h>  // IWYU pragma: export
+#include <mezzo/optim/detail/grad_buckets_impl.h>  // IWYU pragma: export

@@ -3,13 +3,13 @@
 /// while its memory is read and written once.
 #pragma once
 
-#include <mezzo/detail/optim/archive_keys.h>
-#include <mezzo/detail/optim/elementwise_optimizer.h>
-#include <mezzo/detail/optim/lion_traits.h>
-#include <mezzo/detail/optim/param_state.h>
+#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/optim/detail/lion_traits.h>
+#include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/weight_storage.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/fused_options.h>
+#include <mezzo/base/version.h>
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
@@ -93,5 +93,5 @@ class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions,
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifdef MEZZO_COMPILED
-#include <mezzo/compiled.h>  // IWYU pragma: keep
+#include <mezzo/optim/compiled.h>  // IWYU pragma: keep
 #endif

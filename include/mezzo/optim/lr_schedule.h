@@ -4,8 +4,8 @@
 #pragma once
 
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/step_result.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/step_result.h>
+#include <mezzo/base/version.h>
 
 #include <torch/optim/optimizer.h>
 
@@ -163,5 +163,5 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/lr_schedule/curves.h>            // IWYU pragma: export
-#include <mezzo/detail/lr_schedule/lr_schedule_impl.h>  // IWYU pragma: export
+#include <mezzo/optim/detail/lr_curves.h>            // IWYU pragma: export
+#include <mezzo/optim/detail/lr_schedule_impl.h>  // IWYU pragma: export

@@ -3,10 +3,10 @@
 /// optimizer keeps masters.
 #pragma once
 
-#include <mezzo/detail/master_weights/kept_masters.h>
-#include <mezzo/detail/master_weights/shared_groups.h>
+#include <mezzo/optim/detail/kept_masters.h>
+#include <mezzo/optim/detail/shared_groups.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -153,5 +153,5 @@ std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/master_weights/master_weights_file.h>  // IWYU pragma: export
-#include <mezzo/detail/master_weights/master_weights_impl.h>  // IWYU pragma: export
+#include <mezzo/optim/detail/master_weights_file.h>  // IWYU pragma: export
+#include <mezzo/optim/detail/master_weights_impl.h>  // IWYU pragma: export

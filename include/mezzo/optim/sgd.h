@@ -4,13 +4,13 @@
 /// once.
 #pragma once
 
-#include <mezzo/detail/optim/archive_keys.h>
-#include <mezzo/detail/optim/elementwise_optimizer.h>
-#include <mezzo/detail/optim/libtorch_options.h>
-#include <mezzo/detail/optim/param_state.h>
-#include <mezzo/detail/optim/sgd_traits.h>
+#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/optim/detail/libtorch_options.h>
+#include <mezzo/optim/detail/param_state.h>
+#include <mezzo/optim/detail/sgd_traits.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
@@ -94,5 +94,5 @@ class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SG
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifdef MEZZO_COMPILED
-#include <mezzo/compiled.h>  // IWYU pragma: keep
+#include <mezzo/optim/compiled.h>  // IWYU pragma: keep
 #endif

@@ -2,7 +2,7 @@
 /// What became of one `GradScaler::step`.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 

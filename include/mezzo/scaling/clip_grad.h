@@ -3,8 +3,8 @@
 /// for the gradients of an optimizer that a GradScaler looks after.
 #pragma once
 
-#include <mezzo/grad_scaler.h>
-#include <mezzo/version.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -53,4 +53,4 @@ void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, do
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/clip_grad/clip_grad_impl.h>  // IWYU pragma: export
+#include <mezzo/scaling/detail/clip_grad_impl.h>  // IWYU pragma: export

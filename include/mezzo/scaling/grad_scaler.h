@@ -3,11 +3,11 @@
 /// `torch::optim::Optimizer`.
 #pragma once
 
-#include <mezzo/grad_scaler_options.h>
-#include <mezzo/loss_scale.h>
+#include <mezzo/scaling/grad_scaler_options.h>
+#include <mezzo/base/loss_scale.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/step_result.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/step_result.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -23,12 +23,12 @@
 #include <utility>
 #include <vector>
 
-#include <mezzo/detail/grad_scaler/clip_watch.h>
-#include <mezzo/detail/grad_scaler/device_scale.h>
-#include <mezzo/detail/grad_scaler/fused_step.h>
-#include <mezzo/detail/grad_scaler/optimizer_records.h>
-#include <mezzo/detail/grad_scaler/scaled_outputs.h>
-#include <mezzo/detail/grad_scaler/step_mailbox.h>
+#include <mezzo/scaling/detail/clip_watch.h>
+#include <mezzo/scaling/detail/device_scale.h>
+#include <mezzo/scaling/detail/fused_step.h>
+#include <mezzo/scaling/detail/optimizer_records.h>
+#include <mezzo/scaling/detail/scaled_outputs.h>
+#include <mezzo/scaling/detail/step_mailbox.h>
 
 namespace torch::serialize {
 class InputArchive;
@@ -198,7 +198,7 @@ class GradScaler {
   /// On the way back write growth_interval and _growth_tracker as integers, for Python's step
   /// refuses 2000.0, and leave out what is infinite (max_scale by default), for which JSON has no
   /// number; keys that it does not know Python ignores. For safetensors, which holds tensors, see
-  /// mezzo/scaler_tensors.h.
+  /// mezzo/scaling/scaler_tensors.h.
   StateDict state_dict() const;
 
   /// Restores what `state_dict` gave, torch.amp's included: of mezzo's own keys those that are
@@ -269,10 +269,10 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/grad_scaler/grad_scaler_impl.h>   // IWYU pragma: export
-#include <mezzo/detail/grad_scaler/grad_scaler_state.h>  // IWYU pragma: export
-#include <mezzo/detail/grad_scaler/grad_scaler_step.h>   // IWYU pragma: export
+#include <mezzo/scaling/detail/grad_scaler_impl.h>   // IWYU pragma: export
+#include <mezzo/scaling/detail/grad_scaler_state.h>  // IWYU pragma: export
+#include <mezzo/scaling/detail/grad_scaler_step.h>   // IWYU pragma: export
 
 #ifdef MEZZO_COMPILED
-#include <mezzo/compiled.h>  // IWYU pragma: keep
+#include <mezzo/optim/compiled.h>  // IWYU pragma: keep
 #endif

@@ -2,8 +2,8 @@
 /// What a GradScaler is made of, and what it tells of a skipped step.
 #pragma once
 
-#include <mezzo/loss_scale.h>
-#include <mezzo/version.h>
+#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/version.h>
 
 #include <torch/arg.h>
 
@@ -64,4 +64,4 @@ struct SkippedStep {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/grad_scaler/grad_scaler_options_impl.h>  // IWYU pragma: export
+#include <mezzo/scaling/detail/grad_scaler_options_impl.h>  // IWYU pragma: export

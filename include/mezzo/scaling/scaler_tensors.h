@@ -4,8 +4,8 @@
 /// (examples/bert_ner/safetensors.h does).
 #pragma once
 
-#include <mezzo/grad_scaler.h>
-#include <mezzo/version.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -36,4 +36,4 @@ GradScaler::StateDict scaler_state(const std::map<std::string, at::Tensor>& tens
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/scaler_tensors/scaler_tensors_impl.h>  // IWYU pragma: export
+#include <mezzo/scaling/detail/scaler_tensors_impl.h>  // IWYU pragma: export

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <mezzo/activation_checkpoint.h>
+#include <mezzo/autocast/activation_checkpoint.h>
 
 #include <array>
 #include <functional>

@@ -3,10 +3,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <mezzo/activation_checkpoint.h>
-#include <mezzo/autocast.h>
-#include <mezzo/autocast_module.h>
-#include <mezzo/autograd_function.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/autograd_function.h>
 
 #include <memory>
 #include <stdexcept>

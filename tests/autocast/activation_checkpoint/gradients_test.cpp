@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <mezzo/activation_checkpoint.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <functional>
 #include <string>

@@ -6,7 +6,7 @@
 #include <pthread.h>
 #include <torch/torch.h>
 
-#include <mezzo/activation_checkpoint.h>
+#include <mezzo/autocast/activation_checkpoint.h>
 
 #include <memory>
 #include <thread>

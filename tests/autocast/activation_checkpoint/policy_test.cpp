@@ -1,9 +1,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <mezzo/activation_checkpoint.h>
-#include <mezzo/autocast.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <thread>
 #include <vector>

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/autograd_function.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autograd_function.h>
 
 #include <stdexcept>
 #include <thread>

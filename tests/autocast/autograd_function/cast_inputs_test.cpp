@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/autograd_function.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autograd_function.h>
 
 #include <array>
 #include <map>

@@ -4,10 +4,10 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/autograd_function.h>
-#include <mezzo/op_policy.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autograd_function.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <thread>
 

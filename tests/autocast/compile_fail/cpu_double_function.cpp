@@ -1,5 +1,5 @@
 // error: autocast cannot lower to this dtype; use torch::kHalf or torch::kBFloat16
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 
 int wrapped() {
 #ifdef MEZZO_LEGAL

@@ -1,5 +1,5 @@
 // error: this device type has no autocast; use torch::kCPU or torch::kCUDA
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 
 void region() {
 #ifdef MEZZO_LEGAL

@@ -1,5 +1,5 @@
 // error: ignoring return value of .*Autocast
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 
 void region() {
 #ifdef MEZZO_LEGAL

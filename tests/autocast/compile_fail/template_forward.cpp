@@ -1,5 +1,5 @@
 // error: M needs exactly one forward, neither a template nor overloaded
-#include <mezzo/autocast_module.h>
+#include <mezzo/autocast/autocast_module.h>
 
 struct Net : torch::nn::Module {
 #ifdef MEZZO_LEGAL

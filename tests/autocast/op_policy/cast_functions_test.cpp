@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/cast_functions.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/cast_functions.h>
 #include <torch/torch.h>
 
 #include <functional>

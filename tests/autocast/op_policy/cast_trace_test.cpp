@@ -1,8 +1,8 @@
 #include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/cast_trace.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/cast_trace.h>
 #include <torch/torch.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
 #include <torch/torch.h>
 
 #include <cstdlib>

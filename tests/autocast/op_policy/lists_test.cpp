@@ -1,7 +1,7 @@
 #include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/op_policy.h>
 #include <torch/torch.h>
 #include <torch/version.h>
 

@@ -1,7 +1,7 @@
 // Prints autocast's op lists as this libtorch has them, one op a line: device, op, category.
 //     print_op_lists [POLICY_FILE]    with an op policy: the edits it makes
 
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <iostream>
 

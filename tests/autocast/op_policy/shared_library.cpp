@@ -3,8 +3,8 @@
 
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
-#include <mezzo/autocast.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <optional>
 

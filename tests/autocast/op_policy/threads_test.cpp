@@ -1,6 +1,6 @@
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
 #include <torch/torch.h>
 
 #include <array>

@@ -7,9 +7,9 @@
 
 #include <torch/csrc/autograd/forward_grad.h>
 
-#include <mezzo/activation_checkpoint.h>
-#include <mezzo/autocast.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <functional>
 #include <ostream>

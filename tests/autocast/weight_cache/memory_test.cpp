@@ -5,8 +5,8 @@
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <algorithm>
 #include <chrono>

@@ -4,8 +4,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <chrono>
 #include <cstdlib>

@@ -5,10 +5,10 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
+#include <mezzo/autocast/autocast.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <cstdint>
 #include <functional>

@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <cstdint>
 #include <functional>

@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/matmul_precision.h>
+#include <mezzo/base/matmul_precision.h>
 
 #include <stdexcept>
 #include <thread>

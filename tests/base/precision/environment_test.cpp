@@ -2,8 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/precision.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/base/precision.h>
 
 #include <cstdlib>
 #include <optional>

@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/precision.h>
+#include <mezzo/base/precision.h>
 
 #include <map>
 #include <memory>

@@ -3,7 +3,7 @@
 
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/ones.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
 
 int main() {

@@ -2,16 +2,16 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/activation_checkpoint.h>
-#include <mezzo/autocast.h>
-#include <mezzo/autocast_module.h>
-#include <mezzo/autograd_function.h>
-#include <mezzo/cast_functions.h>
-#include <mezzo/clip_grad.h>
-#include <mezzo/initialize.h>
-#include <mezzo/loss_scale_optimizer.h>
-#include <mezzo/master_weights.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/autograd_function.h>
+#include <mezzo/autocast/cast_functions.h>
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/levels/initialize.h>
+#include <mezzo/levels/loss_scale_optimizer.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <sstream>
 #include <string>

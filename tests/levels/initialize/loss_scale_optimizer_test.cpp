@@ -2,8 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/loss_scale_optimizer.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/levels/loss_scale_optimizer.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 
 #include <functional>
@@ -12,8 +12,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../grad_scaler/throwing_sgd.h"
-#include "../special_values.h"
+#include "../../support/throwing_sgd.h"
+#include "../../support/special_values.h"
 
 namespace {
 

@@ -2,8 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/grad_buckets.h>
-#include <mezzo/initialize.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 

@@ -4,7 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/initialize.h>
+#include <mezzo/levels/initialize.h>
 #include <mezzo/optim/sgd.h>
 
 #include <array>
@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "../grad_scaler/throwing_sgd.h"
+#include "../../support/throwing_sgd.h"
 #include "vector_model.h"
 
 namespace {

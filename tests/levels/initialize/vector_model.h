@@ -1,12 +1,12 @@
 #pragma once
 
-#include <mezzo/initialize.h>
-#include <mezzo/opt_level.h>
+#include <mezzo/levels/initialize.h>
+#include <mezzo/levels/opt_level.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <torch/types.h>
 
-#include "../special_values.h"
+#include "../../support/special_values.h"
 
 namespace initialize_test {
 

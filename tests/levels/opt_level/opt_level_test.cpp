@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/opt_level.h>
+#include <mezzo/levels/opt_level.h>
 
 #include <functional>
 #include <optional>

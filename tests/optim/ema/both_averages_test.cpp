@@ -4,9 +4,9 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/ema.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 

@@ -4,12 +4,12 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast.h>
-#include <mezzo/ema.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <functional>
 #include <limits>
@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
+#include "../../support/error_of.h"
 
 namespace {
 

@@ -5,8 +5,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/activation_checkpoint.h>
-#include <mezzo/grad_buckets.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <bit>
 #include <limits>

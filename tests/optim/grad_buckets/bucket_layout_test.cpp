@@ -4,7 +4,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/detail/grad_buckets/bucket_layout.h>
+#include <mezzo/optim/detail/bucket_layout.h>
 
 #include <cstdint>
 #include <vector>

@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_buckets.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <string>
 #include <vector>

@@ -4,13 +4,13 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/grad_buckets.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <limits>
 #include <stdexcept>
 #include <vector>
 
-#include "../special_values.h"
+#include "../../support/special_values.h"
 
 namespace {
 

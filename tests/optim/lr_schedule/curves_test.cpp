@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/lr_schedule.h>
+#include <mezzo/optim/lr_schedule.h>
 
 #include <cmath>
 #include <functional>
@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "../special_values.h"
+#include "../../support/special_values.h"
 
 namespace {
 

@@ -2,8 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/lr_schedule.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/grad_scaler.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/optim/master_weights.h>
 #include <torch/optim.h>
 #include <torch/types.h>
 
@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "../special_values.h"
+#include "../../support/special_values.h"
 
 namespace master_weights_test {
 

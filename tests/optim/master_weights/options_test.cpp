@@ -5,7 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/lr_schedule.h>
+#include <mezzo/optim/lr_schedule.h>
 
 #include "master_model.h"
 

@@ -6,10 +6,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/autocast.h>
-#include <mezzo/lr_schedule.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include "master_model.h"
 

@@ -5,15 +5,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/clip_grad.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/optim/master_weights.h>
 
 #include <cmath>
 #include <limits>
 #include <vector>
 
-#include "../grad_scaler/error_of.h"
-#include "../grad_scaler/tiny_optimizer.h"
+#include "../../support/error_of.h"
+#include "../../support/tiny_optimizer.h"
 
 namespace {
 

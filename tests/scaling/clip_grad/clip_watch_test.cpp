@@ -6,7 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/clip_grad.h>
+#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/optim/sgd.h>
 
 #include <functional>
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "../grad_scaler/tiny_optimizer.h"
+#include "../../support/tiny_optimizer.h"
 
 namespace {
 

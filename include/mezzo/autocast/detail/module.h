@@ -2,7 +2,7 @@
 /// AutocastModuleImpl's members: one module standing in for another.
 #pragma once
 
-#include <mezzo/autocast_module.h>
+#include <mezzo/autocast/autocast_module.h>
 
 #include <memory>
 #include <optional>

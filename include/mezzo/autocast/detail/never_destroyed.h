@@ -2,7 +2,7 @@
 /// Thread-local state that outlives the thread's other thread_locals.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <new>

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/detail/autocast/libtorch_state.h>
-#include <mezzo/detail/op_policy/policy_edits.h>
-#include <mezzo/detail/weight_cache/thread_caches.h>
-#include <mezzo/precision.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/base/precision.h>
 
 #include <atomic>
 #include <optional>

@@ -2,7 +2,7 @@
 /// A callable that enters something, a region or another thread's state, around every call.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <concepts>
 #include <functional>

@@ -4,10 +4,10 @@
 
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <mezzo/detail/autocast/libtorch_state.h>
-#include <mezzo/detail/autocast/region.h>
-#include <mezzo/detail/op_policy/policy_edits.h>
-#include <mezzo/detail/weight_cache/thread_caches.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/region.h>
+#include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
 
 #include <array>
 #include <cstddef>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 

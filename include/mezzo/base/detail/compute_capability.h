@@ -5,7 +5,7 @@
 #pragma once
 
 #include <dlfcn.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <optional>
 

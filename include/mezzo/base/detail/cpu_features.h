@@ -2,7 +2,7 @@
 /// Which low-precision instructions oneDNN, and so libtorch, may use on this CPU.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <array>

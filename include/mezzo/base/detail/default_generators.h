@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <c10/core/ScalarType.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <array>
 #include <optional>

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/detail/precision/cpu_features.h>
-#include <mezzo/detail/precision/recommended.h>
-#include <mezzo/precision.h>
+#include <mezzo/base/detail/cpu_features.h>
+#include <mezzo/base/detail/recommended.h>
+#include <mezzo/base/precision.h>
 
 #include <cstdlib>
 #include <string>

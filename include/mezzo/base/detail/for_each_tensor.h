@@ -11,7 +11,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <concepts>
 #include <cstddef>

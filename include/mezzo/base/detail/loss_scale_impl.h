@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/loss_scale.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/loss_scale.h>
 
 #include <c10/util/Exception.h>
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 

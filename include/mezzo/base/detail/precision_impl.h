@@ -4,9 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/precision/dtype_names.h>
-#include <mezzo/detail/tensors/for_each_tensor.h>
-#include <mezzo/precision.h>
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/precision.h>
 
 #include <optional>
 #include <ostream>

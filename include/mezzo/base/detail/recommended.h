@@ -4,9 +4,9 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/precision/compute_capability.h>
-#include <mezzo/detail/precision/cpu_features.h>
-#include <mezzo/precision.h>
+#include <mezzo/base/detail/compute_capability.h>
+#include <mezzo/base/detail/cpu_features.h>
+#include <mezzo/base/precision.h>
 #include <torch/cuda.h>
 
 #include <optional>

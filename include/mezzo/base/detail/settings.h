@@ -11,7 +11,7 @@
 #include <ATen/Context.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <array>
 #include <cstddef>

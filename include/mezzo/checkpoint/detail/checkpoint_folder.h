@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/checkpoint/file_calls.h>
-#include <mezzo/version.h>
+#include <mezzo/checkpoint/detail/file_calls.h>
+#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 #include <sys/file.h>

@@ -1,12 +1,12 @@
 #pragma once
 
-#include <mezzo/checkpoint.h>
-#include <mezzo/detail/checkpoint/checkpoint_reader.h>
-#include <mezzo/detail/checkpoint/checkpoint_writer.h>
-#include <mezzo/detail/checkpoint/load_checkpoint.h>
-#include <mezzo/detail/checkpoint/random_states.h>
-#include <mezzo/detail/checkpoint/value_parts.h>
-#include <mezzo/version.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/checkpoint/detail/checkpoint_reader.h>
+#include <mezzo/checkpoint/detail/checkpoint_writer.h>
+#include <mezzo/checkpoint/detail/load_checkpoint.h>
+#include <mezzo/checkpoint/detail/random_states.h>
+#include <mezzo/checkpoint/detail/value_parts.h>
+#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 

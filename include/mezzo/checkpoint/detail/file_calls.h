@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <fcntl.h>
 #include <sys/types.h>

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <mezzo/detail/checkpoint/archive_stream.h>
-#include <mezzo/detail/checkpoint/checkpoint_part.h>
-#include <mezzo/detail/checkpoint/sha256.h>
-#include <mezzo/detail/ema/averaged_parameters.h>
-#include <mezzo/detail/tensors/default_generators.h>
-#include <mezzo/version.h>
+#include <mezzo/checkpoint/detail/archive_stream.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/sha256.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/checkpoint/checkpoint_folder.h>
-#include <mezzo/detail/checkpoint/file_format.h>
-#include <mezzo/version.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
+#include <mezzo/checkpoint/detail/file_format.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <string>

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/detail/checkpoint/checkpoint_part.h>
-#include <mezzo/detail/checkpoint/sha256.h>
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/version.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/sha256.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>

@@ -11,9 +11,9 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/gemm_times.h>
-#include <mezzo/matmul_precision.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/diagnose/gemm_times.h>
+#include <mezzo/base/matmul_precision.h>
 #include <torch/cuda.h>
 
 #include <algorithm>

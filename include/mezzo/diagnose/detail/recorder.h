@@ -5,8 +5,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/op_policy/recorded_inputs.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/recorded_inputs.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <memory>

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <c10/util/StringUtil.h>
-#include <mezzo/gemm_times.h>
+#include <mezzo/diagnose/gemm_times.h>
 
 #include <cstdint>
 #include <iomanip>

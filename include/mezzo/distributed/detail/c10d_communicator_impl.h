@@ -4,11 +4,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/detail/distributed/collective_call.h>
-#include <mezzo/detail/distributed/low_precision_sums.h>
-#include <mezzo/detail/distributed/written_tensor.h>
+#include <mezzo/distributed/detail/collective_call.h>
+#include <mezzo/distributed/detail/low_precision_sums.h>
+#include <mezzo/distributed/detail/written_tensor.h>
 #include <mezzo/distributed/c10d_communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>

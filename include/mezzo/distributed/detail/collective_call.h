@@ -5,9 +5,9 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/detail/tensors/low_precision.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <string>

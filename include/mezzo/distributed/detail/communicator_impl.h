@@ -2,7 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <memory>
 #include <utility>

@@ -2,7 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/nn/module.h>
 
 #include <utility>

@@ -3,12 +3,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/bucket_exchange.h>
-#include <mezzo/detail/distributed/compressed_exchange.h>
-#include <mezzo/detail/distributed/gradient_reduction.h>
-#include <mezzo/detail/tensors/low_precision.h>
+#include <mezzo/distributed/detail/bucket_exchange.h>
+#include <mezzo/distributed/detail/compressed_exchange.h>
+#include <mezzo/distributed/detail/gradient_reduction.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <memory>

@@ -4,13 +4,13 @@
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/bucket_exchange.h>
-#include <mezzo/detail/distributed/pending_requests.h>
-#include <mezzo/detail/distributed/rank_sum.h>
-#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/distributed/detail/bucket_exchange.h>
+#include <mezzo/distributed/detail/pending_requests.h>
+#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/grad_bucket.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/grad_bucket.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <charconv>

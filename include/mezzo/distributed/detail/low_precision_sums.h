@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/maximum.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 

@@ -3,13 +3,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
-#include <mezzo/detail/distributed/collective_call.h>
-#include <mezzo/detail/distributed/low_precision_sums.h>
-#include <mezzo/detail/distributed/mpi_queue.h>
-#include <mezzo/detail/distributed/written_tensor.h>
-#include <mezzo/detail/tensors/low_precision.h>
+#include <mezzo/distributed/detail/collective_call.h>
+#include <mezzo/distributed/detail/low_precision_sums.h>
+#include <mezzo/distributed/detail/mpi_queue.h>
+#include <mezzo/distributed/detail/written_tensor.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/detail/distributed/collective_call.h>
-#include <mezzo/detail/distributed/mpi_collectives.h>
+#include <mezzo/distributed/detail/collective_call.h>
+#include <mezzo/distributed/detail/mpi_collectives.h>
 #include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 

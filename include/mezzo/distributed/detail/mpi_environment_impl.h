@@ -1,9 +1,9 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/mpi_calls.h>
+#include <mezzo/distributed/detail/mpi_calls.h>
 #include <mezzo/distributed/mpi_environment.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <exception>
 

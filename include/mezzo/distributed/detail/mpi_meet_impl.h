@@ -2,11 +2,11 @@
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/mpi_calls.h>
-#include <mezzo/detail/distributed/start_alike_impl.h>
+#include <mezzo/distributed/detail/mpi_calls.h>
+#include <mezzo/distributed/detail/start_alike_impl.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/mpi_meet.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <charconv>

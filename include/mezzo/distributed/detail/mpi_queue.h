@@ -2,9 +2,9 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/detail/distributed/collective_call.h>
-#include <mezzo/detail/distributed/mpi_calls.h>
-#include <mezzo/version.h>
+#include <mezzo/distributed/detail/collective_call.h>
+#include <mezzo/distributed/detail/mpi_calls.h>
+#include <mezzo/base/version.h>
 #include <mpi.h>
 
 #include <array>
@@ -112,4 +112,4 @@ class MpiQueue {
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/distributed/mpi_queue_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/mpi_queue_impl.h>  // IWYU pragma: export

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/detail/distributed/mpi_queue.h>
+#include <mezzo/distributed/detail/mpi_queue.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

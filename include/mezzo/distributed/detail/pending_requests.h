@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <utility>

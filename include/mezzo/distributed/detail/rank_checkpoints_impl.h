@@ -1,12 +1,12 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/detail/checkpoint/checkpoint_part.h>
-#include <mezzo/detail/checkpoint/load_checkpoint.h>
-#include <mezzo/detail/checkpoint/rank_entries.h>
-#include <mezzo/detail/checkpoint/sha256.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/load_checkpoint.h>
+#include <mezzo/checkpoint/detail/rank_entries.h>
+#include <mezzo/checkpoint/detail/sha256.h>
 #include <mezzo/distributed/rank_checkpoints.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

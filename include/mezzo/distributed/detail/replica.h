@@ -3,13 +3,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/buffer_broadcast.h>
+#include <mezzo/distributed/detail/buffer_broadcast.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel_options.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/start_alike.h>
-#include <mezzo/grad_buckets.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/base/version.h>
 #include <torch/nn/module.h>
 
 #include <cstddef>

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/detail/distributed/bucket_exchange.h>
-#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
+#include <mezzo/distributed/detail/bucket_exchange.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <cstdint>

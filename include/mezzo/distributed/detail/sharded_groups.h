@@ -3,10 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/detail/optim/trained_once.h>
+#include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/start_alike.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>

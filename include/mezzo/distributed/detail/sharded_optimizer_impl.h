@@ -4,14 +4,14 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/agreed_summary.h>
-#include <mezzo/detail/distributed/gradient_reduction.h>
-#include <mezzo/detail/distributed/sharded_groups.h>
-#include <mezzo/detail/distributed/sharded_state.h>
-#include <mezzo/detail/optim/group_options.h>
+#include <mezzo/distributed/detail/agreed_summary.h>
+#include <mezzo/distributed/detail/gradient_reduction.h>
+#include <mezzo/distributed/detail/sharded_groups.h>
+#include <mezzo/distributed/detail/sharded_state.h>
+#include <mezzo/optim/detail/group_options.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/weight_storage.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/fused_options.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <utility>

@@ -4,10 +4,10 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/collective_call.h>
-#include <mezzo/detail/distributed/pending_requests.h>
+#include <mezzo/distributed/detail/collective_call.h>
+#include <mezzo/distributed/detail/pending_requests.h>
 #include <mezzo/distributed/start_alike.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -11,10 +11,10 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/autograd_function/cast_function.h>
-#include <mezzo/detail/tensors/wide_dtype.h>
+#include <mezzo/autocast/detail/autograd_function/cast_function.h>
+#include <mezzo/base/detail/wide_dtype.h>
 #include <mezzo/distributed/sync_batch_norm.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/detail/distributed/collective_log.h>
-#include <mezzo/detail/distributed/watchdog_threads.h>
-#include <mezzo/detail/distributed/watched_communicator.h>
+#include <mezzo/distributed/detail/collective_log.h>
+#include <mezzo/distributed/detail/watchdog_threads.h>
+#include <mezzo/distributed/detail/watched_communicator.h>
 #include <mezzo/distributed/watchdog.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <chrono>

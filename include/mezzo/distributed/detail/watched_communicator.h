@@ -2,10 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/detail/distributed/collective_call.h>
-#include <mezzo/detail/distributed/collective_log.h>
+#include <mezzo/distributed/detail/collective_call.h>
+#include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <memory>

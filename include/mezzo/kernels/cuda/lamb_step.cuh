@@ -1,14 +1,14 @@
 /// \file
 /// LAMB on CUDA: two passes over the parameters of a table, and between them one block for each
 /// that adds up its norms. The arithmetic of an element is that of the CPU's loops
-/// (detail/kernels/lamb_body.h). No atomics: the same numbers give the same bits. Nothing waits.
+/// (mezzo/kernels/lamb_body.h). No atomics: the same numbers give the same bits. Nothing waits.
 #pragma once
 
-#include <mezzo/detail/kernels/lamb_body.h>
-#include <mezzo/detail/kernels/lamb_element.h>
-#include <mezzo/version.h>
-#include <mezzo/cuda/gradient_summary.cuh>
-#include <mezzo/cuda/optimizer_step.cuh>
+#include <mezzo/kernels/lamb_body.h>
+#include <mezzo/kernels/lamb_element.h>
+#include <mezzo/base/version.h>
+#include <mezzo/kernels/cuda/gradient_summary.cuh>
+#include <mezzo/kernels/cuda/optimizer_step.cuh>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -1,13 +1,13 @@
 // The one source of mezzo::cuda: the kernels, and the functions through which host code reaches
 // them. The target mezzo::cuda adds it to every program and library that links it.
 
-#include <mezzo/detail/kernels/cuda_launch.h>
-#include <mezzo/detail/kernels/dense_gradients.h>
-#include <mezzo/cuda/gradient_summary.cuh>
-#include <mezzo/cuda/lamb_step.cuh>
-#include <mezzo/cuda/optimizer_step.cuh>
-#include <mezzo/cuda/unscale.cuh>
-#include <mezzo/cuda/update_scale.cuh>
+#include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/dense_gradients.h>
+#include <mezzo/kernels/cuda/gradient_summary.cuh>
+#include <mezzo/kernels/cuda/lamb_step.cuh>
+#include <mezzo/kernels/cuda/optimizer_step.cuh>
+#include <mezzo/kernels/cuda/unscale.cuh>
+#include <mezzo/kernels/cuda/update_scale.cuh>
 
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>

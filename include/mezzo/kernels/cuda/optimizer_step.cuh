@@ -1,12 +1,12 @@
 /// \file
 /// The multi-tensor kernel behind mezzo's optimizers on CUDA: unscale, clip, update and clear, or
-/// nothing, in one pass. The arithmetic is that of the CPU's loops (detail/kernels/*_element.h).
+/// nothing, in one pass. The arithmetic is that of the CPU's loops (mezzo/kernels/*_element.h).
 #pragma once
 
-#include <mezzo/detail/kernels/optimizer_step_body.h>
-#include <mezzo/detail/kernels/optimizer_step_table.h>
-#include <mezzo/detail/kernels/scalar_lanes.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/optimizer_step_body.h>
+#include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/scalar_lanes.h>
+#include <mezzo/base/version.h>
 
 #include <cuda_runtime.h>
 

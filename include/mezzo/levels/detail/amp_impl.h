@@ -2,9 +2,9 @@
 /// Amp: how models are called, and how passes of losses become steps.
 #pragma once
 
-#include <mezzo/detail/initialize/amp_checks.h>
-#include <mezzo/detail/initialize/model_cast.h>
-#include <mezzo/initialize.h>
+#include <mezzo/levels/detail/amp_checks.h>
+#include <mezzo/levels/detail/model_cast.h>
+#include <mezzo/levels/initialize.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

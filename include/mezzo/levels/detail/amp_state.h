@@ -2,7 +2,7 @@
 /// Amp's state: one entry a loss, in Apex's form and in GradScaler's.
 #pragma once
 
-#include <mezzo/initialize.h>
+#include <mezzo/levels/initialize.h>
 
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>

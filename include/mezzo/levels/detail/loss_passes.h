@@ -6,11 +6,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
-#include <mezzo/detail/grad_scaler/gradients.h>
-#include <mezzo/grad_scaler.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>

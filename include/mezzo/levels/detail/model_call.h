@@ -6,10 +6,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <mezzo/detail/autocast/region.h>
-#include <mezzo/detail/tensors/for_each_tensor.h>
-#include <mezzo/precision.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/region.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/precision.h>
+#include <mezzo/base/version.h>
 #include <torch/nn/module.h>
 
 #include <memory>

@@ -5,9 +5,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/precision/dtype_names.h>
-#include <mezzo/detail/tensors/low_precision.h>
-#include <mezzo/version.h>
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/version.h>
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/rnn.h>

@@ -1,4 +1,4 @@
-#include <mezzo/compiled.h>
+#include <mezzo/optim/compiled.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

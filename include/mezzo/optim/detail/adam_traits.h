@@ -1,12 +1,12 @@
 #pragma once
 
-#include <mezzo/detail/kernels/adam_element.h>
-#include <mezzo/detail/kernels/cpu_isa.h>
-#include <mezzo/detail/optim/aten_step.h>
-#include <mezzo/detail/optim/option_checks.h>
-#include <mezzo/detail/optim/step_loops.h>
-#include <mezzo/optim/weight_storage.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/optim/detail/aten_step.h>
+#include <mezzo/optim/detail/option_checks.h>
+#include <mezzo/optim/detail/step_loops.h>
+#include <mezzo/optim/fused_options.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
@@ -17,7 +17,7 @@
 #include <tuple>
 
 #ifdef MEZZO_WITH_CUDA
-#include <mezzo/detail/kernels/cuda_launch.h>
+#include <mezzo/kernels/cuda_launch.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

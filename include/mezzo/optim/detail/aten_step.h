@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/tensors/inference_tensors.h>
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/detail/grad_buckets/bucket_hook.h>
-#include <mezzo/detail/grad_buckets/gradient_slot.h>
-#include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/grad_bucket.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/bucket_hook.h>
+#include <mezzo/optim/detail/gradient_slot.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/grad_bucket.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 

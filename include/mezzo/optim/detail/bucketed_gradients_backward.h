@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
-#include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>

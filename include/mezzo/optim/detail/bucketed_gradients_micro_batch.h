@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/detail/distributed/rank_sum.h>
-#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
-#include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/logical_and.h>

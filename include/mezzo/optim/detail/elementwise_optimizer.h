@@ -1,18 +1,18 @@
 #pragma once
 
-#include <mezzo/detail/distributed/rank_sum.h>
-#include <mezzo/detail/kernels/optimizer_step_cpu.h>
-#include <mezzo/detail/kernels/step_use.h>
-#include <mezzo/detail/optim/aten_step.h>
-#include <mezzo/detail/optim/group_options.h>
-#include <mezzo/detail/optim/kept_weights.h>
-#include <mezzo/detail/optim/param_state.h>
-#include <mezzo/detail/optim/step_count.h>
-#include <mezzo/detail/optim/step_participants.h>
-#include <mezzo/detail/tensors/inference_tensors.h>
-#include <mezzo/grad_buckets.h>
+#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/step_use.h>
+#include <mezzo/optim/detail/aten_step.h>
+#include <mezzo/optim/detail/group_options.h>
+#include <mezzo/optim/detail/kept_weights.h>
+#include <mezzo/optim/detail/param_state.h>
+#include <mezzo/optim/detail/step_count.h>
+#include <mezzo/optim/detail/step_participants.h>
+#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
@@ -27,7 +27,7 @@
 #include <vector>
 
 #ifdef MEZZO_WITH_CUDA
-#include <mezzo/detail/kernels/cuda_launch.h>
+#include <mezzo/kernels/cuda_launch.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -304,8 +304,8 @@ void ElementwiseOptimizer<Traits>::count_applied(const std::vector<DevicePartici
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/detail/optim/elementwise_optimizer_archive.h>
-#include <mezzo/detail/optim/elementwise_optimizer_averages.h>
-#include <mezzo/detail/optim/elementwise_optimizer_device.h>
-#include <mezzo/detail/optim/elementwise_optimizer_parameters.h>
-#include <mezzo/detail/optim/elementwise_optimizer_step.h>
+#include <mezzo/optim/detail/elementwise_optimizer_archive.h>
+#include <mezzo/optim/detail/elementwise_optimizer_averages.h>
+#include <mezzo/optim/detail/elementwise_optimizer_device.h>
+#include <mezzo/optim/detail/elementwise_optimizer_parameters.h>
+#include <mezzo/optim/detail/elementwise_optimizer_step.h>

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/ema/move_average.h>
-#include <mezzo/detail/optim/elementwise_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/move_average.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>

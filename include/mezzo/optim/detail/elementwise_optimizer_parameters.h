@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/optim/elementwise_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/base/version.h>
 
 // An optimizer's parameters: which have a gradient and take part in a step, what the state keeps of
 // them, and in which buckets they are.

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/optim/elementwise_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/base/version.h>
 
 // The step on the CPU, and what it shares with that on CUDA: which memory is read and written.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

@@ -4,10 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/ema/move_average.h>
-#include <mezzo/detail/tensors/wide_dtype.h>
-#include <mezzo/ema.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/move_average.h>
+#include <mezzo/base/detail/wide_dtype.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <string>

@@ -1,13 +1,13 @@
 #pragma once
 
-#include <mezzo/detail/distributed/rank_sum.h>
-#include <mezzo/detail/grad_buckets/bucketed_gradients.h>
-#include <mezzo/detail/grad_buckets/bucketed_gradients_backward.h>
-#include <mezzo/detail/grad_buckets/bucketed_gradients_layout.h>
-#include <mezzo/detail/grad_buckets/bucketed_gradients_micro_batch.h>
-#include <mezzo/detail/grad_buckets/bucketed_gradients_summary.h>
-#include <mezzo/grad_buckets.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/optim/detail/bucketed_gradients_backward.h>
+#include <mezzo/optim/detail/bucketed_gradients_layout.h>
+#include <mezzo/optim/detail/bucketed_gradients_micro_batch.h>
+#include <mezzo/optim/detail/bucketed_gradients_summary.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <mezzo/detail/kernels/cpu_isa.h>
-#include <mezzo/detail/kernels/lamb_element.h>
-#include <mezzo/detail/kernels/lamb_step_cpu.h>
-#include <mezzo/detail/optim/option_checks.h>
-#include <mezzo/optim/weight_storage.h>
-#include <mezzo/version.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/lamb_element.h>
+#include <mezzo/kernels/lamb_step_cpu.h>
+#include <mezzo/optim/detail/option_checks.h>
+#include <mezzo/optim/fused_options.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -13,7 +13,7 @@
 #include <tuple>
 
 #ifdef MEZZO_WITH_CUDA
-#include <mezzo/detail/kernels/cuda_launch.h>
+#include <mezzo/kernels/cuda_launch.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

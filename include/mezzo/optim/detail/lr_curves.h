@@ -1,8 +1,8 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/lr_schedule.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/optim/lr_schedule.h>
 
 #include <algorithm>
 #include <cmath>

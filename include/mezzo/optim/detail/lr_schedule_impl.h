@@ -2,8 +2,8 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/lr_schedule.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/optim/lr_schedule.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/optim/archive_keys.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>

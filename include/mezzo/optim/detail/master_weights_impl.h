@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/detail/distributed/rank_sum.h>
-#include <mezzo/detail/grad_scaler/gradients.h>
-#include <mezzo/detail/kernels/step_use.h>
-#include <mezzo/detail/master_weights/stand_ins.h>
-#include <mezzo/master_weights.h>
+#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/kernels/step_use.h>
+#include <mezzo/optim/detail/stand_ins.h>
+#include <mezzo/optim/master_weights.h>
 
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>

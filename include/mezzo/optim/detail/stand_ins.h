@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/detail/master_weights/float_state.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/detail/float_state.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/detail/grad_scaler/step_mailbox.h>
-#include <mezzo/detail/kernels/float_bits.h>
-#include <mezzo/version.h>
+#include <mezzo/scaling/detail/step_mailbox.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>

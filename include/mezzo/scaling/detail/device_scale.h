@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/detail/grad_scaler/device_copies.h>
-#include <mezzo/detail/kernels/scale_tensors.h>
-#include <mezzo/detail/kernels/update_scale.h>
-#include <mezzo/loss_scale.h>
-#include <mezzo/version.h>
+#include <mezzo/scaling/detail/device_copies.h>
+#include <mezzo/kernels/scale_tensors.h>
+#include <mezzo/kernels/update_scale.h>
+#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>

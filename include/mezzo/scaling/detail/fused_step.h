@@ -1,17 +1,17 @@
 #pragma once
 
-#include <mezzo/detail/distributed/rank_sum.h>
-#include <mezzo/detail/grad_scaler/clip_watch.h>
-#include <mezzo/detail/grad_scaler/device_copies.h>
-#include <mezzo/detail/grad_scaler/gradients.h>
-#include <mezzo/detail/grad_scaler/master_gradients.h>
-#include <mezzo/detail/grad_scaler/step_mailbox.h>
-#include <mezzo/detail/kernels/gradient_summary.h>
-#include <mezzo/detail/kernels/step_use.h>
-#include <mezzo/detail/kernels/unscale.h>
+#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/scaling/detail/clip_watch.h>
+#include <mezzo/scaling/detail/device_copies.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/scaling/detail/master_gradients.h>
+#include <mezzo/scaling/detail/step_mailbox.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/step_result.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/step_result.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full_like.h>

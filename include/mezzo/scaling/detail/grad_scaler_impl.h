@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/detail/grad_scaler/gradients.h>
-#include <mezzo/detail/kernels/unscale.h>
-#include <mezzo/detail/kernels/update_scale.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/update_scale.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>

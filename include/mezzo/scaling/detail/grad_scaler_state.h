@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/detail/grad_scaler/fused_step.h>
-#include <mezzo/detail/grad_scaler/grad_scaler_impl.h>
-#include <mezzo/detail/grad_scaler/gradients.h>
-#include <mezzo/detail/kernels/unscale.h>
-#include <mezzo/grad_scaler.h>
+#include <mezzo/scaling/detail/fused_step.h>
+#include <mezzo/scaling/detail/grad_scaler_impl.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/kernels/unscale.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>

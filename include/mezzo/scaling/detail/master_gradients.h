@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/detail/grad_scaler/gradients.h>
-#include <mezzo/detail/tensors/inference_tensors.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 

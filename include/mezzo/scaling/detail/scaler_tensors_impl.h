@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/scaler_tensors.h>
+#include <mezzo/scaling/scaler_tensors.h>
 
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/step_result.h>
-#include <mezzo/version.h>
+#include <mezzo/optim/step_result.h>
+#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

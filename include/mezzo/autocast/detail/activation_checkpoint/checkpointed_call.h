@@ -3,8 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <mezzo/detail/tensors/for_each_tensor.h>
-#include <mezzo/version.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/version.h>
 
 #include <functional>
 #include <tuple>

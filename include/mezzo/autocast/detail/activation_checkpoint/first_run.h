@@ -3,10 +3,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <mezzo/detail/activation_checkpoint/checkpoint_node.h>
-#include <mezzo/detail/activation_checkpoint/read_tensors.h>
-#include <mezzo/detail/tensors/autograd_node.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/activation_checkpoint/checkpoint_node.h>
+#include <mezzo/autocast/detail/activation_checkpoint/read_tensors.h>
+#include <mezzo/base/detail/autograd_node.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <memory>

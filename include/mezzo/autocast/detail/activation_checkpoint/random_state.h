@@ -4,8 +4,8 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <mezzo/detail/tensors/default_generators.h>
-#include <mezzo/version.h>
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/version.h>
 
 #include <utility>
 #include <vector>

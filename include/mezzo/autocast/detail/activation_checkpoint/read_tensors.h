@@ -4,10 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
-#include <mezzo/detail/activation_checkpoint/watched_tensor.h>
-#include <mezzo/detail/op_policy/ivalue_tensors.h>
-#include <mezzo/detail/op_policy/recorded_inputs.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/activation_checkpoint/watched_tensor.h>
+#include <mezzo/autocast/detail/op_policy/ivalue_tensors.h>
+#include <mezzo/autocast/detail/op_policy/recorded_inputs.h>
+#include <mezzo/base/version.h>
 
 #include <memory>
 #include <unordered_set>

@@ -8,9 +8,9 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <mezzo/autocast.h>
-#include <mezzo/detail/activation_checkpoint/random_state.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/detail/activation_checkpoint/random_state.h>
+#include <mezzo/base/version.h>
 
 #include <optional>
 

@@ -8,7 +8,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/input_metadata.h>

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <mezzo/detail/activation_checkpoint/run_graph.h>
-#include <mezzo/detail/tensors/autograd_node.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/activation_checkpoint/run_graph.h>
+#include <mezzo/base/detail/autograd_node.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/tensor.h>

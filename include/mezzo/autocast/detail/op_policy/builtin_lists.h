@@ -3,14 +3,14 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <mezzo/detail/op_policy/category.h>
-#include <mezzo/detail/op_policy/op_names.h>
-#include <mezzo/detail/op_policy/probe.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/autocast/detail/op_policy/op_names.h>
+#include <mezzo/autocast/detail/op_policy/probe.h>
+#include <mezzo/base/version.h>
 #include <torch/version.h>
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR == 11
-#include <mezzo/detail/op_policy/libtorch_2_11.h>
+#include <mezzo/autocast/detail/op_policy/libtorch_2_11.h>
 #define MEZZO_KNOWS_LIBTORCH_LISTS 1
 #else
 #define MEZZO_KNOWS_LIBTORCH_LISTS 0

@@ -5,10 +5,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
-#include <mezzo/detail/autocast/libtorch_state.h>
-#include <mezzo/detail/op_policy/override_kernel.h>
-#include <mezzo/detail/op_policy/override_registry.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/op_policy/override_kernel.h>
+#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/base/version.h>
 
 #include <optional>
 #include <vector>

@@ -6,10 +6,10 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ArrayRef.h>
-#include <mezzo/detail/autocast/libtorch_state.h>
-#include <mezzo/detail/op_policy/category.h>
-#include <mezzo/detail/op_policy/eligible.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/autocast/detail/op_policy/eligible.h>
+#include <mezzo/base/version.h>
 
 #include <array>
 #include <concepts>

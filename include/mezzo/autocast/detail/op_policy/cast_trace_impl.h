@@ -3,7 +3,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/cast_trace.h>
+#include <mezzo/autocast/cast_trace.h>
 
 #include <algorithm>
 #include <array>

@@ -5,7 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 namespace at::autocast {
 

@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

@@ -3,8 +3,8 @@
 /// what a probe of every kernel finds, and with the outputs of the ops themselves.
 #pragma once
 
-#include <mezzo/detail/op_policy/category.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/base/version.h>
 
 #include <array>
 #include <string_view>

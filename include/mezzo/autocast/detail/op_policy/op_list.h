@@ -3,7 +3,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <algorithm>
 #include <iomanip>

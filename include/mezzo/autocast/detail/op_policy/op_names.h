@@ -4,7 +4,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

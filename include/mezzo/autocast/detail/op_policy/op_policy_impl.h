@@ -4,7 +4,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <algorithm>
 #include <set>

@@ -6,13 +6,13 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/macros/Export.h>
-#include <mezzo/detail/op_policy/builtin_lists.h>
-#include <mezzo/detail/op_policy/category.h>
-#include <mezzo/detail/op_policy/op_names.h>
-#include <mezzo/detail/op_policy/override_kernel.h>
-#include <mezzo/detail/op_policy/policy_edits.h>
-#include <mezzo/detail/op_policy/silence.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/builtin_lists.h>
+#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/autocast/detail/op_policy/op_names.h>
+#include <mezzo/autocast/detail/op_policy/override_kernel.h>
+#include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/detail/op_policy/silence.h>
+#include <mezzo/base/version.h>
 
 #include <array>
 #include <deque>

@@ -4,9 +4,9 @@
 #pragma once
 
 #include <c10/macros/Export.h>
-#include <mezzo/detail/autocast/never_destroyed.h>
-#include <mezzo/detail/op_policy/category.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/never_destroyed.h>
+#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/base/version.h>
 
 #include <array>
 #include <cstddef>

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/op_policy.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <array>
 #include <fstream>

@@ -7,12 +7,12 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <c10/core/TensorImpl.h>
-#include <mezzo/detail/autocast/libtorch_state.h>
-#include <mezzo/detail/op_policy/category.h>
-#include <mezzo/detail/op_policy/recorded_inputs.h>
-#include <mezzo/detail/op_policy/silence.h>
-#include <mezzo/precision.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/autocast/detail/op_policy/recorded_inputs.h>
+#include <mezzo/autocast/detail/op_policy/silence.h>
+#include <mezzo/base/precision.h>
+#include <mezzo/base/version.h>
 
 #include <optional>
 #include <string>

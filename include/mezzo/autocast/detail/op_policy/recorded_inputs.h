@@ -3,7 +3,7 @@
 #pragma once
 
 #include <ATen/record_function.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

@@ -5,10 +5,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/op_policy/cast_decision.h>
-#include <mezzo/detail/op_policy/recorded_inputs.h>
-#include <mezzo/detail/weight_cache/thread_caches.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/cast_decision.h>
+#include <mezzo/autocast/detail/op_policy/recorded_inputs.h>
+#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -25,9 +25,9 @@
 #include <ATen/ops/rnn_relu_cell_ops.h>
 #include <ATen/ops/rnn_tanh_cell_ops.h>
 #include <c10/macros/Export.h>
-#include <mezzo/detail/op_policy/override_registry.h>
-#include <mezzo/detail/weight_cache/caching_kernel.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/autocast/detail/weight_cache/caching_kernel.h>
+#include <mezzo/base/version.h>
 
 #include <memory>
 

@@ -10,12 +10,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <mezzo/detail/autocast/libtorch_state.h>
-#include <mezzo/detail/op_policy/category.h>
-#include <mezzo/detail/op_policy/eligible.h>
-#include <mezzo/detail/op_policy/policy_edits.h>
-#include <mezzo/detail/weight_cache/thread_caches.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/autocast/detail/op_policy/eligible.h>
+#include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/base/version.h>
 
 #include <array>
 #include <cstddef>

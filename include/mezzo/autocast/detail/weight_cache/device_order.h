@@ -6,7 +6,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <optional>
 

@@ -6,9 +6,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
-#include <mezzo/detail/weight_cache/device_order.h>
-#include <mezzo/detail/weight_cache/weight_identity.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/weight_cache/device_order.h>
+#include <mezzo/autocast/detail/weight_cache/weight_identity.h>
+#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <atomic>

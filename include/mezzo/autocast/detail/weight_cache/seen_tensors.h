@@ -5,7 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/detail/weight_cache/cached_ops.h>
-#include <mezzo/weight_cache.h>
+#include <mezzo/autocast/detail/weight_cache/cached_ops.h>
+#include <mezzo/autocast/weight_cache.h>
 
 #include <cstdint>
 #include <limits>

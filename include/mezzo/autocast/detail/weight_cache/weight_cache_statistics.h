@@ -2,7 +2,7 @@
 /// The numbers that a WeightCache keeps of itself.
 #pragma once
 
-#include <mezzo/version.h>
+#include <mezzo/base/version.h>
 
 #include <cstdint>
 

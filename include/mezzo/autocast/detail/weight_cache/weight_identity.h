@@ -9,8 +9,8 @@
 #include <c10/util/DimVector.h>
 #include <c10/util/MaybeOwned.h>
 #include <c10/util/intrusive_ptr.h>
-#include <mezzo/detail/weight_cache/unseen_writes.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/weight_cache/unseen_writes.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 

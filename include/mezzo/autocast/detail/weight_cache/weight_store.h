@@ -7,14 +7,14 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/detail/weight_cache/held_copies.h>
-#include <mezzo/detail/weight_cache/seen_tensors.h>
-#include <mezzo/detail/weight_cache/thread_caches.h>
-#include <mezzo/detail/weight_cache/unseen_writes.h>
-#include <mezzo/detail/weight_cache/weight_cache_statistics.h>
-#include <mezzo/detail/weight_cache/weight_cast_node.h>
-#include <mezzo/detail/weight_cache/weight_identity.h>
-#include <mezzo/version.h>
+#include <mezzo/autocast/detail/weight_cache/held_copies.h>
+#include <mezzo/autocast/detail/weight_cache/seen_tensors.h>
+#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/autocast/detail/weight_cache/unseen_writes.h>
+#include <mezzo/autocast/detail/weight_cache/weight_cache_statistics.h>
+#include <mezzo/autocast/detail/weight_cache/weight_cast_node.h>
+#include <mezzo/autocast/detail/weight_cache/weight_identity.h>
+#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -1,0 +1,5 @@
+/// \file
+/// What a machine and a model make of a precision.
+#pragma once
+
+#include <mezzo/diagnose/gemm_times.h>  // IWYU pragma: export
