@@ -40,7 +40,7 @@ struct Encoder {
     };
     if (per_checkpoint == 0) return run(x, 0, kLayers).pow(2).mean();
     for (int i = 0; i < kLayers; i += per_checkpoint)
-      x = mezzo::checkpoint(run, x, i, per_checkpoint);
+      x = mezzo::activation_checkpoint(run, x, i, per_checkpoint);
     return x.pow(2).mean();
   }
 
@@ -83,9 +83,10 @@ enum Run { kPlain, kCheckpoint, kCheckpointWithoutRandomState };
 void one_small_op(benchmark::State& state) {
   const auto x = torch::ones({8}).requires_grad_();
   const auto op = [](const torch::Tensor& t) { return t.exp(); };
-  const mezzo::CheckpointOptions options{.preserve_random_state = state.range(0) == kCheckpoint};
+  const mezzo::ActivationCheckpointOptions options{.preserve_random_state =
+                                                       state.range(0) == kCheckpoint};
   for (auto _ : state) {
-    const auto y = state.range(0) == kPlain ? op(x) : mezzo::checkpoint(options, op, x);
+    const auto y = state.range(0) == kPlain ? op(x) : mezzo::activation_checkpoint(options, op, x);
     benchmark::DoNotOptimize(torch::autograd::grad({y}, {x}, {x}));
   }
 }

@@ -10,8 +10,8 @@
 #include <benchmark/benchmark.h>
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/optim/adamw.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/optim/adamw.h>
 
 #include <algorithm>
 #include <chrono>

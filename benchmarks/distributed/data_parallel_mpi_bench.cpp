@@ -30,9 +30,9 @@
 
 namespace {
 
-using mezzo::CollectiveRequest;
 using mezzo::GradBuckets;
 using mezzo::Reduction;
+using mezzo::Work;
 
 constexpr int64_t kBucketBytes = int64_t{25} << 20;  // DistributedDataParallel's default
 
@@ -67,23 +67,20 @@ class CountedCommunicator {
   int rank() const { return counted_.rank(); }
   int size() const { return counted_.size(); }
   bool serves(c10::DeviceType device) const { return counted_.serves(device); }
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction) {
+  Work all_reduce(const at::Tensor& tensor, Reduction reduction) {
     traffic_->begin(2 * share_sent(size()) * bytes_of(tensor));
     return counted_.all_reduce(tensor, reduction);
   }
-  CollectiveRequest broadcast(const at::Tensor& tensor, int root) {
-    return counted_.broadcast(tensor, root);
-  }
-  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
+  Work broadcast(const at::Tensor& tensor, int root) { return counted_.broadcast(tensor, root); }
+  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
     traffic_->begin(share_sent(size()) * bytes_of(output));
     return counted_.all_gather(output, input);
   }
-  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                   Reduction reduction) {
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction) {
     traffic_->begin(share_sent(size()) * bytes_of(input));
     return counted_.reduce_scatter(output, input, reduction);
   }
-  CollectiveRequest barrier() { return counted_.barrier(); }
+  Work barrier() { return counted_.barrier(); }
 
  private:
   mezzo::AnyCommunicator counted_;
@@ -208,14 +205,15 @@ int main(int argc, char** argv) {
     if (reducers_traffic == nullptr) return;
     reducers_traffic->begin(2 * share_sent(world.size()) * static_cast<double>(bytes));
   });
-  const Peers peers = {{"no communication", alone()},
-                       {"one all-reduce a parameter, afterwards", after_the_pass(world)},
-                       {"c10d::Reducer, MPI in a thread", with_reducer(group)},
-                       {"mezzo, averages", with_mezzo(world, {})},
-                       {"mezzo, sums (folded average)", with_mezzo(world, {.average = false})},
-                       {"mezzo, in bfloat16", with_mezzo(world, {.send_dtype = at::kBFloat16})},
-                       {"mezzo, in bfloat16, error feedback",
-                        with_mezzo(world, {.send_dtype = at::kBFloat16, .error_feedback = true})}};
+  const Peers peers = {
+      {"no communication", alone()},
+      {"one all-reduce a parameter, afterwards", after_the_pass(world)},
+      {"c10d::Reducer, MPI in a thread", with_reducer(group)},
+      {"mezzo, averages", with_mezzo(world, {})},
+      {"mezzo, sums (folded average)", with_mezzo(world, {.average = false})},
+      {"mezzo, in bfloat16", with_mezzo(world, {.compress_dtype = at::kBFloat16})},
+      {"mezzo, in bfloat16, error feedback",
+       with_mezzo(world, {.compress_dtype = at::kBFloat16, .error_feedback = true})}};
   reducers_traffic = peers[2].second->traffic.get();
   Interleaved turns(/*by_thread_clock=*/false);
   for (const auto& [name, training] : peers) {

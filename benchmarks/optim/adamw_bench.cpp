@@ -21,8 +21,8 @@
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <algorithm>
 #include <chrono>

@@ -17,9 +17,9 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/adamw.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <algorithm>
 #include <chrono>

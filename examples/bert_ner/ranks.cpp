@@ -4,7 +4,7 @@
 
 #ifdef BERT_NER_MPI
 #include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/distributed/mpi_meet.h>
+#include <mezzo/distributed/mpi_rendezvous.h>
 #include <mezzo/distributed/watchdog.h>
 #endif
 #ifdef BERT_NER_NCCL
@@ -25,7 +25,7 @@ namespace {
 /// torchrun and Kubernetes say RANK; Open MPI and SLURM have names of their own.
 bool is_started_by_torchrun() {
   const auto is_set = [](const char* name) {
-    return mezzo::ProcessGroupEnvironment::of_this_process(name).has_value();
+    return mezzo::ProcessGroupEnvironment::from_env(name).has_value();
   };
   return is_set("RANK") && is_set("WORLD_SIZE") && !is_set("OMPI_COMM_WORLD_RANK");
 }
@@ -40,7 +40,7 @@ namespace {
 struct MpiJob {
   mezzo::MpiEnvironment environment;
   mezzo::MpiCommunicator world{MPI_COMM_WORLD};
-  mezzo::Watchdog watchdog{mezzo::meet(MPI_COMM_WORLD), world.rank(), world.size()};
+  mezzo::Watchdog watchdog{mezzo::rendezvous(MPI_COMM_WORLD), world.rank(), world.size()};
 };
 
 }  // namespace
@@ -80,7 +80,7 @@ Ranks::Job Ranks::join_with_nccl() {
   }
   const torch::Device device(torch::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
   auto world = mezzo::nccl_communicator(environment);
-  const auto here = mezzo::ProcessGroupEnvironment::of_this_process("LOCAL_WORLD_SIZE");
+  const auto here = mezzo::ProcessGroupEnvironment::from_env("LOCAL_WORLD_SIZE");
   return {nullptr,
           std::move(world),
           device,
@@ -181,7 +181,7 @@ torch::Tensor Ranks::sum(const torch::Tensor& tensor) const {
   return sum.to(tensor.device());
 }
 
-mezzo::CollectiveRequest Ranks::begin_sum(const torch::Tensor& tensor) const {
+mezzo::Work Ranks::begin_sum(const torch::Tensor& tensor) const {
   if (!job_) return {};
   return job_->communicator.all_reduce(tensor, mezzo::Reduction::sum);
 }

@@ -63,7 +63,7 @@ class Ranks {
   torch::Tensor sum(const torch::Tensor& tensor) const;
 
   /// Begins to add up the ranks' tensors, in place, on the device that the ranks compute on.
-  mezzo::CollectiveRequest begin_sum(const torch::Tensor& tensor) const;
+  mezzo::Work begin_sum(const torch::Tensor& tensor) const;
 
   /// Ends all ranks at once, whatever they are doing: after a failure that the others know nothing
   /// of. A process alone goes on.

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lr_schedule.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <torch/torch.h>
 
 #include <cstdint>

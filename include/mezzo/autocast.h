@@ -1,13 +1,13 @@
 /// \file
-/// Mixed precision for forward and backward: guards, wrapped callables and modules, op policies, weight
-/// cache, autograd functions, activation checkpointing, traces.
+/// Mixed precision for forward and backward: guards, wrapped callables and modules, op policies,
+/// weight cache, autograd functions, activation checkpointing, traces.
 #pragma once
 
 #include <mezzo/autocast/activation_checkpoint.h>  // IWYU pragma: export
-#include <mezzo/autocast/autocast.h>  // IWYU pragma: export
-#include <mezzo/autocast/autocast_module.h>  // IWYU pragma: export
-#include <mezzo/autocast/autograd_function.h>  // IWYU pragma: export
-#include <mezzo/autocast/cast_functions.h>  // IWYU pragma: export
-#include <mezzo/autocast/cast_trace.h>  // IWYU pragma: export
-#include <mezzo/autocast/op_policy.h>  // IWYU pragma: export
-#include <mezzo/autocast/weight_cache.h>  // IWYU pragma: export
+#include <mezzo/autocast/autocast.h>               // IWYU pragma: export
+#include <mezzo/autocast/autocast_module.h>        // IWYU pragma: export
+#include <mezzo/autocast/autograd_function.h>      // IWYU pragma: export
+#include <mezzo/autocast/cast_functions.h>         // IWYU pragma: export
+#include <mezzo/autocast/cast_trace.h>             // IWYU pragma: export
+#include <mezzo/autocast/op_policy.h>              // IWYU pragma: export
+#include <mezzo/autocast/weight_cache.h>           // IWYU pragma: export

@@ -1,17 +1,18 @@
 /// \file
 /// Training on several ranks. Communicators are included by name, for what they stand on:
-/// mezzo/distributed/mpi_communicator.h and mpi_rendezvous.h link mezzo::mpi, nccl_communicator.h links mezzo::nccl.
+/// mezzo/distributed/mpi_communicator.h and mpi_rendezvous.h link mezzo::mpi, nccl_communicator.h
+/// links mezzo::nccl.
 #pragma once
 
-#include <mezzo/distributed/c10d_communicator.h>  // IWYU pragma: export
-#include <mezzo/distributed/communicator.h>  // IWYU pragma: export
-#include <mezzo/distributed/data_parallel.h>  // IWYU pragma: export
-#include <mezzo/distributed/data_parallel_options.h>  // IWYU pragma: export
-#include <mezzo/distributed/grad_all_reduce.h>  // IWYU pragma: export
+#include <mezzo/distributed/broadcast_parameters.h>       // IWYU pragma: export
+#include <mezzo/distributed/c10d_communicator.h>          // IWYU pragma: export
+#include <mezzo/distributed/communicator.h>               // IWYU pragma: export
+#include <mezzo/distributed/data_parallel.h>              // IWYU pragma: export
+#include <mezzo/distributed/data_parallel_options.h>      // IWYU pragma: export
+#include <mezzo/distributed/grad_all_reduce.h>            // IWYU pragma: export
 #include <mezzo/distributed/process_group_environment.h>  // IWYU pragma: export
-#include <mezzo/distributed/rank_checkpoints.h>  // IWYU pragma: export
-#include <mezzo/distributed/sharded_optimizer.h>  // IWYU pragma: export
-#include <mezzo/distributed/start_alike.h>  // IWYU pragma: export
-#include <mezzo/distributed/sync_batch_norm.h>  // IWYU pragma: export
-#include <mezzo/distributed/watchdog.h>  // IWYU pragma: export
-#include <mezzo/distributed/watchdog_options.h>  // IWYU pragma: export
+#include <mezzo/distributed/rank_checkpoints.h>           // IWYU pragma: export
+#include <mezzo/distributed/sharded_optimizer.h>          // IWYU pragma: export
+#include <mezzo/distributed/sync_batch_norm.h>            // IWYU pragma: export
+#include <mezzo/distributed/watchdog.h>                   // IWYU pragma: export
+#include <mezzo/distributed/watchdog_options.h>           // IWYU pragma: export

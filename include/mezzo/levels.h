@@ -2,6 +2,6 @@
 /// Apex's initialize and its optimization levels O0 to O3; Keras's wrapped optimizer.
 #pragma once
 
-#include <mezzo/levels/initialize.h>  // IWYU pragma: export
+#include <mezzo/levels/initialize.h>            // IWYU pragma: export
 #include <mezzo/levels/loss_scale_optimizer.h>  // IWYU pragma: export
-#include <mezzo/levels/opt_level.h>  // IWYU pragma: export
+#include <mezzo/levels/opt_level.h>             // IWYU pragma: export

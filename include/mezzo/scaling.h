@@ -2,7 +2,7 @@
 /// Loss scaling: GradScaler, its state in files, clipping.
 #pragma once
 
-#include <mezzo/scaling/clip_grad.h>  // IWYU pragma: export
-#include <mezzo/scaling/grad_scaler.h>  // IWYU pragma: export
+#include <mezzo/scaling/clip_grad.h>            // IWYU pragma: export
+#include <mezzo/scaling/grad_scaler.h>          // IWYU pragma: export
 #include <mezzo/scaling/grad_scaler_options.h>  // IWYU pragma: export
-#include <mezzo/scaling/scaler_tensors.h>  // IWYU pragma: export
+#include <mezzo/scaling/scaler_tensors.h>       // IWYU pragma: export

@@ -7,8 +7,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/kernels/unscale_loops.h>
 #include <mezzo/base/loss_scale.h>
+#include <mezzo/kernels/unscale_loops.h>
 
 #include <array>
 #include <bit>

@@ -32,7 +32,7 @@ using checkpoint_test::bytes_of;
 using checkpoint_test::put_bytes;
 using checkpoint_test::Scratch;
 using grad_scaler_test::error_of;
-using mezzo::Checkpoints;
+using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using mezzo::detail::FileCalls;
 using testing::AllOf;
@@ -58,12 +58,12 @@ struct Training {
   TrainingState state;
 };
 
-mezzo::CheckpointsOptions hearing(std::vector<std::string>& warnings, int64_t keep = 2) {
+mezzo::CheckpointManagerOptions hearing(std::vector<std::string>& warnings, int64_t keep = 2) {
   return {.keep = keep,
           .on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};
 }
 
-std::filesystem::path save(Checkpoints& checkpoints, Training& run, int64_t value) {
+std::filesystem::path save(CheckpointManager& checkpoints, Training& run, int64_t value) {
   run.set(value);
   return checkpoints.save(run.state, value).file;
 }
@@ -80,7 +80,7 @@ std::vector<std::string> temporaries_in(const std::filesystem::path& folder) {
 class Damaged {
  public:
   Damaged() {
-    Checkpoints checkpoints(scratch_.path());
+    CheckpointManager checkpoints(scratch_.path());
     file_ = save(checkpoints, run_, 7);
     size_ = std::filesystem::file_size(file_);
     descriptor_ = ::open(file_.c_str(), O_RDWR);
@@ -149,7 +149,7 @@ TEST(CheckpointDamage, NothingIsLoadedFromADamagedFile) {
 
 TEST(CheckpointDamage, TheHeadOfOneFileWithTheTailOfAnotherIsNoticed) {
   const Scratch scratch;
-  Checkpoints checkpoints(scratch.path());
+  CheckpointManager checkpoints(scratch.path());
   Training run;
   const std::string first = bytes_of(save(checkpoints, run, 1));
   const auto file = save(checkpoints, run, 2);
@@ -305,7 +305,7 @@ constexpr int64_t kLarge = 1 << 18;
 TEST(CheckpointFaults, TheFileIsFlushedBeforeItIsRenamedAndTheFolderAfter) {
   const Scratch scratch;
   Faults faults;
-  Checkpoints checkpoints(scratch.path(), {}, faults.calls());
+  CheckpointManager checkpoints(scratch.path(), {}, faults.calls());
   Training run;
   save(checkpoints, run, 1);
   EXPECT_THAT(faults.log, ElementsAre("open", "create", "write", "write", "fsync", "close",
@@ -319,14 +319,14 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
   std::vector<std::string> warnings;
   Training run(kLarge);
   {
-    Checkpoints checkpoints(scratch.path(), hearing(warnings));
+    CheckpointManager checkpoints(scratch.path(), hearing(warnings));
     save(checkpoints, run, 1);
   }
   Faults faults{.failing = name, .number = number, .error = error, .is_short = is_short};
   bool saved = true;
   std::filesystem::path file;
   {
-    Checkpoints checkpoints(scratch.path(), hearing(warnings), faults.calls());
+    CheckpointManager checkpoints(scratch.path(), hearing(warnings), faults.calls());
     run.set(2);
     const std::string message = error_of([&] { file = checkpoints.save(run.state, 2).file; });
     saved = message == kNoError;
@@ -336,7 +336,7 @@ bool survives(const std::string& name, int number, int error, bool is_short) {
     EXPECT_THAT(temporaries_in(scratch.path()), IsEmpty());
   }
   const bool came_to_it = std::count(faults.log.begin(), faults.log.end(), name) >= number;
-  Checkpoints checkpoints(scratch.path());
+  CheckpointManager checkpoints(scratch.path());
   run.set(9);
   EXPECT_TRUE(checkpoints.load_newest(run.state));
   EXPECT_TRUE(run.is(saved ? 2 : 1)) << name << ' ' << number;
@@ -371,7 +371,7 @@ TEST(CheckpointFaults, AFolderThatCannotBeFlushedIsToldAndRemovesNothing) {
   Training run;
   std::vector<std::string> warnings;
   Faults faults{.failing = "fsync", .number = 4};
-  Checkpoints checkpoints(scratch.path(), hearing(warnings, 1), faults.calls());
+  CheckpointManager checkpoints(scratch.path(), hearing(warnings, 1), faults.calls());
   save(checkpoints, run, 1);
   run.set(2);
   const auto saved = checkpoints.save(run.state, 2);
@@ -423,7 +423,7 @@ TEST(CheckpointFaults, NothingIsCalledDurableBeforeTheFoldersOwnNameIsOnTheDisk)
     errno = EIO;
     return -1;
   };
-  Checkpoints checkpoints(scratch.path() / "run", hearing(warnings), calls);
+  CheckpointManager checkpoints(scratch.path() / "run", hearing(warnings), calls);
   EXPECT_FALSE(checkpoints.save(run.state, 1).durable);
   EXPECT_FALSE(checkpoints.save(run.state, 2).durable);
   EXPECT_TRUE(checkpoints.save(run.state, 3).durable);
@@ -459,7 +459,7 @@ TEST(CheckpointFaults, AReadErrorFallsBackLikeDamage) {
 TEST(CheckpointFaults, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoError) {
   const Scratch scratch;
   Training run, read;
-  Checkpoints writer(scratch.path(), {.keep = 1});
+  CheckpointManager writer(scratch.path(), {.keep = 1});
   save(writer, run, 1);
   bool is_first = true;
   FileCalls calls;
@@ -467,7 +467,7 @@ TEST(CheckpointFaults, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoError) {
     if (std::exchange(is_first, false)) save(writer, run, 2);
     return real(path, flags);
   };
-  EXPECT_EQ(Checkpoints(scratch.path(), {}, calls).load_newest(read.state)->step, 2);
+  EXPECT_EQ(CheckpointManager(scratch.path(), {}, calls).load_newest(read.state)->step, 2);
   EXPECT_TRUE(read.is(2));
 }
 
@@ -480,7 +480,7 @@ void save_in_killed_child(const std::filesystem::path& folder, int64_t value, Fa
     at::set_num_threads(1);  // the parent's pool has no threads here
     ::alarm(60);             // should the call never come
     Training run(kLarge);
-    Checkpoints checkpoints(folder, {}, faults.calls());
+    CheckpointManager checkpoints(folder, {}, faults.calls());
     for (int64_t next = value;; ++next) save(checkpoints, run, next);
   }
   if (lifetime) {
@@ -496,7 +496,7 @@ void save_in_killed_child(const std::filesystem::path& folder, int64_t value, Fa
 int64_t newest_whole(const std::filesystem::path& folder, int64_t at_least) {
   std::vector<std::string> warnings;
   Training run(kLarge);
-  Checkpoints checkpoints(folder, hearing(warnings));
+  CheckpointManager checkpoints(folder, hearing(warnings));
   const auto loaded = checkpoints.load_newest(run.state);
   EXPECT_TRUE(loaded && run.is(loaded->step));
   EXPECT_GE(run.position, at_least);
@@ -509,7 +509,7 @@ TEST(CheckpointKills, AKillInAnyCallLeavesTheOldOrTheNewStateWhole) {
     const Scratch scratch;
     Training run(kLarge);
     {
-      Checkpoints checkpoints(scratch.path());
+      CheckpointManager checkpoints(scratch.path());
       save(checkpoints, run, 1);
       save(checkpoints, run, 2);
     }
@@ -519,7 +519,7 @@ TEST(CheckpointKills, AKillInAnyCallLeavesTheOldOrTheNewStateWhole) {
                            {.failing = name, .number = number, .kills = true});
       value = newest_whole(scratch.path(), value);
     }
-    Checkpoints checkpoints(scratch.path());
+    CheckpointManager checkpoints(scratch.path());
     save(checkpoints, run, value + 1);
     EXPECT_THAT(temporaries_in(scratch.path()), IsEmpty()) << "what the killed ones left";
     EXPECT_EQ(checkpoints.files().size(), 2U);
@@ -533,7 +533,7 @@ TEST(CheckpointKills, KillsAtRandomMomentsLeaveAWholeStateThatNeverGoesBack) {
   const Scratch scratch;
   Training run(kLarge);
   {
-    Checkpoints checkpoints(scratch.path());
+    CheckpointManager checkpoints(scratch.path());
     save(checkpoints, run, 1);
   }
   std::mt19937 random(1);  // NOLINT: the same moments each time

@@ -20,7 +20,7 @@ namespace {
 
 using checkpoint_test::Scratch;
 using grad_scaler_test::error_of;
-using mezzo::Checkpoints;
+using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using testing::AllOf;
 using testing::HasSubstr;
@@ -31,14 +31,15 @@ TEST(Checkpoints, WithoutAHigherNumberNothingIsSaved) {
   const auto last = scratch.path() / "checkpoint-18446744073709551615-step-0.mezzo";
   checkpoint_test::put_bytes(last, "somebody's");
   EXPECT_THAT(
-      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("a", value), 1); }),
+      error_of([&] { CheckpointManager(scratch.path()).save(TrainingState().add("a", value), 1); }),
       AllOf(HasSubstr(last.string()), HasSubstr("move it elsewhere")));
 }
 
 TEST(Checkpoints, AFolderWithoutAnyIsAFreshStart) {
   const Scratch scratch;
   int64_t value = 3;
-  EXPECT_FALSE(Checkpoints(scratch.path() / "none").load_newest(TrainingState().add("a", value)));
+  EXPECT_FALSE(
+      CheckpointManager(scratch.path() / "none").load_newest(TrainingState().add("a", value)));
   EXPECT_FALSE(std::filesystem::exists(scratch.path() / "none"));
 }
 
@@ -47,7 +48,7 @@ TEST(Checkpoints, KeepTheNewestByWhenTheyWereSavedNotByStep) {
   int64_t value = 0;
   TrainingState state;
   state.add("value", value);
-  Checkpoints checkpoints(scratch.path() / "deep" / "run", {.keep = 2});
+  CheckpointManager checkpoints(scratch.path() / "deep" / "run", {.keep = 2});
   for (const int64_t step : {900, 1000, 10}) checkpoints.save(state, step);
   ASSERT_EQ(checkpoints.files().size(), 2U);
   EXPECT_EQ(checkpoints.files()[0].filename(), "checkpoint-000003-step-10.mezzo");
@@ -58,9 +59,9 @@ TEST(Checkpoints, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
   const Scratch scratch;
   int64_t value = 0;
   const auto state = TrainingState().add("value", value);
-  Checkpoints second(scratch.path());
+  CheckpointManager second(scratch.path());
   {
-    Checkpoints first(scratch.path());
+    CheckpointManager first(scratch.path());
     first.save(state, 1);
     EXPECT_THAT(error_of([&] { second.save(state, 2); }),
                 HasSubstr("is being saved to by another process"));
@@ -73,7 +74,7 @@ TEST(Checkpoints, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
 TEST(Checkpoints, LeaveOtherFilesAlone) {
   const Scratch scratch;
   int64_t value = 0;
-  Checkpoints checkpoints(scratch.path(), {.keep = 1});
+  CheckpointManager checkpoints(scratch.path(), {.keep = 1});
   for (const char* name : {"checkpoint-1-step-2.mezzo.bak", "checkpoint-x-step-2.mezzo",
                            ".checkpoint-1-step-2.mezzo.tmp", ".checkpoint-1-step-2.mezzo.7.tmp.x",
                            "checkpoint-1-step-.mezzo", "notes"}) {

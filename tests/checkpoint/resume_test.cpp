@@ -4,11 +4,11 @@
 
 #include <gtest/gtest.h>
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
-#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <concepts>
 #include <cstddef>
@@ -23,7 +23,7 @@
 namespace {
 
 using checkpoint_test::Scratch;
-using mezzo::Checkpoints;
+using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using mezzo::optim::WeightStorage;
 
@@ -107,14 +107,14 @@ void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_op
   torch::manual_seed(1);
   InterruptedTraining<Optimizer> whole(dtype, make_optimizer);
   for (int i = 0; i < 9; ++i) whole.step();
-  Checkpoints(scratch.path()).save(whole.state, whole.position);
+  CheckpointManager(scratch.path()).save(whole.state, whole.position);
   for (int i = 0; i < 9; ++i) whole.step();
   const auto expected = whole.outcome();
 
   torch::manual_seed(2);
   InterruptedTraining<Optimizer> resumed(dtype, make_optimizer);
   resumed.step();  // has state of its own, which must leave no trace
-  const auto loaded = Checkpoints(scratch.path()).load_newest(resumed.state);
+  const auto loaded = CheckpointManager(scratch.path()).load_newest(resumed.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 9);
   for (int i = 0; i < 9; ++i) resumed.step();
@@ -191,7 +191,7 @@ TEST(CheckpointResume, IsBitExactWithMasterWeightsTheirAveragesAndTiedLayers) {
   torch::manual_seed(3);
   Mastered whole, resumed;
   for (const float scale : {1.0F, 1e30F, 2.0F, 1.0F}) whole.step(scale);
-  const auto file = Checkpoints(scratch.path()).save(whole.state, 4).file;
+  const auto file = CheckpointManager(scratch.path()).save(whole.state, 4).file;
   resumed.step(1.0F);
   mezzo::load_checkpoint(file, resumed.state);
   for (const float scale : {0.5F, 1e30F, 1.0F}) whole.step(scale), resumed.step(scale);
@@ -219,7 +219,7 @@ TEST(CheckpointResume, LeavesNothingOfWhatOptimizerAndScheduleHadBefore) {
   const auto state = [](auto& optimizer, auto& schedule) {
     return TrainingState().add("optimizer", optimizer).add("schedule", schedule);
   };
-  const auto file = Checkpoints(scratch.path()).save(state(fresh, saved), 0).file;
+  const auto file = CheckpointManager(scratch.path()).save(state(fresh, saved), 0).file;
   mezzo::load_checkpoint(file, state(used, loaded));
   EXPECT_TRUE(used.state().empty());
   EXPECT_EQ(loaded.applied_steps(), 0);

@@ -5,8 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/optim/ema.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/ema.h>
 #include <torch/csrc/jit/frontend/lexer.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace {
 
 using checkpoint_test::Scratch;
 using grad_scaler_test::error_of;
-using mezzo::Checkpoints;
+using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using testing::AllOf;
 using testing::HasSubstr;
@@ -51,7 +51,7 @@ struct Values {
 TEST(Checkpoint, ValuesOfEveryKindComeBack) {
   const Scratch scratch;
   Values saved, loaded;
-  const auto file = Checkpoints(scratch.path()).save(saved.state, 0);
+  const auto file = CheckpointManager(scratch.path()).save(saved.state, 0);
   EXPECT_LT(file.bytes, 20000U) << "a view takes its own bytes, not its storage's";
   loaded.integer = 0, loaded.small = 0, loaded.flag = false, loaded.real = 0, loaded.text = "";
   loaded.tensor = torch::Tensor();
@@ -82,7 +82,8 @@ TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
         torch::rand({3}).to(torch::kFloat8_e4m3fn)}) {
     const Scratch scratch;
     torch::Tensor given = saved, over = saved.clone(), none;
-    const auto file = Checkpoints(scratch.path()).save(TrainingState().add("x", given), 0).file;
+    const auto file =
+        CheckpointManager(scratch.path()).save(TrainingState().add("x", given), 0).file;
     if (!over.is_sparse() && !over.is_quantized()) over.zero_();
     mezzo::load_checkpoint(file, TrainingState().add("x", over));
     mezzo::load_checkpoint(file, TrainingState().add("x", none));
@@ -101,7 +102,7 @@ TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
   state.add("model", model);
   model = torch::nn::Linear(1, 1);
   const torch::Tensor weight = model->weight.detach().clone();
-  const auto file = Checkpoints(scratch.path()).save(state, 0).file;
+  const auto file = CheckpointManager(scratch.path()).save(state, 0).file;
   model = torch::nn::Linear(1, 1);
   mezzo::load_checkpoint(file, state);
   EXPECT_TRUE(torch::equal(model->weight, weight));
@@ -112,7 +113,7 @@ TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
 std::string error_between(const TrainingState& saver, const TrainingState& loader,
                           const mezzo::LoadOptions& options = {}) {
   const Scratch scratch;
-  const auto file = Checkpoints(scratch.path()).save(saver, 0).file;
+  const auto file = CheckpointManager(scratch.path()).save(saver, 0).file;
   return error_of([&] { mezzo::load_checkpoint(file, loader, options); });
 }
 
@@ -180,7 +181,7 @@ TEST(Checkpoint, WhatWasLoadedIsTakenBackWhenALaterObjectRefusesItsPart) {
   torch::optim::AdamW first(groups(saved, 1), {}), second(groups(loaded, 2), {});
   loaded->forward(torch::ones({1, 2})).sum().backward();
   second.step();
-  Checkpoints checkpoints(scratch.path());
+  CheckpointManager checkpoints(scratch.path());
   TrainingState saver, loader;
   saver.add("epoch", epoch).add("order", order).add("new", order).add("model", saved);
   checkpoints.save(saver.add("optimizer", first), 0);
@@ -209,7 +210,7 @@ TEST(Checkpoint, WhatWasLoadedIsTakenBackWhenALaterObjectRefusesItsPart) {
 TEST(Checkpoint, AnObjectThatCannotBeSavedIsNamedAndLeavesTheFolderAsItWas) {
   const Scratch scratch;
   torch::Tensor undefined;
-  Checkpoints checkpoints(scratch.path());
+  CheckpointManager checkpoints(scratch.path());
   EXPECT_THAT(error_of([&] { checkpoints.save(TrainingState().add("order", undefined), 1); }),
               HasSubstr("\"order\" cannot be saved: the tensor is undefined"));
   EXPECT_TRUE(checkpoints.files().empty());
@@ -231,8 +232,9 @@ std::string save_error(const std::string& name, const torch::Tensor& tensor, boo
   const Scratch scratch;
   Holder saved(name, tensor, is_buffer), loaded(name, tensor.clone(), is_buffer);
   std::filesystem::path file;
-  const std::string error = error_of(
-      [&] { file = Checkpoints(scratch.path()).save(TrainingState().add("m", saved), 0).file; });
+  const std::string error = error_of([&] {
+    file = CheckpointManager(scratch.path()).save(TrainingState().add("m", saved), 0).file;
+  });
   if (file.empty()) return error;
   EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, TrainingState().add("m", loaded)); }),
             "no error")
@@ -262,9 +264,10 @@ TEST(Checkpoint, NamesThatLibtorchCannotReadBackAreRefusedBeforeAMonthOfTraining
   torch::nn::Sequential nested;
   nested->push_back("in", torch::nn::Dropout());
   const Scratch scratch;
-  EXPECT_THAT(
-      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("m", nested), 0); }),
-      HasSubstr("\"in\" in the name \"in\""));
+  EXPECT_THAT(error_of([&] {
+                CheckpointManager(scratch.path()).save(TrainingState().add("m", nested), 0);
+              }),
+              HasSubstr("\"in\" in the name \"in\""));
 }
 
 TEST(Checkpoint, BuffersThatLibtorchCannotLoadAreRefusedWhenTheyAreSaved) {
@@ -295,10 +298,10 @@ TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
   optimizers.add("x", optimizer);
   tensors.add("x", weight);
   for (const TrainingState* state : {&models, &optimizers, &tensors}) {
-    Checkpoints checkpoints(scratch.path());
+    CheckpointManager checkpoints(scratch.path());
     checkpoints.save(*state, 1);
-    const mezzo::EmaWeights averaged(ema);
-    const auto is_named = HasSubstr("holds an average, for an EmaWeights is alive");
+    const mezzo::EmaScope averaged(ema);
+    const auto is_named = HasSubstr("holds an average, for an EmaScope is alive");
     EXPECT_THAT(error_of([&] { checkpoints.save(*state, 2); }), is_named);
     EXPECT_THAT(error_of([&] { checkpoints.load_newest(*state); }), is_named);
     EXPECT_EQ(checkpoints.files().size(), 1U);
@@ -311,12 +314,13 @@ TEST(Checkpoint, WrongArgumentsAreNamed) {
   EXPECT_THAT(error_of([&] { TrainingState().add("a", value).add("a", value); }),
               HasSubstr("\"a\" is given twice"));
   EXPECT_THAT(error_of([&] { TrainingState().add("", value); }), HasSubstr("a name is empty"));
-  EXPECT_THAT(error_of([&] { Checkpoints("x", {.keep = 0}); }), HasSubstr("keep is 0"));
+  EXPECT_THAT(error_of([&] { CheckpointManager("x", {.keep = 0}); }), HasSubstr("keep is 0"));
   const Scratch scratch;
-  EXPECT_THAT(
-      error_of([&] { Checkpoints(scratch.path()).save(TrainingState().add("a", value), -1); }),
-      HasSubstr("step is -1"));
-  EXPECT_THAT(error_of([&] { Checkpoints(scratch.path()).load_newest({}); }),
+  EXPECT_THAT(error_of([&] {
+                CheckpointManager(scratch.path()).save(TrainingState().add("a", value), -1);
+              }),
+              HasSubstr("step is -1"));
+  EXPECT_THAT(error_of([&] { CheckpointManager(scratch.path()).load_newest({}); }),
               HasSubstr("the state is empty"));
 }
 

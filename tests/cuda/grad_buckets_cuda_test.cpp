@@ -167,7 +167,8 @@ TEST_F(GradBucketsCuda, DropsABadMicroBatchWithoutWaiting) {
   std::vector<Tensor> dropped;
   for (const float weight : {kNan, 1.0F, 2.0F, kNan, 4.0F}) {
     const ForbidSync forbid;
-    dropped.push_back(buckets.micro_batch([&] { ((a.sum() + b.sum()) * weight).backward(); }));
+    dropped.push_back(
+        buckets.accumulate_if_finite([&] { ((a.sum() + b.sum()) * weight).backward(); }));
   }
   EXPECT_TRUE(
       torch::equal(torch::stack(dropped).cpu(), torch::tensor({true, false, false, true, false})));
@@ -183,8 +184,9 @@ TEST_F(GradBucketsCuda, HoldsParametersOfTwoDevices) {
   (on_host.sum() + on_gpu.sum().cpu() * 2).backward();
   EXPECT_EQ(buckets.summarize(torch::ones({})).sum_of_squares.item<double>(), 3);
   EXPECT_EQ(buckets.summarize(torch::ones({}, torch::kCUDA)).sum_of_squares.item<double>(), 16);
-  EXPECT_TRUE(buckets.micro_batch([&] { (on_host.sum() + on_gpu.sum().cpu() * kNan).backward(); })
-                  .item<bool>());
+  EXPECT_TRUE(
+      buckets.accumulate_if_finite([&] { (on_host.sum() + on_gpu.sum().cpu() * kNan).backward(); })
+          .item<bool>());
   EXPECT_TRUE(torch::equal(on_host.grad(), torch::ones({3})));
 }
 

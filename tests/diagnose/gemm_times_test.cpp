@@ -34,7 +34,7 @@ const GemmShape kLinear{.m = 5, .n = 6, .k = 3, .b_transposed = true};
 TEST(TimeGemms, FindsTheProductsOfAModelAndHowOftenEachComes) {
   torch::nn::Sequential model(torch::nn::Linear(3, 6), torch::nn::Linear(6, 3),
                               torch::nn::Linear(3, 6));
-  const GemmTimes times = mezzo::time_gemms(model, torch::ones({5, 3}), kQuick);
+  const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({5, 3}), kQuick);
   EXPECT_THAT(
       calls_by_shape(times),
       UnorderedElementsAre(Pair(kLinear, 2),
@@ -47,7 +47,7 @@ TEST(TimeGemms, SeesBatchesAndBiasesAndTransposedFactors) {
     torch::baddbmm(y, x.transpose(1, 2).contiguous().transpose(1, 2), x.transpose(1, 2));
     return torch::addmm(torch::ones({4}), torch::ones({3, 5}).t(), torch::ones({3, 4}));
   };
-  const GemmTimes times = mezzo::time_gemms(model, torch::ones({7, 2, 3}), kQuick);
+  const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({7, 2, 3}), kQuick);
   EXPECT_THAT(
       calls_by_shape(times),
       UnorderedElementsAre(
@@ -62,13 +62,13 @@ TEST(TimeGemms, SeesBatchesAndBiasesAndTransposedFactors) {
 TEST(TimeGemms, CountsAProductOnceUnderAutocast) {
   torch::nn::Linear model(3, 6);
   const mezzo::Autocast<torch::kCPU> autocast;
-  const GemmTimes times = mezzo::time_gemms(model, torch::ones({5, 3}), kQuick);
+  const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({5, 3}), kQuick);
   EXPECT_THAT(calls_by_shape(times), UnorderedElementsAre(Pair(kLinear, 1)));
 }
 
 TEST(TimeGemms, GivesATimeForEachDtypeOfTheDevice) {
   torch::nn::Linear model(8, 16);
-  const GemmTimes times = mezzo::time_gemms(model, torch::ones({8, 8}), kQuick);
+  const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({8, 8}), kQuick);
   ASSERT_EQ(times.rows.size(), 1);
   EXPECT_EQ(times.device, torch::Device(torch::kCPU));
   EXPECT_GT(times.rows[0].as_is.float32, 0);
@@ -83,7 +83,8 @@ TEST(TimeGemms, TellsAProductThatTakesLongerAndPutsItFirst) {
     for (int i = 0; i < 3; ++i) torch::mm(torch::ones({8, 8}), torch::ones({8, 8}));
     return torch::mm(x, x);
   };
-  const GemmTimes times = mezzo::time_gemms(model, torch::ones({256, 256}), {.seconds = 0.001});
+  const GemmTimes times =
+      mezzo::benchmark_gemms(model, torch::ones({256, 256}), {.seconds = 0.001});
   ASSERT_EQ(times.rows.size(), 2);
   EXPECT_EQ(times.rows[0].shape.m, 256);
   EXPECT_GT(times.rows[0].as_is.float32, 4 * times.rows[1].as_is.float32);
@@ -91,7 +92,7 @@ TEST(TimeGemms, TellsAProductThatTakesLongerAndPutsItFirst) {
 
 TEST(TimeGemms, TimesThePaddedShapeWhereThatIsAnother) {
   torch::nn::Linear model(3, 6);
-  const GemmTimes times = mezzo::time_gemms(model, torch::ones({5, 3}), kQuick);
+  const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({5, 3}), kQuick);
   ASSERT_EQ(times.rows.size(), 1);
   ASSERT_TRUE(times.rows[0].padded.has_value());
   EXPECT_GT(times.rows[0].padded->float32, 0);
@@ -100,7 +101,7 @@ TEST(TimeGemms, TimesThePaddedShapeWhereThatIsAnother) {
 TEST(TimeGemms, LeavesSettingsAndGradientsAlone) {
   torch::nn::Linear model(3, 6);
   at::globalContext().setFloat32MatmulPrecision("high");
-  mezzo::time_gemms(model, torch::ones({5, 3}), kQuick);
+  mezzo::benchmark_gemms(model, torch::ones({5, 3}), kQuick);
   EXPECT_EQ(at::globalContext().float32MatmulPrecision(), at::Float32MatmulPrecision::HIGH);
   at::globalContext().setFloat32MatmulPrecision("highest");
   EXPECT_TRUE(at::GradMode::is_enabled());
@@ -114,7 +115,7 @@ TEST(TimeGemms, DrawsNoRandomNumbersOfItsOwn) {
   model->forward(x);
   const torch::Tensor after_a_forward_pass = torch::rand({4});
   torch::manual_seed(7);
-  mezzo::time_gemms(model, x, kQuick);
+  mezzo::benchmark_gemms(model, x, kQuick);
   EXPECT_TRUE(torch::equal(torch::rand({4}), after_a_forward_pass));
 }
 
@@ -124,7 +125,7 @@ struct Forward : torch::nn::Module {
 
 TEST(TimeGemms, TakesModulesBehindPointersToo) {
   const GemmTimes times =
-      mezzo::time_gemms(std::make_shared<Forward>(), torch::ones({4, 4}), kQuick);
+      mezzo::benchmark_gemms(std::make_shared<Forward>(), torch::ones({4, 4}), kQuick);
   EXPECT_THAT(calls_by_shape(times),
               UnorderedElementsAre(Pair(GemmShape{.m = 4, .n = 4, .k = 4}, 1)));
 }
@@ -133,16 +134,18 @@ TEST(TimeGemms, SaysWhatItCannotTime) {
   const auto relu = [](const torch::Tensor& x) { return x.relu(); };
   const auto square = [](const torch::Tensor& x) { return x.mm(x); };
   const torch::Tensor x = torch::ones({2, 2});
-  EXPECT_THAT([&] { mezzo::time_gemms(relu, x, kQuick); },
+  EXPECT_THAT([&] { mezzo::benchmark_gemms(relu, x, kQuick); },
               ThrowsMessage<c10::Error>(HasSubstr("came to no product by mm, addmm, bmm")));
-  EXPECT_THAT([&] { mezzo::time_gemms(square, x.to(torch::kMeta), kQuick); },
+  EXPECT_THAT([&] { mezzo::benchmark_gemms(square, x.to(torch::kMeta), kQuick); },
               ThrowsMessage<c10::Error>(HasSubstr("multiplies on meta; it can be timed on cpu")));
-  EXPECT_THAT([&] { mezzo::time_gemms(square, x, {.seconds = 0}); },
+  EXPECT_THAT([&] { mezzo::benchmark_gemms(square, x, {.seconds = 0}); },
               ThrowsMessage<c10::Error>(HasSubstr("seconds is 0; it should be positive")));
-  const auto nested = [&](const torch::Tensor& y) { return mezzo::time_gemms(square, y, kQuick); };
-  EXPECT_THAT([&] { mezzo::time_gemms(nested, x, kQuick); },
-              ThrowsMessage<c10::Error>(HasSubstr("within another time_gemms")));
-  EXPECT_NO_THROW(mezzo::time_gemms(square, x, kQuick)) << "after an error as before";
+  const auto nested = [&](const torch::Tensor& y) {
+    return mezzo::benchmark_gemms(square, y, kQuick);
+  };
+  EXPECT_THAT([&] { mezzo::benchmark_gemms(nested, x, kQuick); },
+              ThrowsMessage<c10::Error>(HasSubstr("within another benchmark_gemms")));
+  EXPECT_NO_THROW(mezzo::benchmark_gemms(square, x, kQuick)) << "after an error as before";
 }
 
 TEST(GemmShape, IsPaddedToMultiplesOfEight) {

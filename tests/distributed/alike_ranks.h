@@ -12,23 +12,23 @@ class AlikeRanks {
   int rank() const { return 0; }
   int size() const { return size_; }
   bool serves(c10::DeviceType device) const { return device == at::kCPU; }
-  mezzo::CollectiveRequest all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
+  mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
     const at::NoGradGuard no_grad;
     if (reduction == mezzo::Reduction::sum) at::Tensor(tensor).mul_(size_);
     return {};
   }
-  mezzo::CollectiveRequest broadcast(const at::Tensor& /*tensor*/, int /*root*/) { return {}; }
-  mezzo::CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
+  mezzo::Work broadcast(const at::Tensor& /*tensor*/, int /*root*/) { return {}; }
+  mezzo::Work all_gather(const at::Tensor& output, const at::Tensor& input) {
     at::Tensor(output).view({size_, -1}).copy_(input.view({1, -1}).expand({size_, -1}));
     return {};
   }
-  mezzo::CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                          mezzo::Reduction reduction) {
+  mezzo::Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                             mezzo::Reduction reduction) {
     at::Tensor(output).copy_(input.view({size_, -1})[0].view_as(output));
     if (reduction == mezzo::Reduction::sum) at::Tensor(output).mul_(size_);
     return {};
   }
-  mezzo::CollectiveRequest barrier() { return {}; }
+  mezzo::Work barrier() { return {}; }
 
  private:
   int size_;

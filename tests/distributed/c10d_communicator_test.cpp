@@ -242,7 +242,7 @@ TEST(C10dCommunicator, ANullGroupAndNoDevicesAreRefused) {
 TEST(Meet, RanksMeetAtTheStoreOfRankZero) {
   const std::uint16_t port = free_port();
   in_threads([&](int rank) {
-    const auto store = mezzo::meet({rank, kRanks, rank, "127.0.0.1", port});
+    const auto store = mezzo::rendezvous({rank, kRanks, rank, "127.0.0.1", port});
     store->set("rank" + std::to_string(rank), std::vector<uint8_t>{static_cast<uint8_t>(rank)});
     for (int other = 0; other < kRanks; ++other) {
       EXPECT_EQ(store->get("rank" + std::to_string(other))[0], other);
@@ -256,9 +256,9 @@ TEST(Meet, RanksMeetAtTheStoreOfRankZero) {
 TEST(Meet, WhoeverDoesNotComeIsMissedInTime) {
   const std::uint16_t port = free_port();
   EXPECT_THAT(error_of([&] {
-                mezzo::meet({0, 2, 0, "127.0.0.1", port}, std::chrono::milliseconds(100));
+                mezzo::rendezvous({0, 2, 0, "127.0.0.1", port}, std::chrono::milliseconds(100));
               }),
-              HasSubstr("mezzo::meet: rank 0 of 2 at 127.0.0.1:" + std::to_string(port)));
+              HasSubstr("mezzo::rendezvous: rank 0 of 2 at 127.0.0.1:" + std::to_string(port)));
 }
 
 }  // namespace

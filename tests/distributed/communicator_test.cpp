@@ -13,8 +13,8 @@
 namespace {
 
 using mezzo::AnyCommunicator;
-using mezzo::CollectiveRequest;
 using mezzo::Reduction;
+using mezzo::Work;
 
 /// Writes down what is asked of it.
 struct Recorded : mezzo::detail::PendingCollective {
@@ -35,25 +35,25 @@ class Recorder {
   int rank() const { return 2; }
   int size() const { return 5; }
   bool serves(c10::DeviceType device) const { return device == at::kCPU; }
-  CollectiveRequest all_reduce(const at::Tensor& /*tensor*/, Reduction reduction) {
+  Work all_reduce(const at::Tensor& /*tensor*/, Reduction reduction) {
     return record(reduction == Reduction::sum ? "all_reduce sum" : "all_reduce max");
   }
-  CollectiveRequest broadcast(const at::Tensor& /*tensor*/, int root) {
+  Work broadcast(const at::Tensor& /*tensor*/, int root) {
     return record("broadcast " + std::to_string(root));
   }
-  CollectiveRequest all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) {
+  Work all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) {
     return record("all_gather");
   }
-  CollectiveRequest reduce_scatter(const at::Tensor& /*output*/, const at::Tensor& /*input*/,
-                                   Reduction /*reduction*/) {
+  Work reduce_scatter(const at::Tensor& /*output*/, const at::Tensor& /*input*/,
+                      Reduction /*reduction*/) {
     return record("reduce_scatter");
   }
-  CollectiveRequest barrier() { return record("barrier"); }
+  Work barrier() { return record("barrier"); }
 
  private:
-  CollectiveRequest record(std::string what) {
+  Work record(std::string what) {
     log_->push_back(what);
-    return CollectiveRequest(std::make_unique<Recorded>(*log_, std::move(what)));
+    return Work(std::make_unique<Recorded>(*log_, std::move(what)));
   }
   std::vector<std::string>* log_;
 };
@@ -95,28 +95,28 @@ TEST(AnyCommunicator, PassesEveryCallOn) {
                                    "wait", "reduce_scatter", "wait", "barrier", "wait"));
 }
 
-TEST(CollectiveRequest, WaitsOnceWhoeverHoldsIt) {
+TEST(Work, WaitsOnceWhoeverHoldsIt) {
   std::vector<std::string> log;
   const Warnings warnings;
-  CollectiveRequest request = Recorder(log).barrier();
-  CollectiveRequest holder = std::move(request);
+  Work request = Recorder(log).barrier();
+  Work holder = std::move(request);
   EXPECT_FALSE(holder.ready());
   holder.wait();
   holder.wait();
   EXPECT_TRUE(holder.ready());
   EXPECT_THAT(log, testing::ElementsAre("barrier", "ready", "wait"));
   EXPECT_TRUE(warnings.texts.empty());
-  CollectiveRequest().wait();
+  Work().wait();
 }
 
-TEST(CollectiveRequest, ThatNobodyWaitedForWarnsAndNeverThrows) {
+TEST(Work, ThatNobodyWaitedForWarnsAndNeverThrows) {
   std::vector<std::string> log;
   const Warnings warnings(/*throws=*/true);
-  { const CollectiveRequest forgotten = Recorder(log).broadcast(at::zeros({1}), 4); }
-  CollectiveRequest abandoned = Recorder(log).barrier();
+  { const Work forgotten = Recorder(log).broadcast(at::zeros({1}), 4); }
+  Work abandoned = Recorder(log).barrier();
   abandoned.abandon();
-  CollectiveRequest replaced = Recorder(log).barrier();
-  replaced = CollectiveRequest();
+  Work replaced = Recorder(log).barrier();
+  replaced = Work();
   EXPECT_THAT(warnings.texts,
               testing::ElementsAre(testing::HasSubstr("nobody waited for broadcast 4"),
                                    testing::HasSubstr("nobody waited for barrier")));

@@ -5,8 +5,8 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <memory>
 #include <string>

@@ -5,10 +5,10 @@
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <algorithm>
 #include <functional>
@@ -97,7 +97,7 @@ TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
 class OtherOrder : public AlikeRanks {
  public:
   using AlikeRanks::AlikeRanks;
-  mezzo::CollectiveRequest all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
+  mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
     const at::NoGradGuard no_grad;
     if (reduction == mezzo::Reduction::max) {
       const at::Tensor others = tensor.clone();
@@ -334,8 +334,8 @@ TEST(HardUse, CheckpointedLayersHaveTheAveragesOfTheRanks) {
   mezzo::optim::SGD optimizer(ddp.buckets(), kSgd);
   log.clear();
   at::Tensor x = torch::ones({4, 6}).requires_grad_();
-  x = mezzo::checkpoint(net->body, x);
-  mezzo::checkpoint(net->head, x).square().sum().backward();
+  x = mezzo::activation_checkpoint(net->body, x);
+  mezzo::activation_checkpoint(net->head, x).square().sum().backward();
   like->forward(torch::ones({4, 6})).square().sum();
   at::Tensor y = like->body->forward(torch::ones({4, 6}));
   like->head->forward(y).square().sum().backward();

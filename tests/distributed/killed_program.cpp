@@ -9,8 +9,8 @@
 #include <mezzo/distributed/rank_checkpoints.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/distributed/watchdog.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <unistd.h>
 
@@ -86,8 +86,8 @@ void train(mezzo::AnyCommunicator world, const std::filesystem::path& folder, in
 int run(const std::string& way, const std::filesystem::path& folder, int64_t steps) {
   const mezzo::MpiEnvironment mpi;
   const auto environment = mezzo::ProcessGroupEnvironment::read();
-  mezzo::Watchdog watchdog(mezzo::meet(environment, 60s), environment.rank, environment.world_size,
-                           {.interval = 200ms, .heartbeat_timeout = 10s});
+  mezzo::Watchdog watchdog(mezzo::rendezvous(environment, 60s), environment.rank,
+                           environment.world_size, {.interval = 200ms, .heartbeat_timeout = 10s});
   auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
   watchdog.run([&] {
     const torch::nn::Sequential model = make_model();

@@ -17,10 +17,10 @@
 namespace {
 
 using grad_scaler_test::error_of;
-using mezzo::CollectiveRequest;
 using mezzo::MpiCommunicator;
 using mezzo::MpiCommunicatorOptions;
 using mezzo::Reduction;
+using mezzo::Work;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -241,7 +241,7 @@ TEST_P(MpiCommunicatorTest, ManyMayBeUnderWayAndBeAskedForInAnyOrder) {
   };
   constexpr int64_t kRequests = 24;
   std::vector<at::Tensor> tensors;
-  std::vector<CollectiveRequest> requests;
+  std::vector<Work> requests;
   for (int64_t i = 0; i < kRequests; ++i) {
     tensors.push_back(of(rank, i));
     requests.push_back(world.all_reduce(tensors.back(), Reduction::sum));
@@ -258,7 +258,7 @@ TEST_P(MpiCommunicatorTest, ManyMayBeUnderWayAndBeAskedForInAnyOrder) {
 
 TEST_P(MpiCommunicatorTest, ReadyComesTrueByAskingAlone) {
   const at::Tensor tensor = contribution(rank, {1000}, at::kBFloat16);
-  CollectiveRequest request = world.all_reduce(tensor, Reduction::sum);
+  Work request = world.all_reduce(tensor, Reduction::sum);
   while (!request.ready()) std::this_thread::yield();
   expect_same(tensor, expected(size, Reduction::sum, [](int other) {
                 return contribution(other, {1000}, at::kBFloat16);
@@ -269,7 +269,7 @@ TEST_P(MpiCommunicatorTest, ReadyComesTrueByAskingAlone) {
 
 TEST_P(MpiCommunicatorTest, TensorsThatTheCallerDropsStayUntilTheyAreDone) {
   at::Tensor kept = contribution(rank, {4000}, at::kDouble);
-  std::vector<CollectiveRequest> requests;
+  std::vector<Work> requests;
   for (int i = 0; i < 8; ++i) {
     requests.push_back(world.all_reduce(contribution(rank, {4000}, at::kDouble), Reduction::sum));
     const at::Tensor takes_its_place = at::full({4000}, 1e300, at::kDouble);
@@ -281,7 +281,7 @@ TEST_P(MpiCommunicatorTest, TensorsThatTheCallerDropsStayUntilTheyAreDone) {
 }
 
 TEST_P(MpiCommunicatorTest, BarrierHoldsUntilAllHaveCome) {
-  CollectiveRequest request;
+  Work request;
   if (rank != size - 1 || size == 1) request = world.barrier();
   int arrived = 0;
   if (rank == size - 1 && size > 1) {
@@ -354,8 +354,7 @@ TEST(MpiCommunicator, RanksThatCallDifferentThingsAllLearnWhichAndGoOn) {
 
   const auto expect_error = [&](auto of_the_last, auto of_the_others, const std::string& words) {
     EXPECT_THAT(error_of([&] {
-                  CollectiveRequest request =
-                      world.rank() == last ? of_the_last() : of_the_others();
+                  Work request = world.rank() == last ? of_the_last() : of_the_others();
                   request.wait();
                 }),
                 AllOf(HasSubstr(self), HasSubstr(other + words)));
@@ -383,7 +382,7 @@ TEST(MpiCommunicator, WhatMpiReportsIsThrownWithItsWordsAndEndsTheCommunicator) 
   MpiCommunicator world(MPI_COMM_WORLD, {.check_calls = false});
   if (world.size() != 2) GTEST_SKIP() << "for two ranks";
   const at::Tensor tensor = torch::ones({world.rank() == 0 ? 100 : 10});
-  CollectiveRequest request = world.broadcast(tensor, 0);
+  Work request = world.broadcast(tensor, 0);
   if (world.rank() == 0) {
     request.wait();
   } else {
@@ -405,8 +404,7 @@ TEST(MpiCommunicator, AForgottenRequestWarnsAndDoesNoHarm) {
   Warnings warnings;
   {
     const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
-    const CollectiveRequest forgotten =
-        world.all_reduce(torch::ones({5000}, at::kBFloat16), Reduction::sum);
+    const Work forgotten = world.all_reduce(torch::ones({5000}, at::kBFloat16), Reduction::sum);
   }
   ASSERT_EQ(warnings.texts.size(), 1U);
   EXPECT_THAT(warnings.texts[0],
@@ -418,7 +416,7 @@ TEST(MpiCommunicator, AForgottenRequestWarnsAndDoesNoHarm) {
 }
 
 TEST(MpiCommunicator, OneThatGoesWithACollectiveUnderWayTakesNoMemoryAlong) {
-  CollectiveRequest request;
+  Work request;
   const at::Tensor tensor = torch::ones({3000});
   {
     MpiCommunicator soon_gone(MPI_COMM_WORLD);
@@ -438,7 +436,7 @@ TEST(MpiCommunicator, CommunicatorsDoNotMeetEachOther) {
     MpiCommunicator half(half_comm);
     const at::Tensor in_half = torch::ones({100});
     const at::Tensor in_world = torch::ones({100});
-    CollectiveRequest first, second;
+    Work first, second;
     if (world.rank() % 2 == 0) {
       first = half.all_reduce(in_half, Reduction::sum);
       second = world.all_reduce(in_world, Reduction::sum);

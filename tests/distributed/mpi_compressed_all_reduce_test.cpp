@@ -78,7 +78,7 @@ TEST(CompressedAllReduce, GivesTheSumOfRoundedPartsRoundedOnce) {
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     for (const auto sent : {at::kBFloat16, at::kHalf}) {
       for (const bool average : {true, false}) {
-        Told told(world, {.average = average, .send_dtype = sent}, 1000, dtype);
+        Told told(world, {.average = average, .compress_dtype = sent}, 1000, dtype);
         const at::Tensor arrived = told.pass(told_gradient(world.rank(), 1000, dtype));
         EXPECT_EQ(arrived.scalar_type(), dtype);
         EXPECT_TRUE(at::equal(arrived, expected_sum(world.size(), dtype, sent, average)))
@@ -91,7 +91,7 @@ TEST(CompressedAllReduce, GivesTheSumOfRoundedPartsRoundedOnce) {
 TEST(CompressedAllReduce, WithFeedbackTheFirstPassIsTheSame) {
   AnyCommunicator world = mpi_world();
   for (const auto sent : {at::kBFloat16, at::kHalf}) {
-    Told told(world, {.average = false, .send_dtype = sent, .error_feedback = true});
+    Told told(world, {.average = false, .compress_dtype = sent, .error_feedback = true});
     EXPECT_TRUE(at::equal(told.pass(told_gradient(world.rank())),
                           expected_sum(world.size(), at::kFloat, sent, false)));
   }
@@ -100,8 +100,8 @@ TEST(CompressedAllReduce, WithFeedbackTheFirstPassIsTheSame) {
 TEST(CompressedAllReduce, SendsHalfTheBytesOfFloat) {
   std::vector<int64_t> bytes;
   for (const GradAllReduceOptions& options :
-       {GradAllReduceOptions{}, GradAllReduceOptions{.send_dtype = at::kHalf},
-        GradAllReduceOptions{.send_dtype = at::kBFloat16, .error_feedback = true}}) {
+       {GradAllReduceOptions{}, GradAllReduceOptions{.compress_dtype = at::kHalf},
+        GradAllReduceOptions{.compress_dtype = at::kBFloat16, .error_feedback = true}}) {
     int64_t& sent = bytes.emplace_back(0);
     const auto count = [&](const std::string& collective, const at::Tensor& tensor) {
       if (tensor.scalar_type() == at::kByte) return;  // which parameters have a gradient
@@ -130,7 +130,7 @@ TEST(CompressedAllReduce, WithFeedbackTheErrorOfTheMeanGoesToZero) {
   AnyCommunicator world = mpi_world();
   for (const auto sent : {at::kBFloat16, at::kHalf}) {
     const double ulp = sent == at::kBFloat16 ? 1. / 256 : 1. / 2048;  // a rounding loses half of it
-    GradAllReduceOptions options{.send_dtype = sent};
+    GradAllReduceOptions options{.compress_dtype = sent};
     EXPECT_GT(error_of_the_mean(world, options, 64), ulp / 4) << "what rounding loses is lost";
     options.error_feedback = true;
     for (const int steps : {4, 128}) {
@@ -143,13 +143,13 @@ TEST(CompressedAllReduce, WithFeedbackTheErrorOfTheMeanGoesToZero) {
 TEST(CompressedAllReduce, OverflowsOnlyWhereTheAverageDoes) {
   AnyCommunicator world = mpi_world();
   for (const bool feedback : {false, true}) {
-    Told sum(world, {.average = false, .send_dtype = at::kHalf, .error_feedback = feedback});
+    Told sum(world, {.average = false, .compress_dtype = at::kHalf, .error_feedback = feedback});
     const auto ranks = static_cast<float>(world.size());
     const at::Tensor most = sum.pass(at::full({1000}, 65504.F));
     EXPECT_TRUE(at::equal(most, at::full({1000}, 65504.F * ranks)));
 
     // More than half can hold on one rank, not on average.
-    Told told(world, {.send_dtype = at::kHalf, .error_feedback = feedback});
+    Told told(world, {.compress_dtype = at::kHalf, .error_feedback = feedback});
     const at::Tensor one = told.pass(at::full({1000}, world.rank() == 0 ? 120000.F : 0.F));
     const float average = world.size() == 1 ? kInf : 120000.F / ranks;
     EXPECT_TRUE(at::allclose(one, at::full({1000}, average), 1e-3)) << one[0];
@@ -166,7 +166,7 @@ TEST(CompressedAllReduce, TheCheckAfterItFindsWhatOverflowedAndWhatWasInfOnOneRa
       const at::Tensor weight = at::zeros({40}).requires_grad_();
       GradBuckets buckets({weight}, buckets_of(1 << 20));
       const GradAllReduce all_reduce(buckets, world,
-                                     {.send_dtype = at::kHalf, .error_feedback = feedback});
+                                     {.compress_dtype = at::kHalf, .error_feedback = feedback});
       torch::optim::SGD optimizer({weight}, 0.1);
       mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4.0));
       scaler.on_skip(nullptr);
@@ -185,7 +185,7 @@ TEST(CompressedAllReduce, TheCheckAfterItFindsWhatOverflowedAndWhatWasInfOnOneRa
 TEST(CompressedAllReduce, NothingOfAPassWithAnInfReachesTheNextOne) {
   AnyCommunicator world = mpi_world();
   for (const float bad : {kInf, std::nanf(""), 3e38F}) {
-    const GradAllReduceOptions options{.send_dtype = at::kHalf, .error_feedback = true};
+    const GradAllReduceOptions options{.compress_dtype = at::kHalf, .error_feedback = true};
     Told told(world, options);
     at::Tensor gradient = told_gradient(world.rank());
     told.pass(gradient);
@@ -209,7 +209,7 @@ TEST(CompressedAllReduce, AnInfInOneBucketDropsWhatAllBucketsLost) {
     GradBuckets buckets({a, b}, buckets_of(256));
     ASSERT_EQ(buckets.buckets().size(), 2U);
     const GradAllReduce all_reduce(buckets, world,
-                                   {.send_dtype = at::kBFloat16, .error_feedback = true});
+                                   {.compress_dtype = at::kBFloat16, .error_feedback = true});
     const auto lost = [&] {
       double most = 0;
       for (const auto& residual : all_reduce.residuals()) {
@@ -233,7 +233,7 @@ TEST(CompressedAllReduce, WhatWasLostSurvivesAChangeOfTheLossScale) {
   const auto gradient_of = [&](int rank) { return told_gradient(rank).abs() + 0.1; };
   at::Tensor wanted = at::zeros({1000}, at::kDouble), mean = wanted.clone();
   for (int rank = 0; rank < world.size(); ++rank) wanted += gradient_of(rank) / world.size();
-  Told told(world, {.send_dtype = at::kBFloat16, .error_feedback = true, .loss_scale = [&] {
+  Told told(world, {.compress_dtype = at::kBFloat16, .error_feedback = true, .loss_scale = [&] {
                       return at::scalar_tensor(scale);
                     }});
   constexpr int kSteps = 128;
@@ -248,7 +248,7 @@ TEST(CompressedAllReduce, ALossScaleThatIsNoneIsRefused) {
   AnyCommunicator world = mpi_world();
   at::Tensor scale = at::zeros({});
   const GradAllReduceOptions options{
-      .send_dtype = at::kHalf, .error_feedback = true, .loss_scale = [&] { return scale; }};
+      .compress_dtype = at::kHalf, .error_feedback = true, .loss_scale = [&] { return scale; }};
   Told zero(world, options);
   EXPECT_THAT(error_of([&] { zero.pass(at::ones({1000})); }),
               testing::HasSubstr("`loss_scale` must return a positive number, but returned 0"));
@@ -260,7 +260,7 @@ TEST(CompressedAllReduce, ALossScaleThatIsNoneIsRefused) {
 
 TEST(CompressedAllReduce, ResidualsResumeARunToTheBit) {
   AnyCommunicator world = mpi_world();
-  const GradAllReduceOptions options{.send_dtype = at::kBFloat16, .error_feedback = true};
+  const GradAllReduceOptions options{.compress_dtype = at::kBFloat16, .error_feedback = true};
   Told told(world, options);
   const at::Tensor gradient = told_gradient(world.rank());
   told.pass(gradient);
@@ -280,7 +280,8 @@ TEST(CompressedAllReduce, GradientsOfTwoBytesGoAsTheyAre) {
   const at::Tensor gradient = told_gradient(world.rank(), 1000, at::kBFloat16);
   Told plain(world, {}, 1000, at::kBFloat16);
   for (const bool feedback : {false, true}) {
-    Told told(world, {.send_dtype = at::kHalf, .error_feedback = feedback}, 1000, at::kBFloat16);
+    Told told(world, {.compress_dtype = at::kHalf, .error_feedback = feedback}, 1000,
+              at::kBFloat16);
     EXPECT_TRUE(at::equal(told.pass(gradient), plain.pass(gradient)));
     EXPECT_TRUE(told.all_reduce.residuals().empty());
   }
@@ -291,7 +292,7 @@ TEST(CompressedAllReduce, BucketsLaidOutAnewBeginWithNothingLost) {
   const at::Tensor a = at::zeros({100}).requires_grad_(), b = at::zeros({30}).requires_grad_();
   GradBuckets buckets({a, b}, buckets_of(1 << 20));
   const GradAllReduce all_reduce(buckets, world,
-                                 {.send_dtype = at::kBFloat16, .error_feedback = true});
+                                 {.compress_dtype = at::kBFloat16, .error_feedback = true});
   const auto pass = [&] {
     buckets.zero_grad();
     ((a * told_gradient(world.rank(), 100)).sum() + (b * told_gradient(7, 30)).sum()).backward();
@@ -299,7 +300,7 @@ TEST(CompressedAllReduce, BucketsLaidOutAnewBeginWithNothingLost) {
   };
   const at::Tensor first = pass();
   EXPECT_FALSE(at::equal(pass(), first));
-  buckets.regroup();
+  buckets.rebuild_buckets();
   EXPECT_TRUE(at::equal(pass(), first));
 }
 
@@ -337,7 +338,7 @@ PartlyUsed trained(AnyCommunicator world, const GradAllReduceOptions& options) {
   for (int step = 0; step < 50; ++step) {
     optimizer.zero_grad();
     {
-      const auto no_sync = buckets.accumulate_only();
+      const auto no_sync = buckets.no_sync();
       backward(2 * step);
     }
     backward(2 * step + 1);
@@ -361,7 +362,7 @@ TEST(CompressedAllReduce, TrainingFollowsTrainingInFloatAndRanksStayAlike) {
   const double moved = (weights(in_float) - weights(untrained)).norm().item<double>();
   for (const auto sent : {at::kBFloat16, at::kHalf}) {
     for (const bool feedback : {false, true}) {
-      PartlyUsed model = trained(world, {.send_dtype = sent, .error_feedback = feedback});
+      PartlyUsed model = trained(world, {.compress_dtype = sent, .error_feedback = feedback});
       const double apart = (weights(model) - weights(in_float)).norm().item<double>();
       EXPECT_LT(apart, (sent == at::kHalf ? 0.01 : 0.05) * moved) << sent << feedback;
       EXPECT_GT(apart, 0.);
@@ -379,10 +380,10 @@ TEST(CompressedAllReduce, WrongOptionsAreRefused) {
   const auto error = [&](const GradAllReduceOptions& options) {
     return error_of([&] { Told(world, options); });
   };
-  EXPECT_THAT(error({.send_dtype = at::kFloat}),
-              testing::HasSubstr("`send_dtype` must be bfloat16 or half, but is Float"));
-  EXPECT_THAT(error({.error_feedback = true}), testing::HasSubstr("set `send_dtype`"));
-  EXPECT_THAT(error({.send_dtype = at::kHalf, .loss_scale = [] { return at::ones({}); }}),
+  EXPECT_THAT(error({.compress_dtype = at::kFloat}),
+              testing::HasSubstr("`compress_dtype` must be bfloat16 or half, but is Float"));
+  EXPECT_THAT(error({.error_feedback = true}), testing::HasSubstr("set `compress_dtype`"));
+  EXPECT_THAT(error({.compress_dtype = at::kHalf, .loss_scale = [] { return at::ones({}); }}),
               testing::HasSubstr("`loss_scale` is for `error_feedback`, which is off"));
 }
 

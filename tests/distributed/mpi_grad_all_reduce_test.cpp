@@ -132,7 +132,7 @@ TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
     (loss_of(model, batch.part(world.rank(), world.size()), world.rank(), false) / 2).backward();
   };
   {
-    const auto no_sync = buckets.accumulate_only();
+    const auto no_sync = buckets.no_sync();
     backward(data[0]);
   }
   const at::Tensor local = model->out->bias.grad().clone();
@@ -220,7 +220,7 @@ TEST(GradAllReduce, RanksThatRegroupDifferentlyAreTold) {
   const bool one_first = world.rank() == 0;
   const auto loss = [&] { return one_first ? one * (other * 2) : other * (one * 2); };
   loss().sum().backward();
-  buckets.regroup();
+  buckets.rebuild_buckets();
   const std::string error = error_of([&] { loss().sum().backward(); });
   EXPECT_EQ(error.find("the ranks' buckets hold other parameters") != std::string::npos,
             world.size() > 1)

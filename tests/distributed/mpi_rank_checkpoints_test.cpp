@@ -7,10 +7,10 @@
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/rank_checkpoints.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/ema.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/optim/lr_schedule.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -26,8 +26,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/scratch.h"
 #include "../support/error_of.h"
+#include "../support/scratch.h"
 
 namespace rank_checkpoints_test {
 
@@ -58,7 +58,7 @@ namespace {
 
 using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
-using mezzo::Checkpoints;
+using mezzo::CheckpointManager;
 using mezzo::RankCheckpoints;
 using mezzo::TrainingState;
 using mezzo::detail::FileCalls;
@@ -160,7 +160,7 @@ std::vector<int> numbers_of_ranks() {
   return all;
 }
 
-mezzo::CheckpointsOptions warning_into(std::vector<std::string>& warnings) {
+mezzo::CheckpointManagerOptions warning_into(std::vector<std::string>& warnings) {
   return {.on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};
 }
 
@@ -181,7 +181,7 @@ struct Averaging {
       : net(make_net(true)),
         ddp(net, std::move(world),
             {.bucket_bytes = 512,
-             .all_reduce = {.send_dtype = at::kBFloat16,
+             .all_reduce = {.compress_dtype = at::kBFloat16,
                             .error_feedback = true,
                             .loss_scale = loss_scale}}),
         optimizer(ddp.buckets(), AdamWOptions(1e-2)),
@@ -355,7 +355,7 @@ TEST(RankCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersFiles) {
         if (group.has_this() && is_plain) {
           AlikeAlone run(1, AdamWOptions(1e-2));
           run.run(0, 3);
-          Checkpoints(folder.path()).save(run.state, 3);
+          CheckpointManager(folder.path()).save(run.state, 3);
         } else if (group.has_this()) {
           AlikeShard run(1, group.ranks());
           run.run(0, 3);
@@ -380,7 +380,8 @@ TEST(RankCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersFiles) {
       }
       std::vector<std::string> warnings;
       AlikeAlone alone(7, AdamWOptions(1e-2));
-      ASSERT_TRUE(Checkpoints(folder.path(), warning_into(warnings)).load_newest(alone.state));
+      ASSERT_TRUE(
+          CheckpointManager(folder.path(), warning_into(warnings)).load_newest(alone.state));
       alone.run(3, 5);
       alone.expect_weights_of(whole.net, from + " to Checkpoints");
       if (savers > 1) {
@@ -580,13 +581,13 @@ TEST(RankCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
   RankCheckpoints checkpoints(folder.path(), world);
   checkpoints.save(mixed.run.state, 1);
   {
-    std::optional<mezzo::EmaWeights> averages;
+    std::optional<mezzo::EmaScope> averages;
     if (world.rank() == world.size() - 1) averages.emplace(ema);
     const std::string who = "rank " + std::to_string(world.size() - 1) + " of";
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
-                AllOf(HasSubstr(who), HasSubstr("an EmaWeights is alive")));
+                AllOf(HasSubstr(who), HasSubstr("an EmaScope is alive")));
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
-                AllOf(HasSubstr(who), HasSubstr("an EmaWeights is alive")));
+                AllOf(HasSubstr(who), HasSubstr("an EmaScope is alive")));
   }
   checkpoints.save(mixed.run.state, 2);
 }
@@ -735,9 +736,9 @@ TEST(RankCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(other_shape, -1); }),
               HasSubstr(who + "\"model: module"));
   own.epoch = 7;
-  EXPECT_THAT(
-      common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
-      HasSubstr("rank 0 of " + std::to_string(world.size()) + ": Checkpoints::save: step is -1"));
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
+              HasSubstr("rank 0 of " + std::to_string(world.size()) +
+                        ": CheckpointManager::save: step is -1"));
 }
 
 TEST(RankCheckpoints, ANameThatEntriesOfRanksTakeIsRefusedByAll) {

@@ -7,12 +7,12 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <cstdint>
 #include <memory>
@@ -142,8 +142,7 @@ at::Tensor train_together(AnyCommunicator& world, const Case& of, const Options&
     if (of.is_sharded) {
       ShardedOptimizer<Optimizer> optimizer(model->parameters(), world, options,
                                             {.bucket_bytes = 2048});
-      train(model, optimizer, of, world.rank(), world.size(),
-            [&] { return optimizer.accumulate_only(); });
+      train(model, optimizer, of, world.rank(), world.size(), [&] { return optimizer.no_sync(); });
       return weights_after(model);
     }
   }

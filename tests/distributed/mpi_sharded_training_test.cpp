@@ -2,14 +2,14 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/autocast/weight_cache.h>
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <cstdint>
@@ -178,7 +178,7 @@ TEST(ShardedTraining, MicroBatchesStayLocalUntilTheLast) {
   for (std::size_t i = 0; i < data.size(); i += 2) {
     optimizer.zero_grad();
     {
-      const auto no_sync = optimizer.accumulate_only();
+      const auto no_sync = optimizer.no_sync();
       (own_loss(model, data[i], ranks) / 2).backward();
     }
     (own_loss(model, data[i + 1], ranks) / 2).backward();
@@ -212,7 +212,7 @@ TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(1.));
   {
-    const auto no_sync = optimizer.accumulate_only();
+    const auto no_sync = optimizer.no_sync();
     weight.sum().backward();
   }
   const std::string wanted = "no backward pass has summed the gradients over the ranks";
@@ -222,7 +222,7 @@ TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(wanted));
   weight.sum().backward();
   {
-    const auto too_late = optimizer.accumulate_only();
+    const auto too_late = optimizer.no_sync();
     weight.sum().backward();
   }
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(wanted));
@@ -350,7 +350,7 @@ TEST(ShardedTraining, WhatItCannotShardIsRefused) {
 
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01));
-  EXPECT_THAT(error_of([&] { optimizer.keep_masters(); }),
+  EXPECT_THAT(error_of([&] { optimizer.enable_master_weights(); }),
               HasSubstr("make the optimizer from the cast model"));
   own_loss(model, batches(1)[0], ranks).backward();
   mezzo::WeightCache cache;

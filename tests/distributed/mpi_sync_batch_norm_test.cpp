@@ -3,9 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sync_batch_norm.h>
-#include <mezzo/autocast/op_policy.h>
 
 #include <sstream>
 #include <string>

@@ -153,18 +153,18 @@ TEST(ProcessGroupEnvironment, WhatIsNoNumberOrOutOfRangeIsNamedWithItsRange) {
 
 TEST(ProcessGroupEnvironment, KnowsWhetherALauncherStartedTheProcess) {
   for (const Environment& environment : {kTorchrun, kOpenMpi, kSlurm, Environment{{"RANK", "0"}}}) {
-    EXPECT_TRUE(ProcessGroupEnvironment::is_there(variables_of(environment)));
+    EXPECT_TRUE(ProcessGroupEnvironment::is_launched(variables_of(environment)));
   }
   // A shell in an allocation of SLURM's has a job, but is no task.
-  EXPECT_FALSE(ProcessGroupEnvironment::is_there(
+  EXPECT_FALSE(ProcessGroupEnvironment::is_launched(
       variables_of({{"SLURM_JOB_ID", "7"}, {"SLURM_NTASKS", "4"}})));
 }
 
 TEST(ProcessGroupEnvironment, ReadsThisProcessesEnvironmentByDefault) {
   ::setenv("MEZZO_TEST_OF_THIS_PROCESS", "there", 1);
-  EXPECT_EQ(ProcessGroupEnvironment::of_this_process("MEZZO_TEST_OF_THIS_PROCESS"), "there");
+  EXPECT_EQ(ProcessGroupEnvironment::from_env("MEZZO_TEST_OF_THIS_PROCESS"), "there");
   ::unsetenv("MEZZO_TEST_OF_THIS_PROCESS");
-  EXPECT_EQ(ProcessGroupEnvironment::of_this_process("MEZZO_TEST_OF_THIS_PROCESS"), std::nullopt);
+  EXPECT_EQ(ProcessGroupEnvironment::from_env("MEZZO_TEST_OF_THIS_PROCESS"), std::nullopt);
 }
 
 }  // namespace

@@ -2,16 +2,16 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/levels/initialize.h>
-#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <functional>
 #include <memory>
@@ -60,7 +60,7 @@ struct Training {
   torch::optim::Optimizer* optimizer = nullptr;
   std::vector<double> norms;
 
-  GradBuckets::AccumulateOnly no_sync() { return buckets->accumulate_only(); }
+  GradBuckets::NoSync no_sync() { return buckets->no_sync(); }
   void note(const mezzo::StepResult& result) { norms.push_back(result.grad_norm().value_or(-1)); }
 };
 
@@ -286,7 +286,7 @@ TEST(RankSum, IsDividedBeforeMicroBatchesAreAddedToIt) {
     for (int64_t i = 0; i < 3; ++i) {
       training.net->zero_grad();
       loss_of(training.net, 2 * i).backward();
-      training.buckets->micro_batch([&] { loss_of(training.net, 2 * i + 1).backward(); });
+      training.buckets->accumulate_if_finite([&] { loss_of(training.net, 2 * i + 1).backward(); });
       training.optimizer->step();
     }
   });
@@ -561,7 +561,7 @@ TEST(RankSum, IsAnAverageWhereBucketsAreRead) {
       },
       [](GradBuckets& buckets) { return buckets.gradients().at(0).gradient; },
       [](GradBuckets& buckets) {
-        buckets.collect();
+        buckets.reattach_gradients();
         return buckets.buckets().at(0).flat;
       }};
   for (const auto& read : readers) {

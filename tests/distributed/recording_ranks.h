@@ -27,24 +27,24 @@ class RecordingRanks {
   int rank() const { return inner_.rank(); }
   int size() const { return inner_.size(); }
   bool serves(c10::DeviceType device) const { return inner_.serves(device); }
-  mezzo::CollectiveRequest all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
+  mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
     listener_(reduction == mezzo::Reduction::sum ? "sum" : "max", tensor);
     return inner_.all_reduce(tensor, reduction);
   }
-  mezzo::CollectiveRequest broadcast(const at::Tensor& tensor, int root) {
+  mezzo::Work broadcast(const at::Tensor& tensor, int root) {
     listener_("broadcast", tensor);
     return inner_.broadcast(tensor, root);
   }
-  mezzo::CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
+  mezzo::Work all_gather(const at::Tensor& output, const at::Tensor& input) {
     listener_("all_gather", output);
     return inner_.all_gather(output, input);
   }
-  mezzo::CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                          mezzo::Reduction reduction) {
+  mezzo::Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                             mezzo::Reduction reduction) {
     listener_("reduce_scatter", input);
     return inner_.reduce_scatter(output, input, reduction);
   }
-  mezzo::CollectiveRequest barrier() {
+  mezzo::Work barrier() {
     listener_("barrier", at::Tensor());
     return inner_.barrier();
   }

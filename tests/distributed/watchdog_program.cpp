@@ -43,7 +43,8 @@ void train(mezzo::AnyCommunicator world, const std::string& what, int victim) {
 int run(const std::string& what, int victim) {
   const mezzo::MpiEnvironment mpi;
   const auto environment = mezzo::ProcessGroupEnvironment::read();
-  mezzo::Watchdog watchdog(mezzo::meet(environment, 60s), environment.rank, environment.world_size,
+  mezzo::Watchdog watchdog(mezzo::rendezvous(environment, 60s), environment.rank,
+                           environment.world_size,
                            {.interval = 200ms,
                             .heartbeat_timeout = 2s,
                             .collective_timeout = what == "slow" ? 20000ms : 2200ms});

@@ -25,11 +25,11 @@ namespace {
 using namespace std::chrono_literals;
 using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
-using mezzo::CollectiveRequest;
 using mezzo::Reduction;
 using mezzo::Watchdog;
 using mezzo::WatchdogFault;
 using mezzo::WatchdogOptions;
+using mezzo::Work;
 using mezzo::detail::Heartbeat;
 using mezzo::detail::PeerWatch;
 using testing::AllOf;
@@ -202,19 +202,17 @@ class Held {
   int rank() const { return 0; }
   int size() const { return 2; }
   bool serves(c10::DeviceType device) const { return device == at::kCPU; }
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction /*reduction*/) {
+  Work all_reduce(const at::Tensor& tensor, Reduction /*reduction*/) {
     TORCH_CHECK(tensor.defined(), "undefined");
     return held();
   }
-  CollectiveRequest broadcast(const at::Tensor& /*tensor*/, int /*root*/) { return held(); }
-  CollectiveRequest all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) {
+  Work broadcast(const at::Tensor& /*tensor*/, int /*root*/) { return held(); }
+  Work all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) { return held(); }
+  Work reduce_scatter(const at::Tensor& /*output*/, const at::Tensor& /*input*/,
+                      Reduction /*reduction*/) {
     return held();
   }
-  CollectiveRequest reduce_scatter(const at::Tensor& /*output*/, const at::Tensor& /*input*/,
-                                   Reduction /*reduction*/) {
-    return held();
-  }
-  CollectiveRequest barrier() { return held(); }
+  Work barrier() { return held(); }
 
  private:
   struct Pending : mezzo::detail::PendingCollective {
@@ -230,7 +228,7 @@ class Held {
     std::string name() const override { return "held"; }
     std::shared_ptr<Gate> gate;
   };
-  CollectiveRequest held() { return CollectiveRequest(std::make_unique<Pending>(gate_)); }
+  Work held() { return Work(std::make_unique<Pending>(gate_)); }
   std::shared_ptr<Gate> gate_;
 };
 

@@ -248,7 +248,7 @@ TEST_P(LambLoops, OnSplitWeightsGiveWhatFloatsGive) {
     const auto upper = floats.parameter.view(torch::kInt).add(0x8000).bitwise_right_shift(16);
     split.parameter = upper.to(torch::kShort).view(torch::kBFloat16);
     auto span = split.span();
-    span.beside = lower.data_ptr();
+    span.low_half_or_copy = lower.data_ptr();
     const auto norms = run(loop(kBFloat16s, WeightStorage::split_master), span, coefficients(), {});
     const DtypePair dtypes{torch::kFloat, torch::kBFloat16};
     EXPECT_TRUE(same(run(loop(dtypes), floats.span(), coefficients(), {}), norms));
@@ -268,7 +268,7 @@ TEST_P(LambLoops, WriteTheCopyAndTheAverageWithTheParameter) {
     const auto average = torch::randn({53});
     const auto before = average.clone();
     auto span = buffers.span();
-    span.beside = copy.data_ptr();
+    span.low_half_or_copy = copy.data_ptr();
     span.average = average.data_ptr();
     run(loop(dtypes), span, coefficients(),
         {.copies_half = copy_dtype == torch::kHalf, .average_share = 0.25});

@@ -18,8 +18,8 @@
 #include <tuple>
 #include <vector>
 
-#include "../support/special_values.h"
 #include "../support/isa_name.h"
+#include "../support/special_values.h"
 
 namespace {
 

@@ -4,9 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
 #include <c10/macros/Export.h>
+#include <mezzo/base/loss_scale.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/grad_buckets.h>
-#include <mezzo/base/loss_scale.h>
 
 #include <cstdint>
 #include <stdexcept>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/base/loss_scale.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <tuple>
 

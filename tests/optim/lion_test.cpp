@@ -5,8 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/lion.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <limits>

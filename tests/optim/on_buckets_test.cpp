@@ -4,9 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/adamw.h>
 
 #include <cmath>
 #include <limits>

@@ -6,9 +6,9 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/adamw.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <limits>
 #include <vector>

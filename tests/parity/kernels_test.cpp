@@ -6,10 +6,10 @@
 
 #include <gtest/gtest.h>
 
+#include <mezzo/base/loss_scale.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
-#include <mezzo/base/loss_scale.h>
 
 #include <algorithm>
 #include <cmath>

@@ -6,8 +6,8 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/clip_grad.h>
 
 #include <algorithm>
 #include <cmath>

@@ -5,10 +5,10 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/clip_grad.h>
 
 #include <cmath>
 #include <functional>
@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/tiny_optimizer.h"
 #include "../support/special_values.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 

@@ -7,20 +7,20 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "../support/scratch.h"
 #include "../distributed/alike_ranks.h"
 #include "../support/error_of.h"
+#include "../support/scratch.h"
 
 namespace {
 
@@ -171,7 +171,7 @@ TEST(Containers, ComeBackFromCheckpointsWrappedOrNot) {
     const torch::NoGradGuard no_grad;
     for (Tensor& each : saved->parameters()) each.mul_(3);
   }
-  mezzo::Checkpoints checkpoints(scratch.path());
+  mezzo::CheckpointManager checkpoints(scratch.path());
   checkpoints.save(mezzo::TrainingState().add("model", wrapped), 1);
   checkpoints.load_newest(mezzo::TrainingState().add("model", loaded));
   expect_same_parameters(saved, loaded);

@@ -7,21 +7,21 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/levels/initialize.h>
+#include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/grad_buckets.h>
-#include <mezzo/levels/initialize.h>
 #include <mezzo/optim/master_weights.h>
-#include <mezzo/optim/adamw.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
 
-#include "../support/scratch.h"
 #include "../support/error_of.h"
+#include "../support/scratch.h"
 #include "../support/tiny_optimizer.h"
 
 namespace {
@@ -154,7 +154,7 @@ TEST_P(OddDtypes, MakeNoDifferenceToAModuleUnderAutocast) {
 TEST_P(OddDtypes, ComeBackFromCheckpointsUnlessTheyAreQuantised) {
   const checkpoint_test::Scratch scratch;
   Mixed saved(odd_, odd_.clone()), loaded(odd_.clone(), odd_.clone());
-  mezzo::Checkpoints checkpoints(scratch.path());
+  mezzo::CheckpointManager checkpoints(scratch.path());
   const auto save = [&] { checkpoints.save(mezzo::TrainingState().add("model", saved), 1); };
   if (odd_.is_quantized()) {
     EXPECT_THAT(error_of(save), HasSubstr("keep it beside the module"));

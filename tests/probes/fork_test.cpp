@@ -7,9 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/adamw.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <sys/wait.h>
 #include <unistd.h>

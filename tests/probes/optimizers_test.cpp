@@ -4,10 +4,10 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <algorithm>
 #include <functional>

@@ -142,7 +142,9 @@ TEST_F(Vmap, FollowsPolicies) {
 }
 
 TEST_F(Vmap, OfACheckpointGivesTheGradientsOfNone) {
-  const Function checkpointed = [&](const Tensor& x) { return mezzo::checkpoint(product_, x); };
+  const Function checkpointed = [&](const Tensor& x) {
+    return mezzo::activation_checkpoint(product_, x);
+  };
   const mezzo::Autocast<torch::kCPU> autocast;
   expect_as_libtorch(vmap(checkpointed, batch_), vmap(product_, batch_));
 }

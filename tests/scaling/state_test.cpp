@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "../support/special_values.h"
 #include "../support/error_of.h"
+#include "../support/special_values.h"
 
 namespace {
 

@@ -20,7 +20,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// How a checkpoint behaves.
-struct CheckpointOptions {
+struct ActivationCheckpointOptions {
   /// Whether the recomputation draws the random numbers of the first run, as dropout needs: from
   /// the default generators of the CPU and of all CUDA devices in use. Without random ops, false
   /// saves some microseconds. Generators of your own are yours to reset.
@@ -30,9 +30,10 @@ struct CheckpointOptions {
 /// Calls `function(args...)` and returns its result, but keeps only the arguments and the function
 /// until backward, which calls it again to get the activations back.
 ///
-///     x = mezzo::checkpoint(block, x);  // a module, by holder or pointer, or any callable
-///     auto [hidden, weights] = mezzo::checkpoint([&](const torch::Tensor& h) { ... }, x);
-///     x = mezzo::checkpoint({.preserve_random_state = false}, block, x, mask);
+///     x = mezzo::activation_checkpoint(block, x);  // a module, by holder or pointer, or any
+///     callable auto [hidden, weights] = mezzo::activation_checkpoint([&](const torch::Tensor& h) {
+///     ... }, x); x = mezzo::activation_checkpoint({.preserve_random_state = false}, block, x,
+///     mask);
 ///
 /// Gradients are those without the checkpoint, to the bit: the recomputation runs under the first
 /// run's autocast state, random state and current CUDA device, and its gradients are added up in
@@ -67,14 +68,17 @@ struct CheckpointOptions {
 /// tensors of inference mode, and what it reads in other threads or without an op.
 /// What `function` throws passes through, in backward too. No host sync of its own.
 template <class F, class... Args>
-auto checkpoint(const CheckpointOptions& options, F&& function, Args&&... args) {
+auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& function,
+                           Args&&... args) {
   using Call = detail::StoredCall<std::decay_t<F>, detail::OwningType<Args>...>;
   static_assert(Call::kCallable,
-                "mezzo::checkpoint: the function is called twice, so it must take its arguments by "
+                "mezzo::activation_checkpoint: the function is called twice, so it must take its "
+                "arguments by "
                 "value, by const reference or as lvalues, and not as rvalues");
-  static_assert(detail::carries_tensors<typename Call::Result>(),
-                "mezzo::checkpoint: no tensors in the function's result; return tensors, or a "
-                "struct with a member tensors() that lists them");
+  static_assert(
+      detail::carries_tensors<typename Call::Result>(),
+      "mezzo::activation_checkpoint: no tensors in the function's result; return tensors, or a "
+      "struct with a member tensors() that lists them");
   auto call = std::make_unique<Call>(std::forward<F>(function), std::forward<Args>(args)...);
   if (!c10::GradMode::is_enabled()) return (*call)();
   return detail::first_run(std::move(call), options.preserve_random_state);
@@ -82,9 +86,10 @@ auto checkpoint(const CheckpointOptions& options, F&& function, Args&&... args) 
 
 /// The same with the default options.
 template <class F, class... Args>
-auto checkpoint(F&& function,
-                Args&&... args) requires(!std::same_as<std::remove_cvref_t<F>, CheckpointOptions>) {
-  return checkpoint(CheckpointOptions{}, std::forward<F>(function), std::forward<Args>(args)...);
+auto activation_checkpoint(F&& function, Args&&... args) requires(
+    !std::same_as<std::remove_cvref_t<F>, ActivationCheckpointOptions>) {
+  return activation_checkpoint(ActivationCheckpointOptions{}, std::forward<F>(function),
+                               std::forward<Args>(args)...);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

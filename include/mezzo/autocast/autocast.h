@@ -8,10 +8,10 @@
 /// Modules are wrapped by autocast_module.h.
 #pragma once
 
-#include <mezzo/autocast/detail/scoped_function.h>
-#include <mezzo/autocast/detail/region.h>
-#include <mezzo/autocast/detail/thread_state.h>
 #include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/detail/region.h>
+#include <mezzo/autocast/detail/scoped_function.h>
+#include <mezzo/autocast/detail/thread_state.h>
 #include <mezzo/autocast/detail/weight_cache/thread_caches.h>
 #include <mezzo/base/precision.h>
 #include <mezzo/base/version.h>

@@ -57,9 +57,9 @@ struct CastRecord {
   std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors that the caller passed
   at::ScalarType runs_in;
   std::int64_t calls;
-  std::int64_t casts;   ///< made; those that a weight cache saved are not counted
-  std::int64_t bytes;   ///< read and written by the casts
-  std::int64_t spared;  ///< casts in whose place a WeightCache gave a copy that it held
+  std::int64_t casts;       ///< made; those that a weight cache saved are not counted
+  std::int64_t bytes;       ///< read and written by the casts
+  std::int64_t cache_hits;  ///< casts in whose place a WeightCache gave a copy that it held
 };
 
 /// Notes, while it exists, the ops that the creating thread runs under autocast. Ops that are on a

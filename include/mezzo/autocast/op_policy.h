@@ -75,7 +75,7 @@ inline std::ostream& operator<<(std::ostream& stream, const OpList& list);
 ///
 /// Any thread. Reads the dispatcher's tables: some milliseconds.
 /// \throws c10::Error for a device type other than CPU and CUDA
-inline OpList op_policies(c10::DeviceType device);
+inline OpList autocast_op_lists(c10::DeviceType device);
 
 /// Edits to the op lists: an immutable value. Each method returns a new policy with one more edit;
 /// a later edit of an op replaces the earlier. Given to a guard, it holds in that scope and thread,
@@ -109,7 +109,7 @@ class OpPolicy {
 
   /// A banned op runs in float32, as binary_cross_entropy does on the CPU.
   /// \throws c10::Error also when no device bans the op
-  [[nodiscard]] OpPolicy unban(std::string_view op) const;
+  [[nodiscard]] OpPolicy allow_banned(std::string_view op) const;
 
   /// Any category by its value.
   /// \throws c10::Error also for a category that the op cannot have: fp32_set_opt_dtype without an
@@ -119,9 +119,9 @@ class OpPolicy {
   /// All of `other`'s edits on top of this policy's.
   [[nodiscard]] OpPolicy with(const OpPolicy& other) const;
 
-  /// Reads a list: a line holds one verb (allow, deny, promote, ignore, unban), or a category's
-  /// name, and the ops that it is for; `#` starts a comment.
-  /// \throws c10::Error naming the line
+  /// Reads a list: a line holds one verb (allow, deny, promote, ignore, allow_banned), or a
+  /// category's name, and the ops that it is for; `#` starts a comment. \throws c10::Error naming
+  /// the line
   static OpPolicy parse(std::string_view text);
 
   /// The same from a file.

@@ -94,8 +94,8 @@ struct WeightCacheOptions {
 
   /// Whether each thread has copies of its own, without sharing a lock, until it ends; otherwise
   /// one copy of a weight serves all threads. Regions carry the cache to other threads with
-  /// AutocastState either way. A recomputation (mezzo::checkpoint) on CUDA runs in a thread of
-  /// libtorch's: share there.
+  /// AutocastState either way. A recomputation (mezzo::activation_checkpoint) on CUDA runs in a
+  /// thread of libtorch's: share there.
   bool thread_isolated = false;
 };
 

@@ -4,12 +4,12 @@
 /// the new one, whole; a damaged file is noticed before anything is loaded from it.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/file_calls.h>
 #include <mezzo/checkpoint/detail/module_part.h>
 #include <mezzo/checkpoint/detail/object_parts.h>
-#include <mezzo/base/version.h>
 
 #include <c10/core/Device.h>
 
@@ -96,7 +96,7 @@ struct LoadOptions {
 };
 
 /// How a folder of checkpoints is kept.
-struct CheckpointsOptions {
+struct CheckpointManagerOptions {
   /// How many of the newest files stay; at least 1. More than one, so that there is something to
   /// fall back to. Files that were found damaged do not count. While a new one is written there is
   /// one more.
@@ -109,7 +109,7 @@ struct CheckpointsOptions {
 /// A folder of checkpoints of one training run.
 ///
 /// \code
-///   mezzo::Checkpoints checkpoints("runs/ner", {.keep = 2});
+///   mezzo::CheckpointManager checkpoints("runs/ner", {.keep = 2});
 ///   if (auto resumed = checkpoints.load_newest(state)) step = resumed->step;
 ///   ...
 ///   if (step % 1000 == 0) checkpoints.save(state, step);
@@ -122,12 +122,13 @@ struct CheckpointsOptions {
 /// processes hold none. Of several processes let one save, or take RankCheckpoints. Reading takes
 /// no lock, and may be done by any. One thread at a time, and an iteration's end: after
 /// `scaler.update()`.
-class Checkpoints {
+class CheckpointManager {
  public:
   /// Touches nothing yet; `save` makes the folder. \throws c10::Error unless keep is at least 1
-  explicit Checkpoints(std::filesystem::path folder, CheckpointsOptions options = {});
+  explicit CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options = {});
   /// With other system calls, for tests of what happens when they fail.
-  Checkpoints(std::filesystem::path folder, CheckpointsOptions options, detail::FileCalls calls);
+  CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options,
+                    detail::FileCalls calls);
 
   /// Writes a temporary file, with a SHA-256 of its bytes, flushes it to the disk, renames it,
   /// flushes the folder, and removes files beyond `keep`. Needs no memory beside a copy of what
@@ -135,7 +136,7 @@ class Checkpoints {
   /// \throws c10::Error where an object cannot be saved, the system refuses (a full disk), or
   ///   another process saves here; what was there before is then untouched. Refused is what could
   ///   not be loaded again (parameters named as a keyword of TorchScript, sparse buffers), and
-  ///   parameters that hold averages (EmaWeights)
+  ///   parameters that hold averages (EmaScope)
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
   /// Loads the newest file that is whole, and says which; none if there are no checkpoints.
@@ -162,7 +163,7 @@ class Checkpoints {
   friend class RankCheckpoints;
 
   std::filesystem::path folder_;
-  CheckpointsOptions options_;
+  CheckpointManagerOptions options_;
   detail::FileCalls calls_;
   detail::OpenFile lock_;
   bool offers_locks_ = true;

@@ -2,14 +2,15 @@
 /// Would this model gain from lower precision, on this machine? Times the model's own matrix
 /// products in each dtype, as they are and padded to multiples of 8:
 ///
-///     std::cout << mezzo::time_gemms(model, batch);
-///     std::cout << mezzo::time_gemms([&](const Batch& b) { return model(b.ids, b.mask); }, batch);
+///     std::cout << mezzo::benchmark_gemms(model, batch);
+///     std::cout << mezzo::benchmark_gemms([&](const Batch& b) { return model(b.ids, b.mask); },
+///     batch);
 #pragma once
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
-#include <mezzo/diagnose/detail/recorder.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/recorder.h>
 
 #include <compare>
 #include <cstdint>
@@ -83,9 +84,11 @@ struct GemmTimingOptions {
 /// (MatmulPrecisionGuard). The autocast state of the caller holds for the model and not for the
 /// timing. The model and the default random generators are left as one forward pass leaves them.
 /// \throws c10::Error if the model came to no such product, to products on several devices or on
-///   one that is neither CPU nor CUDA, if seconds is not positive, or inside of another time_gemms
+///   one that is neither CPU nor CUDA, if seconds is not positive, or inside of another
+///   benchmark_gemms
 template <class Model, class Sample>
-GemmTimes time_gemms(Model&& model, const Sample& sample, const GemmTimingOptions& options = {});
+GemmTimes benchmark_gemms(Model&& model, const Sample& sample,
+                          const GemmTimingOptions& options = {});
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

@@ -5,9 +5,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/intrusive_ptr.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/process_group_environment.h>
-#include <mezzo/base/version.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -26,8 +26,9 @@ class C10dGroup;
 /// Where the processes of `environment` meet: libtorch's TCPStore, whose server rank 0 is. Returns
 /// when all have come.
 /// \throws c10::Error naming rank and address, if they have not within `timeout`
-c10::intrusive_ptr<c10d::Store> meet(const ProcessGroupEnvironment& environment,
-                                     std::chrono::milliseconds timeout = std::chrono::minutes(5));
+c10::intrusive_ptr<c10d::Store> rendezvous(
+    const ProcessGroupEnvironment& environment,
+    std::chrono::milliseconds timeout = std::chrono::minutes(5));
 
 /// A process group or a backend of c10d as a Communicator (distributed/communicator.h says what its
 /// collectives do). distributed/nccl_communicator.h makes one of NCCL's.
@@ -49,12 +50,11 @@ class C10dCommunicator {
   int size() const;
   bool serves(c10::DeviceType device) const noexcept;
 
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction);
-  CollectiveRequest broadcast(const at::Tensor& tensor, int root);
-  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input);
-  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                   Reduction reduction);
-  CollectiveRequest barrier();
+  Work all_reduce(const at::Tensor& tensor, Reduction reduction);
+  Work broadcast(const at::Tensor& tensor, int root);
+  Work all_gather(const at::Tensor& output, const at::Tensor& input);
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction);
+  Work barrier();
 
  private:
   std::shared_ptr<detail::C10dGroup> group_;

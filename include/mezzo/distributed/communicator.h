@@ -39,16 +39,16 @@ class PendingCollective {
 /// A collective under way: moved, never copied, and waited for. One that is destroyed or assigned
 /// to before that warns, and its tensors stay alive until the transport has let go of them. It is
 /// used by one thread at a time, not necessarily the one that made it.
-class [[nodiscard]] CollectiveRequest {
+class [[nodiscard]] Work {
  public:
   /// Nothing to wait for.
-  CollectiveRequest() noexcept = default;
-  explicit CollectiveRequest(std::unique_ptr<detail::PendingCollective> pending) noexcept;
-  ~CollectiveRequest();
-  CollectiveRequest(CollectiveRequest&&) noexcept = default;
-  CollectiveRequest& operator=(CollectiveRequest&& other) noexcept;
-  CollectiveRequest(const CollectiveRequest&) = delete;
-  CollectiveRequest& operator=(const CollectiveRequest&) = delete;
+  Work() noexcept = default;
+  explicit Work(std::unique_ptr<detail::PendingCollective> pending) noexcept;
+  ~Work();
+  Work(Work&&) noexcept = default;
+  Work& operator=(Work&& other) noexcept;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
 
   /// Would `wait` return without waiting? Never waits itself, and moves the transport on: a caller
   /// that computes meanwhile does well to ask now and then.
@@ -98,11 +98,11 @@ concept Communicator = std::copyable<C> &&
   { constant.rank() } -> std::same_as<int>;
   { constant.size() } -> std::same_as<int>;
   { constant.serves(device) } -> std::same_as<bool>;
-  { communicator.all_reduce(tensor, reduction) } -> std::same_as<CollectiveRequest>;
-  { communicator.broadcast(tensor, root) } -> std::same_as<CollectiveRequest>;
-  { communicator.all_gather(tensor, tensor) } -> std::same_as<CollectiveRequest>;
-  { communicator.reduce_scatter(tensor, tensor, reduction) } -> std::same_as<CollectiveRequest>;
-  { communicator.barrier() } -> std::same_as<CollectiveRequest>;
+  { communicator.all_reduce(tensor, reduction) } -> std::same_as<Work>;
+  { communicator.broadcast(tensor, root) } -> std::same_as<Work>;
+  { communicator.all_gather(tensor, tensor) } -> std::same_as<Work>;
+  { communicator.reduce_scatter(tensor, tensor, reduction) } -> std::same_as<Work>;
+  { communicator.barrier() } -> std::same_as<Work>;
 };
 
 /// Any communicator as one type, itself a communicator: what classes keep that are not templates.
@@ -118,20 +118,17 @@ class AnyCommunicator {
   int size() const { return self_->size(); }
   bool serves(c10::DeviceType device) const { return self_->serves(device); }
 
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction) {
+  Work all_reduce(const at::Tensor& tensor, Reduction reduction) {
     return self_->all_reduce(tensor, reduction);
   }
-  CollectiveRequest broadcast(const at::Tensor& tensor, int root) {
-    return self_->broadcast(tensor, root);
-  }
-  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
+  Work broadcast(const at::Tensor& tensor, int root) { return self_->broadcast(tensor, root); }
+  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
     return self_->all_gather(output, input);
   }
-  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                   Reduction reduction) {
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction) {
     return self_->reduce_scatter(output, input, reduction);
   }
-  CollectiveRequest barrier() { return self_->barrier(); }
+  Work barrier() { return self_->barrier(); }
 
  private:
   struct Interface {
@@ -139,12 +136,12 @@ class AnyCommunicator {
     virtual int rank() const = 0;
     virtual int size() const = 0;
     virtual bool serves(c10::DeviceType device) const = 0;
-    virtual CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction) = 0;
-    virtual CollectiveRequest broadcast(const at::Tensor& tensor, int root) = 0;
-    virtual CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) = 0;
-    virtual CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                             Reduction reduction) = 0;
-    virtual CollectiveRequest barrier() = 0;
+    virtual Work all_reduce(const at::Tensor& tensor, Reduction reduction) = 0;
+    virtual Work broadcast(const at::Tensor& tensor, int root) = 0;
+    virtual Work all_gather(const at::Tensor& output, const at::Tensor& input) = 0;
+    virtual Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                Reduction reduction) = 0;
+    virtual Work barrier() = 0;
   };
 
   template <class C>

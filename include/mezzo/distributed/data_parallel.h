@@ -4,12 +4,12 @@
 /// without libtorch's modules, which take twelve seconds to compile.)
 #pragma once
 
-#include <mezzo/distributed/detail/replica.h>
 #include <mezzo/base/detail/model_list.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel_options.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/replica.h>
 #include <mezzo/optim/grad_buckets.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -96,7 +96,7 @@ class DataParallel {
   ///       criterion(ddp(first.data), first.target).backward();
   ///     }
   ///     criterion(ddp(last.data), last.target).backward();
-  [[nodiscard]] GradBuckets::AccumulateOnly no_sync() { return buckets().accumulate_only(); }
+  [[nodiscard]] GradBuckets::NoSync no_sync() { return buckets().no_sync(); }
 
   /// Divides, in place and once, gradients that are sums until the optimizer on `buckets()` steps;
   /// see above.

@@ -2,9 +2,9 @@
 /// What a DataParallel is made with.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/optim/grad_bucket.h>
-#include <mezzo/base/version.h>
 
 #include <cstdint>
 

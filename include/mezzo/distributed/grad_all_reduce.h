@@ -4,9 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/optim/grad_buckets.h>
-#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <functional>
@@ -37,14 +37,14 @@ struct GradAllReduceOptions {
   /// inf that the scaler's check then finds; inf and NaN arrive as what they are. half has more
   /// digits but needs a loss scale; bfloat16 does not. Keeps 2 bytes an element beside the buffer.
   /// Gradients of two bytes go as they are.
-  std::optional<at::ScalarType> send_dtype = std::nullopt;
+  std::optional<at::ScalarType> compress_dtype = std::nullopt;
 
-  /// With `send_dtype`: what rounding lost is added to the next pass's gradients before they are
-  /// rounded, so that over many steps the sum of what arrives is the sum of what was to be sent,
-  /// but for the last step's rounding. (Seide et al., "1-Bit Stochastic Gradient Descent", 2014.)
-  /// It covers both roundings, of a rank's gradients and of their sum, by a reduce-scatter and an
-  /// all-gather in place of the all-reduce: as many bytes, but the second half of them travels
-  /// after the backward pass. Keeps 4 + 8 / ranks bytes an element beside the buffer.
+  /// With `compress_dtype`: what rounding lost is added to the next pass's gradients before they
+  /// are rounded, so that over many steps the sum of what arrives is the sum of what was to be
+  /// sent, but for the last step's rounding. (Seide et al., "1-Bit Stochastic Gradient Descent",
+  /// 2014.) It covers both roundings, of a rank's gradients and of their sum, by a reduce-scatter
+  /// and an all-gather in place of the all-reduce: as many bytes, but the second half of them
+  /// travels after the backward pass. Keeps 4 + 8 / ranks bytes an element beside the buffer.
   ///
   /// A gradient of exactly 0 is sent as 0, and what was lost of it before waits: unused parameters
   /// and unused rows of an embedding stay unused. After a pass whose result holds an inf or NaN on
@@ -77,7 +77,7 @@ struct GradAllReduceOptions {
 ///
 /// A bucket is all-reduced as soon as it and those before it are full, while the backward pass
 /// makes the rest; ranks may fill them in different orders. Gradients accumulated before the pass
-/// are averaged with it. For micro-batches before the last, `buckets.accumulate_only()` keeps them
+/// are averaged with it. For micro-batches before the last, `buckets.no_sync()` keeps them
 /// local.
 ///
 /// All ranks have the same parameters in the same order, begin with the same values, and run the

@@ -4,9 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/mpi_environment.h>
-#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <memory>
@@ -39,7 +39,7 @@ class MpiCollectives;
 /// All calls are MPI's non-blocking collectives, for which Open MPI 4 picks poor algorithms: with
 /// large buckets set OMPI_MCA_coll_libnbc_iallreduce_algorithm=3 (benchmarks/results).
 ///
-/// MPI moves data on when it is called: by `CollectiveRequest::ready` and `wait`, and by every
+/// MPI moves data on when it is called: by `Work::ready` and `wait`, and by every
 /// later collective. Calls may come from any thread where MPI was initialised with
 /// MPI_THREAD_SERIALIZED or more (MpiEnvironment does), else from the thread that initialised it.
 ///
@@ -57,12 +57,11 @@ class MpiCommunicator {
   int size() const noexcept;
   bool serves(c10::DeviceType device) const noexcept { return device == c10::kCPU; }
 
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction);
-  CollectiveRequest broadcast(const at::Tensor& tensor, int root);
-  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input);
-  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                   Reduction reduction);
-  CollectiveRequest barrier();
+  Work all_reduce(const at::Tensor& tensor, Reduction reduction);
+  Work broadcast(const at::Tensor& tensor, int root);
+  Work all_gather(const at::Tensor& output, const at::Tensor& input);
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction);
+  Work barrier();
 
  private:
   std::shared_ptr<detail::MpiCollectives> collectives_;

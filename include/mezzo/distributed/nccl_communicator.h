@@ -7,9 +7,9 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/c10d_communicator.h>
 #include <mezzo/distributed/process_group_environment.h>
-#include <mezzo/base/version.h>
 
 #if !defined(USE_C10D_NCCL) || !__has_include(<nccl.h>)
 #error \
@@ -36,7 +36,7 @@ inline C10dCommunicator nccl_communicator(const ProcessGroupEnvironment& environ
               " on its machine, which has ", c10::cuda::device_count(),
               " GPUs; start one process a GPU");
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(environment.local_rank));
-  return {c10::make_intrusive<c10d::ProcessGroupNCCL>(meet(environment), environment.rank,
+  return {c10::make_intrusive<c10d::ProcessGroupNCCL>(rendezvous(environment), environment.rank,
                                                       environment.world_size),
           {c10::kCUDA}};
 }

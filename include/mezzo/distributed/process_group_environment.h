@@ -45,12 +45,12 @@ struct ProcessGroupEnvironment {
   /// \throws c10::Error naming the variable that is missing, is no number, is out of range or
   /// contradicts another (RANK and OMPI_COMM_WORLD_RANK, say, unless torchrun set the former); and
   /// where none of these launchers has started this process
-  static ProcessGroupEnvironment read(const Variables& variables = of_this_process);
+  static ProcessGroupEnvironment read(const Variables& variables = from_env);
 
   /// Has one of these launchers started this process?
-  static bool is_there(const Variables& variables = of_this_process);
+  static bool is_launched(const Variables& variables = from_env);
 
-  static std::optional<std::string> of_this_process(const char* name);
+  static std::optional<std::string> from_env(const char* name);
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

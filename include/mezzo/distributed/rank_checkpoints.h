@@ -2,11 +2,11 @@
 /// Checkpoints of a run of several processes: one file, whatever the number of ranks.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/file_calls.h>
-#include <mezzo/distributed/detail/rank_agreement.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/base/version.h>
+#include <mezzo/distributed/detail/rank_agreement.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -64,21 +64,21 @@ class RankCheckpoints {
   /// Touches nothing yet. `communicator` may serve the CPU or CUDA devices alone.
   /// \throws c10::Error unless keep is at least 1
   RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
-                  CheckpointsOptions options = {});
+                  CheckpointManagerOptions options = {});
   /// With other system calls, for tests of what happens when they fail.
   RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
-                  CheckpointsOptions options, detail::FileCalls calls);
+                  CheckpointManagerOptions options, detail::FileCalls calls);
 
-  /// As Checkpoints::save; all return when the file is in its place. Sends, beside what the objects
-  /// send themselves, what is each rank's own to rank 0, in pieces of 4 MiB. Needs memory for the
-  /// own on each rank, and on rank 0 for what a ShardedOptimizer gathers.
-  /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
+  /// As CheckpointManager::save; all return when the file is in its place. Sends, beside what the
+  /// objects send themselves, what is each rank's own to rank 0, in pieces of 4 MiB. Needs memory
+  /// for the own on each rank, and on rank 0 for what a ShardedOptimizer gathers. \throws
+  /// c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
   ///   numbers differ; what was there before is then untouched, and the next `save` may go well
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
-  /// As Checkpoints::load_newest: the newest file that is whole for every rank, on all of them. All
-  /// or nothing: where one rank refuses, all get back what they had.
-  /// \throws c10::Error, on all ranks, as Checkpoints::load_newest does on one of them, and where a
+  /// As CheckpointManager::load_newest: the newest file that is whole for every rank, on all of
+  /// them. All or nothing: where one rank refuses, all get back what they had. \throws c10::Error,
+  /// on all ranks, as CheckpointManager::load_newest does on one of them, and where a
   ///   rank does not see the file that rank 0 sees
   std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
                                               const LoadOptions& options = {});

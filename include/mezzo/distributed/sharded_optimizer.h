@@ -3,15 +3,15 @@
 /// of the weights, updates that part, and gets the rest from the others (ZeRO, stage 1).
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/shard_exchange.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/kernels/optimizer_step_kernel.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/base/version.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -99,7 +99,7 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
 /// the norm of the part. Without a scale a disabled GradScaler clips. In half a sum may overflow
 /// where the average would not: it is found as any inf is, and the scale backs off.
 ///
-/// **Micro-batches** before the last run under `accumulate_only()`, and stay local. A pass more
+/// **Micro-batches** before the last run under `no_sync()`, and stay local. A pass more
 /// after gradients were summed adds to the sum.
 ///
 /// **Parameters** of all groups that require grad are moved into flat buffers, where they look like
@@ -157,7 +157,7 @@ class ShardedOptimizer : public optim::FusedOptimizer {
 
   /// While one lives, backward passes add to this rank's own gradients and nothing is summed: for
   /// all micro-batches but the last.
-  GradBuckets::AccumulateOnly accumulate_only();
+  GradBuckets::NoSync no_sync();
 
   /// The parameters that are trained, and how they lie.
   const GradBuckets& buckets() const noexcept { return buckets_; }
@@ -168,8 +168,8 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   /// What GradScaler and `initialize` ask of an optimizer of mezzo's. No rank has a master of a
   /// whole parameter, or all of the summed gradients: but for the first these throw c10::Error.
   bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
-  at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
-  void keep_masters() override;
+  at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
+  void enable_master_weights() override;
   void check_unscale() const override;
 
   /// On rank 0 the archive that `OptimizerType` alone would write, whatever the number of ranks; on

@@ -4,9 +4,9 @@
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/watchdog_options.h>
-#include <mezzo/base/version.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <concepts>
@@ -29,20 +29,20 @@ class WatchdogThreads;
 ///
 /// \code
 ///   const auto environment = mezzo::ProcessGroupEnvironment::read();
-///   mezzo::Watchdog watchdog(mezzo::meet(environment), environment.rank, environment.world_size);
-///   auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
+///   mezzo::Watchdog watchdog(mezzo::rendezvous(environment), environment.rank,
+///   environment.world_size); auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
 ///   watchdog.run([&] { train(world); });
 /// \endcode
 ///
-/// Under mpirun `mezzo::meet(MPI_COMM_WORLD)` (mpi_meet.h) finds a free port by itself.
+/// Under mpirun `mezzo::rendezvous(MPI_COMM_WORLD)` (mpi_rendezvous.h) finds a free port by itself.
 ///
 ///     mezzo: rank 0 of 4 ends: rank 2 has given no sign of life for 30.2 s (killed, stopped or cut
 ///     off), when last seen it waited for all_reduce(sum) of 4096 Float (collective 17). This rank
 ///     is waiting for all_reduce(sum) of 4096 Float (collective 18) since 30.9 s
 ///
-/// Two threads a rank exchange signs of life through a c10d store, TCPStore as `meet` makes it on
-/// rank 0, with a connection of their own: nothing that the program, MPI or NCCL do holds them up.
-/// Each sign says which collective the rank has called last or waits for. A rank that
+/// Two threads a rank exchange signs of life through a c10d store, TCPStore as `rendezvous` makes
+/// it on rank 0, with a connection of their own: nothing that the program, MPI or NCCL do holds
+/// them up. Each sign says which collective the rank has called last or waits for. A rank that
 ///
 /// - is killed, is stopped, or whose network stalls, is noticed after heartbeat_timeout (rank 0,
 ///   if killed: after an interval);

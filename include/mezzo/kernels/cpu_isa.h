@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/cpu_lanes.h>
 
 #include <cstdint>
 

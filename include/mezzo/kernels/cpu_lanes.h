@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/scalar_lanes.h>
 #include <mezzo/kernels/vector_math.h>
-#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

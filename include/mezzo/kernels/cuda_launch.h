@@ -4,6 +4,8 @@
 #error "mezzo's CUDA kernels come with the target mezzo::cuda, which defines MEZZO_WITH_CUDA"
 #endif
 
+#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/lion_element.h>
@@ -11,19 +13,17 @@
 #include <mezzo/kernels/scale_tensors.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/kernels/table_memory.h>
-#include <mezzo/base/loss_scale.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <vector>
 
-// What host code calls of mezzo/kernels/cuda/mezzo_cuda.cu, which the target mezzo::cuda compiles into each
-// program. Hidden, for a shared library calls its own. The definitions are weak, for two static
-// libraries of one program may each have compiled them; were these declarations weak, the linker
-// would leave the definitions in their archive and let null be called. All run on the current
-// stream of their tensors' device, and none waits.
+// What host code calls of mezzo/kernels/cuda/mezzo_cuda.cu, which the target mezzo::cuda compiles
+// into each program. Hidden, for a shared library calls its own. The definitions are weak, for two
+// static libraries of one program may each have compiled them; were these declarations weak, the
+// linker would leave the definitions in their archive and let null be called. All run on the
+// current stream of their tensors' device, and none waits.
 #define MEZZO_CUDA_LAUNCHER __attribute__((visibility("hidden")))
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

@@ -1,11 +1,11 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/gradient_summary_aten.h>
 #include <mezzo/kernels/gradient_summary_cpu.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/kernels/table_memory.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/kernels/parallel_spans.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

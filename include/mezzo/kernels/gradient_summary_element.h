@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
-#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

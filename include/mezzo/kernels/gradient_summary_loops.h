@@ -1,10 +1,10 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/gradient_summary_element.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
-#include <mezzo/base/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>

@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/block_search.h>
 #include <mezzo/kernels/paged_table.h>
-#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/kernels/block_search.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/block_search.h>
 
 #include <c10/macros/Macros.h>
 

@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/optimizer_step_body.h>
-#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 

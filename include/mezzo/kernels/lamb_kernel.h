@@ -1,13 +1,13 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/lamb_body.h>
 #include <mezzo/kernels/optimizer_step_kernel.h>
 #include <mezzo/kernels/step_span.h>
-#include <mezzo/base/weight_storage.h>
-#include <mezzo/base/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
@@ -38,9 +38,9 @@ class LambWalk {
         base_{static_cast<decltype(Place::parameter)>(span.parameter),
               static_cast<decltype(Place::gradient)>(span.gradient),
               {static_cast<Moment*>(span.moments[0]), static_cast<Moment*>(span.moments[1])},
-              static_cast<decltype(Place::beside)>(span.beside),
+              static_cast<decltype(Place::low_half_or_copy)>(span.low_half_or_copy),
               static_cast<decltype(Place::average)>(span.average),
-              span.beside != nullptr,
+              span.low_half_or_copy != nullptr,
               span.average != nullptr},
         first_(static_cast<uint32_t>(span.first)) {
     Lanes::enumerate(lane_numbers_);
@@ -69,9 +69,9 @@ class LambWalk {
     return {base_.parameter + i,
             base_.gradient + i,
             {base_.moments[0] + i, base_.moments[1] + i},
-            base_.has_beside ? base_.beside + i : nullptr,
+            base_.has_low_half_or_copy ? base_.low_half_or_copy + i : nullptr,
             base_.has_average ? base_.average + i : nullptr,
-            base_.has_beside,
+            base_.has_low_half_or_copy,
             base_.has_average};
   }
   C10_ALWAYS_INLINE void number(int64_t i, Bits& numbers) const {

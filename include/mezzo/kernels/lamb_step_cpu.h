@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/lamb_kernel.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/random_bits.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/weight_formats.h>
-#include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
 #include <c10/util/BFloat16.h>
@@ -33,9 +33,9 @@ struct StepPlace {
   typename Lanes::Stored* parameter;
   typename Lanes::template Like<Gradient>::Stored* gradient;
   typename MomentLanes::Stored* moments[kMomentSlots];
-  uint16_t* beside;
+  uint16_t* low_half_or_copy;
   typename Lanes::Format::Value* average;
-  bool has_beside;
+  bool has_low_half_or_copy;
   bool has_average;
 };
 
@@ -110,7 +110,7 @@ class StepBody {
     Lanes::load(place.parameter, bits);
     if constexpr (kIsSplit) {
       Bits lower;
-      Halves::load(place.beside, lower);
+      Halves::load(place.low_half_or_copy, lower);
       join_halves(bits, lower, value);
     } else {
       Lanes::Format::widen(bits, value);
@@ -123,19 +123,19 @@ class StepBody {
     if constexpr (kIsSplit) {
       Bits lower;
       split_halves(value, bits, lower);
-      Halves::store(lower, place.beside);
+      Halves::store(lower, place.low_half_or_copy);
     } else {
       Lanes::Format::narrow(value, bits);
     }
     Lanes::store(bits, place.parameter);
     if constexpr (kMayCopy) {
-      if (!place.has_beside) return;
+      if (!place.has_low_half_or_copy) return;
       if (copies_half_) {
         FloatFormat<c10::Half>::narrow(value, bits);
       } else {
         FloatFormat<c10::BFloat16>::narrow(value, bits);
       }
-      Halves::store(bits, place.beside);
+      Halves::store(bits, place.low_half_or_copy);
     }
   }
 

@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/optimizer_step_kernel.h>
 #include <mezzo/kernels/parallel_spans.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/Parallel.h>
 
@@ -51,7 +51,7 @@ inline StepSpan part_of(const StepSpan& span, int64_t begin, int64_t count,
                 advanced(span.gradient, sizes.gradient),
                 {},
                 count,
-                advanced(span.beside, int64_t{sizeof(uint16_t)}),
+                advanced(span.low_half_or_copy, int64_t{sizeof(uint16_t)}),
                 advanced(span.average, sizes.average),
                 span.first + begin};
   for (int k = 0; k < kMaxMoments; ++k) part.moments[k] = advanced(span.moments[k], sizes.moment);

@@ -1,10 +1,10 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/optimizer_step_body.h>
 #include <mezzo/kernels/step_span.h>
-#include <mezzo/base/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
@@ -29,9 +29,9 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
   Streams base{static_cast<decltype(Streams::parameter)>(span.parameter),
                static_cast<decltype(Streams::gradient)>(span.gradient),
                {},
-               static_cast<decltype(Streams::beside)>(span.beside),
+               static_cast<decltype(Streams::low_half_or_copy)>(span.low_half_or_copy),
                static_cast<decltype(Streams::average)>(span.average),
-               span.beside != nullptr,
+               span.low_half_or_copy != nullptr,
                span.average != nullptr};
   for (unsigned k = 0; k != Rule::kMoments; ++k) {
     base.moments[k] =
@@ -45,7 +45,7 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
     place.parameter += i;
     place.gradient += i;
     for (unsigned k = 0; k != Rule::kMoments; ++k) place.moments[k] += i;
-    if (base.has_beside) place.beside += i;
+    if (base.has_low_half_or_copy) place.low_half_or_copy += i;
     if (base.has_average) place.average += i;
     const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
     step(place, numbers, key);

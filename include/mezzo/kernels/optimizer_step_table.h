@@ -1,10 +1,10 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/block_search.h>
 #include <mezzo/kernels/paged_table.h>
 #include <mezzo/kernels/step_span.h>
-#include <mezzo/base/weight_storage.h>
-#include <mezzo/base/version.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>

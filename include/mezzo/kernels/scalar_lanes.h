@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/kernels/float_format.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/float_format.h>
 
 #include <c10/macros/Macros.h>
 

@@ -1,11 +1,11 @@
 #pragma once
 
-#include <mezzo/kernels/cpu_isa.h>
-#include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/kernels/unscale_element.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/cpu_lanes.h>
+#include <mezzo/kernels/unscale_element.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>

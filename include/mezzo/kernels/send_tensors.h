@@ -1,10 +1,10 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/parallel_spans.h>
 #include <mezzo/kernels/send_loops.h>
 #include <mezzo/kernels/unscale_cpu.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/kernels/unscale_cpu.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/unscale_cpu.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>

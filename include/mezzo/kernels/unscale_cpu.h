@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/parallel_spans.h>
 #include <mezzo/kernels/unscale_loops.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 

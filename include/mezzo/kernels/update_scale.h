@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/kernels/scale_tensors.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/scale_tensors.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/kernels/float_format.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/float_format.h>
 
 #include <c10/macros/Macros.h>
 #include <c10/util/BFloat16.h>

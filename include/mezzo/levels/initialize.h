@@ -4,13 +4,13 @@
 /// optimization level says. Includes libtorch's modules, which take twelve seconds to compile.
 #pragma once
 
+#include <mezzo/base/detail/model_list.h>
+#include <mezzo/base/version.h>
 #include <mezzo/levels/detail/loss_passes.h>
 #include <mezzo/levels/detail/model_call.h>
-#include <mezzo/base/detail/model_list.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/base/version.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

@@ -3,9 +3,9 @@
 /// scale in one call. TensorFlow's `enable_mixed_precision_graph_rewrite` returned the same.
 #pragma once
 
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/step_result.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/step_result.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>

@@ -3,12 +3,12 @@
 /// (unscale, clip, skip, clear) done while its memory is read and written once.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/adam_state.h>
 #include <mezzo/optim/detail/adam_traits.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/base/version.h>
 
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>

@@ -11,6 +11,7 @@
 /// of `mezzo::cuda`. Results are the same bits.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/send_loops.h>
 #include <mezzo/kernels/unscale_loops.h>
@@ -19,7 +20,6 @@
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/base/version.h>
 
 // What the files in compiled/ define, and what is extern for everybody else.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

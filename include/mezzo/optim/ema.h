@@ -3,10 +3,10 @@
 /// evaluation, whether it is this one or that of mezzo's optimizers.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -45,7 +45,7 @@ struct EmaOptions {
 ///   ema.update(scaler.step(optimizer));  // a step that was skipped is not averaged
 ///   ...
 ///   {
-///     mezzo::EmaWeights averaged(ema);
+///     mezzo::EmaScope averaged(ema);
 ///     evaluate(model);
 ///   }
 /// \endcode
@@ -66,7 +66,7 @@ class Ema {
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
 
   /// averages = decay * averages + (1 - decay) * weights.
-  /// \throws c10::Error, and changes nothing, where a shape has changed, or where an EmaWeights is
+  /// \throws c10::Error, and changes nothing, where a shape has changed, or where an EmaScope is
   ///   alive: the parameters then hold averages
   void update();
 
@@ -111,17 +111,17 @@ class Ema {
 /// were made before, and captured CUDA graphs, keep to the training weights. Begin and end it
 /// outside of autocast regions, whose cache would not notice. Guards nest, and end in reverse
 /// order, exceptions included. One thread: no other may use the parameters when it begins or ends.
-class [[nodiscard]] EmaWeights {
+class [[nodiscard]] EmaScope {
  public:
   /// The averages of one of mezzo's optimizers with `ema_decay`. Before the first step they are the
   /// weights. \throws c10::Error if it keeps none
-  explicit EmaWeights(const optim::FusedOptimizer& optimizer);
-  explicit EmaWeights(const Ema& ema);
-  ~EmaWeights();
-  EmaWeights(const EmaWeights&) = delete;
-  EmaWeights& operator=(const EmaWeights&) = delete;
-  EmaWeights(EmaWeights&&) = delete;
-  EmaWeights& operator=(EmaWeights&&) = delete;
+  explicit EmaScope(const optim::FusedOptimizer& optimizer);
+  explicit EmaScope(const Ema& ema);
+  ~EmaScope();
+  EmaScope(const EmaScope&) = delete;
+  EmaScope& operator=(const EmaScope&) = delete;
+  EmaScope(EmaScope&&) = delete;
+  EmaScope& operator=(EmaScope&&) = delete;
 
  private:
   void put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& averages);

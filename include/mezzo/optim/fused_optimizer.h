@@ -4,10 +4,10 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/table_memory.h>
 #include <mezzo/optim/detail/step_count.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -78,7 +78,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   /// Whether `parameter`, of group number `group`, is rounded from a float master that is trained
-  /// in its place and can be had as a tensor (see trained_tensor).
+  /// in its place and can be had as a tensor (see master_param).
   virtual bool keeps_master([[maybe_unused]] std::size_t group,
                             [[maybe_unused]] const at::Tensor& parameter) const {
     return false;
@@ -87,16 +87,16 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// What a step trains in place of `parameter`, of group number `group`: its float master, made if
   /// there is none yet and in agreement with the parameter as it is now; or the parameter itself.
   /// \throws c10::Error if it is trained as something that is no tensor, a split master
-  virtual at::Tensor trained_tensor([[maybe_unused]] std::size_t group,
-                                    const at::Tensor& parameter) {
+  virtual at::Tensor master_param([[maybe_unused]] std::size_t group, const at::Tensor& parameter) {
     return parameter;
   }
 
   /// From here on parameters of half and bfloat16 are trained as float masters, in groups that
   /// stored weights `plain`, and in groups to come. \throws c10::Error where it has no masters
-  virtual void keep_masters() {
+  virtual void enable_master_weights() {
     TORCH_CHECK(false,
-                "keep_masters: this optimizer keeps no float masters; choose an optimization level "
+                "enable_master_weights: this optimizer keeps no float masters; choose an "
+                "optimization level "
                 "without master_weights");
   }
 
@@ -107,13 +107,13 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// Called before param groups are read: an optimizer whose groups are another's mirrors them.
   virtual void refresh_groups() {}
 
-  /// A schedule as a table (mezzo/optim/lr_schedule.h makes it from a curve): after n applied steps the
-  /// next one multiplies each group's lr by factors[n], and by the last factor from there on. The
-  /// device that decides whether a step is applied looks the factor up, so that a skipped step does
-  /// not use one up, without a host sync, and in a captured CUDA graph as well (set it before the
-  /// capture, and step once; a graph that was captured before reads the old table's memory: capture
-  /// it anew). Not in files: `load` keeps the table that there is, and goes on at the saved number
-  /// of steps. Empty: no schedule. \throws c10::Error if a factor is negative or not finite
+  /// A schedule as a table (mezzo/optim/lr_schedule.h makes it from a curve): after n applied steps
+  /// the next one multiplies each group's lr by factors[n], and by the last factor from there on.
+  /// The device that decides whether a step is applied looks the factor up, so that a skipped step
+  /// does not use one up, without a host sync, and in a captured CUDA graph as well (set it before
+  /// the capture, and step once; a graph that was captured before reads the old table's memory:
+  /// capture it anew). Not in files: `load` keeps the table that there is, and goes on at the saved
+  /// number of steps. Empty: no schedule. \throws c10::Error if a factor is negative or not finite
   void set_lr_factors(std::vector<double> factors) {
     for (std::size_t i = 0; i < factors.size(); ++i) {
       TORCH_CHECK(!detail::nonfinite_bits(factors[i]) && factors[i] >= 0, "lr factor ", i, " is ",
@@ -128,7 +128,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   virtual bool keeps_averages() const { return false; }
 
   /// The average of one of the parameters, in float (double for double); undefined where there is
-  /// none, or none yet. For evaluation see EmaWeights (mezzo/optim/ema.h).
+  /// none, or none yet. For evaluation see EmaScope (mezzo/optim/ema.h).
   virtual at::Tensor average_of(const at::Tensor& /*parameter*/) const { return {}; }
 
   /// How many steps were applied, which is to say not skipped; in files, and from libtorch's the

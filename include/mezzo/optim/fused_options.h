@@ -4,9 +4,9 @@
 /// as the update.
 #pragma once
 
-#include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
+#include <mezzo/optim/detail/archive_keys.h>
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>

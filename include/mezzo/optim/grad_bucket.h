@@ -31,8 +31,9 @@ struct GradBucketsOptions {
   TORCH_ARG(int64_t, bucket_bytes) = kDefaultBucketBytes;
   /// Read each gradient for `summarize` as soon as autograd has it, instead of all afterwards. On a
   /// CPU, off is the better default: in place it costs what it saves; with flat storage it rides
-  /// along the copy and is nearly free (benchmarks/optim/grad_buckets), but see `summarize` for what goes
-  /// unnoticed. Without the target mezzo::cuda, gradients on CUDA are read afterwards all the same.
+  /// along the copy and is nearly free (benchmarks/optim/grad_buckets), but see `summarize` for
+  /// what goes unnoticed. Without the target mezzo::cuda, gradients on CUDA are read afterwards all
+  /// the same.
   TORCH_ARG(bool, check_during_backward) = false;
   /// Flat storage: a bucket's buffer can be cut into so many equal parts, each of a multiple of 64
   /// bytes: what a reduce-scatter among so many ranks takes; > 0.

@@ -3,9 +3,9 @@
 /// contiguous buffer a bucket that can be all-reduced whole.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/grad_bucket.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -38,14 +38,14 @@ class BucketedGradients;
 ///   for (auto& batch : *loader) {
 ///     buckets.zero_grad();                            // or the model's, or the optimizer's
 ///     loss(model, batch).backward();
-///     buckets.collect();
+///     buckets.reattach_gradients();
 ///     for (auto& bucket : buckets.buckets()) all_reduce(bucket.flat);
 ///     auto summary = buckets.summarize(inv_scale);    // one read; no host sync
 ///   }
 /// \endcode
 ///
 /// Buckets are filled in reverse order of the parameters, which is roughly the order in which
-/// backward makes gradients; `regroup` takes the order that it really took.
+/// backward makes gradients; `rebuild_buckets` takes the order that it really took.
 ///
 /// Nothing has to be told about what happens to gradients in between: one that is undefined (C++'s
 /// `zero_grad()` does that), replaced by the user, made by autograd anew, or missing since its
@@ -86,7 +86,7 @@ class GradBuckets {
   /// Takes stock of the gradients as they are now: see above. All calls below begin with it; call
   /// it before reading `GradBucket::flat`.
   /// \throws c10::Error if a gradient has another shape, dtype or device than its parameter
-  void collect();
+  void reattach_gradients();
 
   /// The dense gradients that there are, bucket by bucket.
   std::vector<BucketGradient> gradients();
@@ -103,7 +103,7 @@ class GradBuckets {
   /// changed since: an in-place operation on the gradient or on its bucket is noticed; for a write
   /// through a raw pointer, or by a collective of c10d, there is `forget_reads`. The numbers are
   /// the same bits either way. With gradient accumulation each pass reads what it has accumulated,
-  /// and only the last pass counts: `accumulate_only` spares the reads before.
+  /// and only the last pass counts: `no_sync` spares the reads before.
   GradientSummary summarize(const at::Tensor& inv_scale);
 
   /// What hooks have read no longer counts: the next `summarize` reads all gradients itself.
@@ -122,21 +122,21 @@ class GradBuckets {
   /// flat storage do not. Under a DataParallel or GradAllReduce all ranks call it, after passes
   /// that took the same way on all; if their orders differ, the next pass says so. \throws
   /// c10::Error unless hooks are there to know the order
-  void regroup();
+  void rebuild_buckets();
 
   /// While one lives, backward passes only accumulate: nothing is checked or reported ready. For
   /// all micro-batches but the last; what DistributedDataParallel calls `no_sync`.
-  class [[nodiscard]] AccumulateOnly {
+  class [[nodiscard]] NoSync {
    public:
-    explicit AccumulateOnly(GradBuckets& buckets);
-    ~AccumulateOnly();
-    AccumulateOnly(const AccumulateOnly&) = delete;
-    AccumulateOnly& operator=(const AccumulateOnly&) = delete;
+    explicit NoSync(GradBuckets& buckets);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
 
    private:
     std::shared_ptr<detail::BucketedGradients> state_;
   };
-  AccumulateOnly accumulate_only() { return AccumulateOnly(*this); }
+  NoSync no_sync() { return NoSync(*this); }
 
   /// Runs `backward` for one micro-batch of several and adds its gradients to those accumulated,
   /// unless one of them is inf or NaN: then the micro-batch is dropped, and what was accumulated
@@ -151,14 +151,14 @@ class GradBuckets {
   /// \returns a bool of one element: whether it was dropped. On the CPU if all parameters are
   /// there; otherwise on the first parameter's device, with no host sync (a parameter of which only
   /// dropped micro-batches had a gradient then has one of zeros).
-  at::Tensor micro_batch(const std::function<void()>& backward);
+  at::Tensor accumulate_if_finite(const std::function<void()>& backward);
 
   /// `callback` hears, once a backward pass, of each bucket (its number) whose gradients are all
   /// there; of those with unused parameters at the end of the pass. With flat storage the bucket's
   /// `flat` is complete then. It runs on autograd's thread, with the stream of the gradient that
   /// came last. Null: none. A pass that runs inside another, and reaches parameters before the
-  /// other does, is one of its own. After a pass that threw, call `zero_grad` or `collect` before
-  /// the next.
+  /// other does, is one of its own. After a pass that threw, call `zero_grad` or
+  /// `reattach_gradients` before the next.
   void on_ready(std::function<void(std::size_t bucket)> callback);
 
   /// For an optimizer that stands on these buckets: it may outlive this object.

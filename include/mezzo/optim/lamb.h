@@ -3,13 +3,13 @@
 /// the rest of a mixed-precision step (unscale, clip, skip, clear) done on the way.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/lamb_traits.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
-#include <mezzo/base/version.h>
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>

@@ -3,13 +3,13 @@
 /// while its memory is read and written once.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/lion_traits.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
-#include <mezzo/base/version.h>
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>

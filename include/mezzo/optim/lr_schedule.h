@@ -3,9 +3,9 @@
 /// skipped spends nothing of the schedule, and for mezzo's optimizers without waiting to know.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/base/version.h>
 
 #include <torch/optim/optimizer.h>
 
@@ -163,5 +163,5 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/optim/detail/lr_curves.h>            // IWYU pragma: export
+#include <mezzo/optim/detail/lr_curves.h>         // IWYU pragma: export
 #include <mezzo/optim/detail/lr_schedule_impl.h>  // IWYU pragma: export

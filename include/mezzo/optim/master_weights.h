@@ -3,10 +3,10 @@
 /// optimizer keeps masters.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/kept_masters.h>
 #include <mezzo/optim/detail/shared_groups.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -88,8 +88,8 @@ class MasterWeights : public optim::FusedOptimizer {
   torch::optim::Optimizer& optimizer() noexcept { return *inner_; }
   const torch::optim::Optimizer& optimizer() const noexcept { return *inner_; }
 
-  // Declared inline, all: the first virtual function that is not would bring the vtable, and all that
-  // it refers to, into every unit.
+  // Declared inline, all: the first virtual function that is not would bring the vtable, and all
+  // that it refers to, into every unit.
 
   /// Without a scaler: calls `closure` once, if there is one, then steps; returns what the closure
   /// returned. \throws c10::Error between `GradScaler::unscale_` and `GradScaler::step`
@@ -107,9 +107,9 @@ class MasterWeights : public optim::FusedOptimizer {
   void zero_grad(bool set_to_none = true);
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  void keep_masters() override {}  // it does
+  void enable_master_weights() override {}  // it does
   inline bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
-  inline at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
+  inline at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
   inline void refresh_groups() override;
 
   /// `torch::save(optimizer, path)`: what the inner optimizer saves, the masters in float, and the

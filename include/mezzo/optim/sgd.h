@@ -4,13 +4,13 @@
 /// once.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/detail/sgd_traits.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/base/version.h>
 
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>

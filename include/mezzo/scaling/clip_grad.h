@@ -3,8 +3,8 @@
 /// for the gradients of an optimizer that a GradScaler looks after.
 #pragma once
 
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/base/version.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

@@ -3,11 +3,11 @@
 /// `torch::optim::Optimizer`.
 #pragma once
 
-#include <mezzo/scaling/grad_scaler_options.h>
 #include <mezzo/base/loss_scale.h>
+#include <mezzo/base/version.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/base/version.h>
+#include <mezzo/scaling/grad_scaler_options.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -23,12 +23,12 @@
 #include <utility>
 #include <vector>
 
+#include <mezzo/scaling/detail/async_readback.h>
 #include <mezzo/scaling/detail/clip_watch.h>
 #include <mezzo/scaling/detail/device_scale.h>
 #include <mezzo/scaling/detail/fused_step.h>
 #include <mezzo/scaling/detail/optimizer_records.h>
 #include <mezzo/scaling/detail/scaled_outputs.h>
-#include <mezzo/scaling/detail/step_mailbox.h>
 
 namespace torch::serialize {
 class InputArchive;
@@ -247,8 +247,8 @@ class GradScaler {
   detail::ClipWatch clip_watch_;
 
   // Of steps that a device decides.
-  detail::StepMailbox mailbox_;
-  std::vector<std::shared_ptr<detail::Letter>> letters_;  // this iteration's
+  detail::ReadbackPool readback_pool_;
+  std::vector<std::shared_ptr<detail::AsyncReadback>> readbacks_;  // this iteration's
   detail::PendingLines pending_lines_;
 
   template <class Archive>

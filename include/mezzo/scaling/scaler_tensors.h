@@ -4,8 +4,8 @@
 /// (examples/bert_ner/safetensors.h does).
 #pragma once
 
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/base/version.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
 

@@ -25,7 +25,7 @@ class CheckpointArguments : public testing::Test {
   // Backward works, and the gradient of the sum of `y` for x is `factor` everywhere.
   void expect_gradient(const Tensor& y, double factor) {
     ASSERT_TRUE(y.requires_grad());
-    EXPECT_EQ(y.grad_fn()->name(), "mezzo::checkpoint");
+    EXPECT_EQ(y.grad_fn()->name(), "mezzo::activation_checkpoint");
     const auto gradient = torch::autograd::grad({y.sum()}, {x_})[0];
     EXPECT_TRUE(torch::equal(gradient, torch::full_like(x_, factor)));
   }
@@ -34,7 +34,7 @@ class CheckpointArguments : public testing::Test {
 };
 
 TEST_F(CheckpointArguments, OfAnyTypeAreHandedOnTwice) {
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [](const Tensor& x, int i, const std::string& text, const std::unique_ptr<int>& owned,
          const std::map<std::string, std::vector<Tensor>>& tensors, std::optional<double> none) {
         EXPECT_FALSE(none.has_value());
@@ -46,14 +46,14 @@ TEST_F(CheckpointArguments, OfAnyTypeAreHandedOnTwice) {
 }
 
 TEST_F(CheckpointArguments, ArePassedAsLvaluesThatLastUntilBackward) {
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [](Tensor x, std::vector<int> factors) { return x * factors.at(0); }, x_, std::vector{6});
   expect_gradient(y, 6);
 }
 
 TEST_F(CheckpointArguments, ByReferenceAreNotCopied) {
   auto factor = std::make_unique<int>(2);
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [](const Tensor& x, std::unique_ptr<int>& by) { return x * *by; }, x_, std::ref(factor));
   expect_gradient(y, 2);
 }
@@ -62,19 +62,19 @@ TEST_F(CheckpointArguments, MayBeATensorListOfTemporaries) {
   const auto sum = [](const std::vector<Tensor>& list) { return torch::stack(list).sum(0); };
   const auto y = [&] {
     const std::vector<Tensor> list{x_ * 1, x_ * 2};
-    return mezzo::checkpoint(sum, at::TensorList(list));
+    return mezzo::activation_checkpoint(sum, at::TensorList(list));
   }();
   expect_gradient(y, 3);
 }
 
 TEST_F(CheckpointArguments, ThatRequireGradAreFoundWhereverTheyAre) {
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [](const std::function<Tensor()>& hidden) { return hidden() * 4; }, [this] { return x_; });
   expect_gradient(y, 4);
 }
 
 TEST_F(CheckpointArguments, MayBeUndefinedTensors) {
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [](const Tensor& x, const Tensor& bias) { return bias.defined() ? x + bias : x * 2; }, x_,
       Tensor());
   expect_gradient(y, 2);
@@ -85,8 +85,8 @@ TEST_F(CheckpointArguments, MayBeTensorsOfInferenceMode) {
     const c10::InferenceMode inference;
     return torch::full({3}, 2.0);
   }();
-  expect_gradient(mezzo::checkpoint([](const Tensor& x, const Tensor& c) { return x * c.clone(); },
-                                    x_, constant),
+  expect_gradient(mezzo::activation_checkpoint(
+                      [](const Tensor& x, const Tensor& c) { return x * c.clone(); }, x_, constant),
                   2);
 }
 
@@ -99,27 +99,27 @@ struct Scale {
 Tensor doubled(const Tensor& x) { return x * 2; }
 
 TEST_F(CheckpointArguments, GoToEveryKindOfCallable) {
-  expect_gradient(mezzo::checkpoint(doubled, x_), 2);
-  expect_gradient(mezzo::checkpoint(Scale{3}, x_), 3);
-  expect_gradient(mezzo::checkpoint(&Scale::by, Scale{3}, x_, 2.0), 6);
-  expect_gradient(mezzo::checkpoint(&Scale::by, std::make_shared<Scale>(3), x_, 2.0), 6);
+  expect_gradient(mezzo::activation_checkpoint(doubled, x_), 2);
+  expect_gradient(mezzo::activation_checkpoint(Scale{3}, x_), 3);
+  expect_gradient(mezzo::activation_checkpoint(&Scale::by, Scale{3}, x_, 2.0), 6);
+  expect_gradient(mezzo::activation_checkpoint(&Scale::by, std::make_shared<Scale>(3), x_, 2.0), 6);
   expect_gradient(
-      mezzo::checkpoint([owned = std::make_unique<int>(7)](const Tensor& x) { return x * *owned; },
-                        x_),
+      mezzo::activation_checkpoint(
+          [owned = std::make_unique<int>(7)](const Tensor& x) { return x * *owned; }, x_),
       7);
 }
 
 TEST_F(CheckpointArguments, GoToModulesByHolderAndByPointer) {
   const torch::nn::PReLU prelu(torch::nn::PReLUOptions().init(2));
-  expect_gradient(mezzo::checkpoint(prelu, -x_), -2);
-  expect_gradient(mezzo::checkpoint(prelu.ptr(), -x_), -2);
+  expect_gradient(mezzo::activation_checkpoint(prelu, -x_), -2);
+  expect_gradient(mezzo::activation_checkpoint(prelu.ptr(), -x_), -2);
 }
 
 TEST_F(CheckpointArguments, GoToASequential) {
   torch::nn::Sequential sequential(torch::nn::Linear(3, 5), torch::nn::GELU(),
                                    torch::nn::Linear(5, 3));
   const auto input = torch::randn({2, 3});
-  mezzo::checkpoint(sequential, input).pow(2).sum().backward();
+  mezzo::activation_checkpoint(sequential, input).pow(2).sum().backward();
   std::vector<Tensor> gradients;
   for (const auto& parameter : sequential->parameters())
     gradients.push_back(parameter.grad().clone());
@@ -138,31 +138,35 @@ struct Output {
 
 TEST_F(CheckpointArguments, ResultsMayBeAnyContainerOfTensors) {
   const auto checkpoint = [&](auto wrap) {
-    return mezzo::checkpoint([wrap](const Tensor& x) { return wrap(x * 2); }, x_);
+    return mezzo::activation_checkpoint([wrap](const Tensor& x) { return wrap(x * 2); }, x_);
   };
-  expect_gradient(*checkpoint([](const Tensor& t) { return std::optional(t); }), 2);
-  expect_gradient(checkpoint([](const Tensor& t) { return std::vector{t, t}; })[1], 2);
-  expect_gradient(checkpoint([](const Tensor& t) { return std::array{t, t}; })[1], 2);
-  expect_gradient(std::get<1>(checkpoint([](const Tensor& t) { return std::tuple{1, t}; })), 2);
-  expect_gradient(checkpoint([](const Tensor& t) {
+  expect_gradient(*activation_checkpoint([](const Tensor& t) { return std::optional(t); }), 2);
+  expect_gradient(activation_checkpoint([](const Tensor& t) { return std::vector{t, t}; })[1], 2);
+  expect_gradient(activation_checkpoint([](const Tensor& t) { return std::array{t, t}; })[1], 2);
+  expect_gradient(std::get<1>(activation_checkpoint([](const Tensor& t) {
+                    return std::tuple{1, t};
+                  })),
+                  2);
+  expect_gradient(activation_checkpoint([](const Tensor& t) {
                     return std::map<int, Tensor>{{3, t}};
                   }).at(3),
                   2);
-  const auto output = checkpoint([](const Tensor& t) { return Output{Tensor(), t, 8}; });
+  const auto output = activation_checkpoint([](const Tensor& t) { return Output{Tensor(), t, 8}; });
   expect_gradient(output.second, 2);
   EXPECT_EQ(output.label, 8);
 }
 
 TEST_F(CheckpointArguments, ResultsAreValuesOfTheFunctionsOwnType) {
   const auto identity = [](Tensor& x) -> Tensor& { return x; };
-  EXPECT_TRUE((std::is_same_v<decltype(mezzo::checkpoint(identity, x_)), Tensor>));
+  EXPECT_TRUE((std::is_same_v<decltype(mezzo::activation_checkpoint(identity, x_)), Tensor>));
   const auto two = [](const Tensor& x) { return std::pair{x, 1}; };
-  EXPECT_TRUE((std::is_same_v<decltype(mezzo::checkpoint(two, x_)), std::pair<Tensor, int>>));
+  EXPECT_TRUE(
+      (std::is_same_v<decltype(mezzo::activation_checkpoint(two, x_)), std::pair<Tensor, int>>));
 }
 
 TEST_F(CheckpointArguments, OptionsMayBeAVariable) {
-  const mezzo::CheckpointOptions options{.preserve_random_state = false};
-  expect_gradient(mezzo::checkpoint(options, doubled, x_), 2);
+  const mezzo::ActivationCheckpointOptions options{.preserve_random_state = false};
+  expect_gradient(mezzo::activation_checkpoint(options, doubled, x_), 2);
 }
 
 }  // namespace

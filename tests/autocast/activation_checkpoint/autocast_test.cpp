@@ -39,7 +39,7 @@ TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
   Tensor y;
   {
     const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
-    y = mezzo::checkpoint(block(), x_);
+    y = mezzo::activation_checkpoint(block(), x_);
   }
   const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
   const mezzo::AutocastGuard autocast(at::kCPU, other);
@@ -52,14 +52,14 @@ TEST_P(CheckpointAutocast, RecomputesInAnotherThreadAsInTheFirstRun) {
   Tensor y;
   {
     const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
-    y = mezzo::checkpoint(block(), x_);
+    y = mezzo::activation_checkpoint(block(), x_);
   }
   std::thread([&] { y.sum().backward(); }).join();
   EXPECT_EQ(dtypes_, (std::vector{GetParam(), GetParam()}));
 }
 
 TEST_P(CheckpointAutocast, RecomputesWithoutAutocastWhatRanWithoutIt) {
-  const auto y = mezzo::checkpoint(block(), x_);
+  const auto y = mezzo::activation_checkpoint(block(), x_);
   const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
   y.sum().backward();
   EXPECT_EQ(dtypes_, (std::vector{at::kFloat, at::kFloat}));
@@ -76,7 +76,8 @@ TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
       return forward(x_).to(at::kFloat).pow(2).sum();
     });
   };
-  expect_same_bits(loss([&](const Tensor& x) { return mezzo::checkpoint(model, x); }), loss(model));
+  expect_same_bits(loss([&](const Tensor& x) { return mezzo::activation_checkpoint(model, x); }),
+                   loss(model));
 }
 
 // The cached cast of a weight is gone at the time of the recomputation, or there is one where there
@@ -89,7 +90,7 @@ TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
       {
         const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
         if (cached_before) other_use();
-        y = mezzo::checkpoint(block(), x_).sum();
+        y = mezzo::activation_checkpoint(block(), x_).sum();
       }
       if (cached_at_backward) {
         const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
@@ -116,15 +117,16 @@ TEST_P(CheckpointAutocast, OfAnAutocastModuleMayComeTwiceInARegion) {
       return block(block(x_)).to(at::kFloat).pow(2).sum();
     });
   };
-  expect_same_bits(loss({}, [&](const Tensor& x) { return mezzo::checkpoint(module, x); }),
-                   loss({.cache_enabled = false}, module));
+  expect_same_bits(
+      loss({}, [&](const Tensor& x) { return mezzo::activation_checkpoint(module, x); }),
+      loss({.cache_enabled = false}, module));
 }
 
 TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {
   Tensor y;
   {
     const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
-    y = mezzo::checkpoint(
+    y = mezzo::activation_checkpoint(
         [this](const Tensor& x) {
           dtypes_.push_back(x.mm(w_).scalar_type());
           if (dtypes_.size() == 2) throw std::runtime_error("second run");
@@ -156,7 +158,7 @@ TEST_P(CheckpointAutocast, ReachesAutogradFunctionsInside) {
   Tensor y;
   {
     const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
-    y = mezzo::checkpoint([this](const Tensor& x) { return Product::apply(x, w_); }, x_);
+    y = mezzo::activation_checkpoint([this](const Tensor& x) { return Product::apply(x, w_); }, x_);
   }
   y.sum().backward();
   EXPECT_EQ(dtype_in_backward, GetParam());

@@ -30,7 +30,7 @@ class CheckpointErrors : public testing::Test {
   template <class First, class Second>
   std::string error_when_it_changes(First first, Second second) {
     bool again = false;
-    const auto y = mezzo::checkpoint(
+    const auto y = mezzo::activation_checkpoint(
         [&](const Tensor& x) { return std::exchange(again, true) ? second(x) : first(x); }, x_);
     return error_of([&] { y.sum().backward(); });
   }
@@ -83,7 +83,7 @@ TEST_F(CheckpointErrors, NoticeAMissingResult) {
     return [size](const Tensor& x) { return std::vector<Tensor>(size, x.exp()); };
   };
   bool again = false;
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [&](const Tensor& x) { return list(std::exchange(again, true) ? 1 : 2)(x); }, x_);
   EXPECT_THAT(error_of([&] { (y[0] + y[1]).sum().backward(); }),
               HasSubstr("result 1 of the first run is missing"));
@@ -97,8 +97,8 @@ TEST_F(CheckpointErrors, SayWhatAFunctionMustDo) {
 
 TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
   const auto mask = torch::ones({4, 4});
-  const auto y =
-      mezzo::checkpoint([](const Tensor& x, const Tensor& m) { return (x * m).exp(); }, x_, mask);
+  const auto y = mezzo::activation_checkpoint(
+      [](const Tensor& x, const Tensor& m) { return (x * m).exp(); }, x_, mask);
   mask.zero_();
   EXPECT_THAT(
       error_of([&] { y.sum().backward(); }),
@@ -107,7 +107,8 @@ TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
 }
 
 TEST_F(CheckpointErrors, NoticeAParameterModifiedBeforeBackward) {
-  const auto y = mezzo::checkpoint([this](const Tensor& x) { return x.mm(w_) + v_; }, x_);
+  const auto y =
+      mezzo::activation_checkpoint([this](const Tensor& x) { return x.mm(w_) + v_; }, x_);
   {
     const torch::NoGradGuard no_grad;
     v_.add_(1);
@@ -120,7 +121,7 @@ TEST_F(CheckpointErrors, NoticeAFrozenParameterModifiedBeforeBackward) {
   const torch::nn::Linear frozen(4, 4);
   for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
   for (auto& parameter : frozen->parameters()) {
-    const auto y = mezzo::checkpoint(frozen, x_);
+    const auto y = mezzo::activation_checkpoint(frozen, x_);
     parameter.mul_(2);
     EXPECT_THAT(error_of([&] { y.sum().backward(); }),
                 HasSubstr("a tensor that it reads, Float" + c10::str(parameter.sizes()) +
@@ -131,9 +132,11 @@ TEST_F(CheckpointErrors, NoticeAFrozenParameterModifiedBeforeBackward) {
 TEST_F(CheckpointErrors, NoticeACapturedTensorModifiedBeforeBackward) {
   const std::vector<Tensor> captured{torch::ones({4, 4}), torch::ones({8, 4})};
   const auto inner = [&](const Tensor& x) { return torch::cat({x, captured[0]}); };
-  const auto outer = [&](const Tensor& x) { return mezzo::checkpoint(inner, x) * captured[1]; };
+  const auto outer = [&](const Tensor& x) {
+    return mezzo::activation_checkpoint(inner, x) * captured[1];
+  };
   for (const auto& each : captured) {
-    const auto y = mezzo::checkpoint(outer, x_);
+    const auto y = mezzo::activation_checkpoint(outer, x_);
     each.zero_();
     EXPECT_THAT(error_of([&] { y.sum().backward(); }),
                 HasSubstr("a tensor that it reads, Float" + c10::str(each.sizes())));
@@ -147,8 +150,8 @@ TEST_F(CheckpointErrors, SpareWhatTheFunctionItselfModifies) {
     count.add_(1);
     return norm->forward(x.mm(w_));
   };
-  const auto first = mezzo::checkpoint(block, x_).pow(3).sum();
-  const auto second = mezzo::checkpoint(block, x_).pow(3).sum();
+  const auto first = mezzo::activation_checkpoint(block, x_).pow(3).sum();
+  const auto second = mezzo::activation_checkpoint(block, x_).pow(3).sum();
   EXPECT_NO_THROW((first + second).backward());
 }
 
@@ -159,7 +162,7 @@ TEST_F(CheckpointErrors, SpareWhatTheFunctionMakes) {
     kept = hidden * 2;
     return std::vector<Tensor>{x * hidden, hidden, x.mm(kept)};
   };
-  const auto y = mezzo::checkpoint(block, x_);
+  const auto y = mezzo::activation_checkpoint(block, x_);
   kept.zero_();
   y[1].zero_();
   EXPECT_NO_THROW((y[0] + y[2]).sum().backward());
@@ -167,12 +170,13 @@ TEST_F(CheckpointErrors, SpareWhatTheFunctionMakes) {
 
 TEST_F(CheckpointErrors, NoticeAFunctionThatModifiesItsArgument) {
   EXPECT_THAT(
-      error_of([&] { mezzo::checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_)); }),
+      error_of(
+          [&] { mezzo::activation_checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_)); }),
       HasSubstr("a tensor argument, Float[4, 4], was modified in place by the function itself"));
 }
 
 TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
-  EXPECT_THROW(mezzo::checkpoint(
+  EXPECT_THROW(mezzo::activation_checkpoint(
                    [](const Tensor& x) -> Tensor {
                      if (x.defined()) throw std::logic_error("no");
                      return x;
@@ -180,7 +184,7 @@ TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
                    x_),
                std::logic_error);
   bool again = false;
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [&](const Tensor& x) {
         if (std::exchange(again, true)) throw std::logic_error("no");
         return x.exp();
@@ -192,9 +196,9 @@ TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
 
 TEST_F(CheckpointErrors, LeaveBackwardUsableOnceTheFunctionIsItselfAgain) {
   int runs = 0;
-  const auto y =
-      mezzo::checkpoint([&](const Tensor& x) { return ++runs == 2 ? x.tanh() : x.exp(); }, x_)
-          .sum();
+  const auto y = mezzo::activation_checkpoint(
+                     [&](const Tensor& x) { return ++runs == 2 ? x.tanh() : x.exp(); }, x_)
+                     .sum();
   EXPECT_THROW(torch::autograd::grad({y}, {x_}, {}, /*retain_graph=*/true), c10::Error);
   EXPECT_TRUE(torch::equal(torch::autograd::grad({y}, {x_})[0], x_.exp()));
 }

@@ -31,7 +31,7 @@ struct Plain {
 struct Checkpointed {
   template <class F, class... Args>
   auto operator()(F&& function, Args&&... args) const {
-    return mezzo::checkpoint(std::forward<F>(function), std::forward<Args>(args)...);
+    return mezzo::activation_checkpoint(std::forward<F>(function), std::forward<Args>(args)...);
   }
 };
 
@@ -169,7 +169,8 @@ TEST_F(CheckpointGradients, OfSomeInputsByAutogradGrad) {
   };
   for (const variable_list& inputs : {variable_list{x_}, {w_}, {v_}, {v_, x_}, {x_, w_, v_}}) {
     const auto plain = torch::autograd::grad({block(x_).sum()}, inputs);
-    const auto ours = torch::autograd::grad({mezzo::checkpoint(block, x_).sum()}, inputs);
+    const auto ours =
+        torch::autograd::grad({mezzo::activation_checkpoint(block, x_).sum()}, inputs);
     expect_same_bits(ours, plain);
   }
   EXPECT_FALSE(w_.grad().defined()) << "grad() accumulates nowhere";
@@ -188,9 +189,9 @@ struct Counted : torch::autograd::Function<Counted> {
 TEST_F(CheckpointGradients, SkipWhatNoGradientIsAskedFor) {
   const auto block = [&](const Tensor& x) { return Counted::apply(w_.tanh()).mm(x).mm(v_); };
   backward_runs = 0;
-  torch::autograd::grad({mezzo::checkpoint(block, x_).sum()}, {x_});
+  torch::autograd::grad({mezzo::activation_checkpoint(block, x_).sum()}, {x_});
   EXPECT_EQ(backward_runs, 0);
-  torch::autograd::grad({mezzo::checkpoint(block, x_).sum()}, {w_});
+  torch::autograd::grad({mezzo::activation_checkpoint(block, x_).sum()}, {w_});
   EXPECT_EQ(backward_runs, 1);
 }
 
@@ -211,7 +212,8 @@ TEST_F(CheckpointGradients, OfGradients) {
 }
 
 TEST_F(CheckpointGradients, AgainAndAgainWithRetainGraph) {
-  const auto y = mezzo::checkpoint([&](const Tensor& x) { return x.mm(w_).tanh(); }, x_).sum();
+  const auto y =
+      mezzo::activation_checkpoint([&](const Tensor& x) { return x.mm(w_).tanh(); }, x_).sum();
   const auto first = torch::autograd::grad({y}, {x_, w_}, {}, /*retain_graph=*/true);
   const auto second = torch::autograd::grad({y}, {x_, w_});
   expect_same_bits(first, second);
@@ -263,7 +265,7 @@ struct Nested : torch::autograd::Function<Nested> {
   static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list gradients) {
     const torch::AutoGradMode recording(true);
     const auto x = ctx->get_saved_variables()[0].detach().requires_grad_();
-    const auto y = mezzo::checkpoint([](const Tensor& t) { return t.tanh(); }, x);
+    const auto y = mezzo::activation_checkpoint([](const Tensor& t) { return t.tanh(); }, x);
     return torch::autograd::grad({y}, {x}, gradients);
   }
 };
@@ -291,14 +293,14 @@ TEST_F(CheckpointGradients, AreNotRecordedWithoutGradMode) {
   const auto block = [&](const Tensor& x) { return x.mm(w_); };
   {
     const torch::NoGradGuard off;
-    EXPECT_FALSE(mezzo::checkpoint(block, x_).requires_grad());
+    EXPECT_FALSE(mezzo::activation_checkpoint(block, x_).requires_grad());
   }
   {
     const c10::InferenceMode inference;
-    EXPECT_FALSE(mezzo::checkpoint(block, x_.detach()).requires_grad());
+    EXPECT_FALSE(mezzo::activation_checkpoint(block, x_.detach()).requires_grad());
   }
-  EXPECT_FALSE(
-      mezzo::checkpoint([](const Tensor& x) { return x * 2; }, x_.detach()).requires_grad());
+  EXPECT_FALSE(mezzo::activation_checkpoint([](const Tensor& x) { return x * 2; }, x_.detach())
+                   .requires_grad());
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ TEST(CheckpointLifetime, FreesActivationsAfterTheFirstRunAndAfterBackward) {
     return hidden.mm(hidden);
   };
   const auto x = torch::randn({8, 8}).requires_grad_();
-  const auto y = mezzo::checkpoint(block, x);
+  const auto y = mezzo::activation_checkpoint(block, x);
   ASSERT_EQ(activations.size(), 1);
   EXPECT_TRUE(activations[0].expired());
   y.sum().backward();
@@ -44,7 +44,7 @@ TEST(CheckpointLifetime, FreesFunctionAndArgumentsAfterBackward) {
   const std::weak_ptr<int> function = token;
   Tensor argument = torch::ones({8});
   const auto watched = watch(argument);
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [token = std::move(token)](const Tensor& t, const Tensor& u) { return t * u * *token; }, x,
       std::move(argument));
   EXPECT_FALSE(function.expired());
@@ -57,7 +57,7 @@ TEST(CheckpointLifetime, FreesFunctionAndArgumentsAfterBackward) {
 TEST(CheckpointLifetime, KeepsNothingWhenNothingRequiresGrad) {
   auto token = std::make_shared<int>(2);
   const std::weak_ptr<int> function = token;
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [token = std::move(token)](const Tensor& t) { return t * *token; }, torch::ones({8}));
   EXPECT_TRUE(function.expired());
 }
@@ -70,7 +70,7 @@ void* destroy(void* tensor) {
 TEST(CheckpointLifetime, OfALongChainEndsWithoutRecursion) {
   auto y = torch::ones({1}).requires_grad_();
   for (int i = 0; i < 5'000; ++i) {
-    y = mezzo::checkpoint(
+    y = mezzo::activation_checkpoint(
         {.preserve_random_state = false}, [](const Tensor& t) { return t + 1; }, y);
   }
   EXPECT_EQ(y.item<float>(), 5'001);
@@ -96,7 +96,7 @@ TEST(CheckpointThreads, BackwardMayRunInAnotherThread) {
     return torch::dropout(t.mm(w) * scale, 0.5, true);
   };
   std::vector<Tensor> gradients;
-  const auto y = mezzo::checkpoint(block, x).sum();
+  const auto y = mezzo::activation_checkpoint(block, x).sum();
   std::thread([&] { gradients = torch::autograd::grad({y}, {x, w}); }).join();
   ASSERT_EQ(gradients.size(), 2);
   EXPECT_TRUE(gradients[1].defined());
@@ -111,7 +111,8 @@ TEST(CheckpointThreads, TensorsOfOtherThreadsMayBeCaptured) {
   }).join();
   const auto x = torch::randn({8, 8}).requires_grad_();
   const auto block = [scale](const Tensor& t) { return (t * scale).tanh(); };
-  const auto ours = torch::autograd::grad({mezzo::checkpoint(block, x).sum()}, {x, w}, {}, true);
+  const auto ours =
+      torch::autograd::grad({mezzo::activation_checkpoint(block, x).sum()}, {x, w}, {}, true);
   const auto plain = torch::autograd::grad({block(x).sum()}, {x, w});
   activation_checkpoint_test::expect_same_bits(ours, plain);
 }
@@ -119,7 +120,8 @@ TEST(CheckpointThreads, TensorsOfOtherThreadsMayBeCaptured) {
 TEST(CheckpointThreads, OneGraphMayBeUsedByManyAtOnce) {
   const auto w = torch::randn({16, 16}).requires_grad_();
   const auto x = torch::randn({16, 16}).requires_grad_();
-  const auto y = mezzo::checkpoint([w](const Tensor& t) { return t.mm(w).tanh().mm(w); }, x).sum();
+  const auto y =
+      mezzo::activation_checkpoint([w](const Tensor& t) { return t.mm(w).tanh().mm(w); }, x).sum();
   const auto expected = torch::autograd::grad({y}, {x, w}, {}, /*retain_graph=*/true);
   std::vector<std::vector<Tensor>> gradients(4);
   std::vector<std::thread> threads;

@@ -22,7 +22,7 @@ TEST(CheckpointPolicy, RecomputesUnderTheOpPolicyOfTheFirstRun) {
   torch::Tensor y;
   {
     const mezzo::Autocast<torch::kCPU> autocast(mezzo::OpPolicy().deny("aten::mm"));
-    y = mezzo::checkpoint(block, x);
+    y = mezzo::activation_checkpoint(block, x);
   }
   const mezzo::Autocast<torch::kCPU> no_policy_here;
   std::thread([&] { y.sum().backward(); }).join();

@@ -20,7 +20,7 @@ class CheckpointRandomState : public testing::Test {
 };
 
 TEST_F(CheckpointRandomState, DropsTheSameElementsInTheRecomputation) {
-  const auto y = mezzo::checkpoint(drop, x_);
+  const auto y = mezzo::activation_checkpoint(drop, x_);
   torch::rand({100});
   torch::manual_seed(1234);
   y.sum().backward();
@@ -28,7 +28,7 @@ TEST_F(CheckpointRandomState, DropsTheSameElementsInTheRecomputation) {
 }
 
 TEST_F(CheckpointRandomState, DropsOtherElementsWhenAskedNotToPreserve) {
-  const auto y = mezzo::checkpoint({.preserve_random_state = false}, drop, x_);
+  const auto y = mezzo::activation_checkpoint({.preserve_random_state = false}, drop, x_);
   y.sum().backward();
   EXPECT_FALSE(torch::equal(x_.grad(), y.detach()));
 }
@@ -40,7 +40,7 @@ TEST_F(CheckpointRandomState, LeavesTheNumbersThatFollowAsTheyWouldBe) {
   const auto after_backward = torch::rand({4});
 
   torch::manual_seed(5);
-  const auto z = mezzo::checkpoint(drop, x_);
+  const auto z = mezzo::activation_checkpoint(drop, x_);
   EXPECT_TRUE(torch::equal(z, y));
   EXPECT_TRUE(torch::equal(torch::rand({4}), after_forward));
   z.sum().backward();
@@ -49,7 +49,7 @@ TEST_F(CheckpointRandomState, LeavesTheNumbersThatFollowAsTheyWouldBe) {
 
 TEST_F(CheckpointRandomState, IsRestoredWhenTheRecomputationThrows) {
   bool first = true;
-  const auto y = mezzo::checkpoint(
+  const auto y = mezzo::activation_checkpoint(
       [&first](const Tensor& x) {
         const auto dropped = drop(x);
         if (!first) throw std::runtime_error("second run");
@@ -65,8 +65,8 @@ TEST_F(CheckpointRandomState, IsRestoredWhenTheRecomputationThrows) {
 }
 
 TEST_F(CheckpointRandomState, OfEachCheckpointIsItsOwn) {
-  const auto y = mezzo::checkpoint(drop, x_);
-  const auto z = mezzo::checkpoint(drop, x_);
+  const auto y = mezzo::activation_checkpoint(drop, x_);
+  const auto z = mezzo::activation_checkpoint(drop, x_);
   EXPECT_FALSE(torch::equal(y, z));
   (y + 3 * z).sum().backward();
   EXPECT_TRUE(torch::equal(x_.grad(), (y + 3 * z).detach()));
@@ -74,8 +74,8 @@ TEST_F(CheckpointRandomState, OfEachCheckpointIsItsOwn) {
 
 TEST_F(CheckpointRandomState, InsideAnotherCheckpointIsTheInnerOnesOwn) {
   const auto inner = [](const Tensor& x) { return drop(x); };
-  const auto y =
-      mezzo::checkpoint([&](const Tensor& x) { return mezzo::checkpoint(inner, drop(x)); }, x_);
+  const auto y = mezzo::activation_checkpoint(
+      [&](const Tensor& x) { return mezzo::activation_checkpoint(inner, drop(x)); }, x_);
   torch::manual_seed(99);
   y.sum().backward();
   EXPECT_TRUE(torch::equal(x_.grad(), y.detach()));

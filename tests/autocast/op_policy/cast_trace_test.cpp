@@ -114,7 +114,7 @@ TEST(CastTrace, TellsScopesPoliciesAndUnlistedOps) {
   EXPECT_EQ(find(records, "aten::relu")->decider, CastDecider::policy);
   EXPECT_EQ(find(records, "aten::relu")->runs_in, kFloat);
   EXPECT_EQ(find(records, "aten::sigmoid")->scope, "");
-  EXPECT_EQ(find(records, "aten::sigmoid")->category, OpCategory::infer);
+  EXPECT_EQ(find(records, "aten::sigmoid")->category, OpCategory::fallthrough);
 }
 
 TEST(CastTrace, CountsNoCopyThatTheOpItselfMakes) {

@@ -15,7 +15,7 @@ SKIPPED = 77
 LOWER = {"lower_precision"}
 FP32 = {"fp32", "fp32_set_opt_dtype", "fp32_append_dtype"}
 PROMOTE = {"promote"}
-INFER = {"infer"}
+INFER = {"fallthrough"}
 CATEGORIES = {
     "torch_16": LOWER, "nn_16": LOWER, "torch_fp16": LOWER, "nn_fp16": LOWER, "methods_fp16": LOWER,
     "torch_fp32": FP32, "nn_fp32": FP32, "methods_fp32": FP32,
@@ -46,7 +46,7 @@ def entries(lists):
 
 
 def wrong_category(mezzo, device, list_name, op):
-    found = mezzo[device].get(OPERATORS.get(op, op), {"infer"})
+    found = mezzo[device].get(OPERATORS.get(op, op), {"fallthrough"})
     if found & CATEGORIES[list_name]:
         return None
     return f"{device} {op}: torch has it in {list_name}, mezzo as {', '.join(sorted(found))}"
@@ -54,7 +54,7 @@ def wrong_category(mezzo, device, list_name, op):
 
 def wrong_dtype(torch, mezzo, list_name, op, arguments, keywords):
     """For the CPU: runs the call as torch's tests do."""
-    category = next(iter(mezzo["cpu"].get(op, {"infer"}) & CATEGORIES[list_name]))
+    category = next(iter(mezzo["cpu"].get(op, {"fallthrough"}) & CATEGORIES[list_name]))
     namespace = torch._C._nn if list_name.startswith("nn_") else torch
     if not hasattr(namespace, op):
         return None

@@ -117,7 +117,7 @@ std::vector<std::string> compare_all(const mezzo::OpList& list, const Setting& s
   std::vector<std::string> threw;
   for (const auto& sample : op_policy_test::op_samples()) {
     const auto category = list.category(sample.op);
-    if (category == OpCategory::infer) {
+    if (category == OpCategory::fallthrough) {
       continue;
     }
     for (const auto inputs :
@@ -160,23 +160,23 @@ const std::vector<std::string> kWithoutCpuKernel = {"aten::mkldnn_rnn_layer",
                                                     "aten::index_copy.dimname"};
 
 TEST(EveryOp, HasASample) {
-  EXPECT_EQ(without_sample(mezzo::op_policies(torch::kCPU)), std::vector<std::string>());
-  EXPECT_EQ(without_sample(mezzo::op_policies(torch::kCUDA)), std::vector<std::string>());
+  EXPECT_EQ(without_sample(mezzo::autocast_op_lists(torch::kCPU)), std::vector<std::string>());
+  EXPECT_EQ(without_sample(mezzo::autocast_op_lists(torch::kCUDA)), std::vector<std::string>());
 }
 
 TEST(EveryOp, OnTheCpuEqualsAManualCast) {
-  const auto list = mezzo::op_policies(torch::kCPU);
+  const auto list = mezzo::autocast_op_lists(torch::kCPU);
   EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kBFloat16}, {}),
               IsSubsetOf(kWithoutCpuKernel));
 }
 
 TEST(EveryOp, OnTheCpuInHalfEqualsAManualCast) {
-  const auto list = mezzo::op_policies(torch::kCPU);
+  const auto list = mezzo::autocast_op_lists(torch::kCPU);
   EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kHalf}, {}), IsSubsetOf(kWithoutCpuKernel));
 }
 
 TEST(EveryOp, UnderCudaLikeOnTheCpuDoesWhatCudasListsSay) {
-  const auto list = mezzo::op_policies(torch::kCUDA);
+  const auto list = mezzo::autocast_op_lists(torch::kCUDA);
   EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kBFloat16}, mezzo::OpPolicy::cuda_like()),
               IsSubsetOf({"aten::_scaled_dot_product_flash_attention", "aten::_thnn_fused_gru_cell",
                           "aten::_thnn_fused_lstm_cell", "aten::binary_cross_entropy",
@@ -188,7 +188,7 @@ TEST(EveryOp, OnCudaEqualsAManualCast) {
   if (!torch::cuda::is_available()) {
     GTEST_SKIP() << "no CUDA device";
   }
-  const auto list = mezzo::op_policies(torch::kCUDA);
+  const auto list = mezzo::autocast_op_lists(torch::kCUDA);
   EXPECT_THAT(compare_all(list, {torch::kCUDA, torch::kHalf}, {}),
               IsSubsetOf({"aten::binary_cross_entropy", "aten::norm.names_ScalarOpt_dim"}));
 }

@@ -29,7 +29,7 @@ Lists probed(c10::DeviceType device) {
   for (const auto& name :
        dispatcher.getAllOpNamesForDispatchKey(mezzo::detail::autocast_key(device))) {
     const auto op = dispatcher.findSchema(name);
-    if (mezzo::detail::override_registry().registered(*op, device) == OpCategory::infer) {
+    if (mezzo::detail::override_registry().registered(*op, device) == OpCategory::fallthrough) {
       continue;  // mezzo's own kernel, for a policy that another test built
     }
     map.emplace(c10::toString(name), mezzo::detail::Probe(*op, device).category());
@@ -80,13 +80,13 @@ TEST(OpLists, CountWhatLibtorch211Registers) {
 #if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR != 11
   GTEST_SKIP() << "the counts are those of libtorch 2.11";
 #endif
-  const auto cpu = mezzo::op_policies(torch::kCPU);
+  const auto cpu = mezzo::autocast_op_lists(torch::kCPU);
   EXPECT_EQ(cpu.entries().size(), 129U);
   EXPECT_EQ(cpu.count(OpCategory::lower_precision), 24U);
   EXPECT_EQ(cpu.count(OpCategory::fp32), 101U);
   EXPECT_EQ(cpu.count(OpCategory::promote), 4U);
 
-  const auto cuda = mezzo::op_policies(torch::kCUDA);
+  const auto cuda = mezzo::autocast_op_lists(torch::kCUDA);
   EXPECT_EQ(cuda.entries().size(), 125U);
   EXPECT_EQ(cuda.count(OpCategory::lower_precision), 35U);
   EXPECT_EQ(cuda.count(OpCategory::fp32), 58U);
@@ -98,8 +98,8 @@ TEST(OpLists, CountWhatLibtorch211Registers) {
 
 // Two independent ways to the same lists; in a libtorch without a table the first is the probe.
 TEST(OpLists, AgreeWithAProbeOfEveryKernel) {
-  EXPECT_EQ(as_map(mezzo::op_policies(torch::kCPU)), probed(torch::kCPU));
-  EXPECT_EQ(as_map(mezzo::op_policies(torch::kCUDA)), probed(torch::kCUDA));
+  EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCPU)), probed(torch::kCPU));
+  EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCUDA)), probed(torch::kCUDA));
 }
 
 TEST(OpLists, AgreeWithCudasMacros) {
@@ -108,32 +108,32 @@ TEST(OpLists, AgreeWithCudasMacros) {
   lists.emplace("aten::cudnn_convolution", OpCategory::lower_precision);
   lists.emplace("aten::cudnn_convolution_transpose", OpCategory::lower_precision);
   lists.emplace("aten::binary_cross_entropy", OpCategory::banned);
-  EXPECT_EQ(as_map(mezzo::op_policies(torch::kCUDA)), lists);
+  EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCUDA)), lists);
 }
 
 TEST(OpLists, PutEveryOtherOpUnderInfer) {
-  const auto list = mezzo::op_policies(torch::kCPU);
-  EXPECT_EQ(list.category("aten::relu"), OpCategory::infer);
-  EXPECT_EQ(list.category("aten::add_.Tensor"), OpCategory::infer);
+  const auto list = mezzo::autocast_op_lists(torch::kCPU);
+  EXPECT_EQ(list.category("aten::relu"), OpCategory::fallthrough);
+  EXPECT_EQ(list.category("aten::add_.Tensor"), OpCategory::fallthrough);
 }
 
 TEST(OpLists, DoNotChangeWhenAPolicyOverridesOps) {
-  const auto cpu = as_map(mezzo::op_policies(torch::kCPU));
-  const auto cuda = as_map(mezzo::op_policies(torch::kCUDA));
+  const auto cpu = as_map(mezzo::autocast_op_lists(torch::kCPU));
+  const auto cuda = as_map(mezzo::autocast_op_lists(torch::kCUDA));
   const auto policy = mezzo::OpPolicy().deny("mm").allow("relu").ignore("linear");
-  EXPECT_EQ(as_map(mezzo::op_policies(torch::kCPU)), cpu);
-  EXPECT_EQ(as_map(mezzo::op_policies(torch::kCUDA)), cuda);
+  EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCPU)), cpu);
+  EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCUDA)), cuda);
 }
 
 TEST(OpLists, PrintAsATable) {
   std::ostringstream text;
-  text << mezzo::op_policies(torch::kCUDA);
+  text << mezzo::autocast_op_lists(torch::kCUDA);
   EXPECT_THAT(text.str(),
               testing::ContainsRegex("cuda  aten::softmax\\.int +fp32_set_opt_dtype\n"));
 }
 
 TEST(OpLists, AreRefusedForDevicesWithoutLists) {
-  EXPECT_THROW(mezzo::op_policies(torch::kMPS), c10::Error);
+  EXPECT_THROW(mezzo::autocast_op_lists(torch::kMPS), c10::Error);
 }
 
 TEST(Probe, SaysUnknownOfAKernelThatNeitherCastsNorRefuses) {

@@ -156,11 +156,11 @@ TEST(OpPolicy, UnbansWhatIsBannedAndNothingElse) {
     const Autocast<kCPU> autocast(cuda_like);
     EXPECT_THAT(error_of([&] { torch::binary_cross_entropy(probability, probability); }),
                 HasSubstr("aten::binary_cross_entropy is banned"));
-    const Autocast<kCPU> inner(OpPolicy().unban("binary_cross_entropy"));
+    const Autocast<kCPU> inner(OpPolicy().allow_banned("binary_cross_entropy"));
     EXPECT_EQ(torch::binary_cross_entropy(probability.to(kBFloat16), probability).scalar_type(),
               kFloat);
   }
-  EXPECT_THAT(error_of([] { return OpPolicy().unban("linear"); }),
+  EXPECT_THAT(error_of([] { return OpPolicy().allow_banned("linear"); }),
               HasSubstr("banned on no device"));
 }
 
@@ -181,13 +181,14 @@ TEST(OpPolicy, MakesTheTwoDevicesAlike) {
   for (const auto& [policy, device] :
        {std::pair(OpPolicy::cuda_like(), torch::kCUDA), std::pair(OpPolicy::cpu_like(), kCPU)}) {
     for (const auto each : {kCPU, torch::kCUDA}) {
-      for (const auto& entry : mezzo::op_policies(each == kCPU ? torch::kCUDA : kCPU).entries()) {
+      for (const auto& entry :
+           mezzo::autocast_op_lists(each == kCPU ? torch::kCUDA : kCPU).entries()) {
         EXPECT_EQ(policy.category(entry.name, kCPU), policy.category(entry.name, torch::kCUDA))
             << entry.name;
       }
     }
     EXPECT_EQ(policy.category("softmax.int", kCPU),
-              mezzo::op_policies(device).category("aten::softmax.int"));
+              mezzo::autocast_op_lists(device).category("aten::softmax.int"));
   }
 }
 

@@ -10,8 +10,8 @@ int main(int argc, char** argv) {
     if (argc > 1) {
       std::cout << mezzo::OpPolicy::from_file(argv[1]);
     } else {
-      std::cout << mezzo::op_policies(c10::DeviceType::CPU)
-                << mezzo::op_policies(c10::DeviceType::CUDA);
+      std::cout << mezzo::autocast_op_lists(c10::DeviceType::CPU)
+                << mezzo::autocast_op_lists(c10::DeviceType::CUDA);
     }
   } catch (const c10::Error& error) {
     std::cerr << error.what_without_backtrace() << '\n';

@@ -77,8 +77,8 @@ TEST(OpPolicyThreads, MayBuildPoliciesFromOpsThatWereNamedBefore) {
         auto kind = kinds[static_cast<std::size_t>(i) % 4];
         kind.policy = OpPolicy::parse(kind.policy.to_string());
         wrong += run(kind, 2);
-        wrong +=
-            mezzo::op_policies(kCPU).category("aten::mm") != mezzo::OpCategory::lower_precision;
+        wrong += mezzo::autocast_op_lists(kCPU).category("aten::mm") !=
+                 mezzo::OpCategory::lower_precision;
       }
     });
   }

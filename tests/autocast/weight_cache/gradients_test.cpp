@@ -391,7 +391,7 @@ TEST(GradientsOfACheckpoint, SeeTheSameCacheInTheRecomputation) {
   Tensor loss;
   {
     const Autocast<kCPU> autocast(cache);
-    loss = mezzo::checkpoint(block, x).to(kFloat).pow(2).sum();
+    loss = mezzo::activation_checkpoint(block, x).to(kFloat).pow(2).sum();
   }
   EXPECT_EQ(cache.statistics().hits, 2);
   expect_same_bits(torch::autograd::grad({loss}, {x, w, v}), expected);

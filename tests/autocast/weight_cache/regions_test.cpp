@@ -299,13 +299,13 @@ TEST(WeightCacheTrace, TellsCastsThatWereMadeFromThoseThatWereSpared) {
   EXPECT_EQ(record.calls, 3);
   EXPECT_EQ(record.casts, 4);  // the input three times, the weight once
   EXPECT_EQ(record.bytes, 3 * 2 * kRows * 6 + kRows * kRows * 6);
-  EXPECT_EQ(record.spared, 2);
+  EXPECT_EQ(record.cache_hits, 2);
   weight.add_(1);
   torch::linear(x, weight);  // into the memory of the old copy
   record = record_of(trace, "aten::linear");
   EXPECT_EQ(record.casts, 6);
   EXPECT_EQ(record.bytes, 4 * 2 * kRows * 6 + 2 * kRows * kRows * 6);
-  EXPECT_EQ(record.spared, 2);
+  EXPECT_EQ(record.cache_hits, 2);
 }
 
 TEST(WeightCacheTrace, CountsNoCastOfAPublishedCopy) {
@@ -319,7 +319,7 @@ TEST(WeightCacheTrace, CountsNoCastOfAPublishedCopy) {
   const auto record = record_of(trace, "aten::linear");
   EXPECT_EQ(record.casts, 0);
   EXPECT_EQ(record.bytes, 0);
-  EXPECT_EQ(record.spared, 1);
+  EXPECT_EQ(record.cache_hits, 1);
 }
 
 }  // namespace

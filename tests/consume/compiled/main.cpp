@@ -3,8 +3,8 @@
 
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/ones.h>
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 int main() {
   const at::Tensor here = at::ones({37}).requires_grad_();

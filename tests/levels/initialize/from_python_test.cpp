@@ -7,11 +7,11 @@
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/autograd_function.h>
 #include <mezzo/autocast/cast_functions.h>
-#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/autocast/op_policy.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/levels/loss_scale_optimizer.h>
 #include <mezzo/optim/master_weights.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/scaling/clip_grad.h>
 
 #include <sstream>
 #include <string>
@@ -77,7 +77,7 @@ TEST_F(FromPython, FunctionsCheckpointsAndThreadsAreWrittenAsTheTableSays) {
   EXPECT_EQ(exact.scalar_type(), torch::kFloat);
   (lowered.sum() + exact.sum()).backward();
   EXPECT_TRUE(a.grad().defined());
-  EXPECT_EQ(mezzo::checkpoint(model, input).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(mezzo::activation_checkpoint(model, input).scalar_type(), torch::kBFloat16);
   const auto add = [](const torch::Tensor& x, const torch::Tensor& y) { return x + y; };
   EXPECT_EQ(mezzo::cast_inputs(torch::kHalf, add)(input, input).scalar_type(), torch::kHalf);
   at::autocast::clear_cache();

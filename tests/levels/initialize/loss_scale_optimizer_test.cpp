@@ -12,8 +12,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../../support/throwing_sgd.h"
 #include "../../support/special_values.h"
+#include "../../support/throwing_sgd.h"
 
 namespace {
 

@@ -2,9 +2,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
 
 #include "vector_model.h"

@@ -4,11 +4,11 @@
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/optim/ema.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <limits>
 #include <sstream>
@@ -18,7 +18,7 @@
 namespace {
 
 using mezzo::Ema;
-using mezzo::EmaWeights;
+using mezzo::EmaScope;
 using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
 using mezzo::optim::WeightStorage;
@@ -169,7 +169,7 @@ TEST(AveragesOfBystanders, OfAParameterThatWasRewrittenAndFrozenArriveThere) {
   weight.requires_grad_(false);
   other.mutable_grad() = torch::zeros_like(other);
   for (int i = 0; i < 30; ++i) optimizer.step();
-  const EmaWeights averaged(optimizer);
+  const EmaScope averaged(optimizer);
   EXPECT_TRUE(torch::equal(weight, torch::full({4}, 100.0F)));
 }
 

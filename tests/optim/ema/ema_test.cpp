@@ -5,11 +5,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/optim/ema.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/master_weights.h>
-#include <mezzo/optim/adamw.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <functional>
 #include <limits>
@@ -26,7 +26,7 @@ namespace {
 
 using grad_scaler_test::error_of;
 using mezzo::Ema;
-using mezzo::EmaWeights;
+using mezzo::EmaScope;
 using mezzo::StepResult;
 using mezzo::optim::WeightStorage;
 using testing::HasSubstr;
@@ -127,7 +127,7 @@ TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
   write(tied->weight, 4);
   ema.update();
   {
-    const EmaWeights averaged(ema);
+    const EmaScope averaged(ema);
     EXPECT_TRUE(torch::allclose(tied->weight, begin * 0.5 + 2));
   }
   EXPECT_TRUE(tied->weight.eq(4).all().item<bool>());
@@ -164,14 +164,14 @@ TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
   EXPECT_TRUE(torch::equal(other.averages()[0], torch::zeros({3})));
 }
 
-TEST(EmaWeights, PutsAveragesInAndTheVeryMemoryBack) {
+TEST(EmaScope, PutsAveragesInAndTheVeryMemoryBack) {
   torch::Tensor parameter = weight({8, 8}, torch::kBFloat16);
   Ema ema({parameter}, {.decay = 0.5});
   write(parameter, 4);
   ema.update();
   const void* const memory = parameter.const_data_ptr();
   {
-    const EmaWeights averaged(ema);
+    const EmaScope averaged(ema);
     EXPECT_EQ(parameter[0].item<float>(), 6);
     EXPECT_EQ(parameter.scalar_type(), torch::kBFloat16);
     EXPECT_TRUE(parameter.requires_grad());
@@ -182,38 +182,38 @@ TEST(EmaWeights, PutsAveragesInAndTheVeryMemoryBack) {
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 6);
 }
 
-TEST(EmaWeights, AreNotAveragedThemselves) {
+TEST(EmaScope, AreNotAveragedThemselves) {
   torch::Tensor parameter = weight({8}), other = weight({1});
   Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
   {
-    const EmaWeights outer(ema);
-    { const EmaWeights inner(ema); }
-    EXPECT_THAT(error_of([&] { ema.update(); }), HasSubstr("an EmaWeights is alive"));
+    const EmaScope outer(ema);
+    { const EmaScope inner(ema); }
+    EXPECT_THAT(error_of([&] { ema.update(); }), HasSubstr("an EmaScope is alive"));
     unconcerned.update();
   }
   ema.update();
   EXPECT_EQ(ema.updates(), 1);
 }
 
-TEST(EmaWeights, KeepsStrides) {
+TEST(EmaScope, KeepsStrides) {
   torch::Tensor parameter = torch::rand({2, 3, 4, 5}).to(torch::MemoryFormat::ChannelsLast);
   parameter.requires_grad_();
   const Ema ema({parameter});
   const auto strides = parameter.strides().vec();
-  const EmaWeights averaged(ema);
+  const EmaScope averaged(ema);
   EXPECT_EQ(parameter.strides().vec(), strides);
 }
 
-TEST(EmaWeights, NestAndEndWithAnException) {
+TEST(EmaScope, NestAndEndWithAnException) {
   torch::Tensor parameter = weight({8});
   Ema first({parameter}, {.decay = 0.5}), second({parameter}, {.decay = 0.5});
   write(parameter, 4);
   first.update();
   second.update();
   second.update();
-  const EmaWeights outer(first);
+  const EmaScope outer(first);
   try {
-    const EmaWeights inner(second);
+    const EmaScope inner(second);
     EXPECT_EQ(parameter.item<float>(), 5);
     throw std::runtime_error("evaluation failed");
   } catch (const std::runtime_error&) {
@@ -248,11 +248,11 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
   torch::Tensor parameter = torch::linspace(-1, 1, 37).to(dtype).requires_grad_();
   torch::Tensor watched = parameter.detach().clone().requires_grad_();
   auto optimizer = make(parameter, storage), evaluated = make(watched, storage);
-  { const EmaWeights before_the_first_step(evaluated); }
+  { const EmaScope before_the_first_step(evaluated); }
   for (int i = 0; i < 40; ++i) {
     step(optimizer, parameter);
     step(evaluated, watched);
-    const EmaWeights averaged(evaluated);
+    const EmaScope averaged(evaluated);
     EXPECT_TRUE(torch::equal(watched.detach(), optimizer.average_of(parameter).to(dtype)));
     if (i > 2) {
       EXPECT_FALSE(torch::equal(watched, parameter)) << i;
@@ -261,21 +261,21 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
   EXPECT_EQ(file_of(evaluated, watched), file_of(optimizer, parameter));
 }
 
-TEST(EmaWeights, LeaveTrainingAsItWasToTheBitInFloat) {
+TEST(EmaScope, LeaveTrainingAsItWasToTheBitInFloat) {
   expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
 }
-TEST(EmaWeights, LeaveTrainingAsItWasToTheBitWithMasters) {
+TEST(EmaScope, LeaveTrainingAsItWasToTheBitWithMasters) {
   expect_training_undisturbed(WeightStorage::master, torch::kBFloat16);
   expect_training_undisturbed(WeightStorage::master, torch::kHalf);
 }
-TEST(EmaWeights, LeaveTrainingAsItWasToTheBitWithSplitMasters) {
+TEST(EmaScope, LeaveTrainingAsItWasToTheBitWithSplitMasters) {
   expect_training_undisturbed(WeightStorage::split_master, torch::kBFloat16);
 }
-TEST(EmaWeights, LeaveTrainingAsItWasToTheBitWithStochasticRounding) {
+TEST(EmaScope, LeaveTrainingAsItWasToTheBitWithStochasticRounding) {
   expect_training_undisturbed(WeightStorage::stochastic, torch::kBFloat16);
 }
 
-TEST(EmaWeights, LeaveParametersWithoutAnAverageAlone) {
+TEST(EmaScope, LeaveParametersWithoutAnAverageAlone) {
   torch::Tensor trained = weight({1}), frozen = weight({5});
   mezzo::optim::AdamW optimizer({trained}, mezzo::optim::AdamWOptions(0.1).ema_decay(0.5));
   optimizer.add_param_group(torch::optim::OptimizerParamGroup(
@@ -283,17 +283,17 @@ TEST(EmaWeights, LeaveParametersWithoutAnAverageAlone) {
   trained.mutable_grad() = torch::ones({1});
   optimizer.step();
   const void* const memory = frozen.const_data_ptr();
-  const EmaWeights averaged(optimizer);
+  const EmaScope averaged(optimizer);
   EXPECT_EQ(frozen.const_data_ptr(), memory);
   EXPECT_NEAR(trained.item<float>(), 0.95, 1e-3);
 }
 
-TEST(EmaWeights, RefuseAnOptimizerThatKeepsNone) {
+TEST(EmaScope, RefuseAnOptimizerThatKeepsNone) {
   const mezzo::optim::AdamW optimizer({weight({1})}, 0.1);
-  EXPECT_THAT(error_of([&] { const EmaWeights averaged(optimizer); }), HasSubstr("set ema_decay"));
+  EXPECT_THAT(error_of([&] { const EmaScope averaged(optimizer); }), HasSubstr("set ema_decay"));
 }
 
-TEST(EmaWeights, AreWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
+TEST(EmaScope, AreWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
   torch::nn::Linear model(torch::nn::LinearOptions(2, 2).bias(false));
   Ema ema(model->parameters(), {.decay = 0.5});
   const mezzo::WeightCache cache;
@@ -309,7 +309,7 @@ TEST(EmaWeights, AreWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
   {
     torch::Tensor writable = average;
     writable.fill_(1);
-    const EmaWeights averaged(ema);
+    const EmaScope averaged(ema);
     EXPECT_EQ(output(), 2);
   }
   EXPECT_EQ(output(), 8);

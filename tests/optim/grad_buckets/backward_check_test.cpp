@@ -159,7 +159,7 @@ TEST_P(BackwardCheck, OfSeveralMicroBatchesCountsTheLast) {
 TEST_P(BackwardCheck, AccumulateOnlySparesTheReads) {
   GradBuckets buckets(model_->parameters(), options());
   {
-    const auto accumulating = buckets.accumulate_only();
+    const auto accumulating = buckets.no_sync();
     backward();
     backward();
   }
@@ -273,7 +273,7 @@ TEST_P(BackwardCheck, WorksWithCheckpointsThatRunBackwardInsideBackward) {
     buckets.zero_grad();
     const auto input = torch::full({2, 40}, 0.1).requires_grad_();
     const auto output =
-        mezzo::checkpoint([&](const Tensor& x) { return model_->forward(x); }, input);
+        mezzo::activation_checkpoint([&](const Tensor& x) { return model_->forward(x); }, input);
     output.square().sum().backward();
     expect_same_bits(buckets);
     EXPECT_EQ(ready.size(), buckets.buckets().size());
@@ -307,7 +307,7 @@ TEST_P(BackwardCheck, CountsOnceAParameterThatSeveralPassesInsideReach) {
   run();
   EXPECT_TRUE(torch::equal(shared.grad(), torch::full({3}, 2.0F)));
   EXPECT_EQ(sum(buckets), 3 * 4 + 3);
-  buckets.regroup();
+  buckets.rebuild_buckets();
   ASSERT_EQ(buckets.buckets().size(), 1U);
   EXPECT_EQ(buckets.buckets()[0].parameters.size(), 2U);
   EXPECT_EQ(sum(buckets), 3 * 4 + 3);
@@ -336,7 +336,7 @@ TEST_P(BackwardCheck, IsWellAfterABackwardThatThrewOnceCollected) {
   const auto inner = late * 2;
   inner.register_hook(thrower);
   EXPECT_THROW((inner * parameter).sum().backward(), std::runtime_error);
-  buckets.collect();
+  buckets.reattach_gradients();
   const auto again = late * 2;
   again.register_hook(thrower);
   (again * parameter).sum().backward();
@@ -372,7 +372,7 @@ TEST_P(BackwardCheck, TellsOnceOfEachBucketWhoseGradientsAreAllThere) {
   std::vector<std::size_t> ready;
   buckets.on_ready([&](std::size_t bucket) {
     ready.push_back(bucket);
-    buckets.collect();  // changes nothing here
+    buckets.reattach_gradients();  // changes nothing here
     for (const std::size_t number : buckets.buckets()[bucket].parameters) {
       const auto& gradient = buckets.parameters()[number].grad();
       ASSERT_TRUE(gradient.defined());
@@ -389,7 +389,7 @@ TEST_P(BackwardCheck, TellsOnceOfEachBucketWhoseGradientsAreAllThere) {
     EXPECT_EQ(ready, all);  // in reverse order of use, as the buckets are
   }
   {
-    const auto accumulating = buckets.accumulate_only();
+    const auto accumulating = buckets.no_sync();
     ready.clear();
     backward();
     EXPECT_TRUE(ready.empty());

@@ -97,7 +97,7 @@ TEST_P(GradBucketsIn, FindsAGradientThatTheUserReplaced) {
   const std::vector<Tensor> parameters{leaf({3, 4}), leaf({4})};
   GradBuckets buckets(parameters, options());
   loss_of(parameters).backward();
-  buckets.collect();
+  buckets.reattach_gradients();
   const auto values = torch::randn({4, 3});
   parameters[0].mutable_grad() = values.t();  // not laid out like the parameter, either
   parameters[1].mutable_grad() = torch::ones({1}).expand({4});
@@ -144,7 +144,7 @@ TEST_P(GradBucketsIn, TakesFurtherParametersAndLeavesTheOldOnesWhereTheyLie) {
   std::vector<Tensor> parameters{leaf({3}), leaf({4})};
   GradBuckets buckets(parameters, options());
   loss_of(parameters).backward();
-  buckets.collect();
+  buckets.reattach_gradients();
   const void* before = parameters[0].grad().const_data_ptr();
   parameters.push_back(leaf({5}));
   buckets.add_parameters({parameters.back()});
@@ -225,11 +225,11 @@ TEST_P(GradBucketsIn, SaysWhatIsWrongWithAGradient) {
   const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
   GradBuckets buckets(parameters, options());
   parameters[1].mutable_grad() = torch::ones({5});
-  EXPECT_ERROR(buckets.collect(), "parameter 1 is of Float, [5]");
+  EXPECT_ERROR(buckets.reattach_gradients(), "parameter 1 is of Float, [5]");
   parameters[1].mutable_grad() = torch::ones({4}, torch::kHalf);
-  EXPECT_ERROR(buckets.collect(), "parameter 1 is of Half");
+  EXPECT_ERROR(buckets.reattach_gradients(), "parameter 1 is of Half");
   parameters[1].mutable_grad() = torch::ones({2, 2}).to_sparse_csr();
-  EXPECT_ERROR(buckets.collect(), "SparseCsr");
+  EXPECT_ERROR(buckets.reattach_gradients(), "SparseCsr");
   parameters[1].mutable_grad() = torch::ones({4});
   EXPECT_EQ(sum_of_squares(buckets), 4);
 }
@@ -295,12 +295,12 @@ TEST(FlatGradBuckets, CopyAGradientThatIsAnotherViewOfItsOwnPlace) {
   const auto values = torch::arange(9, torch::kFloat).view({3, 3});
   parameters[0].mutable_grad() = values.clone();
   parameters[1].mutable_grad() = values + 10;
-  buckets.collect();
+  buckets.reattach_gradients();
   parameters[0].mutable_grad() = parameters[0].grad().t();
-  buckets.collect();
+  buckets.reattach_gradients();
   EXPECT_TRUE(torch::equal(parameters[0].grad(), values.t()));
   parameters[0].mutable_grad() = parameters[1].grad();  // another's place
-  buckets.collect();
+  buckets.reattach_gradients();
   EXPECT_TRUE(torch::equal(parameters[0].grad(), values + 10));
   EXPECT_NE(parameters[0].grad().const_data_ptr(), parameters[1].grad().const_data_ptr());
 }
@@ -326,7 +326,7 @@ TEST(FlatGradBuckets, RegroupInTheOrderInWhichGradientsCame) {
   for (const auto& parameter : parameters) {
     before.push_back(parameter.grad().defined() ? parameter.grad().clone() : Tensor());
   }
-  buckets.regroup();
+  buckets.rebuild_buckets();
   ASSERT_EQ(buckets.buckets().size(), 2U);
   std::vector<std::size_t> order = buckets.buckets()[0].parameters;
   order.insert(order.end(), buckets.buckets()[1].parameters.begin(),
@@ -365,9 +365,9 @@ TEST(GradBuckets, RefusesWhatItCannotHold) {
                "storage is 7");
   GradBuckets buckets({good});
   EXPECT_ERROR(buckets.add_parameters({good}), "Parameter 0 is given twice");
-  EXPECT_ERROR(buckets.regroup(), "regroup: nothing watches");
+  EXPECT_ERROR(buckets.rebuild_buckets(), "rebuild_buckets: nothing watches");
   EXPECT_ERROR(buckets.summarize(torch::ones({2})), "inv_scale");
-  EXPECT_ERROR(buckets.micro_batch([] {}), "flat storage");
+  EXPECT_ERROR(buckets.accumulate_if_finite([] {}), "flat storage");
 }
 
 TEST(GradBuckets, MovesWithItsGradients) {

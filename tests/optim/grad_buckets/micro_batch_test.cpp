@@ -23,7 +23,7 @@ class MicroBatch : public testing::Test {
  protected:
   /// One micro-batch whose gradients are `a` and `b`.
   bool run(float a, float b) {
-    return buckets_.micro_batch([&] { (a_ * a + b_ * b).sum().backward(); }).item<bool>();
+    return buckets_.accumulate_if_finite([&] { (a_ * a + b_ * b).sum().backward(); }).item<bool>();
   }
   static void expect_all(const Tensor& gradient, float value) {
     EXPECT_TRUE(torch::equal(gradient, torch::full_like(gradient, value))) << gradient;
@@ -94,16 +94,16 @@ TEST_F(MicroBatch, AddsToGradientsOfAnOrdinaryPass) {
 
 TEST_F(MicroBatch, KeepsParametersThatItDoesNotUse) {
   EXPECT_FALSE(run(1, 2));
-  EXPECT_FALSE(buckets_.micro_batch([&] { a_.sum().backward(); }).item<bool>());
+  EXPECT_FALSE(buckets_.accumulate_if_finite([&] { a_.sum().backward(); }).item<bool>());
   expect_all(a_.grad(), 2);
   expect_all(b_.grad(), 2);
-  EXPECT_FALSE(buckets_.micro_batch([] {}).item<bool>());
+  EXPECT_FALSE(buckets_.accumulate_if_finite([] {}).item<bool>());
   expect_all(a_.grad(), 2);
 }
 
 TEST_F(MicroBatch, PutsBackWhatWasAccumulatedIfBackwardThrows) {
   EXPECT_FALSE(run(1, 2));
-  EXPECT_THROW(buckets_.micro_batch([&] {
+  EXPECT_THROW(buckets_.accumulate_if_finite([&] {
     (a_ * 7).sum().backward();
     throw std::runtime_error("out of memory");
   }),
@@ -116,7 +116,7 @@ TEST_F(MicroBatch, PutsBackWhatWasAccumulatedIfBackwardThrows) {
 
 TEST_F(MicroBatch, PutsBackWhatWasAccumulatedIfAGradientCannotBe) {
   EXPECT_FALSE(run(1, 2));
-  EXPECT_THROW(buckets_.micro_batch([&] {
+  EXPECT_THROW(buckets_.accumulate_if_finite([&] {
     (a_ * 7).sum().backward();
     b_.mutable_grad() = torch::ones({2});
   }),
@@ -132,7 +132,8 @@ TEST_F(MicroBatch, TakesSparseGradients) {
   GradBuckets buckets({embedding->weight}, GradBucketsOptions().storage(GradStorage::flat));
   const auto run_sparse = [&](float weight) {
     return buckets
-        .micro_batch([&] { (embedding->forward(torch::tensor({1})) * weight).sum().backward(); })
+        .accumulate_if_finite(
+            [&] { (embedding->forward(torch::tensor({1})) * weight).sum().backward(); })
         .item<bool>();
   };
   EXPECT_FALSE(run_sparse(1));

@@ -2,10 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <limits>
 #include <memory>

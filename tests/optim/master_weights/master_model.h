@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/scaling/grad_scaler.h>
 #include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <torch/optim.h>
 #include <torch/types.h>
 

@@ -7,9 +7,9 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include "master_model.h"
 

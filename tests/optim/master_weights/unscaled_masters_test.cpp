@@ -6,9 +6,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
@@ -343,7 +343,7 @@ TEST(UnscaledMasters, ReadTheirOwnGradientsWhereTheParametersLieInBuckets) {
                               mezzo::optim::SGDOptions(1e-2).weight_storage(WeightStorage::master));
   GradScaler scaler = quiet_scaler();
   model.set_gradients(0);
-  buckets.collect();
+  buckets.reattach_gradients();
   scaler.unscale_(optimizer);
   const double norm = torch::nn::utils::clip_grad_norm_(master_params(optimizer), 1.0);
   EXPECT_GT(norm, 2.0);

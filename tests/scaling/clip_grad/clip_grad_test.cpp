@@ -5,8 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/clip_grad.h>
 
 #include <cmath>
 #include <limits>

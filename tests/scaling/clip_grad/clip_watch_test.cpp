@@ -6,8 +6,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/clip_grad.h>
 
 #include <functional>
 #include <memory>
@@ -287,9 +287,9 @@ TEST(ClipWatchNumbers, AreWantedForTheFirstStepsOnly) {
 TEST(ClipWatchNumbers, FromADeviceAreSeenWhenTheyHaveArrived) {
   HeardWarnings warnings;
   ClipWatch watch;
-  std::vector<std::shared_ptr<mezzo::detail::Letter>> letters;
+  std::vector<std::shared_ptr<mezzo::detail::AsyncReadback>> letters;
   for (int i = 0; i < 8; ++i) {
-    letters.push_back(std::make_shared<mezzo::detail::Letter>(torch::kCPU));
+    letters.push_back(std::make_shared<mezzo::detail::AsyncReadback>(torch::kCPU));
     watch.expect(&watch, letters.back());
   }
   watch.poll();

@@ -5,8 +5,8 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
-#include <mezzo/autocast/detail/region.h>
 #include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/detail/region.h>
 #include <mezzo/autocast/detail/weight_cache/thread_caches.h>
 
 #include <array>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/checkpoint/detail/file_calls.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/file_calls.h>
 
 #include <c10/util/Exception.h>
 #include <sys/file.h>

@@ -1,12 +1,12 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/checkpoint_reader.h>
 #include <mezzo/checkpoint/detail/checkpoint_writer.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
 #include <mezzo/checkpoint/detail/random_states.h>
 #include <mezzo/checkpoint/detail/value_parts.h>
-#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 
@@ -108,11 +108,13 @@ inline TrainingState& TrainingState::add_part(std::string name,
   return *this;
 }
 
-inline Checkpoints::Checkpoints(std::filesystem::path folder, CheckpointsOptions options)
-    : Checkpoints(std::move(folder), std::move(options), detail::FileCalls()) {}
+inline CheckpointManager::CheckpointManager(std::filesystem::path folder,
+                                            CheckpointManagerOptions options)
+    : CheckpointManager(std::move(folder), std::move(options), detail::FileCalls()) {}
 
-inline Checkpoints::Checkpoints(std::filesystem::path folder, CheckpointsOptions options,
-                                detail::FileCalls calls)
+inline CheckpointManager::CheckpointManager(std::filesystem::path folder,
+                                            CheckpointManagerOptions options,
+                                            detail::FileCalls calls)
     : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
       options_(std::move(options)),
       calls_(std::move(calls)) {
@@ -120,7 +122,7 @@ inline Checkpoints::Checkpoints(std::filesystem::path folder, CheckpointsOptions
               "; it should be at least 1, and 2 to have one to fall back to");
 }
 
-inline void Checkpoints::warn(const std::string& text) const {
+inline void CheckpointManager::warn(const std::string& text) const {
   if (options_.on_warning) {
     options_.on_warning(text);
   } else {
@@ -128,7 +130,7 @@ inline void Checkpoints::warn(const std::string& text) const {
   }
 }
 
-inline void Checkpoints::hold_lock() {
+inline void CheckpointManager::hold_lock() {
   if (lock_.is_open() || !offers_locks_) return;
   detail::OpenFile file;
   const detail::FolderLock lock = detail::lock_folder(calls_, folder_, file);
@@ -145,9 +147,9 @@ inline void Checkpoints::hold_lock() {
   }
 }
 
-inline SavedCheckpoint Checkpoints::save(const TrainingState& state, std::int64_t step) {
-  TORCH_CHECK(step >= 0, "Checkpoints::save: step is ", step, "; it should be at least 0");
-  TORCH_CHECK(!state.parts().empty(), "Checkpoints::save: the state is empty; add to it");
+inline SavedCheckpoint CheckpointManager::save(const TrainingState& state, std::int64_t step) {
+  TORCH_CHECK(step >= 0, "CheckpointManager::save: step is ", step, "; it should be at least 0");
+  TORCH_CHECK(!state.parts().empty(), "CheckpointManager::save: the state is empty; add to it");
   for (auto& parent : detail::make_folder(folder_)) unflushed_.push_back(std::move(parent));
   const int folder_error = detail::flush_folders(calls_, unflushed_);
   hold_lock();
@@ -163,7 +165,7 @@ inline SavedCheckpoint Checkpoints::save(const TrainingState& state, std::int64_
 }
 
 /// Old files go where the new one is durable, or no file ever will be: one more stays then.
-inline void Checkpoints::finish(SavedCheckpoint& saved, int flush_error) {
+inline void CheckpointManager::finish(SavedCheckpoint& saved, int flush_error) {
   saved.durable = flush_error == 0;
   const bool is_hopeless = detail::is_never_flushed(flush_error);
   if (!saved.durable && !(is_hopeless && told_hopeless_)) {
@@ -178,7 +180,7 @@ inline void Checkpoints::finish(SavedCheckpoint& saved, int flush_error) {
 }
 
 /// Removes what is older than the `keep` newest that may be whole.
-inline void Checkpoints::prune(std::int64_t keep) {
+inline void CheckpointManager::prune(std::int64_t keep) {
   std::int64_t kept = 0;
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
     if (kept < keep) {
@@ -189,14 +191,16 @@ inline void Checkpoints::prune(std::int64_t keep) {
   }
 }
 
-inline void Checkpoints::pass_over(const std::filesystem::path& file, const std::string& damage) {
+inline void CheckpointManager::pass_over(const std::filesystem::path& file,
+                                         const std::string& damage) {
   damaged_.insert(file);
   warn(file.string() + " is damaged (" + damage + "); the checkpoint before it is tried");
 }
 
-inline std::optional<LoadedCheckpoint> Checkpoints::load_newest(const TrainingState& state,
-                                                                const LoadOptions& options) {
-  TORCH_CHECK(!state.parts().empty(), "Checkpoints::load_newest: the state is empty; add to it");
+inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const TrainingState& state,
+                                                                      const LoadOptions& options) {
+  TORCH_CHECK(!state.parts().empty(),
+              "CheckpointManager::load_newest: the state is empty; add to it");
   std::string damages;
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
     LoadedCheckpoint loaded{name.path, 0};
@@ -221,7 +225,7 @@ inline std::optional<LoadedCheckpoint> Checkpoints::load_newest(const TrainingSt
   return std::nullopt;
 }
 
-inline std::vector<std::filesystem::path> Checkpoints::files() const {
+inline std::vector<std::filesystem::path> CheckpointManager::files() const {
   std::vector<std::filesystem::path> files;
   for (const auto& name : detail::checkpoints_in(folder_)) files.push_back(name.path);
   return files;

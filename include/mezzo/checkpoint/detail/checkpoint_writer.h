@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/file_calls.h>
 #include <mezzo/checkpoint/detail/file_format.h>
 #include <mezzo/checkpoint/detail/sha256.h>
-#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/checkpoint/detail/byte_stream.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/byte_stream.h>
 
 #include <cstdint>
 #include <set>

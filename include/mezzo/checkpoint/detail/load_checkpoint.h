@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/checkpoint_reader.h>
 #include <mezzo/checkpoint/detail/rank_entries.h>
-#include <mezzo/base/version.h>
 
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>

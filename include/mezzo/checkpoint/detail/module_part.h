@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/checkpoint/detail/object_parts.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/object_parts.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

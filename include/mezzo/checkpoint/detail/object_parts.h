@@ -1,11 +1,11 @@
 #pragma once
 
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_stream.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/sha256.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
-#include <mezzo/base/detail/default_generators.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -43,7 +43,7 @@ concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
 /// Averages are no training weights: see averaged_parameters.h.
 inline void check_not_averaged(const std::string& what, const at::Tensor& tensor) {
   TORCH_CHECK(!averaged_parameters().hold(tensor), what,
-              " holds an average, for an EmaWeights is alive; let it end first (to export the "
+              " holds an average, for an EmaScope is alive; let it end first (to export the "
               "averages, torch::save the model)");
 }
 

@@ -1,10 +1,10 @@
 #pragma once
 
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/object_parts.h>
 #include <mezzo/checkpoint/detail/sha256.h>
 #include <mezzo/checkpoint/detail/value_parts.h>
-#include <mezzo/base/detail/default_generators.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>

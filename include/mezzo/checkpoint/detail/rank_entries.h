@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/file_format.h>
-#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <string>

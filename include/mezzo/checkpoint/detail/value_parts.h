@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/checkpoint/detail/sha256.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/sha256.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>

@@ -12,8 +12,8 @@
 #include <ATen/ops/rand.h>
 #include <c10/util/Exception.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/diagnose/gemm_times.h>
 #include <mezzo/base/matmul_precision.h>
+#include <mezzo/diagnose/gemm_times.h>
 #include <torch/cuda.h>
 
 #include <algorithm>
@@ -131,14 +131,14 @@ inline std::vector<GemmRow> rows_of(const std::vector<RecordedGemm>& gemms) {
 
 inline c10::Device device_of(const std::vector<RecordedGemm>& gemms) {
   TORCH_CHECK(!gemms.empty(),
-              "time_gemms: the model came to no product by mm, addmm, bmm or baddbmm");
+              "benchmark_gemms: the model came to no product by mm, addmm, bmm or baddbmm");
   const c10::Device device = gemms.front().device;
   for (const RecordedGemm& gemm : gemms) {
-    TORCH_CHECK(gemm.device == device, "time_gemms: the model multiplies on ", device, " and on ",
-                gemm.device, "; time its parts one by one");
+    TORCH_CHECK(gemm.device == device, "benchmark_gemms: the model multiplies on ", device,
+                " and on ", gemm.device, "; time its parts one by one");
   }
-  TORCH_CHECK(device.is_cpu() || device.is_cuda(), "time_gemms: the model multiplies on ", device,
-              "; it can be timed on cpu and cuda");
+  TORCH_CHECK(device.is_cpu() || device.is_cuda(), "benchmark_gemms: the model multiplies on ",
+              device, "; it can be timed on cpu and cuda");
   return device;
 }
 
@@ -169,9 +169,10 @@ inline GemmShape GemmShape::padded() const {
 }
 
 template <class Model, class Sample>
-GemmTimes time_gemms(Model&& model, const Sample& sample, const GemmTimingOptions& options) {
+GemmTimes benchmark_gemms(Model&& model, const Sample& sample, const GemmTimingOptions& options) {
   TORCH_CHECK(options.seconds > 0 && !detail::nonfinite_bits(options.seconds),
-              "time_gemms: seconds is ", options.seconds, "; it should be positive and finite");
+              "benchmark_gemms: seconds is ", options.seconds,
+              "; it should be positive and finite");
   std::vector<detail::RecordedGemm> gemms;
   {
     const at::NoGradGuard no_grad;

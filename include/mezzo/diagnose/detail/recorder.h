@@ -31,7 +31,8 @@ struct RecordedGemm {
 class GemmRecorder {
  public:
   GemmRecorder() {
-    TORCH_CHECK(listener() == nullptr, "time_gemms: this thread is within another time_gemms");
+    TORCH_CHECK(listener() == nullptr,
+                "benchmark_gemms: this thread is within another benchmark_gemms");
     listener() = this;
     callback_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback(&GemmRecorder::start, &GemmRecorder::end)

@@ -3,9 +3,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
-#include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/kernels/gradient_summary.h>
 
 #include <cstdint>
 

@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/pending_requests.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <utility>

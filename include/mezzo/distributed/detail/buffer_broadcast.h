@@ -3,9 +3,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
-#include <mezzo/distributed/detail/pending_requests.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/pending_requests.h>
 
 #include <cstdint>
 #include <utility>

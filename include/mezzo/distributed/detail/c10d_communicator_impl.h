@@ -4,11 +4,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/c10d_communicator.h>
 #include <mezzo/distributed/detail/collective_call.h>
 #include <mezzo/distributed/detail/low_precision_sums.h>
 #include <mezzo/distributed/detail/written_tensor.h>
-#include <mezzo/distributed/c10d_communicator.h>
-#include <mezzo/base/version.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
@@ -89,13 +89,13 @@ class C10dGroup {
   /// Starts one: `start` is given the group or backend, and returns its work; `after` makes of what
   /// has come what is written.
   template <class Start>
-  CollectiveRequest launch(const CollectiveCall& call, const at::Tensor& input,
-                           std::optional<WrittenTensor> written, Start start,
-                           std::function<void()> after = nullptr) {
+  Work launch(const CollectiveCall& call, const at::Tensor& input,
+              std::optional<WrittenTensor> written, Start start,
+              std::function<void()> after = nullptr) {
     std::string name = c10::str(call.name(), " on rank ", rank_, " of ", size_);
     auto work = with_context(name, [&] { return std::visit(start, group_); });
-    return CollectiveRequest(std::make_unique<C10dPending>(std::move(work), std::move(name), input,
-                                                           std::move(written), std::move(after)));
+    return Work(std::make_unique<C10dPending>(std::move(work), std::move(name), input,
+                                              std::move(written), std::move(after)));
   }
 
  private:
@@ -129,8 +129,7 @@ inline bool C10dCommunicator::serves(c10::DeviceType device) const noexcept {
   return std::find(devices.begin(), devices.end(), device) != devices.end();
 }
 
-inline CollectiveRequest C10dCommunicator::all_reduce(const at::Tensor& tensor,
-                                                      Reduction reduction) {
+inline Work C10dCommunicator::all_reduce(const at::Tensor& tensor, Reduction reduction) {
   const detail::CollectiveArguments arguments("all_reduce", *this);
   arguments.check("tensor", tensor, *this);
   arguments.check_written("tensor", tensor);
@@ -147,7 +146,7 @@ inline CollectiveRequest C10dCommunicator::all_reduce(const at::Tensor& tensor,
       });
 }
 
-inline CollectiveRequest C10dCommunicator::broadcast(const at::Tensor& tensor, int root) {
+inline Work C10dCommunicator::broadcast(const at::Tensor& tensor, int root) {
   const detail::CollectiveArguments arguments("broadcast", *this);
   arguments.check("tensor", tensor, *this);
   arguments.check_written("tensor", tensor);
@@ -167,8 +166,7 @@ inline CollectiveRequest C10dCommunicator::broadcast(const at::Tensor& tensor, i
       });
 }
 
-inline CollectiveRequest C10dCommunicator::all_gather(const at::Tensor& output,
-                                                      const at::Tensor& input) {
+inline Work C10dCommunicator::all_gather(const at::Tensor& output, const at::Tensor& input) {
   const detail::CollectiveArguments arguments("all_gather", *this);
   arguments.check("output", output, *this);
   arguments.check("input", input, *this);
@@ -185,9 +183,8 @@ inline CollectiveRequest C10dCommunicator::all_gather(const at::Tensor& output,
                         });
 }
 
-inline CollectiveRequest C10dCommunicator::reduce_scatter(const at::Tensor& output,
-                                                          const at::Tensor& input,
-                                                          Reduction reduction) {
+inline Work C10dCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                             Reduction reduction) {
   const detail::CollectiveArguments arguments("reduce_scatter", *this);
   arguments.check("output", output, *this);
   arguments.check("input", input, *this);
@@ -220,15 +217,15 @@ inline CollectiveRequest C10dCommunicator::reduce_scatter(const at::Tensor& outp
   });
 }
 
-inline CollectiveRequest C10dCommunicator::barrier() {
+inline Work C10dCommunicator::barrier() {
   return group_->launch({detail::Collective::barrier}, {}, std::nullopt,
                         [](const auto& group) { return group->barrier(); });
 }
 
-inline c10::intrusive_ptr<c10d::Store> meet(const ProcessGroupEnvironment& environment,
-                                            std::chrono::milliseconds timeout) {
+inline c10::intrusive_ptr<c10d::Store> rendezvous(const ProcessGroupEnvironment& environment,
+                                                  std::chrono::milliseconds timeout) {
   const std::string context =
-      c10::str("mezzo::meet: rank ", environment.rank, " of ", environment.world_size, " at ",
+      c10::str("mezzo::rendezvous: rank ", environment.rank, " of ", environment.world_size, " at ",
                environment.master_addr, ":", environment.master_port);
   c10d::TCPStoreOptions options;
   options.port = environment.master_port;

@@ -6,8 +6,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 
 #include <cstdint>
 #include <string>

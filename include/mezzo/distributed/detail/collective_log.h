@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_call.h>
 #include <mezzo/distributed/detail/heartbeat.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <chrono>

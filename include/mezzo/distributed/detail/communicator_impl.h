@@ -1,21 +1,20 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 
 #include <memory>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-inline CollectiveRequest::CollectiveRequest(
-    std::unique_ptr<detail::PendingCollective> pending) noexcept
+inline Work::Work(std::unique_ptr<detail::PendingCollective> pending) noexcept
     : pending_(std::move(pending)) {}
 
-inline CollectiveRequest::~CollectiveRequest() { warn_if_unwaited(); }
+inline Work::~Work() { warn_if_unwaited(); }
 
-inline CollectiveRequest& CollectiveRequest::operator=(CollectiveRequest&& other) noexcept {
+inline Work& Work::operator=(Work&& other) noexcept {
   if (this != &other) {
     warn_if_unwaited();
     pending_ = std::move(other.pending_);
@@ -23,13 +22,13 @@ inline CollectiveRequest& CollectiveRequest::operator=(CollectiveRequest&& other
   return *this;
 }
 
-inline bool CollectiveRequest::ready() { return pending_ == nullptr || pending_->ready(); }
+inline bool Work::ready() { return pending_ == nullptr || pending_->ready(); }
 
-inline void CollectiveRequest::wait() {
+inline void Work::wait() {
   if (const auto pending = std::move(pending_)) pending->wait();
 }
 
-inline void CollectiveRequest::warn_if_unwaited() noexcept {
+inline void Work::warn_if_unwaited() noexcept {
   if (pending_ == nullptr) return;
   try {
     TORCH_WARN("mezzo: nobody waited for ", pending_->name(),
@@ -46,20 +45,20 @@ struct AnyCommunicator::Model final : Interface {
   int rank() const override { return communicator.rank(); }
   int size() const override { return communicator.size(); }
   bool serves(c10::DeviceType device) const override { return communicator.serves(device); }
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction) override {
+  Work all_reduce(const at::Tensor& tensor, Reduction reduction) override {
     return communicator.all_reduce(tensor, reduction);
   }
-  CollectiveRequest broadcast(const at::Tensor& tensor, int root) override {
+  Work broadcast(const at::Tensor& tensor, int root) override {
     return communicator.broadcast(tensor, root);
   }
-  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) override {
+  Work all_gather(const at::Tensor& output, const at::Tensor& input) override {
     return communicator.all_gather(output, input);
   }
-  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                   Reduction reduction) override {
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                      Reduction reduction) override {
     return communicator.reduce_scatter(output, input, reduction);
   }
-  CollectiveRequest barrier() override { return communicator.barrier(); }
+  Work barrier() override { return communicator.barrier(); }
 
   C communicator;
 };

@@ -5,12 +5,12 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/bucket_exchange.h>
 #include <mezzo/distributed/detail/pending_requests.h>
-#include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/kernels/send_tensors.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/base/version.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
 
 #include <cstddef>
 #include <cstdint>

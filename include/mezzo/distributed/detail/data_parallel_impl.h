@@ -1,8 +1,8 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/distributed/data_parallel.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/data_parallel.h>
 #include <torch/nn/module.h>
 
 #include <utility>

@@ -3,12 +3,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/bucket_exchange.h>
 #include <mezzo/distributed/detail/compressed_exchange.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
-#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <memory>
@@ -30,11 +30,12 @@ inline void check_can_be_reduced(const char* caller, const GradBuckets& buckets,
 }
 
 inline void check_options(const char* caller, const GradAllReduceOptions& options) {
-  TORCH_CHECK(!options.send_dtype || is_low_precision(*options.send_dtype), caller,
-              ": `send_dtype` must be bfloat16 or half, but is ",
-              options.send_dtype.value_or(at::kFloat));
-  TORCH_CHECK(!options.error_feedback || options.send_dtype, caller,
-              ": `error_feedback` is of what rounding to `send_dtype` loses; set `send_dtype`");
+  TORCH_CHECK(!options.compress_dtype || is_low_precision(*options.compress_dtype), caller,
+              ": `compress_dtype` must be bfloat16 or half, but is ",
+              options.compress_dtype.value_or(at::kFloat));
+  TORCH_CHECK(
+      !options.error_feedback || options.compress_dtype, caller,
+      ": `error_feedback` is of what rounding to `compress_dtype` loses; set `compress_dtype`");
   TORCH_CHECK(!options.loss_scale || options.error_feedback, caller,
               ": `loss_scale` is for `error_feedback`, which is off");
 }
@@ -57,8 +58,9 @@ inline std::unique_ptr<BucketExchange> make_exchange(const GradAllReduceOptions&
 
 inline std::shared_ptr<SendBuffers> make_send_buffers(const GradAllReduceOptions& options,
                                                       const AnyCommunicator& communicator) {
-  if (!options.send_dtype) return nullptr;
-  return std::make_shared<SendBuffers>(communicator, *options.send_dtype, options.error_feedback);
+  if (!options.compress_dtype) return nullptr;
+  return std::make_shared<SendBuffers>(communicator, *options.compress_dtype,
+                                       options.error_feedback);
 }
 
 }  // namespace detail

@@ -4,13 +4,13 @@
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/bucket_exchange.h>
 #include <mezzo/distributed/detail/pending_requests.h>
-#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/grad_bucket.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -131,7 +131,7 @@ class GradientReduction {
       TORCH_CHECK(!gradient.defined() || !gradient.requires_grad(), caller_, " on rank ",
                   communicator_.rank(), ": the gradient of parameter ", has_gradient.size(),
                   " has a history (create_graph), which ends with this process; run that backward "
-                  "pass without synchronisation (no_sync, accumulate_only)");
+                  "pass without synchronisation (no_sync)");
       has_gradient.push_back(gradient.defined() ? 1 : 0);
       all = all && (gradient.defined() || !parameter.requires_grad());
     }
@@ -160,7 +160,8 @@ class GradientReduction {
         std::equal(layout.begin(), layout.end(), largest.const_data_ptr<std::uint8_t>()), caller_,
         " on rank ", communicator_.rank(),
         ": the ranks' buckets hold other parameters, so that their gradients were mixed up. "
-        "All ranks give the same parameters and bucket_bytes; regroup() only where backward "
+        "All ranks give the same parameters and bucket_bytes; rebuild_buckets() only where "
+        "backward "
         "passes take the same way on all. Begin again from a checkpoint on all ranks");
     known_layout_ = layout;
   }

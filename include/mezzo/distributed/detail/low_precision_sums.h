@@ -2,8 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/maximum.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 
 #include <cstdint>
 

@@ -3,8 +3,8 @@
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 #include <mpi.h>
 
 #include <cmath>

@@ -3,13 +3,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_call.h>
 #include <mezzo/distributed/detail/low_precision_sums.h>
 #include <mezzo/distributed/detail/mpi_queue.h>
 #include <mezzo/distributed/detail/written_tensor.h>
-#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -49,12 +49,11 @@ class MpiCollectives : public std::enable_shared_from_this<MpiCollectives> {
   int rank() const noexcept { return queue_.rank(); }
   int size() const noexcept { return queue_.size(); }
 
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction);
-  CollectiveRequest broadcast(const at::Tensor& tensor, int root);
-  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input);
-  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                   Reduction reduction);
-  CollectiveRequest barrier();
+  Work all_reduce(const at::Tensor& tensor, Reduction reduction);
+  Work broadcast(const at::Tensor& tensor, int root);
+  Work all_gather(const at::Tensor& output, const at::Tensor& input);
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction);
+  Work barrier();
 
  private:
   class Pending;
@@ -75,7 +74,7 @@ class MpiCollectives : public std::enable_shared_from_this<MpiCollectives> {
                            const std::string& context);
   MpiPart scattered_in_float(const at::Tensor& output, const at::Tensor& input, Reduction reduction,
                              const std::string& context);
-  CollectiveRequest launch(const std::shared_ptr<MpiOperation>& operation);
+  Work launch(const std::shared_ptr<MpiOperation>& operation);
 
   MpiQueue queue_;
   int64_t max_bytes_;
@@ -95,12 +94,12 @@ class MpiCollectives::Pending final : public PendingCollective {
   std::shared_ptr<MpiOperation> operation_;
 };
 
-inline CollectiveRequest MpiCollectives::launch(const std::shared_ptr<MpiOperation>& operation) {
+inline Work MpiCollectives::launch(const std::shared_ptr<MpiOperation>& operation) {
   queue_.launch(operation);
-  return CollectiveRequest(std::make_unique<Pending>(shared_from_this(), operation));
+  return Work(std::make_unique<Pending>(shared_from_this(), operation));
 }
 
-inline CollectiveRequest MpiCollectives::all_reduce(const at::Tensor& tensor, Reduction reduction) {
+inline Work MpiCollectives::all_reduce(const at::Tensor& tensor, Reduction reduction) {
   const c10::NoGradGuard no_grad;
   const auto operation = std::make_shared<MpiOperation>(
       CollectiveCall{Collective::all_reduce, tensor.scalar_type(), tensor.numel(), reduction});
@@ -168,7 +167,7 @@ inline MpiPart MpiCollectives::reduced_in_float(const at::Tensor& run, Reduction
           }};
 }
 
-inline CollectiveRequest MpiCollectives::broadcast(const at::Tensor& tensor, int root) {
+inline Work MpiCollectives::broadcast(const at::Tensor& tensor, int root) {
   const c10::NoGradGuard no_grad;
   const auto operation = std::make_shared<MpiOperation>(CollectiveCall{
       Collective::broadcast, tensor.scalar_type(), tensor.numel(), Reduction::sum, root});
@@ -188,8 +187,7 @@ inline CollectiveRequest MpiCollectives::broadcast(const at::Tensor& tensor, int
   return launch(operation);
 }
 
-inline CollectiveRequest MpiCollectives::all_gather(const at::Tensor& output,
-                                                    const at::Tensor& input) {
+inline Work MpiCollectives::all_gather(const at::Tensor& output, const at::Tensor& input) {
   const c10::NoGradGuard no_grad;
   const auto operation = std::make_shared<MpiOperation>(
       CollectiveCall{Collective::all_gather, input.scalar_type(), input.numel()});
@@ -228,9 +226,8 @@ inline MpiPart MpiCollectives::gathered(const at::Tensor& output, const at::Tens
               }};
 }
 
-inline CollectiveRequest MpiCollectives::reduce_scatter(const at::Tensor& output,
-                                                        const at::Tensor& input,
-                                                        Reduction reduction) {
+inline Work MpiCollectives::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                           Reduction reduction) {
   const c10::NoGradGuard no_grad;
   const auto operation = std::make_shared<MpiOperation>(
       CollectiveCall{Collective::reduce_scatter, input.scalar_type(), input.numel(), reduction});
@@ -279,7 +276,7 @@ inline MpiPart MpiCollectives::scattered_in_float(const at::Tensor& output, cons
               }};
 }
 
-inline CollectiveRequest MpiCollectives::barrier() {
+inline Work MpiCollectives::barrier() {
   const auto operation = std::make_shared<MpiOperation>(CollectiveCall{Collective::barrier});
   operation->parts.push_back(
       {.first = [this, context = queue_.context(operation->call)](MPI_Request* request) {

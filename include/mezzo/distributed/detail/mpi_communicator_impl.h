@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_call.h>
 #include <mezzo/distributed/detail/mpi_collectives.h>
 #include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/base/version.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -14,8 +14,7 @@ inline MpiCommunicator::MpiCommunicator(MPI_Comm communicator,
 inline int MpiCommunicator::rank() const noexcept { return collectives_->rank(); }
 inline int MpiCommunicator::size() const noexcept { return collectives_->size(); }
 
-inline CollectiveRequest MpiCommunicator::all_reduce(const at::Tensor& tensor,
-                                                     Reduction reduction) {
+inline Work MpiCommunicator::all_reduce(const at::Tensor& tensor, Reduction reduction) {
   const detail::CollectiveArguments arguments("all_reduce", *this);
   arguments.check("tensor", tensor, *this);
   arguments.check_written("tensor", tensor);
@@ -23,7 +22,7 @@ inline CollectiveRequest MpiCommunicator::all_reduce(const at::Tensor& tensor,
   return collectives_->all_reduce(tensor, reduction);
 }
 
-inline CollectiveRequest MpiCommunicator::broadcast(const at::Tensor& tensor, int root) {
+inline Work MpiCommunicator::broadcast(const at::Tensor& tensor, int root) {
   const detail::CollectiveArguments arguments("broadcast", *this);
   arguments.check("tensor", tensor, *this);
   arguments.check_written("tensor", tensor);
@@ -31,8 +30,7 @@ inline CollectiveRequest MpiCommunicator::broadcast(const at::Tensor& tensor, in
   return collectives_->broadcast(tensor, root);
 }
 
-inline CollectiveRequest MpiCommunicator::all_gather(const at::Tensor& output,
-                                                     const at::Tensor& input) {
+inline Work MpiCommunicator::all_gather(const at::Tensor& output, const at::Tensor& input) {
   const detail::CollectiveArguments arguments("all_gather", *this);
   arguments.check("output", output, *this);
   arguments.check("input", input, *this);
@@ -41,9 +39,8 @@ inline CollectiveRequest MpiCommunicator::all_gather(const at::Tensor& output,
   return collectives_->all_gather(output, input);
 }
 
-inline CollectiveRequest MpiCommunicator::reduce_scatter(const at::Tensor& output,
-                                                         const at::Tensor& input,
-                                                         Reduction reduction) {
+inline Work MpiCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                            Reduction reduction) {
   const detail::CollectiveArguments arguments("reduce_scatter", *this);
   arguments.check("output", output, *this);
   arguments.check("input", input, *this);
@@ -53,6 +50,6 @@ inline CollectiveRequest MpiCommunicator::reduce_scatter(const at::Tensor& outpu
   return collectives_->reduce_scatter(output, input, reduction);
 }
 
-inline CollectiveRequest MpiCommunicator::barrier() { return collectives_->barrier(); }
+inline Work MpiCommunicator::barrier() { return collectives_->barrier(); }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

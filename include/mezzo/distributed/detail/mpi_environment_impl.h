@@ -1,9 +1,9 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/mpi_calls.h>
 #include <mezzo/distributed/mpi_environment.h>
-#include <mezzo/base/version.h>
 
 #include <exception>
 

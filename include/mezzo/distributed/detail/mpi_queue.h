@@ -2,9 +2,9 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_call.h>
 #include <mezzo/distributed/detail/mpi_calls.h>
-#include <mezzo/base/version.h>
 #include <mpi.h>
 
 #include <array>

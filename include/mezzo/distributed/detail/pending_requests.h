@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 
 #include <cstddef>
 #include <utility>
@@ -15,24 +15,24 @@ class PendingRequests {
  public:
   PendingRequests() = default;
   ~PendingRequests() {
-    for (CollectiveRequest& request : requests_) request.abandon();
+    for (Work& request : requests_) request.abandon();
   }
   PendingRequests(const PendingRequests&) = delete;
   PendingRequests& operator=(const PendingRequests&) = delete;
 
-  void add(CollectiveRequest request) { requests_.push_back(std::move(request)); }
+  void add(Work request) { requests_.push_back(std::move(request)); }
   void poll() {
-    for (CollectiveRequest& request : requests_) request.ready();
+    for (Work& request : requests_) request.ready();
   }
   /// For the one that was added as number `index`.
   void wait_for(std::size_t index) { requests_[index].wait(); }
   void wait() {
-    for (CollectiveRequest& request : requests_) request.wait();
+    for (Work& request : requests_) request.wait();
     requests_.clear();
   }
 
  private:
-  std::vector<CollectiveRequest> requests_;
+  std::vector<Work> requests_;
 };
 
 }  // namespace detail

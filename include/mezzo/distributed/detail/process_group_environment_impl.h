@@ -1,8 +1,8 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/distributed/process_group_environment.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/process_group_environment.h>
 
 #include <charconv>
 #include <cstdint>
@@ -158,12 +158,12 @@ inline void find_master_of_slurm(const LaunchReader& reader, ProcessGroupEnviron
 
 }  // namespace detail
 
-inline std::optional<std::string> ProcessGroupEnvironment::of_this_process(const char* name) {
+inline std::optional<std::string> ProcessGroupEnvironment::from_env(const char* name) {
   const char* const value = std::getenv(name);
   return value == nullptr ? std::nullopt : std::optional<std::string>(value);
 }
 
-inline bool ProcessGroupEnvironment::is_there(const Variables& variables) {
+inline bool ProcessGroupEnvironment::is_launched(const Variables& variables) {
   const detail::LaunchReader reader(variables);
   return reader.speaks(detail::kTorchrun) || reader.speaks(detail::kOpenMpi) ||
          reader.speaks(detail::kSlurm);

@@ -5,11 +5,11 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/byte_stream.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
-#include <mezzo/distributed/detail/start_alike_impl.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/base/version.h>
+#include <mezzo/distributed/detail/broadcast_parameters_impl.h>
 
 #include <algorithm>
 #include <concepts>

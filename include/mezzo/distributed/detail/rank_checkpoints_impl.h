@@ -1,12 +1,12 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
 #include <mezzo/checkpoint/detail/rank_entries.h>
 #include <mezzo/checkpoint/detail/sha256.h>
 #include <mezzo/distributed/rank_checkpoints.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -115,12 +115,12 @@ inline constexpr const char* kLoadCaller = "RankCheckpoints::load_newest";
 }  // namespace detail
 
 inline RankCheckpoints::RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
-                                        CheckpointsOptions options)
+                                        CheckpointManagerOptions options)
     : RankCheckpoints(std::move(folder), std::move(communicator), std::move(options),
                       detail::FileCalls()) {}
 
 inline RankCheckpoints::RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
-                                        CheckpointsOptions options, detail::FileCalls calls)
+                                        CheckpointManagerOptions options, detail::FileCalls calls)
     : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
       ranks_(std::move(communicator)),
       calls_(calls),

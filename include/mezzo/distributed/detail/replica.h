@@ -3,13 +3,13 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/distributed/detail/buffer_broadcast.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel_options.h>
+#include <mezzo/distributed/detail/buffer_broadcast.h>
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/distributed/start_alike.h>
 #include <mezzo/optim/grad_buckets.h>
-#include <mezzo/base/version.h>
 #include <torch/nn/module.h>
 
 #include <cstddef>
@@ -92,7 +92,7 @@ class Replica {
   static std::vector<at::Tensor> alike(const ReplicatedTensors& tensors,
                                        const AnyCommunicator& communicator,
                                        const DataParallelOptions& options) {
-    start_alike(tensors.all(), communicator, options.root);
+    broadcast_parameters(tensors.all(), communicator, options.root);
     std::vector<at::Tensor> trained;
     for (const auto& [name, parameter] : tensors.parameters) {
       if (parameter.requires_grad()) trained.push_back(parameter);

@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/bucket_exchange.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/base/version.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -52,7 +52,7 @@ class ShardExchange : public BucketExchange {
  private:
   struct Scatter {
     at::Tensor flat;
-    CollectiveRequest request;
+    Work request;
   };
 
   void end_first() {

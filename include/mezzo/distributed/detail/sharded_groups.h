@@ -3,10 +3,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/optim/detail/trained_once.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/start_alike.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/broadcast_parameters.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/optim/detail/trained_once.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
@@ -33,7 +33,7 @@ inline std::vector<at::Tensor> start_groups_alike(
     }
   }
   refuse_duplicates(trained, "ShardedOptimizer");
-  start_alike(named, communicator);
+  broadcast_parameters(named, communicator);
   return trained;
 }
 

@@ -3,14 +3,14 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/detail/wide_dtype.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/sharded_state.h>
+#include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/detail/kept_weights.h>
-#include <mezzo/base/detail/wide_dtype.h>
-#include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/base/version.h>
 
 #include <torch/serialize/archive.h>
 

@@ -4,14 +4,14 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/agreed_summary.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/detail/sharded_groups.h>
 #include <mezzo/distributed/detail/sharded_state.h>
-#include <mezzo/optim/detail/group_options.h>
 #include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/fused_options.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <utility>
@@ -131,11 +131,11 @@ template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::prepare() {
   check_groups();
   mirror_groups();
-  buckets_.collect();
+  buckets_.reattach_gradients();
   TORCH_CHECK(
       exchange_->has_summed() || !has_gradient(),
       "ShardedOptimizer: no backward pass has summed the gradients over the ranks since the "
-      "last step; let accumulate_only() end before the last micro-batch");
+      "last step; let no_sync() end before the last micro-batch");
   weights_.settle();
   for (const detail::ShardSlice& slice : weights_.slices()) {
     const bool has_one = weights_.parameters()[slice.parameter].grad().defined();
@@ -145,9 +145,9 @@ void ShardedOptimizer<OptimizerType>::prepare() {
 
 /// Whatever was summed before, it is not the whole of what is there afterwards.
 template <class OptimizerType>
-GradBuckets::AccumulateOnly ShardedOptimizer<OptimizerType>::accumulate_only() {
+GradBuckets::NoSync ShardedOptimizer<OptimizerType>::no_sync() {
   exchange_->set_has_summed(false);
-  return buckets_.accumulate_only();
+  return buckets_.no_sync();
 }
 
 template <class OptimizerType>
@@ -251,15 +251,15 @@ bool ShardedOptimizer<OptimizerType>::keeps_master(std::size_t group,
 }
 
 template <class OptimizerType>
-at::Tensor ShardedOptimizer<OptimizerType>::trained_tensor(std::size_t /*group*/,
-                                                           const at::Tensor& /*parameter*/) {
+at::Tensor ShardedOptimizer<OptimizerType>::master_param(std::size_t /*group*/,
+                                                         const at::Tensor& /*parameter*/) {
   TORCH_CHECK(false,
               "ShardedOptimizer: a rank trains a part of each parameter, and has no master of a "
               "whole one; clip with scaler.step(optimizer, {.max_norm = ...})");
 }
 
 template <class OptimizerType>
-void ShardedOptimizer<OptimizerType>::keep_masters() {
+void ShardedOptimizer<OptimizerType>::enable_master_weights() {
   TORCH_CHECK(false,
               "ShardedOptimizer: weights are cast first, and then sharded; make the optimizer from "
               "the cast model, with weight_storage(WeightStorage::master) in its options");

@@ -3,9 +3,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
-#include <mezzo/optim/detail/kept_weights.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/optim/detail/kept_weights.h>
 
 #include <algorithm>
 #include <cstddef>

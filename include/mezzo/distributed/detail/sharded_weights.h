@@ -7,13 +7,13 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/pending_requests.h>
 #include <mezzo/distributed/detail/shard_exchange.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/param_state.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -13,8 +13,8 @@
 #include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/autograd_function/cast_function.h>
 #include <mezzo/base/detail/wide_dtype.h>
-#include <mezzo/distributed/sync_batch_norm.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/sync_batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>

@@ -1,11 +1,11 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/watchdog_threads.h>
 #include <mezzo/distributed/detail/watched_communicator.h>
 #include <mezzo/distributed/watchdog.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <chrono>
@@ -402,7 +402,7 @@ inline Watchdog::Watchdog(const c10::intrusive_ptr<c10d::Store>& store, int rank
     : store_(store),
       log_(std::make_shared<detail::CollectiveLog>()),
       exceptions_(std::uncaught_exceptions()) {
-  TORCH_CHECK(store, "Watchdog: `store` is null; mezzo::meet makes one");
+  TORCH_CHECK(store, "Watchdog: `store` is null; mezzo::rendezvous makes one");
   detail::check_watchdog_arguments(rank, size, options);
   threads_ = std::make_shared<detail::WatchdogThreads>(store->clone(), rank, size, options, log_);
   threads_->start();

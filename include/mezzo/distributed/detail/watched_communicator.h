@@ -2,10 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/StringUtil.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/collective_call.h>
 #include <mezzo/distributed/detail/collective_log.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <memory>
@@ -25,32 +25,31 @@ class WatchedCommunicator {
   int size() const { return under_.size(); }
   bool serves(c10::DeviceType device) const { return under_.serves(device); }
 
-  CollectiveRequest all_reduce(const at::Tensor& tensor, Reduction reduction) {
+  Work all_reduce(const at::Tensor& tensor, Reduction reduction) {
     return launch({Collective::all_reduce, dtype(tensor), numel(tensor), reduction},
                   [&] { return under_.all_reduce(tensor, reduction); });
   }
-  CollectiveRequest broadcast(const at::Tensor& tensor, int root) {
+  Work broadcast(const at::Tensor& tensor, int root) {
     return launch({Collective::broadcast, dtype(tensor), numel(tensor), Reduction::sum, root},
                   [&] { return under_.broadcast(tensor, root); });
   }
-  CollectiveRequest all_gather(const at::Tensor& output, const at::Tensor& input) {
+  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
     return launch({Collective::all_gather, dtype(input), numel(input)},
                   [&] { return under_.all_gather(output, input); });
   }
-  CollectiveRequest reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                   Reduction reduction) {
+  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction) {
     return launch({Collective::reduce_scatter, dtype(input), numel(input), reduction},
                   [&] { return under_.reduce_scatter(output, input, reduction); });
   }
-  CollectiveRequest barrier() {
+  Work barrier() {
     return launch({Collective::barrier}, [&] { return under_.barrier(); });
   }
 
  private:
   class Pending final : public PendingCollective {
    public:
-    Pending(CollectiveRequest under, std::shared_ptr<CollectiveLog> log,
-            const CollectiveLog::Entry& entry, int rank, int size)
+    Pending(Work under, std::shared_ptr<CollectiveLog> log, const CollectiveLog::Entry& entry,
+            int rank, int size)
         : under_(std::move(under)), log_(std::move(log)), entry_(entry), rank_(rank), size_(size) {}
     ~Pending() override { under_.abandon(); }  // who holds this one has warned
     Pending(const Pending&) = delete;
@@ -66,7 +65,7 @@ class WatchedCommunicator {
     }
 
    private:
-    CollectiveRequest under_;
+    Work under_;
     std::shared_ptr<CollectiveLog> log_;
     CollectiveLog::Entry entry_;
     int rank_;
@@ -81,11 +80,11 @@ class WatchedCommunicator {
 
   /// Starting one may itself wait for other ranks, as NCCL's first does.
   template <class Start>
-  CollectiveRequest launch(const CollectiveCall& call, const Start& start) {
+  Work launch(const CollectiveCall& call, const Start& start) {
     const CollectiveLog::Entry entry = log_->called(number_, call);
     try {
       const CollectiveLog::Waiting waiting(*log_, entry);
-      return CollectiveRequest(std::make_unique<Pending>(start(), log_, entry, rank(), size()));
+      return Work(std::make_unique<Pending>(start(), log_, entry, rank(), size()));
     } catch (...) {
       log_->refused(entry);
       throw;

@@ -3,10 +3,10 @@
 /// one more block merges them in their order. No atomics: the same gradients give the same bits.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/kernels/gradient_summary_share.h>
 #include <mezzo/kernels/gradient_summary_table.h>
-#include <mezzo/base/version.h>
 
 #include <cuda_runtime.h>
 

@@ -4,9 +4,9 @@
 /// (mezzo/kernels/lamb_body.h). No atomics: the same numbers give the same bits. Nothing waits.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/lamb_body.h>
 #include <mezzo/kernels/lamb_element.h>
-#include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 
@@ -39,7 +39,7 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
   using typename Streams::Stored;
   using typename Streams::StoredGradient;
   using typename Streams::StoredMoment;
-  static constexpr bool kReadsBeside = std::is_same_v<Weights, SplitWeights>;
+  static constexpr bool kReadsLowHalf = std::is_same_v<Weights, SplitWeights>;
   using Streams::base;
   using Streams::is_aligned;
   using Streams::Streams;
@@ -51,20 +51,20 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
     StepPack<Stored> parameters;
     StepPack<StoredMoment> means;
     StepPack<StoredMoment> squares;
-    StepPack<uint16_t> beside;
+    StepPack<uint16_t> low_half_or_copy;
     load_pack(base.gradient + at, count, is_whole, gradients);
     load_pack(base.parameter + at, count, is_whole, parameters);
     load_pack(base.moments[0] + at, count, is_whole, means);
     load_pack(base.moments[1] + at, count, is_whole, squares);
-    if (kReadsBeside) load_pack(base.beside + at, count, is_whole, beside);
+    if (kReadsLowHalf) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
 #pragma unroll
     for (int i = 0; i < kStepPack; ++i) {
       const Place place{&parameters.element[i],
                         &gradients.element[i],
                         {&means.element[i], &squares.element[i]},
-                        &beside.element[i],
+                        &low_half_or_copy.element[i],
                         nullptr,
-                        /*has_beside=*/kReadsBeside,
+                        /*has_low_half_or_copy=*/kReadsLowHalf,
                         /*has_average=*/false};
       Scalar parameter;
       Scalar update;
@@ -87,26 +87,27 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
     StepPack<Stored> parameters;
     StepPack<StoredMoment> means;
     StepPack<StoredMoment> squares;
-    StepPack<uint16_t> beside;
+    StepPack<uint16_t> low_half_or_copy;
     StepPack<Scalar> average;
     load_pack(base.parameter + at, count, is_whole, parameters);
     load_pack(base.moments[0] + at, count, is_whole, means);
     load_pack(base.moments[1] + at, count, is_whole, squares);
-    if (kReadsBeside) load_pack(base.beside + at, count, is_whole, beside);
+    if (kReadsLowHalf) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
     if (base.has_average) load_pack(base.average + at, count, is_whole, average);
 #pragma unroll
     for (int i = 0; i < kStepPack; ++i) {
       const Place place{&parameters.element[i],
                         nullptr,
                         {&means.element[i], &squares.element[i]},
-                        &beside.element[i],
+                        &low_half_or_copy.element[i],
                         &average.element[i],
-                        base.has_beside,
+                        base.has_low_half_or_copy,
                         base.has_average};
       body.move(place, number + static_cast<uint32_t>(i), key);
     }
     store_pack(parameters, count, is_whole, base.parameter + at);
-    if (base.has_beside) store_pack(beside, count, is_whole, base.beside + at);
+    if (base.has_low_half_or_copy)
+      store_pack(low_half_or_copy, count, is_whole, base.low_half_or_copy + at);
     if (base.has_average) store_pack(average, count, is_whole, base.average + at);
   }
 };

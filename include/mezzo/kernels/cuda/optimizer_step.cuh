@@ -3,10 +3,10 @@
 /// nothing, in one pass. The arithmetic is that of the CPU's loops (mezzo/kernels/*_element.h).
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/optimizer_step_body.h>
 #include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/scalar_lanes.h>
-#include <mezzo/base/version.h>
 
 #include <cuda_runtime.h>
 
@@ -71,12 +71,12 @@ struct StepStreams {
       : base{static_cast<Stored*>(slice.span.parameter) + slice.begin,
              static_cast<StoredGradient*>(slice.span.gradient) + slice.begin,
              {},
-             advanced(static_cast<uint16_t*>(slice.span.beside), slice.begin),
+             advanced(static_cast<uint16_t*>(slice.span.low_half_or_copy), slice.begin),
              advanced(static_cast<Scalar*>(slice.span.average), slice.begin),
-             slice.span.beside != nullptr,
+             slice.span.low_half_or_copy != nullptr,
              slice.span.average != nullptr},
         is_aligned(is_pack_aligned(base.parameter) && is_pack_aligned(base.gradient) &&
-                   is_pack_aligned(base.beside) && is_pack_aligned(base.average)) {
+                   is_pack_aligned(base.low_half_or_copy) && is_pack_aligned(base.average)) {
 #pragma unroll
     for (unsigned k = 0; k != kMoments; ++k) {
       base.moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]) + slice.begin;
@@ -92,23 +92,27 @@ struct StepStreams {
   __device__ void step_pack(int64_t at, int count, const Body& step, uint32_t number,
                             const RandomKey& key, bool clear) const {
     const bool is_whole = is_aligned && count == kStepPack;
-    const bool reads_beside = Body::kIsSplit;
+    const bool reads_low_half = Body::kIsSplit;
     StepPack<StoredGradient> gradients;
     StepPack<Stored> parameters;
     StepPack<StoredMoment> moments[Place::kMomentSlots];
-    StepPack<uint16_t> beside;
+    StepPack<uint16_t> low_half_or_copy;
     StepPack<Scalar> average;
     load_pack(base.gradient + at, count, is_whole, gradients);
     load_pack(base.parameter + at, count, is_whole, parameters);
 #pragma unroll
     for (unsigned k = 0; k != kMoments; ++k)
       load_pack(base.moments[k] + at, count, is_whole, moments[k]);
-    if (reads_beside) load_pack(base.beside + at, count, is_whole, beside);
+    if (reads_low_half) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
     if (base.has_average) load_pack(base.average + at, count, is_whole, average);
 #pragma unroll
     for (int i = 0; i < kStepPack; ++i) {
-      Place place{&parameters.element[i], &gradients.element[i], {},
-                  &beside.element[i],     &average.element[i],   base.has_beside,
+      Place place{&parameters.element[i],
+                  &gradients.element[i],
+                  {},
+                  &low_half_or_copy.element[i],
+                  &average.element[i],
+                  base.has_low_half_or_copy,
                   base.has_average};
 #pragma unroll
       for (unsigned k = 0; k != kMoments; ++k) place.moments[k] = &moments[k].element[i];
@@ -118,7 +122,8 @@ struct StepStreams {
 #pragma unroll
     for (unsigned k = 0; k != kMoments; ++k)
       store_pack(moments[k], count, is_whole, base.moments[k] + at);
-    if (base.has_beside) store_pack(beside, count, is_whole, base.beside + at);
+    if (base.has_low_half_or_copy)
+      store_pack(low_half_or_copy, count, is_whole, base.low_half_or_copy + at);
     if (base.has_average) store_pack(average, count, is_whole, base.average + at);
     if (clear) store_pack(gradients, count, is_whole, base.gradient + at);
   }

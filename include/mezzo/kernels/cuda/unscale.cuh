@@ -3,10 +3,10 @@
 /// checks, or only checks.
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/gradient_table.h>
 #include <mezzo/kernels/unscale_element.h>
-#include <mezzo/base/version.h>
 
 #include <cuda_runtime.h>
 

@@ -2,9 +2,9 @@
 /// The loss scale's state machine on the device.
 #pragma once
 
-#include <mezzo/kernels/scale_tensors.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/scale_tensors.h>
 
 #include <cuda_runtime.h>
 

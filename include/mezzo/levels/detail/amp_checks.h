@@ -2,14 +2,14 @@
 /// What is checked before anything is changed.
 #pragma once
 
-#include <mezzo/optim/detail/gradients.h>
-#include <mezzo/levels/detail/model_cast.h>
 #include <mezzo/base/detail/model_list.h>
-#include <mezzo/optim/detail/trained_once.h>
-#include <mezzo/optim/master_weights.h>
-#include <mezzo/levels/opt_level.h>
-#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/levels/detail/model_cast.h>
+#include <mezzo/levels/opt_level.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/trained_once.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

@@ -6,11 +6,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
-#include <mezzo/optim/detail/gradients.h>
-#include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/optim/master_weights.h>
-#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -52,7 +52,7 @@ class OptimizerPasses {
     if (fused == nullptr) {
       adapter_ = std::make_unique<MasterWeights>(given);
     } else {
-      fused->keep_masters();
+      fused->enable_master_weights();
       keeps_own_masters_ = true;
     }
   }
@@ -64,7 +64,7 @@ class OptimizerPasses {
     torch::optim::Optimizer& optimizer = adapter_ != nullptr ? *adapter_ : *given_;
     auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
     if (fused == nullptr) return optimizer;
-    if (keeps_own_masters_) fused->keep_masters();  // groups that are new
+    if (keeps_own_masters_) fused->enable_master_weights();  // groups that are new
     fused->refresh_groups();
     return optimizer;
   }
@@ -155,7 +155,7 @@ class OptimizerPasses {
     std::vector<Held> all;
     for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
       const bool has_master = fused != nullptr && fused->keeps_master(group, parameter);
-      all.push_back({parameter, has_master ? fused->trained_tensor(group, parameter) : parameter});
+      all.push_back({parameter, has_master ? fused->master_param(group, parameter) : parameter});
     });
     return all;
   }

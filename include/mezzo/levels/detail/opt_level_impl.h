@@ -4,9 +4,9 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/scaling/detail/python_float.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/levels/opt_level.h>
+#include <mezzo/scaling/detail/python_float.h>
 
 #include <array>
 #include <charconv>

@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/detail/param_state.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/ivalue.h>
 #include <torch/serialize/archive.h>

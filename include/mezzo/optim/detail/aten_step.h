@@ -1,8 +1,8 @@
 #pragma once
 
 #include <mezzo/base/detail/inference_tensors.h>
-#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
 

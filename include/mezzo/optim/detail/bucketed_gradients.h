@@ -1,10 +1,10 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/bucket_hook.h>
 #include <mezzo/optim/detail/gradient_slot.h>
-#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/grad_bucket.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -39,16 +39,16 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
 
   void add_parameters(const std::vector<at::Tensor>& parameters);
   void remove_hooks();
-  void collect();
+  void reattach_gradients();
   std::vector<BucketGradient> gradients();
   std::vector<std::size_t> sparse_gradients();
   GradientSummary summarize(const at::Tensor& inv_scale);
   GradientStatistics statistics(const at::Tensor& inv_scale, at::ScalarType low_precision);
   void forget_reads();
   void zero_grad(bool set_to_none);
-  void regroup();
+  void rebuild_buckets();
   void add_accumulate_only(int change);
-  at::Tensor micro_batch(const std::function<void()>& backward);
+  at::Tensor accumulate_if_finite(const std::function<void()>& backward);
   /// Returns the callback's number.
   int64_t on_ready(std::function<void(std::size_t)> callback);
   /// Takes the callback of that number away, unless another has taken its place.

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>

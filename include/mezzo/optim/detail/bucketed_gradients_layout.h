@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/bucket_layout.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/base/version.h>
+#include <mezzo/optim/detail/rank_sum.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -178,7 +178,7 @@ inline void BucketedGradients::adopt_place(std::size_t number) {
   slot.may_be_nonzero = true;
 }
 
-inline void BucketedGradients::collect() {
+inline void BucketedGradients::reattach_gradients() {
   const std::lock_guard lock(mutex_);
   const c10::NoGradGuard no_grad;
   forget_pass();
@@ -187,7 +187,7 @@ inline void BucketedGradients::collect() {
 }
 
 inline std::vector<BucketGradient> BucketedGradients::gradients() {
-  collect();
+  reattach_gradients();
   std::vector<BucketGradient> all;
   for (std::size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     for (const std::size_t number : buckets_[bucket].parameters) {
@@ -199,7 +199,7 @@ inline std::vector<BucketGradient> BucketedGradients::gradients() {
 }
 
 inline std::vector<std::size_t> BucketedGradients::sparse_gradients() {
-  collect();
+  reattach_gradients();
   std::vector<std::size_t> numbers;
   for (std::size_t number = 0; number < slots_.size(); ++number) {
     const at::Tensor& gradient = slots_[number].gradient();
@@ -234,11 +234,11 @@ inline void BucketedGradients::zero_grad(bool set_to_none) {
   }
 }
 
-inline void BucketedGradients::regroup() {
+inline void BucketedGradients::rebuild_buckets() {
   TORCH_CHECK(slots_.empty() || slots_.front().is_hooked,
-              "regroup: nothing watches the order of gradients; use flat storage, "
+              "rebuild_buckets: nothing watches the order of gradients; use flat storage, "
               "check_during_backward or on_ready");
-  collect();
+  reattach_gradients();
   const std::lock_guard lock(mutex_);
   const c10::NoGradGuard no_grad;
   std::vector<std::size_t> order = arrivals_;

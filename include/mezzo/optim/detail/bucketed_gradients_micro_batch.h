@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/optim/detail/rank_sum.h>
-#include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/optim/detail/rank_sum.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/logical_and.h>
@@ -65,10 +65,11 @@ class BucketedGradients::AccumulatesOnly {
   BucketedGradients& buckets_;
 };
 
-inline at::Tensor BucketedGradients::micro_batch(const std::function<void()>& backward) {
-  TORCH_CHECK(is_flat(), "micro_batch needs flat storage: the buffer holds what is accumulated");
-  TORCH_CHECK(backward != nullptr, "micro_batch: backward is null");
-  collect();
+inline at::Tensor BucketedGradients::accumulate_if_finite(const std::function<void()>& backward) {
+  TORCH_CHECK(is_flat(),
+              "accumulate_if_finite needs flat storage: the buffer holds what is accumulated");
+  TORCH_CHECK(backward != nullptr, "accumulate_if_finite: backward is null");
+  reattach_gradients();
   average_rank_sums(parameters_);  // what is set aside is added to as it is
   std::vector<at::Tensor> accumulated;
   for (GradientSlot& slot : slots_) {
@@ -93,7 +94,7 @@ inline at::Tensor BucketedGradients::micro_batch(const std::function<void()>& ba
     throw;
   }
   put_back();
-  collect();
+  reattach_gradients();
   return is_bad;
 }
 
@@ -105,9 +106,10 @@ inline void BucketedGradients::check_micro_batch(const std::vector<at::Tensor>& 
     if (gradient.defined()) check_gradient(slots_[i], i);
     const bool is_sparse = (gradient.defined() && gradient.is_sparse()) ||
                            (accumulated[i].defined() && accumulated[i].is_sparse());
-    TORCH_CHECK(on_host || !is_sparse,
-                "micro_batch: a sparse gradient cannot be dropped without asking the device; give "
-                "its parameter a GradBuckets of its own on the CPU, or dense gradients");
+    TORCH_CHECK(
+        on_host || !is_sparse,
+        "accumulate_if_finite: a sparse gradient cannot be dropped without asking the device; give "
+        "its parameter a GradBuckets of its own on the CPU, or dense gradients");
   }
 }
 

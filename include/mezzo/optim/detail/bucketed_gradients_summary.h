@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
@@ -21,7 +21,7 @@ namespace detail {
 
 /// All gradients there: dense ones, and the values of sparse ones.
 inline GradientsToRead BucketedGradients::gradients_on(at::Device device) {
-  collect();
+  reattach_gradients();
   GradientsToRead to_read;
   for (std::size_t number = 0; number < slots_.size(); ++number) {
     const GradientSlot& slot = slots_[number];
@@ -37,7 +37,7 @@ inline GradientsToRead BucketedGradients::gradients_on(at::Device device) {
 }
 
 inline void BucketedGradients::forget_reads() {
-  collect();
+  reattach_gradients();
   for (GradientSlot& slot : slots_) slot.mark.clear();
 }
 

@@ -1,18 +1,18 @@
 #pragma once
 
-#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/aten_step.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/param_state.h>
+#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/detail/step_participants.h>
-#include <mezzo/base/detail/inference_tensors.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/base/version.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
@@ -121,7 +121,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   GradientSummary summarize(const std::vector<at::Tensor>& gradients,
                             const at::Tensor& inv_scale) override;
 
-  void keep_masters() override {
+  void enable_master_weights() override {
     const auto keep = [](torch::optim::OptimizerOptions& options) {
       auto* const own = dynamic_cast<Options*>(&options);  // libtorch's own follow the defaults
       if (own != nullptr && own->weight_storage() == optim::WeightStorage::plain) {
@@ -135,7 +135,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     for (auto& group : param_groups_) keep(group.options());
   }
   bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
-  at::Tensor trained_tensor(std::size_t group, const at::Tensor& parameter) override;
+  at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
   bool keeps_averages() const override;
   at::Tensor average_of(const at::Tensor& parameter) const override;
 

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/optim/detail/elementwise_optimizer.h>
-#include <mezzo/optim/detail/group_options.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/optim/detail/group_options.h>
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/optim/detail/move_average.h>
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/optim/detail/move_average.h>
 
 // Averages of weights. Those of parameters that are trained move in the step's own pass, those of
 // the others here.

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/optim/detail/move_average.h>
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/optim/detail/move_average.h>
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
 
 // An optimizer's parameters: which have a gradient and take part in a step, what the state keeps of
 // them, and in which buckets they are.
@@ -139,8 +139,8 @@ bool ElementwiseOptimizer<Traits>::keeps_master(std::size_t group,
 }
 
 template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::trained_tensor(std::size_t group,
-                                                        const at::Tensor& parameter) {
+at::Tensor ElementwiseOptimizer<Traits>::master_param(std::size_t group,
+                                                      const at::Tensor& parameter) {
   using optim::WeightStorage;
   const auto storage = storage_of(parameter, options_of(group).weight_storage(), Traits::kName);
   TORCH_CHECK(storage != WeightStorage::split_master, Traits::kName,

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/elementwise_optimizer.h>
 
 // The step on the CPU, and what it shares with that on CUDA: which memory is read and written.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -130,15 +130,15 @@ void ElementwiseOptimizer<Traits>::place_weights(const One& one, const at::Tenso
     if (one.state->ema().defined()) span.average = one.state->ema().mutable_data_ptr();
   }
   if (one.storage == optim::WeightStorage::master) {
-    span.beside = span.parameter;
+    span.low_half_or_copy = span.parameter;
     span.parameter = one.state->master().mutable_data_ptr();
   } else if (one.storage == optim::WeightStorage::split_master) {
-    span.beside = one.state->lower_half().mutable_data_ptr();
+    span.low_half_or_copy = one.state->lower_half().mutable_data_ptr();
   } else if (publishes() && parameter.scalar_type() == at::kFloat &&
              parameter.is_same(*one.parameter)) {
     const at::Tensor copy = copy_for(parameter);
     if (!copy.defined()) return;
-    span.beside = copy.mutable_data_ptr();
+    span.low_half_or_copy = copy.mutable_data_ptr();
     prepared.published.emplace_back(parameter, copy);
   }
 }

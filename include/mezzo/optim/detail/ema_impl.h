@@ -4,10 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/optim/detail/move_average.h>
 #include <mezzo/base/detail/wide_dtype.h>
-#include <mezzo/optim/ema.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/move_average.h>
+#include <mezzo/optim/ema.h>
 
 #include <cstddef>
 #include <string>
@@ -39,7 +39,7 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
 inline std::vector<at::Tensor> Ema::weights() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]), "Ema: parameter ", i,
-                " holds an average, for an EmaWeights is alive; let it end first");
+                " holds an average, for an EmaScope is alive; let it end first");
   }
   if (!options_.masters) return parameters_;
   std::vector<at::Tensor> weights = options_.masters();
@@ -90,9 +90,9 @@ inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& av
   updates_ = updates;
 }
 
-inline EmaWeights::EmaWeights(const optim::FusedOptimizer& optimizer) {
+inline EmaScope::EmaScope(const optim::FusedOptimizer& optimizer) {
   TORCH_CHECK(optimizer.keeps_averages(),
-              "EmaWeights: this optimizer keeps no average; set ema_decay in its options, or keep "
+              "EmaScope: this optimizer keeps no average; set ema_decay in its options, or keep "
               "one beside it with mezzo::Ema");
   std::vector<std::pair<at::Tensor, at::Tensor>> averages;
   for (const auto& group : optimizer.param_groups()) {
@@ -103,7 +103,7 @@ inline EmaWeights::EmaWeights(const optim::FusedOptimizer& optimizer) {
   put_in(averages);
 }
 
-inline EmaWeights::EmaWeights(const Ema& ema) {
+inline EmaScope::EmaScope(const Ema& ema) {
   std::vector<std::pair<at::Tensor, at::Tensor>> averages;
   for (std::size_t i = 0; i < ema.parameters().size(); ++i) {
     averages.emplace_back(ema.parameters()[i], ema.averages()[i]);
@@ -111,16 +111,16 @@ inline EmaWeights::EmaWeights(const Ema& ema) {
   put_in(averages);
 }
 
-inline EmaWeights::~EmaWeights() { put_back(); }
+inline EmaScope::~EmaScope() { put_back(); }
 
 /// set_data leaves version, hooks and gradient of a parameter alone, so that nothing that watches
 /// it for writes sees one when it has its own memory back.
-inline void EmaWeights::put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& averages) {
+inline void EmaScope::put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& averages) {
   const c10::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, at::Tensor>> rounded;
   for (const auto& [parameter, average] : averages) {
     if (!average.defined()) continue;
-    TORCH_CHECK(average.sizes() == parameter.sizes(), "EmaWeights: a parameter of the shape ",
+    TORCH_CHECK(average.sizes() == parameter.sizes(), "EmaScope: a parameter of the shape ",
                 parameter.sizes(), " has an average of the shape ", average.sizes(),
                 "; it is another model's, or of before the parameter was resized");
     at::Tensor copy = at::empty_like(parameter, parameter.options().requires_grad(false));
@@ -140,7 +140,7 @@ inline void EmaWeights::put_in(const std::vector<std::pair<at::Tensor, at::Tenso
 }
 
 /// set_data fails for a tensor of another kind, and what comes back is the parameter's own.
-inline void EmaWeights::put_back() noexcept {
+inline void EmaScope::put_back() noexcept {
   const c10::NoGradGuard no_grad;
   for (auto lent = lent_.rbegin(); lent != lent_.rend(); ++lent) lent->put_back();
   lent_.clear();

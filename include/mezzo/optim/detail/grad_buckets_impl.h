@@ -1,13 +1,13 @@
 #pragma once
 
-#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/detail/bucketed_gradients_backward.h>
 #include <mezzo/optim/detail/bucketed_gradients_layout.h>
 #include <mezzo/optim/detail/bucketed_gradients_micro_batch.h>
 #include <mezzo/optim/detail/bucketed_gradients_summary.h>
+#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/grad_buckets.h>
-#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 
@@ -56,9 +56,9 @@ inline const std::vector<GradBucket>& GradBuckets::buckets() const noexcept {
 
 inline void GradBuckets::average() { detail::average_rank_sums(state_->parameters()); }
 
-inline void GradBuckets::collect() {
+inline void GradBuckets::reattach_gradients() {
   average();
-  state_->collect();
+  state_->reattach_gradients();
 }
 
 inline std::vector<BucketGradient> GradBuckets::gradients() {
@@ -85,20 +85,20 @@ inline GradientStatistics GradBuckets::statistics(const at::Tensor& inv_scale,
 
 inline void GradBuckets::zero_grad(bool set_to_none) { state_->zero_grad(set_to_none); }
 
-inline void GradBuckets::regroup() { state_->regroup(); }
+inline void GradBuckets::rebuild_buckets() { state_->rebuild_buckets(); }
 
-inline at::Tensor GradBuckets::micro_batch(const std::function<void()>& backward) {
-  return state_->micro_batch(backward);
+inline at::Tensor GradBuckets::accumulate_if_finite(const std::function<void()>& backward) {
+  return state_->accumulate_if_finite(backward);
 }
 
 inline void GradBuckets::on_ready(std::function<void(std::size_t bucket)> callback) {
   state_->on_ready(std::move(callback));
 }
 
-inline GradBuckets::AccumulateOnly::AccumulateOnly(GradBuckets& buckets) : state_(buckets.state_) {
+inline GradBuckets::NoSync::NoSync(GradBuckets& buckets) : state_(buckets.state_) {
   state_->add_accumulate_only(1);
 }
 
-inline GradBuckets::AccumulateOnly::~AccumulateOnly() { state_->add_accumulate_only(-1); }
+inline GradBuckets::NoSync::~NoSync() { state_->add_accumulate_only(-1); }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

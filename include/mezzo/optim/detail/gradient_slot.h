@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_summary_partial.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/UndefinedTensorImpl.h>

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/base/detail/inference_tensors.h>
-#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

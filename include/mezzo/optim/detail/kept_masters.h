@@ -1,10 +1,10 @@
 #pragma once
 
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/trained_once.h>
-#include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>

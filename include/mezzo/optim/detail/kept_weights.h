@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/optim/detail/param_state.h>
 #include <mezzo/base/detail/wide_dtype.h>
-#include <mezzo/optim/fused_options.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/param_state.h>
+#include <mezzo/optim/fused_options.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/where.h>

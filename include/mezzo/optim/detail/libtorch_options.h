@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/fused_options.h>
-#include <mezzo/base/version.h>
 
 #include <torch/serialize/archive.h>
 

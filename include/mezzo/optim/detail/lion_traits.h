@@ -1,11 +1,11 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/optim/detail/option_checks.h>
 #include <mezzo/optim/detail/step_loops.h>
 #include <mezzo/optim/fused_options.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/optim/detail/rank_sum.h>
-#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/optim/detail/stand_ins.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/parameter_swap.h>
+#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/ops/stack.h>
@@ -92,7 +92,7 @@ inline bool MasterWeights::keeps_master(std::size_t /*group*/, const at::Tensor&
   return detail::is_low_precision(parameter);
 }
 
-inline at::Tensor MasterWeights::trained_tensor(std::size_t group, const at::Tensor& parameter) {
+inline at::Tensor MasterWeights::master_param(std::size_t group, const at::Tensor& parameter) {
   return keeps_master(group, parameter) ? masters_.settled(parameter) : parameter;
 }
 
@@ -152,15 +152,15 @@ inline double MasterWeights::rank_factor_of(const std::vector<Participant>& all,
 
 inline void MasterWeights::step_inner(const std::vector<Participant>& all, double factor) {
   {
-    detail::StandIns stand_ins(*inner_);
+    detail::ParameterSwap parameter_swap(*inner_);
     std::vector<std::pair<at::Tensor, at::Tensor>> with_master;
     for (const Participant& one : all) {
       const at::Tensor& trained = one.master.defined() ? one.master : one.parameter;
-      stand_ins.lend_gradient(trained, detail::multiplied(one.gradient, factor));
+      parameter_swap.lend_gradient(trained, detail::multiplied(one.gradient, factor));
       if (one.master.defined()) with_master.emplace_back(one.parameter, one.master);
     }
-    stand_ins.put_in(with_master);
-    if (!lr_factors().empty()) stand_ins.multiply_lrs(lr_factor(applied_steps()));
+    parameter_swap.put_in(with_master);
+    if (!lr_factors().empty()) parameter_swap.multiply_lrs(lr_factor(applied_steps()));
     try {
       inner_->step();
     } catch (...) {
@@ -188,7 +188,7 @@ inline std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer)
   auto* const fused = detail::refreshed(optimizer);
   std::vector<at::Tensor> all;
   detail::for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
-    all.push_back(fused != nullptr ? fused->trained_tensor(group, parameter) : parameter);
+    all.push_back(fused != nullptr ? fused->master_param(group, parameter) : parameter);
   });
   return all;
 }

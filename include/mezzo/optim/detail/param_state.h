@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/detail/step_count.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>

@@ -1,12 +1,12 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/optim/detail/aten_step.h>
 #include <mezzo/optim/detail/option_checks.h>
 #include <mezzo/optim/detail/step_loops.h>
 #include <mezzo/optim/fused_options.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_sgd.h>

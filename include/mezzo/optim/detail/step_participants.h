@@ -1,12 +1,12 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/optimizer_step_kernel.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_options.h>
-#include <mezzo/base/version.h>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>

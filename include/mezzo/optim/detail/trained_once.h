@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/dense_memory.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

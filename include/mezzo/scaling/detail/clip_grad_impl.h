@@ -1,11 +1,11 @@
 #pragma once
 
-#include <mezzo/scaling/clip_grad.h>
-#include <mezzo/scaling/detail/device_copies.h>
-#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/scaling/detail/device_copies.h>
 
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>

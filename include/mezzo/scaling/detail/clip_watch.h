@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/scaling/detail/step_mailbox.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
+#include <mezzo/scaling/detail/async_readback.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -121,17 +121,18 @@ class ClipWatch {
 
   /// The numbers of a step that a device decides; with its largest magnitude sent, they are looked
   /// at once they have arrived.
-  void expect(const void* optimizer, std::shared_ptr<Letter> letter, double rank_factor = 1.0) {
-    expected_.push_back({optimizer, std::move(letter), rank_factor});
+  void expect(const void* optimizer, std::shared_ptr<AsyncReadback> readback,
+              double rank_factor = 1.0) {
+    expected_.push_back({optimizer, std::move(readback), rank_factor});
   }
 
   /// Sees what has arrived. Never waits.
   void poll() {
     std::erase_if(expected_, [&](const Expected& expected) {
-      if (!expected.letter->has_outcome()) return false;
-      const StepOutcome outcome = expected.letter->outcome();
+      if (!expected.readback->has_outcome()) return false;
+      const StepOutcome outcome = expected.readback->outcome();
       see(expected.optimizer, outcome.scale / expected.rank_factor, *outcome.grad_norm,
-          expected.letter->max_abs());
+          expected.readback->max_abs());
       return true;
     });
   }
@@ -148,7 +149,7 @@ class ClipWatch {
 
   struct Expected {
     const void* optimizer;
-    std::shared_ptr<Letter> letter;
+    std::shared_ptr<AsyncReadback> readback;
     double rank_factor;
   };
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/scaling/detail/device_copies.h>
-#include <mezzo/kernels/scale_tensors.h>
-#include <mezzo/kernels/update_scale.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/scale_tensors.h>
+#include <mezzo/kernels/update_scale.h>
+#include <mezzo/scaling/detail/device_copies.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>

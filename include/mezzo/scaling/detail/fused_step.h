@@ -1,17 +1,17 @@
 #pragma once
 
-#include <mezzo/optim/detail/rank_sum.h>
-#include <mezzo/scaling/detail/clip_watch.h>
-#include <mezzo/scaling/detail/device_copies.h>
-#include <mezzo/optim/detail/gradients.h>
-#include <mezzo/scaling/detail/master_gradients.h>
-#include <mezzo/scaling/detail/step_mailbox.h>
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/unscale.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/base/version.h>
+#include <mezzo/scaling/detail/async_readback.h>
+#include <mezzo/scaling/detail/clip_watch.h>
+#include <mezzo/scaling/detail/device_copies.h>
+#include <mezzo/scaling/detail/master_gradients.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full_like.h>
@@ -203,7 +203,7 @@ inline std::vector<DeviceSummary> summarize_to_clip(torch::optim::Optimizer& opt
 inline StepResult step_fused_without_scale(optim::FusedOptimizer& optimizer,
                                            const std::vector<DeviceSummary>& summaries,
                                            const MasterGradients& masters,
-                                           const StepOptions& options, StepMailbox& mailbox) {
+                                           const StepOptions& options, ReadbackPool& pool) {
   optimizer.fused_step({verdicts_of(summaries), options, !masters.empty()});
   if (summaries.empty()) return StepResult(StepOutcome{.ran = true, .value = at::Tensor()});
   const DeviceSummary& summary = summaries.front();
@@ -212,19 +212,19 @@ inline StepResult step_fused_without_scale(optim::FusedOptimizer& optimizer,
     return StepResult(
         StepOutcome{.ran = true, .grad_norm = std::sqrt(sum_of_squares), .value = at::Tensor()});
   }
-  const std::shared_ptr<Letter> letter = mailbox.letter_for(summary.sum_of_squares.device());
-  letter->send(at::ones_like(summary.inv_scale), summary.sum_of_squares, summary.found_inf);
-  return StepResult(std::make_shared<DeviceStepSlot>(letter));
+  const std::shared_ptr<AsyncReadback> readback =
+      pool.readback_for(summary.sum_of_squares.device());
+  readback->send(at::ones_like(summary.inv_scale), summary.sum_of_squares, summary.found_inf);
+  return StepResult(std::make_shared<DeviceStepSlot>(readback));
 }
 
 /// The step of a disabled scaler: clips, clears and steps, whatever the gradients are.
 inline StepResult step_without_scale(torch::optim::Optimizer& optimizer,
                                      optim::FusedOptimizer* fused, const MasterGradients& masters,
-                                     const StepOptions& options, StepMailbox& mailbox) {
+                                     const StepOptions& options, ReadbackPool& pool) {
   std::vector<DeviceSummary> summaries;
   if (clips(options)) summaries = summarize_to_clip(optimizer, masters);
-  if (fused != nullptr)
-    return step_fused_without_scale(*fused, summaries, masters, options, mailbox);
+  if (fused != nullptr) return step_fused_without_scale(*fused, summaries, masters, options, pool);
   StepOutcome outcome{.ran = true};
   if (!summaries.empty()) {
     const double sum_of_squares = summaries.front().sum_of_squares.item<double>();

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
+#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/zeros.h>
@@ -148,7 +148,7 @@ inline void GradScaler::advance_scale() {
 inline void GradScaler::finish_iteration() {
   records_.clear();
   clip_watch_.poll();
-  const auto letters = std::exchange(letters_, {});
+  const auto readbacks = std::exchange(readbacks_, {});
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   const auto tell = [&](float scale, float next_scale) {
     if (callback) callback({.loss_id = loss_id_, .scale = scale, .next_scale = next_scale});
@@ -156,9 +156,9 @@ inline void GradScaler::finish_iteration() {
   if (skipped_scale_) {
     const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
     if (callback) tell(overflowed, scale_.original().item<float>());
-  } else if (!letters.empty() && callback) {
-    letters.back()->send_next_scale(scale_.original());
-    pending_lines_.add(letters);
+  } else if (!readbacks.empty() && callback) {
+    readbacks.back()->send_next_scale(scale_.original());
+    pending_lines_.add(readbacks);
   }
   pending_lines_.poll(tell);
 }

@@ -1,8 +1,8 @@
 #pragma once
 
+#include <mezzo/base/version.h>
 #include <mezzo/scaling/detail/python_float.h>
 #include <mezzo/scaling/grad_scaler_options.h>
-#include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
 

@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/kernels/unscale.h>
+#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/scaling/detail/fused_step.h>
 #include <mezzo/scaling/detail/grad_scaler_impl.h>
-#include <mezzo/optim/detail/gradients.h>
-#include <mezzo/kernels/unscale.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/ones_like.h>
@@ -84,7 +84,8 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Ste
     const detail::OptimizerRecord nothing;
     const detail::OptimizerRecord* const record = records_.find(optimizer);
     const detail::MasterGradients& masters = (record != nullptr ? *record : nothing).masters;
-    StepResult result = detail::step_without_scale(optimizer, fused, masters, options, mailbox_);
+    StepResult result =
+        detail::step_without_scale(optimizer, fused, masters, options, readback_pool_);
     records_.forget(optimizer);
     return result;
   }
@@ -125,10 +126,11 @@ inline void GradScaler::note_skip(const detail::OptimizerRecord& record, float s
 /// The same where the device knows.
 inline void GradScaler::post_line(const std::vector<at::Tensor>& found_inf) {
   const at::Tensor& scale = scale_.original();
-  const std::shared_ptr<detail::Letter> letter = mailbox_.letter_for(scale.device());
-  letter->send(scale, at::zeros({}, scale.options().dtype(at::kDouble)),
-               detail::sum_on(scale.device(), found_inf));
-  letters_.push_back(letter);
+  const std::shared_ptr<detail::AsyncReadback> readback =
+      readback_pool_.readback_for(scale.device());
+  readback->send(scale, at::zeros({}, scale.options().dtype(at::kDouble)),
+                 detail::sum_on(scale.device(), found_inf));
+  readbacks_.push_back(readback);
 }
 
 inline bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {
@@ -219,21 +221,22 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
     if (known.found_inf) note_skip(record, known.scale);
     return StepResult(known.outcome(/*ran=*/!known.found_inf));
   }
-  const std::shared_ptr<detail::Letter> letter = mailbox_.letter_for(scale.device());
+  const std::shared_ptr<detail::AsyncReadback> readback =
+      readback_pool_.readback_for(scale.device());
   optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
   finish_step(record);
   if (!was_unscaled && !summaries.empty() && clip_watch_.wants(&optimizer)) {
-    letter->send_max_abs(detail::max_abs_on(scale.device(), summaries));
-    clip_watch_.expect(&optimizer, letter, detail::rank_factor_of(summaries));
+    readback->send_max_abs(detail::max_abs_on(scale.device(), summaries));
+    clip_watch_.expect(&optimizer, readback, detail::rank_factor_of(summaries));
   }
-  letter->send(scale, summaries.front().sum_of_squares.to(scale.device()),
-               detail::sum_on(scale.device(), record.checks()));
+  readback->send(scale, summaries.front().sum_of_squares.to(scale.device()),
+                 detail::sum_on(scale.device(), record.checks()));
   if (record.found_elsewhere.empty()) {
-    letters_.push_back(letter);
+    readbacks_.push_back(readback);
   } else {
     post_line(record.found_inf);
   }
-  return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
+  return StepResult(std::make_shared<detail::DeviceStepSlot>(readback));
 }
 
 inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,

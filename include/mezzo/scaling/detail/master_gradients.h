@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/base/detail/inference_tensors.h>
-#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -29,7 +29,7 @@ class MasterGradients {
       (void)gradient_values(parameter);  // coalesces it
       const at::Tensor gradient =
           parameter.grad().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-      const at::Tensor master = optimizer.trained_tensor(group, parameter);
+      const at::Tensor master = optimizer.master_param(group, parameter);
       master.mutable_grad() = gradient;
       masters_.emplace(parameter.unsafeGetTensorImpl(), master);
     });
@@ -40,7 +40,7 @@ class MasterGradients {
     MasterGradients found;
     for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
       if (!optimizer.keeps_master(group, parameter)) return;
-      const at::Tensor master = optimizer.trained_tensor(group, parameter);
+      const at::Tensor master = optimizer.master_param(group, parameter);
       if (!master.grad().defined()) return;
       found.masters_.emplace(parameter.unsafeGetTensorImpl(), master);
     });

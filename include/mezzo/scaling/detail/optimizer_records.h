@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/scaling/detail/master_gradients.h>
 #include <mezzo/base/version.h>
+#include <mezzo/scaling/detail/master_gradients.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

@@ -62,7 +62,7 @@ class CheckpointNode final : public torch::autograd::Node {
     for (const auto& use : recomputation_->uses) add_next_edge(use);
   }
 
-  std::string name() const override { return "mezzo::checkpoint"; }
+  std::string name() const override { return "mezzo::activation_checkpoint"; }
 
   /// Runs the call again and sends the gradients through its graph. The engine calls this, in the
   /// thread of the node's device; another call of the engine inside is what libtorch calls a

@@ -132,7 +132,8 @@ inline torch::autograd::edge_list targets(const RunGraph& graph) {
 }
 
 inline constexpr const char* kSameEachTime =
-    " A function passed to mezzo::checkpoint runs again during backward and must do the same then: "
+    " A function passed to mezzo::activation_checkpoint runs again during backward and must do the "
+    "same then: "
     "it "
     "may depend on its arguments, on captured values that do not change until backward, and on "
     "libtorch's default random generators.";

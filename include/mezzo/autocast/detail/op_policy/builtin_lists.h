@@ -44,7 +44,7 @@ inline std::optional<OpCategory> tabulated_category([[maybe_unused]] std::string
 /// The category of an op whose autocast kernel, if it has one, is not mezzo's.
 inline OpCategory registered_category(const c10::OperatorHandle& op, c10::DeviceType device) {
   if (!op.hasKernelForDispatchKey(autocast_key(device))) {
-    return OpCategory::infer;
+    return OpCategory::fallthrough;
   }
   const auto tabulated = tabulated_category(full_name(op.operator_name()), device);
   return tabulated.has_value() ? *tabulated : Probe(op, device).category();

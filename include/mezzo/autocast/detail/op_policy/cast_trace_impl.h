@@ -24,7 +24,7 @@ inline int overload_fit(const c10::OperatorHandle& op, std::size_t tensors,
     takes += argument.type()->kind() == c10::TypeKind::TensorType ? 1 : 0;
     has_string |= argument.type()->annotation_str().find("str") != std::string::npos;
   }
-  const bool listed = decided_category(op, device).category != OpCategory::infer;
+  const bool listed = decided_category(op, device).category != OpCategory::fallthrough;
   return (takes == tensors ? 4 : 0) + (listed ? 2 : 0) + (has_string ? 0 : 1);
 }
 
@@ -54,7 +54,7 @@ inline std::string reason_for(const CastExplanation& call, OpCategory by_libtorc
   } else if (call.decider == CastDecider::policy) {
     text << "the policy in force makes it " << to_string(call.category) << ", libtorch has it as "
          << to_string(by_libtorch);
-  } else if (call.category == OpCategory::infer) {
+  } else if (call.category == OpCategory::fallthrough) {
     text << "autocast does not list it, so it takes its inputs as they come";
   } else {
     text << "libtorch lists it as " << to_string(call.category);
@@ -76,7 +76,7 @@ inline CastExplanation explain(std::string_view op, const std::vector<at::Tensor
   const auto handle = detail::op_to_explain(op, inputs.size(), device);
   const bool enabled = at::autocast::is_autocast_enabled(device);
   const auto decided = detail::decided_category(handle, device);
-  const auto category = enabled ? decided.category : OpCategory::infer;
+  const auto category = enabled ? decided.category : OpCategory::fallthrough;
   CastExplanation call{.op = detail::full_name(handle.operator_name()),
                        .device = device,
                        .decider = !enabled            ? CastDecider::nobody
@@ -102,7 +102,7 @@ inline std::vector<CastRecord> CastTrace::records() const {
     records.push_back({call.scope, call.op, call.device,
                        call.decided.by_policy ? CastDecider::policy : CastDecider::libtorch,
                        call.decided.category, call.inputs, call.runs_in, cost.calls, cost.casts,
-                       cost.bytes, cost.spared});
+                       cost.bytes, cost.cache_hits});
   }
   std::stable_sort(records.begin(), records.end(), [](const CastRecord& a, const CastRecord& b) {
     return std::pair(a.bytes, a.calls) > std::pair(b.bytes, b.calls);
@@ -119,12 +119,12 @@ inline std::int64_t CastTrace::total_bytes() const {
 
 inline std::ostream& operator<<(std::ostream& stream, const CastTrace& trace) {
   const auto records = trace.records();
-  std::vector<std::array<std::string, 10>> rows = {{"cast bytes", "casts", "spared", "calls", "op",
-                                                    "inputs", "runs in", "category", "by",
+  std::vector<std::array<std::string, 10>> rows = {{"cast bytes", "casts", "cache hits", "calls",
+                                                    "op", "inputs", "runs in", "category", "by",
                                                     "scope"}};
   for (const auto& record : records) {
     rows.push_back({std::to_string(record.bytes), std::to_string(record.casts),
-                    std::to_string(record.spared), std::to_string(record.calls), record.op,
+                    std::to_string(record.cache_hits), std::to_string(record.calls), record.op,
                     detail::join_dtypes(record.inputs), c10::toString(record.runs_in),
                     std::string(to_string(record.category)), detail::to_text(record.decider),
                     record.scope});

@@ -25,7 +25,7 @@ enum class OpCategory : std::uint8_t {
   fp32_append_dtype,   ///< inputs stay; the overload that takes a `dtype` is called with float32
   promote,             ///< floating inputs are cast to the widest of their dtypes
   banned,              ///< an error: the op overflows in half precision
-  infer,               ///< not on a list: runs in whatever dtype its inputs have
+  fallthrough,         ///< not on a list: runs in whatever dtype its inputs have
   unknown,             ///< a kernel that mezzo could not probe
 };
 
@@ -35,8 +35,8 @@ constexpr std::string_view to_string(OpCategory category);
 namespace detail {
 
 inline constexpr std::array<std::string_view, 8> kCategoryNames = {
-    "lower_precision", "fp32",   "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned",
-    "infer",           "unknown"};
+    "lower_precision", "fp32",   "fp32_set_opt_dtype", "fp32_append_dtype",
+    "promote",         "banned", "fallthrough",        "unknown"};
 
 /// The device types whose lists can be read and edited, in the order of per-device arrays.
 inline constexpr std::array<c10::DeviceType, 2> kPolicyDevices = {c10::DeviceType::CPU,

@@ -1,5 +1,5 @@
 /// \file
-/// OpList's members and op_policies.
+/// OpList's members and autocast_op_lists.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -20,7 +20,7 @@ inline OpCategory OpList::category(std::string_view name) const {
   const auto entry =
       std::lower_bound(entries_.begin(), entries_.end(), name,
                        [](const OpEntry& e, std::string_view wanted) { return e.name < wanted; });
-  return entry != entries_.end() && entry->name == name ? entry->category : OpCategory::infer;
+  return entry != entries_.end() && entry->name == name ? entry->category : OpCategory::fallthrough;
 }
 
 inline std::ostream& operator<<(std::ostream& stream, const OpList& list) {
@@ -36,7 +36,7 @@ inline std::ostream& operator<<(std::ostream& stream, const OpList& list) {
   return stream;
 }
 
-inline OpList op_policies(c10::DeviceType device) {
+inline OpList autocast_op_lists(c10::DeviceType device) {
   const auto key = detail::autocast_key(device);
   std::vector<OpEntry> entries;
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNamesForDispatchKey(key)) {
@@ -45,7 +45,7 @@ inline OpList op_policies(c10::DeviceType device) {
       continue;  // a kernel for an op that nobody defined: it cannot be called
     }
     const auto category = detail::override_registry().registered(*op, device);
-    if (category != OpCategory::infer) {  // else the kernel is mezzo's own
+    if (category != OpCategory::fallthrough) {  // else the kernel is mezzo's own
       entries.push_back({detail::full_name(name), category});
     }
   }

@@ -51,9 +51,11 @@ inline OpPolicy OpPolicy::promote(std::string_view op) const {
   return set(op, OpCategory::promote);
 }
 
-inline OpPolicy OpPolicy::ignore(std::string_view op) const { return set(op, OpCategory::infer); }
+inline OpPolicy OpPolicy::ignore(std::string_view op) const {
+  return set(op, OpCategory::fallthrough);
+}
 
-inline OpPolicy OpPolicy::unban(std::string_view op) const {
+inline OpPolicy OpPolicy::allow_banned(std::string_view op) const {
   bool banned = false;
   for (const auto& overload : detail::find_ops(op)) {
     for (const auto device : detail::kPolicyDevices) {
@@ -89,10 +91,10 @@ inline std::vector<OpEntry> OpPolicy::edits() const {
 }
 
 inline OpPolicy OpPolicy::like(c10::DeviceType device) {
-  const OpList wanted = op_policies(device);
+  const OpList wanted = autocast_op_lists(device);
   std::set<std::string> names;
   for (const auto each : detail::kPolicyDevices) {
-    const OpList list = op_policies(each);
+    const OpList list = autocast_op_lists(each);
     for (const auto& entry : list.entries()) {
       names.insert(entry.name);
     }

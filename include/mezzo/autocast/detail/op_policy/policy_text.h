@@ -21,7 +21,7 @@ inline OpPolicy edit_in_words(const OpPolicy& policy, std::string_view word, std
        {"deny", &OpPolicy::deny},
        {"promote", &OpPolicy::promote},
        {"ignore", &OpPolicy::ignore},
-       {"unban", &OpPolicy::unban}}};
+       {"allow_banned", &OpPolicy::allow_banned}}};
   for (const auto& [verb, method] : kVerbs) {
     if (word == verb) {
       return (policy.*method)(op);
@@ -32,8 +32,9 @@ inline OpPolicy edit_in_words(const OpPolicy& policy, std::string_view word, std
       return policy.set(op, static_cast<OpCategory>(i));
     }
   }
-  TORCH_CHECK(false, "\"", word,
-              "\" is no edit; use allow, deny, promote, ignore, unban or the name of a category");
+  TORCH_CHECK(
+      false, "\"", word,
+      "\" is no edit; use allow, deny, promote, ignore, allow_banned or the name of a category");
 }
 
 inline OpPolicy edit_in_line(OpPolicy policy, std::string line) {

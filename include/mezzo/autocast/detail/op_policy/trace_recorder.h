@@ -46,7 +46,7 @@ struct TracedCost {
   std::int64_t calls = 0;
   std::int64_t casts = 0;
   std::int64_t bytes = 0;
-  std::int64_t spared = 0;
+  std::int64_t cache_hits = 0;
 };
 
 class TraceRecorder {
@@ -139,7 +139,7 @@ class TraceRecorder {
     }
     if (name.name == open_.back().name) {
       open_.back().casting = false;
-      open_.back().cost->spared += spared_casts().casts - open_.back().spared_before;
+      open_.back().cost->cache_hits += spared_casts().casts - open_.back().spared_before;
       return Context::Opened::nothing;
     }
     if (name.name == "aten::_to_copy" && !inputs.empty() && inputs[0].isTensor()) {
@@ -176,7 +176,7 @@ class TraceRecorder {
       return false;
     }
     const auto decided = decided_category(*op, *device);
-    const bool listed = decided.by_policy || decided.category != OpCategory::infer;
+    const bool listed = decided.by_policy || decided.category != OpCategory::fallthrough;
     if (!listed && (!open_.empty() || is_view(op->schema()))) {
       return false;
     }
@@ -184,7 +184,7 @@ class TraceRecorder {
                                runs_in(*op, decided.category, inputs, *device)}];
     cost.calls += 1;
     open_.push_back(
-        {name.name, &cost, decided.category != OpCategory::infer, spared_casts().casts});
+        {name.name, &cost, decided.category != OpCategory::fallthrough, spared_casts().casts});
     return true;
   }
 

@@ -2,8 +2,8 @@
 //
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/distributed/start_alike.h>
 
 #include <string>
 
@@ -25,12 +25,12 @@ NamedTensors some_tensors() {
           {"empty", torch::empty({0, 7})}};
 }
 
-TEST(StartAlike, EveryRankHasTheRootsValuesAfterwards) {
+TEST(BroadcastParameters, EveryRankHasTheRootsValuesAfterwards) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   for (int root = 0; root < world.size(); ++root) {
     torch::manual_seed(world.rank());
     const NamedTensors tensors = some_tensors();
-    mezzo::start_alike(tensors, world, root);
+    mezzo::broadcast_parameters(tensors, world, root);
     torch::manual_seed(root);
     const NamedTensors wanted = some_tensors();
     for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -41,7 +41,7 @@ TEST(StartAlike, EveryRankHasTheRootsValuesAfterwards) {
   }
 }
 
-TEST(StartAlike, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
+TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int last = world.size() - 1;
@@ -49,8 +49,8 @@ TEST(StartAlike, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
                                 const std::string& the_roots_words) {
     NamedTensors tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
     if (world.rank() == last) tensors = of_the_last;
-    EXPECT_THAT(error_of([&] { mezzo::start_alike(tensors, world); }),
-                AllOf(HasSubstr("start_alike on rank " + std::to_string(world.rank())),
+    EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, world); }),
+                AllOf(HasSubstr("broadcast_parameters on rank " + std::to_string(world.rank())),
                       HasSubstr("rank " + std::to_string(last) + " has another model than rank 0"),
                       HasSubstr("it has \"" + its_words + "\" where rank 0 has \"" +
                                 the_roots_words + "\"")));
@@ -70,9 +70,9 @@ TEST(StartAlike, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
   expect_error({}, "nothing more", root_a);
 }
 
-TEST(StartAlike, ARootThatIsNoRankIsRefused) {
+TEST(BroadcastParameters, ARootThatIsNoRankIsRefused) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  EXPECT_THAT(error_of([&] { mezzo::start_alike({}, world, world.size()); }),
+  EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters({}, world, world.size()); }),
               HasSubstr("`root` must be 0 to"));
 }
 

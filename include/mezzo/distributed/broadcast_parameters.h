@@ -3,8 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
 
 #include <string>
 #include <utility>
@@ -21,8 +21,8 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 /// Waits until the values are there.
 /// \throws c10::Error, on every rank and before anything is written, naming the first rank that
 /// differs from `root` and the tensor in which it does
-void start_alike(const NamedTensors& tensors, AnyCommunicator communicator, int root = 0);
+void broadcast_parameters(const NamedTensors& tensors, AnyCommunicator communicator, int root = 0);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/distributed/detail/start_alike_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/broadcast_parameters_impl.h>  // IWYU pragma: export

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/optim/step_result.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -21,9 +21,9 @@ namespace detail {
 /// One-element tensors of a device on their way to the host, in pinned memory. Copies of a stream
 /// arrive in order, and each overwrites a value that no answer has: that the last is there says
 /// that all are. So nothing is asked of the device, which a CUDA graph under capture would forbid.
-class Letter {
+class AsyncReadback {
  public:
-  explicit Letter(at::Device device) : device_(device) {
+  explicit AsyncReadback(at::Device device) : device_(device) {
     const c10::InferenceMode no_inference(false);  // a later step writes it, in any mode
     const auto pinned = at::TensorOptions().device(at::kCPU).pinned_memory(!device.is_cpu());
     scale_ = at::empty({}, pinned.dtype(at::kFloat));
@@ -82,70 +82,71 @@ class Letter {
 /// A step that a device decides.
 class DeviceStepSlot final : public StepSlot {
  public:
-  explicit DeviceStepSlot(std::shared_ptr<Letter> letter) : letter_(std::move(letter)) {}
+  explicit DeviceStepSlot(std::shared_ptr<AsyncReadback> readback)
+      : readback_(std::move(readback)) {}
 
-  bool ready() const noexcept override { return letter_ == nullptr || letter_->has_outcome(); }
+  bool ready() const noexcept override { return readback_ == nullptr || readback_->has_outcome(); }
 
   const StepOutcome& outcome() override {
-    if (letter_ != nullptr) {
-      if (!letter_->has_outcome()) letter_->wait();
-      outcome_ = letter_->outcome();
-      letter_ = nullptr;
+    if (readback_ != nullptr) {
+      if (!readback_->has_outcome()) readback_->wait();
+      outcome_ = readback_->outcome();
+      readback_ = nullptr;
     }
     return outcome_;
   }
 
  private:
-  std::shared_ptr<Letter> letter_;
+  std::shared_ptr<AsyncReadback> readback_;
   StepOutcome outcome_;
 };
 
 /// The letters of a scaler. One that nobody else holds any more is used again; all live as long as
 /// the scaler, for a captured graph goes on writing to those that it captured.
-class StepMailbox {
+class ReadbackPool {
  public:
-  std::shared_ptr<Letter> letter_for(at::Device device) {
-    for (const std::shared_ptr<Letter>& letter : letters_) {
-      if (letter.use_count() > 1 || !letter->has_outcome()) continue;
-      letter->clear();
-      return letter;
+  std::shared_ptr<AsyncReadback> readback_for(at::Device device) {
+    for (const std::shared_ptr<AsyncReadback>& readback : readbacks_) {
+      if (readback.use_count() > 1 || !readback->has_outcome()) continue;
+      readback->clear();
+      return readback;
     }
-    return letters_.emplace_back(std::make_shared<Letter>(device));
+    return readbacks_.emplace_back(std::make_shared<AsyncReadback>(device));
   }
 
  private:
-  std::vector<std::shared_ptr<Letter>> letters_;
+  std::vector<std::shared_ptr<AsyncReadback>> readbacks_;
 };
 
 /// The lines about skipped steps that are still to be written.
 class PendingLines {
  public:
   /// The letters of one iteration; the last also carries the next scale.
-  void add(std::vector<std::shared_ptr<Letter>> letters) {
-    iterations_.push_back(std::move(letters));
+  void add(std::vector<std::shared_ptr<AsyncReadback>> readbacks) {
+    iterations_.push_back(std::move(readbacks));
   }
 
   /// Calls `tell(scale, next scale)` for each skip that is known by now, in order. Never waits.
   template <class Tell>
   void poll(const Tell& tell) {
     while (!iterations_.empty() && is_known(iterations_.front())) {
-      const std::vector<std::shared_ptr<Letter>> letters = std::move(iterations_.front());
+      const std::vector<std::shared_ptr<AsyncReadback>> readbacks = std::move(iterations_.front());
       iterations_.pop_front();
-      for (const auto& letter : letters) {
-        const StepOutcome outcome = letter->outcome();
+      for (const auto& readback : readbacks) {
+        const StepOutcome outcome = readback->outcome();
         if (!outcome.found_inf) continue;
-        tell(outcome.scale, letters.back()->next_scale());
+        tell(outcome.scale, readbacks.back()->next_scale());
         break;  // one line an iteration
       }
     }
   }
 
  private:
-  static bool is_known(const std::vector<std::shared_ptr<Letter>>& letters) {
-    return letters.back()->has_next_scale();  // which was sent last
+  static bool is_known(const std::vector<std::shared_ptr<AsyncReadback>>& readbacks) {
+    return readbacks.back()->has_next_scale();  // which was sent last
   }
 
-  std::deque<std::vector<std::shared_ptr<Letter>>> iterations_;
+  std::deque<std::vector<std::shared_ptr<AsyncReadback>>> iterations_;
 };
 
 }  // namespace detail

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
-#include <mezzo/distributed/mpi_environment.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/mpi_environment.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -18,9 +18,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// All ranks call it together; it returns when all are connected.
 /// \throws c10::Error, on every rank, naming one that could not serve or connect within `timeout`
-c10::intrusive_ptr<c10d::Store> meet(MPI_Comm communicator,
-                                     std::chrono::milliseconds timeout = std::chrono::minutes(5));
+c10::intrusive_ptr<c10d::Store> rendezvous(
+    MPI_Comm communicator, std::chrono::milliseconds timeout = std::chrono::minutes(5));
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/distributed/detail/mpi_meet_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/mpi_rendezvous_impl.h>  // IWYU pragma: export

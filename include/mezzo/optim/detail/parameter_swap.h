@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/optim/detail/float_state.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/float_state.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -17,13 +17,13 @@ namespace detail {
 /// For the time of one step an optimizer finds masters where its parameters were: in the groups,
 /// and with the parameters' state. The end of the scope puts everything back where it belongs, what
 /// the step has made meanwhile too.
-class StandIns {
+class ParameterSwap {
  public:
-  explicit StandIns(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
-  StandIns(const StandIns&) = delete;
-  StandIns& operator=(const StandIns&) = delete;
+  explicit ParameterSwap(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
+  ParameterSwap(const ParameterSwap&) = delete;
+  ParameterSwap& operator=(const ParameterSwap&) = delete;
 
-  ~StandIns() {
+  ~ParameterSwap() {
     exchange(parameters_);
     for (auto lent = gradients_.rbegin(); lent != gradients_.rend(); ++lent) {  // one may be twice
       lent->first.mutable_grad() = lent->second;

@@ -4,10 +4,10 @@
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/collective_call.h>
 #include <mezzo/distributed/detail/pending_requests.h>
-#include <mezzo/distributed/start_alike.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -78,8 +78,9 @@ inline std::pair<std::string, std::string> first_difference(const std::string& a
 
 }  // namespace detail
 
-inline void start_alike(const NamedTensors& tensors, AnyCommunicator communicator, int root) {
-  detail::CollectiveArguments("start_alike", communicator).check_root(root);
+inline void broadcast_parameters(const NamedTensors& tensors, AnyCommunicator communicator,
+                                 int root) {
+  detail::CollectiveArguments("broadcast_parameters", communicator).check_root(root);
   at::Device device = communicator.serves(at::kCPU) ? at::kCPU : at::kCUDA;
   if (!tensors.empty() && tensors[0].second.defined()) device = tensors[0].second.device();
   const auto texts = detail::gather_texts(detail::describe(tensors), communicator, device);
@@ -87,7 +88,7 @@ inline void start_alike(const NamedTensors& tensors, AnyCommunicator communicato
   for (std::size_t rank = 0; rank < texts.size(); ++rank) {
     if (texts[rank] == of_root) continue;
     const auto [theirs, roots] = detail::first_difference(texts[rank], of_root);
-    TORCH_CHECK(false, "start_alike on rank ", communicator.rank(), ": rank ", rank,
+    TORCH_CHECK(false, "broadcast_parameters on rank ", communicator.rank(), ": rank ", rank,
                 " has another model than rank ", root, ": it has \"", theirs, "\" where rank ",
                 root, " has \"", roots, "\"");
   }

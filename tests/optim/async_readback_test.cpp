@@ -5,7 +5,7 @@
 
 #include <gtest/gtest.h>
 
-#include <mezzo/scaling/detail/step_mailbox.h>
+#include <mezzo/scaling/detail/async_readback.h>
 
 #include <memory>
 #include <utility>
@@ -13,47 +13,47 @@
 
 namespace {
 
+using mezzo::detail::AsyncReadback;
 using mezzo::detail::DeviceStepSlot;
-using mezzo::detail::Letter;
 using mezzo::detail::PendingLines;
-using mezzo::detail::StepMailbox;
+using mezzo::detail::ReadbackPool;
 
-void answer(Letter& letter, float scale, double norm, bool found_inf) {
-  letter.send(torch::full({}, scale), torch::full({}, norm * norm, torch::kDouble),
-              torch::full({}, found_inf ? 1.0F : 0.0F));
+void answer(AsyncReadback& readback, float scale, double norm, bool found_inf) {
+  readback.send(torch::full({}, scale), torch::full({}, norm * norm, torch::kDouble),
+                torch::full({}, found_inf ? 1.0F : 0.0F));
 }
 
 TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
-  const auto letter = std::make_shared<Letter>(torch::kCPU);
-  const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(letter));
+  const auto readback = std::make_shared<AsyncReadback>(torch::kCPU);
+  const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(readback));
   EXPECT_FALSE(result.ready());
-  answer(*letter, 8.0F, 5.0, false);
+  answer(*readback, 8.0F, 5.0, false);
   EXPECT_TRUE(result.ready());
   EXPECT_TRUE(result.ran());
   EXPECT_EQ(result.scale(), 8.0F);
   EXPECT_EQ(result.grad_norm(), 5.0);
 }
 
-TEST(StepMailbox, DoesNotReuseALetterThatSomebodyHoldsOrThatIsOnItsWay) {
-  StepMailbox mailbox;
-  auto first = mailbox.letter_for(torch::kCPU);
+TEST(ReadbackPool, DoesNotReuseOneThatSomebodyHoldsOrThatIsOnItsWay) {
+  ReadbackPool pool;
+  auto first = pool.readback_for(torch::kCPU);
   const auto* const address = first.get();
-  auto second = mailbox.letter_for(torch::kCPU);
+  auto second = pool.readback_for(torch::kCPU);
   EXPECT_NE(second.get(), address);
   first = nullptr;
-  EXPECT_NE(mailbox.letter_for(torch::kCPU).get(), address) << "its answer has not arrived";
+  EXPECT_NE(pool.readback_for(torch::kCPU).get(), address) << "its answer has not arrived";
 }
 
-TEST(StepMailbox, UsesAReadLetterAgainAndOldResultsKeepTheirAnswer) {
-  StepMailbox mailbox;
-  auto letter = mailbox.letter_for(torch::kCPU);
-  const auto* const address = letter.get();
-  const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(letter));
-  answer(*letter, 8.0F, 5.0, true);
-  letter = nullptr;
-  EXPECT_NE(mailbox.letter_for(torch::kCPU).get(), address) << "the result has not been asked";
+TEST(ReadbackPool, UsesOneThatWasReadAgainAndOldResultsKeepTheirAnswer) {
+  ReadbackPool pool;
+  auto readback = pool.readback_for(torch::kCPU);
+  const auto* const address = readback.get();
+  const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(readback));
+  answer(*readback, 8.0F, 5.0, true);
+  readback = nullptr;
+  EXPECT_NE(pool.readback_for(torch::kCPU).get(), address) << "the result has not been asked";
   EXPECT_TRUE(result.found_inf());
-  const auto again = mailbox.letter_for(torch::kCPU);
+  const auto again = pool.readback_for(torch::kCPU);
   EXPECT_EQ(again.get(), address);
   EXPECT_FALSE(again->has_outcome());
   EXPECT_TRUE(result.found_inf());
@@ -66,9 +66,9 @@ TEST(PendingLines, AreToldInOrderOnceTheyAreKnown) {
   const auto poll = [&] {
     lines.poll([&](float scale, float next) { told.emplace_back(scale, next); });
   };
-  std::vector<std::shared_ptr<Letter>> letters;
+  std::vector<std::shared_ptr<AsyncReadback>> letters;
   for (int i = 0; i < 3; ++i) {
-    letters.push_back(std::make_shared<Letter>(torch::kCPU));
+    letters.push_back(std::make_shared<AsyncReadback>(torch::kCPU));
     lines.add({letters.back()});
   }
   poll();

@@ -2,11 +2,11 @@
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
-#include <mezzo/distributed/detail/mpi_calls.h>
-#include <mezzo/distributed/detail/start_alike_impl.h>
-#include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/distributed/mpi_meet.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/detail/broadcast_parameters_impl.h>
+#include <mezzo/distributed/detail/mpi_calls.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/mpi_rendezvous.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <charconv>
@@ -29,12 +29,13 @@ inline std::string address_for(MPI_Comm communicator) {
   int ranks = 1, ranks_here = 1, length = 0;
   std::string name(MPI_MAX_PROCESSOR_NAME, '\0');
   check_mpi(MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine),
-            "MPI_Comm_split_type", "mezzo::meet");
+            "MPI_Comm_split_type", "mezzo::rendezvous");
   MPI_Comm_size(machine, &ranks_here);
   MPI_Comm_free(&machine);
   MPI_Comm_size(communicator, &ranks);
   if (ranks == ranks_here) return "127.0.0.1";
-  check_mpi(MPI_Get_processor_name(name.data(), &length), "MPI_Get_processor_name", "mezzo::meet");
+  check_mpi(MPI_Get_processor_name(name.data(), &length), "MPI_Get_processor_name",
+            "mezzo::rendezvous");
   name.resize(static_cast<std::size_t>(length));
   return name;
 }
@@ -50,15 +51,15 @@ inline void on_all_ranks(AnyCommunicator& ranks, const std::function<void()>& at
   }
   const std::vector<std::string> all = gather_texts(words, ranks, at::kCPU);
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    TORCH_CHECK(all[rank].empty(), "mezzo::meet on rank ", ranks.rank(), " of ", ranks.size(),
+    TORCH_CHECK(all[rank].empty(), "mezzo::rendezvous on rank ", ranks.rank(), " of ", ranks.size(),
                 ": rank ", rank, " could not ", rank == 0 ? "serve" : "connect", ": ", all[rank]);
   }
 }
 
 }  // namespace detail
 
-inline c10::intrusive_ptr<c10d::Store> meet(MPI_Comm communicator,
-                                            std::chrono::milliseconds timeout) {
+inline c10::intrusive_ptr<c10d::Store> rendezvous(MPI_Comm communicator,
+                                                  std::chrono::milliseconds timeout) {
   AnyCommunicator ranks = MpiCommunicator(communicator);
   const std::string address = detail::address_for(communicator);
   c10::intrusive_ptr<c10d::TCPStore> store;
