@@ -6,6 +6,7 @@
 
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -52,13 +53,15 @@ const OptimizerPair kAdamW{"AdamW", make_optimizer<mezzo::optim::AdamW, mezzo::o
 const OptimizerPair kSgd{"SGD", make_optimizer<mezzo::optim::SGD, mezzo::optim::SGDOptions>,
                          make_optimizer<torch::optim::SGD, torch::optim::SGDOptions>};
 
-/// Parameters with four dimensions, none, no elements, and one; two in each group.
+/// Parameters with four dimensions, none, no elements, and one; two in each group. They and their
+/// gradients have values of bfloat16 in any dtype.
 struct Training {
-  explicit Training(const MakeOptimizer& make_optimizer) : make(make_optimizer) {
+  explicit Training(const MakeOptimizer& make_optimizer, torch::ScalarType dtype = torch::kDouble)
+      : make(make_optimizer) {
     torch::manual_seed(1);
     for (const std::vector<int64_t>& shape :
          std::vector<std::vector<int64_t>>{{4, 3, 2, 2}, {}, {0, 3}, {5}}) {
-      parameters.push_back(torch::randn(shape, torch::kDouble).requires_grad_());
+      parameters.push_back(torch::randn(shape, torch::kBFloat16).to(dtype).requires_grad_());
     }
     Groups groups;
     groups.emplace_back(std::vector{parameters[0], parameters[1]});
@@ -69,7 +72,8 @@ struct Training {
   void set_gradients(int step, double scale = 1) const {
     torch::manual_seed(100 + step);
     for (const Tensor& parameter : parameters) {
-      parameter.mutable_grad() = torch::randn(parameter.sizes(), torch::kDouble) * scale;
+      parameter.mutable_grad() =
+          (torch::randn(parameter.sizes(), torch::kBFloat16) * scale).to(parameter.scalar_type());
     }
   }
 
@@ -274,6 +278,23 @@ TEST_P(RearrangedOptimizerProbes, AreNotUnscaledTwice) {
   const auto& [pair, change] = GetParam();
   for (const MakeOptimizer& make : {pair.ours, pair.theirs}) {
     expect_scaler_makes_no_difference(make, change, true);
+  }
+}
+
+TEST_P(RearrangedOptimizerProbes, StepMastersToTheBitsOfAFloatModel) {
+  const auto& [pair, change] = GetParam();
+  Training low(pair.theirs, torch::kBFloat16), whole(pair.theirs, torch::kFloat);
+  mezzo::MasterWeights masters(*low.optimizer);
+  for (int step = 0; step < 6; ++step) {
+    for (Training* training : {&low, &whole}) {
+      training->set_gradients(step);
+      change.apply(*training, step);
+    }
+    masters.step();
+    whole.optimizer->step();
+  }
+  for (std::size_t i = 0; i < low.parameters.size(); ++i) {
+    EXPECT_TRUE(torch::equal(low.parameters[i], whole.parameters[i].to(torch::kBFloat16))) << i;
   }
 }
 
