@@ -119,7 +119,50 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
   return after;
 }
 
-// Wrong with either, and with torch.autocast around an await: Autocast says so.
+/// Takes warnings for as long as it lives, of all threads that begin meanwhile.
+class Warnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { texts_.push_back(warning.msg()); }
+  const std::vector<std::string>& texts() const { return texts_; }
+
+ private:
+  std::vector<std::string> texts_;
+};
+
+std::vector<std::string> warnings_of(const std::function<void()>& work) {
+  Warnings warnings;
+  in_a_thread([&] {
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    work();
+  });
+  return warnings.texts();
+}
+
+TEST(Coroutines, AGuardThatEndsBeforeAnInnerOneWarns) {
+  const auto warnings = warnings_of([] {
+    const auto outer = hold_across_a_suspension<mezzo::Autocast<torch::kCPU, torch::kHalf>>();
+    const auto inner = hold_across_a_suspension<mezzo::Autocast<torch::kCPU>>();
+    for (const auto* coroutine : {&outer, &inner, &outer, &inner}) coroutine->resume();
+  });
+  ASSERT_FALSE(warnings.empty());
+  EXPECT_NE(warnings.front().find("before a region inside it did"), std::string::npos);
+}
+
+TEST(Coroutines, AGuardThatEndsInAnotherThreadWarns) {
+  const auto coroutine = hold_across_a_suspension<mezzo::Autocast<torch::kCPU>>();
+  in_a_thread([&] { coroutine.resume(); });
+  EXPECT_EQ(warnings_of([&] { coroutine.resume(); }).size(), 1U);
+}
+
+TEST(Coroutines, GuardsThatEndInReverseOrderDoNotWarn) {
+  const auto warnings = warnings_of([] {
+    const mezzo::Autocast<torch::kCPU, torch::kHalf> outer;
+    const mezzo::Autocast<torch::kCPU> inner;
+  });
+  EXPECT_TRUE(warnings.empty());
+}
+
+// Wrong with either, and with torch.autocast around an await.
 TEST(Coroutines, AGuardAcrossASuspensionLeavesWhatLibtorchsCallsLeave) {
   using Half = mezzo::Autocast<torch::kCPU, torch::kHalf>;
   using LibtorchsHalf = LibtorchsCalls<torch::kHalf>;

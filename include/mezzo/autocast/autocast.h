@@ -62,9 +62,10 @@ struct AutocastOptions {
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
 /// thread must end in reverse order, in that thread, which block scope sees to; a static or
-/// thread_local guard of that thread may end when the process or the thread does. In a coroutine no
-/// guard may live across a suspension, which nothing notices (as with `torch.autocast` around an
-/// await): enter an AutocastState::Scope anew after each. Entering and
+/// thread_local guard of that thread may end when the process or the thread does. A guard that
+/// lives across a coroutine's suspension may not: it leaves the wrong state behind, as
+/// `torch.autocast` around an await does, and warns. Enter an AutocastState::Scope after each
+/// suspension instead. Entering and
 /// leaving costs some thread-local writes and no host sync; nothing throws. Call `backward()` after
 /// the scope.
 ///

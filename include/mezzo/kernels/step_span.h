@@ -15,7 +15,8 @@ struct StepSpan {
   void* gradient;
   void* moments[kMaxMoments];  ///< null where there are fewer
   int64_t count;
-  void* beside = nullptr;   ///< SplitWeights: their lower halves. Floats: where to write a copy
+  void* low_half_or_copy =
+      nullptr;              ///< SplitWeights: their lower halves. Floats: where to write a copy
   void* average = nullptr;  ///< of the parameter over the steps; null where none is kept
   int64_t first = 0;        ///< the number, in the parameter, of the first element
 };

@@ -63,21 +63,35 @@ class LibtorchCasts {
 /// Counts this thread's regions, as libtorch does, and drops the cached weight casts at the
 /// outermost exit. They are also dropped where an inner region begins or ends with another dtype
 /// than the one around it: the cache is keyed by the weight alone and would hand out the wrong
-/// dtype.
+/// dtype. A region that ends elsewhere than it should is warned of: nothing else would tell.
 class Nesting {
  public:
   explicit Nesting(bool dtype_changes) noexcept
-      : drops_casts_(at::autocast::increment_nesting() > 1 && dtype_changes) {
+      : depth_(at::autocast::increment_nesting()), drops_casts_(depth_ > 1 && dtype_changes) {
     LibtorchCasts::make();
     if (drops_casts_) LibtorchCasts::clear();
   }
   ~Nesting() {
-    if (at::autocast::decrement_nesting() == 0 || drops_casts_) LibtorchCasts::clear();
+    const int left = at::autocast::decrement_nesting();
+    if (left <= 0 || drops_casts_) LibtorchCasts::clear();
+    if (left != depth_ - 1) warn_of_order();
   }
   Nesting(const Nesting&) = delete;
   Nesting& operator=(const Nesting&) = delete;
 
  private:
+  static void warn_of_order() noexcept {
+    try {
+      TORCH_WARN(
+          "An autocast region ended in another thread than it began in, or before a region inside "
+          "it did: these threads' autocast state is now that of neither. End guards in reverse "
+          "order, in their own thread; in a coroutine enter a mezzo::AutocastState::Scope after "
+          "each suspension.");
+    } catch (...) {  // of a warning handler; a destructor has nobody to tell
+    }
+  }
+
+  int depth_;  ///< of this region, from 1
   bool drops_casts_;
 };
 

@@ -1,0 +1,310 @@
+// Fine-tunes BERT for named-entity recognition in mixed precision: one file to copy.
+//
+//   bert_finetune MODEL DATA [OUT]
+//
+// MODEL is a Hugging Face folder of a BERT encoder (config.json, vocab.txt, model.safetensors),
+// DATA has CoNLL columns: word TAB BIO tag, and a line without a tag between sentences. A fifth of
+// the sentences is held out for the score. OUT becomes a file that torch::load reads into the
+// model. MEZZO_AUTOCAST=off|bf16|fp16|auto chooses the precision. Words are split as BERT does it
+// for ASCII; ../bert_ner does it for all of Unicode, and writes folders that Hugging Face reads.
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+namespace nn = torch::nn;
+using nlohmann::json;
+using torch::Tensor;
+
+// The model. Modules have Hugging Face's names, dots included, so that weights load by name.
+template <class Module>
+Module named(nn::Module& parent, const std::string& path, Module module) {
+  const auto dot = path.find('.');
+  if (dot == std::string::npos) return parent.register_module(path, module);
+  const std::string first = path.substr(0, dot);
+  const auto children = parent.named_children();
+  auto child = children.contains(first)
+                   ? children[first]
+                   : parent.register_module(first, std::make_shared<nn::Module>());
+  return named(*child, path.substr(dot + 1), module);
+}
+
+struct LayerImpl : nn::Module {
+  explicit LayerImpl(const json& c) : heads(c["num_attention_heads"]) {
+    const int64_t hidden = c["hidden_size"], inner = c["intermediate_size"];
+    const auto linear = [&](const std::string& name, int64_t in, int64_t out) {
+      return named(*this, name, nn::Linear(in, out));
+    };
+    const auto norm = [&](const std::string& name) {
+      const auto options = nn::LayerNormOptions({hidden}).eps(c["layer_norm_eps"]);
+      return named(*this, name + ".LayerNorm", nn::LayerNorm(options));
+    };
+    query = linear("attention.self.query", hidden, hidden);
+    key = linear("attention.self.key", hidden, hidden);
+    value = linear("attention.self.value", hidden, hidden);
+    project = linear("attention.output.dense", hidden, hidden);
+    attention_norm = norm("attention.output");
+    widen = linear("intermediate.dense", hidden, inner);
+    narrow = linear("output.dense", inner, hidden);
+    output_norm = norm("output");
+  }
+
+  Tensor forward(const Tensor& x, const Tensor& is_padding) {
+    const auto split = [&](const Tensor& t) {
+      return t.unflatten(-1, {heads, -1}).transpose(1, 2);
+    };
+    const Tensor q = split(query(x)), k = split(key(x)), v = split(value(x));
+    const double scale = 1 / std::sqrt(static_cast<double>(q.size(-1)));
+    // -inf exists in every dtype; a mask of -1e9 does not exist in half.
+    const Tensor scores = torch::matmul(q * scale, k.transpose(-1, -2))
+                              .masked_fill(is_padding, -std::numeric_limits<double>::infinity());
+    const Tensor context = torch::matmul(scores.softmax(-1), v).transpose(1, 2).flatten(2);
+    const Tensor attended = attention_norm(project(context) + x);
+    return output_norm(narrow(torch::gelu(widen(attended))) + attended);
+  }
+
+  int64_t heads;
+  nn::Linear query{nullptr}, key{nullptr}, value{nullptr}, project{nullptr}, widen{nullptr},
+      narrow{nullptr};
+  nn::LayerNorm attention_norm{nullptr}, output_norm{nullptr};
+};
+TORCH_MODULE(Layer);
+
+struct TokenClassifierImpl : nn::Module {
+  TokenClassifierImpl(const json& c, std::size_t labels) {
+    const int64_t hidden = c["hidden_size"];
+    const auto table = [&](const std::string& name, int64_t rows) {
+      return named(*this, "bert.embeddings." + name + "_embeddings", nn::Embedding(rows, hidden));
+    };
+    words = table("word", c["vocab_size"]);
+    positions = table("position", c["max_position_embeddings"]);
+    segments = table("token_type", c["type_vocab_size"]);
+    norm = named(*this, "bert.embeddings.LayerNorm",
+                 nn::LayerNorm(nn::LayerNormOptions({hidden}).eps(c["layer_norm_eps"])));
+    for (int i = 0; i < c["num_hidden_layers"]; ++i) {
+      layers.push_back(named(*this, "bert.encoder.layer." + std::to_string(i), Layer(c)));
+    }
+    classifier = register_module("classifier", nn::Linear(hidden, static_cast<int64_t>(labels)));
+    nn::init::normal_(classifier->weight, 0.0, 0.02);
+    nn::init::zeros_(classifier->bias);
+  }
+
+  /// \param ids int64 [batch, length], 0 where a row is padded
+  /// \returns logits [batch, length, labels]
+  Tensor forward(const Tensor& ids) {
+    const Tensor is_padding = ids.eq(0).unsqueeze(1).unsqueeze(1);
+    const Tensor place = positions->weight.narrow(0, 0, ids.size(1)) + segments->weight[0];
+    Tensor x = norm(words(ids) + place);
+    for (Layer& layer : layers) x = layer(x, is_padding);
+    return classifier(x);
+  }
+
+  nn::Embedding words{nullptr}, positions{nullptr}, segments{nullptr};
+  nn::LayerNorm norm{nullptr};
+  std::vector<Layer> layers;
+  nn::Linear classifier{nullptr};
+};
+TORCH_MODULE(TokenClassifier);
+
+// safetensors: the length of a header, the header in JSON, the bytes of all tensors.
+std::string read_file(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file, path, " cannot be read");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void load_weights(nn::Module& model, const std::filesystem::path& path) {
+  const std::string file = read_file(path);
+  uint64_t length = 0;
+  if (file.size() >= 8) std::memcpy(&length, file.data(), 8);
+  TORCH_CHECK(length > 0 && length < file.size() - 8, path, " is no safetensors file, or cut off");
+  const json header = json::parse(file.substr(8, length));
+  const std::string_view data = std::string_view(file).substr(8 + length);
+  for (auto& parameter : model.named_parameters()) {
+    if (parameter.key().starts_with("classifier")) continue;
+    // The file of an encoder alone has names without "bert.".
+    const std::string& name = parameter.key();
+    const auto entry = header.value(name, header.value(name.substr(5), json::object()));
+    const uint64_t size = parameter->nbytes();
+    TORCH_CHECK(entry.value("dtype", "") == "F32" && entry["shape"] == parameter->sizes().vec(),
+                path, ": ", name, " should be of dtype F32 and shape ", parameter->sizes());
+    const uint64_t begin = entry["data_offsets"][0];
+    TORCH_CHECK(begin <= data.size() && size <= data.size() - begin, path, " is cut off at ", name);
+    std::memcpy(parameter->mutable_data_ptr(), data.data() + begin, size);
+  }
+}
+
+// A word as the longest pieces of the vocabulary, lower-cased and parted at punctuation.
+using Vocabulary = std::unordered_map<std::string, int64_t>;
+std::vector<int64_t> pieces_of(const std::string& word, const Vocabulary& vocabulary) {
+  std::vector<std::string> parts(1);
+  for (const unsigned char c : word) {
+    const bool is_mark = c < 0x80 && std::ispunct(c) != 0;
+    if (is_mark) parts.emplace_back();
+    parts.back() += static_cast<char>(c < 0x80 ? std::tolower(c) : c);
+    if (is_mark) parts.emplace_back();
+  }
+  std::vector<int64_t> ids;
+  for (const std::string& part : parts) {
+    const std::size_t ids_before = ids.size();
+    for (std::size_t begin = 0, length = 0; begin < part.size(); begin += length) {
+      const auto piece = [&] { return (begin > 0 ? "##" : "") + part.substr(begin, length); };
+      for (length = part.size() - begin; length > 0 && !vocabulary.contains(piece());) --length;
+      if (length > 0) {
+        ids.push_back(vocabulary.at(piece()));
+      } else {  // no piece fits: the whole part is unknown
+        ids.resize(ids_before);
+        ids.push_back(vocabulary.at("[UNK]"));
+        break;
+      }
+    }
+  }
+  return ids.empty() ? std::vector{vocabulary.at("[UNK]")} : ids;
+}
+
+struct Example {
+  std::vector<int64_t> ids, labels;  // a word's label stands at its first piece, elsewhere -100
+};
+
+// The sentences of a file, and the tags that it has: a label is a tag's place in `tags`.
+std::vector<Example> read_conll(const std::string& path, const Vocabulary& vocabulary,
+                                std::size_t max_length, std::vector<std::string>& tags) {
+  std::istringstream file(read_file(path) + "\n\n");
+  std::vector<Example> sentences;
+  bool is_inside = false;
+  for (std::string line; std::getline(file, line);) {
+    const auto tab = std::min(line.find('\t'), line.size());
+    const std::string tag = line.substr(std::min(tab + 1, line.size()));
+    if (tag.empty() && is_inside) sentences.back().ids.push_back(vocabulary.at("[SEP]"));
+    if (!tag.empty() && !is_inside) sentences.push_back({{vocabulary.at("[CLS]")}, {-100}});
+    is_inside = !tag.empty();
+    if (!is_inside) continue;
+    TORCH_CHECK(tag == "O" || tag.starts_with("B-") || tag.starts_with("I-"), path, ": the tag ",
+                tag, " is none of O, B-type and I-type");
+    auto& [ids, labels] = sentences.back();
+    const auto pieces = pieces_of(line.substr(0, tab), vocabulary);
+    if (ids.size() + pieces.size() >= max_length) continue;
+    if (std::find(tags.begin(), tags.end(), tag) == tags.end()) tags.push_back(tag);
+    ids.insert(ids.end(), pieces.begin(), pieces.end());
+    labels.push_back(std::find(tags.begin(), tags.end(), tag) - tags.begin());
+    labels.resize(ids.size(), -100);
+  }
+  TORCH_CHECK(sentences.size() >= 5, path, " has ", sentences.size(), " sentences; give 5 or more");
+  return sentences;
+}
+
+struct Batch {
+  Tensor ids, labels;  // int64 [batch, length]
+};
+
+// Examples of like length together, padded to few lengths: a CPU's kernels are prepared for each.
+std::vector<Batch> batches_of(std::vector<Example> examples, std::size_t size, at::Device device) {
+  std::ranges::stable_sort(examples, {}, [](const Example& one) { return one.ids.size(); });
+  std::vector<Batch> batches;
+  for (std::size_t begin = 0; begin < examples.size(); begin += size) {
+    const std::size_t end = std::min(begin + size, examples.size());
+    const std::size_t length = (examples[end - 1].ids.size() + 7) / 8 * 8;
+    std::vector<Tensor> ids, labels;
+    for (std::size_t i = begin; i < end; ++i) {
+      examples[i].ids.resize(length, 0);
+      examples[i].labels.resize(length, -100);
+      ids.push_back(torch::tensor(examples[i].ids));
+      labels.push_back(torch::tensor(examples[i].labels));
+    }
+    batches.push_back({torch::stack(ids).to(device), torch::stack(labels).to(device)});
+  }
+  return batches;
+}
+
+// The entities of a sentence, as type, first word and last. I- goes on over its own type alone.
+std::set<std::string> entities_of(const std::vector<std::string>& tags) {
+  std::set<std::string> entities;
+  for (std::size_t i = 0, end = 0; i < tags.size(); i = end) {
+    end = i + 1;
+    if (tags[i] == "O") continue;
+    while (end < tags.size() && tags[end] == "I-" + tags[i].substr(2)) ++end;
+    entities.insert(c10::str(tags[i].substr(2), " ", i, " ", end));
+  }
+  return entities;
+}
+
+double entity_f1(TokenClassifier& model, const std::vector<Batch>& batches,
+                 const std::vector<std::string>& tags) {
+  const torch::NoGradGuard no_grad;
+  std::size_t correct = 0, all = 0;
+  for (const Batch& batch : batches) {
+    const Tensor found = model(batch.ids).argmax(-1).cpu(), labels = batch.labels.cpu();
+    for (int64_t row = 0; row < labels.size(0); ++row) {
+      std::vector<std::string> truth, predicted;
+      for (int64_t i = 0; i < labels.size(1); ++i) {
+        const auto label = labels[row][i].item<int64_t>(), answer = found[row][i].item<int64_t>();
+        if (label < 0) continue;
+        truth.push_back(tags[static_cast<std::size_t>(label)]);
+        predicted.push_back(tags[static_cast<std::size_t>(answer)]);
+      }
+      const auto a = entities_of(truth), b = entities_of(predicted);
+      for (const auto& entity : b) correct += a.count(entity);
+      all += a.size() + b.size();
+    }
+  }
+  return all == 0 ? 0 : 2.0 * static_cast<double>(correct) / static_cast<double>(all);
+}
+
+int main(int argc, char** argv) try {
+  TORCH_CHECK(argc == 3 || argc == 4, "usage: bert_finetune MODEL DATA [OUT]");
+  const std::filesystem::path folder = argv[1];
+  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  const json config = json::parse(read_file(folder / "config.json"));
+  Vocabulary vocabulary;
+  std::istringstream pieces(read_file(folder / "vocab.txt"));
+  for (std::string piece; std::getline(pieces, piece);) {
+    vocabulary.emplace(piece, static_cast<int64_t>(vocabulary.size()));
+  }
+
+  std::vector<std::string> tags;
+  auto sentences = read_conll(argv[2], vocabulary, config["max_position_embeddings"], tags);
+  std::mt19937_64 generator(1);
+  std::shuffle(sentences.begin(), sentences.end(), generator);
+  const auto fifth = static_cast<std::ptrdiff_t>(sentences.size() / 5);
+  const std::vector<Example> held_out(sentences.begin(), sentences.begin() + fifth);
+  sentences.erase(sentences.begin(), sentences.begin() + fifth);
+  auto batches = batches_of(std::move(sentences), /*size=*/8, device);
+  std::shuffle(batches.begin(), batches.end(), generator);
+
+  torch::manual_seed(1);
+  TokenClassifier model(config, tags.size());
+  load_weights(*model, folder / "model.safetensors");
+  model->to(device);
+  const auto precision = mezzo::autocast_from_env(device, mezzo::recommended(device));
+  std::printf("%s\n", precision.reason.c_str());
+
+  mezzo::GradScaler scaler;
+  mezzo::optim::AdamW optimizer(model->parameters(), 4e-4);
+  mezzo::LinearSchedule schedule(optimizer, {.total_steps = static_cast<int64_t>(batches.size())});
+  nn::CrossEntropyLoss criterion;  // ignores the label -100
+
+  Tensor loss_sum = torch::zeros({}, device);
+  for (const Batch& batch : batches) {
+    Tensor loss;
+    {
+      mezzo::AutocastGuard autocast(precision);  // forward and loss in low precision where it pays
+      loss = criterion(model(batch.ids).flatten(0, 1), batch.labels.flatten());
+    }
+    scaler.scale(loss).backward();
+    const auto result = scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
+    scaler.update();
+    schedule.step(result);  // a skipped step spends no learning rate
+    loss_sum += loss.detach();
+  }
+  std::printf("loss %.3f  F1 %.3f\n", loss_sum.item<double>() / static_cast<double>(batches.size()),
+              entity_f1(model, batches_of(held_out, 8, device), tags));
+
+  if (argc == 4) torch::save(model, argv[3]);
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "bert_finetune: %s\n", error.what());
+  return 1;
+}
