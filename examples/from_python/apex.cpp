@@ -1,6 +1,7 @@
 // Apex's three lines: initialize, scale_loss, and a step; here at O2, a model of 16 bits (bfloat16,
 // which needs no loss scale) with float32 batch norms and float32 master weights.
 // Exits with 1 if the loss did not fall.
+#include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
 #include <torch/torch.h>
 
