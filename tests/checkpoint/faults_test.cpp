@@ -204,7 +204,7 @@ struct TwoSaved {
   Scratch scratch;
   std::vector<std::string> warnings;
   Training run;
-  Checkpoints checkpoints;
+  CheckpointManager checkpoints;
   std::filesystem::path first, second;
 };
 

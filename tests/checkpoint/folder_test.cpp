@@ -25,7 +25,7 @@ using mezzo::TrainingState;
 using testing::AllOf;
 using testing::HasSubstr;
 
-TEST(Checkpoints, WithoutAHigherNumberNothingIsSaved) {
+TEST(CheckpointManager, WithoutAHigherNumberNothingIsSaved) {
   const Scratch scratch;
   int64_t value = 0;
   const auto last = scratch.path() / "checkpoint-18446744073709551615-step-0.mezzo";
@@ -35,7 +35,7 @@ TEST(Checkpoints, WithoutAHigherNumberNothingIsSaved) {
       AllOf(HasSubstr(last.string()), HasSubstr("move it elsewhere")));
 }
 
-TEST(Checkpoints, AFolderWithoutAnyIsAFreshStart) {
+TEST(CheckpointManager, AFolderWithoutAnyIsAFreshStart) {
   const Scratch scratch;
   int64_t value = 3;
   EXPECT_FALSE(
@@ -43,7 +43,7 @@ TEST(Checkpoints, AFolderWithoutAnyIsAFreshStart) {
   EXPECT_FALSE(std::filesystem::exists(scratch.path() / "none"));
 }
 
-TEST(Checkpoints, KeepTheNewestByWhenTheyWereSavedNotByStep) {
+TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {
   const Scratch scratch;
   int64_t value = 0;
   TrainingState state;
@@ -55,7 +55,7 @@ TEST(Checkpoints, KeepTheNewestByWhenTheyWereSavedNotByStep) {
   EXPECT_EQ(checkpoints.load_newest(state)->step, 10);
 }
 
-TEST(Checkpoints, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
+TEST(CheckpointManager, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
   const Scratch scratch;
   int64_t value = 0;
   const auto state = TrainingState().add("value", value);
@@ -71,7 +71,7 @@ TEST(Checkpoints, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
   EXPECT_EQ(second.load_newest(state)->step, 2);
 }
 
-TEST(Checkpoints, LeaveOtherFilesAlone) {
+TEST(CheckpointManager, LeaveOtherFilesAlone) {
   const Scratch scratch;
   int64_t value = 0;
   CheckpointManager checkpoints(scratch.path(), {.keep = 1});

@@ -53,8 +53,8 @@ class TrainingState {
 
   /// The same for what differs from rank to rank in a job of several processes, which
   /// RankCheckpoints (distributed/rank_checkpoints.h) saves: the residuals of error feedback, a
-  /// rank's own generator or place in the data. Checkpoints takes it for an object like others, and
-  /// of a file of several ranks what rank 0 had, with a warning.
+  /// rank's own generator or place in the data. CheckpointManager takes it for an object like
+  /// others, and of a file of several ranks what rank 0 had, with a warning.
   template <class T>
   TrainingState& add_per_rank(std::string name, T& object);
 

@@ -21,7 +21,8 @@ struct CollectedState;
 struct LoadAttempt;
 }  // namespace detail
 
-/// What Checkpoints (checkpoint.h) is to one process, for the ranks of a communicator:
+/// What CheckpointManager (mezzo/checkpoint/checkpoint.h) is to one process, for the ranks of a
+/// communicator:
 ///
 /// \code
 ///   mezzo::TrainingState state;
@@ -43,8 +44,8 @@ struct LoadAttempt;
 /// **What is common** is what rank 0 has: model, optimizer (a ShardedOptimizer is gathered),
 /// scaler, schedule. Numbers, strings and generators are compared, and a rank that has another is
 /// named; models are not, for ranks in step have the same bits. So the file is the one that a
-/// single process would have written. It loads on any number of ranks, and, with Checkpoints and
-/// the optimizer that ShardedOptimizer shards, in a process without any.
+/// single process would have written. It loads on any number of ranks, and, with CheckpointManager
+/// and the optimizer that ShardedOptimizer shards, in a process without any.
 ///
 /// **What is each rank's own** (`add_per_rank`, `with_random_state`) goes to the same file, and
 /// back to the rank with that number. So the same number of ranks resumes to the bit on the CPU.
@@ -102,7 +103,7 @@ class RankCheckpoints {
   std::filesystem::path folder_;
   detail::RankAgreement ranks_;
   detail::FileCalls calls_;
-  Checkpoints files_;
+  CheckpointManager files_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

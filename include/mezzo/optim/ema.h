@@ -106,11 +106,12 @@ class Ema {
 /// how to export them.
 ///
 /// Meanwhile evaluate, and do not train: what is written to the parameters is gone at the end, and
-/// a step of an optimizer would make its masters follow the averages. Checkpoints (checkpoint.h)
-/// refuse to save or load such parameters, and Ema to update from them. Views of parameters that
-/// were made before, and captured CUDA graphs, keep to the training weights. Begin and end it
-/// outside of autocast regions, whose cache would not notice. Guards nest, and end in reverse
-/// order, exceptions included. One thread: no other may use the parameters when it begins or ends.
+/// a step of an optimizer would make its masters follow the averages. CheckpointManager
+/// (mezzo/checkpoint/checkpoint.h) refuses to save or load such parameters, and Ema to update from
+/// them. Views of parameters that were made before, and captured CUDA graphs, keep to the training
+/// weights. Begin and end it outside of autocast regions, whose cache would not notice. Guards
+/// nest, and end in reverse order, exceptions included. One thread: no other may use the parameters
+/// when it begins or ends.
 class [[nodiscard]] EmaScope {
  public:
   /// The averages of one of mezzo's optimizers with `ema_decay`. Before the first step they are the

@@ -60,8 +60,8 @@ std::vector<MakeKeeper> keepers() {
   using namespace mezzo::optim;
   std::vector<MakeKeeper> all{ours<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
                               ours<Adam>(AdamOptions(1e-3).amsgrad(true).ema_decay(0.9)),
-                              ours<SGD>(SGDOptions(1e-2)),
-                              ours<SGD>(SGDOptions(1e-2).momentum(0.9)),
+                              ours<SGD>(mezzo::optim::SGDOptions(1e-2)),
+                              ours<SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)),
                               ours<Lion>(LionOptions(1e-3)),
                               ours<LAMB>(LAMBOptions(1e-3))};
   for (const MakeOptimizer& make : libtorch_optimizers()) all.push_back(adapter(make));

@@ -118,7 +118,7 @@ inline CheckpointManager::CheckpointManager(std::filesystem::path folder,
     : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
       options_(std::move(options)),
       calls_(std::move(calls)) {
-  TORCH_CHECK(options_.keep >= 1, "Checkpoints: keep is ", options_.keep,
+  TORCH_CHECK(options_.keep >= 1, "CheckpointManager: keep is ", options_.keep,
               "; it should be at least 1, and 2 to have one to fall back to");
 }
 
@@ -134,9 +134,10 @@ inline void CheckpointManager::hold_lock() {
   if (lock_.is_open() || !offers_locks_) return;
   detail::OpenFile file;
   const detail::FolderLock lock = detail::lock_folder(calls_, folder_, file);
-  TORCH_CHECK(lock != detail::FolderLock::taken_by_another, folder_.string(),
-              " is being saved to by another process, or by another Checkpoints of this one; give "
-              "each a folder of its own, or let one of them save");
+  TORCH_CHECK(
+      lock != detail::FolderLock::taken_by_another, folder_.string(),
+      " is being saved to by another process, or by another CheckpointManager of this one; give "
+      "each a folder of its own, or let one of them save");
   offers_locks_ = lock == detail::FolderLock::held;
   if (offers_locks_) {
     lock_ = std::move(file);
