@@ -3,10 +3,9 @@
 //   bert_finetune MODEL DATA [OUT]
 //
 // MODEL is a Hugging Face folder of a BERT encoder (config.json, vocab.txt, model.safetensors),
-// DATA has CoNLL columns: word TAB BIO tag, and a line without a tag between sentences. A fifth of
-// the sentences is held out for the score. OUT becomes a file that torch::load reads into the
-// model. MEZZO_AUTOCAST=off|bf16|fp16|auto chooses the precision. Words are split as BERT does it
-// for ASCII; ../bert_ner does it for all of Unicode, and writes folders that Hugging Face reads.
+// DATA has CoNLL columns: word TAB BIO tag, a line without a tag between sentences. A fifth is held
+// out for the score. OUT is a file for torch::load. MEZZO_AUTOCAST=off|bf16|fp16|auto sets the
+// precision. Words are split as BERT does it for ASCII; ../bert_ner does it for all of Unicode.
 #include <mezzo/mezzo.h>
 #include <torch/torch.h>
 
@@ -26,11 +25,10 @@ Module named(nn::Module& parent, const std::string& path, Module module) {
   const auto dot = path.find('.');
   if (dot == std::string::npos) return parent.register_module(path, module);
   const std::string first = path.substr(0, dot);
-  const auto children = parent.named_children();
-  auto child = children.contains(first)
-                   ? children[first]
-                   : parent.register_module(first, std::make_shared<nn::Module>());
-  return named(*child, path.substr(dot + 1), module);
+  if (!parent.named_children().contains(first)) {
+    parent.register_module(first, std::make_shared<nn::Module>());
+  }
+  return named(*parent.named_children()[first], path.substr(dot + 1), module);
 }
 
 struct LayerImpl : nn::Module {
@@ -54,9 +52,7 @@ struct LayerImpl : nn::Module {
   }
 
   Tensor forward(const Tensor& x, const Tensor& is_padding) {
-    const auto split = [&](const Tensor& t) {
-      return t.unflatten(-1, {heads, -1}).transpose(1, 2);
-    };
+    const auto split = [&](Tensor t) { return t.unflatten(-1, {heads, -1}).transpose(1, 2); };
     const Tensor q = split(query(x)), k = split(key(x)), v = split(value(x));
     const double scale = 1 / std::sqrt(static_cast<double>(q.size(-1)));
     // -inf exists in every dtype; a mask of -1e9 does not exist in half.
@@ -143,7 +139,7 @@ using Vocabulary = std::unordered_map<std::string, int64_t>;
 std::vector<int64_t> pieces_of(const std::string& word, const Vocabulary& vocabulary) {
   std::vector<std::string> parts(1);
   for (const unsigned char c : word) {
-    const bool is_mark = c < 0x80 && std::ispunct(c) != 0;
+    const bool is_mark = c < 0x80 && std::ispunct(c);
     if (is_mark) parts.emplace_back();
     parts.back() += static_cast<char>(c < 0x80 ? std::tolower(c) : c);
     if (is_mark) parts.emplace_back();
@@ -169,6 +165,9 @@ std::vector<int64_t> pieces_of(const std::string& word, const Vocabulary& vocabu
 struct Example {
   std::vector<int64_t> ids, labels;  // a word's label stands at its first piece, elsewhere -100
 };
+struct Batch {
+  Tensor ids, labels;  // int64 [batch, length]
+};
 
 // The sentences of a file, and the tags that it has: a label is a tag's place in `tags`.
 std::vector<Example> read_conll(const std::string& path, const Vocabulary& vocabulary,
@@ -181,8 +180,7 @@ std::vector<Example> read_conll(const std::string& path, const Vocabulary& vocab
     const std::string tag = line.substr(std::min(tab + 1, line.size()));
     if (tag.empty() && is_inside) sentences.back().ids.push_back(vocabulary.at("[SEP]"));
     if (!tag.empty() && !is_inside) sentences.push_back({{vocabulary.at("[CLS]")}, {-100}});
-    is_inside = !tag.empty();
-    if (!is_inside) continue;
+    if (is_inside = !tag.empty(); !is_inside) continue;
     TORCH_CHECK(tag == "O" || tag.starts_with("B-") || tag.starts_with("I-"), path, ": the tag ",
                 tag, " is none of O, B-type and I-type");
     auto& [ids, labels] = sentences.back();
@@ -196,10 +194,6 @@ std::vector<Example> read_conll(const std::string& path, const Vocabulary& vocab
   TORCH_CHECK(sentences.size() >= 5, path, " has ", sentences.size(), " sentences; give 5 or more");
   return sentences;
 }
-
-struct Batch {
-  Tensor ids, labels;  // int64 [batch, length]
-};
 
 // Examples of like length together, padded to few lengths: a CPU's kernels are prepared for each.
 std::vector<Batch> batches_of(std::vector<Example> examples, std::size_t size, at::Device device) {
@@ -256,14 +250,14 @@ double entity_f1(TokenClassifier& model, const std::vector<Batch>& batches,
 
 int main(int argc, char** argv) try {
   TORCH_CHECK(argc == 3 || argc == 4, "usage: bert_finetune MODEL DATA [OUT]");
+  torch::manual_seed(1);
   const std::filesystem::path folder = argv[1];
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   const json config = json::parse(read_file(folder / "config.json"));
   Vocabulary vocabulary;
   std::istringstream pieces(read_file(folder / "vocab.txt"));
-  for (std::string piece; std::getline(pieces, piece);) {
-    vocabulary.emplace(piece, static_cast<int64_t>(vocabulary.size()));
-  }
+  for (std::string piece; std::getline(pieces, piece);)
+    vocabulary.emplace(piece, vocabulary.size());
 
   std::vector<std::string> tags;
   auto sentences = read_conll(argv[2], vocabulary, config["max_position_embeddings"], tags);
@@ -275,18 +269,15 @@ int main(int argc, char** argv) try {
   auto batches = batches_of(std::move(sentences), /*size=*/8, device);
   std::shuffle(batches.begin(), batches.end(), generator);
 
-  torch::manual_seed(1);
   TokenClassifier model(config, tags.size());
   load_weights(*model, folder / "model.safetensors");
   model->to(device);
   const auto precision = mezzo::autocast_from_env(device, mezzo::recommended(device));
   std::printf("%s\n", precision.reason.c_str());
-
   mezzo::GradScaler scaler;
   mezzo::optim::AdamW optimizer(model->parameters(), 4e-4);
   mezzo::LinearSchedule schedule(optimizer, {.total_steps = static_cast<int64_t>(batches.size())});
   nn::CrossEntropyLoss criterion;  // ignores the label -100
-
   Tensor loss_sum = torch::zeros({}, device);
   for (const Batch& batch : batches) {
     Tensor loss;
@@ -302,7 +293,6 @@ int main(int argc, char** argv) try {
   }
   std::printf("loss %.3f  F1 %.3f\n", loss_sum.item<double>() / static_cast<double>(batches.size()),
               entity_f1(model, batches_of(held_out, 8, device), tags));
-
   if (argc == 4) torch::save(model, argv[3]);
 } catch (const std::exception& error) {
   std::fprintf(stderr, "bert_finetune: %s\n", error.what());
