@@ -16,7 +16,7 @@ import typing
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-LIBRARY = [ROOT / "include/mezzo/compiled" / f"{name}.cpp" for name in ("adam", "gradients", "lamb", "lion_and_sgd")]
+LIBRARY = [ROOT / "include/mezzo/optim/compiled" / f"{name}.cpp" for name in ("adam", "gradients", "lamb", "lion_and_sgd")]
 DEFINITIONS = ["-DUSE_C10D_GLOO", "-DUSE_DISTRIBUTED", "-DUSE_RPC", "-DUSE_TENSORPIPE"]  # as libtorch's package gives them
 
 
@@ -34,7 +34,7 @@ class Line(typing.NamedTuple):
 
 LINES = (
     Line("torch/torch.h, unused", (("torch_only.cpp", ()),)),
-    Line("autocast.h and grad_scaler.h, unused", (("autocast_and_scaler.cpp", ()),)),
+    Line("autocast/autocast.h and scaling/grad_scaler.h, unused", (("autocast_and_scaler.cpp", ()),)),
     Line("mezzo.h, unused", (("mezzo_unused.cpp", ()),)),
     Line("libtorch's loop", (("torch_loop.cpp", ()),), has_loop=True),
     Line("README's loop", (("loop.cpp", ()),), has_loop=True),

@@ -26,7 +26,7 @@
 
 #include "distributed/mpi_backend.h"
 #include "encoder.h"
-#include "grad_buckets/interleaved.h"
+#include "optim/grad_buckets/interleaved.h"
 
 namespace {
 

@@ -137,10 +137,10 @@ void print_memory() {
   }
 }
 
-/// Tensors that autocast casts in a step, and those that a WeightCache spared it.
+/// Tensors that autocast casts in a step, and hits of its WeightCache.
 struct Casts {
   int64_t made = 0;
-  int64_t spared = 0;
+  int64_t cache_hits = 0;
 };
 
 Casts casts_of(Training<bench::Encoder>& training, const torch::Tensor& tokens) {
@@ -149,7 +149,7 @@ Casts casts_of(Training<bench::Encoder>& training, const torch::Tensor& tokens) 
   Casts casts;
   for (const auto& record : trace.records()) {
     casts.made += record.casts;
-    casts.spared += record.spared;
+    casts.cache_hits += record.cache_hits;
   }
   return casts;
 }
@@ -178,7 +178,7 @@ void print_steps(int64_t batch, int rounds) {
   }
   std::printf("\n%-40s %8s %24s %7s %7s\n",
               ("a step of " + std::to_string(batch) + " x 32 tokens").c_str(), "ms",
-              "x at::autocast, mezzo's", "casts", "spared");
+              "x at::autocast, mezzo's", "casts", "hits");
   constexpr std::size_t kReference = 2;
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::vector<double> ratios;
@@ -188,7 +188,7 @@ void print_steps(int64_t batch, int rounds) {
     const Casts casts = casts_of(*all[i], tokens);
     std::printf("%-40s %8.2f %24.3f %7lld %7lld\n", all[i]->way().name.c_str(), median(times[i]),
                 median(ratios), static_cast<long long>(casts.made),
-                static_cast<long long>(casts.spared));
+                static_cast<long long>(casts.cache_hits));
   }
 }
 

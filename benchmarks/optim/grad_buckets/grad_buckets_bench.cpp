@@ -113,7 +113,7 @@ void backward(int rounds) {
           if (checks) {
             buckets->summarize(inv_scale);
           } else {
-            buckets->collect();
+            buckets->reattach_gradients();
           }
         },
         [&, options, set_to_none] {

@@ -137,21 +137,18 @@ struct Output {
 };
 
 TEST_F(CheckpointArguments, ResultsMayBeAnyContainerOfTensors) {
-  const auto checkpoint = [&](auto wrap) {
+  const auto checkpointed = [&](auto wrap) {
     return mezzo::activation_checkpoint([wrap](const Tensor& x) { return wrap(x * 2); }, x_);
   };
-  expect_gradient(*activation_checkpoint([](const Tensor& t) { return std::optional(t); }), 2);
-  expect_gradient(activation_checkpoint([](const Tensor& t) { return std::vector{t, t}; })[1], 2);
-  expect_gradient(activation_checkpoint([](const Tensor& t) { return std::array{t, t}; })[1], 2);
-  expect_gradient(std::get<1>(activation_checkpoint([](const Tensor& t) {
-                    return std::tuple{1, t};
-                  })),
-                  2);
-  expect_gradient(activation_checkpoint([](const Tensor& t) {
+  expect_gradient(*checkpointed([](const Tensor& t) { return std::optional(t); }), 2);
+  expect_gradient(checkpointed([](const Tensor& t) { return std::vector{t, t}; })[1], 2);
+  expect_gradient(checkpointed([](const Tensor& t) { return std::array{t, t}; })[1], 2);
+  expect_gradient(std::get<1>(checkpointed([](const Tensor& t) { return std::tuple{1, t}; })), 2);
+  expect_gradient(checkpointed([](const Tensor& t) {
                     return std::map<int, Tensor>{{3, t}};
                   }).at(3),
                   2);
-  const auto output = activation_checkpoint([](const Tensor& t) { return Output{Tensor(), t, 8}; });
+  const auto output = checkpointed([](const Tensor& t) { return Output{Tensor(), t, 8}; });
   expect_gradient(output.second, 2);
   EXPECT_EQ(output.label, 8);
 }
