@@ -11,7 +11,7 @@ import sys
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "checkpoint"))
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "scaling"))
 from record_python_scaler import recorded, run
 
 path = pathlib.Path(sys.argv[1])

@@ -28,13 +28,13 @@
 
 namespace {
 
-using checkpoint_test::bytes_of;
-using checkpoint_test::put_bytes;
-using checkpoint_test::Scratch;
-using grad_scaler_test::error_of;
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using mezzo::detail::FileCalls;
+using test_support::bytes_of;
+using test_support::error_of;
+using test_support::put_bytes;
+using test_support::Scratch;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;

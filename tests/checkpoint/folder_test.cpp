@@ -18,10 +18,10 @@
 
 namespace {
 
-using checkpoint_test::Scratch;
-using grad_scaler_test::error_of;
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
+using test_support::error_of;
+using test_support::Scratch;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -29,7 +29,7 @@ TEST(CheckpointManager, WithoutAHigherNumberNothingIsSaved) {
   const Scratch scratch;
   int64_t value = 0;
   const auto last = scratch.path() / "checkpoint-18446744073709551615-step-0.mezzo";
-  checkpoint_test::put_bytes(last, "somebody's");
+  test_support::put_bytes(last, "somebody's");
   EXPECT_THAT(
       error_of([&] { CheckpointManager(scratch.path()).save(TrainingState().add("a", value), 1); }),
       AllOf(HasSubstr(last.string()), HasSubstr("move it elsewhere")));
@@ -78,7 +78,7 @@ TEST(CheckpointManager, LeaveOtherFilesAlone) {
   for (const char* name : {"checkpoint-1-step-2.mezzo.bak", "checkpoint-x-step-2.mezzo",
                            ".checkpoint-1-step-2.mezzo.tmp", ".checkpoint-1-step-2.mezzo.7.tmp.x",
                            "checkpoint-1-step-.mezzo", "notes"}) {
-    checkpoint_test::put_bytes(scratch.path() / name, "somebody's");
+    test_support::put_bytes(scratch.path() / name, "somebody's");
   }
   const auto state = TrainingState().add("value", value);
   checkpoints.save(state, 1);

@@ -22,10 +22,10 @@
 
 namespace {
 
-using checkpoint_test::Scratch;
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using mezzo::optim::WeightStorage;
+using test_support::Scratch;
 
 mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage storage) {
   return mezzo::optim::AdamW(

@@ -23,10 +23,10 @@
 
 namespace {
 
-using checkpoint_test::Scratch;
-using grad_scaler_test::error_of;
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
+using test_support::error_of;
+using test_support::Scratch;
 using testing::AllOf;
 using testing::HasSubstr;
 

@@ -31,7 +31,7 @@ std::map<GemmShape, int64_t> calls_by_shape(const GemmTimes& times) {
 
 const GemmShape kLinear{.m = 5, .n = 6, .k = 3, .b_transposed = true};
 
-TEST(TimeGemms, FindsTheProductsOfAModelAndHowOftenEachComes) {
+TEST(BenchmarkGemms, FindsTheProductsOfAModelAndHowOftenEachComes) {
   torch::nn::Sequential model(torch::nn::Linear(3, 6), torch::nn::Linear(6, 3),
                               torch::nn::Linear(3, 6));
   const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({5, 3}), kQuick);
@@ -41,7 +41,7 @@ TEST(TimeGemms, FindsTheProductsOfAModelAndHowOftenEachComes) {
                            Pair(GemmShape{.m = 5, .n = 3, .k = 6, .b_transposed = true}, 1)));
 }
 
-TEST(TimeGemms, SeesBatchesAndBiasesAndTransposedFactors) {
+TEST(BenchmarkGemms, SeesBatchesAndBiasesAndTransposedFactors) {
   const auto model = [](const torch::Tensor& x) {
     const auto y = torch::bmm(x, x.transpose(1, 2));
     torch::baddbmm(y, x.transpose(1, 2).contiguous().transpose(1, 2), x.transpose(1, 2));
@@ -59,14 +59,14 @@ TEST(TimeGemms, SeesBatchesAndBiasesAndTransposedFactors) {
           Pair(GemmShape{.m = 5, .n = 4, .k = 3, .a_transposed = true}, 1)));
 }
 
-TEST(TimeGemms, CountsAProductOnceUnderAutocast) {
+TEST(BenchmarkGemms, CountsAProductOnceUnderAutocast) {
   torch::nn::Linear model(3, 6);
   const mezzo::Autocast<torch::kCPU> autocast;
   const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({5, 3}), kQuick);
   EXPECT_THAT(calls_by_shape(times), UnorderedElementsAre(Pair(kLinear, 1)));
 }
 
-TEST(TimeGemms, GivesATimeForEachDtypeOfTheDevice) {
+TEST(BenchmarkGemms, GivesATimeForEachDtypeOfTheDevice) {
   torch::nn::Linear model(8, 16);
   const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({8, 8}), kQuick);
   ASSERT_EQ(times.rows.size(), 1);
@@ -78,7 +78,7 @@ TEST(TimeGemms, GivesATimeForEachDtypeOfTheDevice) {
   EXPECT_FALSE(times.rows[0].padded.has_value()) << "multiples of 8 already";
 }
 
-TEST(TimeGemms, TellsAProductThatTakesLongerAndPutsItFirst) {
+TEST(BenchmarkGemms, TellsAProductThatTakesLongerAndPutsItFirst) {
   const auto model = [](const torch::Tensor& x) {
     for (int i = 0; i < 3; ++i) torch::mm(torch::ones({8, 8}), torch::ones({8, 8}));
     return torch::mm(x, x);
@@ -90,7 +90,7 @@ TEST(TimeGemms, TellsAProductThatTakesLongerAndPutsItFirst) {
   EXPECT_GT(times.rows[0].as_is.float32, 4 * times.rows[1].as_is.float32);
 }
 
-TEST(TimeGemms, TimesThePaddedShapeWhereThatIsAnother) {
+TEST(BenchmarkGemms, TimesThePaddedShapeWhereThatIsAnother) {
   torch::nn::Linear model(3, 6);
   const GemmTimes times = mezzo::benchmark_gemms(model, torch::ones({5, 3}), kQuick);
   ASSERT_EQ(times.rows.size(), 1);
@@ -98,7 +98,7 @@ TEST(TimeGemms, TimesThePaddedShapeWhereThatIsAnother) {
   EXPECT_GT(times.rows[0].padded->float32, 0);
 }
 
-TEST(TimeGemms, LeavesSettingsAndGradientsAlone) {
+TEST(BenchmarkGemms, LeavesSettingsAndGradientsAlone) {
   torch::nn::Linear model(3, 6);
   at::globalContext().setFloat32MatmulPrecision("high");
   mezzo::benchmark_gemms(model, torch::ones({5, 3}), kQuick);
@@ -108,7 +108,7 @@ TEST(TimeGemms, LeavesSettingsAndGradientsAlone) {
   EXPECT_FALSE(model->weight.grad().defined());
 }
 
-TEST(TimeGemms, DrawsNoRandomNumbersOfItsOwn) {
+TEST(BenchmarkGemms, DrawsNoRandomNumbersOfItsOwn) {
   torch::nn::Sequential model(torch::nn::Linear(3, 6), torch::nn::Dropout(0.5));
   const torch::Tensor x = torch::ones({5, 3});
   torch::manual_seed(7);
@@ -123,14 +123,14 @@ struct Forward : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) { return torch::mm(x, x); }
 };
 
-TEST(TimeGemms, TakesModulesBehindPointersToo) {
+TEST(BenchmarkGemms, TakesModulesBehindPointersToo) {
   const GemmTimes times =
       mezzo::benchmark_gemms(std::make_shared<Forward>(), torch::ones({4, 4}), kQuick);
   EXPECT_THAT(calls_by_shape(times),
               UnorderedElementsAre(Pair(GemmShape{.m = 4, .n = 4, .k = 4}, 1)));
 }
 
-TEST(TimeGemms, SaysWhatItCannotTime) {
+TEST(BenchmarkGemms, SaysWhatItCannotTime) {
   const auto relu = [](const torch::Tensor& x) { return x.relu(); };
   const auto square = [](const torch::Tensor& x) { return x.mm(x); };
   const torch::Tensor x = torch::ones({2, 2});

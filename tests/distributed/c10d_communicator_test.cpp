@@ -20,9 +20,9 @@
 namespace {
 
 using distributed_test::free_port;
-using grad_scaler_test::error_of;
 using mezzo::C10dCommunicator;
 using mezzo::Reduction;
+using test_support::error_of;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -239,7 +239,7 @@ TEST(C10dCommunicator, ANullGroupAndNoDevicesAreRefused) {
       HasSubstr("`devices` is empty"));
 }
 
-TEST(Meet, RanksMeetAtTheStoreOfRankZero) {
+TEST(Rendezvous, RanksMeetAtTheStoreOfRankZero) {
   const std::uint16_t port = free_port();
   in_threads([&](int rank) {
     const auto store = mezzo::rendezvous({rank, kRanks, rank, "127.0.0.1", port});
@@ -253,7 +253,7 @@ TEST(Meet, RanksMeetAtTheStoreOfRankZero) {
 }
 
 // Takes a second: c10d looks whether all have come no more often than that.
-TEST(Meet, WhoeverDoesNotComeIsMissedInTime) {
+TEST(Rendezvous, WhoeverDoesNotComeIsMissedInTime) {
   const std::uint16_t port = free_port();
   EXPECT_THAT(error_of([&] {
                 mezzo::rendezvous({0, 2, 0, "127.0.0.1", port}, std::chrono::milliseconds(100));

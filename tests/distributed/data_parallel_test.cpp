@@ -23,8 +23,8 @@ namespace {
 
 using distributed_test::AlikeRanks;
 using distributed_test::RecordingRanks;
-using grad_scaler_test::error_of;
 using mezzo::DataParallel;
+using test_support::error_of;
 using testing::HasSubstr;
 
 /// Takes what cannot be copied, and gives it back.

@@ -30,8 +30,8 @@
 namespace {
 
 using namespace std::chrono_literals;
-using checkpoint_test::Scratch;
 using distributed_test::free_port;
+using test_support::Scratch;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kStepsBetweenFiles = 3;  // killed_program.cpp's

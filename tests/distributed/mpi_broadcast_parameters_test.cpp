@@ -11,9 +11,9 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::NamedTensors;
+using test_support::error_of;
 using testing::AllOf;
 using testing::HasSubstr;
 

@@ -16,11 +16,11 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
 using mezzo::MpiCommunicator;
 using mezzo::MpiCommunicatorOptions;
 using mezzo::Reduction;
 using mezzo::Work;
+using test_support::error_of;
 using testing::AllOf;
 using testing::HasSubstr;
 

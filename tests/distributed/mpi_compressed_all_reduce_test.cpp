@@ -21,13 +21,13 @@ namespace compressed_all_reduce_test {
 namespace {
 
 using distributed_test::RecordingRanks;
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::GradAllReduce;
 using mezzo::GradAllReduceOptions;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
 using mezzo::GradStorage;
+using test_support::error_of;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 

@@ -26,9 +26,9 @@ namespace {
 using distributed_test::AlikeRanks;
 using distributed_test::expect_same_bits_on_all_ranks;
 using distributed_test::expect_same_weights_on_all_ranks;
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::DataParallel;
+using test_support::error_of;
 using testing::HasSubstr;
 
 /// With running statistics, a frozen parameter and one that nobody uses.

@@ -15,13 +15,13 @@
 namespace {
 
 using distributed_test::expect_same_weights_on_all_ranks;
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
 using mezzo::GradStorage;
 using mezzo::Reduction;
+using test_support::error_of;
 
 /// Two branches, a parameter that only some ranks use, one that nobody does, and a frozen one.
 struct BranchesImpl : torch::nn::Module {
@@ -211,7 +211,7 @@ TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
 }
 
 // Their buckets are of the same lengths all the same.
-TEST(GradAllReduce, RanksThatRegroupDifferentlyAreTold) {
+TEST(GradAllReduce, RanksThatRebuildBucketsDifferentlyAreTold) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor one = torch::ones({3}).requires_grad_(),
                    other = torch::ones({3}).requires_grad_();

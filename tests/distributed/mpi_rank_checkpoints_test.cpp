@@ -56,7 +56,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 namespace {
 
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::CheckpointManager;
 using mezzo::RankCheckpoints;
@@ -64,6 +63,7 @@ using mezzo::TrainingState;
 using mezzo::detail::FileCalls;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
+using test_support::error_of;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -126,7 +126,7 @@ class SharedFolder {
   }
 
  private:
-  std::optional<checkpoint_test::Scratch> own_;
+  std::optional<test_support::Scratch> own_;
   std::filesystem::path path_;
 };
 
@@ -383,7 +383,7 @@ TEST(RankCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersFiles) {
       ASSERT_TRUE(
           CheckpointManager(folder.path(), warning_into(warnings)).load_newest(alone.state));
       alone.run(3, 5);
-      alone.expect_weights_of(whole.net, from + " to Checkpoints");
+      alone.expect_weights_of(whole.net, from + " to CheckpointManager");
       if (savers > 1) {
         EXPECT_THAT(warnings, ElementsAre(HasSubstr("\"random_state\" is what rank 0 had")));
       } else {
@@ -635,9 +635,9 @@ TEST(RankCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
   mixed.set(2);
   const auto newest = checkpoints.save(mixed.run.state, 2);
   if (world.rank() == 0) {
-    std::string bytes = checkpoint_test::bytes_of(newest.file);
+    std::string bytes = test_support::bytes_of(newest.file);
     bytes[bytes.size() / 2] ^= 1;
-    checkpoint_test::put_bytes(newest.file, bytes);
+    test_support::put_bytes(newest.file, bytes);
   }
   world.barrier().wait();
   EXPECT_EQ(checkpoints.load_newest(mixed.run.state)->step, 1);
@@ -676,7 +676,7 @@ TEST(RankCheckpoints, OfAFileThatOneRankCannotReadAllFallBack) {
   }
   world.barrier().wait();
   if (world.rank() == 0) {
-    for (const auto& file : checkpoints.files()) checkpoint_test::put_bytes(file, "nothing");
+    for (const auto& file : checkpoints.files()) test_support::put_bytes(file, "nothing");
   }
   world.barrier().wait();
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),

@@ -18,7 +18,6 @@
 namespace sharded_files_test {
 namespace {
 
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
@@ -27,6 +26,7 @@ using mezzo::optim::WeightStorage;
 using sharded_test::kSmallBuckets;
 using sharded_test::Model;
 using sharded_test::world;
+using test_support::error_of;
 using testing::HasSubstr;
 
 /// The first `size` ranks of the world; null on the others.

@@ -18,7 +18,6 @@
 namespace sharded_optimizer_test {
 namespace {
 
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::Reduction;
 using mezzo::ShardedOptimizer;
@@ -28,6 +27,7 @@ using sharded_test::kSmallBuckets;
 using sharded_test::loss_of;
 using sharded_test::Model;
 using sharded_test::world;
+using test_support::error_of;
 using torch::optim::OptimizerParamGroup;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();

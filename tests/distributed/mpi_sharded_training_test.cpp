@@ -26,7 +26,6 @@
 namespace sharded_training_test {
 namespace {
 
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
@@ -39,6 +38,7 @@ using sharded_test::kSmallBuckets;
 using sharded_test::loss_of;
 using sharded_test::Model;
 using sharded_test::world;
+using test_support::error_of;
 using testing::HasSubstr;
 using Sharded = ShardedOptimizer<AdamW>;
 

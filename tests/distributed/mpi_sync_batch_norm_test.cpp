@@ -17,9 +17,9 @@
 namespace {
 
 using distributed_test::expect_same_bits_on_all_ranks;
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::SyncBatchNorm;
+using test_support::error_of;
 using testing::HasSubstr;
 using torch::nn::BatchNorm2d;
 using torch::nn::BatchNormOptions;

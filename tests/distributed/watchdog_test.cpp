@@ -23,7 +23,6 @@ namespace watchdog_test {
 namespace {
 
 using namespace std::chrono_literals;
-using grad_scaler_test::error_of;
 using mezzo::AnyCommunicator;
 using mezzo::Reduction;
 using mezzo::Watchdog;
@@ -32,6 +31,7 @@ using mezzo::WatchdogOptions;
 using mezzo::Work;
 using mezzo::detail::Heartbeat;
 using mezzo::detail::PeerWatch;
+using test_support::error_of;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;

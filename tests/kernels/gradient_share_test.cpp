@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../optim/grad_buckets/plain_summary.h"
+#include "plain_summary.h"
 
 namespace {
 

@@ -14,9 +14,9 @@
 #include <tuple>
 #include <vector>
 
-#include "../optim/grad_buckets/plain_summary.h"
 #include "../support/isa_name.h"
 #include "../support/special_values.h"
+#include "plain_summary.h"
 
 namespace {
 

@@ -25,9 +25,9 @@
 
 namespace {
 
-using grad_scaler_test::quiet_scaler;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
+using test_support::quiet_scaler;
 using torch::Tensor;
 using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
 using MakeOptimizer = std::function<OptimizerPointer(std::vector<Tensor>)>;
@@ -443,7 +443,7 @@ class TorchUnscale : public testing::TestWithParam<torch::ScalarType> {
       parameters.push_back(torch::zeros(gradient.sizes(), gradient.scalar_type()));
       parameters.back().mutable_grad() = gradient;
     }
-    auto optimizer = grad_scaler_test::sgd(parameters);
+    auto optimizer = test_support::sgd(parameters);
     auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
     scaler.unscale_(optimizer);
     for (const auto& parameter : parameters) {
@@ -489,7 +489,7 @@ TEST_P(TorchUnscale, CoalescesSparseGradients) {
   const auto found = [&](const Tensor& gradient) {
     const auto weight = torch::zeros({2, 3}, gradient.scalar_type());
     weight.mutable_grad() = gradient;
-    auto optimizer = grad_scaler_test::sgd({weight});
+    auto optimizer = test_support::sgd({weight});
     auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
     scaler.unscale_(optimizer);
     if (gradient.to(torch::kFloat).to_dense().isfinite().all().item<bool>()) {

@@ -24,7 +24,7 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
+using test_support::error_of;
 using testing::HasSubstr;
 using torch::Tensor;
 using NamedModules = std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>>;
@@ -164,7 +164,7 @@ TEST(Containers, TrainInDataParallelAsAlone) {
 }
 
 TEST(Containers, ComeBackFromCheckpointsWrappedOrNot) {
-  const checkpoint_test::Scratch scratch;
+  const test_support::Scratch scratch;
   Nested saved, loaded;
   mezzo::AutocastModule wrapped(saved, {.device = torch::kCPU});
   {

@@ -26,9 +26,9 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
-using grad_scaler_test::parameter;
-using grad_scaler_test::quiet_scaler;
+using test_support::error_of;
+using test_support::parameter;
+using test_support::quiet_scaler;
 using testing::AnyOf;
 using testing::HasSubstr;
 using torch::Tensor;
@@ -62,7 +62,7 @@ TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
   auto scaler = quiet_scaler({});
   for (torch::optim::Optimizer* optimizer :
        std::initializer_list<torch::optim::Optimizer*>{&fused, &masters, &plain}) {
-    grad_scaler_test::set_gradient(x, {1});
+    test_support::set_gradient(x, {1});
     const Tensor before = x.detach().clone();
     EXPECT_TRUE(scaler.step(*optimizer, {.max_norm = 1.0}).ran());
     EXPECT_FALSE(torch::equal(x, before));
@@ -75,7 +75,7 @@ TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
 
 TEST_P(OddDtypes, WithGradientsAreRefusedByNameBeforeAnyWrite) {
   const auto x = parameter({1});
-  grad_scaler_test::set_gradient(x, {1});
+  test_support::set_gradient(x, {1});
   odd_.mutable_grad() = odd_.is_quantized() ? torch::ones({4, 4}) : odd_.clone();
   mezzo::optim::AdamW optimizer({x, odd_});
   auto scaler = quiet_scaler({});
@@ -152,7 +152,7 @@ TEST_P(OddDtypes, MakeNoDifferenceToAModuleUnderAutocast) {
 }
 
 TEST_P(OddDtypes, ComeBackFromCheckpointsUnlessTheyAreQuantised) {
-  const checkpoint_test::Scratch scratch;
+  const test_support::Scratch scratch;
   Mixed saved(odd_, odd_.clone()), loaded(odd_.clone(), odd_.clone());
   mezzo::CheckpointManager checkpoints(scratch.path());
   const auto save = [&] { checkpoints.save(mezzo::TrainingState().add("model", saved), 1); };

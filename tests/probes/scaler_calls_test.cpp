@@ -21,12 +21,12 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
-using grad_scaler_test::parameter;
-using grad_scaler_test::quiet_scaler;
-using grad_scaler_test::set_gradient;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
+using test_support::error_of;
+using test_support::parameter;
+using test_support::quiet_scaler;
+using test_support::set_gradient;
 using testing::HasSubstr;
 using torch::Tensor;
 
@@ -49,6 +49,24 @@ class ScalerCallProbes : public testing::Test {
     using type = mezzo::optim::SGDOptions;
   };
 };
+
+/// `optimizer` trains `x` and `y`, both 1, at a rate of 1.
+template <class Optimizer>
+void expect_a_throw_is_given_up_by_zero_grad(Optimizer& optimizer, Tensor& x, Tensor& y) {
+  GradScaler scaler(GradScalerOptions().init_scale(4));
+  bool throws = true;
+  y.register_hook([&throws](const Tensor&) {
+    if (throws) throw std::runtime_error("a hook");
+  });
+  EXPECT_THROW(scaler.scale((x * x + y * y).sum()).backward(), std::runtime_error);
+  throws = false;
+  optimizer.zero_grad();
+  scaler.scale((x * x + y * y).sum()).backward();
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  scaler.update();
+  EXPECT_EQ(x.item<float>(), -1);
+  EXPECT_EQ(y.item<float>(), -1);
+}
 
 using Optimizers = testing::Types<torch::optim::SGD, mezzo::optim::SGD>;
 TYPED_TEST_SUITE(ScalerCallProbes, Optimizers);
@@ -104,19 +122,7 @@ TYPED_TEST(ScalerCallProbes, TwoBackwardPassesOfOneGraphAddUp) {
 TYPED_TEST(ScalerCallProbes, ABackwardThatThrewIsGivenUpByZeroGrad) {
   auto x = parameter({1}), y = parameter({1});
   auto optimizer = this->sgd({x, y});
-  GradScaler scaler(GradScalerOptions().init_scale(4));
-  bool throws = true;
-  y.register_hook([&throws](const Tensor&) {
-    if (throws) throw std::runtime_error("a hook");
-  });
-  EXPECT_THROW(scaler.scale((x * x + y * y).sum()).backward(), std::runtime_error);
-  throws = false;
-  optimizer.zero_grad();
-  scaler.scale((x * x + y * y).sum()).backward();
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  scaler.update();
-  EXPECT_EQ(x.item<float>(), -1);
-  EXPECT_EQ(y.item<float>(), -1);
+  expect_a_throw_is_given_up_by_zero_grad(optimizer, x, y);
 }
 
 TYPED_TEST(ScalerCallProbes, AClosureThatThrowsLeavesParametersAndStateAsTheyAre) {
@@ -209,18 +215,7 @@ TEST(ScalerCalls, ABackwardThatThrewLeavesBucketsUsable) {
   auto x = parameter({1}), y = parameter({1});
   mezzo::GradBuckets buckets({x, y});
   mezzo::optim::SGD optimizer(buckets, mezzo::optim::SGDOptions(1.0));
-  GradScaler scaler(GradScalerOptions().init_scale(4));
-  bool throws = true;
-  y.register_hook([&throws](const Tensor&) {
-    if (throws) throw std::runtime_error("a hook");
-  });
-  EXPECT_THROW(scaler.scale((x * x + y * y).sum()).backward(), std::runtime_error);
-  throws = false;
-  optimizer.zero_grad();
-  scaler.scale((x * x + y * y).sum()).backward();
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  EXPECT_EQ(x.item<float>(), -1);
-  EXPECT_EQ(y.item<float>(), -1);
+  expect_a_throw_is_given_up_by_zero_grad(optimizer, x, y);
 }
 
 }  // namespace

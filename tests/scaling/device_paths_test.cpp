@@ -19,11 +19,11 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
-using grad_scaler_test::sgd;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;
+using test_support::error_of;
+using test_support::sgd;
 using testing::Contains;
 using testing::HasSubstr;
 using testing::Not;

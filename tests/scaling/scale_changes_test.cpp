@@ -16,7 +16,7 @@
 
 namespace {
 
-using namespace grad_scaler_test;
+using namespace test_support;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;

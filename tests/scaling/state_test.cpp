@@ -17,10 +17,10 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::LossScale;
+using test_support::error_of;
 using testing::HasSubstr;
 
 /// A parameter with an optimizer, to run iterations with a gradient of one's choice.

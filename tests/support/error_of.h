@@ -4,7 +4,7 @@
 
 #include <string>
 
-namespace grad_scaler_test {
+namespace test_support {
 
 /// What `call` throws, without the stack trace; "no error" where it throws nothing.
 template <class Call>
@@ -17,4 +17,4 @@ std::string error_of(const Call& call) {
   return "no error";
 }
 
-}  // namespace grad_scaler_test
+}  // namespace test_support

@@ -9,7 +9,7 @@
 #include <unistd.h>
 #include <cstdlib>
 
-namespace checkpoint_test {
+namespace test_support {
 
 /// A folder of this process's own that goes with the object; in memory where that is offered, since
 /// what a disk does is not what is tested.
@@ -44,4 +44,4 @@ inline void put_bytes(const std::filesystem::path& file, const std::string& byte
   std::ofstream(file, std::ios::binary) << bytes;
 }
 
-}  // namespace checkpoint_test
+}  // namespace test_support

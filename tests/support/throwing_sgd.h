@@ -4,7 +4,7 @@
 
 #include <stdexcept>
 
-namespace grad_scaler_test {
+namespace test_support {
 
 /// Steps, unless it is told to throw instead.
 class ThrowingSgd : public torch::optim::SGD {
@@ -17,4 +17,4 @@ class ThrowingSgd : public torch::optim::SGD {
   bool throws = false;
 };
 
-}  // namespace grad_scaler_test
+}  // namespace test_support

@@ -9,7 +9,7 @@
 
 #include "special_values.h"
 
-namespace grad_scaler_test {
+namespace test_support {
 
 inline torch::Tensor parameter(std::vector<float> values) {
   return torch::tensor(values).requires_grad_(true);
@@ -32,4 +32,4 @@ inline mezzo::GradScaler quiet_scaler(const mezzo::GradScalerOptions& options) {
   return scaler;
 }
 
-}  // namespace grad_scaler_test
+}  // namespace test_support

@@ -33,7 +33,7 @@ struct CastExplanation {
   std::string op;          ///< with its overload
   c10::DeviceType device;  ///< of the first tensor
   CastDecider decider;
-  OpCategory category;                 ///< infer where autocast is off
+  OpCategory category;                 ///< fallthrough where autocast is off
   std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors
   at::ScalarType runs_in;              ///< the dtype it computes in; Undefined without tensors
   std::string reason;                  ///< all of this as one sentence
@@ -57,7 +57,7 @@ struct CastRecord {
   std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors that the caller passed
   at::ScalarType runs_in;
   std::int64_t calls;
-  std::int64_t casts;       ///< made; those that a weight cache saved are not counted
+  std::int64_t casts;       ///< made; cache hits are not counted
   std::int64_t bytes;       ///< read and written by the casts
   std::int64_t cache_hits;  ///< casts in whose place a WeightCache gave a copy that it held
 };

@@ -6,8 +6,8 @@
 ///     mezzo::Autocast<torch::kCPU> autocast(policy);   // bmm in float32, softmax in bfloat16
 ///
 /// The same thing elsewhere: TensorFlow's graph rewrite sorts ops into allow (here
-/// lower_precision), deny (fp32), infer and clear (both infer here: the inputs decide); Apex edits
-/// its lists with register_half_function (`allow`), register_float_function (`deny`) and
+/// lower_precision), deny (fp32), infer and clear (both fallthrough here: the inputs decide);
+/// Apex edits its lists with register_half_function (`allow`), register_float_function (`deny`) and
 /// register_promote_function (`promote`).
 ///
 /// Edits act through the dispatcher. The first policy that names an op puts a kernel in front of
@@ -56,8 +56,8 @@ class OpList {
   /// How many ops have this category.
   std::size_t count(OpCategory category) const;
 
-  /// The category of an op by its full name ("aten::softmax.int"); infer for every op that autocast
-  /// does not know.
+  /// The category of an op by its full name ("aten::softmax.int"); fallthrough for every op that
+  /// autocast does not know.
   OpCategory category(std::string_view name) const;
 
  private:

@@ -7,8 +7,8 @@
 ///     find_package(mezzo 0.1 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
 ///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo
 ///
-/// With CUDA kernels, whose units have other names for everything: `mezzo::compiled_cuda`, in place
-/// of `mezzo::cuda`. Results are the same bits.
+/// With CUDA kernels, whose units have another ABI namespace: `mezzo::compiled_cuda`, in place of
+/// `mezzo::cuda`. Results are the same bits.
 #pragma once
 
 #include <mezzo/base/version.h>

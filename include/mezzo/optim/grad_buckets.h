@@ -5,6 +5,8 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/optim/detail/no_sync.h>
 #include <mezzo/optim/grad_bucket.h>
 
 #include <ATen/core/Tensor.h>
@@ -25,10 +27,6 @@ using detail::GradientSummary;
 /// A summary with counts: `zeros`, `underflows` (not 0, but lost in the low-precision dtype),
 /// `scaled_underflows` (the same before unscaling) and `first_bad` {parameter, element}, all int64.
 using detail::GradientStatistics;
-
-namespace detail {
-class BucketedGradients;
-}
 
 /// The gradients of a set of parameters.
 ///
@@ -126,16 +124,7 @@ class GradBuckets {
 
   /// While one lives, backward passes only accumulate: nothing is checked or reported ready. For
   /// all micro-batches but the last; what DistributedDataParallel calls `no_sync`.
-  class [[nodiscard]] NoSync {
-   public:
-    explicit NoSync(GradBuckets& buckets);
-    ~NoSync();
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
-
-   private:
-    std::shared_ptr<detail::BucketedGradients> state_;
-  };
+  using NoSync = detail::NoSync;
   NoSync no_sync() { return NoSync(*this); }
 
   /// Runs `backward` for one micro-batch of several and adds its gradients to those accumulated,

@@ -57,11 +57,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// they make on one optimizer. A mezzo::LrSchedule on this object multiplies the rate for the time
 /// of a step, by the number of applied steps.
 ///
-/// **Groups** that are added to either of the two, or removed, are so at the other from the next
-/// step, GradScaler::unscale_ or call of this class's `param_groups()` or `zero_grad` on, and so
-/// are parameters of a group and options that `set_options` replaces. Until then the other still
-/// has the groups of before: where an options object has gone with its group, or was replaced, do
-/// not look there before that call.
+/// **Groups**, their parameters and options replaced by `set_options`, may be changed at either
+/// optimizer. The other follows at the next step, GradScaler::unscale_, or call of this class's
+/// `param_groups()` or `zero_grad()`. Until then do not read the other's options: they may be gone.
 ///
 /// **Writing to a parameter** between steps counts (a model loaded, averaged weights swapped in):
 /// where an element is no longer what its master was rounded to, the master begins anew from it.
@@ -107,7 +105,7 @@ class MasterWeights : public optim::FusedOptimizer {
   void zero_grad(bool set_to_none = true);
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  void enable_master_weights() override {}  // it does
+  void enable_master_weights() override {}  // it always trains masters
   inline bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   inline at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
   inline void refresh_groups() override;

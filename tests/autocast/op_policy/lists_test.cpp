@@ -111,7 +111,7 @@ TEST(OpLists, AgreeWithCudasMacros) {
   EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCUDA)), lists);
 }
 
-TEST(OpLists, PutEveryOtherOpUnderInfer) {
+TEST(OpLists, PutEveryOtherOpUnderFallthrough) {
   const auto list = mezzo::autocast_op_lists(torch::kCPU);
   EXPECT_EQ(list.category("aten::relu"), OpCategory::fallthrough);
   EXPECT_EQ(list.category("aten::add_.Tensor"), OpCategory::fallthrough);

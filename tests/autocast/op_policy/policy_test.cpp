@@ -149,7 +149,7 @@ TEST(OpPolicy, CastsAreDifferentiable) {
   EXPECT_TRUE(torch::equal(x.grad(), torch::ones({2})));
 }
 
-TEST(OpPolicy, UnbansWhatIsBannedAndNothingElse) {
+TEST(OpPolicy, AllowBannedLiftsTheBanAndNothingElse) {
   const auto cuda_like = OpPolicy::cuda_like();
   const auto probability = torch::full({3}, 0.5);
   {

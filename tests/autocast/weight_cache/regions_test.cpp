@@ -286,7 +286,7 @@ mezzo::CastRecord record_of(const mezzo::CastTrace& trace, const std::string& op
   return *found;
 }
 
-TEST(WeightCacheTrace, TellsCastsThatWereMadeFromThoseThatWereSpared) {
+TEST(WeightCacheTrace, TellsCastsFromCacheHits) {
   const WeightCache cache;
   const auto weight = frozen_square();
   const auto x = torch::ones({2, kRows});

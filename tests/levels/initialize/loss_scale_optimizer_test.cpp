@@ -137,7 +137,7 @@ TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
   for (const double max_norm : {double{kInfinity}, 100.0}) {
     for (const bool again : {false, true}) {
       const torch::Tensor weight = parameter();
-      grad_scaler_test::ThrowingSgd sgd({weight}, 1.0);
+      test_support::ThrowingSgd sgd({weight}, 1.0);
       auto optimizer = mezzo::enable_mixed_precision(sgd);
       optimizer.scale((weight * 0.25).sum()).backward();
       sgd.throws = true;

@@ -22,10 +22,10 @@
 namespace {
 
 using namespace initialize_test;
-using grad_scaler_test::ThrowingSgd;
 using mezzo::Amp;
 using mezzo::InitializeOptions;
 using mezzo::OptLevel;
+using test_support::ThrowingSgd;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 

@@ -24,11 +24,11 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
 using mezzo::Ema;
 using mezzo::EmaScope;
 using mezzo::StepResult;
 using mezzo::optim::WeightStorage;
+using test_support::error_of;
 using testing::HasSubstr;
 
 torch::Tensor weight(std::vector<double> values, at::ScalarType dtype = torch::kFloat) {
@@ -182,7 +182,7 @@ TEST(EmaScope, PutsAveragesInAndTheVeryMemoryBack) {
   EXPECT_EQ(ema.averages()[0][0].item<float>(), 6);
 }
 
-TEST(EmaScope, AreNotAveragedThemselves) {
+TEST(EmaScope, LeavesAveragesAlone) {
   torch::Tensor parameter = weight({8}), other = weight({1});
   Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
   {
@@ -204,7 +204,7 @@ TEST(EmaScope, KeepsStrides) {
   EXPECT_EQ(parameter.strides().vec(), strides);
 }
 
-TEST(EmaScope, NestAndEndWithAnException) {
+TEST(EmaScope, NestsAndEndsWithAnException) {
   torch::Tensor parameter = weight({8});
   Ema first({parameter}, {.decay = 0.5}), second({parameter}, {.decay = 0.5});
   write(parameter, 4);
@@ -261,21 +261,21 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
   EXPECT_EQ(file_of(evaluated, watched), file_of(optimizer, parameter));
 }
 
-TEST(EmaScope, LeaveTrainingAsItWasToTheBitInFloat) {
+TEST(EmaScope, LeavesTrainingAsItWasToTheBitInFloat) {
   expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
 }
-TEST(EmaScope, LeaveTrainingAsItWasToTheBitWithMasters) {
+TEST(EmaScope, LeavesTrainingAsItWasToTheBitWithMasters) {
   expect_training_undisturbed(WeightStorage::master, torch::kBFloat16);
   expect_training_undisturbed(WeightStorage::master, torch::kHalf);
 }
-TEST(EmaScope, LeaveTrainingAsItWasToTheBitWithSplitMasters) {
+TEST(EmaScope, LeavesTrainingAsItWasToTheBitWithSplitMasters) {
   expect_training_undisturbed(WeightStorage::split_master, torch::kBFloat16);
 }
-TEST(EmaScope, LeaveTrainingAsItWasToTheBitWithStochasticRounding) {
+TEST(EmaScope, LeavesTrainingAsItWasToTheBitWithStochasticRounding) {
   expect_training_undisturbed(WeightStorage::stochastic, torch::kBFloat16);
 }
 
-TEST(EmaScope, LeaveParametersWithoutAnAverageAlone) {
+TEST(EmaScope, LeavesParametersWithoutAnAverageAlone) {
   torch::Tensor trained = weight({1}), frozen = weight({5});
   mezzo::optim::AdamW optimizer({trained}, mezzo::optim::AdamWOptions(0.1).ema_decay(0.5));
   optimizer.add_param_group(torch::optim::OptimizerParamGroup(
@@ -288,12 +288,12 @@ TEST(EmaScope, LeaveParametersWithoutAnAverageAlone) {
   EXPECT_NEAR(trained.item<float>(), 0.95, 1e-3);
 }
 
-TEST(EmaScope, RefuseAnOptimizerThatKeepsNone) {
+TEST(EmaScope, RefusesAnOptimizerThatKeepsNone) {
   const mezzo::optim::AdamW optimizer({weight({1})}, 0.1);
   EXPECT_THAT(error_of([&] { const EmaScope averaged(optimizer); }), HasSubstr("set ema_decay"));
 }
 
-TEST(EmaScope, AreWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
+TEST(EmaScope, IsWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
   torch::nn::Linear model(torch::nn::LinearOptions(2, 2).bias(false));
   Ema ema(model->parameters(), {.decay = 0.5});
   const mezzo::WeightCache cache;

@@ -156,7 +156,7 @@ TEST_P(BackwardCheck, OfSeveralMicroBatchesCountsTheLast) {
   EXPECT_TRUE(found_inf(buckets));
 }
 
-TEST_P(BackwardCheck, AccumulateOnlySparesTheReads) {
+TEST_P(BackwardCheck, NoSyncSparesTheReads) {
   GradBuckets buckets(model_->parameters(), options());
   {
     const auto accumulating = buckets.no_sync();
@@ -322,7 +322,7 @@ TEST_P(BackwardCheck, CountsOnceAParameterThatSeveralPassesInsideReach) {
   }
 }
 
-TEST_P(BackwardCheck, IsWellAfterABackwardThatThrewOnceCollected) {
+TEST_P(BackwardCheck, IsWellAfterABackwardThatThrewOnceReattached) {
   const auto parameter = torch::ones({3}).requires_grad_();
   const auto late = torch::ones({3}).requires_grad_();
   GradBuckets buckets({late, parameter}, options());

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "plain_summary.h"
+#include "../../kernels/plain_summary.h"
 
 namespace {
 
@@ -316,7 +316,7 @@ TEST(FlatGradBuckets, LeaveGradientsWithHistoryWhereTheyAreUntilTheyAreRead) {
   EXPECT_FALSE(parameter.grad().requires_grad());
 }
 
-TEST(FlatGradBuckets, RegroupInTheOrderInWhichGradientsCame) {
+TEST(FlatGradBuckets, AreRebuiltInTheOrderInWhichGradientsCame) {
   const std::vector<Tensor> parameters{leaf({16}), leaf({16}), leaf({16}), leaf({16})};
   GradBuckets buckets(parameters,
                       GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(128));

@@ -17,7 +17,7 @@
 
 namespace {
 
-using namespace grad_scaler_test;
+using namespace test_support;
 using mezzo::clip_grad_norm_;
 using mezzo::clip_grad_value_;
 using mezzo::GradScalerOptions;

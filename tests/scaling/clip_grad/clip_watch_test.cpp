@@ -18,10 +18,10 @@
 
 namespace {
 
-using grad_scaler_test::quiet_scaler;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::detail::ClipWatch;
+using test_support::quiet_scaler;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -287,20 +287,20 @@ TEST(ClipWatchNumbers, AreWantedForTheFirstStepsOnly) {
 TEST(ClipWatchNumbers, FromADeviceAreSeenWhenTheyHaveArrived) {
   HeardWarnings warnings;
   ClipWatch watch;
-  std::vector<std::shared_ptr<mezzo::detail::AsyncReadback>> letters;
+  std::vector<std::shared_ptr<mezzo::detail::AsyncReadback>> readbacks;
   for (int i = 0; i < 8; ++i) {
-    letters.push_back(std::make_shared<mezzo::detail::AsyncReadback>(torch::kCPU));
-    watch.expect(&watch, letters.back());
+    readbacks.push_back(std::make_shared<mezzo::detail::AsyncReadback>(torch::kCPU));
+    watch.expect(&watch, readbacks.back());
   }
   watch.poll();
   EXPECT_THAT(warnings.lines(), IsEmpty());
-  for (std::size_t i = 0; i < letters.size(); ++i) {
+  for (std::size_t i = 0; i < readbacks.size(); ++i) {
     const double unscaled = 1.0 / 65536;
     const auto wide = torch::TensorOptions(torch::kDouble);
-    letters[i]->send_max_abs(
+    readbacks[i]->send_max_abs(
         torch::full({}, unscaled * (0.5 + 0.01 * static_cast<double>(i)), wide));
-    letters[i]->send(torch::full({}, 65536.0F), torch::full({}, unscaled * unscaled, wide),
-                     torch::zeros({}));
+    readbacks[i]->send(torch::full({}, 65536.0F), torch::full({}, unscaled * unscaled, wide),
+                       torch::zeros({}));
   }
   watch.poll();
   EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));

@@ -12,8 +12,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// For as long as it exists no graph is made, and tensors that are made are plain ones, whatever
-/// the caller's mode; or inference tensors, and then such tensors can be written too.
+/// Until it ends no graph is recorded and new tensors are plain, in any mode. With `true` they are
+/// inference tensors, and existing ones can be written.
 class NoGraphGuard {
  public:
   explicit NoGraphGuard(bool inference_tensors = false) : inference_(inference_tensors) {}

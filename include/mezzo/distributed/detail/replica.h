@@ -64,14 +64,14 @@ class Replica {
                   " was frozen when this was made, and now requires grad; make a new "
                   "DataParallel, so that its gradients are reduced too");
     }
-    if (broadcasts_ && !buckets_.share()->only_accumulates()) buffers_.run();
+    if (broadcasts_ && !buckets_.share()->is_no_sync()) buffers_.run();
   }
 
  private:
   Replica(const ReplicatedTensors& tensors, AnyCommunicator communicator,
           const DataParallelOptions& options)
       : buckets_(
-            alike(tensors, communicator, options),
+            broadcast_and_select_trained(tensors, communicator, options),
             GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(options.bucket_bytes)),
         all_reduce_(buckets_, communicator, options.all_reduce),
         buffers_(values(tensors.buffers), communicator, options.root),
@@ -88,10 +88,10 @@ class Replica {
     return values;
   }
 
-  /// Makes the ranks' tensors alike; those to train.
-  static std::vector<at::Tensor> alike(const ReplicatedTensors& tensors,
-                                       const AnyCommunicator& communicator,
-                                       const DataParallelOptions& options) {
+  /// Gives all ranks the root's values; returns the parameters that require grad.
+  static std::vector<at::Tensor> broadcast_and_select_trained(const ReplicatedTensors& tensors,
+                                                              const AnyCommunicator& communicator,
+                                                              const DataParallelOptions& options) {
     broadcast_parameters(tensors.all(), communicator, options.root);
     std::vector<at::Tensor> trained;
     for (const auto& [name, parameter] : tensors.parameters) {

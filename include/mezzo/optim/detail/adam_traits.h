@@ -32,10 +32,7 @@ struct AdamTraits {
   using Coefficients = AdamCoefficients;
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
 
-  static void check(const Options& options) {
-    check_lr_betas_and_decay(kName, options);
-    check_at_least_0(kName, "eps", options.eps());
-  }
+  static void check(const Options& options) { check_adam_options(kName, options); }
 
   static Constants constants(const Options& options) {
     return {.beta1 = std::get<0>(options.betas()),

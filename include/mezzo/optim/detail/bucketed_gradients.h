@@ -47,13 +47,13 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   void forget_reads();
   void zero_grad(bool set_to_none);
   void rebuild_buckets();
-  void add_accumulate_only(int change);
+  void add_no_sync(int change);
   at::Tensor accumulate_if_finite(const std::function<void()>& backward);
   /// Returns the callback's number.
   int64_t on_ready(std::function<void(std::size_t)> callback);
   /// Takes the callback of that number away, unless another has taken its place.
   void end_ready(int64_t callback);
-  bool only_accumulates();
+  bool is_no_sync();
 
   /// Kept by an optimizer for as long as it divides, as it reads them, gradients that are sums over
   /// ranks (detail/distributed/rank_sum.h).
@@ -107,7 +107,6 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   GradientSummary summarize_on_cuda(const GradientsToRead& to_read, const at::Tensor& inv_scale);
 
   // Micro-batches (bucketed_gradients_micro_batch.h)
-  class AccumulatesOnly;
   void check_micro_batch(const std::vector<at::Tensor>& accumulated, bool on_host) const;
   std::vector<at::Device> devices() const;
   at::Tensor any_bad(const at::TensorOptions& flag) const;
@@ -133,8 +132,8 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
 
   std::mutex mutex_;  // what follows, and the slots, while hooks run
   std::function<void(std::size_t)> on_ready_;
-  int64_t ready_number_ = 0;  // of the callback
-  int accumulate_only_ = 0;
+  int64_t ready_number_ = 0;               // of the callback
+  int no_sync_ = 0;                        // how many NoSync guards there are
   std::vector<ActivePass> active_passes_;  // several where one runs inside another
   std::vector<std::size_t> missing_;       // a bucket: how many gradients are still to come
   std::vector<bool> was_ready_;        // a bucket: whether on_ready was called for it in this pass

@@ -29,7 +29,7 @@ inline void BucketedGradients::arrived(std::size_t number) {
   const std::size_t bucket = slots_[number].bucket;
   {
     const std::lock_guard lock(mutex_);
-    if (accumulate_only_ > 0) return;
+    if (no_sync_ > 0) return;
     const c10::NoGradGuard no_grad;
     begin_pass();
     take(number);
@@ -185,14 +185,14 @@ inline void BucketedGradients::read_pending() {
   }
 }
 
-inline void BucketedGradients::add_accumulate_only(int change) {
+inline void BucketedGradients::add_no_sync(int change) {
   const std::lock_guard lock(mutex_);
-  accumulate_only_ += change;
+  no_sync_ += change;
 }
 
-inline bool BucketedGradients::only_accumulates() {
+inline bool BucketedGradients::is_no_sync() {
   const std::lock_guard lock(mutex_);
-  return accumulate_only_ > 0;
+  return no_sync_ > 0;
 }
 
 }  // namespace detail

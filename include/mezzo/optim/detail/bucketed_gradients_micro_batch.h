@@ -3,6 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/optim/detail/no_sync.h>
 #include <mezzo/optim/detail/rank_sum.h>
 
 #include <ATen/core/Tensor.h>
@@ -52,19 +53,6 @@ inline at::Tensor flag_on(at::Device device, const at::Tensor& flag) {
   return flag.to(device, at::kBool, /*non_blocking=*/!device.is_cpu());
 }
 
-class BucketedGradients::AccumulatesOnly {
- public:
-  explicit AccumulatesOnly(BucketedGradients& buckets) : buckets_(buckets) {
-    buckets_.add_accumulate_only(1);
-  }
-  ~AccumulatesOnly() { buckets_.add_accumulate_only(-1); }
-  AccumulatesOnly(const AccumulatesOnly&) = delete;
-  AccumulatesOnly& operator=(const AccumulatesOnly&) = delete;
-
- private:
-  BucketedGradients& buckets_;
-};
-
 inline at::Tensor BucketedGradients::accumulate_if_finite(const std::function<void()>& backward) {
   TORCH_CHECK(is_flat(),
               "accumulate_if_finite needs flat storage: the buffer holds what is accumulated");
@@ -85,7 +73,7 @@ inline at::Tensor BucketedGradients::accumulate_if_finite(const std::function<vo
   };
   at::Tensor is_bad;
   try {
-    const AccumulatesOnly only(*this);
+    const NoSync only(shared_from_this());
     backward();
     const c10::NoGradGuard no_grad;
     is_bad = accumulate(accumulated);

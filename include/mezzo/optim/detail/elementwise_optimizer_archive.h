@@ -45,7 +45,7 @@ void ElementwiseOptimizer<Traits>::save(torch::serialize::OutputArchive& archive
       lent.push_back(state);
     }
   }
-  // Of the base classes: some may be libtorch's own.
+  // Serialised as the base classes, since a group's options or a state may be plain libtorch's.
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, *this);
   for (State* state : lent) state->master(at::Tensor());
@@ -80,7 +80,7 @@ void ElementwiseOptimizer<Traits>::load(torch::serialize::InputArchive& archive)
   }
 }
 
-/// Of libtorch's files a parameter that had a gradient in each step knows.
+/// libtorch's files hold no such count: it is the largest step of any parameter.
 template <class Traits>
 int64_t ElementwiseOptimizer<Traits>::read_applied_steps(torch::serialize::InputArchive& archive,
                                                          const Optimizer& read) {

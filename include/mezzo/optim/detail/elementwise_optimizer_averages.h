@@ -34,8 +34,8 @@ bool ElementwiseOptimizer<Traits>::is_averaged(const at::Tensor& parameter,
   return at::isFloatingType(parameter.scalar_type()) && parameter.layout() == at::kStrided;
 }
 
-/// Undefined where a step is taken in any case. A device without gradients has no verdict of its
-/// own, and all verdicts say the same.
+/// found_inf on `device`; undefined if the step runs unconditionally. A device without gradients
+/// gets a copy of another's: all are equal.
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::found_inf_on(at::Device device,
                                                       const optim::FusedStep& step) {
@@ -45,7 +45,7 @@ at::Tensor ElementwiseOptimizer<Traits>::found_inf_on(at::Device device,
   return step.verdicts.empty() ? at::Tensor() : step.verdicts.front().found_inf.to(device);
 }
 
-/// Their averages follow them in an applied step, as those of the parameters that it trains.
+/// Moves the averages of parameters that this step does not train, if the step is applied.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::average(const std::vector<Bystander>& bystanders,
                                            const optim::FusedStep& step) {

@@ -6,6 +6,7 @@
 #include <mezzo/optim/detail/bucketed_gradients_layout.h>
 #include <mezzo/optim/detail/bucketed_gradients_micro_batch.h>
 #include <mezzo/optim/detail/bucketed_gradients_summary.h>
+#include <mezzo/optim/detail/no_sync.h>
 #include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/grad_buckets.h>
 
@@ -95,10 +96,6 @@ inline void GradBuckets::on_ready(std::function<void(std::size_t bucket)> callba
   state_->on_ready(std::move(callback));
 }
 
-inline GradBuckets::NoSync::NoSync(GradBuckets& buckets) : state_(buckets.state_) {
-  state_->add_accumulate_only(1);
-}
-
-inline GradBuckets::NoSync::~NoSync() { state_->add_accumulate_only(-1); }
+inline detail::NoSync::NoSync(GradBuckets& buckets) : NoSync(buckets.share()) {}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -29,10 +29,7 @@ struct LambTraits {
   using Coefficients = LambCoefficients;
   static constexpr const char* kName = "LAMB";
 
-  static void check(const Options& options) {
-    check_lr_betas_and_decay(kName, options);
-    check_at_least_0(kName, "eps", options.eps());
-  }
+  static void check(const Options& options) { check_adam_options(kName, options); }
 
   static Constants constants(const Options& options) {
     return {.beta1 = std::get<0>(options.betas()),

@@ -28,5 +28,12 @@ void check_lr_betas_and_decay(const char* optimizer, const Options& options) {
   check_at_least_0(optimizer, "weight_decay", options.weight_decay());
 }
 
+/// Of Adam and what is built on it.
+template <class Options>
+void check_adam_options(const char* optimizer, const Options& options) {
+  check_lr_betas_and_decay(optimizer, options);
+  check_at_least_0(optimizer, "eps", options.eps());
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -69,8 +69,8 @@ class ParamState : public Base {
   /// Of the parameter, when `master` or `lower_half` last agreed with it.
   WriteStamp& stamp() noexcept { return stamp_; }
 
-  /// Waits for the devices that count. \throws c10::Error, as libtorch's, where there are no
-  /// moments.
+  /// Waits for devices that count steps.
+  /// \throws c10::Error, as libtorch's does, if a moment is undefined
   friend bool operator==(const ParamState& left,
                          const ParamState& right) requires std::equality_comparable<Base> {
     const auto is_same = [](const at::Tensor& a, const at::Tensor& b) {

@@ -40,7 +40,8 @@ class SharedGroups {
     (void)outer_defaults_.release();
   }
 
-  /// Groups, and parameters of groups, that came or went at one of the two come or go at the other.
+  /// Groups and parameters added to or removed from one optimizer are added to or removed from the
+  /// other.
   /// \throws c10::Error where that cannot be: parameters that both have now, or changed
   void settle() {
     if (agree()) return;
@@ -91,8 +92,8 @@ class SharedGroups {
     return true;
   }
 
-  /// What the outer's groups ended is gone. The options that stand in its place become the inner's;
-  /// where there are none, the group went.
+  /// Options that were destroyed through the outer's groups: the inner lets go of them, and takes
+  /// those that replaced them, or drops the group if none did.
   void follow_ended_options() {
     for (std::size_t i = 0; i < shared_.size(); ++i) {
       const auto group = find(inner_.param_groups(), shared_[i].options);
@@ -153,7 +154,7 @@ class SharedGroups {
     }
   }
 
-  /// Options of a group that was added to the outer and never settled are its own.
+  /// Options of an outer group that was never settled stay with it: they were never shared.
   void let_go() noexcept {
     for (auto& group : outer_) {
       const bool is_shared = find_shared(pointer_of(group).get()) != shared_.end();

@@ -15,7 +15,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What the host's number is while a device counts: no count, and so told from one that was set.
+/// The host's number while a device counts. A real count is never negative.
 inline constexpr int64_t kDeviceCounts = -1;
 
 inline void check_steps(int64_t steps) {
@@ -32,10 +32,10 @@ inline int64_t steps_counted(int64_t on_host, const at::Tensor& on_device) {
   return on_host;
 }
 
-/// How many steps were applied to a parameter; a view of the two places where that may lie. Of a
-/// parameter on the CPU the host knows; elsewhere the device decides whether a step is applied, and
-/// counts: in a float, which libtorch's kernels ask for, and so to 2^24 steps at most, when all
-/// corrections for early steps are long past.
+/// How many steps were applied to a parameter; a view of the two places that may hold the count.
+/// Of a parameter on the CPU the host knows; elsewhere the device decides whether a step is
+/// applied, and counts: in a float, which libtorch's kernels ask for, and so to 2^24 steps at most,
+/// when all corrections for early steps are long past.
 class StepCount {
  public:
   StepCount(int64_t& on_host, at::Tensor& on_device) noexcept
@@ -62,8 +62,8 @@ class StepCount {
     *on_device_ = std::move(on_device);
   }
 
-  /// Undefined where the host counts. What was written to the host's number while a device counted,
-  /// as whoever holds libtorch's state does, goes to the device first.
+  /// Undefined where the host counts. A number written to libtorch's `step` meanwhile is sent to
+  /// the device first.
   const at::Tensor& on_device() const {
     if (on_device_->defined() && *on_host_ != kDeviceCounts) {
       const c10::NoGradGuard no_grad;

@@ -101,8 +101,8 @@ class DeviceStepSlot final : public StepSlot {
   StepOutcome outcome_;
 };
 
-/// The letters of a scaler. One that nobody else holds any more is used again; all live as long as
-/// the scaler, for a captured graph goes on writing to those that it captured.
+/// The readbacks of a scaler. One that nobody else holds, and that has arrived, is used again; all
+/// live as long as the scaler, since a captured graph keeps writing to those it captured.
 class ReadbackPool {
  public:
   std::shared_ptr<AsyncReadback> readback_for(at::Device device) {
@@ -121,7 +121,7 @@ class ReadbackPool {
 /// The lines about skipped steps that are still to be written.
 class PendingLines {
  public:
-  /// The letters of one iteration; the last also carries the next scale.
+  /// The readbacks of one iteration; the last also carries the next scale.
   void add(std::vector<std::shared_ptr<AsyncReadback>> readbacks) {
     iterations_.push_back(std::move(readbacks));
   }

@@ -97,7 +97,8 @@ class OptimizerRecords {
     return {};
   }
 
-  /// As a rule in the first place, where it was found. An optimizer without parameters holds none.
+  /// Usually the first parameter looked at, which is the one recorded. An optimizer without
+  /// parameters matches an empty record.
   static bool holds(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
     if (!parameter.defined()) return !first_parameter(optimizer).defined();
     for (const auto& group : optimizer.param_groups()) {

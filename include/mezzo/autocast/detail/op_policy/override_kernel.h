@@ -164,7 +164,7 @@ class OverrideKernel final : public c10::OperatorKernel {
   void run(OpCategory category, const c10::OperatorHandle& op, c10::Stack* stack) const {
     TORCH_CHECK(category != OpCategory::banned, full_name(op.operator_name()),
                 " is banned under autocast by the op policy of this region; call it on float32 "
-                "tensors where autocast is off, or allow_banned it");
+                "tensors where autocast is off, or lift the ban with OpPolicy::allow_banned");
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     c10::IValue* arguments = stack->data() + (stack->size() - arity_);
     const c10::ArrayRef<const c10::IValue> view(arguments, arity_);

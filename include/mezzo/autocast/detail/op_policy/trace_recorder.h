@@ -75,7 +75,7 @@ class TraceRecorder {
     std::string name;
     TracedCost* cost;
     bool casting;
-    std::int64_t spared_before;
+    std::int64_t hits_before;
   };
 
   // What `end` has to undo.
@@ -139,7 +139,7 @@ class TraceRecorder {
     }
     if (name.name == open_.back().name) {
       open_.back().casting = false;
-      open_.back().cost->cache_hits += spared_casts().casts - open_.back().spared_before;
+      open_.back().cost->cache_hits += cache_hits() - open_.back().hits_before;
       return Context::Opened::nothing;
     }
     if (name.name == "aten::_to_copy" && !inputs.empty() && inputs[0].isTensor()) {
@@ -183,8 +183,7 @@ class TraceRecorder {
     TracedCost& cost = calls_[{scope(), full_name(name), *device, decided, tensor_dtypes(inputs),
                                runs_in(*op, decided.category, inputs, *device)}];
     cost.calls += 1;
-    open_.push_back(
-        {name.name, &cost, decided.category != OpCategory::fallthrough, spared_casts().casts});
+    open_.push_back({name.name, &cost, decided.category != OpCategory::fallthrough, cache_hits()});
     return true;
   }
 

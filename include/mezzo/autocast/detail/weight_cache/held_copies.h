@@ -188,7 +188,7 @@ class HeldCopies {
     return entry.fixed ? fixed_ : entry.passed != nullptr ? passing_ : lasting_;
   }
 
-  /// Of the copies that may be evicted, of which there is one.
+  /// The least recently used copy that may be evicted. There must be one.
   List::iterator least_recently_used() {
     const bool is_passing =
         lasting_.empty() || (!passing_.empty() && passing_.back().used < lasting_.back().used);

@@ -97,15 +97,10 @@ inline void change_cache(ThreadCache& current, std::shared_ptr<CacheOwner> owner
   }
 }
 
-/// Casts that this thread was spared, ever. CastTrace takes differences.
-struct SparedCasts {
-  std::int64_t casts = 0;
-  std::int64_t bytes = 0;
-};
-
-C10_EXPORT inline SparedCasts& spared_casts() {
-  static thread_local SparedCasts spared;
-  return spared;
+/// Copies that this thread was given in place of a cast, ever; CastTrace takes differences.
+C10_EXPORT inline std::int64_t& cache_hits() {
+  static thread_local std::int64_t hits = 0;
+  return hits;
 }
 
 }  // namespace detail

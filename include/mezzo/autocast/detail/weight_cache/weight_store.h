@@ -85,7 +85,7 @@ class WeightStore final : public WeightCasts {
     return made_;
   }
 
-  /// With the last reader go the copies that no later one may use.
+  /// When the last region ends, copies that must not outlive it are dropped.
   void leave() noexcept override {
     HeldCopies::List out;  // dies after the lock
     const std::lock_guard lock(mutex_);
@@ -301,7 +301,7 @@ class WeightStore final : public WeightCasts {
     return is_laid_out_as(copy, weight) && copy.device() == weight.device();
   }
 
-  /// The dead make room before the living, as far as it pays to look for them.
+  /// Evicts copies of dead weights first, if enough uses have passed to make the search worth it.
   void insert(HeldCopy entry, bool is_new, HeldCopies::List& out) {
     const std::int64_t bytes = bytes_of(entry.copy);
     if (is_new) {
@@ -364,8 +364,7 @@ class WeightStore final : public WeightCasts {
   void count_hit(std::int64_t bytes) {
     ++counts_.hits;
     counts_.bytes_saved += bytes;
-    ++spared_casts().casts;
-    spared_casts().bytes += bytes;
+    ++cache_hits();
   }
 
   std::mutex refresh_;  // first this, then mutex_

@@ -10,7 +10,7 @@
 
 namespace {
 
-using grad_scaler_test::error_of;
+using test_support::error_of;
 using testing::AllOf;
 using testing::HasSubstr;
 

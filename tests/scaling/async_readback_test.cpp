@@ -66,23 +66,23 @@ TEST(PendingLines, AreToldInOrderOnceTheyAreKnown) {
   const auto poll = [&] {
     lines.poll([&](float scale, float next) { told.emplace_back(scale, next); });
   };
-  std::vector<std::shared_ptr<AsyncReadback>> letters;
+  std::vector<std::shared_ptr<AsyncReadback>> readbacks;
   for (int i = 0; i < 3; ++i) {
-    letters.push_back(std::make_shared<AsyncReadback>(torch::kCPU));
-    lines.add({letters.back()});
+    readbacks.push_back(std::make_shared<AsyncReadback>(torch::kCPU));
+    lines.add({readbacks.back()});
   }
   poll();
   EXPECT_TRUE(told.empty());
-  answer(*letters[2], 4.0F, 1.0, true);
-  letters[2]->send_next_scale(torch::full({}, 2.0F));
+  answer(*readbacks[2], 4.0F, 1.0, true);
+  readbacks[2]->send_next_scale(torch::full({}, 2.0F));
   poll();
   EXPECT_TRUE(told.empty()) << "the first is not known yet";
-  answer(*letters[0], 8.0F, 1.0, true);
+  answer(*readbacks[0], 8.0F, 1.0, true);
   poll();
   EXPECT_TRUE(told.empty()) << "its next scale is not known yet";
-  letters[0]->send_next_scale(torch::full({}, 4.0F));
-  answer(*letters[1], 4.0F, 1.0, false);
-  letters[1]->send_next_scale(torch::full({}, 4.0F));
+  readbacks[0]->send_next_scale(torch::full({}, 4.0F));
+  answer(*readbacks[1], 4.0F, 1.0, false);
+  readbacks[1]->send_next_scale(torch::full({}, 4.0F));
   poll();
   const std::vector<std::pair<float, float>> expected{{8.0F, 4.0F}, {4.0F, 2.0F}};
   EXPECT_EQ(told, expected);

@@ -16,7 +16,7 @@
 namespace {
 
 mezzo::GradScaler scaler_of_python() {
-  std::ifstream file(MEZZO_CHECKPOINT_TEST_DATA "/python_scaler.json");
+  std::ifstream file(MEZZO_SCALING_TEST_DATA "/python_scaler.json");
   mezzo::GradScaler scaler;
   scaler.load_state_dict(nlohmann::json::parse(file).get<mezzo::GradScaler::StateDict>());
   return scaler;
@@ -55,7 +55,7 @@ TEST(GradScalerState, OfPythonInJsonGoesOnWhereItStopped) {
 TEST(GradScalerState, InJsonHasTheCountsAsPythonWantsThem) {
   const nlohmann::json json = json_for_python(scaler_of_python());
   const nlohmann::json python =
-      nlohmann::json::parse(std::ifstream(MEZZO_CHECKPOINT_TEST_DATA "/python_scaler.json"));
+      nlohmann::json::parse(std::ifstream(MEZZO_SCALING_TEST_DATA "/python_scaler.json"));
   for (const auto& [key, value] : python.items()) EXPECT_EQ(json.at(key).dump(), value.dump());
   mezzo::GradScaler again;
   again.load_state_dict(nlohmann::json::parse(json.dump()).get<mezzo::GradScaler::StateDict>());
