@@ -81,8 +81,8 @@ class MasterWeights : public optim::FusedOptimizer {
   torch::optim::Optimizer& optimizer() noexcept { return *inner_; }
   const torch::optim::Optimizer& optimizer() const noexcept { return *inner_; }
 
-  // Declared inline, all: the first virtual function that is not would bring the vtable, and all that
-  // it refers to, into every unit.
+  // Declared inline, all: the first virtual function that is not would bring the vtable, and all
+  // that it refers to, into every unit.
 
   /// Without a scaler: calls `closure` once, if there is one, then steps; returns what the closure
   /// returned. \throws c10::Error between `GradScaler::unscale_` and `GradScaler::step`
