@@ -3,6 +3,9 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_lanes.h>
 
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
 #include <cstdint>
 
 // One body, compiled for each instruction set and chosen at run time.
@@ -96,6 +99,24 @@ auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<
 #else
       return &KernelEntry<Kernel<Element, Others..., ScalarLanes<Element>>>::plain;
 #endif
+  }
+}
+
+/// `make(Element{})` of a gradient's dtype.
+template <class Make>
+auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make(float{})) {
+  switch (dtype) {
+    case at::kFloat:
+      return make(float{});
+    case at::kDouble:
+      return make(double{});
+    case at::kHalf:
+      return make(c10::Half{});
+    case at::kBFloat16:
+      return make(c10::BFloat16{});
+    default:
+      TORCH_CHECK(false, "A gradient has the dtype ", dtype,
+                  "; gradients are float, double, bfloat16 or half");
   }
 }
 

@@ -7,7 +7,6 @@
 #include <mezzo/kernels/gradient_summary_partial.h>
 
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -271,24 +270,6 @@ SummaryLoops summary_loops(CpuIsa isa) {
 template <class Element>
 StatisticsLoop statistics_loop(CpuIsa isa) {
   return cpu_kernel<StatisticsKernel, Element>(isa);
-}
-
-/// `make(Element{})` of a gradient's dtype.
-template <class Make>
-auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make(float{})) {
-  switch (dtype) {
-    case at::kFloat:
-      return make(float{});
-    case at::kDouble:
-      return make(double{});
-    case at::kHalf:
-      return make(c10::Half{});
-    case at::kBFloat16:
-      return make(c10::BFloat16{});
-    default:
-      TORCH_CHECK(false, "A gradient has the dtype ", dtype,
-                  "; gradients are float, double, bfloat16 or half");
-  }
 }
 
 inline SummaryLoops summary_loops(at::ScalarType dtype, CpuIsa isa) {
