@@ -11,3 +11,4 @@
 #include <mezzo/autocast/cast_trace.h>             // IWYU pragma: export
 #include <mezzo/autocast/op_policy.h>              // IWYU pragma: export
 #include <mezzo/autocast/weight_cache.h>           // IWYU pragma: export
+#include <mezzo/base/precision.h>                  // IWYU pragma: export

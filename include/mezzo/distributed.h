@@ -1,7 +1,7 @@
 /// \file
-/// Training on several ranks. Communicators are included by name, for what they stand on:
-/// mezzo/distributed/mpi_communicator.h and mpi_rendezvous.h link mezzo::mpi, nccl_communicator.h
-/// links mezzo::nccl.
+/// Training on several ranks, but what needs MPI or NCCL: include mpi_communicator.h,
+/// mpi_environment.h and mpi_rendezvous.h (link mezzo::mpi) or nccl_communicator.h (link
+/// mezzo::nccl) by name.
 #pragma once
 
 #include <mezzo/distributed/broadcast_parameters.h>       // IWYU pragma: export

@@ -5,10 +5,7 @@
 #pragma once
 
 #include <mezzo/autocast.h>               // IWYU pragma: export
-#include <mezzo/base/loss_scale.h>        // IWYU pragma: export
 #include <mezzo/base/matmul_precision.h>  // IWYU pragma: export
-#include <mezzo/base/precision.h>         // IWYU pragma: export
 #include <mezzo/base/version.h>           // IWYU pragma: export
-#include <mezzo/base/weight_storage.h>    // IWYU pragma: export
 #include <mezzo/optim.h>                  // IWYU pragma: export
 #include <mezzo/scaling.h>                // IWYU pragma: export

@@ -2,6 +2,7 @@
 /// Gradient buckets, fused optimizers, master weights, averaged weights, learning rate schedules.
 #pragma once
 
+#include <mezzo/base/weight_storage.h>    // IWYU pragma: export
 #include <mezzo/optim/adam.h>             // IWYU pragma: export
 #include <mezzo/optim/adamw.h>            // IWYU pragma: export
 #include <mezzo/optim/ema.h>              // IWYU pragma: export

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Checks that headers include only what lies on floors below their own: rooms.py INCLUDE_FOLDER
+"""Checks that headers include only what lies on floors below their own, and that umbrellas are complete.
+
+    rooms.py INCLUDE_FOLDER
 
 Prints each line that does not, and exits with 1. See "The rooms" in CONTRIBUTING.md.
 """
@@ -18,6 +20,8 @@ FLOORS = [
 ]
 # Files of many ranks are files.
 EXCEPTIONS = {("distributed", "checkpoint")}
+# Public headers that their room's umbrella leaves out: they need MPI or NCCL, or come by themselves.
+BY_NAME = re.compile(r"distributed/(mpi|nccl)_|optim/compiled\.h")
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 INCLUDE = re.compile(r'#\s*include\s*[<"](mezzo/[^>"]+)[>"]')
@@ -45,7 +49,7 @@ def fault_of(path, included):
 
 def main():
     include = pathlib.Path(sys.argv[1])
-    headers = sorted(path for path in include.glob("mezzo/**/*") if path.suffix in {".h", ".cuh", ".cu"})
+    headers = sorted(path for path in include.glob("mezzo/**/*") if path.suffix in {".h", ".cuh", ".cu", ".cpp"})
     faults = 0
     for header in headers:
         path = header.relative_to(include).as_posix()
@@ -63,6 +67,16 @@ def main():
                 fault = "there is no such header"
             if fault is not None:
                 print(f"{header}:{number}: {line.strip()}: {fault}")
+                faults += 1
+    for room in FLOOR:
+        umbrella = include / f"mezzo/{room}.h"
+        if not umbrella.exists():
+            continue
+        exported = set(INCLUDE.findall(umbrella.read_text(encoding="utf-8")))
+        for header in sorted((include / "mezzo" / room).glob("*.h")):
+            path = header.relative_to(include).as_posix()
+            if path not in exported and not BY_NAME.search(path):
+                print(f"{umbrella}: lacks {path}")
                 faults += 1
     if not headers:
         print(f"{include} holds no headers of mezzo's")

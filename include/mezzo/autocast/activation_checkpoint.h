@@ -30,10 +30,10 @@ struct ActivationCheckpointOptions {
 /// Calls `function(args...)` and returns its result, but keeps only the arguments and the function
 /// until backward, which calls it again to get the activations back.
 ///
-///     x = mezzo::activation_checkpoint(block, x);  // a module, by holder or pointer, or any
-///     callable auto [hidden, weights] = mezzo::activation_checkpoint([&](const torch::Tensor& h) {
-///     ... }, x); x = mezzo::activation_checkpoint({.preserve_random_state = false}, block, x,
-///     mask);
+///     x = mezzo::activation_checkpoint(block, x);  // a module or any callable
+///     auto [hidden, weights] =
+///         mezzo::activation_checkpoint([&](const torch::Tensor& h) { ... }, x);
+///     x = mezzo::activation_checkpoint({.preserve_random_state = false}, block, x, mask);
 ///
 /// Gradients are those without the checkpoint, to the bit: the recomputation runs under the first
 /// run's autocast state, random state and current CUDA device, and its gradients are added up in
@@ -73,8 +73,7 @@ auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& funct
   using Call = detail::StoredCall<std::decay_t<F>, detail::OwningType<Args>...>;
   static_assert(Call::kCallable,
                 "mezzo::activation_checkpoint: the function is called twice, so it must take its "
-                "arguments by "
-                "value, by const reference or as lvalues, and not as rvalues");
+                "arguments by value, by const reference or as lvalues, and not as rvalues");
   static_assert(
       detail::carries_tensors<typename Call::Result>(),
       "mezzo::activation_checkpoint: no tensors in the function's result; return tensors, or a "

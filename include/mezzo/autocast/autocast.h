@@ -65,12 +65,12 @@ struct AutocastOptions {
 /// thread_local guard of that thread may end when the process or the thread does. A guard that
 /// lives across a coroutine's suspension may not: it leaves the wrong state behind, as
 /// `torch.autocast` around an await does, and warns. Enter an AutocastState::Scope after each
-/// suspension instead. Entering and
-/// leaving costs some thread-local writes and no host sync; nothing throws. Call `backward()` after
-/// the scope.
+/// suspension instead. Entering and leaving costs some thread-local writes and no host sync;
+/// nothing throws. Call `backward()` after the scope.
 ///
 /// The region acts on ops whose tensors are on `Device`; for CPU and CUDA at once open both. It
-/// asks nothing of the hardware: see `recommended` in precision.h for what is fast on this machine.
+/// asks nothing of the hardware: see `recommended` in mezzo/base/precision.h for what is fast on
+/// this machine.
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device)>
 class Autocast {
   static_assert(

@@ -1,6 +1,6 @@
 /// \file
 /// Modules that run their forward pass under autocast, in whatever thread calls them. Separate from
-/// autocast.h because libtorch's modules take twelve seconds to compile.
+/// mezzo/autocast/autocast.h because libtorch's modules take twelve seconds to compile.
 #pragma once
 
 #include <c10/util/Exception.h>

@@ -120,8 +120,8 @@ class OpPolicy {
   [[nodiscard]] OpPolicy with(const OpPolicy& other) const;
 
   /// Reads a list: a line holds one verb (allow, deny, promote, ignore, allow_banned), or a
-  /// category's name, and the ops that it is for; `#` starts a comment. \throws c10::Error naming
-  /// the line
+  /// category's name, and the ops that it is for; `#` starts a comment.
+  /// \throws c10::Error naming the line
   static OpPolicy parse(std::string_view text);
 
   /// The same from a file.

@@ -1,7 +1,7 @@
 /// \file
 /// How libtorch multiplies matrices that stay float32, half or bfloat16: whether float32 may go
-/// through TF32, and in what cuBLAS adds up. Autocast (autocast.h) chooses the matrices' dtype;
-/// this chooses what is done with it.
+/// through TF32, and in what cuBLAS adds up. Autocast (mezzo/autocast/autocast.h) chooses the
+/// matrices' dtype; this chooses what is done with it.
 #pragma once
 
 #include <ATen/Context.h>

@@ -1,7 +1,8 @@
 /// \file
 /// Precision as a value: the dtypes that a model is kept, computed and handed on in; and which
 /// dtype a region should compute in: libtorch's defaults, what this hardware does natively, and
-/// what the user's environment asks for. Nothing here acts by itself; autocast.h does.
+/// what the user's environment asks for. Nothing here acts by itself; mezzo/autocast/autocast.h
+/// does.
 #pragma once
 
 #include <c10/core/Device.h>

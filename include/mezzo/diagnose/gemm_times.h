@@ -3,8 +3,7 @@
 /// products in each dtype, as they are and padded to multiples of 8:
 ///
 ///     std::cout << mezzo::benchmark_gemms(model, batch);
-///     std::cout << mezzo::benchmark_gemms([&](const Batch& b) { return model(b.ids, b.mask); },
-///     batch);
+///     std::cout << mezzo::benchmark_gemms([&](const Batch& b) { return model(b.ids); }, batch);
 #pragma once
 
 #include <c10/core/Device.h>

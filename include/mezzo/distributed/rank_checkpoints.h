@@ -72,15 +72,15 @@ class RankCheckpoints {
 
   /// As CheckpointManager::save; all return when the file is in its place. Sends, beside what the
   /// objects send themselves, what is each rank's own to rank 0, in pieces of 4 MiB. Needs memory
-  /// for the own on each rank, and on rank 0 for what a ShardedOptimizer gathers. \throws
-  /// c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
+  /// for the own on each rank, and on rank 0 for what a ShardedOptimizer gathers.
+  /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
   ///   numbers differ; what was there before is then untouched, and the next `save` may go well
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
   /// As CheckpointManager::load_newest: the newest file that is whole for every rank, on all of
-  /// them. All or nothing: where one rank refuses, all get back what they had. \throws c10::Error,
-  /// on all ranks, as CheckpointManager::load_newest does on one of them, and where a
-  ///   rank does not see the file that rank 0 sees
+  /// them. All or nothing: where one rank refuses, all get back what they had.
+  /// \throws c10::Error, on all ranks, as CheckpointManager::load_newest does on one of them, and
+  ///   where a rank does not see the file that rank 0 sees
   std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
                                               const LoadOptions& options = {});
 

@@ -30,7 +30,8 @@ class WatchdogThreads;
 /// \code
 ///   const auto environment = mezzo::ProcessGroupEnvironment::read();
 ///   mezzo::Watchdog watchdog(mezzo::rendezvous(environment), environment.rank,
-///   environment.world_size); auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
+///                            environment.world_size);
+///   auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
 ///   watchdog.run([&] { train(world); });
 /// \endcode
 ///

@@ -88,13 +88,13 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 class AdamW : public detail::ElementwiseOptimizer<
                   detail::AdamTraits<AdamWOptions, AdamWParamState, /*kIsDecoupled=*/true>> {
  public:
-  ///     AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, const AdamWOptions& =
-  ///     {}) AdamW(std::vector<at::Tensor> parameters, const AdamWOptions& = {}) AdamW(GradBuckets&
-  ///     buckets, const AdamWOptions& = {})
+  ///     AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, const AdamWOptions&)
+  ///     AdamW(std::vector<at::Tensor> parameters, const AdamWOptions&)
+  ///     AdamW(GradBuckets& buckets, const AdamWOptions&)
   ///
-  /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
-  /// parameters of groups that are added later join them, and gradients of several ranks are
-  /// divided by the ranks as they are read (distributed/data_parallel.h).
+  /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
+  /// have read during backward, parameters of groups that are added later join them, and gradients
+  /// of several ranks are divided by the ranks as they are read (distributed/data_parallel.h).
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where a parameter is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;

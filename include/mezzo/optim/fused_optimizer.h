@@ -92,12 +92,12 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   /// From here on parameters of half and bfloat16 are trained as float masters, in groups that
-  /// stored weights `plain`, and in groups to come. \throws c10::Error where it has no masters
+  /// stored weights `plain`, and in groups to come.
+  /// \throws c10::Error where it has no masters
   virtual void enable_master_weights() {
     TORCH_CHECK(false,
                 "enable_master_weights: this optimizer keeps no float masters; choose an "
-                "optimization level "
-                "without master_weights");
+                "optimization level without master_weights");
   }
 
   /// Called before gradients are unscaled where they lie, be it for clipping alone.

@@ -118,8 +118,8 @@ class GradBuckets {
   /// Groups the parameters anew, in the order in which the last backward pass made their gradients
   /// (those that it did not reach come last, in their present order). Values stay; addresses of
   /// flat storage do not. Under a DataParallel or GradAllReduce all ranks call it, after passes
-  /// that took the same way on all; if their orders differ, the next pass says so. \throws
-  /// c10::Error unless hooks are there to know the order
+  /// that took the same way on all; if their orders differ, the next pass says so.
+  /// \throws c10::Error unless hooks are there to know the order
   void rebuild_buckets();
 
   /// While one lives, backward passes only accumulate: nothing is checked or reported ready. For

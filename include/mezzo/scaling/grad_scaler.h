@@ -202,8 +202,8 @@ class GradScaler {
   StateDict state_dict() const;
 
   /// Restores what `state_dict` gave, torch.amp's included: of mezzo's own keys those that are
-  /// missing leave this scaler's values. All or nothing; does nothing when disabled. \throws
-  /// c10::Error if a key of torch's is missing or a value is out of range
+  /// missing leave this scaler's values. All or nothing; does nothing when disabled.
+  /// \throws c10::Error if a key of torch's is missing or a value is out of range
   void load_state_dict(const StateDict& state);
 
  private:

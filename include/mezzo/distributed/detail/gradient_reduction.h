@@ -161,8 +161,7 @@ class GradientReduction {
         " on rank ", communicator_.rank(),
         ": the ranks' buckets hold other parameters, so that their gradients were mixed up. "
         "All ranks give the same parameters and bucket_bytes; rebuild_buckets() only where "
-        "backward "
-        "passes take the same way on all. Begin again from a checkpoint on all ranks");
+        "backward passes take the same way on all. Begin again from a checkpoint on all ranks");
     known_layout_ = layout;
   }
 

@@ -56,7 +56,7 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   bool is_no_sync();
 
   /// Kept by an optimizer for as long as it divides, as it reads them, gradients that are sums over
-  /// ranks (detail/distributed/rank_sum.h).
+  /// ranks (mezzo/optim/detail/rank_sum.h).
   std::shared_ptr<void> dividing_reader() const noexcept { return dividing_reader_; }
   bool has_dividing_reader() const noexcept { return dividing_reader_.use_count() > 1; }
 

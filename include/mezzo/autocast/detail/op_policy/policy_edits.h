@@ -70,7 +70,7 @@ C10_EXPORT inline ThreadPolicies& thread_policies() {
 }  // namespace detail
 
 /// An OpPolicy as guards take it: it shares the policy's edits. An OpPolicy converts to it, so that
-/// autocast.h need not include op_policy.h, which takes four seconds to compile.
+/// mezzo/autocast/autocast.h need not include op_policy.h, which takes four seconds to compile.
 class PolicyRef {
  public:
   /// No policy: what surrounds the guard holds.

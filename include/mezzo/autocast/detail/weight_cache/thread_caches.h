@@ -1,6 +1,6 @@
 /// \file
-/// Which weight cache this thread's regions read, and the little that autocast.h and the kernels in
-/// front of ops need to know of one.
+/// Which weight cache this thread's regions read, and the little that mezzo/autocast/autocast.h and
+/// the kernels in front of ops need to know of one.
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -106,7 +106,7 @@ C10_EXPORT inline std::int64_t& cache_hits() {
 }  // namespace detail
 
 /// A WeightCache as guards take it: it shares what the cache holds. A WeightCache converts to it,
-/// so that autocast.h need not include weight_cache.h.
+/// so that mezzo/autocast/autocast.h need not include weight_cache.h.
 class WeightCacheRef {
  public:
   /// No cache: what surrounds the guard holds.
