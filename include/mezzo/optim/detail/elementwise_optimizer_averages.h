@@ -26,11 +26,9 @@ at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter)
 /// Whether a parameter without a gradient has an average, or is to have one. Checks what is kept.
 template <class Traits>
 bool ElementwiseOptimizer<Traits>::is_averaged(const at::Tensor& parameter,
-                                               const Options& options) const {
-  const at::Tensor ema = average_of(parameter);
-  if (options.ema_decay() == 0 && !ema.defined()) return false;
-  check_shape_of(ema, "an ema", parameter, Traits::kName);
-  check_shape_of(master_of(parameter), "a master", parameter, Traits::kName);
+                                               const Options& options) {
+  if (options.ema_decay() == 0 && !average_of(parameter).defined()) return false;
+  (void)checked_state(parameter, options);
   return at::isFloatingType(parameter.scalar_type()) && parameter.layout() == at::kStrided;
 }
 

@@ -84,8 +84,6 @@ StepElementSizes ElementwiseOptimizer<Traits>::element_sizes(const One& one) {
 template <class Traits>
 void ElementwiseOptimizer<Traits>::settle(const One& one) {
   if (one.state == nullptr) return;
-  check_shape_of(one.state->master(), "a master", *one.parameter, Traits::kName);
-  check_shape_of(one.state->ema(), "an ema", *one.parameter, Traits::kName);
   settle_weights(*one.parameter, one.storage, *one.state);
   settle_average(*one.parameter, one.options->ema_decay(), *one.state);
 }
