@@ -53,6 +53,7 @@ void ElementwiseOptimizer<Traits>::average(const std::vector<Bystander>& bystand
       if (*found_inf.template const_data_ptr<float>() != 0.0F) return;
       found_inf = at::Tensor();
     }
+    const NoGraphGuard no_graph(parameter->is_inference());
     State& state = state_for(*parameter);
     const at::Tensor value = present_value(*parameter, storage, state);
     settle_average(*parameter, ema_decay, state);

@@ -89,9 +89,11 @@ void ElementwiseOptimizer<Traits>::settle(const One& one) {
 }
 
 /// The memory that a step of `one` reads and writes. Settles first: that may write the parameter,
-/// and a lazy copy moves when its memory is asked for.
+/// and a lazy copy moves when its memory is asked for. What it makes for an ordinary parameter are
+/// plain tensors, whatever the others of the step are.
 template <class Traits>
 StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepared& prepared) {
+  const NoGraphGuard no_graph(one.parameter->is_inference());
   settle(one);
   const at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);

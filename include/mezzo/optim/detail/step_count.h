@@ -120,6 +120,7 @@ inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<St
     values.push_back(static_cast<float>(count.value()));
   }
   if (!newcomers.empty()) {
+    const NoGraphGuard no_graph;  // plain tensors, also in a step of inference tensors
     const at::Tensor together = at::tensor(values).to(device);
     for (std::size_t i = 0; i < newcomers.size(); ++i) {
       newcomers[i].move_to(together.select(0, static_cast<int64_t>(i)));
