@@ -141,6 +141,55 @@ TYPED_TEST(StepUnderInference, TrainsWhatWasMadeThereAndNothingOutside) {
   EXPECT_TRUE(torch::equal(parameter, before));
 }
 
+/// A parameter of either kind, as one model has them where a part was loaded under InferenceMode.
+struct MixedParameters {
+  MixedParameters() {
+    const c10::InferenceMode inference;
+    made_there = torch::ones({kWeights});
+  }
+
+  template <class Step>
+  void step_under_inference(const Step& step) const {
+    const c10::InferenceMode inference;
+    made_there.mutable_grad() = slope_like(made_there);
+    ordinary.mutable_grad() = slope_like(ordinary);
+    step();
+    made_there.mutable_grad() = torch::Tensor();
+    ordinary.mutable_grad() = torch::Tensor();
+  }
+
+  torch::Tensor ordinary = torch::ones({kWeights}).requires_grad_();
+  torch::Tensor frozen = torch::ones({kWeights}).requires_grad_();
+  torch::Tensor made_there;
+};
+
+TYPED_TEST(StepUnderInference, OfBothKindsIsFollowedByStepsOfEither) {
+  const MixedParameters mixed;
+  typename TypeParam::Optimizer optimizer({mixed.ordinary, mixed.made_there, mixed.frozen},
+                                          TypeParam::options().ema_decay(0.5));
+  mixed.step_under_inference([&] { optimizer.step(); });
+  EXPECT_FALSE(optimizer.average_of(mixed.ordinary).is_inference());
+  EXPECT_FALSE(optimizer.average_of(mixed.frozen).is_inference());
+  optimizer.step();  // the averages of all
+  mixed.ordinary.mutable_grad() = slope_like(mixed.ordinary);
+  optimizer.step();
+  EXPECT_EQ(optimizer.applied_steps(), 2);
+  mixed.step_under_inference([&] { optimizer.step(); });
+  EXPECT_TRUE(torch::allclose(optimizer.average_of(mixed.frozen), mixed.frozen));
+}
+
+TEST(StepWithAten, OfBothKindsUnderInferenceIsFollowedByStepsOfEither) {
+  const MixedParameters mixed;
+  mezzo::optim::AdamW optimizer({mixed.ordinary, mixed.made_there, mixed.frozen},
+                                mezzo::optim::AdamWOptions(0.1).ema_decay(0.5));
+  mixed.step_under_inference([&] { optimizer.fused_step_with_aten({}); });
+  optimizer.fused_step_with_aten({});
+  mixed.ordinary.mutable_grad() = slope_like(mixed.ordinary);
+  optimizer.fused_step_with_aten({});
+  mixed.step_under_inference([&] { optimizer.fused_step_with_aten({}); });
+  EXPECT_EQ(optimizer.applied_steps(), 3);
+}
+
 TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
   const auto parameter = torch::ones({kWeights}).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter});

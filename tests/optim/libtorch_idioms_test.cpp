@@ -380,6 +380,32 @@ TYPED_TEST(LibtorchIdioms, ClonesOfStatesKeepAllOfThem) {
   EXPECT_FALSE(copy == state);
 }
 
+TYPED_TEST(LibtorchIdioms, StatesAreEqualWhoeverCounts) {
+  typename TypeParam::OurState on_host;
+  for (torch::Tensor* tensor : tensors_of(on_host)) *tensor = torch::ones({2});
+  typename TypeParam::OurState on_device = on_host;
+  on_host.step(3);
+  on_device.count().move_to(torch::full({}, 3.0F));
+  EXPECT_TRUE(on_host == on_device);
+  EXPECT_TRUE(on_device == on_host);
+  on_host.step(4);
+  EXPECT_FALSE(on_host == on_device);
+}
+
+TYPED_TEST(LibtorchIdioms, CopiesOfStatesCountAlone) {
+  typename TypeParam::OurState state;
+  state.count().move_to(torch::full({}, 3.0F));
+  const auto clone = state.clone();
+  auto& cloned = dynamic_cast<typename TypeParam::OurState&>(*clone);
+  typename TypeParam::OurState assigned;
+  assigned = state;
+  cloned.count().overwrite(7);
+  assigned.count().overwrite(9);
+  EXPECT_EQ(state.step(), 3);
+  EXPECT_EQ(cloned.step(), 7);
+  EXPECT_EQ(assigned.step(), 9);
+}
+
 TEST(OptionsOfMezzo, AreChainedInAnyOrder) {
   const auto adamw = mezzo::optim::AdamWOptions(2e-5)
                          .weight_storage(WeightStorage::master)
@@ -430,6 +456,20 @@ TEST(StatesOfMezzo, TakeAStepThatIsSetWhileADeviceCounts) {
   EXPECT_EQ(on_device.item<float>(), 0.0F);
 }
 
+TEST(StatesOfMezzo, WriteAStepToWhereTheDeviceCounts) {
+  mezzo::optim::AdamWParamState state;
+  const auto on_device = torch::full({}, 5.0F);
+  state.count().move_to(on_device);
+  state.step(2);
+  EXPECT_EQ(on_device.item<float>(), 2.0F) << "captured graphs go on from there";
+  EXPECT_EQ(state.step(), 2);
+  EXPECT_THAT([&] { state.step(-1); }, ThrowsMessage<c10::Error>(HasSubstr("step is -1")));
+  static_cast<torch::optim::AdamWParamState&>(state).step(-3);
+  EXPECT_THAT([&] { (void)state.count().on_device(); },
+              ThrowsMessage<c10::Error>(HasSubstr("step is -3")));
+  EXPECT_EQ(on_device.item<float>(), 2.0F);
+}
+
 TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
   const auto parameter = some_parameter(1);
   mezzo::optim::AdamW optimizer({parameter});
@@ -439,6 +479,22 @@ TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
   state_as<torch::optim::AdamWParamState>(optimizer, parameter).step(-3);
   EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("step is -3")));
   EXPECT_TRUE(torch::equal(parameter, before));
+}
+
+TEST(StatesOfMezzo, OfAnotherShapeAreRefusedBeforeAnyIsMade) {
+  const auto first = some_parameter(1);
+  const auto second = some_parameter(2);
+  mezzo::optim::AdamW optimizer({first, second});
+  const auto step = [&] {
+    first.mutable_grad() = torch::ones_like(first);
+    second.mutable_grad() = torch::ones_like(second);
+    optimizer.step();
+  };
+  step();
+  optimizer.state().erase(first.unsafeGetTensorImpl());
+  state_as<torch::optim::AdamWParamState>(optimizer, second).exp_avg_sq(torch::ones({2}));
+  EXPECT_THAT(step, ThrowsMessage<c10::Error>(HasSubstr("has a moment of the shape [2]")));
+  EXPECT_EQ(optimizer.state().count(first.unsafeGetTensorImpl()), 0U) << "nothing was begun";
 }
 
 }  // namespace

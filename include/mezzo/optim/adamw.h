@@ -41,7 +41,10 @@ struct AdamWOptions : public detail::AdamOptionsOn<AdamWOptions, torch::optim::A
 /// and `step()`. What is written to it, through libtorch's type too, counts from the next step on.
 ///
 /// Of a parameter that is not on the CPU the device counts the steps. `step()` waits for it, and
-/// libtorch's, called on a `torch::optim::AdamWParamState&`, then is -1; setting it sets the count.
+/// libtorch's, called on a `torch::optim::AdamWParamState&`, then is -1: do not copy a state by
+/// slicing then, copy it with `clone()`. `step(n)` writes to the device, and captured graphs go on
+/// from there. What is set through libtorch's type is sent there by the next step that is called:
+/// replays pass it by, and a graph that captures that step writes it in every replay.
 struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim::AdamWParamState> {
   using AdamState::AdamState;
 };

@@ -11,6 +11,7 @@
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <limits>
+#include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -225,6 +226,18 @@ TEST(AveragesOfBystanders, OfAnotherShapeAreRefusedBeforeAnythingIsWritten) {
   frozen.set_data(torch::ones({6}));
   EXPECT_THROW(optimizer.step(), c10::Error);
   EXPECT_TRUE(torch::equal(trained, torch::zeros({4})));
+}
+
+TEST(AveragesOfBystanders, OfAnotherOptimizersStateAreRefusedBeforeAnythingIsWritten) {
+  const auto frozen = torch::ones({4}).requires_grad_();
+  const auto trained = torch::ones({4}).requires_grad_();
+  SGD optimizer({trained, frozen}, SGDOptions(1.0).ema_decay(0.5));
+  optimizer.state()[frozen.unsafeGetTensorImpl()] =
+      std::make_unique<torch::optim::AdamParamState>();
+  trained.mutable_grad() = torch::ones_like(trained);
+  EXPECT_THROW(optimizer.step(), c10::Error);
+  EXPECT_TRUE(torch::equal(trained, torch::ones({4})));
+  EXPECT_EQ(optimizer.applied_steps(), 0);
 }
 
 }  // namespace

@@ -174,10 +174,10 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   std::vector<at::Tensor> own_parameters() const;
   std::vector<DeviceParticipants<Traits>> participants_by_device(
       bool master_gradients, std::vector<Bystander>& bystanders);
-  at::Tensor master_of(const at::Tensor& parameter) const;
   at::Tensor master_gradient(const at::Tensor& parameter) const;
   void clear_gradients_beside_masters();
   State& state_for(const at::Tensor& parameter);
+  State* checked_state(const at::Tensor& parameter, const Options& options);
   void open_states(Many& all);
   static at::Tensor& fitting_moment(const One& one, int k, const at::Tensor& parameter);
   static double rank_factor_of(const std::vector<DeviceParticipants<Traits>>& all,
@@ -191,7 +191,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
                      const optim::FusedStep& step);
 
   // Averages of parameters that a step passes by (elementwise_optimizer_averages.h).
-  bool is_averaged(const at::Tensor& parameter, const Options& options) const;
+  bool is_averaged(const at::Tensor& parameter, const Options& options);
   static at::Tensor found_inf_on(at::Device device, const optim::FusedStep& step);
   void average(const std::vector<Bystander>& bystanders, const optim::FusedStep& step);
 

@@ -26,11 +26,9 @@ at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter)
 /// Whether a parameter without a gradient has an average, or is to have one. Checks what is kept.
 template <class Traits>
 bool ElementwiseOptimizer<Traits>::is_averaged(const at::Tensor& parameter,
-                                               const Options& options) const {
-  const at::Tensor ema = average_of(parameter);
-  if (options.ema_decay() == 0 && !ema.defined()) return false;
-  check_shape_of(ema, "an ema", parameter, Traits::kName);
-  check_shape_of(master_of(parameter), "a master", parameter, Traits::kName);
+                                               const Options& options) {
+  if (options.ema_decay() == 0 && !average_of(parameter).defined()) return false;
+  (void)checked_state(parameter, options);
   return at::isFloatingType(parameter.scalar_type()) && parameter.layout() == at::kStrided;
 }
 
@@ -55,6 +53,7 @@ void ElementwiseOptimizer<Traits>::average(const std::vector<Bystander>& bystand
       if (*found_inf.template const_data_ptr<float>() != 0.0F) return;
       found_inf = at::Tensor();
     }
+    const NoGraphGuard no_graph(parameter->is_inference());
     State& state = state_for(*parameter);
     const at::Tensor value = present_value(*parameter, storage, state);
     settle_average(*parameter, ema_decay, state);

@@ -223,6 +223,7 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::add_to_call(
     const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
     std::vector<StepCount>& counts, std::vector<std::pair<at::Tensor, at::Tensor>>& copies) {
+  const NoGraphGuard no_graph(one.parameter->is_inference());
   settle(one);
   at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) copies.emplace_back(*one.parameter, parameter);

@@ -98,27 +98,22 @@ auto ElementwiseOptimizer<Traits>::participants_by_device(bool master_gradients,
         continue;
       }
       const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
+      State* const state =
+          keeps_state<Traits>(options, storage) ? checked_state(parameter, options) : nullptr;
       const at::Device device = parameter.device();
       if (all.empty() || all.back().device != device) select_device(all, device);
       all.back().participants.push_back(
-          {&parameter, gradient, &options, storage, run, nullptr, own_number});
+          {&parameter, gradient, &options, storage, run, state, own_number});
     }
   }
   return all;
 }
 
-/// Undefined where there is none.
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::master_of(const at::Tensor& parameter) const {
-  const State* const state = state_of(parameter);
-  return state == nullptr ? at::Tensor() : state->master();
-}
-
 /// What was unscaled onto the master; undefined where there is none.
 template <class Traits>
 at::Tensor ElementwiseOptimizer<Traits>::master_gradient(const at::Tensor& parameter) const {
-  const at::Tensor master = master_of(parameter);
-  return master.defined() ? master.grad() : at::Tensor();
+  const State* const state = state_of(parameter);
+  return state != nullptr && state->master().defined() ? state->master().grad() : at::Tensor();
 }
 
 template <class Traits>
@@ -161,6 +156,22 @@ auto ElementwiseOptimizer<Traits>::state_for(const at::Tensor& parameter) -> Sta
   return own_state<State>(state_[parameter.unsafeGetTensorImpl()], Traits::kName);
 }
 
+/// Null if there is none. What is kept may be another optimizer's, or another model's.
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::checked_state(const at::Tensor& parameter,
+                                                 const Options& options) -> State* {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  if (found == state_.end()) return nullptr;
+  State& state = own_state<State>(found->second, Traits::kName);
+  state.count().check();
+  check_shape_of(state.master(), "a master", parameter, Traits::kName);
+  check_shape_of(state.ema(), "an ema", parameter, Traits::kName);
+  for (int k = 0; k < Traits::moments(options); ++k) {
+    check_shape_of(Traits::moment(state, k), "a moment", parameter, Traits::kName);
+  }
+  return &state;
+}
+
 /// For a step that will not be skipped, as far as the host knows.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::open_states(Many& all) {
@@ -169,7 +180,7 @@ void ElementwiseOptimizer<Traits>::open_states(Many& all) {
       if (average_of(*one.parameter).defined()) state_for(*one.parameter).ema() = at::Tensor();
       continue;
     }
-    one.state = &state_for(*one.parameter);
+    if (one.state == nullptr) one.state = &state_for(*one.parameter);
     one.begins = Traits::begins(*one.options, *one.state);
   }
 }
@@ -186,7 +197,6 @@ at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
                             at::MemoryFormat::Preserve);
     return moment;
   }
-  check_shape_of(moment, "a moment", parameter, Traits::kName);
   moment = in_layout_of(parameter, moment.to(parameter.device(), dtype));
   return moment;
 }

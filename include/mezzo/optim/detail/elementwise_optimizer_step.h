@@ -84,16 +84,16 @@ StepElementSizes ElementwiseOptimizer<Traits>::element_sizes(const One& one) {
 template <class Traits>
 void ElementwiseOptimizer<Traits>::settle(const One& one) {
   if (one.state == nullptr) return;
-  check_shape_of(one.state->master(), "a master", *one.parameter, Traits::kName);
-  check_shape_of(one.state->ema(), "an ema", *one.parameter, Traits::kName);
   settle_weights(*one.parameter, one.storage, *one.state);
   settle_average(*one.parameter, one.options->ema_decay(), *one.state);
 }
 
 /// The memory that a step of `one` reads and writes. Settles first: that may write the parameter,
-/// and a lazy copy moves when its memory is asked for.
+/// and a lazy copy moves when its memory is asked for. What it makes for an ordinary parameter are
+/// plain tensors, whatever the others of the step are.
 template <class Traits>
 StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepared& prepared) {
+  const NoGraphGuard no_graph(one.parameter->is_inference());
   settle(one);
   const at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);

@@ -57,13 +57,14 @@ class ParamState : public Base {
   explicit ParamState(const Base& state) : Base(state) {}
 
   /// How many steps were applied; waits for the parameter's device.
-  int64_t step() const { return steps_counted(Base::step(), device_count_); }
+  int64_t step() const { return steps_counted(Base::step(), device_count_.tensor()); }
+  /// Where a device counts it is written there, without waiting, and captured graphs go on from it.
   Own& step(int64_t step) {
-    count().set(step);
+    count().overwrite(step);
     return static_cast<Own&>(*this);
   }
 
-  StepCount count() noexcept { return {Base::step(), device_count_}; }
+  StepCount count() noexcept { return {Base::step(), device_count_.tensor()}; }
   /// With WeightStorage::split_master, int16: see join_halves.
   at::Tensor& lower_half() noexcept { return lower_half_; }
   /// Of the parameter, when `master` or `lower_half` last agreed with it.
@@ -76,9 +77,11 @@ class ParamState : public Base {
     const auto is_same = [](const at::Tensor& a, const at::Tensor& b) {
       return a.defined() == b.defined() && (!a.defined() || a.equal(b));
     };
-    return static_cast<const Base&>(left) == static_cast<const Base&>(right) &&
-           left.step() == right.step() && is_same(left.master_, right.master_) &&
-           is_same(left.ema_, right.ema_) && is_same(left.lower_half_, right.lower_half_);
+    const Base left_base = left.with_count();
+    const Base right_base = right.with_count();
+    return left_base == right_base && left_base.step() == right_base.step() &&
+           is_same(left.master_, right.master_) && is_same(left.ema_, right.ema_) &&
+           is_same(left.lower_half_, right.lower_half_);
   }
 
   /// A copy with all that is here; libtorch's clone would keep only its own part.
@@ -97,7 +100,14 @@ class ParamState : public Base {
   }
 
  private:
-  at::Tensor device_count_;
+  /// libtorch's part, with the count where a device has it.
+  Base with_count() const {
+    Base base(static_cast<const Base&>(*this));
+    base.step(step());
+    return base;
+  }
+
+  DeviceCount device_count_;
   at::Tensor lower_half_;
   WriteStamp stamp_;
 };

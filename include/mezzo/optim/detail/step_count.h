@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -23,6 +24,30 @@ inline void check_steps(int64_t steps) {
               " in the state of an optimizer; it should be at least 0");
 }
 
+/// A device's count, if there is one. Copies count on their own.
+class DeviceCount {
+ public:
+  DeviceCount() = default;
+  DeviceCount(const DeviceCount& other) : tensor_(copy_of(other.tensor_)) {}
+  DeviceCount(DeviceCount&&) noexcept = default;
+  DeviceCount& operator=(DeviceCount other) noexcept {
+    tensor_ = std::move(other.tensor_);
+    return *this;
+  }
+  ~DeviceCount() = default;
+
+  at::Tensor& tensor() noexcept { return tensor_; }
+  const at::Tensor& tensor() const noexcept { return tensor_; }
+
+ private:
+  static at::Tensor copy_of(const at::Tensor& count) {
+    const NoGraphGuard no_graph;
+    return count.defined() ? count.clone() : count;
+  }
+
+  at::Tensor tensor_;
+};
+
 /// Waits for the device, where that counts.
 inline int64_t steps_counted(int64_t on_host, const at::Tensor& on_device) {
   if (on_host == kDeviceCounts && on_device.defined()) {
@@ -41,6 +66,11 @@ class StepCount {
   StepCount(int64_t& on_host, at::Tensor& on_device) noexcept
       : on_host_(&on_host), on_device_(&on_device) {}
 
+  /// Does not wait. \throws c10::Error if negative, as a number written to libtorch's `step` may be
+  void check() const {
+    if (*on_host_ != kDeviceCounts || !on_device_->defined()) check_steps(*on_host_);
+  }
+
   int64_t value() const { return steps_counted(*on_host_, *on_device_); }
 
   /// From here on the host counts, until a device is to.
@@ -52,6 +82,7 @@ class StepCount {
 
   /// Whoever counts goes on from here, at the same place in memory.
   void overwrite(int64_t value) const {
+    check_steps(value);
     *on_host_ = value;
     (void)on_device();
   }
@@ -66,6 +97,7 @@ class StepCount {
   /// the device first.
   const at::Tensor& on_device() const {
     if (on_device_->defined() && *on_host_ != kDeviceCounts) {
+      check_steps(*on_host_);
       const c10::NoGradGuard no_grad;
       on_device_->fill_(*on_host_);
       *on_host_ = kDeviceCounts;
@@ -88,6 +120,7 @@ inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<St
     values.push_back(static_cast<float>(count.value()));
   }
   if (!newcomers.empty()) {
+    const NoGraphGuard no_graph;  // plain tensors, also in a step of inference tensors
     const at::Tensor together = at::tensor(values).to(device);
     for (std::size_t i = 0; i < newcomers.size(); ++i) {
       newcomers[i].move_to(together.select(0, static_cast<int64_t>(i)));

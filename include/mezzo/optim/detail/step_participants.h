@@ -30,7 +30,7 @@ struct Participant {
   const typename Traits::Options* options;
   optim::WeightStorage storage;
   typename Traits::Loop run;
-  typename Traits::State* state;  ///< null until a step begins, and where nothing is remembered
+  typename Traits::State* state;  ///< null where nothing is remembered, or nothing yet
   uint64_t number;                ///< in the optimizer
   bool begins = false;            ///< what the state counts begins anew with this step
 };
