@@ -187,6 +187,48 @@ TYPED_TEST(ScalerCallProbes, AGradientThatTwoParametersShareIsUnscaledOnce) {
   }
 }
 
+TYPED_TEST(ScalerCallProbes, TwoGradientsOfOneMemoryAreEachUnscaled) {
+  auto x = parameter({0}), y = parameter({0});
+  auto optimizer = this->sgd({x, y});
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  set_gradient(x, {16});
+  y.mutable_grad() = x.grad().detach();
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(x.grad().item<float>(), 1);
+}
+
+TYPED_TEST(ScalerCallProbes, AFirstGroupThatLeavesTakesNoRecordWithIt) {
+  auto x = parameter({0}), y = parameter({0}), z = parameter({0});
+  auto optimizer = this->sgd({x});
+  for (const auto& other : {y, z}) {
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup({other}));
+  }
+  auto& groups = optimizer.param_groups();
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  for (const auto& each : {x, y, z}) set_gradient(each, {4});
+  scaler.unscale_(optimizer);
+  groups.erase(groups.begin());
+  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), HasSubstr("already been called"));
+  scaler.step(optimizer);
+  EXPECT_EQ(y.item<float>(), -1) << "unscaled once";
+  groups.erase(groups.begin());
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("already been called"));
+  EXPECT_EQ(z.item<float>(), -1) << "stepped once";
+}
+
+TYPED_TEST(ScalerCallProbes, ParametersThatComeOneByOneAreOfTheSameRecord) {
+  auto x = parameter({0}), y = parameter({0}), z = parameter({0});
+  auto optimizer = this->sgd({x, y});
+  auto& parameters = optimizer.param_groups().front().params();
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  for (const auto& each : {x, y, z}) set_gradient(each, {4});
+  scaler.unscale_(optimizer);
+  parameters = {y, z};
+  scaler.step(optimizer);
+  parameters = {z};
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("already been called"));
+}
+
 TYPED_TEST(ScalerCallProbes, AnExpandedGradientIsNotUnscaledInPlaceNorIsAnyOther) {
   auto x = parameter({0}), y = parameter({0, 0});
   auto optimizer = this->sgd({x, y});

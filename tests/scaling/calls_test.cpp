@@ -110,17 +110,21 @@ TEST(GradScaler, NeverTakesANewOptimizerForADeadOneAtItsAddress) {
   EXPECT_THAT(error_of([&] { scaler.step(*optimizer); }), HasSubstr("already been called"));
 }
 
-TEST(GradScaler, KeepsNoParameterAliveAfterUpdate) {
+TEST(GradScaler, KeepsNoParametersMemoryAlive) {
   auto scaler = quiet_scaler({});
-  auto x = parameter({1});
-  set_gradient(x, {1});
+  auto x = parameter({1}), y = parameter({1});
+  const auto unknown = x.weak_use_count();
+  for (const auto& each : {x, y}) set_gradient(each, {1});
   {
-    auto optimizer = sgd({x});
+    auto optimizer = sgd({x, y});
     scaler.step(optimizer);
   }
-  EXPECT_GT(x.use_count(), 1U);
+  for (const auto* each : {&x, &y}) {
+    EXPECT_EQ(each->use_count(), 1U);
+    EXPECT_GT(each->weak_use_count(), unknown) << "its address may be given to another";
+  }
   scaler.update();
-  EXPECT_EQ(x.use_count(), 1U);
+  for (const auto* each : {&x, &y}) EXPECT_EQ(each->weak_use_count(), unknown);
 }
 
 TEST(GradScaler, DisabledPassesEverythingThrough) {

@@ -183,4 +183,35 @@ TEST(Gradients, AreGroupedByDevice) {
   EXPECT_EQ(groups[1].device, torch::kMeta);
 }
 
+TEST(MultiplyGradients, ChecksThoseOfAllDevicesBeforeItWritesAny) {
+  const auto first = torch::ones({2});
+  const auto summary_of = [](const torch::Tensor& gradient) {
+    const auto one = torch::ones({}, gradient.device());
+    return mezzo::detail::DeviceSummary{{gradient}, one, one, one, one};
+  };
+  const auto expanded = torch::zeros({1}, torch::kMeta).expand({2});
+  auto optimizer = sgd({});
+  EXPECT_THAT(error_of([&] {
+                mezzo::detail::multiply_gradients(optimizer,
+                                                  {summary_of(first), summary_of(expanded)}, 0.5);
+              }),
+              HasSubstr("Please clone() the tensor"));
+  EXPECT_TRUE(torch::equal(first, torch::ones({2})));
+}
+
+TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {
+  auto x = test_support::parameter({0});
+  const auto y = torch::zeros({2}, torch::kMeta).requires_grad_();
+  test_support::set_gradient(x, {4});
+  y.mutable_grad() = torch::zeros({1}, torch::kMeta).expand({2});
+  auto optimizer = sgd({x, y});
+  auto scaler = test_support::quiet_scaler(GradScalerOptions().init_scale(4));
+  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
+              HasSubstr("Please clone() the tensor"));
+  EXPECT_EQ(x.grad().item<float>(), 4);
+  y.mutable_grad() = torch::Tensor();
+  scaler.step(optimizer);
+  EXPECT_EQ(x.item<float>(), -1);
+}
+
 }  // namespace

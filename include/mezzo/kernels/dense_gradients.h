@@ -12,6 +12,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// \throws c10::Error if elements of a gradient share memory: no kernel can write them in place
+inline void check_writable(const std::vector<at::Tensor>& gradients) {
+  for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
+}
+
 /// Gradients as memory that a kernel can walk: each tensor's values are exactly its numel()
 /// elements from data_ptr on, in whatever order. What has gaps or no memory, or is
 /// negative by a bit, is copied.
@@ -28,12 +33,6 @@ class DenseGradients {
   }
 
   const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
-
-  /// To be called before a kernel writes to `tensors`. \throws c10::Error if elements of a gradient
-  /// share memory, to which no copy goes back
-  void check_writable() const {
-    for (const auto& [gradient, copy] : copies_) at::assert_no_internal_overlap(gradient);
-  }
 
   /// To be called after a kernel wrote to `tensors`: autograd does not see raw writes, and copies
   /// go back where they came from.

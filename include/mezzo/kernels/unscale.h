@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/unscale_cpu.h>
 
 #include <ATen/core/Tensor.h>
@@ -57,11 +58,23 @@ inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
   return tensors;
 }
 
+/// Whether `unscale_and_check_` takes them: gradients of several devices are checked before those
+/// of the first are written. A factor of 1 writes nothing on the CPU.
+/// \throws c10::Error if elements of a gradient share memory
+inline void check_unscalable(const std::vector<at::Tensor>& gradients,
+                             const at::Tensor& inv_scale) {
+  if (inv_scale.is_cpu() && *inv_scale.const_data_ptr<float>() == 1.0F) return;
+  check_writable(gradients);
+}
+
 /// Multiplies gradients by `inv_scale` in place; sets `found_inf` to 1 if a product is inf or NaN.
-/// All on one device; a tensor that is the gradient of several parameters is multiplied once.
-/// ATen's kernel tests before it multiplies, so that its products are read once more.
+/// All on one device. A tensor that is the gradient of several parameters is multiplied once; two
+/// tensors of one memory are each multiplied, as in torch. ATen's kernel tests before it
+/// multiplies, so that its products are read once more.
+/// \throws c10::Error, before any write, if elements of a gradient share memory
 inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
+  check_unscalable(all, inv_scale);
   const std::vector<at::Tensor> gradients = each_once(all);
   if (found_inf.is_cpu()) {
     if (unscale_cpu_(gradients, *inv_scale.const_data_ptr<float>())) found_inf.fill_(1.0);

@@ -45,12 +45,11 @@ inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
   });
 }
 
-/// Multiplies all gradients by `inv_scale` in place; whether a product is inf or NaN. An
-/// `inv_scale` of 1 writes nothing. \throws c10::Error, before any write, for an expanded tensor
+/// Multiplies all gradients, which are writable, by `inv_scale` in place; whether a product is inf
+/// or NaN. An `inv_scale` of 1 writes nothing.
 inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
   if (inv_scale == 1.0F) return any_nonfinite_cpu(gradients);
   const DenseGradients dense(gradients);
-  dense.check_writable();
   const bool found = any_span<true>(dense, [&](const Span<UnscaleLoops>& span) {
     return span.loops.unscale(span.data, span.count, inv_scale);
   });

@@ -182,6 +182,19 @@ TEST(ClipGradParameters, InDoubleAreClippedInDouble) {
   EXPECT_NEAR(weight.grad()[0].item<double>(), 3 / (5 + 1e-6), 1e-14);
 }
 
+TEST(ClipGradParameters, ThatShareAGradientClipItOnce) {
+  for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kBFloat16}) {
+    const auto x = torch::zeros({4}, dtype).requires_grad_();
+    const auto y = torch::zeros({4}, dtype).requires_grad_();
+    x.mutable_grad() = torch::full({4}, 8.0, dtype);
+    y.mutable_grad() = x.grad();
+    auto optimizer = sgd({x, y});
+    auto scaler = quiet_scaler(GradScalerOptions().init_scale(1));
+    const auto norm = clip_grad_norm_(scaler, optimizer, 1.0).item<double>();
+    EXPECT_NEAR(x.grad()[0].item<double>(), 8 / norm, 1e-3) << dtype;
+  }
+}
+
 TEST(ClipGradParameters, OfEveryGroupCountTogether) {
   auto optimizer = sgd({parameter({1})});
   optimizer.add_param_group(torch::optim::OptimizerParamGroup({parameter({1})}));

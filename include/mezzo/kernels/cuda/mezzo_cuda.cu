@@ -161,7 +161,6 @@ __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gra
                                               const at::Tensor& found_inf,
                                               const at::Tensor& inv_scale) {
   const DenseGradients dense(gradients);
-  dense.check_writable();
   unscale_all(dense, inv_scale.const_data_ptr<float>(), found_inf);
   dense.written();
 }

@@ -68,19 +68,19 @@ inline at::Tensor total_norm(const std::vector<DeviceGradients>& all, double nor
   return norms.size() == 1 ? norms.front() : at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-/// Multiplies in place: doubles by the coefficient as it is, others by the nearest float.
+/// Multiplies each gradient once, in place: doubles by the coefficient as it is, others by the
+/// nearest float.
 inline void multiply_by(const std::vector<DeviceGradients>& all, const at::Tensor& coefficient) {
-  DeviceCopies coefficients(coefficient);
+  DeviceCopies coefficients(coefficient), floats(coefficient.to(at::kFloat));
+  for (const auto& [device, gradients] : all) check_unscalable(gradients, floats.on(device));
   for (const auto& [device, gradients] : all) {
-    const at::Tensor& on_device = coefficients.on(device);
     std::vector<at::Tensor> doubles, others;
     for (const at::Tensor& gradient : gradients) {
       (gradient.scalar_type() == at::kDouble ? doubles : others).push_back(gradient);
     }
-    if (!doubles.empty()) at::_foreach_mul_(doubles, on_device);
-    const at::Tensor rounded = on_device.to(at::kFloat);
-    at::Tensor unread = at::zeros_like(rounded);
-    if (!others.empty()) unscale_and_check_(others, unread, rounded);
+    if (!doubles.empty()) at::_foreach_mul_(each_once(doubles), coefficients.on(device));
+    at::Tensor unread = at::zeros_like(floats.on(device));
+    if (!others.empty()) unscale_and_check_(others, unread, floats.on(device));
   }
 }
 

@@ -179,10 +179,15 @@ struct HostSummary {
 /// Multiplies all gradients in place, by their `rank_factor` among others.
 inline void multiply_gradients(const torch::optim::Optimizer& optimizer,
                                const std::vector<DeviceSummary>& summaries, double factor) {
-  for (const DeviceSummary& summary : summaries) {
-    if (factor == 1.0) break;
-    at::Tensor unread = at::zeros_like(summary.found_inf);
-    unscale_and_check_(summary.gradients, unread, at::full_like(summary.inv_scale, factor));
+  const auto factor_for = [factor](const DeviceSummary& summary) {
+    return at::full_like(summary.inv_scale, factor);
+  };
+  if (factor != 1.0) {
+    for (const auto& summary : summaries) check_unscalable(summary.gradients, factor_for(summary));
+    for (const auto& summary : summaries) {
+      at::Tensor unread = at::zeros_like(summary.found_inf);
+      unscale_and_check_(summary.gradients, unread, factor_for(summary));
+    }
   }
   for (const auto& group : optimizer.param_groups()) forget_rank_sums(group.params());
 }

@@ -84,9 +84,10 @@ inline double GradScaler::unscale_into(detail::OptimizerRecord& record,
   const auto gradients = detail::gradients_by_device(holders);
   std::vector<at::Tensor> inverses;
   record.found_inf.clear();
-  for (const auto& [device, tensors] : gradients) {  // what may run out of memory, before any write
+  for (const auto& [device, tensors] : gradients) {  // what may throw, before any write
     inverses.push_back(detail::times_rank_factor(scale_.inverse().on(device), rank_factor));
     record.found_inf.push_back(at::zeros({}, inverses.back().options()));
+    detail::check_unscalable(tensors, inverses.back());
   }
   auto inverse = inverses.begin();
   auto found_inf = record.found_inf.begin();

@@ -4,11 +4,15 @@
 #include <mezzo/scaling/detail/master_gradients.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
-#include <utility>
+#include <unordered_set>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -32,28 +36,89 @@ struct OptimizerRecord {
   }
 };
 
-/// The records of one iteration. An optimizer is known by its address together with a parameter
-/// that it holds, in whatever group and place: groups may be rearranged between two calls. The
-/// record keeps the parameter alive: within an iteration neither a dead optimizer's address nor its
-/// parameter's can come back as those of another. (One rebuilt in place over the same parameter
-/// counts as the same.)
-class OptimizerRecords {
+/// The parameters that an optimizer was seen with. Their tensors' memory may go, but not the
+/// addresses that they are known by: no later tensor can be taken for one of them.
+class RecordedParameters {
  public:
-  OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
-    OptimizerRecord* const known = find(optimizer);
-    if (known != nullptr) return *known;
-    return entries_.emplace_back(&optimizer, first_parameter(optimizer), OptimizerRecord{}).record;
+  explicit RecordedParameters(const torch::optim::Optimizer& optimizer) { add_all(optimizer); }
+
+  /// Those that joined since count as well.
+  void see(const torch::optim::Optimizer& optimizer) {
+    if (!are_those_of(optimizer)) add_all(optimizer);
   }
 
-  /// Null where nothing is known of it.
-  const OptimizerRecord* find(const torch::optim::Optimizer& optimizer) const {
-    for (const Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer && holds(optimizer, entry.parameter)) return &entry.record;
+  /// Whether `optimizer` holds any of them, in whatever group and place; of none, whether it holds
+  /// none. Usually one look, at its first.
+  bool any_in(const torch::optim::Optimizer& optimizer) const {
+    const c10::TensorImpl* const first = first_of(optimizer);
+    if (first == nullptr || seen_.empty()) return first == nullptr && seen_.empty();
+    if (first == address(seen_.front())) return true;
+    std::unordered_set<const c10::TensorImpl*> addresses;
+    for (const WeakTensor& seen : seen_) addresses.insert(address(seen));
+    return any_of(optimizer, [&](const at::Tensor& parameter) {
+      return addresses.contains(parameter.unsafeGetTensorImpl());
+    });
+  }
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+  static const c10::TensorImpl* address(const WeakTensor& tensor) {
+    return tensor._unsafe_get_target();
+  }
+
+  template <class Test>
+  static bool any_of(const torch::optim::Optimizer& optimizer, const Test& test) {
+    return std::ranges::any_of(optimizer.param_groups(), [&](const auto& group) {
+      return std::ranges::any_of(group.params(), test);
+    });
+  }
+
+  static const c10::TensorImpl* first_of(const torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups()) {
+      if (!group.params().empty()) return group.params().front().unsafeGetTensorImpl();
     }
     return nullptr;
   }
+
+  bool are_those_of(const torch::optim::Optimizer& optimizer) const {
+    auto seen = seen_.begin();
+    const bool has_other = any_of(optimizer, [&](const at::Tensor& parameter) {
+      return seen == seen_.end() || address(*seen++) != parameter.unsafeGetTensorImpl();
+    });
+    return !has_other;
+  }
+
+  void add_all(const torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        seen_.emplace_back(parameter.getIntrusivePtr());
+      }
+    }
+  }
+
+  std::vector<WeakTensor> seen_;
+};
+
+/// The records of one iteration. An optimizer is known by its address together with any parameter
+/// that it was seen with: groups and parameters may be rearranged, leave and join between two
+/// calls. (One rebuilt in place over some of the same parameters counts as the same.)
+class OptimizerRecords {
+ public:
+  OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
+    Entry* const known = entry_of(optimizer);
+    if (known == nullptr) return entries_.emplace_back(optimizer).record;
+    known->parameters.see(optimizer);
+    return known->record;
+  }
+
+  /// Null where nothing is known of it.
   OptimizerRecord* find(const torch::optim::Optimizer& optimizer) {
-    return const_cast<OptimizerRecord*>(std::as_const(*this).find(optimizer));
+    Entry* const known = entry_of(optimizer);
+    return known == nullptr ? nullptr : &known->record;
+  }
+  const OptimizerRecord* find(const torch::optim::Optimizer& optimizer) const {
+    return const_cast<OptimizerRecords*>(this)->find(optimizer);
   }
 
   void forget(const torch::optim::Optimizer& optimizer) {
@@ -83,30 +148,17 @@ class OptimizerRecords {
 
  private:
   struct Entry {
-    Entry(const torch::optim::Optimizer* optimizer_in, at::Tensor parameter_in, OptimizerRecord r)
-        : optimizer(optimizer_in), parameter(std::move(parameter_in)), record(std::move(r)) {}
+    explicit Entry(const torch::optim::Optimizer& of) : optimizer(&of), parameters(of) {}
     const torch::optim::Optimizer* optimizer;
-    at::Tensor parameter;
-    OptimizerRecord record;
+    RecordedParameters parameters;
+    OptimizerRecord record{};
   };
 
-  static at::Tensor first_parameter(const torch::optim::Optimizer& optimizer) {
-    for (const auto& group : optimizer.param_groups()) {
-      if (!group.params().empty()) return group.params().front();
+  Entry* entry_of(const torch::optim::Optimizer& optimizer) {
+    for (Entry& entry : entries_) {
+      if (entry.optimizer == &optimizer && entry.parameters.any_in(optimizer)) return &entry;
     }
-    return {};
-  }
-
-  /// Usually the first parameter looked at, which is the one recorded. An optimizer without
-  /// parameters matches an empty record.
-  static bool holds(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
-    if (!parameter.defined()) return !first_parameter(optimizer).defined();
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& held : group.params()) {
-        if (held.is_same(parameter)) return true;
-      }
-    }
-    return false;
+    return nullptr;
   }
 
   std::vector<at::Tensor> released_;
