@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <unordered_set>
@@ -90,6 +91,9 @@ class RecordedParameters {
   }
 
   void add_all(const torch::optim::Optimizer& optimizer) {
+    std::size_t count = seen_.size();
+    for (const auto& group : optimizer.param_groups()) count += group.params().size();
+    seen_.reserve(count);
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
         seen_.emplace_back(parameter.getIntrusivePtr());
