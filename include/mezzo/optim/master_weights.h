@@ -59,7 +59,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// **Groups**, their parameters and options replaced by `set_options`, may be changed at either
 /// optimizer. The other follows at the next step, GradScaler::unscale_, or call of this class's
-/// `param_groups()` or `zero_grad()`. Until then do not read the other's options: they may be gone.
+/// `param_groups()`, `zero_grad()`, `save` or `load`, and so do the defaults of an inner optimizer
+/// that was assigned. Until then leave the same groups of the other, and their options, alone: they
+/// may be gone. Where options were replaced or groups removed through this object and nothing
+/// followed, the inner optimizer follows at the end of this object.
 ///
 /// **Writing to a parameter** between steps counts (a model loaded, averaged weights swapped in):
 /// where an element is no longer what its master was rounded to, the master begins anew from it.
@@ -100,7 +103,7 @@ class MasterWeights : public optim::FusedOptimizer {
   /// The inner optimizer's. As an Optimizer this object has groups with the same options, and no
   /// state. \throws c10::Error where groups that were added at both have a parameter in common
   std::vector<torch::optim::OptimizerParamGroup>& param_groups();
-  const std::vector<torch::optim::OptimizerParamGroup>& param_groups() const noexcept;
+  const std::vector<torch::optim::OptimizerParamGroup>& param_groups() const;
   auto& state() noexcept { return inner_->state(); }
   void zero_grad(bool set_to_none = true);
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
@@ -130,7 +133,7 @@ class MasterWeights : public optim::FusedOptimizer {
   void finish(const std::vector<Participant>& all);
 
   torch::optim::Optimizer* inner_;
-  detail::SharedGroups groups_;
+  mutable detail::SharedGroups groups_;  // settled where they are read, by `save` as well
   detail::KeptMasters masters_;
 };
 

@@ -11,6 +11,8 @@
 
 #include <memory>
 #include <sstream>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -187,6 +189,63 @@ TEST_F(OneSetOfOptions, RefusesAParameterThatWasAddedToBoth) {
   EXPECT_EQ(base_.param_groups().size(), 2U);
 }
 
+TEST_F(OneSetOfOptions, AddsAGroupWhoseOptionsLieWhereThoseOfARemovedGroupLay) {
+  masters_.add_param_group(OptimizerParamGroup({other_}));
+  const auto third = half_parameter();
+  inner_.param_groups().erase(inner_.param_groups().begin());  // malloc uses the address again
+  base_.add_param_group(OptimizerParamGroup({third}));
+  step();
+  for (Optimizer* one : {&base_, static_cast<Optimizer*>(&inner_)}) {
+    ASSERT_EQ(one->param_groups().size(), 2U);
+    EXPECT_TRUE(one->param_groups()[0].params()[0].is_same(other_));
+    EXPECT_TRUE(one->param_groups()[1].params()[0].is_same(third));
+  }
+  EXPECT_EQ(third[0].item<float>(), -1.0F);
+}
+
+TEST_F(OneSetOfOptions, AddsAGroupWhoseOptionsLieWhereReplacedOnesLay) {
+  base_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
+  base_.add_param_group(OptimizerParamGroup({other_}, std::make_unique<SGDOptions>(0.25)));
+  masters_.refresh_groups();
+  for (Optimizer* one : {&base_, static_cast<Optimizer*>(&inner_)}) {
+    ASSERT_EQ(one->param_groups().size(), 2U);
+    EXPECT_TRUE(one->param_groups()[0].params()[0].is_same(parameter_));
+    EXPECT_EQ(sgd_options(*one, 0).lr(), 0.5);
+    EXPECT_EQ(sgd_options(*one, 1).lr(), 0.25);
+  }
+}
+
+TEST_F(OneSetOfOptions, RefusesParametersOfAGroupWhoseOptionsWereReplacedAtTheInner) {
+  inner_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
+  base_.add_parameters({other_});
+  EXPECT_THAT([&] { masters_.refresh_groups(); },
+              ThrowsMessage<c10::Error>(HasSubstr("change them at one of the two")));
+  base_.parameters().pop_back();
+  masters_.refresh_groups();
+  EXPECT_EQ(sgd_options(base_).lr(), 0.5);
+}
+
+TEST_F(OneSetOfOptions, FollowsAnInnerOptimizerThatIsAssigned) {
+  inner_ = torch::optim::SGD({other_}, SGDOptions(2.0));
+  step();
+  EXPECT_EQ(other_[0].item<float>(), -2.0F);
+  EXPECT_EQ(&base_.defaults(), &inner_.defaults());
+  base_.add_param_group(OptimizerParamGroup({parameter_}));
+  EXPECT_EQ(sgd_options(base_, 1).lr(), 2.0);
+}
+
+TEST_F(OneSetOfOptions, IsSavedAsItWasReplacedSinceTheLastStep) {
+  base_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
+  std::stringstream file;
+  torch::save(masters_, file);
+  sgd_options(inner_).lr(7);
+  torch::load(masters_, file);
+  EXPECT_EQ(sgd_options(inner_).lr(), 0.5);
+
+  base_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.25));
+  EXPECT_EQ(std::as_const(masters_).param_groups()[0].options().get_lr(), 0.25);
+}
+
 TEST_F(OneSetOfOptions, IsReadFromAFileAndKeptWhereTheFileIsRefused) {
   SGDOptions& held = sgd_options(base_);
   std::stringstream file;
@@ -227,6 +286,80 @@ TEST(MasterWeightsOptions, StayWithTheInnerOptimizerWhenItIsWrappedNoLonger) {
                           SGDOptions(1.0));
   EXPECT_THROW(MasterWeights{twice}, c10::Error);
   EXPECT_EQ(sgd_options(twice, 1).lr(), 1.0);
+}
+
+TEST(MasterWeightsOptions, AreTheInnerOptimizersWhereTheyWereReplacedAndNoStepFollowed) {
+  const auto kept = half_parameter();
+  torch::optim::SGD inner({OptimizerParamGroup({half_parameter()}), OptimizerParamGroup({kept})},
+                          SGDOptions(1.0));
+  {
+    MasterWeights masters(inner);
+    Optimizer& base = masters;
+    base.param_groups().erase(base.param_groups().begin());
+    base.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
+  }
+  ASSERT_EQ(inner.param_groups().size(), 1U);
+  EXPECT_TRUE(inner.param_groups()[0].params()[0].is_same(kept));
+  EXPECT_EQ(sgd_options(inner).lr(), 0.5);
+  {
+    MasterWeights masters(inner);
+    static_cast<Optimizer&>(masters).param_groups().clear();
+  }
+  EXPECT_TRUE(inner.param_groups().empty());
+}
+
+// Settling throws at the end, and the inner optimizer has let go of what is gone all the same.
+TEST(MasterWeightsOptions, MayBeReplacedInGroupsThatDisagreeToTheEnd) {
+  torch::optim::SGD inner({half_parameter()}, SGDOptions(1.0));
+  {
+    MasterWeights masters(inner);
+    Optimizer& base = masters;
+    base.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
+    base.add_parameters({half_parameter()});
+    inner.add_parameters({half_parameter(), half_parameter()});
+  }
+  EXPECT_EQ(inner.param_groups()[0].params().size(), 3U);
+  EXPECT_EQ(sgd_options(inner).lr(), 0.5);
+}
+
+TEST(MasterWeightsOptions, MayBeGoneBeforeTheMasterWeightsAre) {
+  auto inner = std::make_unique<torch::optim::SGD>(Tensors{half_parameter()}, SGDOptions(1.0));
+  auto masters = std::make_unique<MasterWeights>(*inner);
+  static_cast<Optimizer&>(*masters).add_param_group(OptimizerParamGroup({half_parameter()}));
+  inner.reset();
+  masters.reset();
+}
+
+/// Has no options, neither of groups nor defaults.
+class OptionlessOptimizer : public Optimizer {
+ public:
+  explicit OptionlessOptimizer(const Tensors& parameters)
+      : Optimizer(std::vector<OptimizerParamGroup>(), /*defaults=*/nullptr) {
+    for (const auto& parameter : parameters) param_groups_.emplace_back(Tensors{parameter});
+  }
+  torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    for (const auto& group : param_groups_) {
+      for (auto parameter : group.params()) {
+        if (parameter.grad().defined()) parameter.sub_(parameter.grad());
+      }
+    }
+    return {};
+  }
+};
+
+TEST(MasterWeightsOptions, MayBeLacking) {
+  const auto first = half_parameter(), second = half_parameter(), third = half_parameter();
+  OptionlessOptimizer inner({first, second});
+  MasterWeights masters(inner);
+  Optimizer& base = masters;
+  base.param_groups().erase(base.param_groups().begin());
+  base.add_parameters({third});
+  third.mutable_grad() = torch::ones_like(third);
+  masters.step();
+  ASSERT_EQ(inner.param_groups().size(), 1U);
+  EXPECT_EQ(inner.param_groups()[0].params().size(), 2U);
+  EXPECT_TRUE(inner.param_groups()[0].params()[0].is_same(second));
+  EXPECT_EQ(third[0].item<float>(), -1.0F);
 }
 
 }  // namespace

@@ -102,6 +102,7 @@ inline void load_whole(torch::serialize::InputArchive& archive,
 
 inline void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
+  groups_.settle();
   const detail::MasterLayout layout(inner_->param_groups());
   archive.write(detail::kMasterWeightsKey, c10::IValue(detail::kMasterWeightsFormat));
   archive.write("group_sizes", c10::IValue(layout.group_sizes));

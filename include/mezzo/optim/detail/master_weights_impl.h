@@ -67,8 +67,8 @@ inline std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_grou
   refresh_groups();
   return inner_->param_groups();
 }
-inline const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups()
-    const noexcept {
+inline const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() const {
+  groups_.settle();
   return inner_->param_groups();
 }
 
