@@ -59,13 +59,19 @@ struct ActivationCheckpointOptions {
 ///
 /// Throws c10::Error
 /// - when `function` modifies a tensor argument in place, whatever it is for;
-/// - in backward, when a tensor that it read was modified in place since: an argument, a
-///   parameter, frozen or not, a buffer, or whatever else its ops took from outside;
+/// - in backward, when a tensor that it read was modified in place since, or has other memory than
+///   then (set_data, an EmaScope that began or ended in between): an argument, a parameter, frozen
+///   or not, a buffer, or whatever else its ops took from outside;
 /// - in backward, when the recomputation makes other ops than the first run, ops of other shapes or
 ///   dtypes, or uses other parameters: the message names the first difference.
-/// Modifications are noticed by the tensor's version, as autograd notices them for what it saves.
-/// Not watched are tensors that `function` itself modifies in place (what it counts, for example),
-/// tensors of inference mode, and what it reads in other threads or without an op.
+/// Modifications are noticed by the tensor's version, as autograd notices them for what it saves,
+/// and by its storage. After those that are not watched backward may compute wrong gradients, and
+/// does not throw. Not watched are
+/// - writes that bump no version: through `data()`, as torch::optim::SGD steps, by a raw pointer,
+///   and in place to tensors of inference mode;
+/// - what `function` reads through `data()`, in other threads or without an op;
+/// - tensors that it modifies itself (what it counts, for example), and those that it made at its
+///   first run and kept.
 /// What `function` throws passes through, in backward too. No host sync of its own.
 template <class F, class... Args>
 auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& function,

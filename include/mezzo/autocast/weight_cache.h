@@ -29,8 +29,9 @@
 /// weight shares with a tensor of another version, such as a flat buffer that set_data gave to it.
 /// So no copy is kept where they are to be expected:
 ///   - The copy of a weight that requires grad ends with the outermost region, as in libtorch, and
-///     before that when a gradient has gone through it, or when a graph leads to the weight that
-///     was made since its last use, other than the graph of these uses.
+///     before that when a gradient has gone through it, when `weight.grad()` is another tensor than
+///     at the cast or has another version, or when a graph leads to the weight whose node for its
+///     gradient (AccumulateGrad) is another one than that of the uses so far.
 ///   - A frozen weight is cast at each use while it has a gradient, which SGD would step, while a
 ///     graph leads to it, and while a tensor of another version shares its memory. Its copy ends
 ///     when a graph has led to it since: what was thawed, trained and frozen again is cast again.
@@ -41,8 +42,11 @@
 ///     written; by SGD with a gradient that was set by hand and cleared again; by SGD where the
 ///     weight is a view of all of another tensor; to shared memory while a graph that computes in
 ///     full precision has saved the weight.
-///   - Between two uses in one region of a weight that requires grad: through `data()` and to
-///     shared memory; by SGD with gradients from before the first use, or by a graph from then.
+///   - Between two uses in one region of a weight that requires grad: through `data()` by hand and
+///     to shared memory; by SGD with a gradient from before the first use; by SGD with a gradient
+///     that did not go through the copy and was cleared (undefined) again before the second use,
+///     where a graph from before lives on, such as that of the first use: all graphs of a weight
+///     that live at the same time end in one node.
 ///   - Unseen writes to published weights, and to all weights that `keep_trainable` keeps.
 ///
 /// **Gradients** are those of a cast of its own at each use, to the bit: each use of a copy gets a
@@ -105,7 +109,8 @@ struct WeightCacheOptions {
 inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics);
 
 /// A handle: copies of it share what it holds, which lives as long as a handle or a region does.
-/// Any thread may call any method, as far as `weight` itself may be read and written then.
+/// Any thread may call any method, as far as `weight` itself may be read and written then. A use
+/// reads the weight's gradient too: other threads may run backward then, but not set or clear it.
 ///
 /// **Make the first one before other threads run ops**: it puts kernels in front of the ops above,
 /// once a process and for good, which a concurrent call may not survive.

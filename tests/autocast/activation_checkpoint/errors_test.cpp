@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/optim/ema.h>
 
 #include <stdexcept>
 #include <string>
@@ -141,6 +142,40 @@ TEST_F(CheckpointErrors, NoticeACapturedTensorModifiedBeforeBackward) {
     EXPECT_THAT(error_of([&] { y.sum().backward(); }),
                 HasSubstr("a tensor that it reads, Float" + c10::str(each.sizes())));
   }
+}
+
+TEST_F(CheckpointErrors, NoticeMemoryThatSetDataGaveBeforeBackward) {
+  const auto mask = torch::ones({4, 4});
+  const auto frozen = torch::ones({4, 4});
+  const auto block = [&](const Tensor& x, const Tensor& m) { return (x * m).mm(w_) * frozen; };
+  for (const auto& [tensor, role] : std::vector<std::pair<Tensor, std::string>>{
+           {mask, "a tensor argument"}, {w_, "a parameter"}, {frozen, "a tensor that it reads"}}) {
+    const auto y = mezzo::activation_checkpoint(block, x_, mask);
+    Tensor(tensor).set_data(torch::full({4, 4}, 5.0));
+    EXPECT_THAT(error_of([&] { y.sum().backward(); }),
+                HasSubstr(role + ", Float[4, 4], was given other memory between"));
+  }
+}
+
+TEST_F(CheckpointErrors, NoticeAveragesThatAreInTheModelDuringBackward) {
+  const mezzo::Ema ema({w_}, {.decay = 0.5});
+  const auto y = mezzo::activation_checkpoint([this](const Tensor& x) { return x.mm(w_); }, x_);
+  const mezzo::EmaScope averages(ema);
+  EXPECT_THAT(error_of([&] { y.sum().backward(); }), HasSubstr("was given other memory between"));
+}
+
+TEST_F(CheckpointErrors, SpareAParameterThatHasItsOwnMemoryBack) {
+  const mezzo::Ema ema({w_}, {.decay = 0.5});
+  const auto y = mezzo::activation_checkpoint([this](const Tensor& x) { return x.mm(w_); }, x_);
+  { const mezzo::EmaScope averages(ema); }
+  EXPECT_NO_THROW(y.sum().backward());
+}
+
+TEST_F(CheckpointErrors, SpareTensorsWithoutMemory) {
+  const auto sparse = torch::eye(4).to_sparse();
+  const auto y =
+      mezzo::activation_checkpoint([&](const Tensor& x) { return torch::mm(sparse, x); }, x_);
+  EXPECT_NO_THROW(y.sum().backward());
 }
 
 TEST_F(CheckpointErrors, SpareWhatTheFunctionItselfModifies) {

@@ -1,5 +1,6 @@
 // An optimizer writes the low-precision copies itself.
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -120,6 +121,21 @@ TEST(WeightCachePublish, LetsGoOfAReplacedCopyOutsideOfItsLocks) {
   cache.publish(weight, torch::from_blob(memory.data(), {kWidth, kWidth}, free, kBFloat16));
   cache.publish(weight, weight.detach().to(kBFloat16));
   EXPECT_TRUE(freed);
+}
+
+TEST(WeightCachePublish, KeepsItsPlaceWhenACastThrows) {
+  const mezzo::WeightCache cache;
+  auto weight = torch::randn({kWidth, kWidth});
+  const auto buffer = cache.buffer_for(weight, kBFloat16);
+  weight.add_(1);
+  {
+    // A key that no op has a kernel for.
+    const c10::impl::IncludeDispatchKeyGuard failing(c10::DispatchKey::TESTING_ONLY_GenericMode);
+    EXPECT_THROW(static_cast<void>(cache.buffer_for(weight, kBFloat16)), c10::Error);
+  }
+  EXPECT_EQ(cache.statistics().copies_held, 1);
+  EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
+  EXPECT_TRUE(torch::equal(buffer, weight.to(kBFloat16)));
 }
 
 TEST(WeightCachePublish, ChangesNothingWhenItThrows) {

@@ -1,6 +1,8 @@
 // Writes that leave no version: by torch::optim::SGD, which steps through data(), and through
 // memory that a weight shares.
 
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -13,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 #include "what_an_op_reads.h"
@@ -92,6 +95,57 @@ TEST(UnseenSgdSteps, InsideOneLongRegionAreNoticed) {
       evaluate(cache, weight);
     }
   }
+}
+
+/// A step while the graph of the first use lives on, which therefore tells of no other graph.
+void step_between_two_uses(bool has_gradient, bool graph_is_older, bool clear_gradient) {
+  const WeightCache cache;
+  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  torch::optim::SGD optimizer({weight}, 0.5);
+  if (has_gradient) weight.mutable_grad() = torch::zeros({kWidth, kWidth});
+  const auto penalty = [&] { return weight.square().sum(); };
+  const auto older = penalty();
+  const Autocast<kCPU> region(cache);
+  const auto first_use = what_linear_reads(weight);
+  ASSERT_TRUE(cache.holds(weight, kBFloat16));
+  (graph_is_older ? older : penalty()).backward();
+  optimizer.step();
+  if (clear_gradient) optimizer.zero_grad(/*set_to_none=*/!has_gradient);
+  expect_present_values(weight);
+}
+
+TEST(UnseenSgdSteps, WithTheGradientOfAPenaltyAreNoticedBetweenTwoUses) {
+  for (const bool graph_is_older : {true, false}) {
+    step_between_two_uses(/*has_gradient=*/false, graph_is_older, /*clear_gradient=*/false);
+    step_between_two_uses(/*has_gradient=*/true, graph_is_older, /*clear_gradient=*/false);
+    step_between_two_uses(/*has_gradient=*/true, graph_is_older, /*clear_gradient=*/true);
+  }
+}
+
+class AfterAccumulation final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  explicit AfterAccumulation(std::function<void(const Tensor&)> action)
+      : action_(std::move(action)) {}
+  void operator()(const Tensor& weight) override { action_(weight); }
+
+ private:
+  std::function<void(const Tensor&)> action_;
+};
+
+TEST(UnseenSgdSteps, OfAHookThatHearsOfTheGradientAreNoticed) {
+  const WeightCache cache;
+  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  torch::optim::SGD optimizer({weight}, 0.5);
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      weight, std::make_unique<AfterAccumulation>([&](const Tensor& stepped) {
+        optimizer.step();
+        expect_present_values(stepped);
+      }));
+  const Autocast<kCPU> region(cache);
+  const auto first_use = what_linear_reads(weight);
+  weight.square().sum().backward();
+  expect_present_values(weight);
+  EXPECT_FALSE(torch::equal(what_linear_reads(weight), first_use));
 }
 
 // SGD steps what has a gradient, frozen or not.

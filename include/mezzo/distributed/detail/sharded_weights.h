@@ -7,13 +7,13 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/pending_requests.h>
 #include <mezzo/distributed/detail/shard_exchange.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/detail/dense_memory.h>
-#include <mezzo/optim/detail/param_state.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -116,7 +116,7 @@ inline void ShardedWeights::settle() {
 
 inline void ShardedWeights::settle(std::size_t number) {
   const at::Tensor& parameter = parameters()[number];
-  if (stamps_[number] == WriteStamp::of(parameter)) return;
+  if (stamps_[number].is_current(parameter)) return;
   if (!is_in_place(number)) move_to_place(number);
   if (slice_of_[number].defined()) slice_of_[number].unsafeGetTensorImpl()->bump_version();
   stamps_[number] = WriteStamp::of(parameter);

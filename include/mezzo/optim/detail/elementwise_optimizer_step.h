@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/wide_dtype.h>
+#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_options.h>
@@ -71,8 +72,7 @@ inline void check_shape_of(const at::Tensor& kept, const char* what, const at::T
 template <class State>
 bool completes(const at::Tensor& parameter, State& state) {
   return state.lower_half().defined() && parameter.scalar_type() == at::kBFloat16 &&
-         state.lower_half().sizes() == parameter.sizes() &&
-         state.stamp() == WriteStamp::of(parameter);
+         state.lower_half().sizes() == parameter.sizes() && state.stamp().is_current(parameter);
 }
 
 /// The value that is trained, in float (double for double), as a tensor of its own.
@@ -100,7 +100,7 @@ void settle_master(const at::Tensor& parameter, State& state) {
     return;
   }
   master = master.to(parameter.device(), at::kFloat);
-  if (state.stamp() != WriteStamp::of(parameter)) follow_writes(parameter, master);
+  if (!state.stamp().is_current(parameter)) follow_writes(parameter, master);
 }
 
 /// The same for the lower half; there is a master beside it, or in its place, after loading a file.

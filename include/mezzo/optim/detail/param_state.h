@@ -1,13 +1,12 @@
 #pragma once
 
+#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
@@ -15,25 +14,10 @@
 #include <concepts>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Tells whether somebody else wrote to a tensor since. Knows the storage itself, weakly: an
-/// allocator may give memory that set_data let go to the tensor's next storage.
-struct WriteStamp {
-  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
-  const void* data = nullptr;
-  uint32_t version = 0;
-
-  static WriteStamp of(const at::Tensor& tensor) {
-    const uint32_t version = tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-    return {tensor.storage().getWeakStorageImpl(), tensor.const_data_ptr(), version};
-  }
-  bool operator==(const WriteStamp&) const = default;
-};
 
 /// A state of libtorch's with the count of steps that it lacks.
 template <class Base = torch::optim::OptimizerParamState>

@@ -4,17 +4,16 @@
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/DimVector.h>
 #include <c10/util/MaybeOwned.h>
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/autocast/detail/weight_cache/unseen_writes.h>
+#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <cstdint>
 #include <memory>
 #include <utility>
 
@@ -70,27 +69,26 @@ class WeightIdentity {
  public:
   explicit WeightIdentity(const at::Tensor& weight)
       : tensor_(weight.getIntrusivePtr()),
-        storage_(weight.storage().getWeakStorageImpl()),
-        data_(weight.const_data_ptr()),
-        version_(weight._version()),
+        written_(WriteStamp::of(weight)),
         dtype_(weight.scalar_type()),
         sizes_(weight.sizes()),
         strides_(weight.strides()),
-        grad_accumulator_(grad_accumulator_of(weight)) {}
+        grad_accumulator_(grad_accumulator_of(weight)),
+        gradient_(GradientStamp::of(weight)) {}
 
   /// Whether `weight`, the very tensor that this was made from, holds the same values in the same
   /// shape. Writes show in the version; set_data and resizing in memory and shape.
   bool is_current(const at::Tensor& weight) const {
-    return weight._version() == version_ && weight.const_data_ptr() == data_ &&
-           weight.storage().unsafeGetStorageImpl() == storage_._unsafe_get_target() &&
-           weight.scalar_type() == dtype_ && weight.sizes() == c10::IntArrayRef(sizes_) &&
+    return written_.is_current(weight) && weight.scalar_type() == dtype_ &&
+           weight.sizes() == c10::IntArrayRef(sizes_) &&
            weight.strides() == c10::IntArrayRef(strides_);
   }
 
-  /// Whether no graph but the expected ones has led to the weight since, whose gradient somebody
-  /// could have stepped.
-  bool has_no_other_graph(const at::Tensor& weight) const {
-    return have_same_owner(grad_accumulator_, grad_accumulator_of(weight));
+  /// Whether there is no sign of a gradient since, which somebody could have stepped: no graph but
+  /// the expected ones has led to the weight, and its gradient is what it was.
+  bool has_no_new_gradient(const at::Tensor& weight) const {
+    return have_same_owner(grad_accumulator_, grad_accumulator_of(weight)) &&
+           gradient_.is_current(weight);
   }
 
   void expect_graph(const std::shared_ptr<torch::autograd::Node>& grad_accumulator) {
@@ -101,13 +99,12 @@ class WeightIdentity {
 
  private:
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
-  const void* data_;
-  std::int64_t version_;
+  WriteStamp written_;
   at::ScalarType dtype_;
   c10::DimVector sizes_;
   c10::DimVector strides_;
   std::weak_ptr<torch::autograd::Node> grad_accumulator_;
+  GradientStamp gradient_;
 };
 
 }  // namespace detail

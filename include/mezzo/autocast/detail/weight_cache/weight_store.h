@@ -208,7 +208,7 @@ class WeightStore final : public WeightCasts {
     if (wanted.trainable ? was_frozen : !is_settled(wanted.weight)) {
       return false;
     }
-    return keep_trainable_ || entry.weight.has_no_other_graph(wanted.weight);
+    return keep_trainable_ || entry.weight.has_no_new_gradient(wanted.weight);
   }
 
   /// Whether a frozen weight stays as it is until it gets a new version.
@@ -251,7 +251,7 @@ class WeightStore final : public WeightCasts {
     const bool stays_fixed = !is_new && old->fixed && fits(old->copy, weight);
     const bool is_good = !is_new && old->passed == nullptr && shows_all_writes(*old, wanted) &&
                          old->is_current(weight, since);
-    HeldCopy entry = is_good ? std::move(*old) : renewed(weight, dtype, old);
+    HeldCopy entry = is_good ? std::move(*old) : renewed_or_put_back(weight, dtype, old, out);
     const std::lock_guard lock(mutex_);
     entry.fixed = fixed || stays_fixed;
     entry.forgotten = entry.forgotten || forgets != forgets_;
@@ -262,6 +262,21 @@ class WeightStore final : public WeightCasts {
     return use;
   }
 
+  /// When the cast throws, as for want of memory, a promised place stays, but not its values.
+  HeldCopy renewed_or_put_back(const at::Tensor& weight, at::ScalarType dtype,
+                               std::optional<HeldCopy>& old, HeldCopies::List& out) {
+    try {
+      return renewed(weight, dtype, old);
+    } catch (...) {
+      if (old.has_value() && old->fixed) {
+        const std::lock_guard lock(mutex_);
+        old->forgotten = true;
+        insert(std::move(*old), /*is_new=*/false, out);
+      }
+      throw;
+    }
+  }
+
   HeldCopy renewed(const at::Tensor& weight, at::ScalarType dtype, std::optional<HeldCopy>& old) {
     WeightIdentity identity(weight);  // before the cast: what is written meanwhile is not in it
     const PlainTensors plain;
@@ -270,15 +285,16 @@ class WeightStore final : public WeightCasts {
         old.has_value() && may_be_rewritten(*old, weight) && !old->copy_version.has_value();
     if (old.has_value() && may_be_rewritten(*old, weight)) {
       old->copy.copy_(weight);
+      old->order.written(old->copy);
       entry.copy = std::move(old->copy);
       entry.order = std::move(old->order);
     } else {
       entry.copy = weight.to(dtype);
+      entry.order.written(entry.copy);
     }
     if (!from_outside) {
       entry.copy_version = entry.copy._version();
     }
-    entry.order.written(entry.copy);
     const std::lock_guard lock(mutex_);
     entry.made = ++made_;
     ++counts_.casts;
