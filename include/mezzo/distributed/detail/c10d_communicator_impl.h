@@ -130,10 +130,7 @@ inline bool C10dCommunicator::serves(c10::DeviceType device) const noexcept {
 }
 
 inline Work C10dCommunicator::all_reduce(const at::Tensor& tensor, Reduction reduction) {
-  const detail::CollectiveArguments arguments("all_reduce", *this);
-  arguments.check("tensor", tensor, *this);
-  arguments.check_written("tensor", tensor);
-  arguments.check_reduction(tensor, reduction);
+  detail::check_all_reduce(*this, tensor, reduction);
   const c10::NoGradGuard no_grad;
   const detail::WrittenTensor written(tensor, detail::WrittenTensor::Contents::read);
   return group_->launch(
@@ -147,10 +144,7 @@ inline Work C10dCommunicator::all_reduce(const at::Tensor& tensor, Reduction red
 }
 
 inline Work C10dCommunicator::broadcast(const at::Tensor& tensor, int root) {
-  const detail::CollectiveArguments arguments("broadcast", *this);
-  arguments.check("tensor", tensor, *this);
-  arguments.check_written("tensor", tensor);
-  arguments.check_root(root);
+  detail::check_broadcast(*this, tensor, root);
   const c10::NoGradGuard no_grad;
   const detail::WrittenTensor written(tensor, detail::WrittenTensor::Contents::read);
   // The root's own is only read, and stays as it is for autograd too.
@@ -167,11 +161,7 @@ inline Work C10dCommunicator::broadcast(const at::Tensor& tensor, int root) {
 }
 
 inline Work C10dCommunicator::all_gather(const at::Tensor& output, const at::Tensor& input) {
-  const detail::CollectiveArguments arguments("all_gather", *this);
-  arguments.check("output", output, *this);
-  arguments.check("input", input, *this);
-  arguments.check_written("output", output);
-  arguments.check_parts("output", output, "input", input);
+  detail::check_all_gather(*this, output, input);
   const c10::NoGradGuard no_grad;
   const detail::WrittenTensor written(output, detail::WrittenTensor::Contents::replaced);
   at::Tensor given = input.detach().contiguous().view({-1});
@@ -185,12 +175,7 @@ inline Work C10dCommunicator::all_gather(const at::Tensor& output, const at::Ten
 
 inline Work C10dCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                              Reduction reduction) {
-  const detail::CollectiveArguments arguments("reduce_scatter", *this);
-  arguments.check("output", output, *this);
-  arguments.check("input", input, *this);
-  arguments.check_written("output", output);
-  arguments.check_reduced_parts(input, output);
-  arguments.check_reduction(input, reduction);
+  detail::check_reduce_scatter(*this, output, input, reduction);
   const c10::NoGradGuard no_grad;
   const detail::WrittenTensor written(output, detail::WrittenTensor::Contents::replaced,
                                       !output.is_alias_of(input));

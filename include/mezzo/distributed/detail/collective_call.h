@@ -124,5 +124,43 @@ class CollectiveArguments {
   int size_;
 };
 
+// What every communicator checks at the call.
+
+template <class C>
+void check_all_reduce(const C& communicator, const at::Tensor& tensor, Reduction reduction) {
+  const CollectiveArguments arguments("all_reduce", communicator);
+  arguments.check("tensor", tensor, communicator);
+  arguments.check_written("tensor", tensor);
+  arguments.check_reduction(tensor, reduction);
+}
+
+template <class C>
+void check_broadcast(const C& communicator, const at::Tensor& tensor, int root) {
+  const CollectiveArguments arguments("broadcast", communicator);
+  arguments.check("tensor", tensor, communicator);
+  arguments.check_written("tensor", tensor);
+  arguments.check_root(root);
+}
+
+template <class C>
+void check_all_gather(const C& communicator, const at::Tensor& output, const at::Tensor& input) {
+  const CollectiveArguments arguments("all_gather", communicator);
+  arguments.check("output", output, communicator);
+  arguments.check("input", input, communicator);
+  arguments.check_written("output", output);
+  arguments.check_parts("output", output, "input", input);
+}
+
+template <class C>
+void check_reduce_scatter(const C& communicator, const at::Tensor& output, const at::Tensor& input,
+                          Reduction reduction) {
+  const CollectiveArguments arguments("reduce_scatter", communicator);
+  arguments.check("output", output, communicator);
+  arguments.check("input", input, communicator);
+  arguments.check_written("output", output);
+  arguments.check_reduced_parts(input, output);
+  arguments.check_reduction(input, reduction);
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -15,38 +15,23 @@ inline int MpiCommunicator::rank() const noexcept { return collectives_->rank();
 inline int MpiCommunicator::size() const noexcept { return collectives_->size(); }
 
 inline Work MpiCommunicator::all_reduce(const at::Tensor& tensor, Reduction reduction) {
-  const detail::CollectiveArguments arguments("all_reduce", *this);
-  arguments.check("tensor", tensor, *this);
-  arguments.check_written("tensor", tensor);
-  arguments.check_reduction(tensor, reduction);
+  detail::check_all_reduce(*this, tensor, reduction);
   return collectives_->all_reduce(tensor, reduction);
 }
 
 inline Work MpiCommunicator::broadcast(const at::Tensor& tensor, int root) {
-  const detail::CollectiveArguments arguments("broadcast", *this);
-  arguments.check("tensor", tensor, *this);
-  arguments.check_written("tensor", tensor);
-  arguments.check_root(root);
+  detail::check_broadcast(*this, tensor, root);
   return collectives_->broadcast(tensor, root);
 }
 
 inline Work MpiCommunicator::all_gather(const at::Tensor& output, const at::Tensor& input) {
-  const detail::CollectiveArguments arguments("all_gather", *this);
-  arguments.check("output", output, *this);
-  arguments.check("input", input, *this);
-  arguments.check_written("output", output);
-  arguments.check_parts("output", output, "input", input);
+  detail::check_all_gather(*this, output, input);
   return collectives_->all_gather(output, input);
 }
 
 inline Work MpiCommunicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
                                             Reduction reduction) {
-  const detail::CollectiveArguments arguments("reduce_scatter", *this);
-  arguments.check("output", output, *this);
-  arguments.check("input", input, *this);
-  arguments.check_written("output", output);
-  arguments.check_reduced_parts(input, output);
-  arguments.check_reduction(input, reduction);
+  detail::check_reduce_scatter(*this, output, input, reduction);
   return collectives_->reduce_scatter(output, input, reduction);
 }
 
