@@ -1,0 +1,18 @@
+# Names the places that clang-format would lay out otherwise:
+#
+#   cmake -DSOURCE=<mezzo> -DCLANG_FORMAT=<clang-format> -P clang_format.cmake
+
+set(sources)
+foreach(folder IN ITEMS benchmarks examples include tests)
+  foreach(suffix IN ITEMS h cpp cuh cu)
+    file(GLOB_RECURSE found "${SOURCE}/${folder}/*.${suffix}")
+    list(APPEND sources ${found})
+  endforeach()
+endforeach()
+if(NOT sources)
+  message(FATAL_ERROR "no sources below ${SOURCE}")
+endif()
+execute_process(COMMAND "${CLANG_FORMAT}" --style=file --dry-run -Werror ${sources} RESULT_VARIABLE failed)
+if(failed)
+  message(FATAL_ERROR "these are not laid out as .clang-format says; mend with: clang-format -i FILE")
+endif()
