@@ -4,7 +4,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/adam_state.h>
 #include <mezzo/optim/detail/adam_traits.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
