@@ -29,10 +29,7 @@ namespace optim {
 ///   decouples it).
 /// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
 struct AdamOptions : public detail::AdamOptionsOn<AdamOptions, torch::optim::AdamOptions> {
-  AdamOptions(double lr = 1e-3)  // NOLINT(google-explicit-constructor)
-      : AdamOptions(torch::optim::AdamOptions(lr)) {}
-  AdamOptions(const torch::optim::AdamOptions& options)  // NOLINT(google-explicit-constructor)
-      : AdamOptionsOn(options) {}
+  using AdamOptionsOn::AdamOptionsOn;
 };
 
 /// What Adam remembers about a parameter: `step()`, `exp_avg()`, `exp_avg_sq()` and, with amsgrad,

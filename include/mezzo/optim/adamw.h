@@ -29,10 +29,7 @@ namespace optim {
 /// - `weight_decay` (1e-2): parameters shrink by lr * weight_decay a step, whatever the gradient.
 /// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
 struct AdamWOptions : public detail::AdamOptionsOn<AdamWOptions, torch::optim::AdamWOptions> {
-  AdamWOptions(double lr = 1e-3)  // NOLINT(google-explicit-constructor)
-      : AdamWOptions(torch::optim::AdamWOptions(lr)) {}
-  AdamWOptions(const torch::optim::AdamWOptions& options)  // NOLINT(google-explicit-constructor)
-      : AdamOptionsOn(options) {}
+  using AdamOptionsOn::AdamOptionsOn;
 };
 
 /// What AdamW remembers about a parameter: `torch::optim::AdamWParamState`, with tensors of the

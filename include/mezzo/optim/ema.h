@@ -5,7 +5,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer_interface.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -84,6 +84,8 @@ class Ema {
  private:
   /// What is averaged, in the order of the parameters.
   std::vector<at::Tensor> weights() const;
+  /// Averages begin, or follow their weights to another device.
+  void settle(const std::vector<at::Tensor>& weights);
   void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
 
   std::vector<at::Tensor> parameters_;
@@ -116,7 +118,7 @@ class [[nodiscard]] EmaScope {
  public:
   /// The averages of one of mezzo's optimizers with `ema_decay`. Before the first step they are the
   /// weights. \throws c10::Error if it keeps none
-  explicit EmaScope(const optim::FusedOptimizer& optimizer);
+  explicit EmaScope(const optim::OptimizerInterface& optimizer);
   explicit EmaScope(const Ema& ema);
   ~EmaScope();
   EmaScope(const EmaScope&) = delete;

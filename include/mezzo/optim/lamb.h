@@ -19,6 +19,7 @@
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
+#include <concepts>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -35,7 +36,9 @@ namespace optim {
 struct LAMBOptions : public FusedOptions<LAMBOptions> {
   using betas_t = std::tuple<double, double>;
 
-  LAMBOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
+  /// A template, so that what only sees it compiles no virtual functions.
+  template <std::convertible_to<double> Lr = double>
+  LAMBOptions(Lr lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
 
   /// A parameter's step is as long as lr times the parameter itself.
   TORCH_ARG(double, lr) = 1e-3;

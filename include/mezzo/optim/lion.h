@@ -18,6 +18,7 @@
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
+#include <concepts>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -33,7 +34,9 @@ namespace optim {
 struct LionOptions : public FusedOptions<LionOptions> {
   using betas_t = std::tuple<double, double>;
 
-  LionOptions(double lr = 1e-4) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
+  /// A template, so that what only sees it compiles no virtual functions.
+  template <std::convertible_to<double> Lr = double>
+  LionOptions(Lr lr = 1e-4) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
 
   /// The length of every parameter's step: a third to a tenth of what AdamW would take.
   TORCH_ARG(double, lr) = 1e-4;

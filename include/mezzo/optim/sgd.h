@@ -23,6 +23,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
 
+#include <concepts>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -45,10 +46,7 @@ namespace optim {
 /// - `nesterov` (false): step along the gradient as it would be after the momentum's step
 ///   (Sutskever et al., 2013).
 struct SGDOptions : public detail::SgdOptionsOn<SGDOptions, torch::optim::SGDOptions> {
-  SGDOptions(double lr)  // NOLINT(google-explicit-constructor)
-      : SGDOptions(torch::optim::SGDOptions(lr)) {}
-  SGDOptions(const torch::optim::SGDOptions& options)  // NOLINT(google-explicit-constructor)
-      : SgdOptionsOn(options) {}
+  using SgdOptionsOn::SgdOptionsOn;
 };
 
 /// What SGD with momentum remembers about a parameter (without it, only what weight_storage and
@@ -61,7 +59,8 @@ struct SGDParamState
   using LibtorchState = torch::optim::SGDParamState;
 
   SGDParamState() = default;
-  explicit SGDParamState(const torch::optim::SGDParamState& state) {
+  template <std::same_as<torch::optim::SGDParamState> Plain>
+  explicit SGDParamState(const Plain& state) {
     momentum_buffer(state.momentum_buffer());
     step(step_without_count());
   }

@@ -20,20 +20,25 @@ namespace detail {
     return static_cast<Own&>(*this);                      \
   }
 
+// Derived classes inherit the constructors: ones of their own, being no templates, would
+// instantiate the virtual functions, files and all, in every unit that sees them.
+
 /// The options of Adam and AdamW. `Base` is libtorch's class.
 template <class Own, class Base>
 class AdamOptionsOn : public optim::FusedOptions<Own, Base> {
  public:
   using betas_t = std::tuple<double, double>;
 
+  AdamOptionsOn(double lr = 1e-3)  // NOLINT(google-explicit-constructor)
+      : AdamOptionsOn(Base(lr)) {}
+  AdamOptionsOn(const Base& options)  // NOLINT(google-explicit-constructor)
+      : optim::FusedOptions<Own, Base>(options) {}
+
   MEZZO_LIBTORCH_OPTION(double, lr)
   MEZZO_LIBTORCH_OPTION(betas_t, betas)
   MEZZO_LIBTORCH_OPTION(double, eps)
   MEZZO_LIBTORCH_OPTION(double, weight_decay)
   MEZZO_LIBTORCH_OPTION(bool, amsgrad)
-
- protected:
-  explicit AdamOptionsOn(const Base& options) : optim::FusedOptions<Own, Base>(options) {}
 
  private:
   friend struct MemberTable;
@@ -48,14 +53,16 @@ class AdamOptionsOn : public optim::FusedOptions<Own, Base> {
 template <class Own, class Base>
 class SgdOptionsOn : public optim::FusedOptions<Own, Base> {
  public:
+  SgdOptionsOn(double lr)  // NOLINT(google-explicit-constructor)
+      : SgdOptionsOn(Base(lr)) {}
+  SgdOptionsOn(const Base& options)  // NOLINT(google-explicit-constructor)
+      : optim::FusedOptions<Own, Base>(options) {}
+
   MEZZO_LIBTORCH_OPTION(double, lr)
   MEZZO_LIBTORCH_OPTION(double, momentum)
   MEZZO_LIBTORCH_OPTION(double, dampening)
   MEZZO_LIBTORCH_OPTION(double, weight_decay)
   MEZZO_LIBTORCH_OPTION(bool, nesterov)
-
- protected:
-  explicit SgdOptionsOn(const Base& options) : optim::FusedOptions<Own, Base>(options) {}
 
  private:
   friend struct MemberTable;

@@ -13,7 +13,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A curve as the table that FusedOptimizer::set_lr_factors takes.
+/// A curve as the table that OptimizerInterface::set_lr_factors takes.
 template <LrCurve Curve>
 std::vector<double> lr_factors(const Curve& curve) {
   const int64_t total = curve.total_steps;
@@ -36,10 +36,10 @@ inline std::vector<double> lrs_of_groups(const torch::optim::Optimizer& optimize
 template <LrCurve Curve>
 LrSchedule<Curve>::LrSchedule(torch::optim::Optimizer& optimizer, Curve curve)
     : optimizer_(&optimizer),
-      fused_(dynamic_cast<optim::FusedOptimizer*>(&optimizer)),
+      mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)),
       curve_(std::move(curve)) {
-  if (fused_ != nullptr) {
-    fused_->set_lr_factors(detail::lr_factors(curve_));
+  if (mezzos_ != nullptr) {
+    mezzos_->set_lr_factors(detail::lr_factors(curve_));
   } else {
     set_lrs();
   }
@@ -47,27 +47,27 @@ LrSchedule<Curve>::LrSchedule(torch::optim::Optimizer& optimizer, Curve curve)
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step(const StepResult& result) {
-  if (fused_ != nullptr) return;
+  if (mezzos_ != nullptr) return;
   if (result.ran()) ++applied_steps_;
   set_lrs();
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step() {
-  if (fused_ != nullptr) return;
+  if (mezzos_ != nullptr) return;
   ++applied_steps_;
   set_lrs();
 }
 
 template <LrCurve Curve>
 int64_t LrSchedule<Curve>::applied_steps() const {
-  return fused_ != nullptr ? fused_->applied_steps() : applied_steps_;
+  return mezzos_ != nullptr ? mezzos_->applied_steps() : applied_steps_;
 }
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::lrs() const {
   std::vector<double> lrs = detail::lrs_of_groups(*optimizer_);
-  if (fused_ != nullptr) {
+  if (mezzos_ != nullptr) {
     const double factor = curve_.factor(applied_steps());
     for (double& lr : lrs) lr *= factor;
   }
@@ -76,15 +76,15 @@ std::vector<double> LrSchedule<Curve>::lrs() const {
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::base_lrs() const {
-  return fused_ != nullptr ? detail::lrs_of_groups(*optimizer_) : base_lrs_;
+  return mezzos_ != nullptr ? detail::lrs_of_groups(*optimizer_) : base_lrs_;
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
   TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
               "; it should be at least 0");
-  if (fused_ != nullptr) {
-    fused_->set_applied_steps(applied_steps);
+  if (mezzos_ != nullptr) {
+    mezzos_->set_applied_steps(applied_steps);
     return;
   }
   applied_steps_ = applied_steps;
@@ -121,9 +121,9 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
     TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the rate ", lr,
                 "; it is damaged");
   }
-  if (fused_ != nullptr) {
-    TORCH_CHECK(applied_steps == fused_->applied_steps(), "The archive of a schedule has ",
-                applied_steps, " applied steps, and this optimizer has ", fused_->applied_steps(),
+  if (mezzos_ != nullptr) {
+    TORCH_CHECK(applied_steps == mezzos_->applied_steps(), "The archive of a schedule has ",
+                applied_steps, " applied steps, and this optimizer has ", mezzos_->applied_steps(),
                 "; it counts them itself, so load the file that it was saved to first");
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(base_lrs[i]);
     return;
