@@ -163,5 +163,4 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/optim/detail/lr_curves.h>         // IWYU pragma: export
 #include <mezzo/optim/detail/lr_schedule_impl.h>  // IWYU pragma: export
