@@ -1,6 +1,6 @@
 /// \file
 /// Adam in one pass: what `torch::optim::Adam` is, with the rest of a mixed-precision step
-/// (unscale, clip, skip, clear) done while its memory is read and written once.
+/// (unscale, clip, skip, zero the gradients) done while its memory is read and written once.
 #pragma once
 
 #include <mezzo/base/version.h>

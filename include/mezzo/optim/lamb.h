@@ -1,6 +1,6 @@
 /// \file
-/// LAMB, for batches of thousands: Adam's steps, each parameter's as long as the parameter is, with
-/// the rest of a mixed-precision step (unscale, clip, skip, clear) done on the way.
+/// LAMB, for batches of thousands: Adam's steps, each scaled by the norm of its parameter, with the
+/// rest of a mixed-precision step (unscale, clip, skip, zero the gradients) done on the way.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -31,8 +31,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// Those of Apex's FusedLAMB with its defaults, but for the clipping, which is the step's affair:
-/// Apex's default is `scaler.step(optimizer, {.max_norm = 1.0})`; none is ours.
+/// The options of Apex's FusedLAMB with its defaults, except that clipping is an option of the
+/// step: what Apex does by default is `scaler.step(optimizer, {.max_norm = 1.0})`.
 struct LAMBOptions : public FusedOptions<LAMBOptions> {
   using betas_t = std::tuple<double, double>;
 
@@ -40,18 +40,18 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
   template <std::convertible_to<double> Lr = double>
   LAMBOptions(Lr lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
 
-  /// A parameter's step is as long as lr times the parameter itself.
+  /// The 2-norm of a parameter's step is lr times that of the parameter.
   TORCH_ARG(double, lr) = 1e-3;
   /// How much of the running means of gradients and of their squares a step keeps; in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   /// Added to the root of the mean square; at least 0.
   TORCH_ARG(double, eps) = 1e-6;
-  /// What of the parameter joins the direction of its step, before that is given its length.
+  /// weight_decay * parameter is added to the update before the trust ratio is applied.
   TORCH_ARG(double, weight_decay) = 0.01;
-  /// Divide the running means by what they lack in early steps.
+  /// Adam's correction of the running means in early steps.
   TORCH_ARG(bool, bias_correction) = true;
-  /// Groups without weight decay (biases, norms) take Adam's steps of lr, unless this is set: then
-  /// their lengths follow the parameters' too. Apex's use_nvlamb.
+  /// Applies the trust ratio in groups without weight decay (biases, norms) too, which take Adam's
+  /// steps otherwise. Apex's use_nvlamb.
   TORCH_ARG(bool, always_adapt) = false;
 
   friend struct detail::MemberTable;

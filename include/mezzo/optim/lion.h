@@ -1,6 +1,6 @@
 /// \file
-/// Lion in one pass, with the rest of a mixed-precision step (unscale, clip, skip, clear) done
-/// while its memory is read and written once.
+/// Lion in one pass, with the rest of a mixed-precision step (unscale, clip, skip, zero the
+/// gradients) done while its memory is read and written once.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -38,10 +38,10 @@ struct LionOptions : public FusedOptions<LionOptions> {
   template <std::convertible_to<double> Lr = double>
   LionOptions(Lr lr = 1e-4) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
 
-  /// The length of every parameter's step: a third to a tenth of what AdamW would take.
+  /// Every element moves by lr in a step: take a third to a tenth of AdamW's rate.
   TORCH_ARG(double, lr) = 1e-4;
-  /// How much of the running mean is in a step's direction, and how much of it a step keeps; in
-  /// [0, 1).
+  /// The first weighs the running mean against the gradient in the direction of a step, the second
+  /// is how much of the running mean a step keeps; in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
   /// Parameters shrink by lr * weight_decay a step, whatever the gradient.
   TORCH_ARG(double, weight_decay) = 0;

@@ -1,7 +1,7 @@
 /// \file
 /// SGD in one pass: what `torch::optim::SGD` is for dense gradients, with the rest of a
-/// mixed-precision step (unscale, clip, skip, clear) done while its memory is read and written
-/// once.
+/// mixed-precision step (unscale, clip, skip, zero the gradients) done while its memory is read and
+/// written once.
 #pragma once
 
 #include <mezzo/base/version.h>
