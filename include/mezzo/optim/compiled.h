@@ -79,6 +79,24 @@ namespace detail {
       LionTraits<optim::LionOptions, optim::LionParamState>>; \
   EXTERN template class ElementwiseOptimizer<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
 
+// Options and states, in the namespace above: their files, comparisons and copies.
+#define MEZZO_COMPILED_MEMBERS_OF(EXTERN, Name, OptionsBase, StateBase)         \
+  EXTERN template class optim::FusedOptions<optim::Name##Options, OptionsBase>; \
+  EXTERN template class detail::ParamState<optim::Name##ParamState, StateBase>;
+
+#define MEZZO_COMPILED_ADAM_MEMBERS(EXTERN)                                                        \
+  MEZZO_COMPILED_MEMBERS_OF(EXTERN, Adam, torch::optim::AdamOptions, torch::optim::AdamParamState) \
+  MEZZO_COMPILED_MEMBERS_OF(EXTERN, AdamW, torch::optim::AdamWOptions,                             \
+                            torch::optim::AdamWParamState)
+
+#define MEZZO_COMPILED_LAMB_MEMBERS(EXTERN) \
+  MEZZO_COMPILED_MEMBERS_OF(EXTERN, LAMB, torch::optim::OptimizerOptions, detail::CountedState<>)
+
+#define MEZZO_COMPILED_LION_AND_SGD_MEMBERS(EXTERN)                                               \
+  MEZZO_COMPILED_MEMBERS_OF(EXTERN, Lion, torch::optim::OptimizerOptions, detail::CountedState<>) \
+  MEZZO_COMPILED_MEMBERS_OF(EXTERN, SGD, torch::optim::SGDOptions,                                \
+                            detail::CountedState<torch::optim::SGDParamState>)
+
 #if defined(MEZZO_COMPILED) && (!defined(MEZZO_WITH_CUDA) || defined(MEZZO_COMPILED_WITH_CUDA))
 MEZZO_COMPILED_GRADIENTS(extern)
 MEZZO_COMPILED_ADAM(extern)
@@ -87,4 +105,11 @@ MEZZO_COMPILED_LION_AND_SGD(extern)
 #endif
 
 }  // namespace detail
+
+#if defined(MEZZO_COMPILED) && (!defined(MEZZO_WITH_CUDA) || defined(MEZZO_COMPILED_WITH_CUDA))
+MEZZO_COMPILED_ADAM_MEMBERS(extern)
+MEZZO_COMPILED_LAMB_MEMBERS(extern)
+MEZZO_COMPILED_LION_AND_SGD_MEMBERS(extern)
+#endif
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -6,4 +6,7 @@ namespace detail {
 MEZZO_COMPILED_ADAM()
 
 }  // namespace detail
+
+MEZZO_COMPILED_ADAM_MEMBERS()
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

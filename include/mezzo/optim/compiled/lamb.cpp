@@ -6,4 +6,7 @@ namespace detail {
 MEZZO_COMPILED_LAMB()
 
 }  // namespace detail
+
+MEZZO_COMPILED_LAMB_MEMBERS()
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -6,4 +6,7 @@ namespace detail {
 MEZZO_COMPILED_LION_AND_SGD()
 
 }  // namespace detail
+
+MEZZO_COMPILED_LION_AND_SGD_MEMBERS()
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

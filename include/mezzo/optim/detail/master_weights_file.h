@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/ivalue.h>
