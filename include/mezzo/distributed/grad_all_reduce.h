@@ -17,7 +17,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 namespace detail {
-class SendBuffers;
+class CompressBuffers;
 }
 
 struct GradAllReduceOptions {
@@ -114,7 +114,7 @@ class GradAllReduce {
 
  private:
   std::shared_ptr<detail::BucketedGradients> gradients_;
-  std::shared_ptr<detail::SendBuffers> send_buffers_;  ///< null where nothing is compressed
+  std::shared_ptr<detail::CompressBuffers> compress_buffers_;  ///< null where nothing is compressed
   int64_t callback_ = 0;
 };
 

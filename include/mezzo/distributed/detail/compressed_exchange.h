@@ -8,7 +8,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
-#include <mezzo/kernels/send_tensors.h>
+#include <mezzo/kernels/compress_tensors.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 
 #include <cstddef>
@@ -27,7 +27,7 @@ inline bool is_compressed(const GradBucket& bucket) {
 }
 
 /// What lies beside each bucket that is compressed, from one pass to the next.
-class SendBuffers {
+class CompressBuffers {
  public:
   struct Buffer {
     at::Tensor flat;      ///< the bucket's own, whose this is
@@ -38,7 +38,7 @@ class SendBuffers {
     at::Tensor own_sum_residual;  ///< what rounding the sum lost
   };
 
-  SendBuffers(const Communicator& communicator, at::ScalarType dtype, bool error_feedback)
+  CompressBuffers(const Communicator& communicator, at::ScalarType dtype, bool error_feedback)
       : rank_(communicator.rank()),
         size_(communicator.size()),
         dtype_(dtype),
@@ -100,7 +100,7 @@ class SendBuffers {
 class CompressedExchange final : public BucketExchange {
  public:
   CompressedExchange(BucketedGradients& gradients, const Communicator& communicator,
-                     std::shared_ptr<SendBuffers> buffers, bool average,
+                     std::shared_ptr<CompressBuffers> buffers, bool average,
                      std::function<at::Tensor()> loss_scale)
       : gradients_(gradients),
         communicator_(communicator),
@@ -118,7 +118,7 @@ class CompressedExchange final : public BucketExchange {
     }
     if (begun_.empty()) read_loss_scale();
     begun_.push_back(bucket);
-    const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), bucket);
+    const CompressBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), bucket);
     const at::Tensor sent = buffer.sent.narrow(0, 0, of.flat.numel());
     const double share = 1. / communicator_.size();
     if (error_feedback_) {
@@ -140,7 +140,7 @@ class CompressedExchange final : public BucketExchange {
     at::Tensor finite;
     for (std::size_t i = 0; i < begun_.size(); ++i) {
       (error_feedback_ ? gathers_ : requests_).wait_for(i);
-      const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
+      const CompressBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
       const at::Tensor sent = buffer.sent.narrow(0, 0, buffer.flat.numel());
       note(finite, widen_into(buffer.flat, sent, times_));
     }
@@ -162,7 +162,7 @@ class CompressedExchange final : public BucketExchange {
   void gather_sums() {
     for (std::size_t i = 0; i < begun_.size(); ++i) {
       requests_.wait_for(i);
-      const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
+      const CompressBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
       narrow_into(buffer.own_part, buffer.own_sum, buffer.own_sum_residual,
                   {1., scale_like(buffer.own_sum)});
       gathers_.add(communicator_.all_gather(buffer.sent, buffer.own_part));
@@ -202,7 +202,7 @@ class CompressedExchange final : public BucketExchange {
 
   BucketedGradients& gradients_;
   Communicator communicator_;
-  std::shared_ptr<SendBuffers> buffers_;
+  std::shared_ptr<CompressBuffers> buffers_;
   AllReduceExchange plain_;
   double times_;
   bool error_feedback_;

@@ -44,7 +44,7 @@ inline void check_options(const char* caller, const GradAllReduceOptions& option
 inline std::unique_ptr<BucketExchange> make_exchange(const GradAllReduceOptions& options,
                                                      BucketedGradients& gradients,
                                                      const Communicator& communicator,
-                                                     std::shared_ptr<SendBuffers> buffers) {
+                                                     std::shared_ptr<CompressBuffers> buffers) {
   if (buffers == nullptr) {
     return std::make_unique<AllReduceExchange>(gradients, communicator, options.average);
   }
@@ -52,29 +52,30 @@ inline std::unique_ptr<BucketExchange> make_exchange(const GradAllReduceOptions&
                                               options.average, options.loss_scale);
 }
 
-inline std::shared_ptr<SendBuffers> make_send_buffers(const GradAllReduceOptions& options,
-                                                      const Communicator& communicator) {
+inline std::shared_ptr<CompressBuffers> make_compress_buffers(const GradAllReduceOptions& options,
+                                                              const Communicator& communicator) {
   if (!options.compress_dtype) return nullptr;
-  return std::make_shared<SendBuffers>(communicator, *options.compress_dtype,
-                                       options.error_feedback);
+  return std::make_shared<CompressBuffers>(communicator, *options.compress_dtype,
+                                           options.error_feedback);
 }
 
 }  // namespace detail
 
 inline GradAllReduce::GradAllReduce(GradBuckets& buckets, Communicator communicator,
                                     const GradAllReduceOptions& options)
-    : gradients_(buckets.share()), send_buffers_(detail::make_send_buffers(options, communicator)) {
+    : gradients_(buckets.share()),
+      compress_buffers_(detail::make_compress_buffers(options, communicator)) {
   detail::check_can_be_reduced("GradAllReduce", buckets, communicator);
   detail::check_options("GradAllReduce", options);
-  auto exchange = detail::make_exchange(options, *gradients_, communicator, send_buffers_);
+  auto exchange = detail::make_exchange(options, *gradients_, communicator, compress_buffers_);
   auto reduction = std::make_shared<detail::GradientReduction>(
       "GradAllReduce", *gradients_, std::move(communicator), std::move(exchange));
   callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 
 inline std::vector<at::Tensor> GradAllReduce::residuals() const {
-  return send_buffers_ == nullptr ? std::vector<at::Tensor>()
-                                  : send_buffers_->residuals(gradients_->buckets());
+  return compress_buffers_ == nullptr ? std::vector<at::Tensor>()
+                                      : compress_buffers_->residuals(gradients_->buckets());
 }
 
 inline GradAllReduce::~GradAllReduce() { gradients_->end_ready(callback_); }
