@@ -6,6 +6,7 @@
 #include <mezzo/distributed/mpi_communicator.h>
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -15,7 +16,7 @@
 namespace {
 
 using distributed_test::expect_same_weights_on_all_ranks;
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
@@ -101,7 +102,7 @@ void train_alone(Branches model, const std::vector<Batch>& data, int ranks) {
 }
 
 TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Branches model, alone;
   GradBuckets buckets(model->parameters(), small_buckets());
   ASSERT_GT(buckets.buckets().size(), 3U);
@@ -123,7 +124,7 @@ TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
 }
 
 TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Branches model, alone;
   GradBuckets buckets(model->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -158,8 +159,63 @@ TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
   EXPECT_EQ(at::allclose(sum, local), world.size() == 1);
 }
 
+/// A weight whose gradient is what it is multiplied by.
+struct OneWeight {
+  explicit OneWeight(at::ScalarType dtype)
+      : weight(torch::zeros({3}, dtype).requires_grad_()), buckets({weight}, small_buckets()) {}
+  void backward(double gradient) {
+    (weight * torch::full({3}, gradient, weight.scalar_type())).sum().backward();
+  }
+  void expect_gradient(double value) const {
+    EXPECT_TRUE(at::equal(weight.grad(), torch::full({3}, value, weight.scalar_type())))
+        << weight.grad() << value;
+  }
+  at::Tensor weight;
+  GradBuckets buckets;
+};
+
+// Numbers that 1 to 4 ranks divide without rounding.
+TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const auto own = [&](double value) { return value * (world.rank() + 1); };
+  const double mean = (world.size() + 1) / 2.;
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    OneWeight one(dtype);
+    const GradAllReduce all_reduce(one.buckets, world);
+    one.backward(own(12));
+    one.expect_gradient(12 * mean);
+    one.backward(own(24));  // onto what is an average already
+    one.expect_gradient(36 * mean);
+    {
+      const auto no_sync = one.buckets.no_sync();
+      one.backward(own(12));
+      one.expect_gradient(36 * mean + own(12));
+    }
+    one.backward(own(0));
+    one.expect_gradient(48 * mean);
+    one.weight.mutable_grad().mul_(0.5);  // as a user clips
+    one.backward(own(12));
+    one.expect_gradient(36 * mean);
+    one.buckets.zero_grad(/*set_to_none=*/false);
+    one.backward(own(12));
+    one.expect_gradient(12 * mean);
+  }
+}
+
+// The loss scale is on the gradients while they are averaged.
+TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  for (const bool average : {true, false}) {
+    OneWeight one(at::kHalf);
+    const GradAllReduce all_reduce(one.buckets, world, {.average = average});
+    one.backward(60'000);
+    const bool fits = average || world.size() == 1;
+    one.expect_gradient(fits ? 60'000 : std::numeric_limits<double>::infinity());
+  }
+}
+
 TEST(GradAllReduce, LeavesTheSumWhereItIsAskedTo) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets buckets({weight}, small_buckets());
   const GradAllReduce all_reduce(buckets, world, {.average = false});
@@ -170,7 +226,7 @@ TEST(GradAllReduce, LeavesTheSumWhereItIsAskedTo) {
 }
 
 TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Branches model;
     model->to(dtype);
@@ -187,7 +243,7 @@ TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
 }
 
 TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets buckets({weight}, small_buckets());
   { const GradAllReduce all_reduce(buckets, world); }
@@ -196,7 +252,7 @@ TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
 }
 
 TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Branches model;
   GradBuckets buckets(model->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -212,7 +268,7 @@ TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
 
 // Their buckets are of the same lengths all the same.
 TEST(GradAllReduce, RanksThatRebuildBucketsDifferentlyAreTold) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor one = torch::ones({3}).requires_grad_(),
                    other = torch::ones({3}).requires_grad_();
   GradBuckets buckets({one, other}, small_buckets());
@@ -228,7 +284,7 @@ TEST(GradAllReduce, RanksThatRebuildBucketsDifferentlyAreTold) {
 }
 
 TEST(GradAllReduce, SparseGradientsAreRefused) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
   GradBuckets buckets(embedding->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -239,7 +295,7 @@ TEST(GradAllReduce, SparseGradientsAreRefused) {
 }
 
 TEST(GradAllReduce, BucketsThatCannotBeReducedAreRefused) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets in_place({weight});
   EXPECT_THAT(error_of([&] { GradAllReduce(in_place, world); }),

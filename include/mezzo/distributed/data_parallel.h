@@ -7,22 +7,42 @@
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/data_parallel_options.h>  // IWYU pragma: export
-#include <mezzo/distributed/detail/replica.h>
+#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/optim/grad_bucket.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+/// The same on all ranks.
+struct DataParallelOptions {
+  /// Gradients are sent in pieces of so many bytes, each as soon as it is complete; > 0. Smaller
+  /// ones begin earlier, larger ones cost fewer calls.
+  int64_t bucket_bytes = kDefaultBucketBytes;
+  /// Before each training forward the ranks get the root's buffers (running statistics, and what
+  /// else the modules registered), so that they stay one model.
+  bool broadcast_buffers = true;
+  /// Whose weights and buffers the others get.
+  int root = 0;
+  /// How gradients are reduced.
+  GradAllReduceOptions all_reduce = {};
+};
+
+namespace detail {
+class Replica;
+}
+
 /// What torch's DistributedDataParallel is, for any Communicator:
 ///
 /// \code
 ///   mezzo::DataParallel ddp(model, world);               // all ranks have rank 0's weights
-///   mezzo::optim::AdamW optimizer(ddp.buckets(), 2e-5);  // divides by the ranks as it steps
+///   mezzo::optim::AdamW optimizer(ddp.buckets(), 2e-5);
 ///   mezzo::GradScaler scaler;
 ///   for (auto& batch : *part_of_this_rank) {
 ///     ddp->zero_grad();
@@ -38,20 +58,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// a guard, runs `DataParallel ddp(mezzo::AutocastModule(model, setting), world)`.
 ///
 /// **One decision.** Ranks end a backward pass with the same bits of the same gradients, so what is
-/// decided from them is decided alike, with nothing more to send: an inf or NaN on one rank, and an
-/// overflow of the sum itself, is in the sum that all have, every rank skips its step, and the loss
-/// scales stay equal.
+/// decided from them is decided alike, with nothing more to send: an inf or NaN on one rank is in
+/// the average that all have, every rank skips its step, and the loss scales stay equal.
 ///
-/// **Averages.** With an optimizer of mezzo's on `buckets()` the ranks' gradients are only added
-/// up, and the division goes into the factor that takes the loss scale off: it costs no pass. Until
-/// then, as they carry the loss scale, gradients are sums, `ranks` times too large. Whoever goes
-/// through GradScaler (`unscale_`, `step` of any optimizer, clip_grad.h) or through a step of any
-/// optimizer of mezzo's sees averages, divided once; whoever reads, clips or replaces gradients by
-/// himself calls `average()` first, and so does who calls a bare `step()` of an optimizer of
-/// libtorch's beside one on `buckets()`. Without an optimizer on `buckets()` gradients are averages
-/// when `backward()` returns, for one more pass over them; with 2, 4, 8 ... ranks the results are
-/// the same bits (but for gradients near the ends of their dtype's range), with others within
-/// rounding.
+/// **Averages.** When `backward()` returns, each parameter's gradient is the average over the
+/// ranks, a plain tensor that still carries the loss scale: read, clip or replace it, and step with
+/// any optimizer.
 ///
 /// **Parameters.** Those that require grad when it is made are trained; a frozen one that is to be
 /// trained later wants a new DataParallel. For those that only some ranks use, or none, for passes
@@ -66,7 +78,7 @@ class DataParallel {
   /// parameters. Waits until the ranks have `root`'s values.
   /// \throws c10::Error, on every rank, naming the first rank whose model is another and where; for
   ///   an empty holder, and for a model without a parameter to train
-  explicit DataParallel(M model, AnyCommunicator communicator,
+  explicit DataParallel(M model, Communicator communicator,
                         const DataParallelOptions& options = {});
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
@@ -86,7 +98,7 @@ class DataParallel {
   auto operator->() const { return detail::module_pointer(model_); }
 
   /// The trained parameters' gradients, flat: what an optimizer of mezzo's is made with.
-  GradBuckets& buckets() noexcept { return replica_.buckets(); }
+  GradBuckets& buckets() noexcept;
 
   /// While what it returns lives, backward passes only accumulate on this rank, and buffers are not
   /// broadcast: for all micro-batches of a step but the last.
@@ -98,27 +110,23 @@ class DataParallel {
   ///     criterion(ddp(last.data), last.target).backward();
   [[nodiscard]] GradBuckets::NoSync no_sync() { return buckets().no_sync(); }
 
-  /// Divides, in place and once, gradients that are sums until the optimizer on `buckets()` steps;
-  /// see above.
-  void average() { buckets().average(); }
-
   /// With error feedback: this rank's part of what rounding lost; as GradAllReduce::residuals.
-  std::vector<at::Tensor> residuals() const { return replica_.residuals(); }
+  std::vector<at::Tensor> residuals() const;
 
   /// Gives all ranks the root's buffers, as every training forward does; all ranks call it. Before
   /// an evaluation, that is: the last training forward has changed each rank's on its own. Autograd
   /// is not told, as it is not of what the modules themselves write there.
-  void broadcast_buffers() { replica_.broadcast_buffers(); }
+  void broadcast_buffers();
 
  private:
   M model_;
-  detail::Replica replica_;
+  std::unique_ptr<detail::Replica> replica_;
 };
 
 template <class M>
-DataParallel(M, AnyCommunicator) -> DataParallel<M>;
+DataParallel(M, Communicator) -> DataParallel<M>;
 template <class M>
-DataParallel(M, AnyCommunicator, DataParallelOptions) -> DataParallel<M>;
+DataParallel(M, Communicator, DataParallelOptions) -> DataParallel<M>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

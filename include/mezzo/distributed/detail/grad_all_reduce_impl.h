@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/bucket_exchange.h>
 #include <mezzo/distributed/detail/compressed_exchange.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/grad_all_reduce.h>
@@ -19,13 +18,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline void check_can_be_reduced(const char* caller, const GradBuckets& buckets,
-                                 const AnyCommunicator& communicator) {
-  TORCH_CHECK(buckets.options().storage() == GradStorage::flat, caller,
+                                 const Communicator& communicator) {
+  TORCH_CHECK(buckets.options().storage() == GradStorage::flat, caller, " on rank ",
+              communicator.rank(),
               ": `buckets` must have flat storage: "
               "GradBucketsOptions().storage(GradStorage::flat)");
   for (const GradBucket& bucket : buckets.buckets()) {
-    TORCH_CHECK(communicator.serves(bucket.device.type()), caller, ": gradients lie on ",
-                bucket.device, ", which `communicator` does not serve");
+    TORCH_CHECK(communicator.serves(bucket.device.type()), caller, " on rank ", communicator.rank(),
+                ": gradients lie on ", bucket.device, ", which `communicator` does not serve");
   }
 }
 
@@ -43,42 +43,39 @@ inline void check_options(const char* caller, const GradAllReduceOptions& option
 /// `buffers` is null where nothing is compressed.
 inline std::unique_ptr<BucketExchange> make_exchange(const GradAllReduceOptions& options,
                                                      BucketedGradients& gradients,
-                                                     const AnyCommunicator& communicator,
-                                                     std::shared_ptr<SendBuffers> buffers) {
+                                                     const Communicator& communicator,
+                                                     std::shared_ptr<CompressBuffers> buffers) {
   if (buffers == nullptr) {
     return std::make_unique<AllReduceExchange>(gradients, communicator, options.average);
   }
-  if (!options.error_feedback) {
-    return std::make_unique<CompressedExchange>(gradients, communicator, std::move(buffers),
-                                                options.average);
-  }
-  return std::make_unique<ErrorFeedbackExchange>(gradients, communicator, std::move(buffers),
-                                                 options.average, options.loss_scale);
+  return std::make_unique<CompressedExchange>(gradients, communicator, std::move(buffers),
+                                              options.average, options.loss_scale);
 }
 
-inline std::shared_ptr<SendBuffers> make_send_buffers(const GradAllReduceOptions& options,
-                                                      const AnyCommunicator& communicator) {
+inline std::shared_ptr<CompressBuffers> make_compress_buffers(const GradAllReduceOptions& options,
+                                                              const Communicator& communicator) {
   if (!options.compress_dtype) return nullptr;
-  return std::make_shared<SendBuffers>(communicator, *options.compress_dtype,
-                                       options.error_feedback);
+  return std::make_shared<CompressBuffers>(communicator, *options.compress_dtype,
+                                           options.error_feedback);
 }
 
 }  // namespace detail
 
-inline GradAllReduce::GradAllReduce(GradBuckets& buckets, AnyCommunicator communicator,
+inline GradAllReduce::GradAllReduce(GradBuckets& buckets, Communicator communicator,
                                     const GradAllReduceOptions& options)
-    : gradients_(buckets.share()), send_buffers_(detail::make_send_buffers(options, communicator)) {
+    : gradients_(buckets.share()),
+      compress_buffers_(detail::make_compress_buffers(options, communicator)) {
   detail::check_can_be_reduced("GradAllReduce", buckets, communicator);
   detail::check_options("GradAllReduce", options);
-  auto exchange = detail::make_exchange(options, *gradients_, communicator, send_buffers_);
+  auto exchange = detail::make_exchange(options, *gradients_, communicator, compress_buffers_);
   auto reduction = std::make_shared<detail::GradientReduction>(
       "GradAllReduce", *gradients_, std::move(communicator), std::move(exchange));
   callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 
 inline std::vector<at::Tensor> GradAllReduce::residuals() const {
-  return send_buffers_ == nullptr ? std::vector<at::Tensor>()
-                                  : send_buffers_->residuals(gradients_->buckets());
+  return compress_buffers_ == nullptr ? std::vector<at::Tensor>()
+                                      : compress_buffers_->residuals(gradients_->buckets());
 }
 
 inline GradAllReduce::~GradAllReduce() { gradients_->end_ready(callback_); }

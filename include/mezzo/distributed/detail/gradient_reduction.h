@@ -6,10 +6,7 @@
 #include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/bucket_exchange.h>
-#include <mezzo/distributed/detail/pending_requests.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/grad_bucket.h>
 
 #include <algorithm>
@@ -23,9 +20,44 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// After so many passes in a row whose sums nobody has taken, somebody has most likely stepped with
-/// sums for averages.
-inline constexpr int kUntakenPasses = 3;
+/// How the gradients of one bucket after another become those of all ranks. One backward pass:
+/// `begin` for each bucket, in the same order on all ranks, `poll` in between, then `finish`.
+class BucketExchange {
+ public:
+  BucketExchange() = default;
+  virtual ~BucketExchange() = default;
+  BucketExchange(const BucketExchange&) = delete;
+  BucketExchange& operator=(const BucketExchange&) = delete;
+
+  /// The bucket is full; its `flat` is not touched by others until `finish` has returned.
+  virtual void begin(std::size_t bucket) = 0;
+  /// Moves on what is under way, without waiting.
+  virtual void poll() = 0;
+  /// Returns when every bucket that has begun holds what it is to hold.
+  virtual void finish() = 0;
+};
+
+/// Every rank gets the average of every bucket, or the sum. What an earlier pass has averaged is
+/// the same on all ranks, so the average of it and of what was added to it counts it once.
+class AllReduceExchange : public BucketExchange {
+ public:
+  AllReduceExchange(BucketedGradients& gradients, Communicator communicator, bool average)
+      : gradients_(gradients),
+        communicator_(std::move(communicator)),
+        reduction_(average ? Reduction::average : Reduction::sum) {}
+
+  void begin(std::size_t bucket) override {
+    requests_.add(communicator_.all_reduce(gradients_.buckets()[bucket].flat, reduction_));
+  }
+  void poll() override { requests_.poll(); }
+  void finish() override { requests_.wait(); }
+
+ private:
+  BucketedGradients& gradients_;
+  Communicator communicator_;
+  Reduction reduction_;
+  PendingRequests requests_;
+};
 
 inline constexpr int64_t kFingerprintBytes = 16;
 
@@ -56,7 +88,7 @@ inline std::vector<std::uint8_t> fingerprint(const std::vector<GradBucket>& buck
 class GradientReduction {
  public:
   /// `caller` is the name that errors begin with.
-  GradientReduction(const char* caller, BucketedGradients& gradients, AnyCommunicator communicator,
+  GradientReduction(const char* caller, BucketedGradients& gradients, Communicator communicator,
                     std::unique_ptr<BucketExchange> exchange)
       : caller_(caller),
         gradients_(gradients),
@@ -78,7 +110,6 @@ class GradientReduction {
     if (is_first) {
       check_alone();
       is_ready_.assign(count, false);
-      leaves_sums_ = exchange_->begin_pass() && communicator_.size() > 1;
       ++passes_;
     }
     TORCH_CHECK(!is_broken_ && passes_ == gradients_.passes() && !is_ready_[bucket], caller_,
@@ -89,7 +120,7 @@ class GradientReduction {
     is_under_way_ = true;
     is_broken_ = true;  // unless this ends well
     exchange_->poll();
-    while (next_ < count && is_ready_[next_]) begin(next_++);
+    while (next_ < count && is_ready_[next_]) exchange_->begin(next_++);
     if (next_ == count) finish();
     is_broken_ = false;
   }
@@ -106,18 +137,6 @@ class GradientReduction {
                   " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; "
                   "leave it to one of them, and end the other's life");
     }
-  }
-
-  /// What this pass has not reached may be a sum of an earlier one; to be added up again, that must
-  /// be an average. What is frozen is left as it is by an average alone.
-  void begin(std::size_t bucket) {
-    for (const std::size_t number : gradients_.buckets()[bucket].parameters) {
-      const at::Tensor& parameter = gradients_.parameters()[number];
-      average_rank_sum(parameter);
-      if (!leaves_sums_ || parameter.requires_grad() || !parameter.grad().defined()) continue;
-      parameter.mutable_grad().mul_(1. / communicator_.size());
-    }
-    exchange_->begin(bucket);
   }
 
   void finish() {
@@ -145,7 +164,6 @@ class GradientReduction {
     request.wait();
     check_layout(anywhere, layout);
     if (!all) adopt(anywhere.cpu());
-    if (leaves_sums_) note_sums();
     next_ = 0;
     is_under_way_ = false;
   }
@@ -177,37 +195,16 @@ class GradientReduction {
     }
   }
 
-  void note_sums() {
-    bool is_taken = false;
-    for (const at::Tensor& parameter : gradients_.parameters()) {
-      if (!parameter.requires_grad() || !parameter.grad().defined()) continue;
-      is_taken = note_rank_sum(parameter, communicator_.size()) || is_taken;
-    }
-    untaken_passes_ = is_taken ? 0 : untaken_passes_ + 1;
-    if (has_warned_ || untaken_passes_ < kUntakenPasses) return;
-    has_warned_ = true;
-    TORCH_WARN(caller_, ": nobody has taken the gradients of the last ", kUntakenPasses,
-               " backward passes. An optimizer that was made with the buckets divides them by the "
-               "number of ranks as it steps, so until then they are sums. If another optimizer has "
-               "stepped, its gradients were ",
-               communicator_.size(),
-               " times too large: call GradBuckets::average() before, give it to GradScaler::step, "
-               "or make it with the buckets in place of the first");
-  }
-
   const char* caller_;
   BucketedGradients& gradients_;
-  AnyCommunicator communicator_;
+  Communicator communicator_;
   std::unique_ptr<BucketExchange> exchange_;
   std::mutex mutex_;
   std::vector<bool> is_ready_;              ///< a bucket, in this pass
   std::vector<std::uint8_t> known_layout_;  ///< the fingerprint that all ranks had last
-  std::size_t next_ = 0;      ///< ranks reduce in the order of the buckets, however they fill
-  bool leaves_sums_ = false;  ///< this pass
-  int64_t passes_;            ///< of the buckets' that this has seen: all, if none threw
+  std::size_t next_ = 0;  ///< ranks reduce in the order of the buckets, however they fill
+  int64_t passes_;        ///< of the buckets' that this has seen: all, if none threw
   bool is_known_alone_ = false;
-  int untaken_passes_ = 0;
-  bool has_warned_ = false;
   bool is_under_way_ = false;
   bool is_broken_ = false;
 };

@@ -2,7 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/bucket_exchange.h>
+#include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// What is this rank's of `flat`, one of `size()` equal parts.
-inline at::Tensor own_part(const at::Tensor& flat, const AnyCommunicator& communicator) {
+inline at::Tensor own_part(const at::Tensor& flat, const Communicator& communicator) {
   const int64_t length = flat.numel() / communicator.size();
   return flat.narrow(0, communicator.rank() * length, length);
 }
@@ -23,7 +23,7 @@ inline at::Tensor own_part(const at::Tensor& flat, const AnyCommunicator& commun
 /// that a further pass adds to them are summed then, and what was summed is not summed again.
 class ShardExchange : public BucketExchange {
  public:
-  ShardExchange(BucketedGradients& gradients, AnyCommunicator communicator)
+  ShardExchange(BucketedGradients& gradients, Communicator communicator)
       : gradients_(gradients), communicator_(std::move(communicator)) {}
 
   ~ShardExchange() override {
@@ -66,7 +66,7 @@ class ShardExchange : public BucketExchange {
   }
 
   BucketedGradients& gradients_;
-  AnyCommunicator communicator_;
+  Communicator communicator_;
   std::deque<Scatter> under_way_;
   bool has_summed_ = false;
 };

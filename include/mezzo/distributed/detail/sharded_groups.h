@@ -19,7 +19,7 @@ namespace detail {
 /// groups in their order.
 inline std::vector<at::Tensor> start_groups_alike(
     const std::vector<torch::optim::OptimizerParamGroup>& groups,
-    const AnyCommunicator& communicator) {
+    const Communicator& communicator) {
   std::vector<at::Tensor> trained;
   NamedTensors named;
   for (std::size_t group = 0; group < groups.size(); ++group) {

@@ -48,7 +48,7 @@ class StateTable {
     at(parameter, kind + 1) = static_cast<int64_t>(dtype) + 1;
   }
 
-  void agree(AnyCommunicator& communicator, at::Device device) {
+  void agree(Communicator& communicator, at::Device device) {
     const at::Tensor there = table_.to(device);
     communicator.all_reduce(there, Reduction::max).wait();
     table_ = there.cpu();

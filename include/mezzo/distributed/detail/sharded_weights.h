@@ -10,7 +10,6 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/pending_requests.h>
 #include <mezzo/distributed/detail/shard_exchange.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/detail/dense_memory.h>
@@ -45,7 +44,7 @@ inline at::Tensor stretch_of(const at::Tensor& flat, int64_t begin, int64_t coun
 class ShardedWeights {
  public:
   /// Moves the parameters there, values kept.
-  ShardedWeights(std::shared_ptr<BucketedGradients> gradients, AnyCommunicator communicator);
+  ShardedWeights(std::shared_ptr<BucketedGradients> gradients, Communicator communicator);
 
   const std::vector<ShardSlice>& slices() const noexcept { return slices_; }
   const std::vector<at::Tensor>& parameters() const noexcept { return gradients_->parameters(); }
@@ -67,7 +66,7 @@ class ShardedWeights {
   void move_to_place(std::size_t number);
 
   std::shared_ptr<BucketedGradients> gradients_;
-  AnyCommunicator communicator_;
+  Communicator communicator_;
   std::vector<at::Tensor> flats_;       // a bucket
   std::vector<std::size_t> bucket_of_;  // a parameter
   std::vector<WriteStamp> stamps_;      // likewise, of when it last agreed with the buffers
@@ -76,7 +75,7 @@ class ShardedWeights {
 };
 
 inline ShardedWeights::ShardedWeights(std::shared_ptr<BucketedGradients> gradients,
-                                      AnyCommunicator communicator)
+                                      Communicator communicator)
     : gradients_(std::move(gradients)),
       communicator_(std::move(communicator)),
       bucket_of_(parameters().size()),

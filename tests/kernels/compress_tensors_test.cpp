@@ -1,16 +1,16 @@
 #include <torch/torch.h>
 //
 #include <gtest/gtest.h>
-#include <mezzo/kernels/send_tensors.h>
+#include <mezzo/kernels/compress_tensors.h>
 
 #include <cmath>
 #include <limits>
 #include <vector>
 
-namespace send_tensors_test {
+namespace compress_tensors_test {
 namespace {
 
-using mezzo::detail::AtenSend;
+using mezzo::detail::AtenCompress;
 using mezzo::detail::CpuIsa;
 using mezzo::detail::ResidualFactors;
 
@@ -42,7 +42,7 @@ struct Case {
   int64_t count, offset;
 };
 
-std::vector<Case> send_cases() {
+std::vector<Case> compress_cases() {
   std::vector<Case> all;
   for (const auto isa : {CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512}) {
     if (!mezzo::detail::has_isa(isa)) continue;
@@ -57,11 +57,11 @@ std::vector<Case> send_cases() {
   return all;
 }
 
-TEST(SendLoops, RoundTheProductToNearestAsLibtorchDoes) {
-  for (const Case& c : send_cases()) {
+TEST(CompressLoops, RoundTheProductToNearestAsLibtorchDoes) {
+  for (const Case& c : compress_cases()) {
     const at::Tensor from = sample(c.count, c.dtype, c.offset);
     const at::Tensor to = at::full({c.count + 1}, 7, c.sent);
-    const auto loops = mezzo::detail::send_loops(c.dtype, c.sent, c.isa);
+    const auto loops = mezzo::detail::compress_loops(c.dtype, c.sent, c.isa);
     loops.narrow(from.const_data_ptr(), to.mutable_data_ptr(), c.count, 1. / 3);
     EXPECT_TRUE(same(to.narrow(0, 0, c.count), (from * (1. / 3)).to(at::kFloat).to(c.sent)))
         << static_cast<int>(c.isa) << c.dtype << c.sent;
@@ -69,11 +69,11 @@ TEST(SendLoops, RoundTheProductToNearestAsLibtorchDoes) {
   }
 }
 
-TEST(SendLoops, WidenWhatTheyNarrowedAndSeeEveryInfAndNaN) {
-  for (const Case& c : send_cases()) {
+TEST(CompressLoops, WidenWhatTheyNarrowedAndSeeEveryInfAndNaN) {
+  for (const Case& c : compress_cases()) {
     const at::Tensor from = sample(c.count, c.sent, c.offset);
     const at::Tensor to = at::full({c.count + 1}, 7, c.dtype);
-    const auto loops = mezzo::detail::send_loops(c.dtype, c.sent, c.isa);
+    const auto loops = mezzo::detail::compress_loops(c.dtype, c.sent, c.isa);
     const bool found = loops.widen(from.const_data_ptr(), to.mutable_data_ptr(), c.count, 3.);
     const at::Tensor wanted = from.to(c.dtype) * 3;
     EXPECT_TRUE(same(to.narrow(0, 0, c.count), wanted));
@@ -87,14 +87,14 @@ TEST(SendLoops, WidenWhatTheyNarrowedAndSeeEveryInfAndNaN) {
   }
 }
 
-TEST(SendLoops, ResidualsAreWhatRoundingLost) {
-  for (const Case& c : send_cases()) {
+TEST(CompressLoops, ResidualsAreWhatRoundingLost) {
+  for (const Case& c : compress_cases()) {
     const at::Tensor from = sample(c.count, c.dtype, c.offset);
     const at::Tensor residual = at::randn({c.count}, c.dtype) * 1e-3;
     const at::Tensor before = residual.clone();
     const at::Tensor to = at::empty({c.count}, c.sent);
     const ResidualFactors factors{.value = 0.25, .scale = 8, .inv_scale = 0.125};
-    mezzo::detail::send_loops(c.dtype, c.sent, c.isa)
+    mezzo::detail::compress_loops(c.dtype, c.sent, c.isa)
         .narrow_with_residual(from.const_data_ptr(), residual.mutable_data_ptr(),
                               to.mutable_data_ptr(), c.count, &factors);
     for (int64_t i = 0; i < c.count; ++i) {
@@ -112,7 +112,7 @@ TEST(SendLoops, ResidualsAreWhatRoundingLost) {
   }
 }
 
-TEST(SendTensors, AtenGivesTheSameBitsAsTheKernels) {
+TEST(CompressTensors, AtenGivesTheSameBitsAsTheKernels) {
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     for (const auto sent : {at::kBFloat16, at::kHalf}) {
       const at::Tensor from = sample(1000, dtype);
@@ -121,26 +121,26 @@ TEST(SendTensors, AtenGivesTheSameBitsAsTheKernels) {
       const at::Tensor to = at::empty({1000}, sent), other_to = at::empty({1000}, sent);
 
       mezzo::detail::narrow_into(to, from, 1. / 3);
-      AtenSend::narrow(other_to, from, 1. / 3);
+      AtenCompress::narrow(other_to, from, 1. / 3);
       EXPECT_TRUE(same(to, other_to)) << dtype << sent;
 
-      const mezzo::detail::SendFactors factors{0.5, at::scalar_tensor(1024., dtype)};
+      const mezzo::detail::CompressFactors factors{0.5, at::scalar_tensor(1024., dtype)};
       mezzo::detail::narrow_into(to, from, residual, factors);
-      AtenSend::narrow_with_residual(other_to, from, other_residual, factors);
+      AtenCompress::narrow_with_residual(other_to, from, other_residual, factors);
       EXPECT_TRUE(same(to, other_to)) << dtype << sent;
       EXPECT_TRUE(same(residual, other_residual)) << dtype << sent;
 
       for (const at::Tensor& given : {to, at::ones({1000}, sent)}) {
         const at::Tensor wide = at::empty({1000}, dtype), other_wide = at::empty({1000}, dtype);
         const at::Tensor finite = mezzo::detail::widen_into(wide, given, 3.);
-        EXPECT_TRUE(at::equal(finite, AtenSend::widen(other_wide, given, 3.)));
+        EXPECT_TRUE(at::equal(finite, AtenCompress::widen(other_wide, given, 3.)));
         EXPECT_TRUE(same(wide, other_wide));
       }
     }
   }
 }
 
-TEST(SendTensors, LargeBuffersAreSharedByThreadsAndWritesAreCounted) {
+TEST(CompressTensors, LargeBuffersAreSharedByThreadsAndWritesAreCounted) {
   const int64_t count = 3 * 32768 + 5;
   const at::Tensor from = at::randn({count}), back = at::empty({count});
   const at::Tensor to = at::zeros({count}, at::kBFloat16);
@@ -156,4 +156,4 @@ TEST(SendTensors, LargeBuffersAreSharedByThreadsAndWritesAreCounted) {
 }
 
 }  // namespace
-}  // namespace send_tensors_test
+}  // namespace compress_tensors_test

@@ -158,7 +158,7 @@ struct WidenKernel {
 };
 
 /// The loops for one pair of dtypes and one instruction set.
-struct SendLoops {
+struct CompressLoops {
   void (*narrow)(const void* from, void* to, int64_t count, double factor);
   void (*narrow_with_residual)(const void* from, void* residuals, void* to, int64_t count,
                                const ResidualFactors* factors);
@@ -166,20 +166,22 @@ struct SendLoops {
 };
 
 template <class Element, class Sent>
-SendLoops send_loops(CpuIsa isa) {
+CompressLoops compress_loops(CpuIsa isa) {
   return {cpu_kernel<NarrowKernel, Element, Sent>(isa),
           cpu_kernel<NarrowWithResidualKernel, Element, Sent>(isa),
           cpu_kernel<WidenKernel, Element, Sent>(isa)};
 }
 
 /// For `dtype`, float or double, sent as bfloat16 or half.
-inline SendLoops send_loops(at::ScalarType dtype, at::ScalarType sent, CpuIsa isa) {
+inline CompressLoops compress_loops(at::ScalarType dtype, at::ScalarType sent, CpuIsa isa) {
   TORCH_INTERNAL_ASSERT((dtype == at::kFloat || dtype == at::kDouble) && is_low_precision(sent));
   const bool brain = sent == at::kBFloat16;
   if (dtype == at::kFloat) {
-    return brain ? send_loops<float, c10::BFloat16>(isa) : send_loops<float, c10::Half>(isa);
+    return brain ? compress_loops<float, c10::BFloat16>(isa)
+                 : compress_loops<float, c10::Half>(isa);
   }
-  return brain ? send_loops<double, c10::BFloat16>(isa) : send_loops<double, c10::Half>(isa);
+  return brain ? compress_loops<double, c10::BFloat16>(isa)
+               : compress_loops<double, c10::Half>(isa);
 }
 
 }  // namespace detail

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/compress_loops.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/parallel_spans.h>
-#include <mezzo/kernels/send_loops.h>
 #include <mezzo/kernels/unscale_cpu.h>
 
 #include <ATen/Parallel.h>
@@ -27,7 +27,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// A stretch of the same elements in three buffers.
-struct SendStretch {
+struct CompressStretch {
   int64_t begin;
   int64_t count;
   bool found = false;
@@ -39,13 +39,13 @@ bool any_stretch(int64_t count, const Work& work) {
   constexpr int64_t kGrain = 32768;  // below this a thread of its own costs more than it brings
   const int64_t parts = std::clamp<int64_t>(count / kGrain, 1, at::get_num_threads());
   const int64_t size = (count + parts - 1) / parts;
-  std::vector<SendStretch> stretches;
+  std::vector<CompressStretch> stretches;
   for (int64_t begin = 0; begin < count; begin += size) {
     stretches.push_back({begin, std::min(size, count - begin)});
   }
-  parallel_for_each(stretches, [&](SendStretch& stretch) { stretch.found = work(stretch); });
+  parallel_for_each(stretches, [&](CompressStretch& stretch) { stretch.found = work(stretch); });
   return std::any_of(stretches.begin(), stretches.end(),
-                     [](const SendStretch& stretch) { return stretch.found; });
+                     [](const CompressStretch& stretch) { return stretch.found; });
 }
 
 inline const char* read_at(const at::Tensor& tensor, int64_t element) {
@@ -62,20 +62,20 @@ inline void wrote(const at::Tensor& tensor) {
 
 /// What an element is multiplied by on its way; residuals do not carry the loss scale. `scale` is
 /// one element of the gradients' dtype, on the CPU or on their device; undefined: 1.
-struct SendFactors {
+struct CompressFactors {
   double value = 1.;
   at::Tensor scale = {};
 };
 
 /// The three passes in ATen's ops, for any device: same results, several kernels each.
-struct AtenSend {
+struct AtenCompress {
   static void narrow(const at::Tensor& to, const at::Tensor& from, double factor) {
     at::Tensor out = to;
     at::mul_out(out, from, at::scalar_tensor(factor, from.scalar_type()));
   }
 
   static void narrow_with_residual(const at::Tensor& to, const at::Tensor& from,
-                                   const at::Tensor& residual, const SendFactors& factors) {
+                                   const at::Tensor& residual, const CompressFactors& factors) {
     const at::Tensor scale =
         factors.scale.defined() ? factors.scale : at::scalar_tensor(1., from.scalar_type());
     const at::Tensor waits = from == 0;
@@ -95,10 +95,10 @@ struct AtenSend {
 /// `to`, bfloat16 or half, becomes `from`, float or double, times `factor`. Of float, 4 bytes an
 /// element are read and 2 written.
 inline void narrow_into(const at::Tensor& to, const at::Tensor& from, double factor) {
-  if (!from.is_cpu()) return AtenSend::narrow(to, from, factor);
-  const SendLoops loops = send_loops(from.scalar_type(), to.scalar_type(), best_isa());
+  if (!from.is_cpu()) return AtenCompress::narrow(to, from, factor);
+  const CompressLoops loops = compress_loops(from.scalar_type(), to.scalar_type(), best_isa());
   char* const target = write_at(to, 0);
-  any_stretch(from.numel(), [&](const SendStretch& s) {
+  any_stretch(from.numel(), [&](const CompressStretch& s) {
     loops.narrow(read_at(from, s.begin), target + s.begin * to.element_size(), s.count, factor);
     return false;
   });
@@ -109,14 +109,14 @@ inline void narrow_into(const at::Tensor& to, const at::Tensor& from, double fac
 /// rounding lost. Where `from` is 0 nothing is sent and the residual waits; of an inf or NaN
 /// nothing stays. Of float, 8 bytes an element are read and 6 written.
 inline void narrow_into(const at::Tensor& to, const at::Tensor& from, const at::Tensor& residual,
-                        const SendFactors& factors) {
-  if (!from.is_cpu()) return AtenSend::narrow_with_residual(to, from, residual, factors);
-  const SendLoops loops = send_loops(from.scalar_type(), to.scalar_type(), best_isa());
+                        const CompressFactors& factors) {
+  if (!from.is_cpu()) return AtenCompress::narrow_with_residual(to, from, residual, factors);
+  const CompressLoops loops = compress_loops(from.scalar_type(), to.scalar_type(), best_isa());
   const double scale = factors.scale.defined() ? factors.scale.item<double>() : 1.;
   const ResidualFactors by{factors.value, scale, 1. / scale};
   char* const target = write_at(to, 0);
   char* const left = write_at(residual, 0);
-  any_stretch(from.numel(), [&](const SendStretch& s) {
+  any_stretch(from.numel(), [&](const CompressStretch& s) {
     loops.narrow_with_residual(read_at(from, s.begin), left + s.begin * residual.element_size(),
                                target + s.begin * to.element_size(), s.count, &by);
     return false;
@@ -129,10 +129,10 @@ inline void narrow_into(const at::Tensor& to, const at::Tensor& from, const at::
 /// element are read and 4 written. \returns a bool of one element on the same device: is all of it
 /// finite?
 inline at::Tensor widen_into(const at::Tensor& to, const at::Tensor& from, double factor) {
-  if (!to.is_cpu()) return AtenSend::widen(to, from, factor);
-  const SendLoops loops = send_loops(to.scalar_type(), from.scalar_type(), best_isa());
+  if (!to.is_cpu()) return AtenCompress::widen(to, from, factor);
+  const CompressLoops loops = compress_loops(to.scalar_type(), from.scalar_type(), best_isa());
   char* const target = write_at(to, 0);
-  const bool found = any_stretch(to.numel(), [&](const SendStretch& s) {
+  const bool found = any_stretch(to.numel(), [&](const CompressStretch& s) {
     return loops.widen(read_at(from, s.begin), target + s.begin * to.element_size(), s.count,
                        factor);
   });
