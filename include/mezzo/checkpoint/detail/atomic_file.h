@@ -1,27 +1,91 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/file_calls.h>
-#include <mezzo/checkpoint/detail/file_format.h>
-#include <mezzo/checkpoint/detail/sha256.h>
+#include <mezzo/checkpoint/detail/crc32c.h>
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <string>
+#include <system_error>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// The calls that decide whether a checkpoint is whole, with their POSIX meaning. Tests give
+/// others, which fail.
+struct FileCalls {
+  std::function<int(const char* path, int flags)> open = [](const char* path, int flags) {
+    return ::open(path, flags | O_CLOEXEC, 0666);
+  };
+  std::function<ssize_t(int file, const void* from, size_t count)> write = ::write;
+  std::function<ssize_t(int file, void* to, size_t count, off_t offset)> pread = ::pread;
+  std::function<int(int file)> fsync = ::fsync;
+  std::function<int(int file)> close = ::close;
+  std::function<int(const char* from, const char* to)> rename = ::rename;
+  std::function<int(const char* path)> unlink = ::unlink;
+};
+
+inline std::string reason(int error) { return std::generic_category().message(error); }
+
+/// A descriptor that is closed at the end.
+class OpenFile {
+ public:
+  OpenFile() = default;
+  OpenFile(const FileCalls& calls, const std::filesystem::path& path, int flags)
+      : descriptor_(calls.open(path.c_str(), flags)) {}
+  OpenFile(OpenFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+  OpenFile& operator=(OpenFile&& other) noexcept {
+    std::swap(descriptor_, other.descriptor_);
+    return *this;
+  }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+  ~OpenFile() {
+    if (is_open()) ::close(descriptor_);
+  }
+
+  bool is_open() const noexcept { return descriptor_ >= 0; }
+  int descriptor() const noexcept { return descriptor_; }
+  /// For who wants to know whether closing went well.
+  int release() noexcept { return std::exchange(descriptor_, -1); }
+
+ private:
+  int descriptor_ = -1;
+};
+
+/// Brings the names in a folder to the disk. \returns 0 or the system's error
+inline int flush_folder(const FileCalls& calls, const std::filesystem::path& folder) {
+  const OpenFile file(calls, folder, O_RDONLY | O_DIRECTORY);
+  if (!file.is_open()) return errno;
+  return calls.fsync(file.descriptor()) == 0 ? 0 : errno;
+}
+
+/// Whether `error`, of flushing a folder, says that it will be the same the next time: the file
+/// system does not do that at all, or not for this user.
+inline bool is_never_flushed(int error) {
+  for (const int hopeless : {EINVAL, ENOTSUP, ENOSYS, EBADF, EACCES, EPERM}) {
+    if (error == hopeless) return true;
+  }
+  return false;
+}
+
 /// A file that appears at its place whole or not at all: a temporary beside it, which is flushed to
 /// the disk and then renamed. Whatever fails before throws, and leaves what was there.
-class CheckpointWriter {
+class AtomicFile {
  public:
   /// The temporary is a name of `target`'s folder that nobody else writes to.
-  CheckpointWriter(const FileCalls& calls, std::filesystem::path temporary,
-                   std::filesystem::path target)
+  AtomicFile(const FileCalls& calls, std::filesystem::path temporary, std::filesystem::path target)
       : calls_(calls),
         temporary_(std::move(temporary)),
         target_(std::move(target)),
@@ -33,15 +97,16 @@ class CheckpointWriter {
     if (!file_.is_open()) fail("cannot be created", errno);
     buffer_.reserve(kBlockBytes);
   }
-  ~CheckpointWriter() {
+  ~AtomicFile() {
     if (!is_committed_) calls_.unlink(temporary_.c_str());
   }
-  CheckpointWriter(const CheckpointWriter&) = delete;
-  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(const void* data, std::size_t size) {
     const auto* bytes = static_cast<const char*>(data);
     total_ += size;
+    crc_ = crc32c(data, size, crc_);
     while (size > 0) {
       const std::size_t taken = std::min(size, kBlockBytes - buffer_.size());
       buffer_.append(bytes, taken);
@@ -53,13 +118,13 @@ class CheckpointWriter {
   /// How much was written.
   std::uint64_t total() const noexcept { return total_; }
 
-  /// Ends the file with the checksum and puts it in its place. \returns 0, or the system's error
-  /// where only the last flush, of the folder, failed: it is in place, but may not survive a crash
+  /// The CRC-32C of all that was written.
+  std::uint32_t crc() const noexcept { return crc_; }
+
+  /// Puts the file in its place. \returns 0, or the system's error where only the last flush, of
+  /// the folder, failed: the file is in place, but may not survive a crash
   [[nodiscard]] int commit() {
     flush();
-    const Sha256Digest digest = sum_.finish();
-    put(reinterpret_cast<const char*>(digest.data()), digest.size());
-    total_ += digest.size();
     while (calls_.fsync(file_.descriptor()) != 0) {
       if (errno != EINTR) fail("cannot be brought to the disk", errno);
     }
@@ -76,7 +141,6 @@ class CheckpointWriter {
   static constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
 
   void flush() {
-    sum_.add(buffer_.data(), buffer_.size());
     put(buffer_.data(), buffer_.size());
     buffer_.clear();
   }
@@ -101,8 +165,8 @@ class CheckpointWriter {
   std::filesystem::path temporary_, target_;
   OpenFile file_;
   std::string buffer_;
-  Sha256 sum_;
   std::uint64_t total_ = 0;
+  std::uint32_t crc_ = 0;
   bool is_committed_ = false;
 };
 
