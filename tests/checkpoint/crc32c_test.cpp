@@ -1,5 +1,5 @@
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint/detail/crc32c.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 
 #include <algorithm>
 #include <cstddef>

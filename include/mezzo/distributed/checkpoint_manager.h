@@ -49,18 +49,18 @@ struct LoadAttempt;
 /// and the optimizer that ShardedOptimizer shards, in a process without any.
 ///
 /// **What is each rank's own** (`add_per_rank`, `with_random_state`) goes to the same file, and
-/// back to the rank with that number. So the same number of ranks resumes to the bit on the CPU.
-/// To another number it does not fit, and a warning names each: the default generators are seeded
-/// anew, from those in the file, the step and the rank, differently on each rank and alike each
-/// time; everything else is left as it is. So is what the file has not got.
+/// back to the rank with that number. So the same number of ranks resumes bitwise on the CPU.
+/// Another number of ranks cannot take it over. The default generators are then seeded anew, from
+/// rank 0's in the file, the step and the rank: differently on each rank, and alike each time. All
+/// else, and what the file lacks, stays as it is. A warning names each of these.
 ///
 /// **The folder** is one that all ranks see, as of a shared file system. Rank 0 writes, and holds
 /// the lock; all read. While rank 0 writes the others wait: a Watchdog's collective_timeout must
 /// exceed that. Warnings come from rank 0 alone.
 ///
-/// A kill of any rank at any moment leaves the last file whole, and nothing but a temporary file
-/// that the next `save` removes. What a kill or a failed collective leaves in the communicator is
-/// not this class's to mend: end the job (Watchdog), and start it again.
+/// A kill of any rank at any moment leaves the last file whole, and beside it at most a temporary
+/// file, which the next `save` removes. After a kill or a failed collective the communicator cannot
+/// be used again: end the job (Watchdog) and start a new one.
 class DistributedCheckpointManager {
  public:
   /// Touches nothing yet. `communicator` may serve the CPU or CUDA devices alone.

@@ -3,7 +3,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/checkpoint/detail/crc32c.h>
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>

@@ -3,7 +3,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
-#include <mezzo/checkpoint/detail/crc32c.h>
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>

@@ -3,8 +3,8 @@
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/checkpoint/detail/crc32c.h>
 #include <mezzo/checkpoint/detail/object_parts.h>
 
 #include <ATen/core/Generator.h>

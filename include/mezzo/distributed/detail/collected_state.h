@@ -5,9 +5,9 @@
 #include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/checkpoint/detail/crc32c.h>
 #include <mezzo/distributed/detail/rank_agreement.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
