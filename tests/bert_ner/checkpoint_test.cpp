@@ -1,9 +1,11 @@
 #include "checkpoint.h"
 
+#include <caffe2/serialize/inline_container.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -97,7 +99,21 @@ std::vector<fs::path> checkpoints_in(const fs::path& saved) {
   return mezzo::CheckpointManager(saved / "checkpoints").files();
 }
 
-/// The model folders are the same, and so are the newest checkpoints, whatever their numbers.
+/// The bytes of all tensors of a checkpoint, in an order that does not depend on where a process
+/// had its parameters, which libtorch names their state by.
+std::vector<std::string> tensor_bytes(const fs::path& checkpoint) {
+  caffe2::serialize::PyTorchStreamReader reader(checkpoint.string());
+  std::vector<std::string> all;
+  for (const auto& name : reader.getAllRecords()) {
+    if (!name.starts_with("data/")) continue;
+    const auto [bytes, size] = reader.getRecord(name);
+    all.emplace_back(static_cast<const char*>(bytes.get()), size);
+  }
+  std::ranges::sort(all);
+  return all;
+}
+
+/// The model folders are the same, and so is every tensor in the newest checkpoints.
 void expect_same_files(const fs::path& a, const fs::path& b, const std::string& step) {
   ASSERT_EQ(names_in(a), names_in(b));
   for (const auto& name : names_in(a)) {
@@ -107,7 +123,8 @@ void expect_same_files(const fs::path& a, const fs::path& b, const std::string& 
   const auto one = checkpoints_in(a).front(), other = checkpoints_in(b).front();
   EXPECT_THAT(one.filename().string(), testing::EndsWith(step));
   EXPECT_THAT(other.filename().string(), testing::EndsWith(step));
-  EXPECT_EQ(test::read_bytes(one), test::read_bytes(other));
+  EXPECT_GT(tensor_bytes(one).size(), 100U);
+  EXPECT_TRUE(tensor_bytes(one) == tensor_bytes(other));
 }
 
 TEST_F(Checkpoint, AResumedRunEndsBitForBitWhereTheStraightOneDoes) {
