@@ -58,8 +58,7 @@ void remove_stale_temporaries(const std::filesystem::path& target) {
   }
 }
 
-}  // namespace
-
+/// Brings the names in a folder to the disk. \returns 0 or the system's error
 int flush_folder(const std::filesystem::path& folder) noexcept {
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return errno;
@@ -67,6 +66,8 @@ int flush_folder(const std::filesystem::path& folder) noexcept {
   ::close(descriptor);
   return error;
 }
+
+}  // namespace
 
 AtomicFile::AtomicFile(std::filesystem::path target) : target_(std::move(target)) {
   std::error_code ignored;

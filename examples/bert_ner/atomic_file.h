@@ -53,7 +53,4 @@ class AtomicFile {
   bool committed_ = false;
 };
 
-/// Brings the names in a folder to the disk. \returns 0 or the system's error
-[[nodiscard]] int flush_folder(const std::filesystem::path& folder) noexcept;
-
 }  // namespace bert_ner

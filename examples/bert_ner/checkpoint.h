@@ -1,17 +1,15 @@
 /// \file
-/// Checkpoints: everything a run needs to go on bit for bit, in a folder that is also a model. It
-/// has config.json, vocab.txt, model.safetensors, ... as Hugging Face has them, and beside them
-/// training_state.safetensors (moments, scaler, schedule, random state) and training_state.json (a
-/// RunRecord).
+/// What --save writes: a model folder in Hugging Face's form, and in its folder `checkpoints` files
+/// of mezzo::CheckpointManager with everything that a run needs to go on bit for bit.
 #pragma once
+
+#include <mezzo/checkpoint/checkpoint.h>
+#include <torch/torch.h>
 
 #include <cstdint>
 #include <filesystem>
-#include <map>
 #include <string>
 
-#include "atomic_file.h"
-#include "checkpoint_folder.h"
 #include "labels.h"
 #include "model_files.h"
 #include "options.h"
@@ -20,7 +18,7 @@
 
 namespace bert_ner {
 
-/// What a checkpoint holds besides tensors.
+/// What a checkpoint holds besides the trainer.
 struct RunRecord {
   std::string model;  ///< the folder that the run began with, as an absolute path
   DataOptions data;   ///< with absolute paths
@@ -28,42 +26,36 @@ struct RunRecord {
   std::string device;    ///< cpu or cuda
   std::string autocast;  ///< "bfloat16", "float16" or "off"
   uint64_t data_fingerprint = 0;
-  TrainingPosition position;
-  std::map<std::string, uint64_t> files;  ///< fingerprints of the checkpoint's other files, by name
+  uint64_t model_fingerprint = 0;  ///< of the model folder's small files
 };
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingPosition, epoch, group, steps)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunRecord, model, data, training, device, autocast,
-                                   data_fingerprint, position, files)
+                                   data_fingerprint, model_fingerprint)
 
-/// Random states by the names that a checkpoint has for them: those of torch's generators for the
-/// CPU and for `device`, on every rank. All ranks call it together.
-using RandomStates = std::map<std::string, torch::Tensor>;
-RandomStates random_states(torch::Device device, const Ranks& ranks = {});
+/// A run as far as it can be known before its model is made.
+struct SavedRun {
+  RunRecord record;
+  TrainingPosition position;
+};
 
-/// Seeds the generators of a rank that begins, or goes on from `steps` without a random state of
-/// its own, so that each draws other dropout.
-void seed_rank(uint64_t seed, int64_t steps, int rank);
+/// Reads the newest checkpoint of `dir` that is whole.
+/// \throws InputError if `dir` holds none, or none that is whole
+SavedRun read_saved_run(const std::filesystem::path& dir);
 
-/// Writes the model, optimizer, scaler, schedule, random states and `record`, whose position and
-/// files are found here, as the checkpoint of `dir`; see replace_checkpoint.
-[[nodiscard]] AtomicFile::Durability save_checkpoint(const std::filesystem::path& dir,
-                                                     const Trainer& trainer,
-                                                     const ModelFiles& files, const Labels& labels,
-                                                     const RandomStates& random, RunRecord record);
+/// Restores a trainer that was made with the record's options, random states of all ranks included:
+/// draw nothing before this. On another number of ranks dropout begins anew. All ranks call it.
+/// \throws InputError naming what does not fit; RanksFailed where there are several ranks
+void load_checkpoint(const std::filesystem::path& dir, Trainer& trainer, const Ranks& ranks = {});
 
-/// Reads the record of a checkpoint. \throws InputError if `folder` holds a model and no run.
-RunRecord read_run_record(const std::filesystem::path& folder);
+/// Writes the model folder (rank 0), then the checkpoint. All ranks call it.
+/// \returns whether the checkpoint survives a power failure, as far as is known
+/// \throws InputError if the system refuses (a full disk), RanksFailed where there are several
+///   ranks; the model and the checkpoint are then whole, and of this save or the one before
+[[nodiscard]] bool save_checkpoint(const std::filesystem::path& dir, Trainer& trainer,
+                                   const ModelFiles& files, const Labels& labels,
+                                   const RunRecord& record, const Ranks& ranks = {});
 
-/// \throws InputError for a file that is not the one that was saved together with `record`: an
-/// older one, a damaged one, one that someone changed
-void check_files(const std::filesystem::path& folder, const RunRecord& record);
-
-/// Restores everything but the model's weights, which load_weights reads, into a trainer that was
-/// made with the record's options. The random state comes last: draw nothing before this. Where
-/// there are other ranks than the run had, `seed_rank` takes its place.
-/// \throws InputError naming what is missing or does not fit
-void load_training_state(const std::filesystem::path& folder, const RunRecord& record,
-                         Trainer& trainer, const Ranks& ranks = {});
+/// Creates the folders if need be and tries them out. \throws InputError if nothing can be written
+void prepare_checkpoints(const std::filesystem::path& dir);
 
 }  // namespace bert_ner

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "mapped_file.h"
-
 namespace bert_ner {
 
 void Fingerprint::add(std::span<const std::byte> part) {
@@ -26,13 +24,6 @@ void Fingerprint::mix(std::uint64_t word) {
   constexpr int kHalf = 32;
   state_ = (state_ ^ word) * kPrime;
   state_ ^= state_ >> kHalf;
-}
-
-std::uint64_t fingerprint_of_file(const std::filesystem::path& path) {
-  const MappedFile file(path);
-  Fingerprint fingerprint;
-  fingerprint.add(file.bytes());
-  return fingerprint.value();
 }
 
 }  // namespace bert_ner

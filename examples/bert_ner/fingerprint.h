@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <filesystem>
 #include <span>
 #include <string_view>
 
@@ -23,8 +22,5 @@ class Fingerprint {
 
   std::uint64_t state_ = 0xcbf29ce484222325U;
 };
-
-/// That of a whole file. \throws InputError if it cannot be read
-std::uint64_t fingerprint_of_file(const std::filesystem::path& path);
 
 }  // namespace bert_ner

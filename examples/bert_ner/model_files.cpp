@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "atomic_file.h"
+#include "fingerprint.h"
 #include "formatted.h"
 #include "input_error.h"
 #include "json_file.h"
@@ -154,7 +155,7 @@ fs::path weights_file(const fs::path& folder) {
 void write_text(const fs::path& path, std::string_view text) {
   AtomicFile file(path);
   file.write(text);
-  static_cast<void>(file.commit());  // the checkpoint reports durability once, for the whole folder
+  static_cast<void>(file.commit());  // whether it is durable is told of the checkpoint
 }
 
 json config_with_labels(json config, const Labels& labels) {
@@ -300,6 +301,16 @@ std::vector<std::string> load_weights(BertForTokenClassification& model, const f
                      abridged(unknown) + advice);
   }
   return other_heads;
+}
+
+uint64_t fingerprint_of(const ModelFiles& files, const Labels& labels) {
+  Fingerprint fingerprint;
+  fingerprint.add(config_with_labels(files.config, labels).dump());
+  for (const auto& [name, text] : files.texts) {
+    fingerprint.add(name);
+    fingerprint.add(text);
+  }
+  return fingerprint.value();
 }
 
 void write_model_folder(const fs::path& folder, const ModelFiles& files,

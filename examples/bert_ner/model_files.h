@@ -3,6 +3,7 @@
 /// tokenizer's configuration): read, checked, and written.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -48,6 +49,9 @@ void check_sizes(const BertConfig& config, const std::filesystem::path& folder);
 /// \throws InputError naming the tensors that are missing, unknown to the encoder, or misshapen.
 std::vector<std::string> load_weights(BertForTokenClassification& model,
                                       const std::filesystem::path& folder, Head head);
+
+/// Changes where the configuration or the tokenizer of a folder does, given its labels or not.
+uint64_t fingerprint_of(const ModelFiles& files, const Labels& labels);
 
 /// Writes a folder that load_weights, and Hugging Face's own `from_pretrained`, can read.
 /// `folder` must exist. Each file is written aside, flushed to the disk and renamed into its place.

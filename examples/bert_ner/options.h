@@ -57,7 +57,7 @@ struct RunOptions {
 };
 
 struct PredictOptions {
-  std::string saved;  ///< a folder of checkpoints, or a model folder
+  std::string saved;  ///< a folder that --save wrote, or a model folder
   std::string text;   ///< one sentence
   std::string file;   ///< or a file with one a line
   std::string device = "cpu";

@@ -6,7 +6,6 @@
 
 #include "batches.h"
 #include "bert.h"
-#include "checkpoint.h"
 #include "conll.h"
 #include "input_error.h"
 #include "machine.h"
@@ -75,7 +74,7 @@ std::vector<std::string> split_words(std::string_view sentence) {
 void predict(const PredictOptions& options, std::ostream& out) {
   set_threads(options.threads);
   const auto device = find_device(options.device);
-  const auto folder = latest_checkpoint(options.saved);
+  const auto folder = std::filesystem::path(options.saved);
   const auto files = read_model_files(folder);
   const auto labels = labels_of(files);
   const auto config = bert_config_of(files);

@@ -4,6 +4,7 @@
 #include <iostream>
 #include <map>
 #include <optional>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,6 +38,14 @@ std::vector<std::string> labels_to_guess(const Dataset& data) {
     if (!seen.id(name)) names.push_back(name);
   }
   return names;
+}
+
+/// Seeds the generators of a rank other than the first, so that each draws other dropout.
+void seed_rank(uint64_t seed, int rank) {
+  constexpr int kHalf = 32;
+  std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> kHalf),
+                      static_cast<uint32_t>(rank)};
+  torch::manual_seed(std::mt19937_64(words)());
 }
 
 /// A run under way.
@@ -95,9 +104,7 @@ Run::Run(const RunOptions& options, const Ranks& ranks)
           })),
       trainer_(load_model(), origin_.options.training, inputs_.precision, class_weights_,
                inputs_.epoch_steps, ranks) {
-  ranks_.together([&] {
-    if (origin_.record) load_training_state(origin_.folder, *origin_.record, trainer_, ranks_);
-  });
+  if (origin_.saved) load_checkpoint(origin_.folder, trainer_, ranks_);
 }
 
 BertForTokenClassification Run::load_model() {
@@ -108,9 +115,9 @@ BertForTokenClassification Run::load_model() {
     BertForTokenClassification model(inputs_.config,
                                      static_cast<int64_t>(inputs_.data.labels.size()));
     passed_over_ =
-        load_weights(model, origin_.folder, origin_.record ? Head::from_file : Head::fresh);
+        load_weights(model, origin_.folder, origin_.saved ? Head::from_file : Head::fresh);
     model->to(inputs_.device);
-    if (!ranks_.is_first()) seed_rank(options().training.seed, 0, ranks_.rank());
+    if (!ranks_.is_first()) seed_rank(options().training.seed, ranks_.rank());
     return model;
   });
 }
@@ -125,7 +132,7 @@ void Run::check_alike() const {
                            {"max_steps", options().max_steps},
                            {"save_every", options().save_every},
                            {"saves", !options().save.empty()},
-                           {"resumes", origin_.record ? origin_.record->position.steps : -1}};
+                           {"resumes", origin_.saved ? origin_.saved->position.steps : -1}};
   const auto texts = ranks_.texts_of_all(own.dump());
   ranks_.together([&] {
     for (const auto& text : texts) {
@@ -210,19 +217,13 @@ void Run::save(Progress& progress) {
                          .device = options().device,
                          .autocast = describe(inputs_.precision),
                          .data_fingerprint = inputs_.data.fingerprint(),
-                         .position = {},
-                         .files = {}};
-  const auto random = random_states(inputs_.device, ranks_);
-  auto durability = AtomicFile::Durability::durable;
-  ranks_.together([&] {
-    if (!ranks_.is_first()) return;
-    durability = save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels,
-                                 random, record);
-  });
+                         .model_fingerprint = fingerprint_of(inputs_.files, inputs_.data.labels)};
+  const bool is_durable =
+      save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record, ranks_);
   saved_at_ = trainer_.position.steps;
   progress.say(
       "saved step " + std::to_string(saved_at_) + " in " + options().save +
-      (durability == AtomicFile::Durability::durable
+      (is_durable
            ? ""
            : " (whether it would survive a power failure is unknown: the folder could not be "
              "flushed to the disk)"));

@@ -23,20 +23,19 @@ BertConfig config_with_dropout(const ModelFiles& files, const TrainingOptions& t
   return config;
 }
 
-ModelFiles read_files(const RunOrigin& origin) {
-  if (origin.record) check_files(origin.folder, *origin.record);
-  return read_model_files(origin.folder);
-}
-
 /// Whether the run can go on here exactly as it would have gone on there.
 void check_record(const RunOrigin& origin, const RunInputs& inputs) {
-  const auto& record = *origin.record;
+  const auto& [record, position] = *origin.saved;
   const std::string run = origin.folder.string() + ": the run ";
   if (record.data_fingerprint != inputs.data.fingerprint() ||
       labels_of(inputs.files) != inputs.data.labels) {
     throw InputError(run + "had other sentences; put back the data it began with");
   }
-  const auto& position = record.position;
+  if (record.model_fingerprint != fingerprint_of(inputs.files, inputs.data.labels)) {
+    throw InputError(run +
+                     "had another config.json, vocab.txt or tokenizer; put back the files that it "
+                     "saved");
+  }
   if (position.group > inputs.epoch_steps ||
       position.steps != position.epoch * inputs.epoch_steps + position.group) {
     throw InputError(run +
@@ -57,11 +56,11 @@ void check_record(const RunOrigin& origin, const RunInputs& inputs) {
 RunOrigin origin_of(const RunOptions& options) {
   RunOrigin origin{options.model, std::nullopt, options};
   if (!options.resume.empty()) {
-    origin.folder = latest_checkpoint(options.resume);
-    origin.record = read_run_record(origin.folder);
-    origin.options.model = origin.record->model;
-    origin.options.data = origin.record->data;
-    origin.options.training = origin.record->training;
+    origin.folder = options.resume;
+    origin.saved = read_saved_run(origin.folder);
+    origin.options.model = origin.saved->record.model;
+    origin.options.data = origin.saved->record.data;
+    origin.options.training = origin.saved->record.training;
     return origin;
   }
   auto& data = origin.options.data;
@@ -74,7 +73,7 @@ RunOrigin origin_of(const RunOptions& options) {
 RunInputs::RunInputs(const RunOrigin& origin, int gpu)
     : device(find_device(origin.options.device, gpu)),
       precision(setting_for(origin.options.training.precision, device)),
-      files(read_files(origin)),
+      files(read_model_files(origin.folder)),
       config(config_with_dropout(files, origin.options.training)),
       tokenizer(load_tokenizer(files, config)),
       data(load_dataset(origin.options.data, origin.options.training.seed)) {
@@ -86,7 +85,7 @@ RunInputs::RunInputs(const RunOrigin& origin, int gpu)
   test = examples_of(data.test);
   batches = length_sorted_batches(train, origin.options.training.batch_size);
   epoch_steps = steps_per_epoch(batches.size(), origin.options.training.accumulate);
-  if (origin.record) check_record(origin, *this);
+  if (origin.saved) check_record(origin, *this);
 }
 
 Padding RunInputs::padding() const {

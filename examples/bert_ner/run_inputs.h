@@ -22,8 +22,8 @@ namespace bert_ner {
 
 /// Where a run starts from: a model, or a checkpoint of its own.
 struct RunOrigin {
-  std::filesystem::path folder;     ///< --model, or the checkpoint to resume
-  std::optional<RunRecord> record;  ///< of that checkpoint
+  std::filesystem::path folder;   ///< of the model: --model, or --resume
+  std::optional<SavedRun> saved;  ///< the run to resume
   RunOptions options;  ///< paths are absolute; a resumed run's own where they decide its outcome
 };
 

@@ -5,11 +5,11 @@
 
 #include <mezzo/distributed/broadcast_parameters.h>       // IWYU pragma: export
 #include <mezzo/distributed/c10d_communicator.h>          // IWYU pragma: export
+#include <mezzo/distributed/checkpoint_manager.h>         // IWYU pragma: export
 #include <mezzo/distributed/communicator.h>               // IWYU pragma: export
 #include <mezzo/distributed/data_parallel.h>              // IWYU pragma: export
 #include <mezzo/distributed/grad_all_reduce.h>            // IWYU pragma: export
 #include <mezzo/distributed/process_group_environment.h>  // IWYU pragma: export
-#include <mezzo/distributed/rank_checkpoints.h>           // IWYU pragma: export
 #include <mezzo/distributed/sharded_optimizer.h>          // IWYU pragma: export
 #include <mezzo/distributed/sync_batch_norm.h>            // IWYU pragma: export
 #include <mezzo/distributed/watchdog.h>                   // IWYU pragma: export

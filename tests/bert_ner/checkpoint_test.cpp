@@ -1,15 +1,19 @@
 #include "checkpoint.h"
 
+#include <caffe2/serialize/inline_container.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
+#include <fstream>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "input_error.h"
-#include "json_file.h"
 #include "run.h"
 #include "tiny_bert.h"
 
@@ -61,16 +65,16 @@ class Checkpoint : public testing::Test {
     second.resume = second.save = first.save;
     second.quiet = true;
     run_training(second);
-    return {latest_checkpoint(straight.save), latest_checkpoint(second.save)};
+    return {straight.save, second.save};
   }
 
-  /// A run that saved one step. \returns its checkpoint
+  /// A run that saved one step. \returns its folder
   fs::path one_step() const {
     auto run = options();
     run.save = folder("saved").string();
     run.max_steps = 1;
     run_training(run);
-    return latest_checkpoint(run.save);
+    return run.save;
   }
 
   ScratchFolder scratch_;
@@ -90,54 +94,93 @@ std::string error_of_resuming(const fs::path& from) {
   return "no error";
 }
 
-void expect_same_files(const fs::path& a, const fs::path& b) {
+/// The checkpoints of a folder, the newest first.
+std::vector<fs::path> checkpoints_in(const fs::path& saved) {
+  return mezzo::CheckpointManager(saved / "checkpoints").files();
+}
+
+/// The bytes of all tensors of a checkpoint, in an order that does not depend on where a process
+/// had its parameters, which libtorch names their state by.
+std::vector<std::string> tensor_bytes(const fs::path& checkpoint) {
+  caffe2::serialize::PyTorchStreamReader reader(checkpoint.string());
+  std::vector<std::string> all;
+  for (const auto& name : reader.getAllRecords()) {
+    if (!name.starts_with("data/")) continue;
+    const auto [bytes, size] = reader.getRecord(name);
+    all.emplace_back(static_cast<const char*>(bytes.get()), size);
+  }
+  std::ranges::sort(all);
+  return all;
+}
+
+/// The model folders are the same, and so is every tensor in the newest checkpoints.
+void expect_same_files(const fs::path& a, const fs::path& b, const std::string& step) {
   ASSERT_EQ(names_in(a), names_in(b));
-  EXPECT_EQ(a.filename(), b.filename());
   for (const auto& name : names_in(a)) {
+    if (name == "checkpoints") continue;
     EXPECT_EQ(test::read_bytes(a / name), test::read_bytes(b / name)) << name;
   }
+  const auto one = checkpoints_in(a).front(), other = checkpoints_in(b).front();
+  EXPECT_THAT(one.filename().string(), testing::EndsWith(step));
+  EXPECT_THAT(other.filename().string(), testing::EndsWith(step));
+  EXPECT_GT(tensor_bytes(one).size(), 100U);
+  EXPECT_TRUE(tensor_bytes(one) == tensor_bytes(other));
 }
 
 TEST_F(Checkpoint, AResumedRunEndsBitForBitWhereTheStraightOneDoes) {
   // 29 sentences: 8 batches, 4 steps an epoch; step 6 lies in the middle of the second.
   const auto [straight, resumed] = straight_and_resumed(options(), 6);
-  EXPECT_EQ(straight.filename(), "step-000012");
-  expect_same_files(straight, resumed);
+  expect_same_files(straight, resumed, "-step-12.pt");
 }
 
 TEST_F(Checkpoint, ARunResumesFromTheEndOfAnEpochToo) {
   const auto [straight, resumed] = straight_and_resumed(options(Precision::fp32), 4);
-  expect_same_files(straight, resumed);
+  expect_same_files(straight, resumed, "-step-12.pt");
 }
 
 TEST_F(Checkpoint, HoldsAScalerThatHasMoved) {
   auto run = options();
   run.save = folder("saved").string();
   run_training(run);
-  const SafetensorsFile state(latest_checkpoint(run.save) / "training_state.safetensors");
-  ASSERT_NE(state.find("scaler._growth_tracker"), nullptr);
-  EXPECT_EQ(to_tensor(*state.find("scaler._growth_tracker")).item<double>(), 12);
+  mezzo::GradScaler scaler;
+  mezzo::load_checkpoint(checkpoints_in(run.save).front(),
+                         mezzo::TrainingState().add("scaler", scaler), {.subset = true});
+  EXPECT_EQ(scaler.state_dict().at("_growth_tracker"), 12);
 }
 
 TEST_F(Checkpoint, IsAModelToGoOnFrom) {
   auto run = options();
   run.save = folder("saved").string();
   run_training(run);
-  const auto model = test::load_tiny_bert(latest_checkpoint(run.save));
+  const auto model = test::load_tiny_bert(run.save);
   EXPECT_EQ(model->classifier->weight.size(0), 5);
+  BertForTokenClassification saved(bert_config_of(read_model_files(run.save)), 5);
+  mezzo::load_checkpoint(checkpoints_in(run.save).front(),
+                         mezzo::TrainingState().add("model", saved), {.subset = true});
+  for (const auto& parameter : saved->named_parameters()) {
+    EXPECT_TRUE(torch::equal(parameter.value(), model->named_parameters()[parameter.key()]));
+  }
 }
 
-TEST_F(Checkpoint, KeepsOneFolderAndClearsWhatAKillLeft) {
+TEST_F(Checkpoint, KeepsTwoAndClearsWhatAKillLeft) {
   auto run = options();
   run.save = folder("saved").string();
   run.save_every = 5;
-  fs::create_directories(fs::path(run.save) / ".partial-step-000003");
+  fs::create_directories(fs::path(run.save) / "checkpoints");
   fs::create_directories(fs::path(run.save) / "notes");
+  std::ofstream(fs::path(run.save) / "checkpoints" / ".checkpoint-000001-step-3.pt.7.tmp")
+      << "half";
+  std::ofstream(fs::path(run.save) / ".model.safetensors.7-0.tmp") << "half";
   run_training(run);
-  EXPECT_EQ(names_in(run.save), (std::set<std::string>{"latest", "step-000012", "notes"}));
+  const std::set<std::string> names{"checkpoints", "config.json", "model.safetensors", "notes",
+                                    "vocab.txt"};
+  EXPECT_EQ(names_in(run.save), names);
+  const auto checkpoints = fs::path(run.save) / "checkpoints";
+  EXPECT_EQ(names_in(checkpoints), (std::set<std::string>{".lock", "checkpoint-000002-step-10.pt",
+                                                          "checkpoint-000003-step-12.pt"}));
   run_training(run);  // once more into the same folder
-  EXPECT_EQ(names_in(run.save).size(), 3U);
-  EXPECT_TRUE(fs::exists(latest_checkpoint(run.save) / "training_state.json"));
+  EXPECT_EQ(names_in(run.save), names);
+  EXPECT_EQ(names_in(checkpoints).size(), 3U);
 }
 
 TEST_F(Checkpoint, OfAFailedWriteLeavesTheOldOneUntouched) {
@@ -145,30 +188,42 @@ TEST_F(Checkpoint, OfAFailedWriteLeavesTheOldOneUntouched) {
   run.save = folder("saved").string();
   run.max_steps = 2;
   run_training(run);
-  const auto before = latest_checkpoint(run.save);
+  const auto before = checkpoints_in(run.save);
+  const auto model_before = test::read_bytes(fs::path(run.save) / "model.safetensors");
 
   rlimit previous{};
   getrlimit(RLIMIT_FSIZE, &previous);
-  const rlimit small{.rlim_cur = 20000, .rlim_max = previous.rlim_max};  // less than the weights
   auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
-  setrlimit(RLIMIT_FSIZE, &small);
   RunOptions more;
   more.resume = more.save = run.save;
   more.quiet = true;
-  std::string message;
-  try {
-    run_training(more);
-  } catch (const InputError& error) {
-    message = error.what();
-  }
-  setrlimit(RLIMIT_FSIZE, &previous);
+  const auto error_with_room_for = [&](rlim_t bytes) {
+    const rlimit small{.rlim_cur = bytes, .rlim_max = previous.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &small);
+    std::string message;
+    try {
+      run_training(more);
+    } catch (const InputError& error) {
+      message = error.what();
+    }
+    setrlimit(RLIMIT_FSIZE, &previous);
+    return message;
+  };
+  const std::string no_model = error_with_room_for(20000);  // less than the weights
+  const auto model_after = test::read_bytes(fs::path(run.save) / "model.safetensors");
+  const std::string no_checkpoint = error_with_room_for(model_before.size() + 1000);
   std::signal(SIGXFSZ, handler);
 
-  EXPECT_THAT(message, AllOf(HasSubstr("model.safetensors"), HasSubstr("File too large"),
-                             testing::Not(HasSubstr("\n"))));
-  EXPECT_EQ(latest_checkpoint(run.save), before);
-  EXPECT_EQ(names_in(run.save), (std::set<std::string>{"latest", "step-000002"}));
-  test::load_tiny_bert(before);
+  EXPECT_EQ(model_after, model_before);
+  EXPECT_THAT(no_model, AllOf(HasSubstr("model.safetensors"), HasSubstr("File too large"),
+                              testing::Not(HasSubstr("\n"))));
+  EXPECT_THAT(no_checkpoint, AllOf(HasSubstr("-step-12.pt"), HasSubstr("File too large"),
+                                   HasSubstr("untouched"), testing::Not(HasSubstr("\n"))));
+  EXPECT_EQ(checkpoints_in(run.save), before);
+  EXPECT_EQ(names_in(run.save), (std::set<std::string>{"checkpoints", "config.json",
+                                                       "model.safetensors", "vocab.txt"}));
+  test::load_tiny_bert(run.save);
+  EXPECT_EQ(read_saved_run(run.save).position.steps, 2);
 }
 
 TEST_F(Checkpoint, IsRefusedForOtherData) {
@@ -177,81 +232,59 @@ TEST_F(Checkpoint, IsRefusedForOtherData) {
   EXPECT_THAT(error_of_resuming(saved), HasSubstr("had other sentences"));
 }
 
-TEST_F(Checkpoint, ThatIsAModelAloneIsNoRun) {
-  try {
-    read_run_record(test::tiny_bert_folder());
-    FAIL();
-  } catch (const InputError& error) {
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("training_state.json"), HasSubstr("--model")));
-  }
-}
-
-TEST_F(Checkpoint, WithAValueOfAnotherKindIsRefused) {
-  const auto file = one_step() / "training_state.json";
-  auto state = read_json(file);
-  state["position"]["steps"] = "one";
-  std::ofstream(file) << state.dump();
-  EXPECT_THAT(error_of_resuming(folder("saved")),
-              AllOf(HasSubstr("training_state.json: is no state of a run"), HasSubstr("string")));
-}
-
-TEST_F(Checkpoint, WithATruncatedFileIsRefusedByName) {
+TEST_F(Checkpoint, IsRefusedForAnotherVocabulary) {
   const auto saved = one_step();
-  fs::resize_file(saved / "training_state.safetensors", 1000);
-  EXPECT_THAT(error_of_resuming(saved), HasSubstr("training_state.safetensors: is not the file"));
+  std::ofstream(saved / "vocab.txt", std::ios::app) << "more\n";
+  EXPECT_THAT(error_of_resuming(saved), HasSubstr("had another config.json, vocab.txt"));
 }
 
-TEST_F(Checkpoint, WithAFileOfAnotherSaveIsRefusedByName) {
-  const auto older = scratch_ / "older", torn = scratch_ / "torn";
-  fs::copy(one_step(), older);
+TEST_F(Checkpoint, ThatIsAModelAloneIsNoRun) {
+  EXPECT_THAT(error_of_resuming(test::copy_tiny_bert(scratch_)),
+              AllOf(HasSubstr("model/checkpoints: holds no checkpoint"), HasSubstr("--model")));
+}
+
+TEST_F(Checkpoint, OfAnotherProgramIsRefused) {
+  int64_t none = 0;
+  std::string record = "{}";
+  mezzo::TrainingState state;
+  state.add("record", record).add("epoch", none).add("group", none).add("steps", none);
+  mezzo::CheckpointManager(folder("saved") / "checkpoints").save(state, 1);
+  EXPECT_THAT(error_of_resuming(folder("saved")),
+              AllOf(HasSubstr("-step-1.pt: is of another program"), HasSubstr("key 'model'")));
+}
+
+TEST_F(Checkpoint, ThatIsTruncatedIsRefusedByName) {
+  const auto saved = one_step();
+  const auto file = checkpoints_in(saved).front();
+  fs::resize_file(file, 1000);
+  EXPECT_THAT(error_of_resuming(saved), AllOf(HasSubstr(file.string()), HasSubstr("checksum"),
+                                              testing::Not(HasSubstr("\n"))));
+}
+
+TEST_F(Checkpoint, ThatIsDamagedLeavesTheOneBeforeToGoOnFrom) {
   auto run = options();
   run.save = folder("saved").string();
-  run.max_steps = 2;
+  run.save_every = 5;
   run_training(run);
-  const auto error_with_older = [&](const char* name) {
-    fs::remove_all(torn);
-    fs::copy(latest_checkpoint(run.save), torn);
-    fs::copy_file(older / name, torn / name, fs::copy_options::overwrite_existing);
-    return error_of_resuming(torn);
-  };
-  for (const std::string name : {"model.safetensors", "training_state.safetensors"}) {
-    EXPECT_THAT(error_with_older(name.c_str()),
-                HasSubstr("torn/" + name +
-                          ": is not the file that was saved together with "
-                          "training_state.json; resume from another checkpoint"));
-  }
-  EXPECT_THAT(error_with_older("training_state.json"),
-              HasSubstr("is not the file that was saved together with training_state.json"));
-  EXPECT_EQ(error_with_older("vocab.txt"), "no error");  // the same in both
+  fs::resize_file(checkpoints_in(run.save).front(), 1000);
+  EXPECT_EQ(read_saved_run(run.save).position.steps, 10);
+  RunOptions more;
+  more.resume = run.save;
+  more.quiet = true;
+  EXPECT_EQ(run_training(more).steps, 12);
 }
 
-TEST_F(Checkpoint, ThatLacksAFileIsRefusedByName) {
+TEST_F(Checkpoint, WithAPlaceThatNoRunWasAtIsRefused) {
   const auto saved = one_step();
-  fs::remove(saved / "training_state.safetensors");
-  EXPECT_THAT(error_of_resuming(saved), HasSubstr("training_state.safetensors: cannot be opened"));
-}
-
-TEST_F(Checkpoint, WithAValueOutOfRangeIsRefusedByName) {
-  const auto file = one_step() / "training_state.json";
-  const auto good = read_json(file);
-  const auto error_with = [&](const char* pointer, const nlohmann::json& value) {
-    auto state = good;
-    state[nlohmann::json::json_pointer(pointer)] = value;
-    std::ofstream(file) << state.dump();
-    return error_of_resuming(folder("saved"));
-  };
-  for (const char* field : {"accumulate", "batch_size", "epochs"}) {
-    EXPECT_THAT(error_with((std::string("/training/") + field).c_str(), 0),
-                AllOf(HasSubstr("training_state.json: \"" + std::string(field) + "\"")));
-  }
-  for (const char* field : {"epoch", "group", "steps"}) {
-    EXPECT_THAT(error_with((std::string("/position/") + field).c_str(), -3),
-                HasSubstr("training_state.json: \"" + std::string(field) + "\""));
-  }
-  EXPECT_THAT(error_with("/position/group", 100000), HasSubstr("do not fit together"));
-  EXPECT_THAT(error_with("/position", {{"epoch", 0}, {"group", 0}, {"steps", 0}}),
-              HasSubstr("training_state.safetensors: schedule.applied_steps is out of range"));
-  EXPECT_THAT(error_with("/format", 99), HasSubstr("format 99, here 1"));
+  std::string record;
+  int64_t epoch = 0, group = 0, steps = 0;
+  mezzo::TrainingState state;
+  state.add("record", record).add("epoch", epoch).add("group", group).add("steps", steps);
+  mezzo::CheckpointManager checkpoints(saved / "checkpoints");
+  checkpoints.load_newest(state, {.subset = true});
+  group = 100000;
+  checkpoints.save(state, 1);
+  EXPECT_THAT(error_of_resuming(saved), HasSubstr("do not fit together"));
 }
 
 TEST_F(Checkpoint, KnowsTheModelAndTheChoicesOfItsRun) {
@@ -265,38 +298,6 @@ TEST_F(Checkpoint, KnowsTheModelAndTheChoicesOfItsRun) {
   EXPECT_EQ(resumed.model, run.model);
   EXPECT_EQ(resumed.data.data, run.data.data);
   EXPECT_EQ(resumed.training.batch_size, 4);
-}
-
-TEST(Checkpoints, OfALoopingLinkAreRefusedByName) {
-  const ScratchFolder scratch;
-  fs::create_symlink("latest", scratch / "latest");
-  try {
-    latest_checkpoint(scratch.path());
-    FAIL();
-  } catch (const InputError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("latest: cannot be followed"));
-  }
-}
-
-TEST(ReplaceCheckpoint, RefusesToStandInForAFolderNamedLatest) {
-  const ScratchFolder scratch;
-  fs::create_directories(scratch / "latest");
-  const auto replace = [&] {
-    static_cast<void>(replace_checkpoint(scratch.path(), "step-000001", [](const fs::path&) {}));
-  };
-  EXPECT_THROW(replace(), InputError);
-}
-
-TEST(ReplaceCheckpoint, RemovesWhatAFailingWriterLeft) {
-  const ScratchFolder scratch;
-  const auto replace = [&] {
-    static_cast<void>(replace_checkpoint(scratch.path(), "step-000001", [](const fs::path& folder) {
-      std::ofstream(folder / "half") << "half";
-      throw InputError("disk full");
-    }));
-  };
-  EXPECT_THROW(replace(), InputError);
-  EXPECT_EQ(names_in(scratch.path()).size(), 0U);
 }
 
 }  // namespace

@@ -7,9 +7,6 @@
 #include <string_view>
 #include <vector>
 
-#include "input_error.h"
-#include "scratch_folder.h"
-
 namespace bert_ner {
 namespace {
 
@@ -41,13 +38,6 @@ TEST(Fingerprint, TellsWhereAPartEnds) {
                                     of({"abc", ""}),
                                     of({std::string_view("abc\0", 4)})};
   EXPECT_EQ(all.size(), 7u);
-}
-
-TEST(Fingerprint, OfAFileIsThatOfItsBytes) {
-  const test::ScratchFolder scratch;
-  EXPECT_EQ(fingerprint_of_file(scratch.write("file", "some text")), of({"some text"}));
-  EXPECT_EQ(fingerprint_of_file(scratch.write("empty", "")), of({""}));
-  EXPECT_THROW(fingerprint_of_file(scratch / "missing"), InputError);
 }
 
 }  // namespace

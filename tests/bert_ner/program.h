@@ -8,9 +8,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -20,6 +22,19 @@
 namespace bert_ner::test {
 
 using Arguments = std::vector<std::string>;
+
+/// The names of the checkpoints in a folder that --save wrote, the newest last.
+inline std::vector<std::string> checkpoint_names(const std::filesystem::path& saved) {
+  std::vector<std::string> names;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(saved / "checkpoints", error);
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    const auto name = entry->path().filename().string();
+    if (name.starts_with("checkpoint-")) names.push_back(name);
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
 
 struct Outcome {
   int status = 0;

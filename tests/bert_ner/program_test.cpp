@@ -99,7 +99,8 @@ TEST_F(Program, ObeysTheEnvironmentInItsAmpRows) {
 
 TEST_F(Program, TellsUsageErrorsFromOthersByItsStatus) {
   expect_failure(run({"--no-such-flag"}), 2, {"--no-such-flag", "--help"});
-  expect_failure(run({"--resume", (scratch_ / "nowhere").string()}), 1, {"training_state.json"});
+  expect_failure(run({"--resume", (scratch_ / "nowhere").string()}), 1,
+                 {"nowhere/checkpoints: holds no checkpoint"});
   const auto help = run({"--help"});
   EXPECT_EQ(help.status, 0);
   EXPECT_EQ(help.err, "");
@@ -238,30 +239,24 @@ TEST_F(Program, SaysSoWhenTheDiskIsFullAndKeepsTheCheckpoint) {
   const auto saved = scratch_ / "saved";
   const Arguments flags{"--precision", "amp", "--max-steps", "2", "--save", saved.string()};
   ASSERT_EQ(run(training(flags)).status, 0);
-  const auto before = latest_checkpoint(saved);
+  const auto before = test::checkpoint_names(saved);
   constexpr rlim_t kLessThanTheWeights = 20000;
   expect_failure(
       run({"--resume", saved.string(), "--save", saved.string(), "--quiet"}, kLessThanTheWeights),
       1, {"model.safetensors", "File too large", "untouched"});
-  EXPECT_EQ(latest_checkpoint(saved), before);
-  test::load_tiny_bert(before);
-}
-
-/// Where `latest` points; empty as long as there is none.
-fs::path target_of_latest(const fs::path& saved) {
-  std::error_code error;
-  return fs::read_symlink(saved / "latest", error);
+  EXPECT_EQ(test::checkpoint_names(saved), before);
+  test::load_tiny_bert(saved);
 }
 
 /// Starts the program, waits until it has saved once more, and kills it some milliseconds later, in
 /// the middle of one of the next saves. \returns whether it did save
 bool kill_after_a_save(pid_t child, const fs::path& saved, int milliseconds) {
-  const auto before = target_of_latest(saved);
+  const auto before = test::checkpoint_names(saved);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (target_of_latest(saved) == before && std::chrono::steady_clock::now() < deadline) {
+  while (test::checkpoint_names(saved) == before && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const bool did_save = target_of_latest(saved) != before;
+  const bool did_save = test::checkpoint_names(saved) != before;
   std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
@@ -279,12 +274,12 @@ TEST_F(Program, SurvivesKillsWhileItSaves) {
     if (round == 0) arguments.insert(arguments.end(), {"--precision", "amp"});
     ASSERT_TRUE(kill_after_a_save(start(arguments), saved, round * kPrime % kSpread))
         << test::read_bytes(scratch_ / "stderr");
-    const auto latest = latest_checkpoint(saved);
-    ASSERT_GT(read_run_record(latest).position.steps, round);
-    test::load_tiny_bert(latest);
-    for (const auto& entry : fs::directory_iterator(saved)) {  // no torso under a whole one's name
-      if (!entry.path().filename().string().starts_with("step-")) continue;
-      EXPECT_TRUE(fs::exists(entry.path() / "training_state.json")) << entry.path();
+    ASSERT_GT(read_saved_run(saved).position.steps, round);
+    test::load_tiny_bert(saved);
+    for (const auto& file : mezzo::CheckpointManager(saved / "checkpoints").files()) {
+      int64_t steps = 0;  // no torso under a whole one's name
+      mezzo::load_checkpoint(file, mezzo::TrainingState().add("steps", steps), {.subset = true});
+      EXPECT_GT(steps, 0);
     }
     arguments = flags;
     arguments.insert(arguments.end(), {"--resume", saved.string()});

@@ -28,7 +28,7 @@ using testing::HasSubstr;
 TEST(CheckpointManager, WithoutAHigherNumberNothingIsSaved) {
   const Scratch scratch;
   int64_t value = 0;
-  const auto last = scratch.path() / "checkpoint-18446744073709551615-step-0.mezzo";
+  const auto last = scratch.path() / "checkpoint-18446744073709551615-step-0.pt";
   test_support::put_bytes(last, "somebody's");
   EXPECT_THAT(
       error_of([&] { CheckpointManager(scratch.path()).save(TrainingState().add("a", value), 1); }),
@@ -51,7 +51,7 @@ TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {
   CheckpointManager checkpoints(scratch.path() / "deep" / "run", {.keep = 2});
   for (const int64_t step : {900, 1000, 10}) checkpoints.save(state, step);
   ASSERT_EQ(checkpoints.files().size(), 2U);
-  EXPECT_EQ(checkpoints.files()[0].filename(), "checkpoint-000003-step-10.mezzo");
+  EXPECT_EQ(checkpoints.files()[0].filename(), "checkpoint-000003-step-10.pt");
   EXPECT_EQ(checkpoints.load_newest(state)->step, 10);
 }
 
@@ -75,9 +75,9 @@ TEST(CheckpointManager, LeaveOtherFilesAlone) {
   const Scratch scratch;
   int64_t value = 0;
   CheckpointManager checkpoints(scratch.path(), {.keep = 1});
-  for (const char* name : {"checkpoint-1-step-2.mezzo.bak", "checkpoint-x-step-2.mezzo",
-                           ".checkpoint-1-step-2.mezzo.tmp", ".checkpoint-1-step-2.mezzo.7.tmp.x",
-                           "checkpoint-1-step-.mezzo", "notes"}) {
+  for (const char* name :
+       {"checkpoint-1-step-2.pt.bak", "checkpoint-x-step-2.pt", ".checkpoint-1-step-2.pt.tmp",
+        ".checkpoint-1-step-2.pt.7.tmp.x", "checkpoint-1-step-.pt", "notes"}) {
     test_support::put_bytes(scratch.path() / name, "somebody's");
   }
   const auto state = TrainingState().add("value", value);

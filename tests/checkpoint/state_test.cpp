@@ -236,38 +236,36 @@ std::string save_error(const std::string& name, const torch::Tensor& tensor, boo
     file = CheckpointManager(scratch.path()).save(TrainingState().add("m", saved), 0).file;
   });
   if (file.empty()) return error;
+  for (const torch::Tensor& parameter : loaded.parameters()) parameter.detach().zero_();
   EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, TrainingState().add("m", loaded)); }),
             "no error")
       << name;
+  if (!is_buffer) {
+    EXPECT_TRUE(torch::equal(loaded.parameters()[0], saved.parameters()[0])) << name;
+  }
   return error;
 }
 
-TEST(Checkpoint, NamesThatLibtorchCannotReadBackAreRefusedBeforeAMonthOfTraining) {
-  std::vector<std::string> keywords;
-#define MEZZO_TEST_KEYWORD(kind, description, text) keywords.push_back(text);
+/// TorchScript, which libtorch's own archives are, cannot be read back with some of these.
+TEST(Checkpoint, TensorsOfAnyNameComeBack) {
+  std::vector<std::string> names{"a\"b",           "a\\b",     "a\nb", "__annotations__",
+                                 "__parameters__", "a/b",      "a b",  "0",
+                                 "a: b",           "\xC3\xBC", "a'b",  "weight-1"};
+#define MEZZO_TEST_KEYWORD(kind, description, text) names.push_back(text);
   TC_FORALL_TOKEN_KINDS(MEZZO_TEST_KEYWORD)
 #undef MEZZO_TEST_KEYWORD
-  int refused = 0;
-  for (const std::string& keyword : keywords) {
-    if (keyword.empty() || keyword.find('.') != std::string::npos) continue;
+  for (const std::string& name : names) {
+    if (name.empty() || name.find('.') != std::string::npos) continue;
     for (const bool is_buffer : {true, false}) {
-      if (save_error(keyword, torch::ones({1}), is_buffer) != "no error") ++refused;
+      EXPECT_EQ(save_error(name, torch::ones({1}), is_buffer), "no error") << name;
     }
   }
-  EXPECT_EQ(refused, 2 * 28) << "words";
-  for (const char* name : {"a\"b", "a\\b", "a\nb", "__annotations__", "__parameters__"}) {
-    EXPECT_THAT(save_error(name, torch::ones({1}), false), HasSubstr("register it by another"));
-  }
-  for (const char* name : {"a/b", "a b", "0", "a: b", "\xC3\xBC", "weight-1", "lambda", "a'b"}) {
-    EXPECT_EQ(save_error(name, torch::ones({1}), false), "no error");
-  }
-  torch::nn::Sequential nested;
-  nested->push_back("in", torch::nn::Dropout());
-  const Scratch scratch;
-  EXPECT_THAT(error_of([&] {
-                CheckpointManager(scratch.path()).save(TrainingState().add("m", nested), 0);
-              }),
-              HasSubstr("\"in\" in the name \"in\""));
+  torch::nn::Sequential saved, loaded;
+  saved->push_back("in", torch::nn::Linear(1, 1));
+  loaded->push_back("in", torch::nn::Linear(1, 1));
+  EXPECT_EQ(error_between(TrainingState().add("m", saved), TrainingState().add("m", loaded)),
+            "no error");
+  EXPECT_TRUE(torch::equal(saved->parameters()[0], loaded->parameters()[0]));
 }
 
 TEST(Checkpoint, BuffersThatLibtorchCannotLoadAreRefusedWhenTheyAreSaved) {

@@ -4,9 +4,9 @@
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/c10d_communicator.h>
+#include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
-#include <mezzo/distributed/rank_checkpoints.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/distributed/watchdog.h>
 #include <mezzo/optim/adamw.h>
@@ -61,7 +61,7 @@ void train(mezzo::Communicator world, const std::filesystem::path& folder, int64
   state.add("step", step).add_per_rank("own", own).with_random_state();
   torch::manual_seed(static_cast<uint64_t>(100 + world.rank()));
 
-  mezzo::RankCheckpoints checkpoints(folder, world);
+  mezzo::DistributedCheckpointManager checkpoints(folder, world);
   checkpoints.load_newest(state);
   if (world.rank() == 0) say("from " + std::to_string(step));
   while (step < steps) {

@@ -2,26 +2,37 @@
 /// The whole state of a training run in one file: model, optimizer, scaler, schedule, random states
 /// and where the run stands in its data. A kill or a full disk at any moment leaves the old file or
 /// the new one, whole; a damaged file is noticed before anything is loaded from it.
+///
+/// The file is the zip that torch.save writes. Python reads it without mezzo:
+/// \code{.py}
+///   checkpoint = torch.load("runs/ner/checkpoint-000012-step-3400.pt", weights_only=True)
+///   checkpoint["step"], checkpoint["state"]["model"]["encoder"]["weight"]
+/// \endcode
+/// `examples/read_checkpoint` turns it into a state_dict.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/checkpoint_folder.h>
-#include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/checkpoint/detail/file_calls.h>
-#include <mezzo/checkpoint/detail/module_part.h>
-#include <mezzo/checkpoint/detail/object_parts.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 
 #include <c10/core/Device.h>
 
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+namespace detail {
+struct CheckpointAccess;
+class CheckpointPart;
+class CheckpointZip;
+struct NamedPart;
+}  // namespace detail
 
 /// What belongs to a training run, by name. Holds references: the objects must outlive it. Make it
 /// once, save and load it as often as you like.
@@ -52,9 +63,9 @@ class TrainingState {
   TrainingState& add(std::string name, T& object);
 
   /// The same for what differs from rank to rank in a job of several processes, which
-  /// RankCheckpoints (distributed/rank_checkpoints.h) saves: the residuals of error feedback, a
-  /// rank's own generator or place in the data. CheckpointManager takes it for an object like
-  /// others, and of a file of several ranks what rank 0 had, with a warning.
+  /// DistributedCheckpointManager (distributed/checkpoint_manager.h) saves: the residuals of error
+  /// feedback, a rank's own generator or place in the data. For CheckpointManager it is an object
+  /// like others; from a file of several ranks it loads what rank 0 had, with a warning.
   template <class T>
   TrainingState& add_per_rank(std::string name, T& object);
 
@@ -63,12 +74,12 @@ class TrainingState {
   /// has changed, loading warns, and sets those that are there.
   TrainingState& with_random_state();
 
-  /// What a state is made of, for classes that save and load it.
-  const std::vector<detail::NamedPart>& parts() const noexcept { return parts_; }
-  TrainingState& add_part(std::string name, std::shared_ptr<const detail::CheckpointPart> part,
-                          bool is_per_rank = false);
-
  private:
+  friend struct detail::CheckpointAccess;
+
+  TrainingState& add_part(std::string name, std::shared_ptr<const detail::CheckpointPart> part,
+                          bool is_per_rank);
+
   std::vector<detail::NamedPart> parts_;
 };
 
@@ -115,28 +126,25 @@ struct CheckpointManagerOptions {
 ///   if (step % 1000 == 0) checkpoints.save(state, step);
 /// \endcode
 ///
-/// Files are "checkpoint-000012-step-3400.mezzo": the twelfth that was saved. The newest is the one
+/// Files are "checkpoint-000012-step-3400.pt": the twelfth that was saved. The newest is the one
 /// that was saved last, whatever its step.
 ///
 /// One writer a folder: from the first `save` on an object holds a lock until it goes; killed
-/// processes hold none. Of several processes let one save, or take RankCheckpoints. Reading takes
+/// processes hold none. Of several processes let one save, or take
+/// DistributedCheckpointManager. Reading takes
 /// no lock, and may be done by any. One thread at a time, and an iteration's end: after
 /// `scaler.update()`.
 class CheckpointManager {
  public:
   /// Touches nothing yet; `save` makes the folder. \throws c10::Error unless keep is at least 1
   explicit CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options = {});
-  /// With other system calls, for tests of what happens when they fail.
-  CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options,
-                    detail::FileCalls calls);
 
-  /// Writes a temporary file, with a SHA-256 of its bytes, flushes it to the disk, renames it,
-  /// flushes the folder, and removes files beyond `keep`. Needs no memory beside a copy of what
-  /// lies on devices. Waits for the devices.
+  /// Writes a temporary file with a CRC-32C of its bytes, flushes it to the disk, renames it,
+  /// flushes the folder, and removes files beyond `keep`. Waits for the devices; takes memory for a
+  /// copy of one tensor of theirs at a time.
   /// \throws c10::Error where an object cannot be saved, the system refuses (a full disk), or
   ///   another process saves here; what was there before is then untouched. Refused is what could
-  ///   not be loaded again (parameters named as a keyword of TorchScript, sparse buffers), and
-  ///   parameters that hold averages (EmaScope)
+  ///   not be loaded again (sparse buffers), and parameters that hold averages (EmaScope)
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
   /// Loads the newest file that is whole, and says which; none if there are no checkpoints.
@@ -154,13 +162,17 @@ class CheckpointManager {
   std::vector<std::filesystem::path> files() const;
 
  private:
+  CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options,
+                    detail::FileCalls calls);
+  SavedCheckpoint write(std::int64_t step, const std::function<void(detail::CheckpointZip&)>& add);
   void hold_lock();
   void finish(SavedCheckpoint& saved, int flush_error);
   void prune(std::int64_t keep);
   void pass_over(const std::filesystem::path& file, const std::string& damage);
   void warn(const std::string& text) const;
 
-  friend class RankCheckpoints;
+  friend struct detail::CheckpointAccess;
+  friend class DistributedCheckpointManager;
 
   std::filesystem::path folder_;
   CheckpointManagerOptions options_;

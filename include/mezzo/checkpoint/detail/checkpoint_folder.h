@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/file_calls.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 
 #include <c10/util/Exception.h>
 #include <sys/file.h>
@@ -17,8 +17,8 @@
 #include <string_view>
 #include <vector>
 
-// Names in a folder of checkpoints: "checkpoint-000012-step-3400.mezzo" is the twelfth that was
-// saved, ".checkpoint-000012-step-3400.mezzo.4711.tmp" what process 4711 makes it from. The newest
+// Names in a folder of checkpoints: "checkpoint-000012-step-3400.pt" is the twelfth that was
+// saved, ".checkpoint-000012-step-3400.pt.4711.tmp" what process 4711 makes it from. The newest
 // is the one saved last, whatever its step: who goes back to an older one saves lower steps.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -48,7 +48,7 @@ bool take_integer(std::string_view& rest, Integer& number) {
 /// Takes a checkpoint's name off the front.
 inline bool take_checkpoint_name(std::string_view& rest, CheckpointName& name) {
   return take_text(rest, "checkpoint-") && take_integer(rest, name.sequence) &&
-         take_text(rest, "-step-") && take_integer(rest, name.step) && take_text(rest, ".mezzo");
+         take_text(rest, "-step-") && take_integer(rest, name.step) && take_text(rest, ".pt");
 }
 
 inline bool is_temporary_name(std::string_view file) {
@@ -62,7 +62,7 @@ inline std::filesystem::path checkpoint_path(const std::filesystem::path& folder
                                              std::uint64_t sequence, std::int64_t step) {
   std::string number = std::to_string(sequence);
   number.insert(0, number.size() < 6 ? 6 - number.size() : 0, '0');
-  return folder / ("checkpoint-" + number + "-step-" + std::to_string(step) + ".mezzo");
+  return folder / ("checkpoint-" + number + "-step-" + std::to_string(step) + ".pt");
 }
 
 inline std::filesystem::path temporary_of(const std::filesystem::path& target) {

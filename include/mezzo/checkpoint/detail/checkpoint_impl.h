@@ -2,18 +2,27 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/checkpoint_reader.h>
-#include <mezzo/checkpoint/detail/checkpoint_writer.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
-#include <mezzo/checkpoint/detail/random_states.h>
+#include <mezzo/checkpoint/detail/object_parts.h>
 #include <mezzo/checkpoint/detail/value_parts.h>
 
 #include <c10/util/Exception.h>
 
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -45,6 +54,17 @@ std::shared_ptr<const CheckpointPart> part_of(T& object) {
   }
 }
 
+/// What tests and classes of mezzo's may do with a state and a manager beside what users may.
+struct CheckpointAccess {
+  static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
+
+  /// With other system calls, for tests of what happens when they fail.
+  static CheckpointManager manager(std::filesystem::path folder, CheckpointManagerOptions options,
+                                   FileCalls calls) {
+    return CheckpointManager(std::move(folder), std::move(options), std::move(calls));
+  }
+};
+
 inline std::optional<DecodedParts> decode_if_whole(const FileCalls& calls,
                                                    const std::filesystem::path& file,
                                                    const TrainingState& state,
@@ -53,38 +73,19 @@ inline std::optional<DecodedParts> decode_if_whole(const FileCalls& calls,
   try {
     const CheckpointReader reader(calls, file);
     step = reader.index().step;
-    return decode_parts(reader, state.parts(), options.subset, options.device, who);
+    return decode_parts(reader, CheckpointAccess::parts(state), options.subset, options.device,
+                        who);
   } catch (const DamagedCheckpoint& error) {
     damage = error.what();
     return std::nullopt;
   }
 }
 
-inline void write_parts(CheckpointWriter& writer, const TrainingState& state, std::int64_t step) {
-  const std::string header = checkpoint_header();
-  writer.write(header.data(), header.size());
-  CheckpointIndex index{step, {}};
-  for (const NamedPart& named : state.parts()) {
-    const std::string& name = named.name;
-    CheckpointEntry entry{name, named.part->kind(), named.part->layout(), writer.total(), 0};
-    try {
-      named.part->write(
-          [&writer](const void* data, std::size_t size) { writer.write(data, size); });
-    } catch (...) {
-      TORCH_CHECK(false, "\"", name, "\" cannot be saved: ", message_of_current_exception());
-    }
-    entry.size = writer.total() - entry.offset;
-    index.entries.push_back(std::move(entry));
-  }
-  const std::string end = checkpoint_index(index, writer.total());
-  writer.write(end.data(), end.size());
-}
-
 }  // namespace detail
 
 template <class T>
 TrainingState& TrainingState::add(std::string name, T& object) {
-  return add_part(std::move(name), detail::part_of(object));
+  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
 }
 
 template <class T>
@@ -149,18 +150,40 @@ inline void CheckpointManager::hold_lock() {
 }
 
 inline SavedCheckpoint CheckpointManager::save(const TrainingState& state, std::int64_t step) {
+  const auto& parts = detail::CheckpointAccess::parts(state);
+  TORCH_CHECK(!parts.empty(), "CheckpointManager::save: the state is empty; add to it");
+  return write(step, [&parts](detail::CheckpointZip& zip) {
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      const auto& [name, part, is_per_rank] = parts[i];
+      try {
+        zip.add({.name = name, .kind = part->kind(), .layout = part->layout()},
+                detail::pickled(part->save(), detail::key_prefix(i, /*rank=*/0)));
+      } catch (...) {
+        TORCH_CHECK(false, "\"", name,
+                    "\" cannot be saved: ", detail::message_of_current_exception());
+      }
+    }
+  });
+}
+
+/// `add` adds the objects.
+inline SavedCheckpoint CheckpointManager::write(
+    std::int64_t step, const std::function<void(detail::CheckpointZip&)>& add) {
   TORCH_CHECK(step >= 0, "CheckpointManager::save: step is ", step, "; it should be at least 0");
-  TORCH_CHECK(!state.parts().empty(), "CheckpointManager::save: the state is empty; add to it");
   for (auto& parent : detail::make_folder(folder_)) unflushed_.push_back(std::move(parent));
   const int folder_error = detail::flush_folders(calls_, unflushed_);
   hold_lock();
   if (lock_.is_open()) detail::remove_stale_temporaries(calls_, folder_);
   const std::uint64_t sequence = detail::next_sequence(detail::checkpoints_in(folder_));
   SavedCheckpoint saved{detail::checkpoint_path(folder_, sequence, step), 0, false};
-  detail::CheckpointWriter writer(calls_, detail::temporary_of(saved.file), saved.file);
-  detail::write_parts(writer, state, step);
-  const int commit_error = writer.commit();
-  saved.bytes = writer.total();
+  detail::AtomicFile file(calls_, detail::temporary_of(saved.file), saved.file);
+  {
+    detail::CheckpointZip zip(file, step);
+    add(zip);
+    zip.finish();
+  }
+  const int commit_error = file.commit();
+  saved.bytes = file.total();
   finish(saved, commit_error != 0 ? commit_error : folder_error);
   return saved;
 }
@@ -200,7 +223,7 @@ inline void CheckpointManager::pass_over(const std::filesystem::path& file,
 
 inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const TrainingState& state,
                                                                       const LoadOptions& options) {
-  TORCH_CHECK(!state.parts().empty(),
+  TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
               "CheckpointManager::load_newest: the state is empty; add to it");
   std::string damages;
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
@@ -234,7 +257,8 @@ inline std::vector<std::filesystem::path> CheckpointManager::files() const {
 
 inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
                                         const TrainingState& state, const LoadOptions& options) {
-  TORCH_CHECK(!state.parts().empty(), "load_checkpoint: the state is empty; add to it");
+  TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
+              "load_checkpoint: the state is empty; add to it");
   LoadedCheckpoint loaded{file, 0};
   std::string damage;
   auto decoded =

@@ -1,19 +1,38 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/byte_stream.h>
 
-#include <c10/core/Device.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
 
-#include <cstddef>
+#include <exception>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
-#include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// To be called while an exception is handled.
+inline std::string message_of_current_exception() {
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of a type of its own";
+  }
+}
+
+/// An object as Python can read it: a number, a string, a tensor, or lists and dicts of them.
+struct SavedValue {
+  c10::IValue value{};
+  /// What Python's types do not tell, for ArchivePart: see archive_value.h.
+  std::vector<std::string> types{};
+};
 
 /// One object of the user's in a checkpoint.
 class CheckpointPart {
@@ -23,49 +42,40 @@ class CheckpointPart {
   CheckpointPart& operator=(const CheckpointPart&) = delete;
   virtual ~CheckpointPart() = default;
 
-  /// Files have it too; a part takes only what its own kind wrote.
+  /// The file records it too; a part loads only what its own kind saved.
   virtual const char* kind() const = 0;
 
-  /// What is the object's for good and has to be the file's as well, a line each: of a module the
-  /// names, dtypes and shapes of what it holds.
+  /// What loading cannot change, and the file must therefore agree with, a line each: of a module
+  /// the names, dtypes and shapes of its tensors.
   virtual std::string layout() const { return {}; }
 
-  virtual void write(const ByteSink& sink) const = 0;
-
-  /// Throws where `write` would refuse before it needs other ranks: with this first, ranks that
-  /// write together know that none will stay away.
+  /// Throws where `save` would refuse before it needs other ranks. Ranks that save together call
+  /// this first, so that none of them stays away from a collective.
   virtual void check_savable() const {}
 
-  /// The part of `write` that may need other ranks (a ShardedOptimizer's); what comes back is the
-  /// rest. Takes no memory for what need not be gathered.
-  virtual std::function<void(const ByteSink& sink)> collect() const {
-    return [this](const ByteSink& sink) { write(sink); };
-  }
+  /// Holds the object's own tensors, not copies of them. May need other ranks (ShardedOptimizer).
+  virtual SavedValue save() const = 0;
 
-  /// A short text for the value, where ranks that have it in common can be compared by that.
-  virtual std::string value_in_common() const { return {}; }
+  /// Checks `saved` and leaves the object alone; the function that comes back changes the object.
+  virtual std::function<void()> load(SavedValue saved) const = 0;
 
-  /// What each rank had of its own is given to another number of ranks: `source` is what rank 0
-  /// had, `salt` a text that no two ranks share. Nothing to call means that the object is left as
-  /// it is.
-  virtual std::function<void()> decode_for_other_ranks(const ByteSource& source,
-                                                       const std::string& salt) const {
-    (void)source, (void)salt;
+  /// For what each rank had of its own when the number of ranks has changed: `of_rank_0` is what
+  /// rank 0 had, `salt` a text that no two ranks share. Without a function to call the object is
+  /// left as it is.
+  virtual std::function<void()> load_on_other_ranks(const SavedValue& of_rank_0,
+                                                    const std::string& salt) const {
+    (void)of_rank_0, (void)salt;
     return nullptr;
   }
 
-  /// Reads all that there is to read and leaves the object alone; what comes back changes it.
-  /// Tensors come to `device`, or to where they were.
-  virtual std::function<void()> decode(const ByteSource& source,
-                                       std::optional<c10::Device> device) const = 0;
+  /// A short text for the value, where ranks that share it can be compared by one.
+  virtual std::string value_in_common() const { return {}; }
 
-  /// The object as it is now; what comes back makes it so again.
+  /// Copies the object as it is now; the function that comes back restores it.
   virtual std::function<void()> snapshot() const {
-    std::string bytes;
-    write([&bytes](const void* data, std::size_t size) {
-      bytes.append(static_cast<const char*>(data), size);
-    });
-    return [this, bytes = std::move(bytes)] { decode(source_of(bytes), std::nullopt)(); };
+    SavedValue copy = save();
+    copy.value = copy.value.deepcopy();
+    return [this, copy] { load(copy)(); };
   }
 };
 

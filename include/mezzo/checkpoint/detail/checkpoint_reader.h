@@ -1,56 +1,51 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/file_calls.h>
-#include <mezzo/checkpoint/detail/file_format.h>
-#include <mezzo/checkpoint/detail/sha256.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
 
+#include <c10/core/Device.h>
 #include <c10/util/Exception.h>
+#include <caffe2/serialize/inline_container.h>
 #include <sys/stat.h>
+#include <torch/csrc/jit/serialization/unpickler.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A checkpoint whose every byte has been read once and found to be what was written.
-///
-/// The descriptor stays open: what is read later is this file, whatever becomes of its name.
-class CheckpointReader {
+/// An open file. The descriptor stays open: what is read later is this file, whatever becomes of
+/// its name.
+class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
  public:
-  /// \throws DamagedCheckpoint, or c10::Error where the file cannot be opened or is of a newer
-  /// format
-  CheckpointReader(const FileCalls& calls, std::filesystem::path path)
-      : pread_(calls.pread), path_(std::move(path)), file_(calls, path_, O_RDONLY) {
-    TORCH_CHECK(file_.is_open(), path_.string(), " cannot be opened: ", reason(errno));
+  OpenCheckpoint(const FileCalls& calls, const std::filesystem::path& path)
+      : pread_(calls.pread), file_(calls, path, O_RDONLY) {
+    TORCH_CHECK(file_.is_open(), path.string(), " cannot be opened: ", reason(errno));
     struct stat status {};
-    TORCH_CHECK(::fstat(file_.descriptor(), &status) == 0, path_.string(),
+    TORCH_CHECK(::fstat(file_.descriptor(), &status) == 0, path.string(),
                 " cannot be looked at: ", reason(errno));
-    TORCH_CHECK(S_ISREG(status.st_mode), path_.string(), " is not a file");
-    size_ = static_cast<std::uint64_t>(status.st_size);
-    check_header();
-    check_digest();
-    read_index();
+    TORCH_CHECK(S_ISREG(status.st_mode), path.string(), " is not a file");
+    size_ = static_cast<std::size_t>(status.st_size);
   }
 
-  const std::filesystem::path& path() const noexcept { return path_; }
-  const CheckpointIndex& index() const noexcept { return index_; }
+  std::size_t size() const override { return size_; }
 
-  /// Of an entry of `index`; this must outlive it.
-  ByteSource source(const CheckpointEntry& entry) const {
-    return {entry.size,
-            [this, begin = entry.offset](std::uint64_t offset, void* to, std::size_t count) {
-              read(begin + offset, to, count);
-            }};
-  }
-
- private:
-  void read(std::uint64_t offset, void* to, std::size_t count) const {
+  /// \throws DamagedCheckpoint
+  void read_all(std::uint64_t offset, void* to, std::size_t count) const {
     auto* bytes = static_cast<char*>(to);
     while (count > 0) {
       const ssize_t got = pread_(file_.descriptor(), bytes, count, static_cast<off_t>(offset));
@@ -62,59 +57,125 @@ class CheckpointReader {
     }
   }
 
-  void check_header() const {
-    if (size_ < kCheckpointHeaderBytes + kCheckpointTrailerBytes) {
-      throw DamagedCheckpoint("it has " + std::to_string(size_) + " bytes, and is cut off");
+  /// For libtorch's zip code, through which no exception may pass.
+  std::size_t read(std::uint64_t offset, void* to, std::size_t count,
+                   const char* /*what*/) const override {
+    if (failure_ || offset >= size_) return 0;
+    count = std::min(count, size_ - static_cast<std::size_t>(offset));
+    try {
+      read_all(offset, to, count);
+      return count;
+    } catch (...) {
+      failure_ = std::current_exception();
+      return 0;
     }
-    std::string header(kCheckpointHeaderBytes, '\0');
-    read(0, header.data(), header.size());
-    const auto version = number_at<std::uint32_t>(header.data() + kCheckpointMagic.size());
-    const auto complement = number_at<std::uint32_t>(header.data() + kCheckpointMagic.size() + 4);
-    if (!header.starts_with(kCheckpointMagic) || version != ~complement || version == 0) {
-      throw DamagedCheckpoint("it does not begin as a checkpoint does");
+  }
+
+  /// Calls `f`, which reads through libtorch. \throws what `read` could not throw
+  template <class F>
+  auto through_libtorch(const F& f) const {
+    try {
+      return f();
+    } catch (...) {
+      if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+      throw;
     }
-    TORCH_CHECK(version == kCheckpointVersion, path_.string(), " is a checkpoint of format ",
-                version, ", and this version of mezzo reads format ", kCheckpointVersion,
+  }
+
+ private:
+  std::function<ssize_t(int, void*, size_t, off_t)> pread_;
+  OpenFile file_;
+  std::size_t size_ = 0;
+  mutable std::exception_ptr failure_;
+};
+
+/// A checkpoint whose every byte has been read once and found to be what was written.
+class CheckpointReader {
+ public:
+  /// \throws DamagedCheckpoint, or c10::Error where the file cannot be opened or is of a newer
+  /// format
+  CheckpointReader(const FileCalls& calls, std::filesystem::path path)
+      : path_(std::move(path)), file_(std::make_shared<OpenCheckpoint>(calls, path_)) {
+    check_crc();
+    check_format();
+    zip_ = file_->through_libtorch(
+        [this] { return std::make_unique<caffe2::serialize::PyTorchStreamReader>(file_); });
+    data_ = record("data.pkl");
+    index_ = parse_index(record("index.pkl"), data_.size());
+  }
+
+  const std::filesystem::path& path() const noexcept { return path_; }
+  const CheckpointIndex& index() const noexcept { return index_; }
+
+  /// Reads an object of `index` with its tensors, which come to `device`, or to where they were.
+  SavedValue read(const CheckpointEntry& entry, std::optional<c10::Device> device) const {
+    const std::string pickle =
+        whole_pickle(std::string_view(data_).substr(entry.begin, entry.size));
+    std::size_t position = 0;
+    const auto next = [&](char* to, std::size_t count) {
+      count = std::min(count, pickle.size() - position);
+      std::memcpy(to, pickle.data() + position, count);
+      position += count;
+      return count;
+    };
+    return file_->through_libtorch([&]() -> SavedValue {
+      torch::jit::Unpickler unpickler(
+          next, nullptr, nullptr,
+          [this](const std::string& key) { return std::get<0>(zip_->getRecord("data/" + key)); },
+          device);
+      return {unpickler.parse_ivalue(), entry.types};
+    });
+  }
+
+ private:
+  void check_crc() const {
+    if (file_->size() <= kCrcDigits) {
+      throw DamagedCheckpoint("it has " + std::to_string(file_->size()) + " bytes, and is cut off");
+    }
+    const std::size_t end = file_->size() - kCrcDigits;
+    std::vector<char> block(std::min<std::size_t>(end, std::size_t{1} << 18));
+    std::uint32_t crc = 0;
+    for (std::size_t offset = 0; offset < end;) {
+      const std::size_t count = std::min(block.size(), end - offset);
+      file_->read_all(offset, block.data(), count);
+      crc = crc32c(block.data(), count, crc);
+      offset += count;
+    }
+    std::string digits(kCrcDigits, '\0');
+    file_->read_all(end, digits.data(), digits.size());
+    if (digits != crc_text(crc)) {
+      throw DamagedCheckpoint(
+          "its checksum does not fit its bytes, some of which are others than were written, or "
+          "missing");
+    }
+  }
+
+  void check_format() const {
+    std::string tail(std::min<std::size_t>(file_->size(), 100), '\0');
+    file_->read_all(file_->size() - tail.size(), tail.data(), tail.size());
+    const std::size_t begin = tail.rfind(kCommentBegin);
+    const std::size_t end = tail.rfind(kCommentEnd);
+    if (begin == std::string::npos || end == std::string::npos || end < begin) {
+      throw DamagedCheckpoint("it does not end as a checkpoint does");
+    }
+    const std::size_t digits = begin + kCommentBegin.size();
+    const std::string format = tail.substr(digits, end - digits);
+    TORCH_CHECK(format == kCheckpointFormat, path_.string(), " is a checkpoint of format ", format,
+                ", and this version of mezzo reads format ", kCheckpointFormat,
                 ": update mezzo, or move the file elsewhere");
   }
 
-  void check_digest() const {
-    Sha256 sum;
-    std::vector<char> block(std::min<std::uint64_t>(size_, std::uint64_t{1} << 18));
-    const std::uint64_t end = size_ - kDigestBytes;
-    for (std::uint64_t offset = 0; offset < end;) {
-      const auto count =
-          static_cast<std::size_t>(std::min<std::uint64_t>(block.size(), end - offset));
-      read(offset, block.data(), count);
-      sum.add(block.data(), count);
-      offset += count;
-    }
-    Sha256Digest expected;
-    read(end, expected.data(), expected.size());
-    if (sum.finish() != expected) {
-      throw DamagedCheckpoint(
-          "its checksum does not fit its bytes, some of which are others than "
-          "were written, or missing");
-    }
+  std::string record(const std::string& name) const {
+    return file_->through_libtorch([&] {
+      const auto [bytes, size] = zip_->getRecord(name);
+      return std::string(static_cast<const char*>(bytes.get()), size);
+    });
   }
 
-  void read_index() {
-    const std::uint64_t end = size_ - kCheckpointTrailerBytes;
-    std::string trailer(kCheckpointTrailerBytes - kDigestBytes, '\0');
-    read(end, trailer.data(), trailer.size());
-    const auto begin = number_at<std::uint64_t>(trailer.data());
-    if (!trailer.ends_with(kCheckpointEnd) || begin < kCheckpointHeaderBytes || begin > end) {
-      throw DamagedCheckpoint("it does not end as a checkpoint does");
-    }
-    std::string bytes(end - begin, '\0');
-    read(begin, bytes.data(), bytes.size());
-    index_ = parse_index(bytes, begin);
-  }
-
-  std::function<ssize_t(int, void*, size_t, off_t)> pread_;
   std::filesystem::path path_;
-  OpenFile file_;
-  std::uint64_t size_ = 0;
+  std::shared_ptr<OpenCheckpoint> file_;
+  std::unique_ptr<caffe2::serialize::PyTorchStreamReader> zip_;
+  std::string data_;  ///< data.pkl
   CheckpointIndex index_;
 };
 

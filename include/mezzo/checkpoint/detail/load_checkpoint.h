@@ -1,9 +1,9 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/checkpoint_reader.h>
-#include <mezzo/checkpoint/detail/rank_entries.h>
 
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <map>
 #include <optional>
@@ -26,26 +25,13 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// To be called while an exception is handled.
-inline std::string message_of_current_exception() {
-  try {
-    throw;
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception of a type of its own";
-  }
-}
-
 /// What each rank had of its own may be missing, or stay unnamed.
 inline void check_names(const CheckpointReader& reader, const std::vector<NamedPart>& parts,
                         bool subset, RankOf who) {
   std::string missing, extra;
   for (const NamedPart& part : parts) {
     const bool is_optional = part.is_per_rank && who.ranks > 0;
-    if (entry_named(reader.index(), part.name) == nullptr && !is_optional) {
+    if (reader.index().find(part.name) == nullptr && !is_optional) {
       missing += " \"" + part.name + "\"";
     }
   }
@@ -53,7 +39,7 @@ inline void check_names(const CheckpointReader& reader, const std::vector<NamedP
     const bool is_wanted = std::any_of(parts.begin(), parts.end(), [&entry](const NamedPart& part) {
       return part.name == entry.name;
     });
-    const bool is_per_rank = entry_kind(entry.kind).owner.ranks > 1;
+    const bool is_per_rank = entry.owner.ranks > 1;
     if (!is_wanted && !is_per_rank && !subset) extra += " \"" + entry.name + "\"";
   }
   TORCH_CHECK(
@@ -114,15 +100,15 @@ inline std::vector<ChosenEntry> choose_entries(const CheckpointReader& reader,
                                                std::vector<std::string>& notes) {
   std::vector<ChosenEntry> chosen;
   for (const NamedPart& part : parts) {
-    const CheckpointEntry* entry = entry_named(reader.index(), part.name);
+    const CheckpointEntry* entry = reader.index().find(part.name);
     if (entry == nullptr) {
       notes.push_back('"' + part.name + "\" is left as it is: the file has none");
       continue;
     }
-    const std::int64_t ranks = entry_kind(entry->kind).owner.ranks;
+    const std::int64_t ranks = entry->owner.ranks;
     const bool is_for_other_ranks = part.is_per_rank && who.ranks > 0 && ranks != who.ranks;
     if (part.is_per_rank && ranks == who.ranks) {
-      entry = entry_named(reader.index(), name_of_rank(part.name, who.rank));
+      entry = reader.index().find(name_of_rank(part.name, who.rank));
       if (entry == nullptr) {
         throw DamagedCheckpoint("it lacks the \"" + part.name + "\" of rank " +
                                 std::to_string(who.rank));
@@ -140,7 +126,7 @@ inline void note_what_is_left_out(const CheckpointReader& reader,
                                   const std::vector<NamedPart>& parts,
                                   std::vector<std::string>& notes) {
   for (const CheckpointEntry& entry : reader.index().entries) {
-    const RankOf owner = entry_kind(entry.kind).owner;
+    const RankOf owner = entry.owner;
     const bool is_named = std::any_of(parts.begin(), parts.end(), [&entry](const NamedPart& part) {
       return part.name == entry.name;
     });
@@ -154,8 +140,7 @@ inline void check_entry(const std::string& file, const ChosenEntry& chosen) {
   const CheckpointEntry& entry = *chosen.entry;
   const std::string& name = chosen.part->name;
   const CheckpointPart* const part = chosen.part->part.get();
-  const std::string kind = entry_kind(entry.kind).kind;
-  TORCH_CHECK(kind == part->kind(), file, ": \"", name, "\" is of the kind \"", kind,
+  TORCH_CHECK(entry.kind == part->kind(), file, ": \"", name, "\" is of the kind \"", entry.kind,
               "\" there, and \"", part->kind(), "\" here; nothing was loaded");
   if (chosen.is_for_other_ranks) return;  // shapes may depend on the number of ranks
   const std::string difference = layout_difference(entry.layout, part->layout());
@@ -163,16 +148,15 @@ inline void check_entry(const std::string& file, const ChosenEntry& chosen) {
               "; nothing was loaded");
 }
 
-inline std::function<void()> decode_for_other_ranks(const ChosenEntry& chosen,
-                                                    const ByteSource& source, std::int64_t step,
-                                                    RankOf who, std::vector<std::string>& notes) {
+inline std::function<void()> load_on_other_ranks(const ChosenEntry& chosen, const SavedValue& saved,
+                                                 std::int64_t step, RankOf who,
+                                                 std::vector<std::string>& notes) {
   const std::string salt = "step " + std::to_string(step) + ", rank " + std::to_string(who.rank) +
                            " of " + std::to_string(who.ranks);
-  auto apply = chosen.part->part->decode_for_other_ranks(source, salt);
+  auto apply = chosen.part->part->load_on_other_ranks(saved, salt);
   notes.push_back('"' + chosen.part->name + "\" is " +
                   (apply ? "begun anew, from the file's, the step and the rank" : "left as it is") +
-                  ": the file has what " +
-                  std::to_string(entry_kind(chosen.entry->kind).owner.ranks) +
+                  ": the file has what " + std::to_string(chosen.entry->owner.ranks) +
                   " ranks had, and here are " + std::to_string(who.ranks));
   return apply;
 }
@@ -189,10 +173,10 @@ inline DecodedParts decode_parts(const CheckpointReader& reader,
   if (!subset) note_what_is_left_out(reader, parts, decoded.notes);
   for (const ChosenEntry& one : chosen) {
     try {
-      const ByteSource source = reader.source(*one.entry);
-      auto apply = one.is_for_other_ranks ? decode_for_other_ranks(one, source, reader.index().step,
-                                                                   who, decoded.notes)
-                                          : one.part->part->decode(source, device);
+      SavedValue saved = reader.read(*one.entry, device);
+      auto apply = one.is_for_other_ranks
+                       ? load_on_other_ranks(one, saved, reader.index().step, who, decoded.notes)
+                       : one.part->part->load(std::move(saved));
       if (apply) decoded.pending.push_back({one.part, std::move(apply)});
     } catch (const DamagedCheckpoint&) {
       throw;

@@ -1,22 +1,17 @@
 #pragma once
 
-#include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/archive_stream.h>
+#include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/checkpoint/detail/sha256.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
 #include <concepts>
-#include <cstddef>
 #include <functional>
 #include <memory>
 #include <sstream>
@@ -25,10 +20,23 @@
 #include <utility>
 #include <vector>
 
-// What goes through an archive of libtorch's: optimizers, tensors, generators, modules
-// (module_part.h), and whatever else has the operators that torch::save and torch::load ask for.
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
+
+// What goes through an archive of libtorch's: modules, optimizers, and whatever else has the
+// operators that torch::save and torch::load ask for.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+template <class T>
+concept IsModule = std::derived_from<T, torch::nn::Module>;
+
+/// A torch::nn::ModuleHolder (`torch::nn::Linear`), std::shared_ptr or the like.
+template <class T>
+concept HoldsModule = requires(T& holder) {
+  requires IsModule<std::remove_cvref_t<decltype(*holder)>>;
+};
 
 template <class T>
 concept IsOptimizer = std::derived_from<T, torch::optim::Optimizer>;
@@ -47,26 +55,18 @@ inline void check_not_averaged(const std::string& what, const at::Tensor& tensor
               "averages, torch::save the model)");
 }
 
-/// A part whose bytes are an archive.
+/// A part that writes itself into an archive, and reads itself from one.
 class ArchivePart : public CheckpointPart {
  public:
-  void write(const ByteSink& sink) const final { collect()(sink); }
-
-  /// An archive holds tensors, not copies of them.
-  std::function<void(const ByteSink& sink)> collect() const final {
+  SavedValue save() const final {
     const c10::NoGradGuard no_grad;
-    const auto archive = std::make_shared<torch::serialize::OutputArchive>();
-    put(*archive);
-    return [archive](const ByteSink& sink) {
-      const c10::NoGradGuard still_no_grad;
-      write_archive(*archive, sink);
-    };
+    torch::serialize::OutputArchive archive;
+    put(archive);
+    return value_of(archive);
   }
 
-  std::function<void()> decode(const ByteSource& source,
-                               std::optional<c10::Device> device) const final {
-    const auto archive = std::make_shared<torch::serialize::InputArchive>();
-    read_archive(*archive, source, device);
+  std::function<void()> load(SavedValue saved) const final {
+    const auto archive = std::make_shared<torch::serialize::InputArchive>(archive_of(saved));
     return [this, archive] { take(*archive); };
   }
 
@@ -118,110 +118,85 @@ class OptimizerPart final : public ArchivePart {
   torch::optim::Optimizer& optimizer_;
 };
 
-class TensorPart final : public ArchivePart {
- public:
-  explicit TensorPart(at::Tensor& tensor) : tensor_(tensor) {}
-  const char* kind() const override { return "tensor"; }
+/// What libtorch writes from a module, but cannot read into one: anything but dense memory as it
+/// lies.
+inline void check_module_tensor(const std::string& what, const at::Tensor& tensor) {
+  check_not_averaged(what, tensor);
+  TORCH_CHECK(
+      tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_conj() &&
+          !tensor.is_neg(),
+      what,
+      " is sparse, quantized, or a conjugate or negative view, which libtorch cannot "
+      "load into a module; register a dense tensor (resolve_conj(), resolve_neg()), or keep "
+      "it beside the module and add it to the state by itself");
+}
 
-  /// Loading gives a tensor other memory, and leaves its own alone.
+/// A module, or what holds one: the module that it holds when a checkpoint is saved or loaded.
+///
+/// libtorch's own loading takes tensors of any shape and dtype, and leaves out what it does not
+/// know: `layout` sees to it that there are none such.
+template <class Owner>
+class ModulePart final : public ArchivePart {
+ public:
+  explicit ModulePart(Owner& owner) : owner_(owner) { module(); }
+  const char* kind() const override { return "module"; }
+
+  std::string layout() const override {
+    std::ostringstream lines;
+    for_each_tensor([&lines](const char* what, const std::string& name, const at::Tensor& tensor) {
+      lines << what << ' ' << name << ": " << tensor.scalar_type() << ' ' << tensor.sizes() << '\n';
+    });
+    return lines.str();
+  }
+
+  /// Loading gives tensors other memory and leaves their own alone, which so can come back: what
+  /// else knows it (the rest of a split master, views, CUDA graphs) is right again. A module that
+  /// loads in its own way may write where it is, and does so again when it is put back.
   std::function<void()> snapshot() const override {
-    if (!tensor_.defined()) return [this] { tensor_ = at::Tensor(); };
-    check_not_averaged("the tensor", tensor_);
-    return [this, handle = tensor_, memory = tensor_.variable_data()] {
-      tensor_ = handle;
-      tensor_.set_data(memory);
+    std::vector<std::pair<at::Tensor, at::Tensor>> memories;
+    for_each_tensor([&memories](const char*, const std::string&, const at::Tensor& tensor) {
+      memories.emplace_back(tensor, tensor.variable_data());
+    });
+    return [memories, put_back = ArchivePart::snapshot()] {
+      put_back();
+      for (const auto& [tensor, memory] : memories) {
+        if (!tensor.is_alias_of(memory)) tensor.set_data(memory);
+      }
     };
   }
 
  protected:
   void put(torch::serialize::OutputArchive& archive) const override {
-    TORCH_CHECK(tensor_.defined(), "the tensor is undefined; give it a value before saving");
-    check_not_averaged("the tensor", tensor_);
-    const at::Tensor tensor = tensor_.detach();
-    const bool is_whole =
-        tensor.layout() != at::kStrided || tensor.storage().nbytes() == tensor.nbytes();
-    archive.write("0", is_whole ? tensor : tensor.clone(), /*is_buffer=*/true);
+    for_each_tensor([](const char* what, const std::string& name, const at::Tensor& tensor) {
+      check_module_tensor(std::string(what) + " \"" + name + "\"", tensor);
+    });
+    module().save(archive);
   }
-
-  /// The archive itself would set another dtype's bytes as this one's, and knows dense memory only.
-  void take(torch::serialize::InputArchive& archive) const override {
-    at::Tensor read;
-    archive.read("0", read, /*is_buffer=*/true);
-    if (!tensor_.defined()) {
-      tensor_ = read;
-      return;
-    }
-    TORCH_CHECK(tensor_.scalar_type() == read.scalar_type() && tensor_.layout() == read.layout(),
-                "it is ", read.scalar_type(), ' ', read.layout(), " in the file, and ",
-                tensor_.scalar_type(), ' ', tensor_.layout(), " here");
-    tensor_.set_data(read.to(tensor_.device()));
-  }
+  void take(torch::serialize::InputArchive& archive) const override { module().load(archive); }
 
  private:
-  at::Tensor& tensor_;
-};
-
-/// Tensors whose memory is others' too, as what GradAllReduce::residuals gives: it is kept, and
-/// what is read copied there.
-class TensorsPart final : public ArchivePart {
- public:
-  explicit TensorsPart(std::vector<at::Tensor>& tensors) : tensors_(tensors) {}
-  const char* kind() const override { return "tensors"; }
-
-  std::string layout() const override {
-    std::ostringstream lines;
-    for (std::size_t i = 0; i < tensors_.size(); ++i) {
-      TORCH_CHECK(tensors_[i].defined(), "tensor ", i, " is undefined");
-      lines << "tensor " << i << ": " << tensors_[i].scalar_type() << ' ' << tensors_[i].sizes()
-            << '\n';
-    }
-    return lines.str();
-  }
-
- protected:
-  void put(torch::serialize::OutputArchive& archive) const override {
-    for (std::size_t i = 0; i < tensors_.size(); ++i) {
-      const at::Tensor tensor = tensors_[i].detach();
-      const bool is_whole = tensor.storage().nbytes() == tensor.nbytes();
-      archive.write(std::to_string(i), is_whole ? tensor : tensor.clone(), /*is_buffer=*/true);
+  auto& module() const {
+    if constexpr (IsModule<Owner>) {
+      return owner_;
+    } else {
+      TORCH_CHECK(static_cast<bool>(owner_),
+                  "TrainingState: a holder has no module; make it first");
+      return *owner_;
     }
   }
-  void take(torch::serialize::InputArchive& archive) const override {
-    std::vector<at::Tensor> read(tensors_.size());
-    for (std::size_t i = 0; i < read.size(); ++i) {
-      archive.read(std::to_string(i), read[i], /*is_buffer=*/true);
-    }
-    for (std::size_t i = 0; i < read.size(); ++i) tensors_[i].copy_(read[i]);
+
+  template <class F>
+  void for_each_tensor(const F& visit) const {
+    const auto all = [&visit](const char* what, const auto& tensors) {
+      for (const auto& item : tensors) {
+        if (item.value().defined()) visit(what, item.key(), item.value());
+      }
+    };
+    all("parameter", module().named_parameters());
+    all("buffer", module().named_buffers());
   }
 
- private:
-  std::vector<at::Tensor>& tensors_;
-};
-
-class GeneratorPart final : public ArchivePart {
- public:
-  explicit GeneratorPart(at::Generator& generator) : generator_(generator) {}
-  const char* kind() const override { return "generator"; }
-  std::string value_in_common() const override {
-    if (!generator_.defined()) return "undefined";
-    const at::Tensor state = state_of(generator_);
-    return digest_text(state.const_data_ptr(), state.nbytes());
-  }
-
- protected:
-  void put(torch::serialize::OutputArchive& archive) const override {
-    TORCH_CHECK(generator_.defined(), "the generator is undefined; make it before saving");
-    archive.write("0", state_of(generator_), /*is_buffer=*/true);
-  }
-  void take(torch::serialize::InputArchive& archive) const override {
-    TORCH_CHECK(generator_.defined(), "the generator is undefined; make it before loading");
-    at::Tensor state;
-    archive.read("0", state, /*is_buffer=*/true);
-    set_state(generator_, state.cpu());
-  }
-
- private:
-  at::Generator& generator_;
+  Owner& owner_;
 };
 
 }  // namespace detail

@@ -6,8 +6,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/byte_stream.h>
-#include <mezzo/checkpoint/detail/load_checkpoint.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
 
@@ -85,20 +85,20 @@ class RankAgreement {
     return broadcast(text);
   }
 
-  /// Sends bytes of `from` to rank 0, where `sink` takes them; the other ranks only hold the piece
-  /// that is on its way. Before each piece rank 0 says whether it wants it, and each is taken off
+  /// Sends the bytes of rank `from` to rank 0, where `take` gets them piece by piece; the other
+  /// ranks hold one piece. Before each piece rank 0 says whether it wants it, and each is taken off
   /// `pieces_left`. \returns whether all was wanted
-  bool send_to_rank_0(int from, const std::string& bytes, std::uint64_t size, const ByteSink& sink,
-                      std::uint64_t& pieces_left) {
+  bool send_to_rank_0(int from, const char* bytes, std::uint64_t size,
+                      const PickledStorage::Take& take, std::uint64_t& pieces_left) {
     for (std::uint64_t begin = 0; begin < size; begin += kPieceBytes) {
       if (!asks_for_more(true)) return false;
       --pieces_left;
       const auto count = static_cast<std::size_t>(std::min(kPieceBytes, size - begin));
       const at::Tensor piece = at::empty({static_cast<int64_t>(count)}, at::kByte);
-      if (rank() == from) std::memcpy(piece.mutable_data_ptr(), bytes.data() + begin, count);
+      if (rank() == from) std::memcpy(piece.mutable_data_ptr(), bytes + begin, count);
       const at::Tensor sent = piece.to(device_);
       communicator_.broadcast(sent, from).wait();
-      if (rank() == 0) sink(sent.cpu().const_data_ptr(), count);
+      if (rank() == 0) take(sent.cpu().const_data_ptr(), count);
     }
     return true;
   }

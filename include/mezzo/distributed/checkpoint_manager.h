@@ -4,7 +4,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/checkpoint/detail/file_calls.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/rank_agreement.h>
 
@@ -18,6 +18,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 namespace detail {
 struct CollectedState;
+struct DistributedCheckpointAccess;
 struct LoadAttempt;
 }  // namespace detail
 
@@ -31,7 +32,7 @@ struct LoadAttempt;
 ///   auto residuals = ddp.residuals();                        // with error feedback
 ///   state.add_per_rank("residuals", residuals);
 ///
-///   mezzo::RankCheckpoints checkpoints("runs/ner", world);
+///   mezzo::DistributedCheckpointManager checkpoints("runs/ner", world);
 ///   if (auto resumed = checkpoints.load_newest(state)) step = resumed->step;
 ///   ...
 ///   if (step % 1000 == 0) checkpoints.save(state, step);     // on all ranks
@@ -48,31 +49,29 @@ struct LoadAttempt;
 /// and the optimizer that ShardedOptimizer shards, in a process without any.
 ///
 /// **What is each rank's own** (`add_per_rank`, `with_random_state`) goes to the same file, and
-/// back to the rank with that number. So the same number of ranks resumes to the bit on the CPU.
-/// To another number it does not fit, and a warning names each: the default generators are seeded
-/// anew, from those in the file, the step and the rank, differently on each rank and alike each
-/// time; everything else is left as it is. So is what the file has not got.
+/// back to the rank with that number. So the same number of ranks resumes bitwise on the CPU.
+/// Another number of ranks cannot take it over. The default generators are then seeded anew, from
+/// rank 0's in the file, the step and the rank: differently on each rank, and alike each time. All
+/// else, and what the file lacks, stays as it is. A warning names each of these.
 ///
 /// **The folder** is one that all ranks see, as of a shared file system. Rank 0 writes, and holds
 /// the lock; all read. While rank 0 writes the others wait: a Watchdog's collective_timeout must
 /// exceed that. Warnings come from rank 0 alone.
 ///
-/// A kill of any rank at any moment leaves the last file whole, and nothing but a temporary file
-/// that the next `save` removes. What a kill or a failed collective leaves in the communicator is
-/// not this class's to mend: end the job (Watchdog), and start it again.
-class RankCheckpoints {
+/// A kill of any rank at any moment leaves the last file whole, and beside it at most a temporary
+/// file, which the next `save` removes. After a kill or a failed collective the communicator cannot
+/// be used again: end the job (Watchdog) and start a new one.
+class DistributedCheckpointManager {
  public:
   /// Touches nothing yet. `communicator` may serve the CPU or CUDA devices alone.
   /// \throws c10::Error unless keep is at least 1
-  RankCheckpoints(std::filesystem::path folder, Communicator communicator,
-                  CheckpointManagerOptions options = {});
-  /// With other system calls, for tests of what happens when they fail.
-  RankCheckpoints(std::filesystem::path folder, Communicator communicator,
-                  CheckpointManagerOptions options, detail::FileCalls calls);
+  DistributedCheckpointManager(std::filesystem::path folder, Communicator communicator,
+                               CheckpointManagerOptions options = {});
 
   /// As CheckpointManager::save; all return when the file is in its place. Sends, beside what the
   /// objects send themselves, what is each rank's own to rank 0, in pieces of 4 MiB. Needs memory
-  /// for the own on each rank, and on rank 0 for what a ShardedOptimizer gathers.
+  /// for the own on each rank, and on rank 0 for one tensor of another rank's at a time and for
+  /// what a ShardedOptimizer gathers.
   /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
   ///   numbers differ; what was there before is then untouched, and the next `save` may go well
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
@@ -88,9 +87,16 @@ class RankCheckpoints {
   std::vector<std::filesystem::path> files() const { return files_.files(); }
 
  private:
+  friend struct detail::DistributedCheckpointAccess;
+
+  DistributedCheckpointManager(std::filesystem::path folder, Communicator communicator,
+                               CheckpointManagerOptions options, detail::FileCalls calls);
+
   // Saving
   detail::CollectedState collect(const TrainingState& state);
-  TrainingState in_file(const TrainingState& state, detail::CollectedState& collected);
+  void add_all(const TrainingState& state, detail::CollectedState& collected,
+               detail::CheckpointZip& zip);
+  void send_all(detail::CollectedState& collected);
   std::string write(const TrainingState& state, std::int64_t step,
                     detail::CollectedState& collected);
 
@@ -108,4 +114,4 @@ class RankCheckpoints {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/distributed/detail/rank_checkpoints_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/checkpoint_manager_impl.h>  // IWYU pragma: export

@@ -2,11 +2,11 @@
 
 #include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
-#include <mezzo/checkpoint/detail/rank_entries.h>
-#include <mezzo/checkpoint/detail/sha256.h>
-#include <mezzo/distributed/rank_checkpoints.h>
+#include <mezzo/distributed/checkpoint_manager.h>
+#include <mezzo/distributed/detail/collected_state.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -24,31 +24,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A state on the point of being written.
-struct CollectedState {
-  std::vector<std::function<void(const ByteSink&)>> writers{};  ///< on rank 0, one a part
-  std::vector<std::string> own{};  ///< on the others: the bytes of what is this rank's
-  std::vector<std::vector<std::uint64_t>> sizes{};  ///< by rank and part; 0 of what is common
-  std::uint64_t pieces_left = 0;                    ///< that rank 0 has not asked for yet
-};
-
-/// A part of the file that rank 0 writes.
-class FilePart final : public CheckpointPart {
- public:
-  FilePart(std::string kind, std::string layout, std::function<void(const ByteSink&)> writer)
-      : kind_(std::move(kind)), layout_(std::move(layout)), writer_(std::move(writer)) {}
-  const char* kind() const override { return kind_.c_str(); }
-  std::string layout() const override { return layout_; }
-  void write(const ByteSink& sink) const override { writer_(sink); }
-  std::function<void()> decode(const ByteSource&, std::optional<c10::Device>) const override {
-    TORCH_INTERNAL_ASSERT(false, "only written");
-  }
-
- private:
-  std::string kind_, layout_;
-  std::function<void(const ByteSink&)> writer_;
-};
-
 /// How far one rank came with a file.
 struct LoadAttempt {
   enum class Outcome : char { whole = 'w', damaged = 'd', gone = 'g', refused = 'r' };
@@ -58,75 +33,37 @@ struct LoadAttempt {
   DecodedParts decoded{};
 };
 
-/// A line for each thing in which ranks must not differ.
-inline std::string describe(const TrainingState& state, bool with_values) {
-  std::ostringstream lines;
-  for (const auto& [name, part, is_per_rank] : state.parts()) {
-    lines << name << ": " << part->kind() << (is_per_rank ? " of each rank" : "");
-    const std::string layout = part->layout();
-    if (!layout.empty()) {
-      lines << ", names and shapes with the digest " << digest_text(layout.data(), layout.size());
-    }
-    if (with_values && !is_per_rank) lines << ' ' << part->value_in_common();
-    lines << '\n';
+struct DistributedCheckpointAccess {
+  /// With other system calls, for tests of what happens when they fail.
+  static DistributedCheckpointManager manager(std::filesystem::path folder,
+                                              Communicator communicator,
+                                              CheckpointManagerOptions options, FileCalls calls) {
+    return {std::move(folder), std::move(communicator), std::move(options), std::move(calls)};
   }
-  return lines.str();
-}
+};
 
-/// Calls `f` of each part, also of those behind one that throws, for other ranks may wait for them.
-/// \returns what the first one threw
-template <class F>
-std::string first_failure(const TrainingState& state, const F& f) {
-  std::string failure;
-  for (const NamedPart& part : state.parts()) {
-    try {
-      f(part);
-    } catch (...) {
-      if (failure.empty()) failure = '"' + part.name + "\": " + failure_of_current_exception();
-    }
-  }
-  return failure;
-}
-
-inline std::vector<std::uint64_t> numbers_in(const std::string& text) {
-  std::istringstream stream(text);
-  std::vector<std::uint64_t> numbers;
-  for (std::uint64_t number = 0; stream >> number;) numbers.push_back(number);
-  return numbers;
-}
-
-inline void check_states(const char* caller, RankAgreement& ranks, const TrainingState& state,
-                         const std::string& call, bool with_values) {
-  std::string text;
-  std::string failure;
-  try {
-    TORCH_CHECK(!state.parts().empty(), "the state is empty; add to it");
-    text = call + '\n' + describe(state, with_values);
-  } catch (...) {
-    failure = failure_of_current_exception();
-  }
-  ranks.check(caller, failure);
-  ranks.check_alike(caller, text);
-}
-
-inline constexpr const char* kSaveCaller = "RankCheckpoints::save";
-inline constexpr const char* kLoadCaller = "RankCheckpoints::load_newest";
+inline constexpr const char* kSaveCaller = "DistributedCheckpointManager::save";
+inline constexpr const char* kLoadCaller = "DistributedCheckpointManager::load_newest";
 
 }  // namespace detail
 
-inline RankCheckpoints::RankCheckpoints(std::filesystem::path folder, Communicator communicator,
-                                        CheckpointManagerOptions options)
-    : RankCheckpoints(std::move(folder), std::move(communicator), std::move(options),
-                      detail::FileCalls()) {}
+inline DistributedCheckpointManager::DistributedCheckpointManager(std::filesystem::path folder,
+                                                                  Communicator communicator,
+                                                                  CheckpointManagerOptions options)
+    : DistributedCheckpointManager(std::move(folder), std::move(communicator), std::move(options),
+                                   detail::FileCalls()) {}
 
-inline RankCheckpoints::RankCheckpoints(std::filesystem::path folder, Communicator communicator,
-                                        CheckpointManagerOptions options, detail::FileCalls calls)
+inline DistributedCheckpointManager::DistributedCheckpointManager(std::filesystem::path folder,
+                                                                  Communicator communicator,
+                                                                  CheckpointManagerOptions options,
+                                                                  detail::FileCalls calls)
     : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
       ranks_(std::move(communicator)),
       calls_(calls),
       files_(folder_, std::move(options), std::move(calls)) {}
 
-inline SavedCheckpoint RankCheckpoints::save(const TrainingState& state, std::int64_t step) {
+inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& state,
+                                                          std::int64_t step) {
   detail::check_states(detail::kSaveCaller, ranks_, state, "step " + std::to_string(step),
                        /*with_values=*/true);
   detail::CollectedState collected = collect(state);
@@ -138,70 +75,96 @@ inline SavedCheckpoint RankCheckpoints::save(const TrainingState& state, std::in
   return saved;
 }
 
-/// The saves of the parts, on all ranks: what is to be gathered is on rank 0 then.
-inline detail::CollectedState RankCheckpoints::collect(const TrainingState& state) {
+/// Saves the objects into memory, on all ranks: what is to be gathered is on rank 0 then.
+inline detail::CollectedState DistributedCheckpointManager::collect(const TrainingState& state) {
   ranks_.check(detail::kSaveCaller, detail::first_failure(state, [](const detail::NamedPart& one) {
                  one.part->check_savable();
                }));
   detail::CollectedState collected;
-  std::string sizes;
+  std::vector<detail::PickledValue> objects;
   const std::string failure = detail::first_failure(state, [&](const detail::NamedPart& one) {
-    auto writer = one.part->collect();
+    const std::size_t number = objects.size();
+    detail::PickledValue& object = objects.emplace_back();
     std::string& own = collected.own.emplace_back();
-    if (ranks_.rank() == 0) {
-      collected.writers.push_back(std::move(writer));
-    } else if (one.is_per_rank) {
-      writer([&own](const void* data, std::size_t size) {
+    const detail::SavedValue saved = one.part->save();
+    if (ranks_.rank() != 0 && !one.is_per_rank) return;
+    object = detail::pickled(saved, detail::key_prefix(number, ranks_.rank()));
+    if (ranks_.rank() == 0) return;
+    for (const detail::PickledStorage& storage : object.storages) {
+      storage.read([&own](const void* data, std::size_t size) {
         own.append(static_cast<const char*>(data), size);
       });
     }
-    sizes += std::to_string(own.size()) + ' ';
   });
   ranks_.check(detail::kSaveCaller, failure);
-  for (const std::string& of_rank : ranks_.gather(sizes)) {
-    collected.sizes.push_back(detail::numbers_in(of_rank));
-    for (const std::uint64_t size : collected.sizes.back()) {
-      collected.pieces_left += detail::RankAgreement::pieces_of(size);
+  const bool is_first = ranks_.rank() == 0;
+  const std::vector<std::string> texts = ranks_.gather(
+      detail::describe_pickled(is_first ? std::vector<detail::PickledValue>{} : objects));
+  for (int rank = 0; rank < ranks_.size(); ++rank) {
+    collected.objects.push_back(detail::parse_pickled(texts[static_cast<std::size_t>(rank)], rank));
+    for (const detail::PickledValue& object : collected.objects.back()) {
+      for (const auto& storage : object.storages) {
+        collected.pieces_left += detail::RankAgreement::pieces_of(storage.size);
+      }
     }
   }
+  if (is_first) collected.objects[0] = std::move(objects);
   return collected;
 }
 
-/// On rank 0: the state as the file has it, with an entry a rank for what is each rank's own.
-inline TrainingState RankCheckpoints::in_file(const TrainingState& state,
-                                              detail::CollectedState& collected) {
-  TrainingState file;
-  for (std::size_t i = 0; i < state.parts().size(); ++i) {
-    const auto& [name, part, is_per_rank] = state.parts()[i];
-    for (int rank = 0; rank < (is_per_rank ? ranks_.size() : 1); ++rank) {
-      const std::uint64_t size = collected.sizes[static_cast<std::size_t>(rank)][i];
-      const auto from_rank = [this, &collected, rank, size](const detail::ByteSink& sink) {
-        ranks_.send_to_rank_0(rank, {}, size, sink, collected.pieces_left);
-      };
-      const std::string kind = detail::kind_of_rank(part->kind(), {rank, ranks_.size()});
-      file.add_part(detail::name_of_rank(name, rank),
-                    std::make_shared<detail::FilePart>(
-                        is_per_rank ? kind : part->kind(), part->layout(),
-                        rank == 0 ? std::move(collected.writers[i]) : from_rank));
+/// On rank 0: writes the objects, with one a rank for what is each rank's own.
+inline void DistributedCheckpointManager::add_all(const TrainingState& state,
+                                                  detail::CollectedState& collected,
+                                                  detail::CheckpointZip& zip) {
+  const auto& parts = detail::CheckpointAccess::parts(state);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const auto& [name, part, is_per_rank] = parts[i];
+    const int owners = is_per_rank ? ranks_.size() : 1;
+    for (int rank = 0; rank < owners; ++rank) {
+      detail::PickledValue& object = collected.objects[static_cast<std::size_t>(rank)][i];
+      for (detail::PickledStorage& storage : object.storages) {
+        if (rank == 0) break;
+        storage.read = [&, rank](const detail::PickledStorage::Take& take) {
+          std::string bytes;
+          const auto append = [&bytes](const void* data, std::size_t size) {
+            bytes.append(static_cast<const char*>(data), size);
+          };
+          ranks_.send_to_rank_0(rank, nullptr, storage.size, append, collected.pieces_left);
+          take(bytes.data(), bytes.size());
+        };
+      }
+      zip.add({.name = detail::name_of_rank(name, rank),
+               .kind = part->kind(),
+               .owner = {rank, owners},
+               .layout = part->layout()},
+              object);
     }
   }
-  return file;
+}
+
+/// On the other ranks, in the same order, until rank 0 wants no more.
+inline void DistributedCheckpointManager::send_all(detail::CollectedState& collected) {
+  for (std::size_t i = 0; i < collected.own.size(); ++i) {
+    for (int rank = 1; rank < ranks_.size(); ++rank) {
+      const char* bytes = rank == ranks_.rank() ? collected.own[i].data() : nullptr;
+      for (const auto& storage : collected.objects[static_cast<std::size_t>(rank)][i].storages) {
+        if (!ranks_.send_to_rank_0(rank, bytes, storage.size, {}, collected.pieces_left)) return;
+        if (bytes != nullptr) bytes += storage.size;
+      }
+    }
+  }
 }
 
 /// \returns what was saved, as lines, on all ranks
-inline std::string RankCheckpoints::write(const TrainingState& state, std::int64_t step,
-                                          detail::CollectedState& collected) {
-  bool is_wanted = ranks_.rank() != 0;
-  for (std::size_t i = 0; is_wanted && i < state.parts().size(); ++i) {
-    for (int rank = 1; is_wanted && rank < ranks_.size(); ++rank) {
-      const std::uint64_t size = collected.sizes[static_cast<std::size_t>(rank)][i];
-      is_wanted = ranks_.send_to_rank_0(rank, collected.own[i], size, {}, collected.pieces_left);
-    }
-  }
+inline std::string DistributedCheckpointManager::write(const TrainingState& state,
+                                                       std::int64_t step,
+                                                       detail::CollectedState& collected) {
+  if (ranks_.rank() != 0) send_all(collected);
   return ranks_.from_rank_0(detail::kSaveCaller, [&] {
     std::ostringstream lines;
     try {
-      const SavedCheckpoint saved = files_.save(in_file(state, collected), step);
+      const SavedCheckpoint saved =
+          files_.write(step, [&](detail::CheckpointZip& zip) { add_all(state, collected, zip); });
       lines << saved.file.filename().string() << '\n' << saved.bytes << ' ' << saved.durable;
     } catch (...) {
       if (collected.pieces_left > 0) ranks_.asks_for_more(false);
@@ -211,8 +174,8 @@ inline std::string RankCheckpoints::write(const TrainingState& state, std::int64
   });
 }
 
-inline std::optional<LoadedCheckpoint> RankCheckpoints::load_newest(const TrainingState& state,
-                                                                    const LoadOptions& options) {
+inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest(
+    const TrainingState& state, const LoadOptions& options) {
   using Outcome = detail::LoadAttempt::Outcome;
   detail::check_states(detail::kLoadCaller, ranks_, state,
                        options.subset ? "a subset" : "the whole state", /*with_values=*/false);
@@ -255,7 +218,8 @@ inline std::optional<LoadedCheckpoint> RankCheckpoints::load_newest(const Traini
 }
 
 /// The newest that rank 0 sees but for some; empty if there is none.
-inline std::string RankCheckpoints::choose_file(const std::vector<std::string>& passed_over) {
+inline std::string DistributedCheckpointManager::choose_file(
+    const std::vector<std::string>& passed_over) {
   return ranks_.from_rank_0(detail::kLoadCaller, [&]() -> std::string {
     for (const std::filesystem::path& file : files_.files()) {
       std::string name = file.filename().string();
@@ -266,9 +230,8 @@ inline std::string RankCheckpoints::choose_file(const std::vector<std::string>& 
 }
 
 /// Reads, and changes nothing.
-inline detail::LoadAttempt RankCheckpoints::try_file(const std::string& name,
-                                                     const TrainingState& state,
-                                                     const LoadOptions& options) const {
+inline detail::LoadAttempt DistributedCheckpointManager::try_file(
+    const std::string& name, const TrainingState& state, const LoadOptions& options) const {
   using Outcome = detail::LoadAttempt::Outcome;
   const std::filesystem::path file = folder_ / name;
   detail::LoadAttempt attempt;
@@ -295,7 +258,8 @@ inline detail::LoadAttempt RankCheckpoints::try_file(const std::string& name,
 }
 
 /// Gives the objects of all ranks what was read, or those of none.
-inline void RankCheckpoints::apply(const std::string& name, detail::LoadAttempt& attempt) {
+inline void DistributedCheckpointManager::apply(const std::string& name,
+                                                detail::LoadAttempt& attempt) {
   const std::string file = (folder_ / name).string();
   std::optional<detail::LoadedParts> parts;
   std::string failure;

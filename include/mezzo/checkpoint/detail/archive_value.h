@@ -1,0 +1,151 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+
+#include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/frontend/script_type_parser.h>
+#include <torch/serialize/archive.h>
+
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+// libtorch's archives as dicts that Python reads, and back. What an archive holds lies in a private
+// member. The public way out of it, save_to, writes TorchScript with a copy of every tensor, which
+// neither torch.load(weights_only=True) nor a person can read. An explicit instantiation may name a
+// private member ([temp.spec]/6), so that is how the member is reached.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+torch::jit::Module& module_in(torch::serialize::OutputArchive& archive);
+torch::jit::Module& module_in(torch::serialize::InputArchive& archive);
+
+template <class Archive, torch::jit::Module Archive::*kMember>
+struct ArchiveModule {
+  friend torch::jit::Module& module_in(Archive& archive) { return archive.*kMember; }
+};
+template struct ArchiveModule<torch::serialize::OutputArchive,
+                              &torch::serialize::OutputArchive::module_>;
+template struct ArchiveModule<torch::serialize::InputArchive,
+                              &torch::serialize::InputArchive::module_>;
+
+/// `value` without the element types of its lists and dicts, which Python would not understand.
+inline c10::IValue without_types(const c10::IValue& value) {
+  if (value.isList()) {
+    c10::impl::GenericList list(c10::AnyType::get());
+    for (const c10::IValue& element : value.toListRef()) list.push_back(without_types(element));
+    return list;
+  }
+  if (value.isGenericDict()) {
+    c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
+    for (const auto& entry : value.toGenericDict()) {
+      dict.insert(entry.key(), without_types(entry.value()));
+    }
+    return dict;
+  }
+  if (value.isTuple()) {
+    std::vector<c10::IValue> elements;
+    for (const c10::IValue& one : value.toTupleRef().elements()) {
+      elements.push_back(without_types(one));
+    }
+    return c10::ivalue::Tuple::create(std::move(elements));
+  }
+  return value;
+}
+
+/// The inverse of `without_types`.
+inline c10::IValue with_type(const c10::IValue& value, const c10::TypePtr& type) {
+  if (const auto optional = type->cast<c10::OptionalType>()) {
+    return value.isNone() ? value : with_type(value, optional->getElementType());
+  }
+  if (const auto list_type = type->cast<c10::ListType>()) {
+    c10::impl::GenericList list(list_type->getElementType());
+    for (const c10::IValue& element : value.toListRef()) {
+      list.push_back(with_type(element, list_type->getElementType()));
+    }
+    return list;
+  }
+  if (const auto dict_type = type->cast<c10::DictType>()) {
+    c10::impl::GenericDict dict(dict_type->getKeyType(), dict_type->getValueType());
+    for (const auto& entry : value.toGenericDict()) {
+      dict.insert(entry.key(), with_type(entry.value(), dict_type->getValueType()));
+    }
+    return dict;
+  }
+  if (const auto tuple_type = type->cast<c10::TupleType>()) {
+    std::vector<c10::IValue> elements;
+    const auto& untyped = value.toTupleRef().elements();
+    TORCH_CHECK(untyped.size() == tuple_type->elements().size(), "a tuple has another length");
+    for (std::size_t i = 0; i < untyped.size(); ++i) {
+      elements.push_back(with_type(untyped[i], tuple_type->elements()[i]));
+    }
+    return c10::ivalue::Tuple::create(std::move(elements));
+  }
+  return value;
+}
+
+inline bool has_elements(const c10::IValue& value) {
+  return value.isList() || value.isGenericDict() || value.isTuple();
+}
+
+/// A dict with a dict for each nested archive. `types` gets, in the dict's order, the type of each
+/// list, dict and tuple, and an empty text for each nested archive.
+inline c10::IValue dict_of(const torch::jit::Module& archive, std::vector<std::string>& types) {
+  c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
+  for (const auto& attribute : archive.named_attributes(/*recurse=*/false)) {
+    const c10::IValue& value = attribute.value;
+    if (value.isModule()) {
+      types.emplace_back();
+      dict.insert(attribute.name, dict_of(value.toModule(), types));
+    } else {
+      if (has_elements(value)) types.push_back(value.type()->annotation_str());
+      dict.insert(attribute.name, without_types(value));
+    }
+  }
+  return dict;
+}
+
+inline SavedValue value_of(torch::serialize::OutputArchive& archive) {
+  SavedValue saved;
+  saved.value = dict_of(module_in(archive), saved.types);
+  return saved;
+}
+
+inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict,
+                         const std::vector<std::string>& types, std::size_t& next_type) {
+  for (const auto& entry : dict.toGenericDict()) {
+    const std::string& key = entry.key().toStringRef();
+    const c10::IValue& value = entry.value();
+    if (value.isTensor()) {
+      archive.write(key, value.toTensor(), /*is_buffer=*/true);
+    } else if (!has_elements(value)) {
+      archive.write(key, value);
+    } else if (const std::string& type = types.at(next_type++); !type.empty()) {
+      archive.write(key, with_type(value, torch::jit::ScriptTypeParser().parseType(type)));
+    } else {
+      torch::serialize::OutputArchive nested(archive.compilation_unit());
+      fill_archive(nested, value, types, next_type);
+      archive.write(key, nested);
+    }
+  }
+}
+
+/// The inverse of `value_of`. Shares the tensors.
+inline torch::serialize::InputArchive archive_of(const SavedValue& saved) {
+  torch::serialize::OutputArchive filled;
+  std::size_t next_type = 0;
+  fill_archive(filled, saved.value, saved.types, next_type);
+  torch::serialize::InputArchive archive;
+  module_in(archive) = module_in(filled);
+  return archive;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,216 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// The calls that decide whether a checkpoint is whole, with their POSIX meaning. Tests give
+/// others, which fail.
+struct FileCalls {
+  std::function<int(const char* path, int flags)> open = [](const char* path, int flags) {
+    return ::open(path, flags | O_CLOEXEC, 0666);
+  };
+  std::function<ssize_t(int file, const void* from, size_t count)> write = ::write;
+  std::function<ssize_t(int file, void* to, size_t count, off_t offset)> pread = ::pread;
+  std::function<int(int file)> fsync = ::fsync;
+  std::function<int(int file)> close = ::close;
+  std::function<int(const char* from, const char* to)> rename = ::rename;
+  std::function<int(const char* path)> unlink = ::unlink;
+};
+
+inline std::string reason(int error) { return std::generic_category().message(error); }
+
+/// A descriptor that is closed at the end.
+class OpenFile {
+ public:
+  OpenFile() = default;
+  OpenFile(const FileCalls& calls, const std::filesystem::path& path, int flags)
+      : descriptor_(calls.open(path.c_str(), flags)) {}
+  OpenFile(OpenFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+  OpenFile& operator=(OpenFile&& other) noexcept {
+    std::swap(descriptor_, other.descriptor_);
+    return *this;
+  }
+  OpenFile(const OpenFile&) = delete;
+  OpenFile& operator=(const OpenFile&) = delete;
+  ~OpenFile() {
+    if (is_open()) ::close(descriptor_);
+  }
+
+  bool is_open() const noexcept { return descriptor_ >= 0; }
+  int descriptor() const noexcept { return descriptor_; }
+  /// For who wants to know whether closing went well.
+  int release() noexcept { return std::exchange(descriptor_, -1); }
+
+ private:
+  int descriptor_ = -1;
+};
+
+/// Brings the names in a folder to the disk. \returns 0 or the system's error
+inline int flush_folder(const FileCalls& calls, const std::filesystem::path& folder) {
+  const OpenFile file(calls, folder, O_RDONLY | O_DIRECTORY);
+  if (!file.is_open()) return errno;
+  return calls.fsync(file.descriptor()) == 0 ? 0 : errno;
+}
+
+/// Whether `error`, of flushing a folder, says that it will be the same the next time: the file
+/// system does not do that at all, or not for this user.
+inline bool is_never_flushed(int error) {
+  for (const int hopeless : {EINVAL, ENOTSUP, ENOSYS, EBADF, EACCES, EPERM}) {
+    if (error == hopeless) return true;
+  }
+  return false;
+}
+
+/// [k][byte] is the CRC of `byte` and k zero bytes behind it.
+inline constexpr auto kCrc32cTables = [] {
+  std::array<std::array<std::uint32_t, 256>, 8> tables{};
+  for (std::uint32_t byte = 0; byte < 256; ++byte) {
+    std::uint32_t crc = byte;
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82F63B78U : 0U);
+    tables[0][byte] = crc;
+  }
+  for (std::size_t k = 1; k < tables.size(); ++k) {
+    for (std::size_t byte = 0; byte < 256; ++byte) {
+      const std::uint32_t before = tables[k - 1][byte];
+      tables[k][byte] = (before >> 8) ^ tables[0][before & 0xFF];
+    }
+  }
+  return tables;
+}();
+
+/// CRC-32C (Castagnoli) of bytes behind others that have the CRC `crc`, eight bytes at a time.
+inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc = 0) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  const auto& tables = kCrc32cTables;
+  crc = ~crc;
+  for (; size >= 8; size -= 8, bytes += 8) {
+    crc = tables[7][bytes[0] ^ (crc & 0xFF)] ^ tables[6][bytes[1] ^ ((crc >> 8) & 0xFF)] ^
+          tables[5][bytes[2] ^ ((crc >> 16) & 0xFF)] ^ tables[4][bytes[3] ^ (crc >> 24)] ^
+          tables[3][bytes[4]] ^ tables[2][bytes[5]] ^ tables[1][bytes[6]] ^ tables[0][bytes[7]];
+  }
+  for (; size > 0; --size, ++bytes) crc = (crc >> 8) ^ tables[0][(crc ^ *bytes) & 0xFF];
+  return ~crc;
+}
+
+/// In eight hexadecimal digits.
+inline std::string crc_text(std::uint32_t crc) {
+  std::string text;
+  for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[(crc >> shift) & 15];
+  return text;
+}
+
+inline std::string crc32c_text(const void* data, std::size_t size) {
+  return crc_text(crc32c(data, size));
+}
+
+/// A file that appears at its place whole or not at all: a temporary beside it, which is flushed to
+/// the disk and then renamed. Whatever fails before throws, and leaves what was there.
+class AtomicFile {
+ public:
+  /// The temporary is a name of `target`'s folder that nobody else writes to.
+  AtomicFile(const FileCalls& calls, std::filesystem::path temporary, std::filesystem::path target)
+      : calls_(calls),
+        temporary_(std::move(temporary)),
+        target_(std::move(target)),
+        file_(calls, temporary_, kNewFile) {
+    if (!file_.is_open() && errno == EEXIST) {  // of a killed process that had this one's number
+      calls_.unlink(temporary_.c_str());
+      file_ = OpenFile(calls, temporary_, kNewFile);
+    }
+    if (!file_.is_open()) fail("cannot be created", errno);
+    buffer_.reserve(kBlockBytes);
+  }
+  ~AtomicFile() {
+    if (!is_committed_) calls_.unlink(temporary_.c_str());
+  }
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  void write(const void* data, std::size_t size) {
+    const auto* bytes = static_cast<const char*>(data);
+    total_ += size;
+    crc_ = crc32c(data, size, crc_);
+    while (size > 0) {
+      const std::size_t taken = std::min(size, kBlockBytes - buffer_.size());
+      buffer_.append(bytes, taken);
+      bytes += taken, size -= taken;
+      if (buffer_.size() == kBlockBytes) flush();
+    }
+  }
+
+  /// How much was written.
+  std::uint64_t total() const noexcept { return total_; }
+
+  /// The CRC-32C of all that was written.
+  std::uint32_t crc() const noexcept { return crc_; }
+
+  /// Puts the file in its place. \returns 0, or the system's error where only the last flush, of
+  /// the folder, failed: the file is in place, but may not survive a crash
+  [[nodiscard]] int commit() {
+    flush();
+    while (calls_.fsync(file_.descriptor()) != 0) {
+      if (errno != EINTR) fail("cannot be brought to the disk", errno);
+    }
+    if (calls_.close(file_.release()) != 0) fail("cannot be closed", errno);
+    if (calls_.rename(temporary_.c_str(), target_.c_str()) != 0) {
+      fail("cannot be put in its place", errno);
+    }
+    is_committed_ = true;
+    return flush_folder(calls_, target_.parent_path());
+  }
+
+ private:
+  static constexpr int kNewFile = O_WRONLY | O_CREAT | O_EXCL;
+  static constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
+
+  void flush() {
+    put(buffer_.data(), buffer_.size());
+    buffer_.clear();
+  }
+
+  void put(const char* bytes, std::size_t size) {
+    while (size > 0) {
+      const ssize_t written = calls_.write(file_.descriptor(), bytes, size);
+      if (written < 0 && errno == EINTR) continue;
+      if (written <= 0) fail("cannot be written", written < 0 ? errno : EIO);
+      bytes += written, size -= static_cast<std::size_t>(written);
+    }
+  }
+
+  [[noreturn]] void fail(const char* what, int error) const {
+    const bool is_full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+    TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error), "; ",
+                is_full ? "make room" : "see to the disk and the folder's permissions",
+                ". The checkpoints that were there before are untouched");
+  }
+
+  const FileCalls& calls_;
+  std::filesystem::path temporary_, target_;
+  OpenFile file_;
+  std::string buffer_;
+  std::uint64_t total_ = 0;
+  std::uint32_t crc_ = 0;
+  bool is_committed_ = false;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

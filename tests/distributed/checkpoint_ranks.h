@@ -1,0 +1,240 @@
+/// \file
+/// What the tests of checkpoints of several ranks share.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/distributed/checkpoint_manager.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/optim/adamw.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <filesystem>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "../support/scratch.h"
+
+namespace checkpoint_ranks {
+
+using mezzo::CheckpointManager;
+using mezzo::Communicator;
+using mezzo::DistributedCheckpointManager;
+using mezzo::TrainingState;
+using mezzo::detail::FileCalls;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using test_support::error_of;
+
+/// An object that some ranks cannot save, or load.
+struct Fussy {
+  bool refuses_saving = false;
+  bool refuses_loading = false;
+  int64_t value = 0;
+};
+
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const Fussy& fussy) {
+  if (fussy.refuses_saving) throw std::runtime_error("I will not be saved");
+  archive.write("value", c10::IValue(fussy.value));
+  return archive;
+}
+
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  Fussy& fussy) {
+  c10::IValue value;
+  archive.read("value", value);
+  fussy.value = value.toInt();
+  if (fussy.refuses_loading) throw std::runtime_error("I will not be loaded");
+  return archive;
+}
+
+/// To be made by all ranks together.
+inline Communicator everyone() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+
+inline int world_size() {
+  int size = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  return size;
+}
+
+/// `text` of the world's rank 0, on all ranks.
+inline std::string text_of_rank_0(const std::string& text) {
+  Communicator world = everyone();
+  const at::Tensor bytes = at::zeros({4096}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), text.data(), std::min<std::size_t>(text.size(), 4095));
+  world.broadcast(bytes, 0).wait();
+  return static_cast<const char*>(bytes.const_data_ptr());
+}
+
+inline std::vector<std::string> texts_of(Communicator ranks, const std::string& own) {
+  return mezzo::detail::RankAgreement(std::move(ranks)).gather(own);
+}
+
+/// What all ranks throw, if those are the same words; what two of them throw otherwise.
+template <class Call>
+std::string common_error_of(Communicator ranks, const Call& call) {
+  const std::vector<std::string> errors = texts_of(std::move(ranks), error_of(call));
+  for (const std::string& error : errors) {
+    if (error != errors[0]) return "different words:\n" + errors[0] + "\nand\n" + error;
+  }
+  return errors[0];
+}
+
+/// A folder of rank 0's that all ranks use; it goes when all are done with it.
+class SharedFolder {
+ public:
+  SharedFolder() {
+    int rank = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    if (rank == 0) own_.emplace();
+    path_ = text_of_rank_0(rank == 0 ? own_->path().string() : "");
+  }
+  ~SharedFolder() { MPI_Barrier(MPI_COMM_WORLD); }
+  SharedFolder(const SharedFolder&) = delete;
+  SharedFolder& operator=(const SharedFolder&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  std::vector<std::string> temporaries() const {
+    std::vector<std::string> found;
+    for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+      if (entry.path().extension() == ".tmp") found.push_back(entry.path().string());
+    }
+    return found;
+  }
+
+ private:
+  std::optional<test_support::Scratch> own_;
+  std::filesystem::path path_;
+};
+
+/// The first ranks of the world; the others have no part in it.
+class SomeRanks {
+ public:
+  explicit SomeRanks(int size) {
+    int rank = 0;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_split(MPI_COMM_WORLD, rank < size ? 0 : MPI_UNDEFINED, rank, &communicator_);
+  }
+  ~SomeRanks() {
+    if (communicator_ != MPI_COMM_NULL) MPI_Comm_free(&communicator_);
+    MPI_Barrier(MPI_COMM_WORLD);
+  }
+  SomeRanks(const SomeRanks&) = delete;
+  SomeRanks& operator=(const SomeRanks&) = delete;
+
+  bool has_this() const { return communicator_ != MPI_COMM_NULL; }
+  Communicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
+
+ private:
+  MPI_Comm communicator_ = MPI_COMM_NULL;
+};
+
+inline std::vector<int> numbers_of_ranks() {
+  std::vector<int> all;
+  for (const int size : {1, 2, 4}) {
+    if (size <= world_size()) all.push_back(size);
+  }
+  return all;
+}
+
+inline mezzo::CheckpointManagerOptions warning_into(std::vector<std::string>& warnings) {
+  return {.on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};
+}
+
+/// With other system calls.
+inline DistributedCheckpointManager manager(const std::filesystem::path& folder, Communicator ranks,
+                                            mezzo::CheckpointManagerOptions options,
+                                            FileCalls calls) {
+  return mezzo::detail::DistributedCheckpointAccess::manager(folder, std::move(ranks),
+                                                             std::move(options), std::move(calls));
+}
+
+using ShardedAdamW = mezzo::ShardedOptimizer<AdamW>;
+inline constexpr mezzo::ShardedOptimizerOptions kSmallShards{.bucket_bytes = 512};
+
+/// Every rank computes the same, so that any number of ranks takes the steps of one alone.
+template <class Optimizer>
+void take_steps(torch::nn::Sequential net, Optimizer& optimizer, int first, int last) {
+  torch::manual_seed(5);
+  for (int i = 0; i < last; ++i) {
+    const at::Tensor x = torch::randn({4, 6});
+    if (i < first) continue;
+    optimizer.zero_grad();
+    net->forward(x).square().mean().backward();
+    optimizer.step();
+  }
+}
+
+inline torch::nn::Sequential net_without_dropout(uint64_t seed) {
+  torch::manual_seed(seed);
+  return torch::nn::Sequential(torch::nn::Linear(6, 17), torch::nn::Linear(17, 3));
+}
+
+/// One of some number of ranks, or (with an AdamW) a process that knows of none.
+template <class Optimizer>
+struct Alike {
+  template <class... Args>
+  explicit Alike(uint64_t seed, const Args&... args)
+      : net(net_without_dropout(seed)), optimizer(net->parameters(), args...) {
+    state.add("model", net).add("optimizer", optimizer).add("position", position);
+    state.with_random_state();
+  }
+  void run(int first, int last) {
+    take_steps(net, optimizer, first, last);
+    position = last;
+  }
+  void expect_weights_of(const torch::nn::Sequential& other, const std::string& who) const {
+    for (std::size_t i = 0; i < net->parameters().size(); ++i) {
+      EXPECT_TRUE(at::equal(net->parameters()[i], other->parameters()[i])) << who << ' ' << i;
+    }
+  }
+
+  torch::nn::Sequential net;
+  Optimizer optimizer;
+  int64_t position = 0;
+  TrainingState state;
+};
+
+using AlikeAlone = Alike<AdamW>;
+struct AlikeShard : Alike<ShardedAdamW> {
+  AlikeShard(uint64_t seed, Communicator ranks)
+      : Alike(seed, std::move(ranks), AdamWOptions(1e-2), kSmallShards) {}
+};
+
+/// What each rank has of its own, and nothing else.
+struct Own {
+  explicit Own(Communicator ranks) : position(10 + ranks.rank()) {
+    torch::manual_seed(40 + static_cast<uint64_t>(ranks.rank()));
+    state.add("epoch", epoch).add_per_rank("position", position).with_random_state();
+  }
+  int64_t epoch = 1;
+  int64_t position;
+  TrainingState state;
+};
+
+/// A state with a collective in it, and some of each rank's own.
+struct Mixed {
+  explicit Mixed(Communicator ranks, int64_t elements = 100)
+      : run(3, ranks), own{torch::full({elements}, ranks.rank(), at::kFloat)} {
+    run.state.add_per_rank("own", own).add("fussy", fussy);
+    run.run(0, 2);
+  }
+  bool is(int64_t value) const { return fussy.value == value && run.position == value; }
+  void set(int64_t value) { fussy.value = run.position = value; }
+
+  AlikeShard run;
+  std::vector<at::Tensor> own;
+  Fussy fussy;
+};
+
+}  // namespace checkpoint_ranks

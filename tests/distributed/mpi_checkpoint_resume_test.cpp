@@ -1,0 +1,277 @@
+// What all ranks of a run saved comes back on as many ranks, and on others.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/distributed/checkpoint_manager.h>
+#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lr_schedule.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <cstddef>
+#include <filesystem>
+#include <functional>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../support/scratch.h"
+#include "checkpoint_ranks.h"
+
+namespace checkpoint_ranks {
+namespace {
+
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::SizeIs;
+using testing::UnorderedElementsAre;
+
+torch::nn::Sequential make_net(bool has_buffers) {
+  torch::nn::Sequential net(torch::nn::Linear(6, 17));
+  if (has_buffers) net->push_back(torch::nn::BatchNorm1d(17));
+  net->push_back(torch::nn::Dropout(0.4));
+  net->push_back(torch::nn::Linear(17, 3));
+  return net;
+}
+
+/// Gradients in bfloat16 with error feedback, averaged; running statistics.
+struct Averaging {
+  Averaging(Communicator world, const std::function<at::Tensor()>& loss_scale)
+      : net(make_net(true)),
+        ddp(net, std::move(world),
+            {.bucket_bytes = 512,
+             .all_reduce = {.compress_dtype = at::kBFloat16,
+                            .error_feedback = true,
+                            .loss_scale = loss_scale}}),
+        optimizer(ddp.buckets(), AdamWOptions(1e-2)),
+        residuals(ddp.residuals()) {}
+  at::Tensor forward(const at::Tensor& x) { return ddp(x); }
+
+  torch::nn::Sequential net;
+  mezzo::DataParallel<torch::nn::Sequential> ddp;
+  AdamW optimizer;
+  std::vector<at::Tensor> residuals;
+};
+
+struct Sharding {
+  Sharding(Communicator world, const std::function<at::Tensor()>& /*loss_scale*/)
+      : net(make_net(false)),
+        optimizer(net->parameters(), std::move(world), AdamWOptions(1e-2), kSmallShards) {}
+  at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
+
+  torch::nn::Sequential net;
+  ShardedAdamW optimizer;
+  std::vector<at::Tensor> residuals;
+};
+
+/// All that a run has, with an inf now and then.
+template <class Way>
+class EachRanksTraining {
+ public:
+  EachRanksTraining(Communicator world, uint64_t seed)
+      : rank_(world.rank()),
+        way((torch::manual_seed(seed), world), [this] { return scaler.scale(torch::ones({})); }) {
+    torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
+    own_random.set_current_seed(seed + static_cast<uint64_t>(rank_));
+    state.add("model", way.net).add("optimizer", way.optimizer).add("scaler", scaler);
+    state.add("schedule", schedule).add("position", position).with_random_state();
+    state.add_per_rank("order", own_random).add_per_rank("seen", seen);
+    if (!way.residuals.empty()) state.add_per_rank("residuals", way.residuals);
+  }
+
+  void step() {
+    way.optimizer.zero_grad();
+    at::Tensor loss = way.forward(torch::randn({4, 6}, own_random)).square().mean();
+    if (position % 5 == 3 && rank_ == 0) loss = loss * std::numeric_limits<float>::infinity();
+    scaler.scale(loss).backward();
+    const auto result = scaler.step(way.optimizer, {.max_norm = 1.0});
+    scaler.update();
+    schedule.step(result);
+    ++position;
+    seen += 4 + rank_;
+  }
+
+  std::vector<at::Tensor> outcome() {
+    std::vector<at::Tensor> all;
+    for (const auto& tensor : way.net->parameters()) all.push_back(tensor.detach().clone());
+    for (const auto& tensor : way.net->buffers()) all.push_back(tensor.clone());
+    for (const auto& tensor : way.residuals) all.push_back(tensor.clone());
+    for (const auto& [key, value] : scaler.state_dict()) all.push_back(torch::tensor(value));
+    for (const double lr : schedule.lrs()) all.push_back(torch::tensor(lr, torch::kDouble));
+    all.push_back(torch::tensor({position, seen}));
+    all.push_back(torch::rand({3}));
+    all.push_back(torch::rand({3}, own_random));
+    return all;
+  }
+
+ private:
+  int rank_;
+
+ public:
+  mezzo::GradScaler scaler{mezzo::GradScalerOptions().init_scale(8).growth_interval(3)};
+  Way way;
+  mezzo::LinearSchedule schedule{way.optimizer, {.warmup_steps = 3, .total_steps = 40}};
+  int64_t position = 0;
+  int64_t seen = 0;
+  at::Generator own_random = at::detail::createCPUGenerator(0);
+  TrainingState state;
+};
+
+template <class Way>
+void expect_the_same_bits_after_resuming() {
+  const SharedFolder folder;
+  Communicator world = everyone();
+  EachRanksTraining<Way> whole(world, 1);
+  whole.scaler.on_skip(nullptr);
+  for (int i = 0; i < 7; ++i) whole.step();
+  DistributedCheckpointManager(folder.path(), world).save(whole.state, whole.position);
+  for (int i = 0; i < 7; ++i) whole.step();
+  const auto expected = whole.outcome();
+
+  std::vector<std::string> warnings;
+  EachRanksTraining<Way> resumed(world, 2);
+  resumed.scaler.on_skip(nullptr);
+  resumed.step();  // has state of its own, which must leave no trace
+  const auto loaded = DistributedCheckpointManager(folder.path(), world, warning_into(warnings))
+                          .load_newest(resumed.state);
+  ASSERT_TRUE(loaded);
+  EXPECT_EQ(loaded->step, 7);
+  EXPECT_THAT(warnings, IsEmpty());
+  for (int i = 0; i < 7; ++i) resumed.step();
+  const auto actual = resumed.outcome();
+  ASSERT_EQ(expected.size(), actual.size());
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(at::equal(expected[i], actual[i])) << i << '\n' << expected[i] << actual[i];
+  }
+}
+
+TEST(DistributedCheckpoints, TheSameNumberOfRanksResumesToTheBit) {
+  expect_the_same_bits_after_resuming<Averaging>();
+}
+
+TEST(DistributedCheckpoints, TheSameNumberOfRanksResumesToTheBitWithAShardedOptimizer) {
+  expect_the_same_bits_after_resuming<Sharding>();
+}
+
+TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersFiles) {
+  AlikeAlone whole(1, AdamWOptions(1e-2));
+  whole.run(0, 5);
+  for (int savers : numbers_of_ranks()) {
+    for (const bool is_plain : {false, true}) {
+      if (is_plain && savers > 1) continue;
+      const SharedFolder folder;
+      {
+        const SomeRanks group(savers);
+        if (group.has_this() && is_plain) {
+          AlikeAlone run(1, AdamWOptions(1e-2));
+          run.run(0, 3);
+          CheckpointManager(folder.path()).save(run.state, 3);
+        } else if (group.has_this()) {
+          AlikeShard run(1, group.ranks());
+          run.run(0, 3);
+          DistributedCheckpointManager(folder.path(), group.ranks()).save(run.state, 3);
+        }
+      }
+      const std::string from = "from " + std::to_string(savers) + (is_plain ? " alone" : "");
+      for (int loaders : numbers_of_ranks()) {
+        const SomeRanks group(loaders);
+        if (!group.has_this()) continue;
+        std::vector<std::string> warnings;
+        AlikeShard run(7, group.ranks());
+        run.run(0, 1);
+        const auto loaded =
+            DistributedCheckpointManager(folder.path(), group.ranks(), warning_into(warnings))
+                .load_newest(run.state);
+        ASSERT_TRUE(loaded && loaded->step == 3);
+        EXPECT_EQ(run.position, 3);
+        run.run(3, 5);
+        run.expect_weights_of(whole.net, from + " to " + std::to_string(loaders));
+        const bool is_told = group.ranks().rank() == 0 && loaders != savers;
+        EXPECT_THAT(warnings, SizeIs(is_told ? 1 : 0));
+      }
+      std::vector<std::string> warnings;
+      AlikeAlone alone(7, AdamWOptions(1e-2));
+      ASSERT_TRUE(
+          CheckpointManager(folder.path(), warning_into(warnings)).load_newest(alone.state));
+      alone.run(3, 5);
+      alone.expect_weights_of(whole.net, from + " to CheckpointManager");
+      if (savers > 1) {
+        EXPECT_THAT(warnings, ElementsAre(HasSubstr("\"random_state\" is what rank 0 had")));
+      } else {
+        EXPECT_THAT(warnings, IsEmpty());
+      }
+    }
+  }
+}
+
+/// Loads into ranks with other values. \returns what each draws first then
+std::vector<std::string> draws_after_loading(const std::filesystem::path& folder,
+                                             Communicator ranks) {
+  std::vector<std::string> warnings;
+  Own run(ranks);
+  run.position = 77;
+  run.epoch = 5;
+  DistributedCheckpointManager(folder, ranks, warning_into(warnings)).load_newest(run.state);
+  EXPECT_EQ(run.epoch, 1);
+  EXPECT_EQ(run.position, 77);
+  if (ranks.rank() == 0) {
+    const std::string numbers = "has what " + std::to_string(world_size()) +
+                                " ranks had, and here are " + std::to_string(ranks.size());
+    EXPECT_THAT(warnings,
+                UnorderedElementsAre(
+                    AllOf(HasSubstr("\"position\" is left as it is"), HasSubstr(numbers)),
+                    AllOf(HasSubstr("\"random_state\" is begun anew"), HasSubstr(numbers))));
+  } else {
+    EXPECT_THAT(warnings, IsEmpty());
+  }
+  return texts_of(ranks, std::to_string(torch::rand({}, at::kDouble).item<double>()));
+}
+
+TEST(DistributedCheckpoints, ToAnotherNumberOfRanksGeneratorsBeginAnewAndTheRestIsLeftAndNamed) {
+  if (world_size() < 2) return;
+  const SharedFolder folder;
+  Own saved(everyone());
+  DistributedCheckpointManager(folder.path(), everyone()).save(saved.state, 6);
+  for (const int loaders : numbers_of_ranks()) {
+    const SomeRanks group(loaders);
+    if (!group.has_this() || loaders == world_size()) continue;
+    const auto draws = draws_after_loading(folder.path(), group.ranks());
+    EXPECT_EQ(draws, draws_after_loading(folder.path(), group.ranks())) << "alike each time";
+    for (std::size_t i = 1; i < draws.size(); ++i) EXPECT_NE(draws[i], draws[0]);
+  }
+}
+
+TEST(DistributedCheckpoints, WhatTheFileHasNotGotOfEachRankIsLeftAndNamed) {
+  const SharedFolder folder;
+  int64_t epoch = 3;
+  TrainingState common;
+  common.add("epoch", epoch);
+  DistributedCheckpointManager(folder.path(), everyone()).save(common, 1);
+  Own run(everyone());
+  std::vector<std::string> warnings;
+  DistributedCheckpointManager(folder.path(), everyone(), warning_into(warnings))
+      .load_newest(run.state);
+  EXPECT_EQ(run.epoch, 3);
+  EXPECT_EQ(run.position, 10 + everyone().rank());
+  EXPECT_THAT(warnings, SizeIs(everyone().rank() == 0 ? 2 : 0));
+
+  // And the other way round: what the state does not name is left out, with a word.
+  DistributedCheckpointManager(folder.path(), everyone()).save(run.state, 2);
+  warnings.clear();
+  if (world_size() == 1) return;  // an object like others then
+  DistributedCheckpointManager(folder.path(), everyone(), warning_into(warnings))
+      .load_newest(common);
+  EXPECT_THAT(warnings, SizeIs(everyone().rank() == 0 ? 2 : 0));
+  for (const std::string& warning : warnings) EXPECT_THAT(warning, HasSubstr("is left out"));
+}
+
+}  // namespace
+}  // namespace checkpoint_ranks

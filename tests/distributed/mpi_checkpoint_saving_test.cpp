@@ -1,0 +1,198 @@
+// Saving a checkpoint of several ranks: all of them succeed, or all throw the same words.
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/distributed/checkpoint_manager.h>
+#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/optim/ema.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <filesystem>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "../support/scratch.h"
+#include "checkpoint_ranks.h"
+
+namespace checkpoint_ranks {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::SizeIs;
+
+/// More than one piece holds.
+constexpr int64_t kTwoPieces = 1'100'000;
+
+TEST(DistributedCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
+  const SharedFolder folder;
+  Communicator world = everyone();
+  Mixed mixed(world, kTwoPieces);
+  mixed.set(2);
+  DistributedCheckpointManager(folder.path(), world).save(mixed.run.state, 2);
+  bool has_failed = true;
+  int failures = 0;
+  for (int number = 1; has_failed; number += number < 2 ? 1 : 2 * world_size()) {
+    FileCalls calls;
+    int left = number;
+    calls.write = [&left](int file, const void* from, std::size_t count) -> ssize_t {
+      if (--left > 0) return ::write(file, from, count);
+      errno = ENOSPC;
+      return -1;
+    };
+    DistributedCheckpointManager checkpoints = manager(folder.path(), world, {.keep = 1}, calls);
+    mixed.set(3);
+    const std::string error = common_error_of(world, [&] { checkpoints.save(mixed.run.state, 3); });
+    has_failed = error != "no error";
+    if (!has_failed) break;
+    ++failures;
+    EXPECT_THAT(error, AllOf(HasSubstr("DistributedCheckpointManager::save: rank 0 of"),
+                             HasSubstr("No space left on device")));
+    world.barrier().wait();
+    EXPECT_THAT(folder.temporaries(), IsEmpty());
+    EXPECT_THAT(checkpoints.files(), SizeIs(1));
+    EXPECT_THAT(checkpoints.files()[0].filename().string(), HasSubstr("step-2"));
+    left = std::numeric_limits<int>::max();
+    if (number != 2) continue;
+    const auto saved = checkpoints.save(mixed.run.state, 2);
+    world.barrier().wait();
+    EXPECT_EQ(std::filesystem::file_size(saved.file), saved.bytes);
+    Mixed other(world, kTwoPieces);
+    other.own[0].zero_();
+    EXPECT_EQ(checkpoints.load_newest(other.run.state)->file, saved.file);
+    EXPECT_TRUE(other.is(3));
+    EXPECT_TRUE(at::equal(other.own[0], mixed.own[0]));
+  }
+  EXPECT_GT(failures, 2) << "a write for each MiB";
+}
+
+TEST(DistributedCheckpoints, OnlyRank0Writes) {
+  const SharedFolder folder;
+  Communicator world = everyone();
+  int calls_made = 0;
+  FileCalls calls;
+  calls.open = [&, real = calls.open](const char* path, int flags) {
+    return ++calls_made, real(path, flags);
+  };
+  calls.write = [&](int file, const void* from, std::size_t count) {
+    return ++calls_made, ::write(file, from, count);
+  };
+  Mixed mixed(world);
+  DistributedCheckpointManager checkpoints = manager(folder.path(), world, {}, calls);
+  const auto saved = checkpoints.save(mixed.run.state, 1);
+  EXPECT_EQ(calls_made > 0, world.rank() == 0);
+  EXPECT_TRUE(std::filesystem::exists(saved.file)) << "when save returns, on any rank";
+  EXPECT_TRUE(saved.durable);
+  EXPECT_EQ(std::filesystem::file_size(saved.file), saved.bytes);
+}
+
+TEST(DistributedCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWell) {
+  const SharedFolder folder;
+  Communicator world = everyone();
+  const int last = world.size() - 1;
+  for (int victim = 0; victim <= last; ++victim) {
+    TrainingState state;
+    Fussy fussy;
+    AlikeShard run(3, world);
+    run.run(0, 2);
+    // Before the one that refuses, and behind it, is one for which all ranks must come.
+    state.add("before", run.optimizer).add("fussy", fussy);
+    AlikeShard other(4, world);
+    state.add("behind", other.optimizer);
+    DistributedCheckpointManager checkpoints(folder.path(), world);
+    const std::size_t files = checkpoints.files().size();
+    world.barrier().wait();
+    fussy.refuses_saving = world.rank() == victim;
+    EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(state, 1); }),
+                AllOf(HasSubstr("rank " + std::to_string(victim) + " of"), HasSubstr("\"fussy\""),
+                      HasSubstr("I will not be saved")));
+    EXPECT_EQ(checkpoints.files().size(), files);
+    world.barrier().wait();
+    fussy.refuses_saving = false;
+    checkpoints.save(state, 1);
+    EXPECT_GE(checkpoints.files().size(), 1U);
+    world.barrier().wait();
+  }
+}
+
+/// Which is found before a ShardedOptimizer waits for the rank that has them.
+TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
+  const SharedFolder folder;
+  Communicator world = everyone();
+  Mixed mixed(world);
+  mezzo::Ema ema(mixed.run.net->parameters());
+  DistributedCheckpointManager checkpoints(folder.path(), world);
+  checkpoints.save(mixed.run.state, 1);
+  {
+    std::optional<mezzo::EmaScope> averages;
+    if (world.rank() == world.size() - 1) averages.emplace(ema);
+    const std::string who = "rank " + std::to_string(world.size() - 1) + " of";
+    EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
+                AllOf(HasSubstr(who), HasSubstr("an EmaScope is alive")));
+    EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
+                AllOf(HasSubstr(who), HasSubstr("an EmaScope is alive")));
+  }
+  checkpoints.save(mixed.run.state, 2);
+}
+
+TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
+  Communicator world = everyone();
+  if (world.size() == 1) return;
+  const SharedFolder folder;
+  DistributedCheckpointManager checkpoints(folder.path(), world);
+  const bool is_last = world.rank() == world.size() - 1;
+  const std::string who = "rank " + std::to_string(world.size() - 1) + " has ";
+  Own own(world);
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, is_last ? 4 : 3); }),
+              HasSubstr(who + "\"step 4\" where rank 0 has \"step 3\""));
+  own.epoch = is_last ? 8 : 7;
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, 3); }),
+              AllOf(HasSubstr(who + "\"epoch: integer 8\" where rank 0 has \"epoch: integer 7\""),
+                    HasSubstr("add_per_rank")));
+  TrainingState common_generator;
+  at::Generator generator = at::detail::createCPUGenerator(is_last ? 1 : 2);
+  common_generator.add("order", generator);
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(common_generator, 3); }),
+              HasSubstr(who + "\"order: generator"));
+  torch::nn::Linear linear(3, is_last ? 5 : 4);
+  TrainingState other_shape;
+  other_shape.add("model", linear);
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(other_shape, 3); }),
+              HasSubstr(who + "\"model: module"));
+  const TrainingState empty;
+  EXPECT_THAT(
+      common_error_of(world, [&] { checkpoints.save(is_last ? empty : common_generator, 3); }),
+      HasSubstr("the state is empty"));
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(is_last ? empty : own.state); }),
+              HasSubstr("the state is empty"));
+  EXPECT_THAT(checkpoints.files(), IsEmpty());
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(other_shape, -1); }),
+              HasSubstr(who + "\"model: module"));
+  own.epoch = 7;
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
+              HasSubstr("rank 0 of " + std::to_string(world.size()) +
+                        ": CheckpointManager::save: step is -1"));
+}
+
+TEST(DistributedCheckpoints, ANameThatEntriesOfRanksTakeIsRefusedByAll) {
+  Communicator world = everyone();
+  if (world.size() == 1) return;
+  const SharedFolder folder;
+  Own own(world);
+  int64_t other = 0;
+  own.state.add("position, rank 1", other);
+  EXPECT_THAT(
+      common_error_of(
+          world, [&] { DistributedCheckpointManager(folder.path(), world).save(own.state, 1); }),
+      HasSubstr("\"position, rank 1\" is given twice"));
+}
+
+}  // namespace
+}  // namespace checkpoint_ranks
