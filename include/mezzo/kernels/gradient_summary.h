@@ -6,6 +6,7 @@
 #include <mezzo/kernels/gradient_summary_cpu.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/kernels/table_memory.h>
+#include <mezzo/kernels/which_kernels.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -15,10 +16,6 @@
 #include <cmath>
 #include <cstdint>
 #include <vector>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -119,11 +116,11 @@ inline GradientSummary summarize_gradients(const std::vector<at::Tensor>& gradie
                                            [[maybe_unused]] TableMemory* memory = nullptr) {
   check_summary_arguments(gradients, inv_scale);
   const DenseGradients dense(gradients);
-  if (inv_scale.is_cpu()) {
+  if (has_cpu_loops(inv_scale.device())) {
     return finish_summary_cpu(merged(summarize_cpu(summary_stretches(dense))), inv_scale);
   }
 #ifdef MEZZO_WITH_CUDA
-  if (inv_scale.is_cuda()) {
+  if (has_cuda_kernels(inv_scale.device())) {
     const GradientSummary summary = new_summary(inv_scale.device());
     cuda::summarize_(dense.tensors(), inv_scale, summary.found_inf, summary.sum_of_squares,
                      summary.max_abs, memory);
@@ -143,7 +140,7 @@ inline GradientStatistics gradient_statistics(const std::vector<at::Tensor>& gra
   const double underflow = underflow_of(low_precision);
   const DenseGradients dense(gradients);
 #ifdef MEZZO_WITH_CUDA
-  if (inv_scale.is_cuda()) {
+  if (has_cuda_kernels(inv_scale.device())) {
     const GradientStatistics statistics = new_statistics(inv_scale.device());
     const GradientSummary& summary = statistics.summary;
     cuda::statistics_(dense.tensors(), inv_scale, underflow,
@@ -152,7 +149,7 @@ inline GradientStatistics gradient_statistics(const std::vector<at::Tensor>& gra
     return statistics;
   }
 #endif
-  if (!inv_scale.is_cpu()) {
+  if (!has_cpu_loops(inv_scale.device())) {
     const AtenSummary summary = summarize_with_aten(dense.tensors(), inv_scale);
     const AtenCounts counts = count_with_aten(dense.tensors(), inv_scale, underflow);
     return {{summary.found_inf, summary.sum_of_squares, summary.max_abs},

@@ -3,6 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/unscale_cpu.h>
+#include <mezzo/kernels/which_kernels.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
@@ -11,10 +12,6 @@
 #include <algorithm>
 #include <unordered_set>
 #include <vector>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -36,12 +33,12 @@ inline void unscale_with_aten_(std::vector<at::Tensor> gradients, at::Tensor fou
 
 /// Sets `found_inf` to 1 if a gradient is inf or NaN, and leaves it otherwise. All on one device.
 inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
-  if (found_inf.is_cpu()) {
+  if (has_cpu_loops(found_inf.device())) {
     if (any_nonfinite_cpu(gradients)) found_inf.fill_(1.0);
     return;
   }
 #ifdef MEZZO_WITH_CUDA
-  if (found_inf.is_cuda()) {
+  if (has_cuda_kernels(found_inf.device())) {
     detail::cuda::check_(gradients, found_inf);
     return;
   }
@@ -63,7 +60,7 @@ inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
 /// \throws c10::Error if elements of a gradient share memory
 inline void check_unscalable(const std::vector<at::Tensor>& gradients,
                              const at::Tensor& inv_scale) {
-  if (inv_scale.is_cpu() && *inv_scale.const_data_ptr<float>() == 1.0F) return;
+  if (has_cpu_loops(inv_scale.device()) && *inv_scale.const_data_ptr<float>() == 1.0F) return;
   check_writable(gradients);
 }
 
@@ -76,12 +73,12 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
                                const at::Tensor& inv_scale) {
   check_unscalable(all, inv_scale);
   const std::vector<at::Tensor> gradients = each_once(all);
-  if (found_inf.is_cpu()) {
+  if (has_cpu_loops(found_inf.device())) {
     if (unscale_cpu_(gradients, *inv_scale.const_data_ptr<float>())) found_inf.fill_(1.0);
     return;
   }
 #ifdef MEZZO_WITH_CUDA
-  if (found_inf.is_cuda()) {
+  if (has_cuda_kernels(found_inf.device())) {
     detail::cuda::unscale_and_check_(gradients, found_inf, inv_scale);
     return;
   }
