@@ -43,7 +43,7 @@ std::vector<at::Tensor> mixed_gradients(double spread) {
     const auto random = [&](at::IntArrayRef sizes) {
       return at::randn(sizes, at::kDouble).mul(spread).to(dtype);
     };
-    for (const int64_t size : {0, 1, 3, 7, 8, 31, 1000, 8191, 8192, 70001}) {
+    for (const int64_t size : {0, 1, 3, 7, 8, 31, 1000, 16384, 40003}) {
       all.push_back(random({size}));
     }
     for (int64_t offset = 1; offset < 9; ++offset) {
@@ -161,9 +161,9 @@ TEST_F(GradientsOnHost, UnscaleAndCheckMoreTensorsThanALaunchTakes) {
 
 TEST_F(GradientsOnHost, FindABadElementWhereverItIs) {
   for (const at::ScalarType dtype : kDtypes) {
-    for (const int64_t place : {0, 1, 5, 511, 512, 8191, 16383, 65536, 70000}) {
+    for (const int64_t place : {0, 8191, 20000}) {
       for (const float bad : {kNan, -kInf}) {
-        auto gradients = std::vector<at::Tensor>{at::ones({5}, dtype), at::ones({70001}, dtype)};
+        auto gradients = std::vector<at::Tensor>{at::ones({5}, dtype), at::ones({20001}, dtype)};
         gradients[1][place] = bad;
         expect_same_check(gradients);
         expect_same_unscale(gradients, 0.5F);
@@ -200,12 +200,12 @@ TEST_F(GradientsOnHost, SummariesOverDtypesTailsAndLayouts) {
 
 TEST_F(GradientsOnHost, SummariesOfMoreTensorsThanATableHolds) {
   TableMemory memory;
-  for (const int count : {108 * 4, 110 * 4, 900 * 4, 901 * 4, 5000}) {
+  for (const int count : {110 * 4, 901 * 4}) {
     const auto gradients = many_gradients(count);
     expect_same_summary(gradients, 0.5F);
     expect_same_summary(gradients, 0.5F, &memory);
-    expect_same_statistics(gradients, 0.5F, at::kBFloat16);
   }
+  expect_same_statistics(many_gradients(901 * 4), 0.5F, at::kBFloat16);
 }
 
 TEST_F(GradientsOnHost, StatisticsCountWhatEachLowPrecisionLoses) {
@@ -257,11 +257,11 @@ TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
 
 TEST_F(GradientsOnHost, GiveTheSameBitsInAHundredOrders) {
   std::vector<at::Tensor> gradients;
-  for (const at::ScalarType dtype : kDtypes) {
-    gradients.push_back(at::randn({16389}, at::kDouble).to(dtype));
-    gradients.push_back(at::randn({77}, at::kDouble).to(dtype).narrow(0, 1, 70));
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    gradients.push_back(at::randn({9001}, at::kDouble).to(dtype));
   }
-  gradients[4][9000] = kNan;
+  gradients.push_back(at::randn({77}, at::kDouble).to(at::kHalf).narrow(0, 1, 70));
+  gradients[1][9000] = kNan;
   const host_device::On on;
   const auto ask = [&] {
     return mezzo::detail::gradient_statistics(gradients, scalar(0.25), at::kHalf);
