@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/gradient_summary_table.h>
+#include <mezzo/kernels/gradient_table.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 
 #include <cstdint>

@@ -95,8 +95,9 @@ constexpr std::size_t bytes_of_parameters(void (*)(Parameters...)) {
 
 #define __device__
 #define __global__
-#define __grid_constant__
 #define __launch_bounds__(threads)
+
+#define MEZZO_ARGUMENT(Type) const Type&
 
 #define MEZZO_UNROLL
 

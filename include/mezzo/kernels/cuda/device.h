@@ -23,6 +23,9 @@
 
 #include <cstdint>
 
+/// A kernel's parameter that is too large to be copied by each thread.
+#define MEZZO_ARGUMENT(Type) const __grid_constant__ Type
+
 /// Before a loop whose arrays are to stay in registers.
 #define MEZZO_UNROLL _Pragma("unroll")
 

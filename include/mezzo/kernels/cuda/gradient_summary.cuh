@@ -5,9 +5,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
-#include <mezzo/kernels/gradient_summary_element.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
-#include <mezzo/kernels/gradient_summary_table.h>
+#include <mezzo/kernels/gradient_table.h>
 
 #include <cstdint>
 
@@ -176,7 +176,7 @@ __device__ Partial merge_block(Partial partial) {
 
 template <class Element, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
-    summary_kernel(const __grid_constant__ PagedTable<Table> table, GradientPartial* partials) {
+    summary_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, GradientPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const SummarySlice slice = table.slice_of(blockIdx.x);
   const auto* const data = static_cast<const Stored*>(slice.data) + slice.begin;
@@ -188,7 +188,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummary
 
 template <class Element, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
-    statistics_kernel(const __grid_constant__ PagedTable<Table> table, const float* inv_scale,
+    statistics_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const float* inv_scale,
                       double underflow, StatisticsPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const SummarySlice slice = table.slice_of(blockIdx.x);

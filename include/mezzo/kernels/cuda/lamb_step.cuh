@@ -1,12 +1,11 @@
 /// \file
 /// LAMB on CUDA: two passes over the parameters of a table, and between them one block for each
 /// that adds up its norms. The arithmetic of an element is that of the CPU's loops
-/// (mezzo/kernels/lamb_body.h). No atomics: the same numbers give the same bits. Nothing waits.
+/// (mezzo/kernels/lamb_element.h). No atomics: the same numbers give the same bits. Nothing waits.
 #pragma once
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
-#include <mezzo/kernels/lamb_body.h>
 #include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
@@ -139,7 +138,7 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
 /// The first pass; each block leaves its part of the norms.
 template <class Parameter, class Gradient, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_moments_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
+    lamb_moments_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                         LambNorms* of_blocks) {
   using Streams = LambStreams<Parameter, Gradient, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
@@ -168,7 +167,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 /// One block for each row: the norms of its blocks as one, in an order that is fixed.
 template <class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_norms_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
+    lamb_norms_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                       const LambNorms* of_blocks, LambNorms* of_rows) {
   if (is_skipped(inputs)) return;
   const auto row = static_cast<int>(blockIdx.x);
@@ -184,7 +183,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 /// The second pass.
 template <class Parameter, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_parameter_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
+    lamb_parameter_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                           const LambNorms* of_rows) {
   if (is_skipped(inputs)) return;
   using Streams = LambStreams<Parameter, Parameter, Weights>;

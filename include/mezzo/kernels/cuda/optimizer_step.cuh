@@ -5,9 +5,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
+#include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/optimizer_step_body.h>
 #include <mezzo/kernels/optimizer_step_table.h>
-#include <mezzo/kernels/scalar_lanes.h>
 
 #include <cstdint>
 
@@ -154,8 +154,7 @@ __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
 
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    optimizer_step_kernel(const __grid_constant__ PagedTable<Table> table,
-                          const StepInputs inputs) {
+    optimizer_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs) {
   using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
@@ -195,7 +194,7 @@ static_assert((int64_t{1} << 32) % kStepBlock == 0);
 
 /// After the step, which reads the counters in all blocks. Static, as every kernel that is no
 /// template: several objects of one program may hold it.
-static __global__ void count_steps_kernel(const __grid_constant__ CounterTable table,
+static __global__ void count_steps_kernel(MEZZO_ARGUMENT(CounterTable) table,
                                           const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
   for (int64_t i = threadIdx.x; i < table.size(); i += blockDim.x) table[i] += 1.0F;

@@ -7,9 +7,9 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/float_format.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_table.h>
 #include <mezzo/kernels/scale_tensors.h>
-#include <mezzo/kernels/unscale_element.h>
 
 #include <cstdint>
 
@@ -86,8 +86,7 @@ __device__ inline void report(uint32_t nonfinite, float* found_inf) {
 /// `inv_scale` null: check only.
 template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kUnscaleThreads)
-    unscale_kernel(const __grid_constant__ GradientTable table, const float* inv_scale,
-                   float* found_inf) {
+    unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {
   using Format = FloatFormat<Element>;
   const GradientSlice slice = table.slice_of(blockIdx.x);
   auto* const data = static_cast<typename Format::Stored*>(slice.data);
