@@ -1,5 +1,6 @@
 // The one source of mezzo::cuda: the kernels, and the functions through which host code reaches
-// them. The target mezzo::cuda adds it to every program and library that links it.
+// them. Two objects with all of this link into one program: what is not weak is static. (nvcc 13
+// makes the functions of an unnamed namespace global.)
 
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda_launch.h>
