@@ -125,8 +125,7 @@ class StepParameters {
       std::vector<at::Tensor> streams{
           random(storage.parameter, 1), random(storage.gradient, 2), random(storage.moment, 0.1),
           random(storage.moment, 0.1).abs_(), random(storage.moment, 0.1).abs_()};
-      streams.push_back(is_split || has_copies ? random(at::kDouble, 1e4).to(at::kShort)
-                                               : at::Tensor());
+      streams.push_back(is_split || has_copies ? random(at::kShort, 1e4) : at::Tensor());
       streams.push_back(step.average_share != 0 ? random(wide, 1, i % 5 == 4 ? 1 : 0)
                                                 : at::Tensor());
       streams_.push_back(std::move(streams));
