@@ -9,8 +9,8 @@
 #endif
 
 // Which kernels serve tensors of a device: mezzo's for CUDA, mezzo's loops for the CPU, or, where
-// there are neither, ATen's. All of mezzo asks here, so that tests can give CUDA's kernels memory of
-// the host (mezzo/kernels/cuda/device.h).
+// there are neither, ATen's. All of mezzo asks here, so that tests can give CUDA's kernels memory
+// of the host (mezzo/kernels/cuda/device.h).
 #ifdef MEZZO_DEVICE_ON_HOST
 namespace host_device {
 bool is_on();
