@@ -1,5 +1,5 @@
-# mezzo::cuda: mezzo::mezzo and its CUDA kernels, an interface source that each program linking it compiles with nvcc.
-# Needs the language CUDA in the project that links it.
+# mezzo::cuda: mezzo::mezzo and its CUDA kernels, a static library that nvcc compiles once in a build tree, for any number
+# of targets that link it. Not built unless one does. Needs the language CUDA.
 
 # CMake 3.25 does not know that nvcc 13 speaks C++20, and libtorch's package makes that an error.
 if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
@@ -8,9 +8,10 @@ if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND NOT CMAKE_CUDA20_STANDARD_COMPIL
 endif()
 
 function(mezzo_add_cuda include_folder)
-  add_library(mezzo::cuda INTERFACE IMPORTED GLOBAL)
-  target_sources(mezzo::cuda INTERFACE "${include_folder}/mezzo/kernels/cuda/mezzo_cuda.cu")
-  target_compile_definitions(mezzo::cuda INTERFACE MEZZO_WITH_CUDA)
-  target_compile_options(mezzo::cuda INTERFACE "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:-std=c++20>")
-  target_link_libraries(mezzo::cuda INTERFACE mezzo::mezzo)
+  add_library(mezzo_cuda STATIC EXCLUDE_FROM_ALL "${include_folder}/mezzo/kernels/cuda/mezzo_cuda.cu")
+  target_compile_definitions(mezzo_cuda PUBLIC MEZZO_WITH_CUDA)
+  target_compile_options(mezzo_cuda PUBLIC "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:-std=c++20>")
+  target_link_libraries(mezzo_cuda PUBLIC mezzo::mezzo)
+  set_target_properties(mezzo_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON UNITY_BUILD OFF)
+  add_library(mezzo::cuda ALIAS mezzo_cuda)
 endfunction()

@@ -8,7 +8,7 @@
 
 #include <mezzo/kernels/lamb_step_cpu.h>
 #include <mezzo/kernels/optimizer_step_table.h>
-#include <mezzo/kernels/random_bits.h>
+#include <mezzo/kernels/weight_formats.h>
 
 #include <array>
 #include <bit>

@@ -2,7 +2,7 @@
 
 #include <torch/types.h>
 
-#include <mezzo/kernels/optimizer_step_kernel.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
 
 #include <array>
 #include <cstring>

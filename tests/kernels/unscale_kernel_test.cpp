@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/kernels/gradient_table.h>
-#include <mezzo/kernels/unscale_cpu.h>
+#include <mezzo/kernels/unscale.h>
 
 #include <bit>
 #include <cstring>

@@ -7,7 +7,7 @@
 
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/kernels/random_bits.h>
+#include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>

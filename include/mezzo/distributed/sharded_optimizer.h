@@ -8,7 +8,7 @@
 #include <mezzo/distributed/detail/shard_exchange.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
-#include <mezzo/kernels/optimizer_step_kernel.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/grad_buckets.h>

@@ -4,7 +4,7 @@
 #include <mezzo/kernels/compress_loops.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/parallel_spans.h>
-#include <mezzo/kernels/unscale_cpu.h>
+#include <mezzo/kernels/unscale.h>
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>

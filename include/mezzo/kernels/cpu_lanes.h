@@ -1,15 +1,15 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/float_format.h>
-#include <mezzo/kernels/scalar_lanes.h>
-#include <mezzo/kernels/vector_math.h>
 
 #include <c10/macros/Macros.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 // Vector types say outright what a compiler would otherwise find only under some flags: loops over
 // them are as fast at -O1 without -march as with -O3 -march=native. Each is inlined into a function
@@ -18,6 +18,129 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 #if defined(__GNUC__)
+
+// Fused multiply-add and square root of GCC's vectors, which have no operator: each lane rounded
+// once, to the same bits as std::fma and std::sqrt give.
+
+/// The type of one lane of a vector.
+template <class Vector>
+using LaneOf = std::remove_cvref_t<decltype(std::declval<Vector&>()[0])>;
+
+template <class Vector>
+inline constexpr int kLanesOf = static_cast<int>(sizeof(Vector) / sizeof(LaneOf<Vector>));
+
+#if defined(__x86_64__) && !defined(__clang__)
+
+// By asm, since an intrinsic may be inlined only into functions of its own target: these are
+// inlined into templates of no target before they reach the function that has one (cpu_isa.h).
+template <class Vector>
+C10_ALWAYS_INLINE void fma_instruction(const Vector& a, const Vector& b, Vector& sum) {
+  if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
+    asm("vfmadd231ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b));
+  } else {
+    asm("vfmadd231pd {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b));
+  }
+}
+
+/// For processors without the instruction, four floats at a time. The product is exact in double,
+/// the sum is rounded to odd there, and rounding that to float gives what one rounding would have
+/// given. The empty asm statements keep -ffast-math from taking the error term for zero. A call,
+/// for its forty instructions at each product of each loop were a third of what a compiler had to
+/// do.
+template <class Vector>
+[[gnu::noinline]] Vector emulated_fma(Vector a, Vector b, Vector sum) {
+  typedef double Wide __attribute__((vector_size(16)));
+  typedef int64_t Flags __attribute__((vector_size(16)));
+  static_assert(kLanesOf<Vector> == 4);
+  for (int i = 0; i < 4; i += 2) {
+    const Wide addend{sum[i], sum[i + 1]};
+    const Wide product = Wide{a[i], a[i + 1]} * Wide{b[i], b[i + 1]};
+    Wide total = product + addend;
+    asm("" : "+x"(total));
+    Wide from_addend = total - product;
+    asm("" : "+x"(from_addend));
+    Wide from_product = total - from_addend;
+    asm("" : "+x"(from_product));
+    const Wide error = (product - from_product) + (addend - from_addend);
+    Flags bits;
+    reinterpret_bits(total, bits);
+    const Flags is_inexact = (error > 0.0) | (error < 0.0);  // not where it is inf or NaN
+    const Flags is_even = (bits & 1) - 1;                    // all bits set for yes, here and above
+    const Flags is_inward = (error > 0.0) ^ (total > 0.0);
+    bits += is_inexact & is_even & (1 - (is_inward & 2));
+    reinterpret_bits(bits, total);
+    sum[i] = static_cast<float>(total[0]);
+    sum[i + 1] = static_cast<float>(total[1]);
+  }
+  return sum;
+}
+
+template <class Vector>
+C10_ALWAYS_INLINE void sqrt_instruction(const Vector& x, Vector& result) {
+  // The 16-byte form is SSE2's, for those who have no other.
+  if constexpr (std::is_same_v<LaneOf<Vector>, float> && sizeof(Vector) == 16) {
+    asm("sqrtps {%1, %0|%0, %1}" : "=x"(result) : "x"(x));
+  } else if constexpr (sizeof(Vector) == 16) {
+    asm("sqrtpd {%1, %0|%0, %1}" : "=x"(result) : "x"(x));
+  } else if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
+    asm("vsqrtps {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
+  } else {
+    asm("vsqrtpd {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
+  }
+}
+
+#if defined(__FMA__)
+inline constexpr std::size_t kSmallestFmaVector = 16;
+#else
+inline constexpr std::size_t kSmallestFmaVector = 32;
+#endif
+
+#endif
+
+template <class Vector>
+C10_ALWAYS_INLINE void fma_of_lanes(const Vector& a, const Vector& b, Vector& sum) {
+  for (int i = 0; i < kLanesOf<Vector>; ++i) {
+    if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
+      sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
+    } else {
+      sum[i] = __builtin_fma(a[i], b[i], sum[i]);
+    }
+  }
+}
+
+/// result = a * b + c. `result` may be any of the three.
+template <class Vector>
+C10_ALWAYS_INLINE void vector_fma(const Vector& a, const Vector& b, const Vector& c,
+                                  Vector& result) {
+  Vector sum = c;
+#if defined(__x86_64__) && !defined(__clang__)
+  if constexpr (sizeof(Vector) >= kSmallestFmaVector) {
+    fma_instruction(a, b, sum);
+  } else if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
+    sum = emulated_fma(a, b, sum);
+  } else {
+    fma_of_lanes(a, b, sum);
+  }
+#else
+  fma_of_lanes(a, b, sum);
+#endif
+  result = sum;
+}
+
+template <class Vector>
+C10_ALWAYS_INLINE void vector_sqrt(const Vector& x, Vector& result) {
+#if defined(__x86_64__) && !defined(__clang__)
+  sqrt_instruction(x, result);
+#else
+  for (int i = 0; i < kLanesOf<Vector>; ++i) {
+    if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
+      result[i] = __builtin_sqrtf(x[i]);
+    } else {
+      result[i] = __builtin_sqrt(x[i]);
+    }
+  }
+#endif
+}
 
 /// As many elements as `kBytes` of Value hold.
 template <class Element, int kBytes>

@@ -19,11 +19,11 @@
 #include <cstdint>
 #include <vector>
 
-// What host code calls of mezzo/kernels/cuda/mezzo_cuda.cu, which the target mezzo::cuda compiles
-// into each program. Hidden, for a shared library calls its own. The definitions are weak, for two
-// static libraries of one program may each have compiled them; were these declarations weak, the
-// linker would leave the definitions in their archive and let null be called. All run on the
-// current stream of their tensors' device, and none waits.
+// What host code calls of mezzo/kernels/cuda/mezzo_cuda.cu, the source of the target mezzo::cuda,
+// which is linked into each program and shared library. Hidden, for a shared library calls its own.
+// The definitions are weak, for two static libraries of one program may each have compiled them;
+// were these declarations weak, the linker would leave the definitions in their archive and let
+// null be called. All run on the current stream of their tensors' device, and none waits.
 #define MEZZO_CUDA_LAUNCHER __attribute__((visibility("hidden")))
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

@@ -2,26 +2,121 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
-#include <mezzo/kernels/gradient_summary_aten.h>
 #include <mezzo/kernels/gradient_summary_cpu.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/kernels/table_memory.h>
+#include <mezzo/kernels/which_kernels.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+// The same questions asked of ATen's kernels, on devices for which mezzo has none of its own (CUDA
+// without the target mezzo::cuda).
+
+/// The norms of the gradients, one element each, in `dtype`. ATen's fast route wants one dtype.
+inline at::Tensor foreach_norms(std::vector<at::Tensor> gradients, double order,
+                                at::ScalarType dtype) {
+  std::vector<at::Tensor> norms;
+  while (!gradients.empty()) {
+    const at::ScalarType first = gradients.front().scalar_type();
+    const auto rest = std::stable_partition(
+        gradients.begin(), gradients.end(),
+        [&](const at::Tensor& gradient) { return gradient.scalar_type() == first; });
+    const at::TensorList same(gradients.data(), static_cast<std::size_t>(rest - gradients.begin()));
+    for (at::Tensor& norm : at::_foreach_norm(same, order, dtype)) norms.push_back(std::move(norm));
+    gradients.erase(gradients.begin(), rest);
+  }
+  return at::stack(norms);
+}
+
+struct AtenSummary {
+  at::Tensor found_inf;
+  at::Tensor sum_of_squares;
+  at::Tensor max_abs;
+};
+
+/// Two reads: the norm says how large the gradients are together, and only the largest of them says
+/// exactly whether a product overflows.
+inline AtenSummary summarize_with_aten(std::vector<at::Tensor> gradients,
+                                       const at::Tensor& inv_scale) {
+  const at::ScalarType wide = inv_scale.is_mps() ? at::kFloat : at::kDouble;
+  const auto options = inv_scale.options();
+  std::erase_if(gradients, [](const at::Tensor& gradient) { return gradient.numel() == 0; });
+  if (gradients.empty()) {
+    return {at::zeros({}, options.dtype(at::kFloat)), at::zeros({}, options.dtype(wide)),
+            at::zeros({}, options.dtype(wide))};
+  }
+  const auto doubles = std::stable_partition(
+      gradients.begin(), gradients.end(),
+      [](const at::Tensor& gradient) { return gradient.scalar_type() != at::kDouble; });
+  const std::vector<at::Tensor> of_float(gradients.begin(), doubles);
+  const std::vector<at::Tensor> of_double(doubles, gradients.end());
+  const at::Tensor factor = inv_scale.reshape({});
+  std::vector<at::Tensor> products;  // of the largest magnitudes, each in what it is computed in
+  const double infinity = std::numeric_limits<double>::infinity();
+  if (!of_float.empty()) {
+    products.push_back(foreach_norms(of_float, infinity, at::kFloat).mul(factor).to(wide));
+  }
+  if (!of_double.empty()) {
+    products.push_back(foreach_norms(of_double, infinity, at::kDouble).mul(factor.to(wide)));
+  }
+  const at::Tensor largest = at::cat(products);
+  const at::Tensor norms = foreach_norms(gradients, 2.0, wide).mul(factor.to(wide));
+  const at::Tensor found_inf = at::isfinite(largest).all().logical_not();
+  const at::Tensor max_abs = largest.abs().max();
+  return {found_inf.to(at::kFloat), at::where(found_inf, max_abs, norms.square().sum()), max_abs};
+}
+
+struct AtenCounts {
+  at::Tensor zeros;
+  at::Tensor underflows;
+  at::Tensor scaled_underflows;
+  at::Tensor first_bad;
+};
+
+/// Several kernels a tensor: a diagnosis, not a step's work.
+inline AtenCounts count_with_aten(const std::vector<at::Tensor>& gradients,
+                                  const at::Tensor& inv_scale, double underflow) {
+  const auto count = inv_scale.options().dtype(at::kLong);
+  AtenCounts counts{at::zeros({}, count), at::zeros({}, count), at::zeros({}, count),
+                    at::full({2}, -1, count)};
+  const at::Tensor factor = inv_scale.reshape({});
+  for (std::size_t i = gradients.size(); i-- > 0;) {  // backwards: the first bad one stays
+    if (gradients[i].numel() == 0) continue;
+    // In the order of memory, whatever the strides.
+    const at::Tensor stored = gradients[i].as_strided({gradients[i].numel()}, {1});
+    const bool is_double = stored.scalar_type() == at::kDouble;
+    const at::Tensor value = is_double ? stored : stored.to(at::kFloat);
+    const at::Tensor product = value.mul(is_double ? factor.to(at::kDouble) : factor);
+    const at::Tensor is_not_zero = value.ne(0);
+    counts.zeros.add_(is_not_zero.logical_not().sum());
+    counts.underflows.add_(product.abs().le(underflow).logical_and(is_not_zero).sum());
+    counts.scaled_underflows.add_(value.abs().le(underflow).logical_and(is_not_zero).sum());
+    const at::Tensor is_bad = at::isfinite(product).logical_not();
+    const at::Tensor found = at::stack({at::full({}, static_cast<int64_t>(i), count),
+                                        is_bad.to(at::kByte).argmax().to(at::kLong)});
+    counts.first_bad = at::where(is_bad.any(), found, counts.first_bad);
+  }
+  return counts;
+}
 
 /// What one read of the gradients of one device gives; one-element tensors on that device. All is
 /// said of the gradients times inv_scale.
@@ -119,11 +214,11 @@ inline GradientSummary summarize_gradients(const std::vector<at::Tensor>& gradie
                                            [[maybe_unused]] TableMemory* memory = nullptr) {
   check_summary_arguments(gradients, inv_scale);
   const DenseGradients dense(gradients);
-  if (inv_scale.is_cpu()) {
+  if (has_cpu_loops(inv_scale.device())) {
     return finish_summary_cpu(merged(summarize_cpu(summary_stretches(dense))), inv_scale);
   }
 #ifdef MEZZO_WITH_CUDA
-  if (inv_scale.is_cuda()) {
+  if (has_cuda_kernels(inv_scale.device())) {
     const GradientSummary summary = new_summary(inv_scale.device());
     cuda::summarize_(dense.tensors(), inv_scale, summary.found_inf, summary.sum_of_squares,
                      summary.max_abs, memory);
@@ -143,7 +238,7 @@ inline GradientStatistics gradient_statistics(const std::vector<at::Tensor>& gra
   const double underflow = underflow_of(low_precision);
   const DenseGradients dense(gradients);
 #ifdef MEZZO_WITH_CUDA
-  if (inv_scale.is_cuda()) {
+  if (has_cuda_kernels(inv_scale.device())) {
     const GradientStatistics statistics = new_statistics(inv_scale.device());
     const GradientSummary& summary = statistics.summary;
     cuda::statistics_(dense.tensors(), inv_scale, underflow,
@@ -152,7 +247,7 @@ inline GradientStatistics gradient_statistics(const std::vector<at::Tensor>& gra
     return statistics;
   }
 #endif
-  if (!inv_scale.is_cpu()) {
+  if (!has_cpu_loops(inv_scale.device())) {
     const AtenSummary summary = summarize_with_aten(dense.tensors(), inv_scale);
     const AtenCounts counts = count_with_aten(dense.tensors(), inv_scale, underflow);
     return {{summary.found_inf, summary.sum_of_squares, summary.max_abs},

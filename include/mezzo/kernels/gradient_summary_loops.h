@@ -3,7 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
-#include <mezzo/kernels/gradient_summary_element.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
 
 #include <c10/core/ScalarType.h>

@@ -1,16 +1,197 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/lamb_kernel.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/cpu_lanes.h>
+#include <mezzo/kernels/gradient_summary_loops.h>
+#include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/step_use.h>
+
+#include <c10/core/ScalarType.h>
+#include <c10/macros/Macros.h>
 
 #include <algorithm>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
+// The CPU's loops of LAMB's two passes, over stretches of a parameter that begin at a multiple of
+// kStepPiece: so no stretch goes over a multiple of 2^32 elements, and each has one random key.
+// Norms are summed as gradients' are (SquareSums): element i of a stretch belongs to sum i % 16,
+// so every instruction set gives the same bits.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// The streams of a stretch, walked as many elements at a time as there are lanes.
+template <class Parameter, class Gradient, class Weights, class Lanes>
+class LambWalk {
+ public:
+  using Body = LambBody<Parameter, Gradient, Weights, Lanes>;
+  using Value = typename Body::Value;
+
+  C10_ALWAYS_INLINE LambWalk(const StepSpan& span, const LambCoefficients& coefficients,
+                             const StepUse& use)
+      : body_(coefficients, use),
+        base_{static_cast<decltype(Place::parameter)>(span.parameter),
+              static_cast<decltype(Place::gradient)>(span.gradient),
+              {static_cast<Moment*>(span.moments[0]), static_cast<Moment*>(span.moments[1])},
+              static_cast<decltype(Place::low_half_or_copy)>(span.low_half_or_copy),
+              static_cast<decltype(Place::average)>(span.average),
+              span.low_half_or_copy != nullptr,
+              span.average != nullptr},
+        first_(static_cast<uint32_t>(span.first)) {
+    Lanes::enumerate(lane_numbers_);
+    if constexpr (std::is_same_v<Weights, StochasticWeights>) {
+      key_ = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(span.first >> 32));
+    }
+  }
+
+  C10_ALWAYS_INLINE void learn(int64_t i, Value& parameter, Value& update) const {
+    Bits numbers;
+    number(i, numbers);
+    body_.learn(place(i), numbers, key_, parameter, update);
+  }
+  C10_ALWAYS_INLINE void move(int64_t i) const {
+    Bits numbers;
+    number(i, numbers);
+    body_.move(place(i), numbers, key_);
+  }
+
+ private:
+  using Place = typename Body::Place;
+  using Bits = typename Lanes::Bits;
+  using Moment = typename Place::MomentLanes::Stored;
+
+  C10_ALWAYS_INLINE Place place(int64_t i) const {
+    return {base_.parameter + i,
+            base_.gradient + i,
+            {base_.moments[0] + i, base_.moments[1] + i},
+            base_.has_low_half_or_copy ? base_.low_half_or_copy + i : nullptr,
+            base_.has_average ? base_.average + i : nullptr,
+            base_.has_low_half_or_copy,
+            base_.has_average};
+  }
+  C10_ALWAYS_INLINE void number(int64_t i, Bits& numbers) const {
+    numbers = lane_numbers_ + (first_ + static_cast<uint32_t>(i));
+  }
+
+  Body body_;
+  Place base_;
+  uint32_t first_;
+  Bits lane_numbers_;
+  RandomKey key_;
+};
+
+/// The sums of both norms, sixteen each, on their way.
+template <class Lanes>
+struct LambSums {
+  SquareSums<Lanes> parameters;
+  SquareSums<Lanes> updates;
+
+  /// Sixteen elements from the i-th on.
+  template <class Walk>
+  C10_ALWAYS_INLINE void add_block(const Walk& walk, int64_t i) {
+    add_loads(walk, i,
+              std::make_index_sequence<static_cast<std::size_t>(kSquareSums / Lanes::kWidth)>{});
+  }
+
+ private:
+  template <class Walk, std::size_t... kLoads>
+  C10_ALWAYS_INLINE void add_loads(const Walk& walk, int64_t i, std::index_sequence<kLoads...>) {
+    (add_load<kLoads>(walk, i + static_cast<int64_t>(kLoads) * Lanes::kWidth), ...);
+  }
+  template <std::size_t kLoad, class Walk>
+  C10_ALWAYS_INLINE void add_load(const Walk& walk, int64_t i) {
+    typename Lanes::Value parameter;
+    typename Lanes::Value update;
+    walk.learn(i, parameter, update);
+    parameters.template add<kLoad>(parameter);
+    updates.template add<kLoad>(update);
+  }
+};
+
+C10_ALWAYS_INLINE double sum_of_sums(double (&sums)[kSquareSums]) {
+  for (int64_t step = kSquareSums / 2; step > 0; step /= 2) {
+    for (int64_t i = 0; i < step; ++i) sums[i] += sums[i + step];
+  }
+  return sums[0];
+}
+
+/// The first pass.
+template <class Parameter, class Gradient, class Weights, class Lanes>
+struct LambMomentsKernel {
+  C10_ALWAYS_INLINE static void run(const StepSpan& span, const LambCoefficients& coefficients,
+                                    const StepUse& use, LambNorms& norms) {
+    const LambWalk<Parameter, Gradient, Weights, Lanes> many(span, coefficients, use);
+    LambSums<Lanes> sums;
+    int64_t i = 0;
+    for (; i + kSquareSums <= span.count; i += kSquareSums) sums.add_block(many, i);
+    double parameters[kSquareSums];
+    double updates[kSquareSums];
+    unpack(sums.parameters, parameters);
+    unpack(sums.updates, updates);
+    const LambWalk<Parameter, Gradient, Weights, ScalarLanes<Parameter>> one(span, coefficients,
+                                                                             use);
+    for (int64_t sum = 0; i < span.count; ++i, ++sum) {
+      typename ScalarLanes<Parameter>::Value parameter;
+      typename ScalarLanes<Parameter>::Value update;
+      one.learn(i, parameter, update);
+      add_square(parameter, parameters[sum]);
+      add_square(update, updates[sum]);
+    }
+    norms.parameter = sum_of_sums(parameters);
+    norms.update = sum_of_sums(updates);
+  }
+};
+
+/// The second, which has no use for the gradient.
+template <class Parameter, class Weights, class Lanes>
+struct LambParameterKernel {
+  C10_ALWAYS_INLINE static void run(const StepSpan& span, const LambCoefficients& coefficients,
+                                    const StepUse& use) {
+    const LambWalk<Parameter, Parameter, Weights, Lanes> many(span, coefficients, use);
+    int64_t i = 0;
+    for (; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) many.move(i);
+    const LambWalk<Parameter, Parameter, Weights, ScalarLanes<Parameter>> one(span, coefficients,
+                                                                              use);
+    for (; i < span.count; ++i) one.move(i);
+  }
+};
+
+/// Both passes; false where there is no loop.
+struct LambLoop {
+  void (*learn)(const StepSpan&, const LambCoefficients&, const StepUse&, LambNorms&) = nullptr;
+  void (*move)(const StepSpan&, const LambCoefficients&, const StepUse&) = nullptr;
+  explicit operator bool() const noexcept { return learn != nullptr; }
+};
+
+template <class Parameter, class Gradient, class Weights = PlainWeights<Parameter>>
+LambLoop lamb_loop(CpuIsa isa) {
+  return {cpu_kernel<LambMomentsKernel, Parameter, Gradient, Weights>(isa),
+          cpu_kernel<LambParameterKernel, Parameter, Weights>(isa)};
+}
+
+/// The loops for parameters that are kept in a dtype and a way, as step_loop gives others'. A
+/// template, so that who does not call it instantiates none of them.
+template <std::same_as<optim::WeightStorage> Storage>
+LambLoop lamb_loop(Storage storage, at::ScalarType kept, at::ScalarType gradient, CpuIsa isa) {
+  using optim::WeightStorage;
+  if (storage == WeightStorage::plain || storage == WeightStorage::master) {
+    const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {
+      return lamb_loop<Parameter, Gradient>(isa);
+    };
+    return for_step_dtypes(kept, gradient, loop);
+  }
+  if (gradient != at::kBFloat16) return {};
+  return storage == WeightStorage::split_master
+             ? lamb_loop<c10::BFloat16, c10::BFloat16, SplitWeights>(isa)
+             : lamb_loop<c10::BFloat16, c10::BFloat16, StochasticWeights>(isa);
+}
 
 using LambTask = StepTask<LambLoop, LambCoefficients>;
 

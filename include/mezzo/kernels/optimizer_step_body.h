@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/random_bits.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/weight_formats.h>
 

@@ -1,18 +1,126 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/optimizer_step_kernel.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/cpu_lanes.h>
+#include <mezzo/kernels/optimizer_step_body.h>
 #include <mezzo/kernels/parallel_spans.h>
+#include <mezzo/kernels/step_use.h>
 
 #include <ATen/Parallel.h>
+#include <c10/core/ScalarType.h>
+#include <c10/macros/Macros.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <vector>
 
+// The CPU's loop of every optimizer whose update looks at one element at a time: reads gradient,
+// parameter and moments once, and writes parameter and moments once; and the work of a step, cut
+// into pieces for libtorch's threads.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
+C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_t end,
+                                     const typename Rule::Coefficients& coefficients,
+                                     const StepUse& use, const RandomKey& key) {
+  using Body = StepBody<Parameter, Gradient, Rule, Weights, Lanes>;
+  using Streams = typename Body::Place;
+  using Bits = typename Lanes::Bits;
+
+  const Body step(coefficients, use);
+  Streams base{static_cast<decltype(Streams::parameter)>(span.parameter),
+               static_cast<decltype(Streams::gradient)>(span.gradient),
+               {},
+               static_cast<decltype(Streams::low_half_or_copy)>(span.low_half_or_copy),
+               static_cast<decltype(Streams::average)>(span.average),
+               span.low_half_or_copy != nullptr,
+               span.average != nullptr};
+  for (unsigned k = 0; k != Rule::kMoments; ++k) {
+    base.moments[k] =
+        static_cast<std::remove_reference_t<decltype(base.moments[k])>>(span.moments[k]);
+  }
+  Bits lane_numbers;
+  Lanes::enumerate(lane_numbers);
+  int64_t i = begin;
+  for (; i + Lanes::kWidth <= end; i += Lanes::kWidth) {
+    Streams place = base;
+    place.parameter += i;
+    place.gradient += i;
+    for (unsigned k = 0; k != Rule::kMoments; ++k) place.moments[k] += i;
+    if (base.has_low_half_or_copy) place.low_half_or_copy += i;
+    if (base.has_average) place.average += i;
+    const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
+    step(place, numbers, key);
+  }
+  return i;
+}
+
+template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
+struct OptimizerStepKernel {
+  C10_ALWAYS_INLINE static void run(const StepSpan& span,
+                                    const typename Rule::Coefficients& coefficients,
+                                    const StepUse& use) {
+    using Plain = ScalarLanes<Parameter>;
+    constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
+    int64_t begin = 0;
+    while (begin < span.count) {
+      int64_t end = span.count;
+      RandomKey key;
+      if constexpr (kIsStochastic) {  // one key for 2^32 elements
+        const int64_t block = (span.first + begin) >> 32;
+        end = std::min(end, ((block + 1) << 32) - span.first);
+        key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(block));
+      }
+      begin = step_lanes<Parameter, Gradient, Rule, Weights, Lanes>(span, begin, end, coefficients,
+                                                                    use, key);
+      begin = step_lanes<Parameter, Gradient, Rule, Weights, Plain>(span, begin, end, coefficients,
+                                                                    use, key);
+    }
+  }
+};
+
+template <class Coefficients>
+using StepFunction = void (*)(const StepSpan&, const Coefficients&, const StepUse&);
+
+/// `make(Parameter{}, Gradient{})` of a parameter's dtype, all of whose streams have it, and its
+/// gradient's, which is the same or a narrower one; null for a pair that there is no loop for.
+template <class Make>
+auto for_step_dtypes(at::ScalarType parameter, at::ScalarType gradient, const Make& make)
+    -> decltype(make(float{}, float{})) {
+  if (parameter == at::kFloat) {
+    if (gradient == at::kFloat) return make(float{}, float{});
+    if (gradient == at::kBFloat16) return make(float{}, c10::BFloat16{});
+    if (gradient == at::kHalf) return make(float{}, c10::Half{});
+  }
+  if (parameter == at::kDouble) {
+    if (gradient == at::kDouble) return make(double{}, double{});
+    if (gradient == at::kFloat) return make(double{}, float{});
+  }
+  if (parameter == at::kBFloat16 && gradient == at::kBFloat16) {
+    return make(c10::BFloat16{}, c10::BFloat16{});
+  }
+  if (parameter == at::kHalf && gradient == at::kHalf) return make(c10::Half{}, c10::Half{});
+  return {};
+}
+
+/// The loop for a parameter's dtype and its gradient's; null for a pair that there is none for.
+template <class Rule>
+StepFunction<typename Rule::Coefficients> step_function(at::ScalarType parameter,
+                                                        at::ScalarType gradient, CpuIsa isa) {
+  const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {
+    return cpu_kernel<OptimizerStepKernel, Parameter, Gradient, Rule, PlainWeights<Parameter>>(isa);
+  };
+  return for_step_dtypes(parameter, gradient, loop);
+}
+
+/// The loop for parameters and gradients of bfloat16 that are kept as Weights say.
+template <class Rule, class Weights>
+StepFunction<typename Rule::Coefficients> bfloat16_step_function(CpuIsa isa) {
+  return cpu_kernel<OptimizerStepKernel, c10::BFloat16, c10::BFloat16, Rule, Weights>(isa);
+}
 
 /// Bytes of an element of each stream that has one of its own.
 struct StepElementSizes {

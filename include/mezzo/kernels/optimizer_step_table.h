@@ -2,9 +2,8 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/kernels/block_search.h>
 #include <mezzo/kernels/paged_table.h>
-#include <mezzo/kernels/step_span.h>
+#include <mezzo/kernels/step_use.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>

@@ -2,7 +2,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
-#include <mezzo/kernels/unscale_cpu.h>
+#include <mezzo/kernels/parallel_spans.h>
+#include <mezzo/kernels/unscale_loops.h>
+#include <mezzo/kernels/which_kernels.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
@@ -12,12 +14,53 @@
 #include <unordered_set>
 #include <vector>
 
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
-
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Below this many elements a thread of its own costs more than it brings.
+inline constexpr int64_t kUnscaleGrain = 32768;
+
+/// Runs `work` over all gradients, on several threads; true if it returned true for any stretch.
+/// With kWrites a copy-on-write tensor gets memory of its own first; otherwise it stays shared.
+template <bool kWrites, class Work>
+bool any_span(const DenseGradients& gradients, const Work& work) {
+  std::vector<Span<UnscaleLoops>> spans;
+  for (const at::Tensor& tensor : gradients.tensors()) {
+    void* const data =
+        kWrites ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+    spans.push_back({static_cast<char*>(data), tensor.numel(),
+                     static_cast<int64_t>(tensor.element_size()),
+                     unscale_loops(tensor.scalar_type(), best_isa())});
+  }
+  auto parts = equal_parts(spans, kUnscaleGrain);
+  parallel_for_each(parts, [&](Part<UnscaleLoops>& part) {
+    bool found = false;
+    for (const auto& span : part.spans) found |= work(span);
+    part.found = found;
+  });
+  bool found = false;
+  for (const auto& part : parts) found |= part.found;
+  return found;
+}
+
+/// Whether any gradient has an inf or NaN. CPU tensors of any of the four floating dtypes.
+inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
+  return any_span<false>(DenseGradients(gradients), [](const Span<UnscaleLoops>& span) {
+    return span.loops.check(span.data, span.count);
+  });
+}
+
+/// Multiplies all gradients, which are writable, by `inv_scale` in place; whether a product is inf
+/// or NaN. An `inv_scale` of 1 writes nothing.
+inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
+  if (inv_scale == 1.0F) return any_nonfinite_cpu(gradients);
+  const DenseGradients dense(gradients);
+  const bool found = any_span<true>(dense, [&](const Span<UnscaleLoops>& span) {
+    return span.loops.unscale(span.data, span.count, inv_scale);
+  });
+  dense.written();
+  return found;
+}
 
 /// ATen's kernel takes tensors of one dtype and tests what comes in.
 inline void unscale_with_aten_(std::vector<at::Tensor> gradients, at::Tensor found_inf,
@@ -36,12 +79,12 @@ inline void unscale_with_aten_(std::vector<at::Tensor> gradients, at::Tensor fou
 
 /// Sets `found_inf` to 1 if a gradient is inf or NaN, and leaves it otherwise. All on one device.
 inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
-  if (found_inf.is_cpu()) {
+  if (has_cpu_loops(found_inf.device())) {
     if (any_nonfinite_cpu(gradients)) found_inf.fill_(1.0);
     return;
   }
 #ifdef MEZZO_WITH_CUDA
-  if (found_inf.is_cuda()) {
+  if (has_cuda_kernels(found_inf.device())) {
     detail::cuda::check_(gradients, found_inf);
     return;
   }
@@ -63,7 +106,7 @@ inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
 /// \throws c10::Error if elements of a gradient share memory
 inline void check_unscalable(const std::vector<at::Tensor>& gradients,
                              const at::Tensor& inv_scale) {
-  if (inv_scale.is_cpu() && *inv_scale.const_data_ptr<float>() == 1.0F) return;
+  if (has_cpu_loops(inv_scale.device()) && *inv_scale.const_data_ptr<float>() == 1.0F) return;
   check_writable(gradients);
 }
 
@@ -76,12 +119,12 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
                                const at::Tensor& inv_scale) {
   check_unscalable(all, inv_scale);
   const std::vector<at::Tensor> gradients = each_once(all);
-  if (found_inf.is_cpu()) {
+  if (has_cpu_loops(found_inf.device())) {
     if (unscale_cpu_(gradients, *inv_scale.const_data_ptr<float>())) found_inf.fill_(1.0);
     return;
   }
 #ifdef MEZZO_WITH_CUDA
-  if (found_inf.is_cuda()) {
+  if (has_cuda_kernels(found_inf.device())) {
     detail::cuda::unscale_and_check_(gradients, found_inf, inv_scale);
     return;
   }

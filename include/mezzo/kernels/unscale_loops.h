@@ -3,7 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
-#include <mezzo/kernels/unscale_element.h>
+#include <mezzo/kernels/gradient_element.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>

@@ -3,25 +3,15 @@
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/scale_tensors.h>
+#include <mezzo/kernels/which_kernels.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/reciprocal.h>
 #include <c10/util/Exception.h>
 
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
-
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-inline bool has_own_kernels(at::Device device) {
-#ifdef MEZZO_WITH_CUDA
-  if (device.is_cuda()) return true;
-#endif
-  return device.is_cpu();
-}
 
 /// Throws where `rule` asks for what ATen's kernel lacks and mezzo has none of its own.
 inline void require_update_kernel(const LossScale& rule, at::Device device) {
@@ -61,12 +51,12 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
 inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
   if (rule.kind() != LossScaleKind::dynamic) return;
-  if (tensors.scale.is_cpu()) {
+  if (has_cpu_loops(tensors.scale.device())) {
     update_scale_on_host_(rule, tensors, found_inf);
     return;
   }
 #ifdef MEZZO_WITH_CUDA
-  if (tensors.scale.is_cuda()) {
+  if (has_cuda_kernels(tensors.scale.device())) {
     detail::cuda::update_scale_(rule, tensors, found_inf);
     return;
   }

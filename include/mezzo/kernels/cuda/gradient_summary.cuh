@@ -4,11 +4,10 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/cuda/device.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_partial.h>
-#include <mezzo/kernels/gradient_summary_share.h>
-#include <mezzo/kernels/gradient_summary_table.h>
-
-#include <cuda_runtime.h>
+#include <mezzo/kernels/gradient_table.h>
 
 #include <cstdint>
 
@@ -22,6 +21,113 @@ inline constexpr int kFinishThreads = 1024;
 template <class Element>
 inline constexpr int64_t kSummaryBlock =
     int64_t{kSummaryThreads} * 16 * 8 / int64_t{sizeof(Element)};
+
+/// Sixteen bytes of elements, read at once where a tensor is so aligned.
+template <class Stored>
+struct alignas(16) SummaryPack {
+  static constexpr int kSize = 16 / sizeof(Stored);
+  Stored element[kSize];
+};
+
+/// Calls `visit(Stored, index)` on the elements of `data` that are `thread`'s among `threads`; four
+/// packs are under way at a time.
+template <class Stored, class Visit>
+__device__ void visit_share(const Stored* data, int64_t count, int thread, int threads,
+                            Visit& visit) {
+  using Pack = SummaryPack<Stored>;
+  constexpr int kAtOnce = 4;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) == 0;
+  const int64_t packs = is_aligned ? count / Pack::kSize : 0;
+  const auto* const pack = reinterpret_cast<const Pack*>(data);
+  int64_t i = thread;
+  for (; i + int64_t{kAtOnce - 1} * threads < packs; i += int64_t{kAtOnce} * threads) {
+    Pack values[kAtOnce];
+    MEZZO_UNROLL
+    for (int k = 0; k < kAtOnce; ++k) values[k] = pack[i + int64_t{k} * threads];
+    MEZZO_UNROLL
+    for (int k = 0; k < kAtOnce; ++k) {
+      MEZZO_UNROLL
+      for (int lane = 0; lane < Pack::kSize; ++lane) {
+        visit(values[k].element[lane], (i + int64_t{k} * threads) * Pack::kSize + lane);
+      }
+    }
+  }
+  for (; i < packs; i += threads) {
+    const Pack values = pack[i];
+    MEZZO_UNROLL
+    for (int lane = 0; lane < Pack::kSize; ++lane) {
+      visit(values.element[lane], i * Pack::kSize + lane);
+    }
+  }
+  for (i = packs * Pack::kSize + thread; i < count; i += threads) visit(data[i], i);
+}
+
+/// What a thread gathers of its share.
+template <class Element>
+class SummaryShare {
+ public:
+  using Format = FloatFormat<Element>;
+
+  __device__ void operator()(typename Format::Stored stored, int64_t /*index*/) {
+    const typename Format::Bits bits = stored;
+    typename Format::Value value;
+    Format::widen(bits, value);
+    add_square(value, sum_of_squares_);
+    keep_larger_magnitude<Format>(bits, largest_);
+  }
+  __device__ GradientPartial partial() const {
+    GradientPartial result;
+    result.sum_of_squares = sum_of_squares_;
+    set_largest<Format>(largest_, result);
+    return result;
+  }
+
+ private:
+  double sum_of_squares_ = 0;
+  typename Format::Bits largest_ = 0;
+};
+
+template <class Element>
+class StatisticsShare {
+ public:
+  using Format = FloatFormat<Element>;
+  using Value = typename Format::Value;
+  using Bits = typename Format::Bits;
+
+  /// `first_index` is what stands before the block's first element in its tensor.
+  __device__ StatisticsShare(const StatisticsQuery& query, int32_t gradient, int64_t first_index)
+      : first_index_(first_index) {
+    partial_.first_bad_gradient = gradient;
+    element_.inv_scale = static_cast<Value>(query.inv_scale);
+    element_.set_underflow(query.underflow);
+  }
+  __device__ void operator()(typename Format::Stored stored, int64_t index) {
+    summary_(stored, index);
+    const Bits bits = stored;
+    element_(bits, zeros_, underflows_, scaled_underflows_);
+    if (partial_.first_bad_element < 0 && element_.is_bad(bits)) {
+      partial_.first_bad_element = first_index_ + index;
+    }
+  }
+  __device__ StatisticsPartial partial() const {
+    StatisticsPartial result = partial_;
+    result.summary = summary_.partial();
+    result.zeros = static_cast<int64_t>(zeros_);
+    result.underflows = static_cast<int64_t>(underflows_);
+    result.scaled_underflows = static_cast<int64_t>(scaled_underflows_);
+    if (result.first_bad_element < 0) result.first_bad_gradient = -1;
+    return result;
+  }
+
+ private:
+  SummaryShare<Element> summary_;
+  StatisticsElement<Format, Value, Bits> element_;
+  Bits zeros_ = 0;
+  Bits underflows_ = 0;
+  Bits scaled_underflows_ = 0;
+  StatisticsPartial partial_;
+  int64_t first_index_;
+};
 
 template <class Word>
 __device__ Word shuffle_down(Word word, int lanes) {
@@ -49,13 +155,12 @@ __device__ inline StatisticsPartial shuffle_down(const StatisticsPartial& partia
   return other;
 }
 
-/// The block's partial results as one, in thread 0. Shared memory is raw, since a partial result
-/// begins with values of its own.
+/// The block's partial results as one, in thread 0.
 template <class Partial, int kThreads>
 __device__ Partial merge_block(Partial partial) {
   constexpr int kWarps = kThreads / 32;
-  __shared__ alignas(Partial) unsigned char of_warps[kWarps * sizeof(Partial)];
-  auto* const of_warp = reinterpret_cast<Partial*>(of_warps);
+  using OfWarps = Partial[kWarps];
+  MEZZO_SHARED(OfWarps, of_warp);
   for (int lanes = 16; lanes > 0; lanes /= 2) partial.merge(shuffle_down(partial, lanes));
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = partial;
   __syncthreads();
@@ -71,7 +176,7 @@ __device__ Partial merge_block(Partial partial) {
 
 template <class Element, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
-    summary_kernel(const __grid_constant__ PagedTable<Table> table, GradientPartial* partials) {
+    summary_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, GradientPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const SummarySlice slice = table.slice_of(blockIdx.x);
   const auto* const data = static_cast<const Stored*>(slice.data) + slice.begin;
@@ -83,7 +188,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummary
 
 template <class Element, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
-    statistics_kernel(const __grid_constant__ PagedTable<Table> table, const float* inv_scale,
+    statistics_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const float* inv_scale,
                       double underflow, StatisticsPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const SummarySlice slice = table.slice_of(blockIdx.x);

@@ -1,19 +1,17 @@
 /// \file
 /// LAMB on CUDA: two passes over the parameters of a table, and between them one block for each
 /// that adds up its norms. The arithmetic of an element is that of the CPU's loops
-/// (mezzo/kernels/lamb_body.h). No atomics: the same numbers give the same bits. Nothing waits.
+/// (mezzo/kernels/lamb_element.h). No atomics: the same numbers give the same bits. Nothing waits.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/lamb_body.h>
+#include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-
-#include <cuda_runtime.h>
 
 #include <concepts>
 #include <cstdint>
@@ -35,14 +33,15 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
   using Streams = StepStreams<Parameter, Gradient, LambRule, Weights>;
   using Body = LambBody<Parameter, Gradient, Weights, typename Streams::Lanes>;
   using Place = typename Body::Place;
+  using Streams::base;
+  using Streams::is_aligned;
+  using Streams::kReadsLowHalf;
+  using Streams::kWritesHalves;
+  using Streams::Streams;
   using typename Streams::Scalar;
   using typename Streams::Stored;
   using typename Streams::StoredGradient;
   using typename Streams::StoredMoment;
-  static constexpr bool kReadsLowHalf = std::is_same_v<Weights, SplitWeights>;
-  using Streams::base;
-  using Streams::is_aligned;
-  using Streams::Streams;
 
   __device__ void learn_pack(int64_t at, int count, const Body& body, uint32_t number,
                              const RandomKey& key, bool clear, LambNorms& norms) const {
@@ -57,7 +56,7 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
     load_pack(base.moments[0] + at, count, is_whole, means);
     load_pack(base.moments[1] + at, count, is_whole, squares);
     if (kReadsLowHalf) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
-#pragma unroll
+    MEZZO_UNROLL
     for (int i = 0; i < kStepPack; ++i) {
       const Place place{&parameters.element[i],
                         &gradients.element[i],
@@ -94,7 +93,7 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
     load_pack(base.moments[1] + at, count, is_whole, squares);
     if (kReadsLowHalf) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
     if (base.has_average) load_pack(base.average + at, count, is_whole, average);
-#pragma unroll
+    MEZZO_UNROLL
     for (int i = 0; i < kStepPack; ++i) {
       const Place place{&parameters.element[i],
                         nullptr,
@@ -106,7 +105,7 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
       body.move(place, number + static_cast<uint32_t>(i), key);
     }
     store_pack(parameters, count, is_whole, base.parameter + at);
-    if (base.has_low_half_or_copy)
+    if (kWritesHalves && base.has_low_half_or_copy)
       store_pack(low_half_or_copy, count, is_whole, base.low_half_or_copy + at);
     if (base.has_average) store_pack(average, count, is_whole, base.average + at);
   }
@@ -139,7 +138,7 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
 /// The first pass; each block leaves its part of the norms.
 template <class Parameter, class Gradient, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_moments_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
+    lamb_moments_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                         LambNorms* of_blocks) {
   using Streams = LambStreams<Parameter, Gradient, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
@@ -150,9 +149,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
     for_each_pack(count, [&](int64_t at, int size) { streams.clear_pack(at, size); });
     return;
   }
-  __shared__ LambCoefficients coefficients;
-  __shared__ StepUse use;
-  __shared__ RandomKey key;
+  MEZZO_SHARED(LambCoefficients, coefficients);
+  MEZZO_SHARED(StepUse, use);
+  MEZZO_SHARED(RandomKey, key);
   if (threadIdx.x == 0) prepare_lamb(table, slice, inputs, coefficients, use, key);
   __syncthreads();
   const typename Streams::Body body(coefficients, use);
@@ -168,7 +167,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 /// One block for each row: the norms of its blocks as one, in an order that is fixed.
 template <class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_norms_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
+    lamb_norms_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                       const LambNorms* of_blocks, LambNorms* of_rows) {
   if (is_skipped(inputs)) return;
   const auto row = static_cast<int>(blockIdx.x);
@@ -184,15 +183,15 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 /// The second pass.
 template <class Parameter, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    lamb_parameter_kernel(const __grid_constant__ PagedTable<Table> table, const StepInputs inputs,
+    lamb_parameter_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                           const LambNorms* of_rows) {
   if (is_skipped(inputs)) return;
   using Streams = LambStreams<Parameter, Parameter, Weights>;
   StepSlice slice = table.slice_of(blockIdx.x);
   slice.span.gradient = slice.span.parameter;  // not used, and of another dtype
-  __shared__ LambCoefficients coefficients;
-  __shared__ StepUse use;
-  __shared__ RandomKey key;
+  MEZZO_SHARED(LambCoefficients, coefficients);
+  MEZZO_SHARED(StepUse, use);
+  MEZZO_SHARED(RandomKey, key);
   if (threadIdx.x == 0) {
     prepare_lamb(table, slice, inputs, coefficients, use, key);
     coefficients.adapt(of_rows[slice.row]);
@@ -205,24 +204,23 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   });
 }
 
-/// The overload for LAMB: three launches on `stream`, which is the current one, as the norms'
-/// memory is taken and given back in its order. The caller checks for launch errors.
+/// The overload for LAMB: three launches on `stream`, which is the current one of the current
+/// device, as the norms' memory is taken there and given back in its order.
 template <class Parameter, class Gradient, std::same_as<LambRule> Rule, class Weights, class Table>
 void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
-                           cudaStream_t stream) {
+                           Stream stream) {
   static_assert(sizeof(table) + sizeof(StepInputs) + 2 * sizeof(LambNorms*) <= 32764);
   if (table.blocks() == 0) return;
-  const auto blocks = static_cast<unsigned>(table.blocks());
-  const auto rows = static_cast<unsigned>(table.rows());
   const at::Tensor norms = at::empty({(table.blocks() + table.rows()) * int64_t{sizeof(LambNorms)}},
-                                     at::TensorOptions().device(at::kCUDA).dtype(at::kByte));
+                                     at::TensorOptions().device(kDevice).dtype(at::kByte));
   auto* const of_blocks = static_cast<LambNorms*>(norms.mutable_data_ptr());
   LambNorms* const of_rows = of_blocks + table.blocks();
-  lamb_moments_kernel<Parameter, Gradient, Weights>
-      <<<blocks, kStepThreads, 0, stream>>>(table, inputs, of_blocks);
-  lamb_norms_kernel<<<rows, kStepThreads, 0, stream>>>(table, inputs, of_blocks, of_rows);
-  lamb_parameter_kernel<Parameter, Weights>
-      <<<blocks, kStepThreads, 0, stream>>>(table, inputs, of_rows);
+  launch<lamb_moments_kernel<Parameter, Gradient, Weights, Table>>(
+      table.blocks(), kStepThreads, stream, table, inputs, of_blocks);
+  launch<lamb_norms_kernel<Table>>(table.rows(), kStepThreads, stream, table, inputs, of_blocks,
+                                   of_rows);
+  launch<lamb_parameter_kernel<Parameter, Weights, Table>>(table.blocks(), kStepThreads, stream,
+                                                           table, inputs, of_rows);
 }
 
 }  // namespace cuda

@@ -1,19 +1,16 @@
 // The one source of mezzo::cuda: the kernels, and the functions through which host code reaches
-// them. The target mezzo::cuda adds it to every program and library that links it.
+// them. Two objects with all of this link into one program: what is not weak is static. (nvcc 13
+// makes the functions of an unnamed namespace global.)
 
+#include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/lamb_step.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 #include <mezzo/kernels/cuda/unscale.cuh>
-#include <mezzo/kernels/cuda/update_scale.cuh>
 
 #include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -26,16 +23,14 @@ namespace detail::cuda {
 
 static_assert(std::is_trivially_copyable_v<LossScale>, "a kernel takes it by value");
 
-namespace {
-
 /// Launches over the tensors of `Element`'s dtype, as many at a time as a table holds.
 template <class Element>
-void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* inv_scale, float* found_inf,
-                   cudaStream_t stream) {
+static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* inv_scale,
+                          float* found_inf, Stream stream) {
   GradientTable table(kElementsPerBlock<Element>);
   const auto launch = [&] {
-    launch_unscale<Element>(table, inv_scale, found_inf, stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    cuda::launch<unscale_kernel<Element>>(table.blocks(), kUnscaleThreads, stream, table, inv_scale,
+                                          found_inf);
     table.clear();
   };
   for (const at::Tensor& tensor : tensors) {
@@ -50,10 +45,10 @@ void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* inv_scal
   if (!table.empty()) launch();
 }
 
-void unscale_all(const DenseGradients& gradients, const float* inv_scale,
-                 const at::Tensor& found_inf) {
-  const c10::cuda::CUDAGuard guard(found_inf.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+static void unscale_all(const DenseGradients& gradients, const float* inv_scale,
+                        const at::Tensor& found_inf) {
+  const DeviceGuard guard(found_inf.device());
+  const Stream stream = current_stream();
   auto* const found = found_inf.mutable_data_ptr<float>();
   unscale_dtype<float>(gradients.tensors(), inv_scale, found, stream);
   unscale_dtype<c10::BFloat16>(gradients.tensors(), inv_scale, found, stream);
@@ -62,18 +57,14 @@ void unscale_all(const DenseGradients& gradients, const float* inv_scale,
 }
 
 template <class Element>
-bool is_of(const at::Tensor& tensor) {
+static bool is_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
-}
-
-bool is_capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
 /// Calls `launch(paged table)` for `pages`, at least one: once where there is memory for them.
 template <class Table, class Launch>
-void launch_pages(std::vector<Table>& pages, at::Device device, TableMemory* memory,
-                  const Launch& launch) {
+static void launch_pages(std::vector<Table>& pages, at::Device device, TableMemory* memory,
+                         const Launch& launch) {
   if (pages.size() == 1 || memory == nullptr) {
     for (const Table& page : pages) launch(PagedTable<Table>(page));
     return;
@@ -83,8 +74,8 @@ void launch_pages(std::vector<Table>& pages, at::Device device, TableMemory* mem
 }
 
 template <class Element, class Table>
-std::vector<Table> tables_of(const std::vector<at::Tensor>& tensors,
-                             const std::vector<int64_t>& first_partials) {
+static std::vector<Table> tables_of(const std::vector<at::Tensor>& tensors,
+                                    const std::vector<int64_t>& first_partials) {
   std::vector<Table> pages;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!is_of<Element>(tensors[i]) || tensors[i].numel() == 0) continue;
@@ -96,21 +87,19 @@ std::vector<Table> tables_of(const std::vector<at::Tensor>& tensors,
 }
 
 template <class Element, class Table, class Launch>
-void launch_tables(const std::vector<at::Tensor>& tensors,
-                   const std::vector<int64_t>& first_partials, TableMemory* memory,
-                   const Launch& launch) {
+static void launch_tables(const std::vector<at::Tensor>& tensors,
+                          const std::vector<int64_t>& first_partials, TableMemory* memory,
+                          const Launch& launch) {
   auto pages = tables_of<Element, Table>(tensors, first_partials);
   if (pages.empty()) return;
-  launch_pages(pages, tensors.front().device(), memory, [&](const auto& table) {
-    launch(Element{}, table);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
-  });
+  launch_pages(pages, tensors.front().device(), memory,
+               [&](const PagedTable<Table>& table) { launch(Element{}, table); });
 }
 
 template <class Element, class Launch>
-void launch_dtype(const std::vector<at::Tensor>& tensors,
-                  const std::vector<int64_t>& first_partials, TableMemory* memory,
-                  const Launch& launch) {
+static void launch_dtype(const std::vector<at::Tensor>& tensors,
+                         const std::vector<int64_t>& first_partials, TableMemory* memory,
+                         const Launch& launch) {
   const auto ours = std::count_if(tensors.begin(), tensors.end(), is_of<Element>);
   if (ours <= SmallSummaryTable::kCapacity) {
     launch_tables<Element, SmallSummaryTable>(tensors, first_partials, memory, launch);
@@ -121,9 +110,9 @@ void launch_dtype(const std::vector<at::Tensor>& tensors,
 
 /// Calls `launch(Element{}, table)` for all dtypes.
 template <class Launch>
-void launch_dtypes(const std::vector<at::Tensor>& tensors,
-                   const std::vector<int64_t>& first_partials, TableMemory* memory,
-                   const Launch& launch) {
+static void launch_dtypes(const std::vector<at::Tensor>& tensors,
+                          const std::vector<int64_t>& first_partials, TableMemory* memory,
+                          const Launch& launch) {
   launch_dtype<float>(tensors, first_partials, memory, launch);
   launch_dtype<c10::BFloat16>(tensors, first_partials, memory, launch);
   launch_dtype<c10::Half>(tensors, first_partials, memory, launch);
@@ -131,7 +120,7 @@ void launch_dtypes(const std::vector<at::Tensor>& tensors,
 }
 
 /// Where each tensor's partial results begin, and last how many there are.
-std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
+static std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
   std::vector<int64_t> offsets{0};
   for (const at::Tensor& tensor : tensors) {
     offsets.push_back(offsets.back() + cuda::partial_count(tensor));
@@ -140,22 +129,19 @@ std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
 }
 
 template <class Partial>
-at::Tensor new_partials(int64_t count, const at::Tensor& like) {
+static at::Tensor new_partials(int64_t count, const at::Tensor& like) {
   return at::empty({count * static_cast<int64_t>(sizeof(Partial))},
                    like.options().dtype(at::kByte));
 }
 
 template <class Partial>
-void finish(const at::Tensor& partials, const at::Tensor& inv_scale,
-            const SummaryOutputs& outputs) {
+static void finish(const at::Tensor& partials, const at::Tensor& inv_scale,
+                   const SummaryOutputs& outputs) {
   const int64_t count = partials.numel() / static_cast<int64_t>(sizeof(Partial));
-  finish_summary_kernel<Partial><<<1, kFinishThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      static_cast<const Partial*>(partials.const_data_ptr()), count,
-      inv_scale.const_data_ptr<float>(), outputs);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch<finish_summary_kernel<Partial>>(1, kFinishThreads, current_stream(),
+                                         static_cast<const Partial*>(partials.const_data_ptr()),
+                                         count, inv_scale.const_data_ptr<float>(), outputs);
 }
-
-}  // namespace
 
 __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients,
                                               const at::Tensor& found_inf,
@@ -180,21 +166,21 @@ __attribute__((weak)) int64_t partial_bytes() { return sizeof(GradientPartial); 
 __attribute__((weak)) void write_partials_(const std::vector<at::Tensor>& gradients,
                                            const std::vector<int64_t>& first_partials,
                                            const at::Tensor& partials, TableMemory* memory) {
-  const c10::cuda::CUDAGuard guard(partials.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const DeviceGuard guard(partials.device());
+  const Stream stream = current_stream();
   auto* const results = static_cast<GradientPartial*>(partials.mutable_data_ptr());
-  launch_dtypes(gradients, first_partials, memory, [&](auto element, const auto& table) {
-    using Element = decltype(element);
-    const auto blocks = static_cast<unsigned>(table.blocks());
-    summary_kernel<Element><<<blocks, kSummaryThreads, 0, stream>>>(table, results);
-  });
+  launch_dtypes(gradients, first_partials, memory,
+                [&]<class Element, class Table>(Element, const PagedTable<Table>& table) {
+                  launch<summary_kernel<Element, Table>>(table.blocks(), kSummaryThreads, stream,
+                                                         table, results);
+                });
 }
 
 __attribute__((weak)) void finish_partials_(const at::Tensor& partials, const at::Tensor& inv_scale,
                                             const at::Tensor& found_inf,
                                             const at::Tensor& sum_of_squares,
                                             const at::Tensor& max_abs) {
-  const c10::cuda::CUDAGuard guard(partials.device());
+  const DeviceGuard guard(partials.device());
   finish<GradientPartial>(
       partials, inv_scale,
       {found_inf.mutable_data_ptr<float>(), sum_of_squares.mutable_data_ptr<double>(),
@@ -205,7 +191,7 @@ __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
                                       const at::Tensor& inv_scale, const at::Tensor& found_inf,
                                       const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
                                       TableMemory* memory) {
-  const c10::cuda::CUDAGuard guard(inv_scale.device());
+  const DeviceGuard guard(inv_scale.device());
   const std::vector<int64_t> offsets = partial_offsets(gradients);
   const at::Tensor partials = new_partials<GradientPartial>(offsets.back(), inv_scale);
   write_partials_(gradients, offsets, partials, memory);
@@ -215,18 +201,17 @@ __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
 __attribute__((weak)) void statistics_(const std::vector<at::Tensor>& gradients,
                                        const at::Tensor& inv_scale, double underflow,
                                        const std::vector<at::Tensor>& outputs) {
-  const c10::cuda::CUDAGuard guard(inv_scale.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const DeviceGuard guard(inv_scale.device());
+  const Stream stream = current_stream();
   const std::vector<int64_t> offsets = partial_offsets(gradients);
   const at::Tensor partials = new_partials<StatisticsPartial>(offsets.back(), inv_scale);
   auto* const results = static_cast<StatisticsPartial*>(partials.mutable_data_ptr());
   const float* const factor = inv_scale.const_data_ptr<float>();
-  launch_dtypes(gradients, offsets, nullptr, [&](auto element, const auto& table) {
-    using Element = decltype(element);
-    const auto blocks = static_cast<unsigned>(table.blocks());
-    statistics_kernel<Element>
-        <<<blocks, kSummaryThreads, 0, stream>>>(table, factor, underflow, results);
-  });
+  launch_dtypes(gradients, offsets, nullptr,
+                [&]<class Element, class Table>(Element, const PagedTable<Table>& table) {
+                  launch<statistics_kernel<Element, Table>>(table.blocks(), kSummaryThreads, stream,
+                                                            table, factor, underflow, results);
+                });
   finish<StatisticsPartial>(
       partials, inv_scale,
       {outputs[0].mutable_data_ptr<float>(), outputs[1].mutable_data_ptr<double>(),
@@ -237,32 +222,29 @@ __attribute__((weak)) void statistics_(const std::vector<at::Tensor>& gradients,
 
 __attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                          const at::Tensor& found_inf) {
-  const c10::cuda::CUDAGuard guard(tensors.scale.device());
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  update_scale_kernel<<<1, 1, 0, stream>>>(
-      rule, tensors.scale.mutable_data_ptr<float>(), tensors.inverse.mutable_data_ptr<float>(),
-      tensors.growth_tracker.mutable_data_ptr<int32_t>(),
+  const DeviceGuard guard(tensors.scale.device());
+  const Stream stream = current_stream();
+  launch<update_scale_kernel>(
+      1, 1, stream, rule, tensors.scale.mutable_data_ptr<float>(),
+      tensors.inverse.mutable_data_ptr<float>(), tensors.growth_tracker.mutable_data_ptr<int32_t>(),
       tensors.hysteresis_left.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
   // A graph may still hold the scale for its backward.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
-namespace {
-
 /// Where a step goes.
 struct StepTarget {
   at::Device device;
-  cudaStream_t stream;
+  Stream stream;
   const StepInputs& inputs;
   TableMemory& memory;
 };
 
 /// Launches over the rows of one pair of dtypes, one variant and one way of keeping weights.
 template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
-void step_rows(const std::vector<StepRow>& rows,
-               const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
-               const StepTarget& target) {
+static void step_rows(const std::vector<StepRow>& rows,
+                      const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
+                      const StepTarget& target) {
   using optim::WeightStorage;
   using Table = DeviceStepTable<typename Rule::Constants>;
   static_assert(kStepArgumentsFit<typename Rule::Constants>);
@@ -283,15 +265,14 @@ void step_rows(const std::vector<StepRow>& rows,
   if (pages.empty()) return;
   launch_pages(pages, target.device, &target.memory, [&](const PagedTable<Table>& table) {
     launch_optimizer_step<Parameter, Gradient, Rule, Weights>(table, target.inputs, target.stream);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }
 
 /// What the CPU has loops for too.
 template <class Rule>
-void step_all_dtypes(const std::vector<StepRow>& rows,
-                     const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
-                     const StepTarget& target) {
+static void step_all_dtypes(const std::vector<StepRow>& rows,
+                            const std::vector<StepGroup<typename Rule::Constants>>& groups,
+                            bool variant, const StepTarget& target) {
   using c10::BFloat16;
   using c10::Half;
   step_rows<float, float, Rule>(rows, groups, variant, target);
@@ -305,29 +286,27 @@ void step_all_dtypes(const std::vector<StepRow>& rows,
   step_rows<Half, Half, Rule>(rows, groups, variant, target);
 }
 
-}  // namespace
-
 __attribute__((weak)) void begin_step_(at::Device device, TableMemory& memory) {
-  const c10::cuda::CUDAGuard guard(device);
+  const DeviceGuard guard(device);
   memory.begin_step(is_capturing());
 }
 
 __attribute__((weak)) void count_steps_(at::Device device, const std::vector<float*>& counters,
                                         const float* found_inf, TableMemory& memory) {
-  const c10::cuda::CUDAGuard guard(device);
+  const DeviceGuard guard(device);
   const void* there = nullptr;
   if (!CounterTable::holds(counters)) {
     there = memory.on(device, CounterTable::bytes_of(counters), is_capturing());
   }
-  launch_count_steps(CounterTable(counters, there), found_inf, c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch<count_steps_kernel>(1, kStepThreads, current_stream(), CounterTable(counters, there),
+                             found_inf);
 }
 
 __attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepRow>& rows,
                                       const std::vector<StepGroup<AdamConstants>>& groups,
                                       const StepInputs& inputs, TableMemory& memory) {
-  const c10::cuda::CUDAGuard guard(device);
-  const StepTarget target{device, c10::cuda::getCurrentCUDAStream(), inputs, memory};
+  const DeviceGuard guard(device);
+  const StepTarget target{device, current_stream(), inputs, memory};
   step_all_dtypes<AdamRule<false>>(rows, groups, /*variant=*/false, target);
   step_all_dtypes<AdamRule<true>>(rows, groups, /*variant=*/true, target);
 }
@@ -335,24 +314,24 @@ __attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepR
 __attribute__((weak)) void lion_step_(at::Device device, const std::vector<StepRow>& rows,
                                       const std::vector<StepGroup<LionConstants>>& groups,
                                       const StepInputs& inputs, TableMemory& memory) {
-  const c10::cuda::CUDAGuard guard(device);
-  const StepTarget target{device, c10::cuda::getCurrentCUDAStream(), inputs, memory};
+  const DeviceGuard guard(device);
+  const StepTarget target{device, current_stream(), inputs, memory};
   step_all_dtypes<LionRule>(rows, groups, /*variant=*/false, target);
 }
 
 __attribute__((weak)) void lamb_step_(at::Device device, const std::vector<StepRow>& rows,
                                       const std::vector<StepGroup<LambConstants>>& groups,
                                       const StepInputs& inputs, TableMemory& memory) {
-  const c10::cuda::CUDAGuard guard(device);
-  const StepTarget target{device, c10::cuda::getCurrentCUDAStream(), inputs, memory};
+  const DeviceGuard guard(device);
+  const StepTarget target{device, current_stream(), inputs, memory};
   step_all_dtypes<LambRule>(rows, groups, /*variant=*/false, target);
 }
 
 __attribute__((weak)) void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
                                      const std::vector<StepGroup<SgdConstants>>& groups,
                                      const StepInputs& inputs, TableMemory& memory) {
-  const c10::cuda::CUDAGuard guard(device);
-  const StepTarget target{device, c10::cuda::getCurrentCUDAStream(), inputs, memory};
+  const DeviceGuard guard(device);
+  const StepTarget target{device, current_stream(), inputs, memory};
   step_all_dtypes<SgdRule<false>>(rows, groups, /*variant=*/false, target);
   step_all_dtypes<SgdRule<true>>(rows, groups, /*variant=*/true, target);
 }

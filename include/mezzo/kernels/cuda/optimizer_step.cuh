@@ -4,11 +4,10 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/cuda/device.h>
+#include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/optimizer_step_body.h>
 #include <mezzo/kernels/optimizer_step_table.h>
-#include <mezzo/kernels/scalar_lanes.h>
-
-#include <cuda_runtime.h>
 
 #include <cstdint>
 
@@ -36,7 +35,7 @@ __device__ void load_pack(const Stored* from, int count, bool is_whole, StepPack
     pack = *reinterpret_cast<const StepPack<Stored>*>(from);
     return;
   }
-#pragma unroll
+  MEZZO_UNROLL
   for (int i = 0; i < kStepPack; ++i) pack.element[i] = i < count ? from[i] : Stored{0};
 }
 
@@ -46,7 +45,7 @@ __device__ void store_pack(const StepPack<Stored>& pack, int count, bool is_whol
     *reinterpret_cast<StepPack<Stored>*>(to) = pack;
     return;
   }
-#pragma unroll
+  MEZZO_UNROLL
   for (int i = 0; i < kStepPack; ++i) {
     if (i < count) to[i] = pack.element[i];
   }
@@ -63,6 +62,8 @@ struct StepStreams {
   using StoredMoment = typename Place::MomentLanes::Stored;
   using Scalar = typename Lanes::Format::Value;
   static constexpr unsigned kMoments = Rule::kMoments;
+  static constexpr bool kReadsLowHalf = Body::kIsSplit;
+  static constexpr bool kWritesHalves = Body::kIsSplit || Body::kMayCopy;
 
   Place base;
   bool is_aligned;
@@ -77,7 +78,7 @@ struct StepStreams {
              slice.span.average != nullptr},
         is_aligned(is_pack_aligned(base.parameter) && is_pack_aligned(base.gradient) &&
                    is_pack_aligned(base.low_half_or_copy) && is_pack_aligned(base.average)) {
-#pragma unroll
+    MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) {
       base.moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]) + slice.begin;
       is_aligned = is_aligned && is_pack_aligned(base.moments[k]);
@@ -92,7 +93,6 @@ struct StepStreams {
   __device__ void step_pack(int64_t at, int count, const Body& step, uint32_t number,
                             const RandomKey& key, bool clear) const {
     const bool is_whole = is_aligned && count == kStepPack;
-    const bool reads_low_half = Body::kIsSplit;
     StepPack<StoredGradient> gradients;
     StepPack<Stored> parameters;
     StepPack<StoredMoment> moments[Place::kMomentSlots];
@@ -100,12 +100,12 @@ struct StepStreams {
     StepPack<Scalar> average;
     load_pack(base.gradient + at, count, is_whole, gradients);
     load_pack(base.parameter + at, count, is_whole, parameters);
-#pragma unroll
+    MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k)
       load_pack(base.moments[k] + at, count, is_whole, moments[k]);
-    if (reads_low_half) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
+    if (kReadsLowHalf) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
     if (base.has_average) load_pack(base.average + at, count, is_whole, average);
-#pragma unroll
+    MEZZO_UNROLL
     for (int i = 0; i < kStepPack; ++i) {
       Place place{&parameters.element[i],
                   &gradients.element[i],
@@ -114,15 +114,15 @@ struct StepStreams {
                   &average.element[i],
                   base.has_low_half_or_copy,
                   base.has_average};
-#pragma unroll
+      MEZZO_UNROLL
       for (unsigned k = 0; k != kMoments; ++k) place.moments[k] = &moments[k].element[i];
       step(place, number + static_cast<uint32_t>(i), key);
     }
     store_pack(parameters, count, is_whole, base.parameter + at);
-#pragma unroll
+    MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k)
       store_pack(moments[k], count, is_whole, base.moments[k] + at);
-    if (base.has_low_half_or_copy)
+    if (kWritesHalves && base.has_low_half_or_copy)
       store_pack(low_half_or_copy, count, is_whole, base.low_half_or_copy + at);
     if (base.has_average) store_pack(average, count, is_whole, base.average + at);
     if (clear) store_pack(gradients, count, is_whole, base.gradient + at);
@@ -154,8 +154,7 @@ __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
 
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
-    optimizer_step_kernel(const __grid_constant__ PagedTable<Table> table,
-                          const StepInputs inputs) {
+    optimizer_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs) {
   using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
@@ -173,9 +172,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
     return;
   }
 
-  __shared__ typename Rule::Coefficients coefficients;
-  __shared__ StepUse use;
-  __shared__ RandomKey key;
+  MEZZO_SHARED(typename Rule::Coefficients, coefficients);
+  MEZZO_SHARED(StepUse, use);
+  MEZZO_SHARED(RandomKey, key);
   if (threadIdx.x == 0) {
     use = use_of_slice(table, slice, inputs);
     const auto& group = table.group(slice.group);
@@ -193,26 +192,20 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 }
 static_assert((int64_t{1} << 32) % kStepBlock == 0);
 
-/// After the step, which reads the counters in all blocks.
-__attribute__((visibility("hidden"))) __global__ void count_steps_kernel(
-    const __grid_constant__ CounterTable table, const float* found_inf) {
+/// After the step, which reads the counters in all blocks. Static, as every kernel that is no
+/// template: several objects of one program may hold it.
+static __global__ void count_steps_kernel(MEZZO_ARGUMENT(CounterTable) table,
+                                          const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
   for (int64_t i = threadIdx.x; i < table.size(); i += blockDim.x) table[i] += 1.0F;
 }
 
-/// Launches on `stream`; the caller checks for launch errors.
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
-                           cudaStream_t stream) {
+                           Stream stream) {
   if (table.blocks() == 0) return;
-  const auto blocks = static_cast<unsigned>(table.blocks());
-  optimizer_step_kernel<Parameter, Gradient, Rule, Weights>
-      <<<blocks, kStepThreads, 0, stream>>>(table, inputs);
-}
-
-inline void launch_count_steps(const CounterTable& table, const float* found_inf,
-                               cudaStream_t stream) {
-  count_steps_kernel<<<1, kStepThreads, 0, stream>>>(table, found_inf);
+  launch<optimizer_step_kernel<Parameter, Gradient, Rule, Weights, Table>>(
+      table.blocks(), kStepThreads, stream, table, inputs);
 }
 
 }  // namespace detail::cuda

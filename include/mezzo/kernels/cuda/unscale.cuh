@@ -1,14 +1,15 @@
 /// \file
-/// The multi-tensor kernel behind GradScaler on CUDA: one pass over all gradients that unscales and
-/// checks, or only checks.
+/// The kernels behind GradScaler on CUDA: one pass over all gradients that unscales and checks, or
+/// only checks; and the loss scale's state machine.
 #pragma once
 
+#include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/float_format.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_table.h>
-#include <mezzo/kernels/unscale_element.h>
-
-#include <cuda_runtime.h>
+#include <mezzo/kernels/scale_tensors.h>
 
 #include <cstdint>
 
@@ -41,7 +42,7 @@ __device__ void visit_elements(Stored* data, int64_t begin, int64_t end, Visit& 
   auto* const pack = reinterpret_cast<Vector*>(first);
   for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
     Vector values = pack[i];
-#pragma unroll
+    MEZZO_UNROLL
     for (int lane = 0; lane < Vector::kSize; ++lane) visit(values.element[lane]);
     if constexpr (kWrites) pack[i] = values;
   }
@@ -85,8 +86,7 @@ __device__ inline void report(uint32_t nonfinite, float* found_inf) {
 /// `inv_scale` null: check only.
 template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kUnscaleThreads)
-    unscale_kernel(const __grid_constant__ GradientTable table, const float* inv_scale,
-                   float* found_inf) {
+    unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {
   using Format = FloatFormat<Element>;
   const GradientSlice slice = table.slice_of(blockIdx.x);
   auto* const data = static_cast<typename Format::Stored*>(slice.data);
@@ -102,13 +102,15 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kUnscale
   }
 }
 
-/// Launches the kernel over `table` on `stream`; the caller checks for launch errors.
-template <class Element>
-void launch_unscale(const GradientTable& table, const float* inv_scale, float* found_inf,
-                    cudaStream_t stream) {
-  if (table.empty()) return;
-  const auto blocks = static_cast<unsigned>(table.blocks());
-  unscale_kernel<Element><<<blocks, kUnscaleThreads, 0, stream>>>(table, inv_scale, found_inf);
+static __global__ void update_scale_kernel(const LossScale rule, float* scale, float* inverse,
+                                           int32_t* growth_tracker, int32_t* hysteresis_left,
+                                           const float* found_inf) {
+  const LossScaleState next =
+      rule.next({*scale, *growth_tracker, *hysteresis_left}, *found_inf != 0.0F);
+  *scale = next.scale;
+  *inverse = inverse_scale(next.scale);
+  *growth_tracker = next.growth_tracker;
+  *hysteresis_left = next.hysteresis_left;
 }
 
 }  // namespace detail::cuda

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/optimizer_step_kernel.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/fused_options.h>
 

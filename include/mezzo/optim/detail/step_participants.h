@@ -2,7 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
-#include <mezzo/kernels/optimizer_step_kernel.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/trained_once.h>

@@ -6,13 +6,13 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/gradient_summary_share.h>
-#include <mezzo/kernels/gradient_summary_table.h>
+#include <mezzo/kernels/gradient_table.h>
+#include <mezzo/kernels/cuda/gradient_summary.cuh>
 
 #include <cstdint>
 #include <vector>
 
-#include "plain_summary.h"
+#include "../kernels/plain_summary.h"
 
 namespace {
 
@@ -37,7 +37,8 @@ TEST(SummaryShare, SharesVisitEveryElementOnceAtAnyAlignment) {
       CountVisits count_visits{std::vector<int>(static_cast<std::size_t>(count)),
                                memory.data() + offset};
       for (int thread = 0; thread < kThreads; ++thread) {
-        mezzo::detail::visit_share(memory.data() + offset, count, thread, kThreads, count_visits);
+        mezzo::detail::cuda::visit_share(memory.data() + offset, count, thread, kThreads,
+                                         count_visits);
       }
       EXPECT_EQ(count_visits.visits, std::vector<int>(static_cast<std::size_t>(count), 1))
           << count << " from " << offset;
@@ -52,9 +53,9 @@ mezzo::detail::StatisticsPartial merged_shares(const torch::Tensor& values, floa
   const mezzo::detail::StatisticsQuery query{inv_scale, mezzo::detail::underflow_of(torch::kHalf)};
   mezzo::detail::StatisticsPartial total;
   for (int thread = 0; thread < kThreads; ++thread) {
-    mezzo::detail::StatisticsShare<Element> share(query, 3, 1000);
-    mezzo::detail::visit_share(static_cast<const Stored*>(values.const_data_ptr()), values.numel(),
-                               thread, kThreads, share);
+    mezzo::detail::cuda::StatisticsShare<Element> share(query, 3, 1000);
+    mezzo::detail::cuda::visit_share(static_cast<const Stored*>(values.const_data_ptr()),
+                                     values.numel(), thread, kThreads, share);
     total.merge(share.partial());
   }
   return total;

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <c10/core/Device.h>
+
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/kernels/cuda_launch.h>
+#endif
+
+// Which kernels serve tensors of a device: mezzo's for CUDA, mezzo's loops for the CPU, or, where
+// there are neither, ATen's. All of mezzo asks here, so that tests can give CUDA's kernels memory
+// of the host (mezzo/kernels/cuda/device.h).
+#ifdef MEZZO_DEVICE_ON_HOST
+namespace host_device {
+bool is_on();
+}
+#endif
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline bool has_cuda_kernels([[maybe_unused]] at::Device device) {
+#if defined(MEZZO_DEVICE_ON_HOST)
+  return device.is_cpu() && host_device::is_on();
+#elif defined(MEZZO_WITH_CUDA)
+  return device.is_cuda();
+#else
+  return false;
+#endif
+}
+
+inline bool has_cpu_loops(at::Device device) {
+  return device.is_cpu() && !has_cuda_kernels(device);
+}
+
+inline bool has_own_kernels(at::Device device) {
+  return has_cuda_kernels(device) || has_cpu_loops(device);
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""Shows that the tests of the kernels on the host can fail: deletes each barrier and each check of a tail or an
+alignment in turn, and says which of the tests notices.
+
+    delete_barriers.py SOURCE_DIR BUILD_DIR [SUBSTRING]
+
+BUILD_DIR is where mezzo_cuda_on_host was built; its commands are asked of Ninja. With SUBSTRING only changes whose
+name contains it are made. Fails if a change goes unnoticed.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+KERNELS = "include/mezzo/kernels"
+
+# name, file, what it says, what it is to say instead; of a barrier, each place in turn.
+CHANGES = [
+    ("pack: load beyond the tail", "cuda/optimizer_step.cuh", "i < count ? from[i] : Stored{0}", "from[i]"),
+    ("pack: store beyond the tail", "cuda/optimizer_step.cuh", "if (i < count) to[i]", "to[i]"),
+    ("step: a pack is whole where it is not", "cuda/optimizer_step.cuh",
+     "static_cast<int>(count - at < kStepPack ? count - at : kStepPack)", "static_cast<int>(kStepPack)"),
+    ("step: unaligned taken for aligned", "cuda/optimizer_step.cuh",
+     "% alignof(StepPack<Stored>) == 0", "% 1 == 0"),
+    ("LAMB: a pack is whole where it is not", "cuda/lamb_step.cuh",
+     "static_cast<int>(count - at < kStepPack ? count - at : kStepPack)", "static_cast<int>(kStepPack)"),
+    ("LAMB: a skipped step", "cuda/lamb_step.cuh", "if (is_skipped(inputs)) return;\n  using", "using"),
+    ("step: a block's end beyond the row's", "optimizer_step_table.h", "end < count ? end : count", "end"),
+    ("unscale: a block's end beyond the tensor's", "gradient_table.h", "return {data_[tensor], begin, end < count_[tensor] ? end : count_[tensor]};",
+     "return {data_[tensor], begin, end};"),
+    ("summary: a block's end beyond the tensor's", "gradient_table.h",
+     "begin, end < count_[tensor] ? end : count_[tensor],\n", "begin, end,\n"),
+    ("unscale: the tail after the packs", "cuda/unscale.cuh", "i < count; i += blockDim.x", "i < 0; i += blockDim.x"),
+    ("unscale: unaligned taken for aligned", "cuda/unscale.cuh", "% sizeof(Vector) == 0", "% 1 == 0"),
+    ("summary: the tail after the packs", "cuda/gradient_summary.cuh", "i < count; i += threads) visit",
+     "i < 0; i += threads) visit"),
+    ("summary: four packs at once beyond the end", "cuda/gradient_summary.cuh",
+     "i + int64_t{kAtOnce - 1} * threads < packs", "i < packs"),
+    ("summary: unaligned taken for aligned", "cuda/gradient_summary.cuh", "% sizeof(Pack) == 0", "% 1 == 0"),
+    ("merge: warps that are not there", "cuda/gradient_summary.cuh", "if (threadIdx.x < kWarps) {", "if (true) {"),
+]
+# What is read beyond an end, and not used, only a sanitizer sees; of the kernels alone.
+SANITIZED = {"pack: load beyond the tail": " -fsanitize=address -g1"}
+BARRIER = re.compile(r"__syncthreads\(\);")
+BARRIER_OR = "__syncthreads_or(nonfinite != 0) != 0"
+
+
+def changes(source):
+    """Yields (name, file, changed text)."""
+    for file in sorted((source / KERNELS / "cuda").glob("*.cuh")):
+        text = file.read_text()
+        for number, match in enumerate(BARRIER.finditer(text), 1):
+            line = text.count("\n", 0, match.start()) + 1
+            changed = text[:match.start()] + text[match.end():]
+            yield f"barrier {number} of {file.name} (line {line})", file, changed
+        if BARRIER_OR in text:
+            yield f"__syncthreads_or of {file.name}", file, text.replace(BARRIER_OR, "nonfinite != 0")
+    for name, path, old, new in CHANGES:
+        file = source / KERNELS / path
+        text = file.read_text()
+        if text.count(old) != 1:
+            sys.exit(f"{path} no longer has exactly one `{old}`: put right the list in {sys.argv[0]}")
+        yield name, file, text.replace(old, new)
+
+
+def commands(build):
+    """How the unit of the kernels is compiled, and where its object lies."""
+    for unit in json.loads((build / "compile_commands.json").read_text()):
+        if unit["file"].endswith("mezzo_cuda.cu") and "-DMEZZO_DEVICE_ON_HOST" in unit["command"]:
+            return unit
+    sys.exit(f"{build}/compile_commands.json does not say how mezzo_cuda.cu is compiled for the host")
+
+
+def main():
+    source, build = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
+    wanted = sys.argv[3] if len(sys.argv) > 3 else ""
+    unit = commands(build)
+    link = subprocess.run(["ninja", "-C", build, "-t", "commands", "mezzo_cuda_on_host"], check=True,
+                          capture_output=True, text=True).stdout.strip().splitlines()[-1]
+    output = re.search(r" -o (\S+)", unit["command"]).group(1)
+    program = re.search(r" -o (\S+)", link).group(1)
+    unnoticed = []
+    for name, file, text in changes(source):
+        if wanted not in name:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "include"
+            shutil.copytree(source / "include", copy)
+            (copy / file.relative_to(source / "include")).write_text(text)
+            compile_changed = unit["command"].replace(str(source / "include"), str(copy)).replace(
+                f" -o {output}", f" -o {folder}/kernels.o") + SANITIZED.get(name, "")
+            subprocess.run(compile_changed, shell=True, cwd=unit["directory"], check=True, capture_output=True)
+            linked = link.replace(output, f"{folder}/kernels.o").replace(
+                f" -o {program}", SANITIZED.get(name, "") + f" -o {folder}/program")
+            subprocess.run(linked, shell=True, cwd=build, check=True, capture_output=True)
+            try:
+                run = subprocess.run([f"{folder}/program", "--gtest_fail_fast"], timeout=600, capture_output=True,
+                                     text=True, errors="replace",
+                                     env=dict(os.environ, ASAN_OPTIONS="detect_leaks=0:protect_shadow_gap=0"))
+                last = re.findall(r"\[ RUN      \] (\S+)", run.stdout)
+                how = re.findall(r"AddressSanitizer: (\S+)", run.stderr)
+                noticed = f"{last[-1]}{' (' + how[0] + ')' if how else ''}" if run.returncode else ""
+            except subprocess.TimeoutExpired:
+                noticed = "never ends"
+        print(f"{name:55} {noticed or 'nobody notices'}", flush=True)
+        if not noticed:
+            unnoticed.append(name)
+    if unnoticed:
+        sys.exit(f"{len(unnoticed)} changes go unnoticed: {', '.join(unnoticed)}")
+
+
+if __name__ == "__main__":
+    main()

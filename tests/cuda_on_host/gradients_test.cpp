@@ -1,0 +1,288 @@
+// GradScaler's kernels on the device that the host plays, through the library's own functions,
+// against its answers on the CPU: the same bits where nothing is summed, and within what the order
+// of a sum can change where something is.
+
+#include <ATen/ATen.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/update_scale.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "host_device.h"
+#include "memory.h"
+
+namespace {
+
+using cuda_on_host::copies_of;
+using cuda_on_host::kDtypes;
+using cuda_on_host::same_bits;
+using mezzo::detail::GradientStatistics;
+using mezzo::detail::GradientSummary;
+using mezzo::detail::TableMemory;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+class GradientsOnHost : public testing::Test {
+ protected:
+  void SetUp() override { at::manual_seed(1); }
+  void TearDown() override { host_device::set_schedule({}); }
+};
+
+/// Every dtype, tail, layout and alignment; blocks of several sizes.
+std::vector<at::Tensor> mixed_gradients(double spread) {
+  std::vector<at::Tensor> all;
+  for (const at::ScalarType dtype : kDtypes) {
+    const auto random = [&](at::IntArrayRef sizes) {
+      return at::randn(sizes, at::kDouble).mul(spread).to(dtype);
+    };
+    for (const int64_t size : {0, 1, 3, 7, 8, 31, 1000, 16384, 40003}) {
+      all.push_back(random({size}));
+    }
+    for (int64_t offset = 1; offset < 9; ++offset) {
+      all.push_back(random({500}).narrow(0, offset, 483));  // not aligned
+    }
+    all.push_back(random({40, 30}).t());
+    all.push_back(random({20, 8}).slice(1, 0, 8, 2));  // with gaps
+    all.push_back(random({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast));
+    all.push_back(random({7}).expand({3, 7}).clone());
+  }
+  return all;
+}
+
+/// More than one launch takes of a dtype, small.
+std::vector<at::Tensor> many_gradients(int count) {
+  std::vector<at::Tensor> all;
+  for (int i = 0; i < count; ++i) {
+    all.push_back(at::randn({i % 23}, at::kDouble).to(kDtypes[static_cast<std::size_t>(i) % 4]));
+  }
+  return all;
+}
+
+at::Tensor scalar(double value) { return at::full({}, value, at::kFloat); }
+
+// How far two sums of `count` squares, each in double and in any order, can lie apart: each differs
+// from the true sum by less than gamma(count) of it, gamma(n) = n u / (1 - n u), and multiplying by
+// the factor twice rounds twice.
+double sum_bound(int64_t count) {
+  const double n = static_cast<double>(count + 2) * 0x1p-53;
+  return 2 * n / (1 - n);
+}
+
+int64_t elements_of(const std::vector<at::Tensor>& gradients) {
+  int64_t count = 0;
+  for (const at::Tensor& gradient : gradients) count += gradient.numel();
+  return count;
+}
+
+void expect_same(const GradientSummary& device, const GradientSummary& cpu, int64_t count) {
+  EXPECT_TRUE(same_bits(device.found_inf, cpu.found_inf));
+  EXPECT_TRUE(same_bits(device.max_abs, cpu.max_abs));
+  const double sum = device.sum_of_squares.item<double>();
+  const double expected = cpu.sum_of_squares.item<double>();
+  if (std::isfinite(expected)) {
+    EXPECT_LE(std::abs(sum - expected), sum_bound(count) * expected);
+  } else {
+    EXPECT_TRUE(same_bits(device.sum_of_squares, cpu.sum_of_squares));
+  }
+}
+
+void expect_same_statistics(const std::vector<at::Tensor>& gradients, float inv_scale,
+                            at::ScalarType low_precision) {
+  const auto ask = [&] {
+    return mezzo::detail::gradient_statistics(gradients, scalar(inv_scale), low_precision);
+  };
+  const GradientStatistics cpu = ask();
+  const host_device::On on;
+  const GradientStatistics device = ask();
+  expect_same(device.summary, cpu.summary, elements_of(gradients));
+  EXPECT_TRUE(at::equal(device.zeros, cpu.zeros));
+  EXPECT_TRUE(at::equal(device.underflows, cpu.underflows));
+  EXPECT_TRUE(at::equal(device.scaled_underflows, cpu.scaled_underflows));
+  EXPECT_TRUE(at::equal(device.first_bad, cpu.first_bad)) << device.first_bad << cpu.first_bad;
+}
+
+void expect_same_summary(const std::vector<at::Tensor>& gradients, float inv_scale,
+                         TableMemory* memory = nullptr) {
+  const GradientSummary cpu = mezzo::detail::summarize_gradients(gradients, scalar(inv_scale));
+  const host_device::On on;
+  expect_same(mezzo::detail::summarize_gradients(gradients, scalar(inv_scale), memory), cpu,
+              elements_of(gradients));
+}
+
+void expect_same_unscale(const std::vector<at::Tensor>& gradients, float inv_scale) {
+  const std::vector<at::Tensor> expected = copies_of(gradients);
+  const std::vector<at::Tensor> actual = copies_of(gradients);
+  at::Tensor expected_found = scalar(0);
+  at::Tensor found = scalar(0);
+  mezzo::detail::unscale_and_check_(expected, expected_found, scalar(inv_scale));
+  {
+    const host_device::On on;
+    mezzo::detail::unscale_and_check_(actual, found, scalar(inv_scale));
+  }
+  EXPECT_TRUE(at::equal(found, expected_found));
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    EXPECT_TRUE(same_bits(actual[i], expected[i])) << i << " times " << inv_scale;
+  }
+}
+
+void expect_same_check(const std::vector<at::Tensor>& gradients) {
+  const std::vector<at::Tensor> before = copies_of(gradients);
+  at::Tensor expected = scalar(0);
+  at::Tensor found = scalar(0);
+  mezzo::detail::check_(gradients, expected);
+  const host_device::On on;
+  mezzo::detail::check_(gradients, found);
+  EXPECT_TRUE(at::equal(found, expected));
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    EXPECT_TRUE(same_bits(gradients[i], before[i])) << "a check only reads";
+  }
+}
+
+TEST_F(GradientsOnHost, UnscaleAndCheckOverDtypesTailsAndLayouts) {
+  const auto gradients = mixed_gradients(100);
+  for (const float inv_scale : {1.0F, 0.3F, 1.0F / 65536})
+    expect_same_unscale(gradients, inv_scale);
+  expect_same_check(gradients);
+}
+
+TEST_F(GradientsOnHost, UnscaleAndCheckMoreTensorsThanALaunchTakes) {
+  const auto gradients = many_gradients(1300);
+  expect_same_unscale(gradients, 0.7F);
+  expect_same_check(gradients);
+}
+
+TEST_F(GradientsOnHost, FindABadElementWhereverItIs) {
+  for (const at::ScalarType dtype : kDtypes) {
+    for (const int64_t place : {0, 8191, 20000}) {
+      for (const float bad : {kNan, -kInf}) {
+        auto gradients = std::vector<at::Tensor>{at::ones({5}, dtype), at::ones({20001}, dtype)};
+        gradients[1][place] = bad;
+        expect_same_check(gradients);
+        expect_same_unscale(gradients, 0.5F);
+        expect_same_summary(gradients, 0.5F);
+        expect_same_statistics(gradients, 0.5F, at::kHalf);
+      }
+    }
+  }
+}
+
+TEST_F(GradientsOnHost, SeeAProductThatOverflows) {
+  for (const at::ScalarType dtype : kDtypes) {
+    const double most = dtype == at::kHalf ? 6e4 : dtype == at::kDouble ? 1e308 : 3e38;
+    const std::vector<at::Tensor> gradients{at::full({9000}, most, at::kDouble).to(dtype)};
+    for (const float inv_scale : {1.0F, 2.0F, 100.0F, kInf, kNan}) {
+      expect_same_unscale(gradients, inv_scale);
+      expect_same_summary(gradients, inv_scale);
+      expect_same_statistics(gradients, inv_scale, at::kBFloat16);
+    }
+  }
+}
+
+TEST_F(GradientsOnHost, SummariesOverDtypesTailsAndLayouts) {
+  for (const double spread : {1e-7, 1.0, 1e3}) {
+    const auto gradients = mixed_gradients(spread);
+    for (const float inv_scale : {1.0F, 0.3F, 1e-30F}) {
+      expect_same_summary(gradients, inv_scale);
+      expect_same_statistics(gradients, inv_scale, at::kHalf);
+    }
+  }
+  expect_same_summary({}, 1.0F);
+  expect_same_statistics({at::empty({0})}, 1.0F, at::kHalf);
+}
+
+TEST_F(GradientsOnHost, SummariesOfMoreTensorsThanATableHolds) {
+  TableMemory memory;
+  std::vector<at::Tensor> floats;
+  for (int i = 0; i < 905; ++i) floats.push_back(at::randn({i % 23}));
+  for (const auto& gradients : {many_gradients(110 * 4), floats}) {
+    expect_same_summary(gradients, 0.5F);
+    expect_same_summary(gradients, 0.5F, &memory);
+    expect_same_statistics(gradients, 0.5F, at::kBFloat16);
+  }
+}
+
+TEST_F(GradientsOnHost, StatisticsCountWhatEachLowPrecisionLoses) {
+  for (const at::ScalarType low :
+       {at::kHalf, at::kBFloat16, at::kFloat8_e5m2, at::kFloat8_e4m3fn}) {
+    std::vector<at::Tensor> gradients;
+    for (const at::ScalarType dtype : kDtypes) {
+      auto values = at::randn({3000}, at::kDouble).pow(9).mul(1e-6).to(dtype);
+      values.narrow(0, 100, 50).zero_();
+      gradients.push_back(values);
+    }
+    expect_same_statistics(gradients, 1.0F, low);
+    expect_same_statistics(gradients, 0x1p-16F, low);
+  }
+}
+
+struct ScaleStory {
+  mezzo::LossScale rule;
+  float scale;
+};
+
+TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
+  const std::vector<ScaleStory> stories{
+      {mezzo::LossScale::dynamic({.growth_interval = 3}), 65536.0F},
+      {mezzo::LossScale::dynamic({.growth_factor = 3, .growth_interval = 1, .hysteresis = 2}),
+       7.0F},
+      {mezzo::LossScale::dynamic(
+           {.init_scale = 4, .growth_interval = 2, .min_scale = 0.5, .max_scale = 8}),
+       4.0F}};
+  for (const ScaleStory& story : stories) {
+    const auto begin = [&] {
+      return mezzo::detail::ScaleTensors{
+          at::full({}, story.scale, at::kFloat), at::full({}, 1 / story.scale, at::kFloat),
+          at::zeros({}, at::kInt), at::full({}, story.rule.hysteresis(), at::kInt)};
+    };
+    const auto cpu = begin();
+    const auto device = begin();
+    for (const int found : {0, 0, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0}) {
+      mezzo::detail::update_scale_(story.rule, cpu, scalar(found));
+      const host_device::On on;
+      mezzo::detail::update_scale_(story.rule, device, scalar(found));
+      EXPECT_TRUE(same_bits(device.scale, cpu.scale));
+      EXPECT_TRUE(same_bits(device.inverse, cpu.inverse));
+      EXPECT_TRUE(at::equal(device.growth_tracker, cpu.growth_tracker));
+      EXPECT_TRUE(at::equal(device.hysteresis_left, cpu.hysteresis_left));
+    }
+  }
+}
+
+TEST_F(GradientsOnHost, GiveTheSameBitsInAHundredOrders) {
+  std::vector<at::Tensor> gradients;
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    gradients.push_back(at::randn({9001}, at::kDouble).to(dtype));
+  }
+  gradients.push_back(at::randn({77}, at::kDouble).to(at::kHalf).narrow(0, 1, 70));
+  gradients[1][9000] = kNan;
+  const host_device::On on;
+  const auto ask = [&] {
+    return mezzo::detail::gradient_statistics(gradients, scalar(0.25), at::kHalf);
+  };
+  const GradientStatistics first = ask();
+  const at::Tensor sum = mezzo::detail::summarize_gradients(gradients, scalar(0.25)).max_abs;
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    host_device::set_schedule({seed, seed % 4 == 0 ? 4 : 1});
+    const GradientStatistics again = ask();
+    EXPECT_TRUE(same_bits(again.summary.max_abs, first.summary.max_abs));
+    EXPECT_TRUE(same_bits(again.summary.sum_of_squares, first.summary.sum_of_squares));
+    EXPECT_TRUE(at::equal(again.zeros, first.zeros));
+    EXPECT_TRUE(at::equal(again.underflows, first.underflows));
+    EXPECT_TRUE(at::equal(again.first_bad, first.first_bad));
+    const GradientSummary summary = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
+    EXPECT_TRUE(same_bits(summary.max_abs, sum));
+    at::Tensor found = scalar(0);
+    mezzo::detail::unscale_and_check_(copies_of(gradients), found, scalar(0.25));
+    EXPECT_EQ(found.item<float>(), 1.0F);
+  }
+}
+
+}  // namespace

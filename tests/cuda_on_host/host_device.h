@@ -1,0 +1,154 @@
+/// \file
+/// A GPU played by the host, for kernels written in the language of mezzo/kernels/cuda/device.h,
+/// which includes this where MEZZO_DEVICE_ON_HOST names it.
+///
+/// A launch runs at once. Threads of a block are fibers: one runs until it waits or ends, and which
+/// runs next is drawn from a seed; so is the order of blocks. Warps have no lockstep. Shared memory
+/// begins as 0xFF bytes in each block (NaN as a number), so that what a thread reads too early
+/// shows. What CUDA leaves undefined is a Fault: a barrier that not all threads of the block reach,
+/// or not the same one, a shuffle that a lane of the warp misses, a launch without blocks.
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <source_location>
+#include <stdexcept>
+#include <string>
+
+namespace host_device {
+
+/// What a kernel did that no GPU promises to survive.
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// How launches run from here on, in the process.
+struct Schedule {
+  uint64_t seed = 1;
+  int blocks_at_once = 1;  ///< each on a system's thread of its own, where more than one
+};
+void set_schedule(const Schedule& schedule);
+
+/// Whether tensors of the CPU are the device's: mezzo/kernels/cuda_launch.h asks. False at first.
+void set_is_on(bool is_on);
+bool is_on();
+
+class On {
+ public:
+  On() { set_is_on(true); }
+  ~On() { set_is_on(false); }
+  On(const On&) = delete;
+  On& operator=(const On&) = delete;
+};
+
+/// How often each kernel was launched, by name and template arguments; those that this program can
+/// launch and did not are there with 0.
+const std::map<std::string, int64_t>& launches();
+
+struct Index {
+  unsigned x = 0;
+};
+
+// For what is below.
+int64_t& register_kernel(const char* name);
+void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread);
+int wait_for_block(int flag, const std::source_location& where);
+uint64_t wait_for_warp(unsigned mask, uint64_t word, int lanes, const std::source_location& where);
+void add_shared(void* memory, std::size_t bytes);
+void remove_shared(void* memory);
+
+template <class Type>
+struct Shared {
+  Shared() { add_shared(bytes, sizeof(bytes)); }
+  ~Shared() { remove_shared(bytes); }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  static_assert(sizeof(Type) <= 49152, "a block has 48 KB");
+
+  alignas(Type) unsigned char bytes[sizeof(Type)];
+};
+
+template <auto kKernel>
+const char* name_of_kernel() {
+  return __PRETTY_FUNCTION__;
+}
+
+/// Known before main, for each kernel that the program has a launch of.
+template <auto kKernel>
+struct Launches {
+  static inline int64_t& count = register_kernel(name_of_kernel<kKernel>());
+};
+
+template <class... Parameters>
+constexpr std::size_t bytes_of_parameters(void (*)(Parameters...)) {
+  return (sizeof(Parameters) + ... + 0);
+}
+
+}  // namespace host_device
+
+#define __device__
+#define __global__
+#define __launch_bounds__(threads)
+
+#define MEZZO_ARGUMENT(Type) const Type&
+
+#define MEZZO_UNROLL
+
+#define MEZZO_SHARED(Type, name)                               \
+  static thread_local host_device::Shared<Type> name##_shared; \
+  Type& name = *reinterpret_cast<Type*>(name##_shared.bytes)
+
+inline thread_local host_device::Index threadIdx;
+inline thread_local host_device::Index blockIdx;
+inline thread_local host_device::Index blockDim;
+
+inline void __syncthreads(const std::source_location& where = std::source_location::current()) {
+  host_device::wait_for_block(0, where);
+}
+
+inline int __syncthreads_or(int flag,
+                            const std::source_location& where = std::source_location::current()) {
+  return host_device::wait_for_block(flag, where);
+}
+
+template <class Word>
+Word __shfl_down_sync(unsigned mask, Word word, unsigned lanes,
+                      const std::source_location& where = std::source_location::current()) {
+  static_assert(sizeof(Word) == 4 || sizeof(Word) == 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &word, sizeof(Word));
+  bits = host_device::wait_for_warp(mask, bits, static_cast<int>(lanes), where);
+  std::memcpy(&word, &bits, sizeof(Word));
+  return word;
+}
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail::cuda {
+
+inline constexpr c10::DeviceType kDevice = c10::kCPU;
+
+struct Stream {};
+
+struct DeviceGuard {
+  explicit DeviceGuard(c10::Device) {}
+};
+
+inline Stream current_stream() { return {}; }
+inline bool is_capturing() { return false; }
+
+template <auto kKernel, class... Args>
+void launch(int64_t blocks, int threads, Stream, const Args&... args) {
+  static_assert(host_device::bytes_of_parameters(kKernel) <= 32764, "what a launch can carry");
+  ++host_device::Launches<kKernel>::count;
+  host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
+}
+
+}  // namespace detail::cuda
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,227 @@
+// The GPU that the host plays: what it lets a sound kernel do in any order, and what it finds in
+// one that is not.
+
+#include "host_device.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+using host_device::Fault;
+using host_device::Schedule;
+using mezzo::detail::cuda::launch;
+using mezzo::detail::cuda::Stream;
+
+constexpr int kThreads = 128;
+constexpr int kSeeds = 100;
+using OfThreads = int[kThreads];
+
+class HostDevice : public testing::Test {
+ protected:
+  void TearDown() override { host_device::set_schedule({}); }
+};
+
+/// Runs what launches a kernel, and says what Fault it was; empty if none.
+template <class Work>
+std::string fault_of(const Work& work) {
+  try {
+    work();
+    return "";
+  } catch (const Fault& fault) {
+    return fault.what();
+  }
+}
+
+void reverse_kernel(const int* from, int* to) {
+  MEZZO_SHARED(OfThreads, all);
+  const unsigned block = blockIdx.x * blockDim.x;
+  all[threadIdx.x] = from[block + threadIdx.x];
+  __syncthreads();
+  to[block + threadIdx.x] = all[blockDim.x - 1 - threadIdx.x];
+}
+
+void reverse_kernel_without_a_barrier(const int* from, int* to) {
+  MEZZO_SHARED(OfThreads, all);
+  const unsigned block = blockIdx.x * blockDim.x;
+  all[threadIdx.x] = from[block + threadIdx.x];
+  to[block + threadIdx.x] = all[blockDim.x - 1 - threadIdx.x];
+}
+
+template <auto kKernel>
+bool reverses(int blocks) {
+  std::vector<int> from(static_cast<std::size_t>(blocks * kThreads));
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<int>(i);
+  std::vector<int> to(from.size(), -2);
+  launch<kKernel>(blocks, kThreads, Stream{}, from.data(), to.data());
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    const std::size_t first = i / kThreads * kThreads;
+    if (to[i] != from[first + kThreads - 1 - (i - first)]) return false;
+  }
+  return true;
+}
+
+TEST_F(HostDevice, RunsASoundKernelRightInEveryOrder) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    for (const int at_once : {1, 4}) {
+      host_device::set_schedule({seed, at_once});
+      EXPECT_TRUE(reverses<reverse_kernel>(5)) << seed;
+    }
+  }
+}
+
+TEST_F(HostDevice, FindsAMissingBarrierWithEverySeed) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    host_device::set_schedule({seed});
+    EXPECT_FALSE(reverses<reverse_kernel_without_a_barrier>(1)) << seed;
+  }
+}
+
+/// Thread 0 reads what the others may still overwrite in the second round.
+template <bool kHasBarrier>
+void reuse_kernel(int* sums) {
+  MEZZO_SHARED(OfThreads, all);
+  for (int round = 1; round <= 2; ++round) {
+    all[threadIdx.x] = round;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kThreads; ++i) sums[round - 1] += all[i];
+    }
+    if constexpr (kHasBarrier) __syncthreads();
+  }
+}
+
+template <bool kHasBarrier>
+std::vector<int> sums_of_rounds() {
+  std::vector<int> sums(2);
+  launch<reuse_kernel<kHasBarrier>>(1, kThreads, Stream{}, sums.data());
+  return sums;
+}
+
+TEST_F(HostDevice, FindsMemoryThatIsUsedAgainBeforeAllHaveReadIt) {
+  int wrong = 0;
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    host_device::set_schedule({seed});
+    const std::vector<int> right{kThreads, 2 * kThreads};
+    EXPECT_EQ(sums_of_rounds<true>(), right);
+    wrong += sums_of_rounds<false>() != right;
+  }
+  EXPECT_GT(wrong, kSeeds * 9 / 10);
+}
+
+void order_kernel(std::vector<unsigned>* order) { order->push_back(blockIdx.x * 8 + threadIdx.x); }
+
+TEST_F(HostDevice, DrawsTheOrderOfBlocksAndThreadsFromTheSeed) {
+  std::set<std::vector<unsigned>> orders;
+  for (int round = 0; round < 2; ++round) {
+    for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+      host_device::set_schedule({seed});
+      std::vector<unsigned> order;
+      launch<order_kernel>(3, 8, Stream{}, &order);
+      orders.insert(order);
+      EXPECT_THAT(std::set<unsigned>(order.begin(), order.end()), testing::SizeIs(24));
+    }
+    EXPECT_THAT(orders, testing::SizeIs(kSeeds)) << "the same seed gives the same order";
+  }
+}
+
+void shuffle_kernel(uint64_t* words, int lanes) {
+  const auto own = uint64_t{threadIdx.x} << 32;
+  words[threadIdx.x] = __shfl_down_sync(0xFFFFFFFFU, own, static_cast<unsigned>(lanes));
+}
+
+TEST_F(HostDevice, ShufflesWithinAWarp) {
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    host_device::set_schedule({seed});
+    std::vector<uint64_t> words(64);
+    launch<shuffle_kernel>(1, 64, Stream{}, words.data(), 8);
+    for (std::size_t i = 0; i < 64; ++i) {
+      EXPECT_EQ(words[i] >> 32, i % 32 + 8 < 32 ? i + 8 : i) << "its own beyond the warp's end";
+    }
+  }
+}
+
+void any_kernel(int* answers, unsigned who) {
+  answers[threadIdx.x] = __syncthreads_or(threadIdx.x == who);
+  answers[threadIdx.x] += __syncthreads_or(0);
+}
+
+TEST_F(HostDevice, ABarrierSaysWhetherAnyThreadAsked) {
+  for (const unsigned who : {0U, 77U, 127U, 1000U}) {
+    std::vector<int> answers(kThreads, -1);
+    launch<any_kernel>(1, kThreads, Stream{}, answers.data(), who);
+    EXPECT_EQ(answers, std::vector<int>(kThreads, who < kThreads ? 1 : 0));
+  }
+}
+
+void poison_kernel(float* seen) {
+  MEZZO_SHARED(float, shared);
+  if (threadIdx.x == 0) seen[blockIdx.x] = shared;
+  __syncthreads();
+  shared = 1.0F;
+}
+
+TEST_F(HostDevice, SharedMemoryBeginsAsNanInEachBlock) {
+  std::vector<float> seen(6);
+  launch<poison_kernel>(6, 32, Stream{}, seen.data());
+  for (const float value : seen) EXPECT_NE(value, value);
+}
+
+void one_misses_the_barrier() {
+  if (threadIdx.x != 3) __syncthreads();
+}
+void one_is_at_another_barrier() {
+  if (threadIdx.x == 3) {
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+}
+void one_misses_the_shuffle(int* to) {
+  if (threadIdx.x == 40) return;
+  to[threadIdx.x] = __shfl_down_sync(0xFFFFFFFFU, 1, 1);
+}
+void half_a_mask(int* to) { to[threadIdx.x] = __shfl_down_sync(0xFFFFU, 1, 1); }
+
+TEST_F(HostDevice, RefusesWhatNoGpuPromises) {
+  using testing::HasSubstr;
+  int to[kThreads];
+  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+    host_device::set_schedule({seed, seed % 2 == 0 ? 1 : 3});
+    const auto fault = [&]<auto kKernel>(auto... args) {
+      return fault_of([&] { launch<kKernel>(3, kThreads, Stream{}, args...); });
+    };
+    EXPECT_THAT(fault.template operator()<one_misses_the_barrier>(),
+                HasSubstr("thread 3 has ended"));
+    EXPECT_THAT(fault.template operator()<one_is_at_another_barrier>(),
+                HasSubstr("thread 3 waits at the barrier"));
+    EXPECT_THAT(fault.template operator()<one_misses_the_shuffle>(to), HasSubstr("shuffles at"));
+    EXPECT_THAT(fault.template operator()<half_a_mask>(to), HasSubstr("another mask"));
+  }
+  const auto of_size = [&](int64_t blocks, int threads) {
+    return fault_of([&] { launch<one_misses_the_barrier>(blocks, threads, Stream{}); });
+  };
+  EXPECT_THAT(of_size(0, 32), HasSubstr("0 blocks"));
+  EXPECT_THAT(of_size(int64_t{1} << 31, 32), HasSubstr("2147483648 blocks"));
+  EXPECT_THAT(of_size(1, 1025), HasSubstr("1025 threads"));
+}
+
+TEST_F(HostDevice, KnowsTheKernelsThatItRan) {
+  const auto find = [](const std::string& part) {
+    for (const auto& [name, count] : host_device::launches()) {
+      if (name.find(part) != std::string::npos) return count;
+    }
+    return int64_t{-1};
+  };
+  const int64_t before = find("poison_kernel");
+  std::vector<float> seen(1);
+  launch<poison_kernel>(1, 32, Stream{}, seen.data());
+  EXPECT_EQ(find("poison_kernel"), before + 1);
+}
+
+}  // namespace

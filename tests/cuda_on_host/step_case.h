@@ -1,0 +1,362 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/lamb_step_cpu.h>
+#include <mezzo/kernels/lion_element.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/table_memory.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "memory.h"
+
+// A step of parameters in the CPU's memory, taken by the CPU's loops and by the device's kernels.
+namespace cuda_on_host {
+
+using mezzo::detail::AdamConstants;
+using mezzo::detail::LambConstants;
+using mezzo::detail::LambRule;
+using mezzo::detail::SgdConstants;
+using mezzo::detail::StepUse;
+using mezzo::optim::WeightStorage;
+
+inline AdamConstants adam_constants(bool is_decoupled) {
+  return {
+      .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.02, .is_decoupled = is_decoupled};
+}
+inline SgdConstants sgd_constants() {
+  return {.momentum = 0.9, .dampening = 0.1, .weight_decay = 0.02, .nesterov = true};
+}
+inline LambConstants lamb_constants(double weight_decay) {
+  return {.beta1 = 0.9, .beta2 = 0.99, .eps = 1e-6, .weight_decay = weight_decay};
+}
+
+/// What a step does beside the update.
+struct StepCase {
+  std::string name;
+  float scale = 0;      ///< the inverse scale; 0: none
+  double max_norm = 0;  ///< 0: no clipping
+  bool is_checked = false;
+  bool is_skipped = false;
+  bool clear = false;
+  int64_t rates = 0;         ///< how many factors of the rate there are
+  double average_share = 0;  ///< 0: no average
+  bool publishes = false;    ///< floats, as bfloat16 or half
+  bool copies_half = false;
+  int parameters_of_a_group = 4;
+};
+
+inline std::vector<StepCase> step_cases() {
+  return {
+      {.name = "plain"},
+      {.name = "clear", .clear = true},
+      {.name = "checked", .scale = 0.25F, .is_checked = true},
+      {.name = "skipped", .scale = 0.25F, .is_skipped = true},
+      {.name = "skipped and cleared", .is_skipped = true, .clear = true},
+      {.name = "clipped", .scale = 0.5F, .max_norm = 0.5},
+      {.name = "scheduled", .rates = 3},
+      {.name = "averaged", .clear = true, .average_share = 0.01},
+      {.name = "published", .publishes = true},
+      {.name = "published as half", .average_share = 0.1, .publishes = true, .copies_half = true}};
+}
+
+/// Dtypes, and how weights are kept.
+struct Storage {
+  const char* name;
+  at::ScalarType parameter;
+  at::ScalarType gradient;
+  at::ScalarType moment;
+  WeightStorage weights = WeightStorage::plain;
+};
+
+/// Calls `work<Parameter, Gradient, Weights>(Storage)` for all that there are kernels for.
+template <class Work>
+void for_each_storage(const Work& work) {
+  using c10::BFloat16;
+  using c10::Half;
+  using mezzo::detail::PlainWeights;
+  const auto plain = [&]<class Parameter, class Gradient>(const char* name, WeightStorage weights) {
+    const auto dtype = c10::CppTypeToScalarType<Parameter>::value;
+    const auto gradient = c10::CppTypeToScalarType<Gradient>::value;
+    work.template operator()<Parameter, Gradient, PlainWeights<Parameter>>(
+        Storage{name, dtype, gradient, dtype, weights});
+  };
+  plain.template operator()<float, float>("float", WeightStorage::plain);
+  plain.template operator()<float, BFloat16>("master of bfloat16", WeightStorage::master);
+  plain.template operator()<float, Half>("master of half", WeightStorage::master);
+  plain.template operator()<double, double>("double", WeightStorage::plain);
+  plain.template operator()<double, float>("double with float", WeightStorage::plain);
+  plain.template operator()<BFloat16, BFloat16>("bfloat16", WeightStorage::plain);
+  plain.template operator()<Half, Half>("half", WeightStorage::plain);
+  work.template operator()<BFloat16, BFloat16, mezzo::detail::SplitWeights>(
+      Storage{"split", at::kBFloat16, at::kBFloat16, at::kFloat, WeightStorage::split_master});
+  work.template operator()<BFloat16, BFloat16, mezzo::detail::StochasticWeights>(Storage{
+      "stochastic", at::kBFloat16, at::kBFloat16, at::kBFloat16, WeightStorage::stochastic});
+}
+
+/// Parameters of one storage with all that belongs to them. Every second one is not aligned, nor is
+/// one stream alone of every fifth.
+class StepParameters {
+ public:
+  StepParameters(const Storage& storage, const StepCase& step, const std::vector<int64_t>& sizes)
+      : storage_(storage), sizes_(sizes) {
+    const bool has_copies = step.publishes && storage.parameter == at::kFloat;
+    const bool is_split = storage.weights == WeightStorage::split_master;
+    const auto wide = storage.parameter == at::kDouble ? at::kDouble : at::kFloat;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      const int64_t offset = static_cast<int64_t>(i) % 2;
+      const auto random = [&](at::ScalarType dtype, double spread, int64_t more = 0) {
+        const at::Tensor values =
+            at::randn({sizes[i] + offset + more + kMargin}, at::kDouble).mul(spread);
+        return values.to(dtype).narrow(0, offset + more, sizes[i]);
+      };
+      std::vector<at::Tensor> streams{
+          random(storage.parameter, 1), random(storage.gradient, 2), random(storage.moment, 0.1),
+          random(storage.moment, 0.1).abs_(), random(storage.moment, 0.1).abs_()};
+      streams.push_back(is_split || has_copies ? random(at::kShort, 1e4) : at::Tensor());
+      streams.push_back(step.average_share != 0 ? random(wide, 1, i % 5 == 4 ? 1 : 0)
+                                                : at::Tensor());
+      streams_.push_back(std::move(streams));
+      counts_.push_back(static_cast<float>(i % 7));
+    }
+  }
+
+  StepParameters clone() const {
+    StepParameters copy(*this);
+    for (std::vector<at::Tensor>& streams : copy.streams_) {
+      for (at::Tensor& stream : streams) {
+        if (stream.defined()) stream = copy_of(stream);
+      }
+    }
+    return copy;
+  }
+
+  std::size_t size() const { return sizes_.size(); }
+  const Storage& storage() const { return storage_; }
+  const at::Tensor& stream(std::size_t i, std::size_t k) const { return streams_[i][k]; }
+  float& count(std::size_t i) { return counts_[i]; }
+
+  mezzo::detail::StepSpan span(std::size_t i) const {
+    const auto data = [&](std::size_t k) {
+      return streams_[i][k].defined() ? streams_[i][k].data_ptr() : nullptr;
+    };
+    return {data(0), data(1), {data(2), data(3), data(4)}, sizes_[i], data(5), data(6)};
+  }
+
+  bool is_same(const StepParameters& other) const {
+    for (std::size_t i = 0; i < size(); ++i) {
+      for (std::size_t k = 0; k < streams_[i].size(); ++k) {
+        if (!is_same(other, i, k)) return false;
+      }
+    }
+    return true;
+  }
+  bool is_same(const StepParameters& other, std::size_t i, std::size_t k) const {
+    if (!streams_[i][k].defined()) return true;
+    return same_bits(with_margin(streams_[i][k]), with_margin(other.streams_[i][k]));
+  }
+
+  /// As double; what is kept in halves, together.
+  at::Tensor weights(std::size_t i) const {
+    const at::Tensor& parameter = streams_[i][0];
+    if (storage_.weights != WeightStorage::split_master) return parameter.to(at::kDouble);
+    at::Tensor joined = at::empty({sizes_[i]}, at::kFloat);
+    const auto* upper = reinterpret_cast<const uint16_t*>(parameter.const_data_ptr());
+    const auto* lower = static_cast<const uint16_t*>(streams_[i][5].const_data_ptr());
+    auto* values = joined.mutable_data_ptr<float>();
+    for (int64_t j = 0; j < sizes_[i]; ++j) {
+      mezzo::detail::join_halves(uint32_t{upper[j]}, uint32_t{lower[j]}, values[j]);
+    }
+    return joined.to(at::kDouble);
+  }
+
+ private:
+  static constexpr int64_t kMargin = 8;  // which nobody may write
+
+  static at::Tensor with_margin(const at::Tensor& stream) {
+    return stream.as_strided({stream.numel() + kMargin}, {1});
+  }
+
+  Storage storage_;
+  std::vector<int64_t> sizes_;
+  std::vector<std::vector<at::Tensor>> streams_;
+  std::vector<float> counts_;
+};
+
+inline constexpr double kRates[] = {1.0, 0.5, 0.125};
+inline constexpr float kApplied = 5;  // beyond the table: the last factor holds
+inline constexpr double kSumOfSquares = 4;
+
+inline double rate_of_group(int group) { return 1e-2 * (group + 1); }
+inline int group_of(std::size_t i, const StepCase& step) {
+  return static_cast<int>(i) / step.parameters_of_a_group;
+}
+
+/// What the kernels are to find out by themselves.
+inline StepUse use_of(StepParameters& parameters, std::size_t i, const StepCase& step) {
+  StepUse use{.clear = step.clear,
+              .copies_half = step.copies_half,
+              .average_share = step.average_share,
+              .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
+              .step = static_cast<uint64_t>(parameters.count(i)) + 1,
+              .parameter = 1000 + i};
+  if (step.scale != 0) use.factor = static_cast<double>(step.scale);
+  if (step.max_norm != 0) {
+    use.factor *= std::min(1.0, step.max_norm / (std::sqrt(kSumOfSquares) + 1e-6));
+  }
+  return use;
+}
+
+template <class Parameter, class Gradient, class Rule, class Weights>
+void step_on_cpu(StepParameters& parameters, const StepCase& step,
+                 const typename Rule::Constants& constants) {
+  using Lanes = mezzo::detail::ScalarLanes<Parameter>;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (step.is_skipped) {
+      if (step.clear) parameters.stream(i, 1).zero_();
+      continue;
+    }
+    const StepUse use = use_of(parameters, i, step);
+    const double rate =
+        rate_of_group(group_of(i, step)) * (step.rates == 0 ? 1.0 : kRates[step.rates - 1]);
+    auto coefficients = constants.at(rate, static_cast<int64_t>(use.step));
+    const auto span = parameters.span(i);
+    if constexpr (std::is_same_v<Rule, LambRule>) {
+      mezzo::detail::LambNorms norms;
+      mezzo::detail::LambMomentsKernel<Parameter, Gradient, Weights, Lanes>::run(span, coefficients,
+                                                                                 use, norms);
+      coefficients.adapt(norms);
+      mezzo::detail::LambParameterKernel<Parameter, Weights, Lanes>::run(span, coefficients, use);
+    } else {
+      mezzo::detail::OptimizerStepKernel<Parameter, Gradient, Rule, Weights, Lanes>::run(
+          span, coefficients, use);
+    }
+  }
+}
+
+template <class Rule>
+inline constexpr bool kIsVariant = std::is_same_v<Rule, mezzo::detail::AdamRule<true>> ||
+                                   std::is_same_v<Rule, mezzo::detail::SgdRule<true>>;
+
+inline void launch_step(const std::vector<mezzo::detail::StepRow>& rows,
+                        const std::vector<mezzo::detail::StepGroup<AdamConstants>>& groups,
+                        const mezzo::detail::StepInputs& inputs,
+                        mezzo::detail::TableMemory& memory) {
+  mezzo::detail::cuda::adam_step_(at::kCPU, rows, groups, inputs, memory);
+}
+inline void launch_step(const std::vector<mezzo::detail::StepRow>& rows,
+                        const std::vector<mezzo::detail::StepGroup<SgdConstants>>& groups,
+                        const mezzo::detail::StepInputs& inputs,
+                        mezzo::detail::TableMemory& memory) {
+  mezzo::detail::cuda::sgd_step_(at::kCPU, rows, groups, inputs, memory);
+}
+inline void launch_step(
+    const std::vector<mezzo::detail::StepRow>& rows,
+    const std::vector<mezzo::detail::StepGroup<mezzo::detail::LionConstants>>& groups,
+    const mezzo::detail::StepInputs& inputs, mezzo::detail::TableMemory& memory) {
+  mezzo::detail::cuda::lion_step_(at::kCPU, rows, groups, inputs, memory);
+}
+inline void launch_step(const std::vector<mezzo::detail::StepRow>& rows,
+                        const std::vector<mezzo::detail::StepGroup<LambConstants>>& groups,
+                        const mezzo::detail::StepInputs& inputs,
+                        mezzo::detail::TableMemory& memory) {
+  mezzo::detail::cuda::lamb_step_(at::kCPU, rows, groups, inputs, memory);
+}
+
+/// In one call, as the library makes it. Moments that the rule has none of are null.
+template <class Rule>
+void step_on_device(const std::vector<StepParameters*>& all, const StepCase& step,
+                    const typename Rule::Constants& constants) {
+  const float found_inf = step.is_skipped ? 1.0F : 0.0F;
+  mezzo::detail::StepInputs inputs{.max_norm = step.max_norm, .clear = step.clear};
+  if (step.scale != 0) inputs.inv_scale = &step.scale;
+  if (step.is_checked || step.is_skipped) inputs.found_inf = &found_inf;
+  if (step.max_norm != 0) inputs.sum_of_squares = &kSumOfSquares;
+  if (step.rates != 0) {
+    inputs.applied = &kApplied;
+    inputs.lr_factors = kRates;
+    inputs.lr_factor_count = step.rates;
+  }
+  std::vector<mezzo::detail::StepRow> rows;
+  std::vector<mezzo::detail::StepGroup<typename Rule::Constants>> groups;
+  for (StepParameters* const parameters : all) {
+    for (std::size_t i = 0; i < parameters->size(); ++i) {
+      const int group = group_of(i, step);
+      while (static_cast<int>(groups.size()) <= group) {
+        const int next = static_cast<int>(groups.size());
+        groups.push_back({constants, rate_of_group(next), step.average_share,
+                          77U + static_cast<uint64_t>(next)});
+      }
+      auto span = parameters->span(i);
+      for (unsigned k = Rule::kMoments; k < mezzo::detail::kMaxMoments; ++k)
+        span.moments[k] = nullptr;
+      const Storage& storage = parameters->storage();
+      rows.push_back({span, &parameters->count(i), group, 1000 + static_cast<int>(i),
+                      kIsVariant<Rule>, step.copies_half, storage.weights, storage.parameter,
+                      storage.gradient});
+    }
+  }
+  mezzo::detail::TableMemory memory;
+  mezzo::detail::cuda::begin_step_(at::kCPU, memory);
+  launch_step(rows, groups, inputs, memory);
+}
+
+/// What `weights` may differ by where two trust ratios, of norms that were summed in other orders,
+/// do. Each of the four sums is within gamma(n) of the true one, gamma(n) = n u / (1 - n u), u =
+/// 2^-53, so the ratios, of square roots, within 2 gamma(n) and three roundings each. The rate is
+/// rounded to what is computed in; the weight, which it moved from `before`, to what is stored.
+inline at::Tensor trust_bound(const StepParameters& expected, const StepParameters& before,
+                              std::size_t i) {
+  const at::Tensor weights = expected.weights(i);
+  const double u = 0x1p-53;
+  const double n = static_cast<double>(weights.numel()) * u;
+  const auto dtype = expected.storage().parameter;
+  const bool is_split = expected.storage().weights == WeightStorage::split_master;
+  const double compute = dtype == at::kDouble ? 0x1p-52 : 0x1p-23;
+  const double store = dtype == at::kDouble              ? 0x1p-52
+                       : dtype == at::kFloat || is_split ? 0x1p-23
+                       : dtype == at::kHalf              ? 0x1p-10
+                                                         : 0x1p-7;
+  const double smallest = dtype == at::kHalf ? 0x1p-24 : 0x1p-126;
+  const at::Tensor moved = (weights - before.weights(i)).abs() + weights.abs() * store;
+  return moved * (4 * n / (1 - n) + 6 * u + compute) + weights.abs() * store + smallest;
+}
+
+/// The first stream that is not what it should be, in words; empty where all are.
+template <class Rule>
+std::string difference(const StepParameters& actual, const StepParameters& expected,
+                       const StepParameters& before, const typename Rule::Constants& constants) {
+  bool adapts = false;
+  if constexpr (std::is_same_v<Rule, LambRule>) adapts = constants.weight_decay != 0;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    const bool gets_near = adapts && !actual.is_same(before, i, 0);
+    if (gets_near) {
+      const at::Tensor error = (actual.weights(i) - expected.weights(i)).abs();
+      if (!error.le(trust_bound(expected, before, i)).all().template item<bool>()) {
+        return "the weights of parameter " + std::to_string(i);
+      }
+    }
+    for (std::size_t k = 0; k < 7; ++k) {
+      const bool follows_weights = k == 0 || k == 5 || k == 6;
+      if (gets_near && follows_weights) continue;
+      if (!actual.is_same(expected, i, k)) {
+        return "stream " + std::to_string(k) + " of parameter " + std::to_string(i);
+      }
+    }
+  }
+  return "";
+}
+
+}  // namespace cuda_on_host
