@@ -75,12 +75,6 @@ class GradBuckets {
   const std::vector<at::Tensor>& parameters() const noexcept;
   const std::vector<GradBucket>& buckets() const noexcept;
 
-  /// Gradients of several ranks (distributed/grad_all_reduce.h) that an optimizer is to divide are
-  /// sums until it does: this divides them now, in place, once. For those who read or change
-  /// parameters' gradients themselves before the step; what is read here has been divided anyway.
-  /// Does nothing where they are averages.
-  void average();
-
   /// Takes stock of the gradients as they are now: see above. All calls below begin with it; call
   /// it before reading `GradBucket::flat`.
   /// \throws c10::Error if a gradient has another shape, dtype or device than its parameter

@@ -56,6 +56,9 @@ struct SkippedStep {
   int64_t loss_id = 0;
   float scale = 1.0F;       ///< the scale that overflowed
   float next_scale = 1.0F;  ///< the scale from here on
+  /// How many skipped iterations in a row, this one included, found the scale at `min_scale`, where
+  /// it stays. Then it is not the scale: look for an inf or NaN in the data, loss or weights.
+  int64_t times_at_floor = 0;
 
   /// One line: "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
   /// (Apex's words), or "... keeping loss scale at 128.0" where the scale did not move.

@@ -55,11 +55,6 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   void end_ready(int64_t callback);
   bool is_no_sync();
 
-  /// Kept by an optimizer for as long as it divides, as it reads them, gradients that are sums over
-  /// ranks (mezzo/optim/detail/rank_sum.h).
-  std::shared_ptr<void> dividing_reader() const noexcept { return dividing_reader_; }
-  bool has_dividing_reader() const noexcept { return dividing_reader_.use_count() > 1; }
-
   /// Flat storage: what lies in the place of parameter `number` is its gradient, though this
   /// process made none.
   void adopt_place(std::size_t number);
@@ -124,7 +119,6 @@ class BucketedGradients : public std::enable_shared_from_this<BucketedGradients>
   std::vector<GradientSlot> slots_;
   std::vector<GradBucket> buckets_;
 
-  std::shared_ptr<void> dividing_reader_ = std::make_shared<int>();
   std::atomic<int> reductions_ = 0;
   std::atomic<int64_t> passes_ = 0;
 

@@ -4,7 +4,6 @@
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/detail/no_sync.h>
-#include <mezzo/optim/detail/rank_sum.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/logical_and.h>
@@ -58,7 +57,6 @@ inline at::Tensor BucketedGradients::accumulate_if_finite(const std::function<vo
               "accumulate_if_finite needs flat storage: the buffer holds what is accumulated");
   TORCH_CHECK(backward != nullptr, "accumulate_if_finite: backward is null");
   reattach_gradients();
-  average_rank_sums(parameters_);  // what is set aside is added to as it is
   std::vector<at::Tensor> accumulated;
   for (GradientSlot& slot : slots_) {
     accumulated.push_back(slot.gradient().defined()

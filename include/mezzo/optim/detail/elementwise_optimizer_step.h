@@ -10,22 +10,22 @@ namespace detail {
 
 /// What to multiply gradients with on the CPU; none when the step is to be skipped.
 template <class Traits>
-std::optional<double> ElementwiseOptimizer<Traits>::gradient_factor(const optim::FusedStep& step,
-                                                                    double rank_factor) {
-  const optim::DeviceVerdict* const verdict = verdict_on(at::kCPU, step);
-  if (verdict == nullptr) return rank_factor;
-  if (*verdict->found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
-  const double factor = *verdict->inv_scale.template const_data_ptr<float>();
-  if (!verdict->sum_of_squares.defined()) return factor;
-  return factor * clip_coefficient(*verdict->sum_of_squares.template const_data_ptr<double>(),
-                                   step.options.max_norm);
+std::optional<double> ElementwiseOptimizer<Traits>::gradient_factor(const GradientReport& report,
+                                                                    double max_norm) {
+  const DeviceGradientReport* const own = report_on(at::kCPU, report);
+  if (own == nullptr) return 1.0;
+  if (*own->found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
+  const double factor = *own->inv_scale.template const_data_ptr<float>();
+  if (!own->sum_of_squares.defined()) return factor;
+  return factor *
+         clip_coefficient(*own->sum_of_squares.template const_data_ptr<double>(), max_norm);
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& step,
-                                            double rank_factor) {
-  const std::optional<double> factor = gradient_factor(step, rank_factor);
-  const bool clear = step.options.zero_grad;
+void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const GradientReport& report,
+                                            const StepOptions& options) {
+  const std::optional<double> factor = gradient_factor(report, options.max_norm);
+  const bool clear = options.zero_grad;
   if (!factor) {
     if (clear) clear_gradients(all);
     return;
@@ -34,18 +34,20 @@ void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& s
   const StepUse use{.factor = *factor,
                     .clear = clears_on_the_way,
                     .copies_half = publishes() && published_dtype() == at::kHalf};
-  open_states(all);
   Prepared prepared;
   prepared.tasks.reserve(all.size());
+  prepared.counts.reserve(all.size());
+  prepared.written.reserve(4 * all.size());
   if (!lr_factors().empty()) prepared.lr_factor = lr_factor(applied_steps());
-  for (const One& one : all) prepare(one, use, prepared);
+  for (One& one : all) prepare(one, use, prepared);
   run_step_cpu(prepared.tasks);
   for (const auto& [count, value] : prepared.counts) count.set(value);
   finish(all, clear && !clears_on_the_way, prepared);
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::prepare(const One& one, const StepUse& use, Prepared& prepared) {
+void ElementwiseOptimizer<Traits>::prepare(One& one, const StepUse& use, Prepared& prepared) {
+  open_state(one);
   int64_t count = 1;
   if (one.state != nullptr) {
     count = (one.begins ? 0 : one.state->step()) + 1;
@@ -81,12 +83,18 @@ StepElementSizes ElementwiseOptimizer<Traits>::element_sizes(const One& one) {
       .average = std::max(own, int64_t{sizeof(float)})};
 }
 
-/// Brings what the state keeps of the weights in line with them.
+/// Brings what the state keeps of the weights in line with them; of most, it keeps nothing.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::settle(const One& one) {
   if (one.state == nullptr) return;
-  settle_weights(*one.parameter, one.storage, *one.state);
-  settle_average(*one.parameter, one.options->ema_decay(), *one.state);
+  const bool keeps_weights = one.storage == optim::WeightStorage::master ||
+                             one.storage == optim::WeightStorage::split_master;
+  if (keeps_weights || one.state->master().defined() || one.state->lower_half().defined()) {
+    settle_weights(*one.parameter, one.storage, *one.state);
+  }
+  if (one.options->ema_decay() != 0 || one.state->ema().defined()) {
+    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
+  }
 }
 
 /// The memory that a step of `one` reads and writes. Settles first: that may write the parameter,
@@ -94,12 +102,16 @@ void ElementwiseOptimizer<Traits>::settle(const One& one) {
 /// plain tensors, whatever the others of the step are.
 template <class Traits>
 StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepared& prepared) {
-  const NoGraphGuard no_graph(one.parameter->is_inference());
+  std::optional<NoGraphGuard> no_graph;
+  if (plan_.has_inference) no_graph.emplace(one.parameter->is_inference());
   settle(one);
   const at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
   const at::Tensor gradient = in_layout_of(parameter, one.gradient);
-  if (clear && !gradient.is_same(one.gradient)) prepared.uncleared.push_back(one.gradient);
+  if (!gradient.is_same(one.gradient)) {
+    if (clear) prepared.uncleared.push_back(one.gradient);
+    prepared.gradients.push_back(gradient);
+  }
   StepSpan span{parameter.mutable_data_ptr(),
                 clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
                 {},
@@ -114,7 +126,6 @@ StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepa
   place_weights(one, parameter, span, prepared);
   prepared.written.push_back(parameter.unsafeGetTensorImpl());
   if (clear) prepared.written.push_back(gradient.unsafeGetTensorImpl());
-  prepared.gradients.push_back(gradient);
   return span;
 }
 
@@ -154,7 +165,9 @@ void ElementwiseOptimizer<Traits>::finish(const Many& all, bool clear_all,
   if (clear_all) clear_gradients(all);
   for (c10::TensorImpl* written : prepared.written) bump_version(*written);
   for (const One& one : all) {
-    if (one.state != nullptr) one.state->stamp() = WriteStamp::of(*one.parameter);
+    if (one.state == nullptr) continue;
+    const bool keeps_weights = one.state->master().defined() || one.state->lower_half().defined();
+    if (keeps_weights) one.state->stamp() = WriteStamp::of(*one.parameter);
   }
   for (const auto& [weight, copy] : prepared.published) publish(weight, copy);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/kept_masters.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/adagrad.h>
