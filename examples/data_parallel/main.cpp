@@ -52,8 +52,8 @@ int main() {
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
                               torch::nn::Linear(64, 4));
 
-  mezzo::DataParallel ddp(model, world);               // all ranks have rank 0's weights
-  mezzo::optim::AdamW optimizer(ddp.buckets(), 1e-2);  // divides by the ranks as it steps
+  mezzo::DataParallel ddp(model, world);  // all ranks have rank 0's weights
+  mezzo::optim::AdamW optimizer(ddp.buckets(), 1e-2);
   mezzo::GradScaler scaler;
 
   const auto backward = [&](const Batch& batch) {

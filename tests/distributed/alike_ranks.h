@@ -12,6 +12,7 @@ class AlikeRanks {
   int rank() const { return 0; }
   int size() const { return size_; }
   bool serves(c10::DeviceType device) const { return device == at::kCPU; }
+  /// Maxima and averages of values that are all alike are those values.
   mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
     const at::NoGradGuard no_grad;
     if (reduction == mezzo::Reduction::sum) at::Tensor(tensor).mul_(size_);

@@ -104,6 +104,7 @@ class ThreadsBackend : public c10d::Backend {
   at::Tensor reduced(const std::vector<at::Tensor>& all, const c10d::ReduceOp& op) const {
     at::Tensor result = all[0].clone();
     for (std::size_t i = 1; i < all.size(); ++i) {
+      EXPECT_NE(op.op_, c10d::ReduceOp::AVG) << "which NCCL alone knows";
       result = op.op_ == c10d::ReduceOp::SUM ? result + all[i] : at::maximum(result, all[i]);
     }
     return result;
@@ -206,6 +207,21 @@ TEST_P(C10dCommunicatorTest, SumsOfLowPrecisionAreNotRoundedWhereFloatIsWanted) 
     }
     EXPECT_TRUE(at::equal(part, wanted.view({3, 2})[world.rank()])) << part;
     EXPECT_GT(part._version(), version);
+  });
+}
+
+TEST_P(C10dCommunicatorTest, AveragesAreDividedBeforeTheyAreSent) {
+  on_each_rank([](C10dCommunicator world) {
+    const at::Tensor all = at::full({2, 3}, 60'000. - 3. * world.rank(), at::kFloat);
+    world.all_reduce(all, Reduction::average).wait();
+    EXPECT_TRUE(at::allclose(all, at::full({2, 3}, 59'997.)));
+    const at::Tensor half = at::full({6}, 60'000., at::kHalf), part = at::zeros({2}, at::kHalf);
+    world.reduce_scatter(part, half, Reduction::average).wait();
+    EXPECT_TRUE(at::allclose(part, at::full({2}, 60'000., at::kHalf), 1e-2)) << part;
+    EXPECT_TRUE(at::equal(half, at::full({6}, 60'000., at::kHalf))) << "an input is only read";
+    const at::Tensor wide = at::zeros({2});
+    world.reduce_scatter(wide, half, Reduction::average).wait();
+    EXPECT_TRUE(at::allclose(wide, at::full({2}, 60'000.)));
   });
 }
 

@@ -48,8 +48,9 @@ at::Tensor expected(int ranks, Reduction reduction,
   at::Tensor reduced = tensor_of(0).to(wide).clone();
   for (int rank = 1; rank < ranks; ++rank) {
     const at::Tensor next = tensor_of(rank).to(wide);
-    reduced = reduction == Reduction::sum ? reduced + next : at::maximum(reduced, next);
+    reduced = reduction == Reduction::max ? at::maximum(reduced, next) : reduced + next;
   }
+  if (reduction == Reduction::average) reduced = reduced * (1. / ranks);
   return reduced.to(dtype);
 }
 
@@ -96,6 +97,32 @@ TEST_P(MpiCommunicatorTest, SumsAndMaximaOfEveryDtypeAreThoseOfAllRanks) {
       }
     }
   }
+}
+
+TEST_P(MpiCommunicatorTest, AveragesOfEveryFloatingDtypeAreThoseOfAllRanks) {
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    for (const auto length : kLengths) {
+      const at::Tensor tensor = contribution(rank, {length}, dtype);
+      world.all_reduce(tensor, Reduction::average).wait();
+      expect_same(tensor, expected(size, Reduction::average,
+                                   [&](int of) { return contribution(of, {length}, dtype); }));
+
+      const auto parts = [&](int of) { return contribution(of, {size, length}, dtype); };
+      const at::Tensor input = parts(rank), part = at::empty({length}, dtype);
+      world.reduce_scatter(part, input, Reduction::average).wait();
+      expect_same(part, expected(size, Reduction::average, parts)[rank]);
+      EXPECT_TRUE(at::equal(input, parts(rank)));
+    }
+  }
+  EXPECT_THAT(
+      error_of([&] { world.all_reduce(torch::ones({3}, at::kLong), Reduction::average).wait(); }),
+      HasSubstr("Long has no average"));
+}
+
+TEST_P(MpiCommunicatorTest, AnAverageOfHalfOverflowsOnlyWhereItDoesNotFit) {
+  const at::Tensor tensor = torch::full({5}, 60'000., at::kHalf);
+  world.all_reduce(tensor, Reduction::average).wait();
+  EXPECT_TRUE(at::equal(tensor, torch::full({5}, 60'000., at::kHalf))) << tensor;
 }
 
 TEST_P(MpiCommunicatorTest, BoolsAreReducedToWhetherOneIsTrue) {

@@ -106,7 +106,8 @@ TEST(CompressedAllReduce, SendsHalfTheBytesOfFloat) {
     const auto count = [&](const std::string& collective, const at::Tensor& tensor) {
       if (tensor.scalar_type() == at::kByte) return;  // which parameters have a gradient
       // An all-reduce goes over the wire twice, as a reduce-scatter and an all-gather.
-      sent += static_cast<int64_t>(tensor.nbytes()) * (collective == "sum" ? 2 : 1);
+      sent += static_cast<int64_t>(tensor.nbytes()) *
+              (collective == "sum" || collective == "average" ? 2 : 1);
     };
     Told told(RecordingRanks(mpi_world(), count), options, 1024);
     told.pass(at::ones({1024}));

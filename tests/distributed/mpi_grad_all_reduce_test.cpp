@@ -6,6 +6,7 @@
 #include <mezzo/distributed/mpi_communicator.h>
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -156,6 +157,61 @@ TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
   const at::Tensor sum = local.clone();
   world.all_reduce(sum, Reduction::sum).wait();
   EXPECT_EQ(at::allclose(sum, local), world.size() == 1);
+}
+
+/// A weight whose gradient is what it is multiplied by.
+struct OneWeight {
+  explicit OneWeight(at::ScalarType dtype)
+      : weight(torch::zeros({3}, dtype).requires_grad_()), buckets({weight}, small_buckets()) {}
+  void backward(double gradient) {
+    (weight * torch::full({3}, gradient, weight.scalar_type())).sum().backward();
+  }
+  void expect_gradient(double value) const {
+    EXPECT_TRUE(at::equal(weight.grad(), torch::full({3}, value, weight.scalar_type())))
+        << weight.grad() << value;
+  }
+  at::Tensor weight;
+  GradBuckets buckets;
+};
+
+// Numbers that 1 to 4 ranks divide without rounding.
+TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const auto own = [&](double value) { return value * (world.rank() + 1); };
+  const double mean = (world.size() + 1) / 2.;
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    OneWeight one(dtype);
+    const GradAllReduce all_reduce(one.buckets, world);
+    one.backward(own(12));
+    one.expect_gradient(12 * mean);
+    one.backward(own(24));  // onto what is an average already
+    one.expect_gradient(36 * mean);
+    {
+      const auto no_sync = one.buckets.no_sync();
+      one.backward(own(12));
+      one.expect_gradient(36 * mean + own(12));
+    }
+    one.backward(own(0));
+    one.expect_gradient(48 * mean);
+    one.weight.mutable_grad().mul_(0.5);  // as a user clips
+    one.backward(own(12));
+    one.expect_gradient(36 * mean);
+    one.buckets.zero_grad(/*set_to_none=*/false);
+    one.backward(own(12));
+    one.expect_gradient(12 * mean);
+  }
+}
+
+// The loss scale is on the gradients while they are averaged.
+TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
+  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  for (const bool average : {true, false}) {
+    OneWeight one(at::kHalf);
+    const GradAllReduce all_reduce(one.buckets, world, {.average = average});
+    one.backward(60'000);
+    const bool fits = average || world.size() == 1;
+    one.expect_gradient(fits ? 60'000 : std::numeric_limits<double>::infinity());
+  }
 }
 
 TEST(GradAllReduce, LeavesTheSumWhereItIsAskedTo) {

@@ -249,10 +249,10 @@ TEST(MpiOneDecision, CountsHysteresisAlikeOnAllRanks) {
 }
 
 /// A weight of half whose gradient is 40,000 on every rank.
-bool overflows(AnyCommunicator world, bool on_buckets) {
+bool overflows(AnyCommunicator world, bool average, bool on_buckets) {
   const auto model = std::make_shared<torch::nn::Module>();
   const at::Tensor weight = model->register_parameter("weight", torch::zeros({8}, at::kHalf));
-  DataParallel ddp(model, world);
+  DataParallel ddp(model, world, {.all_reduce = {.average = average}});
   const auto options = mezzo::optim::SGDOptions(1e-5);
   std::unique_ptr<mezzo::optim::SGD> optimizer =
       on_buckets ? std::make_unique<mezzo::optim::SGD>(ddp.buckets(), options)
@@ -273,9 +273,11 @@ bool overflows(AnyCommunicator world, bool on_buckets) {
 
 TEST(MpiOneDecision, CatchesAnOverflowOfTheReductionItself) {
   AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  EXPECT_EQ(overflows(world, /*on_buckets=*/true), world.size() > 1)
-      << "80,000 is more than half holds, and no rank has an inf of its own";
-  EXPECT_FALSE(overflows(world, /*on_buckets=*/false)) << "divided before it is added up";
+  for (const bool on_buckets : {false, true}) {
+    EXPECT_EQ(overflows(world, /*average=*/false, on_buckets), world.size() > 1)
+        << "80,000 is more than half holds, and no rank has an inf of its own";
+    EXPECT_FALSE(overflows(world, /*average=*/true, on_buckets)) << "40,000 is not";
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collective_call.h>
 
 #include <functional>
 #include <string>
@@ -28,7 +29,7 @@ class RecordingRanks {
   int size() const { return inner_.size(); }
   bool serves(c10::DeviceType device) const { return inner_.serves(device); }
   mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
-    listener_(reduction == mezzo::Reduction::sum ? "sum" : "max", tensor);
+    listener_(mezzo::detail::name_of(reduction), tensor);
     return inner_.all_reduce(tensor, reduction);
   }
   mezzo::Work broadcast(const at::Tensor& tensor, int root) {

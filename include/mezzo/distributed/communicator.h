@@ -18,9 +18,17 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// How the ranks' values of an element become one. `max` of bools is "or"; whether a NaN survives
-/// `max` is the transport's matter (MPI: always; NCCL: not so).
-enum class Reduction : uint8_t { sum, max };
+/// How the ranks' values of an element become one.
+enum class Reduction : uint8_t {
+  sum,
+  /// The sum divided by the number of ranks, of floating dtypes. bfloat16 and half overflow only
+  /// where the average itself does: MPI's are added up and divided in float and rounded once, those
+  /// of others are divided before they are added.
+  average,
+  /// Of bools it is "or". Whether a NaN survives is the transport's matter (MPI: always; NCCL:
+  /// not).
+  max,
+};
 
 namespace detail {
 

@@ -22,7 +22,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// \code
 ///   mezzo::DataParallel ddp(model, world);               // all ranks have rank 0's weights
-///   mezzo::optim::AdamW optimizer(ddp.buckets(), 2e-5);  // divides by the ranks as it steps
+///   mezzo::optim::AdamW optimizer(ddp.buckets(), 2e-5);
 ///   mezzo::GradScaler scaler;
 ///   for (auto& batch : *part_of_this_rank) {
 ///     ddp->zero_grad();
@@ -42,16 +42,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// overflow of the sum itself, is in the sum that all have, every rank skips its step, and the loss
 /// scales stay equal.
 ///
-/// **Averages.** With an optimizer of mezzo's on `buckets()` the ranks' gradients are only added
-/// up, and the division goes into the factor that takes the loss scale off: it costs no pass. Until
-/// then, as they carry the loss scale, gradients are sums, `ranks` times too large. Whoever goes
-/// through GradScaler (`unscale_`, `step` of any optimizer, clip_grad.h) or through a step of any
-/// optimizer of mezzo's sees averages, divided once; whoever reads, clips or replaces gradients by
-/// himself calls `average()` first, and so does who calls a bare `step()` of an optimizer of
-/// libtorch's beside one on `buckets()`. Without an optimizer on `buckets()` gradients are averages
-/// when `backward()` returns, for one more pass over them; with 2, 4, 8 ... ranks the results are
-/// the same bits (but for gradients near the ends of their dtype's range), with others within
-/// rounding.
+/// **Averages.** When `backward()` returns, each parameter's gradient is the average over the
+/// ranks, a plain tensor that still carries the loss scale: read, clip or replace it, and step with
+/// any optimizer.
 ///
 /// **Parameters.** Those that require grad when it is made are trained; a frozen one that is to be
 /// trained later wants a new DataParallel. For those that only some ranks use, or none, for passes
@@ -97,10 +90,6 @@ class DataParallel {
   ///     }
   ///     criterion(ddp(last.data), last.target).backward();
   [[nodiscard]] GradBuckets::NoSync no_sync() { return buckets().no_sync(); }
-
-  /// Divides, in place and once, gradients that are sums until the optimizer on `buckets()` steps;
-  /// see above.
-  void average() { buckets().average(); }
 
   /// With error feedback: this rank's part of what rounding lost; as GradAllReduce::residuals.
   std::vector<at::Tensor> residuals() const { return replica_.residuals(); }

@@ -21,12 +21,12 @@ class SendBuffers;
 }
 
 struct GradAllReduceOptions {
-  /// Divide by the number of ranks. Where an optimizer of mezzo's stands on the buckets
-  /// (`mezzo::optim::AdamW optimizer(buckets)`) it divides as it reads, in the factor that takes
-  /// the loss scale off, and gradients are sums until then (`GradBuckets::average`). Otherwise it
-  /// is one pass over each bucket, before the sum, so that half does not overflow. False leaves
-  /// plain sums, which nobody divides; each pass over gradients that were not cleared adds those up
-  /// again.
+  /// Gradients become averages over the ranks (`Reduction::average`): NCCL divides as it reads, and
+  /// so does `compress_dtype`; gradients of float and double cost MPI one more pass over the
+  /// bucket, 8 bytes an element of float. The loss scale is still on them: in half, where the
+  /// scaled average fits no rank overflows, for each divides before it adds, or all add in float.
+  /// False leaves sums, which overflow half `ranks` times earlier, and which nobody divides; each
+  /// pass over gradients that were not zeroed adds those up again.
   bool average = true;
 
   /// bfloat16 or half: gradients of float and double travel in it, half of float's bytes. Each rank
@@ -61,13 +61,14 @@ struct GradAllReduceOptions {
 };
 
 /// While one lives, every backward pass over the parameters of `buckets` ends with gradients that
-/// are averages over the ranks, or become that as an optimizer on the buckets reads them:
+/// are averages over the ranks: `.grad` is what one process with the batches of all would have, for
+/// whoever reads, clips or steps with it.
 ///
 /// \code
 ///   mezzo::GradBuckets buckets(model->parameters(),
 ///                              mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat));
 ///   mezzo::GradAllReduce all_reduce(buckets, world);
-///   mezzo::optim::AdamW optimizer(buckets, 2e-5);    // divides by the ranks as it steps
+///   mezzo::optim::AdamW optimizer(buckets, 2e-5);
 ///   for (auto& batch : *part_of_this_rank) {
 ///     buckets.zero_grad();
 ///     loss(model, batch).backward();                 // returns when all buckets have been reduced
@@ -77,7 +78,8 @@ struct GradAllReduceOptions {
 ///
 /// A bucket is all-reduced as soon as it and those before it are full, while the backward pass
 /// makes the rest; ranks may fill them in different orders. Gradients accumulated before the pass
-/// are averaged with it. For micro-batches before the last, `buckets.no_sync()` keeps them
+/// are averaged with it; what was averaged before is the same on all ranks, and stays what it is
+/// under what the pass adds. For micro-batches before the last, `buckets.no_sync()` keeps them
 /// local.
 ///
 /// All ranks have the same parameters in the same order, begin with the same values, and run the

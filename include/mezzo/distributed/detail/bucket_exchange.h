@@ -12,8 +12,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// How the gradients of one bucket after another become those of all ranks. One backward pass:
-/// `begin_pass`, `begin` for each bucket, in the same order on all ranks, `poll` in between, then
-/// `finish`.
+/// `begin` for each bucket, in the same order on all ranks, `poll` in between, then `finish`.
 class BucketExchange {
  public:
   BucketExchange() = default;
@@ -21,8 +20,6 @@ class BucketExchange {
   BucketExchange(const BucketExchange&) = delete;
   BucketExchange& operator=(const BucketExchange&) = delete;
 
-  /// Whether this pass ends with sums over the ranks that readers are to divide (rank_sum.h).
-  virtual bool begin_pass() { return false; }
   /// The bucket is full; its `flat` is not touched by others until `finish` has returned.
   virtual void begin(std::size_t bucket) = 0;
   /// Moves on what is under way, without waiting.
@@ -31,22 +28,17 @@ class BucketExchange {
   virtual void finish() = 0;
 };
 
-/// Every rank gets the sum of every bucket, or the average: divided before the sum, so that half
-/// does not overflow, or where a reader divides as it reads, by that.
+/// Every rank gets the average of every bucket, or the sum. What an earlier pass has averaged is
+/// the same on all ranks, so the average of it and of what was added to it counts it once.
 class AllReduceExchange : public BucketExchange {
  public:
   AllReduceExchange(BucketedGradients& gradients, AnyCommunicator communicator, bool average)
-      : gradients_(gradients), communicator_(std::move(communicator)), average_(average) {}
+      : gradients_(gradients),
+        communicator_(std::move(communicator)),
+        reduction_(average ? Reduction::average : Reduction::sum) {}
 
-  bool begin_pass() override {
-    reader_divides_ = average_ && gradients_.has_dividing_reader();
-    return reader_divides_;
-  }
   void begin(std::size_t bucket) override {
-    const at::Tensor& flat = gradients_.buckets()[bucket].flat;
-    if (average_ && !reader_divides_ && communicator_.size() > 1)
-      flat.mul_(1. / communicator_.size());
-    requests_.add(communicator_.all_reduce(flat, Reduction::sum));
+    requests_.add(communicator_.all_reduce(gradients_.buckets()[bucket].flat, reduction_));
   }
   void poll() override { requests_.poll(); }
   void finish() override { requests_.wait(); }
@@ -54,8 +46,7 @@ class AllReduceExchange : public BucketExchange {
  private:
   BucketedGradients& gradients_;
   AnyCommunicator communicator_;
-  bool average_;
-  bool reader_divides_ = false;  // in this pass
+  Reduction reduction_;
   PendingRequests requests_;
 };
 

@@ -18,6 +18,7 @@ namespace detail {
 enum class Collective : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, barrier };
 
 inline const char* name_of(Reduction reduction) {
+  if (reduction == Reduction::average) return "average";
   return reduction == Reduction::sum ? "sum" : "max";
 }
 
@@ -106,7 +107,7 @@ class CollectiveArguments {
                 ": `root` must be 0 to ", size_ - 1, ", but is ", root);
   }
 
-  /// Sums are of numbers, maxima of what has an order.
+  /// Sums are of numbers, averages of floating ones, maxima of what has an order.
   void check_reduction(const at::Tensor& tensor, Reduction reduction) const {
     const at::ScalarType dtype = tensor.scalar_type();
     TORCH_CHECK(dtype != at::kBool || reduction == Reduction::max, collective_, " on rank ", rank_,
@@ -116,6 +117,9 @@ class CollectiveArguments {
                         dtype == at::kShort || dtype == at::kInt || dtype == at::kLong;
     TORCH_CHECK(number || dtype == at::kBool, collective_, " on rank ", rank_, ": ", dtype,
                 " cannot be reduced; cast it to float or an integer dtype");
+    TORCH_CHECK(reduction != Reduction::average || at::isFloatingType(dtype), collective_,
+                " on rank ", rank_, ": ", dtype,
+                " has no average; cast it to float, or take Reduction::sum and divide");
   }
 
  private:

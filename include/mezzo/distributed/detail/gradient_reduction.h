@@ -9,7 +9,6 @@
 #include <mezzo/distributed/detail/bucket_exchange.h>
 #include <mezzo/distributed/detail/pending_requests.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/grad_bucket.h>
 
 #include <algorithm>
@@ -22,10 +21,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// After so many passes in a row whose sums nobody has taken, somebody has most likely stepped with
-/// sums for averages.
-inline constexpr int kUntakenPasses = 3;
 
 inline constexpr int64_t kFingerprintBytes = 16;
 
@@ -78,7 +73,6 @@ class GradientReduction {
     if (is_first) {
       check_alone();
       is_ready_.assign(count, false);
-      leaves_sums_ = exchange_->begin_pass() && communicator_.size() > 1;
       ++passes_;
     }
     TORCH_CHECK(!is_broken_ && passes_ == gradients_.passes() && !is_ready_[bucket], caller_,
@@ -89,7 +83,7 @@ class GradientReduction {
     is_under_way_ = true;
     is_broken_ = true;  // unless this ends well
     exchange_->poll();
-    while (next_ < count && is_ready_[next_]) begin(next_++);
+    while (next_ < count && is_ready_[next_]) exchange_->begin(next_++);
     if (next_ == count) finish();
     is_broken_ = false;
   }
@@ -106,18 +100,6 @@ class GradientReduction {
                   " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; "
                   "leave it to one of them, and end the other's life");
     }
-  }
-
-  /// What this pass has not reached may be a sum of an earlier one; to be added up again, that must
-  /// be an average. What is frozen is left as it is by an average alone.
-  void begin(std::size_t bucket) {
-    for (const std::size_t number : gradients_.buckets()[bucket].parameters) {
-      const at::Tensor& parameter = gradients_.parameters()[number];
-      average_rank_sum(parameter);
-      if (!leaves_sums_ || parameter.requires_grad() || !parameter.grad().defined()) continue;
-      parameter.mutable_grad().mul_(1. / communicator_.size());
-    }
-    exchange_->begin(bucket);
   }
 
   void finish() {
@@ -145,7 +127,6 @@ class GradientReduction {
     request.wait();
     check_layout(anywhere, layout);
     if (!all) adopt(anywhere.cpu());
-    if (leaves_sums_) note_sums();
     next_ = 0;
     is_under_way_ = false;
   }
@@ -177,24 +158,6 @@ class GradientReduction {
     }
   }
 
-  void note_sums() {
-    bool is_taken = false;
-    for (const at::Tensor& parameter : gradients_.parameters()) {
-      if (!parameter.requires_grad() || !parameter.grad().defined()) continue;
-      is_taken = note_rank_sum(parameter, communicator_.size()) || is_taken;
-    }
-    untaken_passes_ = is_taken ? 0 : untaken_passes_ + 1;
-    if (has_warned_ || untaken_passes_ < kUntakenPasses) return;
-    has_warned_ = true;
-    TORCH_WARN(caller_, ": nobody has taken the gradients of the last ", kUntakenPasses,
-               " backward passes. An optimizer that was made with the buckets divides them by the "
-               "number of ranks as it steps, so until then they are sums. If another optimizer has "
-               "stepped, its gradients were ",
-               communicator_.size(),
-               " times too large: call GradBuckets::average() before, give it to GradScaler::step, "
-               "or make it with the buckets in place of the first");
-  }
-
   const char* caller_;
   BucketedGradients& gradients_;
   AnyCommunicator communicator_;
@@ -202,12 +165,9 @@ class GradientReduction {
   std::mutex mutex_;
   std::vector<bool> is_ready_;              ///< a bucket, in this pass
   std::vector<std::uint8_t> known_layout_;  ///< the fingerprint that all ranks had last
-  std::size_t next_ = 0;      ///< ranks reduce in the order of the buckets, however they fill
-  bool leaves_sums_ = false;  ///< this pass
-  int64_t passes_;            ///< of the buckets' that this has seen: all, if none threw
+  std::size_t next_ = 0;  ///< ranks reduce in the order of the buckets, however they fill
+  int64_t passes_;        ///< of the buckets' that this has seen: all, if none threw
   bool is_known_alone_ = false;
-  int untaken_passes_ = 0;
-  bool has_warned_ = false;
   bool is_under_way_ = false;
   bool is_broken_ = false;
 };

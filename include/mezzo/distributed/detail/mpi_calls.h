@@ -108,7 +108,7 @@ class MpiReductions {
 
   MPI_Op op(at::ScalarType dtype, Reduction reduction) const {
     if (dtype == at::kBool) return MPI_LOR;
-    if (reduction == Reduction::sum) return MPI_SUM;
+    if (reduction != Reduction::max) return MPI_SUM;
     if (dtype == at::kFloat) return max_float_;
     if (dtype == at::kDouble) return max_double_;
     return MPI_MAX;

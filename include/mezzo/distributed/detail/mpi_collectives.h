@@ -117,13 +117,21 @@ inline Work MpiCollectives::all_reduce(const at::Tensor& tensor, Reduction reduc
 
 inline MpiPart MpiCollectives::reduced_by_mpi(const at::Tensor& run, Reduction reduction,
                                               const std::string& context) {
-  return {.first = [this, run, reduction, context](MPI_Request* request) {
-    const at::ScalarType dtype = run.scalar_type();
-    check_mpi(MPI_Iallreduce(MPI_IN_PLACE, run.mutable_data_ptr(), static_cast<int>(run.numel()),
-                             MpiReductions::type(dtype), queue_.reductions().op(dtype, reduction),
-                             queue_.first(), request),
-              "MPI_Iallreduce", context);
-  }};
+  return {.first =
+              [this, run, reduction, context](MPI_Request* request) {
+                const at::ScalarType dtype = run.scalar_type();
+                check_mpi(MPI_Iallreduce(MPI_IN_PLACE, run.mutable_data_ptr(),
+                                         static_cast<int>(run.numel()), MpiReductions::type(dtype),
+                                         queue_.reductions().op(dtype, reduction), queue_.first(),
+                                         request),
+                          "MPI_Iallreduce", context);
+              },
+          // After the sum: divided before it, the smallest floats would lose their last bits.
+          .between =
+              [run, reduction, ranks = size()] {
+                const c10::NoGradGuard no_grad;
+                if (reduction == Reduction::average && ranks > 1) run.mul_(1. / ranks);
+              }};
 }
 
 /// Each rank reduces its share of the run, rounds it once and gives it to all.
@@ -248,14 +256,20 @@ inline Work MpiCollectives::reduce_scatter(const at::Tensor& output, const at::T
 
 inline MpiPart MpiCollectives::scattered_by_mpi(const at::Tensor& output, const at::Tensor& input,
                                                 Reduction reduction, const std::string& context) {
-  return {.first = [this, output, input, reduction, context](MPI_Request* request) {
-    const at::ScalarType dtype = output.scalar_type();
-    check_mpi(MPI_Ireduce_scatter_block(
-                  input.const_data_ptr(), output.mutable_data_ptr(),
-                  static_cast<int>(output.numel()), MpiReductions::type(dtype),
-                  queue_.reductions().op(dtype, reduction), queue_.first(), request),
-              "MPI_Ireduce_scatter_block", context);
-  }};
+  return {.first =
+              [this, output, input, reduction, context](MPI_Request* request) {
+                const at::ScalarType dtype = output.scalar_type();
+                check_mpi(MPI_Ireduce_scatter_block(
+                              input.const_data_ptr(), output.mutable_data_ptr(),
+                              static_cast<int>(output.numel()), MpiReductions::type(dtype),
+                              queue_.reductions().op(dtype, reduction), queue_.first(), request),
+                          "MPI_Ireduce_scatter_block", context);
+              },
+          .between =
+              [output, reduction, ranks = size()] {
+                const c10::NoGradGuard no_grad;
+                if (reduction == Reduction::average) output.mul_(1. / ranks);
+              }};
 }
 
 inline MpiPart MpiCollectives::scattered_in_float(const at::Tensor& output, const at::Tensor& input,
