@@ -443,6 +443,50 @@ TEST(OptionsOfMezzo, AreNotTakenFromAnotherOptimizer) {
 
 // The count that libtorch's class shows while a device counts is no plausible one, and one that is
 // set there is told from it.
+/// A state with tensors of 1 wherever `State` has a moment.
+template <class State>
+State state_of_ones() {
+  State state;
+  mezzo::detail::each_member(state, [](const auto& moment) { moment.value = torch::ones({2}); });
+  return state;
+}
+
+template <class State>
+void expect_every_member_counts() {
+  State state;
+  EXPECT_TRUE(state == State()) << "undefined moments are equal";
+  std::size_t moments = 0;
+  mezzo::detail::each_member(state, [&](const auto&) { ++moments; });
+  for (std::size_t changed = 0; changed < moments; ++changed) {
+    State other = state_of_ones<State>();
+    EXPECT_TRUE(other == state_of_ones<State>());
+    std::size_t number = 0;
+    mezzo::detail::each_member(other, [&](const auto& moment) {
+      if (number++ == changed) moment.value = torch::zeros({2});
+    });
+    EXPECT_FALSE(other == state_of_ones<State>()) << changed;
+    torch::serialize::OutputArchive written;
+    static_cast<const State&>(other).serialize(written);
+    std::stringstream file;
+    written.save_to(file);
+    torch::serialize::InputArchive archive;
+    archive.load_from(file);
+    State read = state_of_ones<State>();
+    read.serialize(archive);
+    EXPECT_TRUE(read == other) << changed;
+  }
+  state.master(torch::ones({2}));
+  EXPECT_FALSE(state == State());
+}
+
+TEST(StatesOfMezzo, AreComparedAndFiledWithEveryMember) {
+  expect_every_member_counts<mezzo::optim::AdamParamState>();
+  expect_every_member_counts<mezzo::optim::AdamWParamState>();
+  expect_every_member_counts<mezzo::optim::LAMBParamState>();
+  expect_every_member_counts<mezzo::optim::LionParamState>();
+  expect_every_member_counts<mezzo::optim::SGDParamState>();
+}
+
 TEST(StatesOfMezzo, TakeAStepThatIsSetWhileADeviceCounts) {
   mezzo::optim::AdamWParamState state;
   torch::optim::AdamWParamState& as_theirs = state;

@@ -23,6 +23,9 @@ EXCEPTIONS = {("distributed", "checkpoint")}
 # Public headers that their room's umbrella leaves out: they need MPI or NCCL, or come by themselves.
 BY_NAME = re.compile(r"distributed/(mpi|nccl)_|optim/compiled\.h")
 
+# What these include, and what that includes, has none of the kernels: they cost seconds to compile.
+WITHOUT_KERNELS = ["mezzo/optim/ema.h", "mezzo/optim/lr_schedule.h"]
+
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 INCLUDE = re.compile(r'#\s*include\s*[<"](mezzo/[^>"]+)[>"]')
 
@@ -45,6 +48,18 @@ def fault_of(path, included):
     if (own, other) in EXCEPTIONS or FLOOR[other] < FLOOR[own]:
         return None
     return f"{own} is on floor {FLOOR[own]}, {other} on floor {FLOOR[other]}; an include goes down"
+
+
+def way_to_kernels(include, path, known):
+    """The includes that lead from `path` to a header of the kernels; none where none does."""
+    if path in known or not (include / path).exists():
+        return []
+    known.add(path)
+    for included in INCLUDE.findall((include / path).read_text(encoding="utf-8")):
+        way = [included] if room_of(included) == "kernels" else way_to_kernels(include, included, known)
+        if way:
+            return [path, *way]
+    return []
 
 
 def main():
@@ -78,6 +93,11 @@ def main():
             if path not in exported and not BY_NAME.search(path):
                 print(f"{umbrella}: lacks {path}")
                 faults += 1
+    for light in WITHOUT_KERNELS:
+        way = way_to_kernels(include, light, set())
+        if way:
+            print(f"{include / light} brings kernels: {' -> '.join(way)}")
+            faults += 1
     if not headers:
         print(f"{include} holds no headers of mezzo's")
     return 1 if faults or not headers else 0

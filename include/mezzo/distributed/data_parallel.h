@@ -4,7 +4,7 @@
 /// without libtorch's modules, which take twelve seconds to compile.)
 #pragma once
 
-#include <mezzo/base/detail/model_list.h>
+#include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel_options.h>  // IWYU pragma: export

@@ -4,19 +4,21 @@
 /// optimization level says. Includes libtorch's modules, which take twelve seconds to compile.
 #pragma once
 
-#include <mezzo/base/detail/model_list.h>
+#include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
+#include <mezzo/levels/detail/amp_models.h>
 #include <mezzo/levels/detail/loss_passes.h>
-#include <mezzo/levels/detail/model_call.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <optional>
@@ -80,17 +82,18 @@ class Amp {
   /// all that `GradScaler::state_dict` has.
   using StateDict = std::map<std::string, GradScaler::StateDict>;
 
-  Amp(detail::ModelList models, const detail::OptimizerList& optimizers, const OptLevel& level,
+  Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
       const InitializeOptions& options);
 
   /// `model->forward(args...)`, with its own signature and default arguments, where `model` is one
   /// of those given, or a module inside one. At O0, O2 and O3 floating tensors in `args` come in as
   /// `level().cast_model_type()`, and go out as `cast_model_outputs()`, in nested containers and
   /// structs with `tensors()` too (see Precision); at O1 the call runs under autocast on the
-  /// model's devices. Other arguments and results pass as they are.
+  /// model's devices. Other arguments and results pass as they are, but for a struct of tensors
+  /// without `tensors()`, which does not compile.
   /// \throws c10::Error for another model
-  template <detail::ModelHandle Model, class... Args>
-  decltype(auto) operator()(const Model& model, Args&&... args) const;
+  template <class Model, class... Args>
+  decltype(auto) operator()(Model&& model, Args&&... args) const;
 
   /// Scales `loss` in float32, runs `scaled.backward()`, and unscales the gradients of `optimizers`
   /// (one, or several in braces), which are then right to be clipped: `master_params`. No host
@@ -106,7 +109,7 @@ class Amp {
   /// \throws c10::Error for a loss_id out of range, an undefined loss, an optimizer that was not
   ///   given to `initialize`, a parameter that two of `optimizers` hold, or within the backward
   ///   pass of another call
-  void scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+  void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                   const ScaleLossOptions& options = {});
 
   /// The same with a backward pass of your own, called once with the scaled loss: the body of
@@ -116,11 +119,10 @@ class Amp {
   ///     amp.scale_loss(loss, {first, second}, {.loss_id = 1},
   ///                    [&](const torch::Tensor& scaled) { scaled.backward({}, true); });
   template <std::invocable<const at::Tensor&> Backward>
-  void scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+  void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                   const ScaleLossOptions& options, Backward&& backward);
   template <std::invocable<const at::Tensor&> Backward>
-  void scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
-                  Backward&& backward) {
+  void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers, Backward&& backward) {
     scale_loss(loss, optimizers, ScaleLossOptions{}, std::forward<Backward>(backward));
   }
 
@@ -173,15 +175,14 @@ class Amp {
 
   detail::OptimizerPasses& passes_of(const torch::optim::Optimizer& optimizer);
   std::size_t checked_loss(int64_t loss_id) const;
-  at::Tensor begin_pass(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+  at::Tensor begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
                         const ScaleLossOptions& options);
-  void end_pass(const detail::OptimizerList& optimizers, const ScaleLossOptions& options);
-  void give_pass_up(const detail::OptimizerList& optimizers);
+  void end_pass(const OptimizerList& optimizers, const ScaleLossOptions& options);
   void refuse_within_backward(const char* call) const;
   void unscale(detail::OptimizerPasses& passes);
   void finish(torch::optim::Optimizer& optimizer);
   void end_iteration(std::size_t loss);
-  bool is_between_iterations() const;
+  void require_between_iterations(const char* call) const;
 
   OptLevel level_;
   bool enabled_;
@@ -203,8 +204,9 @@ class Amp {
 ///     auto amp = mezzo::initialize({generator, critic}, {for_generator, for_critic},
 ///                                  mezzo::OptLevel::O1(), {.num_losses = 3});
 ///
-/// A model is a module holder or a shared_ptr to a module; several stand in braces or a range, as
-/// do optimizers (any of torch::optim and mezzo::optim; a range holds pointers).
+/// A model is a module holder, a shared_ptr to a module, or a module itself (`Net model;`), which
+/// must outlive what is returned and stay where it is. Several stand in braces or a range, as do
+/// optimizers (any of torch::optim and mezzo::optim; a range holds pointers).
 ///
 /// At O2 and O3 floating parameters and buffers become `cast_model_type`, in place, so that
 /// optimizers still hold them; with keep_batchnorm_fp32 batch norms (BatchNorm1d to 3d and what
@@ -217,28 +219,63 @@ class Amp {
 ///   device, a model or optimizer given twice, an optimizer that holds no parameter of the models,
 ///   one that has stepped already where the model is to be cast, num_losses below 1, and a policy
 ///   or weight cache with a level that has no op lists
-inline Amp initialize(detail::ModelList models, const detail::OptimizerList& optimizers,
+inline Amp initialize(ModelList models, const OptimizerList& optimizers,
                       const OptLevel& level = OptLevel::O1(),
                       const InitializeOptions& options = {}) {
   return {std::move(models), optimizers, level, options};
 }
 
 /// Models alone, for evaluation.
-inline Amp initialize(detail::ModelList models, const OptLevel& level,
+inline Amp initialize(ModelList models, const OptLevel& level,
                       const InitializeOptions& options = {}) {
   return {std::move(models), {}, level, options};
+}
+
+/// What is neither models nor optimizers is told so by the compiler.
+template <class Models, class Optimizers>
+requires(!std::convertible_to<Models, ModelList> ||
+         !(std::convertible_to<Optimizers, OptimizerList> ||
+           std::convertible_to<Optimizers, OptLevel>)) Amp
+    initialize(Models&&, Optimizers&&, const OptLevel& = OptLevel::O1(),
+               const InitializeOptions& = {}) {
+  static_assert(std::convertible_to<Models, ModelList>,
+                "mezzo::initialize: the first argument is no model; give a module that is not "
+                "const, a module holder (TORCH_MODULE), a shared_ptr to a module, or several in "
+                "braces");
+  static_assert(!std::convertible_to<Models, ModelList>,
+                "mezzo::initialize: the second argument is no optimizer and no level; give an "
+                "optimizer by reference (`*pointer`), several in braces, or a mezzo::OptLevel");
+  std::terminate();  // for the compiler; nothing of this is ever compiled
 }
 
 /// `torch::save(amp, path)` and `torch::load(amp, path)`: `state_dict` in an archive.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const Amp& amp);
+    Archive& archive, const Amp& amp) {
+  for (const auto& [key, entry] : amp.state_dict()) {
+    Archive nested(archive.compilation_unit());
+    for (const auto& [name, value] : entry) nested.write(name, c10::IValue(value));
+    archive.write(key, nested);
+  }
+  return archive;
+}
 
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
-                                                                                   Amp& amp);
+                                                                                   Amp& amp) {
+  Amp::StateDict state;
+  for (const std::string& key : archive.keys()) {
+    Archive nested;
+    if (!archive.try_read(key, nested)) continue;
+    for (const std::string& name : nested.keys()) {
+      c10::IValue value;
+      if (nested.try_read(name, value) && value.isDouble()) state[key][name] = value.toDouble();
+    }
+  }
+  amp.load_state_dict(state);
+  return archive;
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/levels/detail/amp_impl.h>   // IWYU pragma: export
-#include <mezzo/levels/detail/amp_state.h>  // IWYU pragma: export
+#include <mezzo/levels/detail/amp_impl.h>  // IWYU pragma: export

@@ -82,14 +82,14 @@ struct OptLevelOverrides {
 /// a power of two and changes nothing but the range, and an inf still skips a step.
 class OptLevel {
  public:
-  static OptLevel O0(const OptLevelOverrides& overrides = {});  ///< float32
-  static OptLevel O1(const OptLevelOverrides& overrides = {});  ///< op by op; Apex's default
-  static OptLevel O2(const OptLevelOverrides& overrides = {});  ///< half with float32 masters
-  static OptLevel O3(const OptLevelOverrides& overrides = {});  ///< half throughout
-  static OptLevel O1_bf16(const OptLevelOverrides& overrides = {});
-  static OptLevel O2_bf16(const OptLevelOverrides& overrides = {});
-  static OptLevel O3_bf16(const OptLevelOverrides& overrides = {});
-  static OptLevel TF32(const OptLevelOverrides& overrides = {});
+  static OptLevel O0(const OptLevelOverrides& set = {}) { return parse("O0", set); }
+  static OptLevel O1(const OptLevelOverrides& set = {}) { return parse("O1", set); }
+  static OptLevel O2(const OptLevelOverrides& set = {}) { return parse("O2", set); }
+  static OptLevel O3(const OptLevelOverrides& set = {}) { return parse("O3", set); }
+  static OptLevel O1_bf16(const OptLevelOverrides& set = {}) { return parse("O1_bf16", set); }
+  static OptLevel O2_bf16(const OptLevelOverrides& set = {}) { return parse("O2_bf16", set); }
+  static OptLevel O3_bf16(const OptLevelOverrides& set = {}) { return parse("O3_bf16", set); }
+  static OptLevel TF32(const OptLevelOverrides& set = {}) { return parse("TF32", set); }
 
   /// The level of that name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16", "TF32".
   /// \throws c10::Error for any other, in Apex's words

@@ -1,10 +1,9 @@
 /// \file
 /// Adam in one pass: what `torch::optim::Adam` is, with the rest of a mixed-precision step
-/// (unscale, clip, skip, clear) done while its memory is read and written once.
+/// (unscale, clip, skip, zero the gradients) done while its memory is read and written once.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/adam_state.h>
 #include <mezzo/optim/detail/adam_traits.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
@@ -30,10 +29,7 @@ namespace optim {
 ///   decouples it).
 /// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
 struct AdamOptions : public detail::AdamOptionsOn<AdamOptions, torch::optim::AdamOptions> {
-  AdamOptions(double lr = 1e-3)  // NOLINT(google-explicit-constructor)
-      : AdamOptions(torch::optim::AdamOptions(lr)) {}
-  AdamOptions(const torch::optim::AdamOptions& options)  // NOLINT(google-explicit-constructor)
-      : AdamOptionsOn(options) {}
+  using AdamOptionsOn::AdamOptionsOn;
 };
 
 /// What Adam remembers about a parameter: `step()`, `exp_avg()`, `exp_avg_sq()` and, with amsgrad,

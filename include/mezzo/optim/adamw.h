@@ -1,10 +1,9 @@
 /// \file
 /// AdamW in one pass: what `torch::optim::AdamW` is, with the rest of a mixed-precision step
-/// (unscale, clip, skip, clear) done while its memory is read and written once.
+/// (unscale, clip, skip, zero the gradients) done while its memory is read and written once.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/adam_state.h>
 #include <mezzo/optim/detail/adam_traits.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
@@ -30,10 +29,7 @@ namespace optim {
 /// - `weight_decay` (1e-2): parameters shrink by lr * weight_decay a step, whatever the gradient.
 /// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
 struct AdamWOptions : public detail::AdamOptionsOn<AdamWOptions, torch::optim::AdamWOptions> {
-  AdamWOptions(double lr = 1e-3)  // NOLINT(google-explicit-constructor)
-      : AdamWOptions(torch::optim::AdamWOptions(lr)) {}
-  AdamWOptions(const torch::optim::AdamWOptions& options)  // NOLINT(google-explicit-constructor)
-      : AdamOptionsOn(options) {}
+  using AdamOptionsOn::AdamOptionsOn;
 };
 
 /// What AdamW remembers about a parameter: `torch::optim::AdamWParamState`, with tensors of the
@@ -68,8 +64,8 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 ///
 /// Parameters without a gradient are passed over, and do not count the step; gradients are dense,
 /// and stay as they are unless `zero_grad` is asked for. Param groups, their options and their
-/// parameters may be added and changed between steps. A step looks at all before it writes any:
-/// where it throws for a gradient or an option, nothing has moved. It may run under InferenceMode:
+/// parameters may be added and changed between steps. A step checks everything before it writes
+/// anything: where it throws for a gradient or an option, nothing has changed. It may run under InferenceMode:
 /// what it makes are plain tensors, for steps in any mode.
 ///
 /// Code written for torch::optim::AdamW works as it stands: a cast of a group's options to

@@ -5,7 +5,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer_interface.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -50,9 +50,9 @@ struct EmaOptions {
 ///   }
 /// \endcode
 ///
-/// With an optimizer of mezzo's take its own (`ema_decay`, mezzo/optim/fused_options.h): it costs
-/// no pass over memory, and no waiting. Both follow one rule, that of torch's AveragedModel: every
-/// parameter, frozen ones too, in every applied step.
+/// With an optimizer of mezzo's set `ema_decay` in its options instead
+/// (mezzo/optim/fused_options.h): that costs no pass over memory and no host sync. Both follow one
+/// rule, that of torch's AveragedModel: every parameter, frozen ones too, in every applied step.
 ///
 /// Averages are in float (double for double) on the parameters' device, and begin as the weights at
 /// construction. Holds the parameters, as an optimizer does: they may be written and given other
@@ -84,6 +84,8 @@ class Ema {
  private:
   /// What is averaged, in the order of the parameters.
   std::vector<at::Tensor> weights() const;
+  /// Averages begin, or follow their weights to another device.
+  void settle(const std::vector<at::Tensor>& weights);
   void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
 
   std::vector<at::Tensor> parameters_;
@@ -99,11 +101,11 @@ class Ema {
 /// Averaged weights in the model, as long as it lives.
 ///
 /// The parameters are given other memory, which holds the averages rounded to their dtypes; at the
-/// end they get back their own, untouched. So training goes on as if nothing had been, to the bit,
-/// with masters whole and split; the price is the memory of one copy of the weights. Parameters
-/// without an average (of a group without ema_decay, or before the first step) stay as they are.
-/// Copies of a model that are made meanwhile, and files of it, have the averaged weights: that is
-/// how to export them.
+/// end they get back their own, untouched. So training goes on bitwise identical, with masters
+/// whole and split; the price is the memory of one copy of the weights. Parameters without an
+/// average (of a group without ema_decay, or before the first step) stay as they are. Copies of a
+/// model that are made meanwhile, and files of it, have the averaged weights: that is how to export
+/// them.
 ///
 /// Meanwhile evaluate, and do not train: what is written to the parameters is gone at the end, and
 /// a step of an optimizer would make its masters follow the averages. CheckpointManager
@@ -116,7 +118,7 @@ class [[nodiscard]] EmaScope {
  public:
   /// The averages of one of mezzo's optimizers with `ema_decay`. Before the first step they are the
   /// weights. \throws c10::Error if it keeps none
-  explicit EmaScope(const optim::FusedOptimizer& optimizer);
+  explicit EmaScope(const optim::OptimizerInterface& optimizer);
   explicit EmaScope(const Ema& ema);
   ~EmaScope();
   EmaScope(const EmaScope&) = delete;

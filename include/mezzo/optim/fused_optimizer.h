@@ -3,23 +3,18 @@
 /// and skips by itself, from numbers that lie on the parameters' device.
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/table_memory.h>
-#include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/gradient_report.h>
+#include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <concepts>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <limits>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -50,9 +45,9 @@ namespace optim {
 /// know.
 ///
 /// Derived classes keep libtorch's ways: param groups, `state()`, closures, torch::save.
-class FusedOptimizer : public torch::optim::Optimizer {
+class FusedOptimizer : public OptimizerInterface {
  public:
-  using Optimizer::Optimizer;
+  using OptimizerInterface::OptimizerInterface;
 
   /// One read of the gradients, or none where the optimizer stands on buckets that were read during
   /// backward (GradBuckets::summarize). `inv_scale` is a float of one element; where gradients lie
@@ -89,47 +84,6 @@ class FusedOptimizer : public torch::optim::Optimizer {
     TORCH_CHECK(false,
                 "enable_master_weights: this optimizer keeps no float masters; choose an "
                 "optimization level without master_weights");
-  }
-
-  /// A schedule as a table (mezzo/optim/lr_schedule.h makes it from a curve): after n applied steps
-  /// the next one multiplies each group's lr by factors[n], and by the last factor from there on.
-  /// The device that decides whether a step is applied looks the factor up, so that a skipped step
-  /// does not use one up, without a host sync, and in a captured CUDA graph as well (set it before
-  /// the capture, and step once; a graph that was captured before reads the old table's memory:
-  /// capture it anew). Not in files: `load` keeps the table that there is, and goes on at the saved
-  /// number of steps. Empty: no schedule. \throws c10::Error if a factor is negative or not finite
-  void set_lr_factors(std::vector<double> factors) {
-    for (std::size_t i = 0; i < factors.size(); ++i) {
-      TORCH_CHECK(!detail::nonfinite_bits(factors[i]) && factors[i] >= 0, "lr factor ", i, " is ",
-                  factors[i], "; it should be finite and at least 0");
-    }
-    lr_factors_ = std::move(factors);
-    lr_factors_on_device_ = at::Tensor();
-  }
-  const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
-
-  /// Whether the state keeps averages of weights (`ema_decay`, mezzo/optim/fused_options.h).
-  virtual bool keeps_averages() const { return false; }
-
-  /// The average of one of the parameters, in float (double for double); undefined where there is
-  /// none, or none yet. For evaluation see EmaScope (mezzo/optim/ema.h).
-  virtual at::Tensor average_of(const at::Tensor& /*parameter*/) const { return {}; }
-
-  /// How many steps were applied, which is to say not skipped; in files, and from libtorch's the
-  /// highest count of a parameter. Waits for the device that counts: that of the parameters.
-  int64_t applied_steps() const {
-    return detail::steps_counted(applied_on_host_, applied_on_device_);
-  }
-
-  /// Goes on as after so many applied steps: the next one's factor is lr_factors()[applied_steps].
-  /// For files of your own and for schedules that begin anew; `torch::load` restores the number by
-  /// itself. What parameters count for themselves (the corrections of Adam's early steps) stays.
-  /// Where a device counts it is written there, without waiting, and captured graphs go on from it;
-  /// a device counts to 2^24. \throws c10::Error if negative
-  void set_applied_steps(int64_t applied_steps) {
-    TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
-                "; it should be at least 0");
-    applied_count().overwrite(applied_steps);
   }
 
   /// From here on each step writes copies of weights of float in `dtype` (bfloat16 or half),
@@ -182,30 +136,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   /// For launches on a device.
   detail::TableMemory& table_memory() noexcept { return table_memory_; }
 
-  detail::StepCount applied_count() noexcept { return {applied_on_host_, applied_on_device_}; }
-  /// The device's float that counts applied steps; undefined where the host counts.
-  const at::Tensor& applied_on_device() const noexcept { return applied_on_device_; }
-
-  /// What the next step multiplies the lr with, of which the host knows where it counts.
-  double lr_factor(int64_t applied) const {
-    if (lr_factors_.empty()) return 1.0;
-    return lr_factors_[std::min(static_cast<std::size_t>(applied), lr_factors_.size() - 1)];
-  }
-
-  /// The table as doubles on `device`; undefined where there is none.
-  const at::Tensor& lr_factors_on(at::Device device) {
-    if (lr_factors_.empty()) return lr_factors_on_device_;
-    if (!lr_factors_on_device_.defined() || lr_factors_on_device_.device() != device) {
-      lr_factors_on_device_ = at::tensor(lr_factors_, at::kDouble).to(device);
-    }
-    return lr_factors_on_device_;
-  }
-
  private:
-  std::vector<double> lr_factors_;
-  at::Tensor lr_factors_on_device_;
-  int64_t applied_on_host_ = 0;
-  at::Tensor applied_on_device_;
   detail::TableMemory table_memory_;
   at::ScalarType published_dtype_ = at::kBFloat16;
   std::function<at::Tensor(const at::Tensor&)> copy_for_;

@@ -6,16 +6,16 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/optim/detail/member_table.h>
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <concepts>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -52,7 +52,7 @@ class FusedOptions : public Base {
 
   /// A copy with all that is here; libtorch's clone would keep only its own part.
   std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
-    return std::make_unique<Own>(static_cast<const Own&>(*this));
+    return std::make_unique<Own>(own());
   }
 
   /// For loading, and for a group of libtorch's options: takes what is added here from `other`,
@@ -66,15 +66,47 @@ class FusedOptions : public Base {
   bool adds_the_same(const FusedOptions& other) const { return extras_ == other.extras_; }
 
   friend bool operator==(const FusedOptions& left, const FusedOptions& right) {
-    if constexpr (std::equality_comparable<Base>) {
-      if (static_cast<const Base&>(left) != static_cast<const Base&>(right)) return false;
-    }
-    return left.adds_the_same(right);
+    return detail::MemberTable::of(left.own()) == detail::MemberTable::of(right.own()) &&
+           left.adds_the_same(right);
+  }
+
+  double get_lr() const override { return own().lr(); }
+  void set_lr(const double lr) override { own().lr() = lr; }
+
+  void serialize(torch::serialize::InputArchive& archive) override {
+    detail::each_member(own(), [&archive](const auto& member) {
+      using Value = std::remove_cvref_t<decltype(member.value)>;
+      member.value = detail::read_key<Value>(archive, member.key);
+    });
+    read_extras(archive);
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    detail::each_member(own(), [&archive](const auto& member) {
+      archive.write(member.key, c10::IValue(member.value));
+    });
+    write_extras(archive);
   }
 
  protected:
   FusedOptions() = default;
   explicit FusedOptions(const Base& options) : Base(options) {}
+
+ private:
+  struct Extras {
+    WeightStorage weight_storage = WeightStorage::plain;
+    double ema_decay = 0;
+    std::uint64_t seed = 0;
+    bool operator==(const Extras&) const = default;
+  };
+
+  Own& own() { return static_cast<Own&>(*this); }
+  const Own& own() const { return static_cast<const Own&>(*this); }
+
+  template <class T>
+  Own& set(T& member, T value) {
+    member = value;
+    return own();
+  }
 
   void read_extras(torch::serialize::InputArchive& archive) {
     c10::IValue storage;
@@ -93,20 +125,6 @@ class FusedOptions : public Base {
     archive.write("weight_storage", c10::IValue(static_cast<int64_t>(extras_.weight_storage)));
     archive.write("ema_decay", c10::IValue(extras_.ema_decay));
     archive.write("seed", c10::IValue(static_cast<int64_t>(extras_.seed)));
-  }
-
- private:
-  struct Extras {
-    WeightStorage weight_storage = WeightStorage::plain;
-    double ema_decay = 0;
-    std::uint64_t seed = 0;
-    bool operator==(const Extras&) const = default;
-  };
-
-  template <class T>
-  Own& set(T& member, T value) {
-    member = value;
-    return static_cast<Own&>(*this);
   }
 
   Extras extras_;

@@ -1,69 +1,68 @@
 /// \file
-/// LAMB, for batches of thousands: Adam's steps, each parameter's as long as the parameter is, with
-/// the rest of a mixed-precision step (unscale, clip, skip, clear) done on the way.
+/// LAMB, for batches of thousands: Adam's steps, each scaled by the norm of its parameter, with the
+/// rest of a mixed-precision step (unscale, clip, skip, zero the gradients) done on the way.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/lamb_element.h>
+#include <mezzo/kernels/lamb_step_cpu.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
-#include <mezzo/optim/detail/lamb_traits.h>
+#include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/optimizer_traits.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
+#include <concepts>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/kernels/cuda_launch.h>
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// Those of Apex's FusedLAMB with its defaults, but for the clipping, which is the step's affair:
-/// Apex's default is `scaler.step(optimizer, {.max_norm = 1.0})`; none is ours.
+/// The options of Apex's FusedLAMB with its defaults, except that clipping is an option of the
+/// step: what Apex does by default is `scaler.step(optimizer, {.max_norm = 1.0})`.
 struct LAMBOptions : public FusedOptions<LAMBOptions> {
   using betas_t = std::tuple<double, double>;
 
-  LAMBOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
+  /// A template, so that what only sees it compiles no virtual functions.
+  template <std::convertible_to<double> Lr = double>
+  LAMBOptions(Lr lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
 
-  /// A parameter's step is as long as lr times the parameter itself.
+  /// The 2-norm of a parameter's step is lr times that of the parameter.
   TORCH_ARG(double, lr) = 1e-3;
   /// How much of the running means of gradients and of their squares a step keeps; in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   /// Added to the root of the mean square; at least 0.
   TORCH_ARG(double, eps) = 1e-6;
-  /// What of the parameter joins the direction of its step, before that is given its length.
+  /// weight_decay * parameter is added to the update before the trust ratio is applied.
   TORCH_ARG(double, weight_decay) = 0.01;
-  /// Divide the running means by what they lack in early steps.
+  /// Adam's correction of the running means in early steps.
   TORCH_ARG(bool, bias_correction) = true;
-  /// Groups without weight decay (biases, norms) take Adam's steps of lr, unless this is set: then
-  /// their lengths follow the parameters' too. Apex's use_nvlamb.
+  /// Applies the trust ratio in groups without weight decay (biases, norms) too, which take Adam's
+  /// steps otherwise. Apex's use_nvlamb.
   TORCH_ARG(bool, always_adapt) = false;
 
- public:
-  void serialize(torch::serialize::InputArchive& archive) override {
-    lr_ = detail::read_key<double>(archive, "lr");
-    betas_ = detail::read_key<betas_t>(archive, "betas");
-    eps_ = detail::read_key<double>(archive, "eps");
-    weight_decay_ = detail::read_key<double>(archive, "weight_decay");
-    bias_correction_ = detail::read_key<bool>(archive, "bias_correction");
-    always_adapt_ = detail::read_key<bool>(archive, "always_adapt");
-    read_extras(archive);
+  friend struct detail::MemberTable;
+  static auto members(auto& own) {
+    return std::tuple{detail::at_least_0("lr", own.lr()),
+                      detail::member("betas", own.betas()),
+                      detail::at_least_0("eps", own.eps()),
+                      detail::at_least_0("weight_decay", own.weight_decay()),
+                      detail::member("bias_correction", own.bias_correction()),
+                      detail::member("always_adapt", own.always_adapt())};
   }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("lr", c10::IValue(lr_));
-    archive.write("betas", c10::IValue(betas_));
-    archive.write("eps", c10::IValue(eps_));
-    archive.write("weight_decay", c10::IValue(weight_decay_));
-    archive.write("bias_correction", c10::IValue(bias_correction_));
-    archive.write("always_adapt", c10::IValue(always_adapt_));
-    write_extras(archive);
-  }
-  double get_lr() const override { return lr(); }
-  void set_lr(const double lr) override { this->lr(lr); }
-  bool operator==(const LAMBOptions&) const = default;
 };
 
 /// What LAMB remembers about a parameter: `exp_avg()` and `exp_avg_sq()`, of its shape and dtype,
@@ -72,20 +71,51 @@ struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::Counte
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, exp_avg_sq);
 
- public:
-  void serialize(torch::serialize::InputArchive& archive) override {
-    step(detail::read_key<int64_t>(archive, "step"));
-    detail::read_tensor_if_there(archive, "exp_avg", exp_avg_);
-    detail::read_tensor_if_there(archive, "exp_avg_sq", exp_avg_sq_);
-    read_kept(archive);
-  }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("step", c10::IValue(step()));
-    detail::write_tensor_if_defined(archive, "exp_avg", exp_avg_);
-    detail::write_tensor_if_defined(archive, "exp_avg_sq", exp_avg_sq_);
-    write_kept(archive);
+  friend struct detail::MemberTable;
+  static auto members(auto& own) {
+    return std::tuple{detail::member("exp_avg", own.exp_avg()),
+                      detail::member("exp_avg_sq", own.exp_avg_sq())};
   }
 };
+
+}  // namespace optim
+
+namespace detail {
+
+/// What ElementwiseOptimizer asks about LAMB, which looks at one element at a time, but twice:
+/// run_step_cpu and cuda_step make two passes.
+template <class Options, class State>
+struct LambTraits : OptimizerTraits<Options, State> {
+  using Constants = LambConstants;
+  using Coefficients = LambCoefficients;
+  static constexpr const char* kName = "LAMB";
+
+  static void check(const Options& options) { check_members(kName, options); }
+
+  static Constants constants(const Options& options) {
+    return {.beta1 = std::get<0>(options.betas()),
+            .beta2 = std::get<1>(options.betas()),
+            .eps = options.eps(),
+            .weight_decay = options.weight_decay(),
+            .corrects_bias = options.bias_correction(),
+            .always_adapts = options.always_adapt()};
+  }
+
+  using Loop = LambLoop;
+  static Loop loop(const Options&, optim::WeightStorage storage, at::ScalarType kept,
+                   at::ScalarType gradient, CpuIsa isa) {
+    return lamb_loop(storage, kept, gradient, isa);
+  }
+
+  static int moments(const Options&) { return 2; }
+#ifdef MEZZO_WITH_CUDA
+  static constexpr auto cuda_step = &cuda::lamb_step_;
+#endif
+};
+
+}  // namespace detail
+
+namespace optim {
 
 /// LAMB (You et al., "Large batch optimization for deep learning: training BERT in 76 minutes",
 /// 2020), as Apex's FusedLAMB has it. With AdamW's moments m and v, corrected for early steps, a

@@ -1,22 +1,31 @@
 /// \file
-/// Lion in one pass, with the rest of a mixed-precision step (unscale, clip, skip, clear) done
-/// while its memory is read and written once.
+/// Lion in one pass, with the rest of a mixed-precision step (unscale, clip, skip, zero the
+/// gradients) done while its memory is read and written once.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/lion_element.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
-#include <mezzo/optim/detail/lion_traits.h>
+#include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/optimizer_traits.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
+#include <concepts>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/kernels/cuda_launch.h>
+#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -25,32 +34,23 @@ namespace optim {
 struct LionOptions : public FusedOptions<LionOptions> {
   using betas_t = std::tuple<double, double>;
 
-  LionOptions(double lr = 1e-4) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
+  /// A template, so that what only sees it compiles no virtual functions.
+  template <std::convertible_to<double> Lr = double>
+  LionOptions(Lr lr = 1e-4) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
 
-  /// The length of every parameter's step: a third to a tenth of what AdamW would take.
+  /// Every element moves by lr in a step: take a third to a tenth of AdamW's rate.
   TORCH_ARG(double, lr) = 1e-4;
-  /// How much of the running mean is in a step's direction, and how much of it a step keeps; in
-  /// [0, 1).
+  /// The first weighs the running mean against the gradient in the direction of a step, the second
+  /// is how much of the running mean a step keeps; in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
   /// Parameters shrink by lr * weight_decay a step, whatever the gradient.
   TORCH_ARG(double, weight_decay) = 0;
 
- public:
-  void serialize(torch::serialize::InputArchive& archive) override {
-    lr_ = detail::read_key<double>(archive, "lr");
-    betas_ = detail::read_key<betas_t>(archive, "betas");
-    weight_decay_ = detail::read_key<double>(archive, "weight_decay");
-    read_extras(archive);
+  friend struct detail::MemberTable;
+  static auto members(auto& own) {
+    return std::tuple{detail::at_least_0("lr", own.lr()), detail::member("betas", own.betas()),
+                      detail::at_least_0("weight_decay", own.weight_decay())};
   }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("lr", c10::IValue(lr_));
-    archive.write("betas", c10::IValue(betas_));
-    archive.write("weight_decay", c10::IValue(weight_decay_));
-    write_extras(archive);
-  }
-  double get_lr() const override { return lr(); }
-  void set_lr(const double lr) override { this->lr(lr); }
-  bool operator==(const LionOptions&) const = default;
 };
 
 /// What Lion remembers about a parameter: `exp_avg()`, of its shape and dtype, and `step()`, how
@@ -58,18 +58,44 @@ struct LionOptions : public FusedOptions<LionOptions> {
 struct LionParamState : public detail::ParamState<LionParamState, detail::CountedState<>> {
   TORCH_ARG(at::Tensor, exp_avg);
 
- public:
-  void serialize(torch::serialize::InputArchive& archive) override {
-    step(detail::read_key<int64_t>(archive, "step"));
-    detail::read_tensor_if_there(archive, "exp_avg", exp_avg_);
-    read_kept(archive);
-  }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("step", c10::IValue(step()));
-    detail::write_tensor_if_defined(archive, "exp_avg", exp_avg_);
-    write_kept(archive);
-  }
+  friend struct detail::MemberTable;
+  static auto members(auto& own) { return std::tuple{detail::member("exp_avg", own.exp_avg())}; }
 };
+
+}  // namespace optim
+
+namespace detail {
+
+/// What ElementwiseOptimizer asks about Lion.
+template <class Options, class State>
+struct LionTraits : OptimizerTraits<Options, State> {
+  using Constants = LionConstants;
+  using Coefficients = LionCoefficients;
+  static constexpr const char* kName = "Lion";
+
+  static void check(const Options& options) { check_members(kName, options); }
+
+  static Constants constants(const Options& options) {
+    return {.beta1 = std::get<0>(options.betas()),
+            .beta2 = std::get<1>(options.betas()),
+            .weight_decay = options.weight_decay()};
+  }
+
+  using Loop = StepFunction<Coefficients>;
+  static Loop loop(const Options&, optim::WeightStorage storage, at::ScalarType kept,
+                   at::ScalarType gradient, CpuIsa isa) {
+    return step_loop<LionRule>(storage, kept, gradient, isa);
+  }
+
+  static int moments(const Options&) { return 1; }
+#ifdef MEZZO_WITH_CUDA
+  static constexpr auto cuda_step = &cuda::lion_step_;
+#endif
+};
+
+}  // namespace detail
+
+namespace optim {
 
 /// Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023) with decoupled weight
 /// decay: one moment, and 20 bytes a parameter to AdamW's 28. libtorch has none, so files are

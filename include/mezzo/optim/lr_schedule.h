@@ -4,7 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer_interface.h>
 #include <mezzo/optim/step_result.h>
 
 #include <torch/optim/optimizer.h>
@@ -134,7 +134,7 @@ class LrSchedule {
   void restore(int64_t applied_steps, const std::vector<double>& base_lrs);
 
   torch::optim::Optimizer* optimizer_;
-  optim::FusedOptimizer* fused_;  // the same, where it is mezzo's
+  optim::OptimizerInterface* mezzos_;  // the same, where it is mezzo's
   Curve curve_;
   int64_t applied_steps_ = 0;     // not counted where the optimizer does
   std::vector<double> base_lrs_;  // not kept where the groups' lr is the base
@@ -163,5 +163,4 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/optim/detail/lr_curves.h>         // IWYU pragma: export
 #include <mezzo/optim/detail/lr_schedule_impl.h>  // IWYU pragma: export

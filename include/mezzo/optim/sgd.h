@@ -1,22 +1,36 @@
 /// \file
 /// SGD in one pass: what `torch::optim::SGD` is for dense gradients, with the rest of a
-/// mixed-precision step (unscale, clip, skip, clear) done while its memory is read and written
-/// once.
+/// mixed-precision step (unscale, clip, skip, zero the gradients) done while its memory is read and
+/// written once.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/optim/detail/aten_step.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
+#include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/optimizer_traits.h>
 #include <mezzo/optim/detail/param_state.h>
-#include <mezzo/optim/detail/sgd_traits.h>
 #include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/fused_options.h>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
 
+#include <concepts>
+#include <tuple>
 #include <utility>
 #include <vector>
+
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/kernels/cuda_launch.h>
+#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -32,10 +46,7 @@ namespace optim {
 /// - `nesterov` (false): step along the gradient as it would be after the momentum's step
 ///   (Sutskever et al., 2013).
 struct SGDOptions : public detail::SgdOptionsOn<SGDOptions, torch::optim::SGDOptions> {
-  SGDOptions(double lr)  // NOLINT(google-explicit-constructor)
-      : SGDOptions(torch::optim::SGDOptions(lr)) {}
-  SGDOptions(const torch::optim::SGDOptions& options)  // NOLINT(google-explicit-constructor)
-      : SgdOptionsOn(options) {}
+  using SgdOptionsOn::SgdOptionsOn;
 };
 
 /// What SGD with momentum remembers about a parameter (without it, only what weight_storage and
@@ -48,28 +59,97 @@ struct SGDParamState
   using LibtorchState = torch::optim::SGDParamState;
 
   SGDParamState() = default;
-  explicit SGDParamState(const torch::optim::SGDParamState& state) {
+  template <std::same_as<torch::optim::SGDParamState> Plain>
+  explicit SGDParamState(const Plain& state) {
     momentum_buffer(state.momentum_buffer());
-    step(applied_at_least());
-  }
-
-  void serialize(torch::serialize::InputArchive& archive) override {
-    detail::read_tensor_if_there(archive, "momentum_buffer", momentum_buffer());
-    c10::IValue count;
-    step(archive.try_read("step", count) ? count.toInt() : applied_at_least());
-    read_kept(archive);
-  }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("step", c10::IValue(step()));
-    detail::write_tensor_if_defined(archive, "momentum_buffer", momentum_buffer());
-    write_kept(archive);
+    step(step_without_count());
   }
 
  private:
+  friend struct detail::MemberTable;
+  friend ParamState;
+  static auto members(auto& own) {
+    return std::tuple{detail::member("momentum_buffer", own.momentum_buffer())};
+  }
   /// libtorch's state has no count, and a buffer from the first step on: whether there was a step
   /// is all that matters.
-  int64_t applied_at_least() const { return momentum_buffer().defined() ? 1 : 0; }
+  int64_t step_without_count() const { return momentum_buffer().defined() ? 1 : 0; }
 };
+
+}  // namespace optim
+
+namespace detail {
+
+/// What ElementwiseOptimizer asks about SGD.
+template <class Options, class State>
+struct SgdTraits : OptimizerTraits<Options, State> {
+  using Constants = SgdConstants;
+  using Coefficients = SgdCoefficients;
+  static constexpr const char* kName = "SGD";
+
+  static void check(const Options& options) {
+    check_members(kName, options);
+    TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
+                "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
+                options.dampening(), "; it needs a positive momentum and a dampening of 0");
+  }
+
+  static Constants constants(const Options& options) {
+    return {.momentum = options.momentum(),
+            .dampening = options.dampening(),
+            .weight_decay = options.weight_decay(),
+            .nesterov = options.nesterov()};
+  }
+
+  using Loop = StepFunction<Coefficients>;
+  static Loop loop(const Options& options, optim::WeightStorage storage, at::ScalarType kept,
+                   at::ScalarType gradient, CpuIsa isa) {
+    return options.momentum() != 0 ? step_loop<SgdRule<true>>(storage, kept, gradient, isa)
+                                   : step_loop<SgdRule<false>>(storage, kept, gradient, isa);
+  }
+
+  static int moments(const Options& options) { return options.momentum() == 0 ? 0 : 1; }
+  static bool has_state(const Options& options) { return options.momentum() != 0; }
+  /// A buffer begins as a gradient, though there were steps before without momentum.
+  static bool begins(const Options& options, State& state) {
+    return options.momentum() != 0 && !state.momentum_buffer().defined();
+  }
+
+#ifdef MEZZO_WITH_CUDA
+  static bool variant(const Options& options) { return options.momentum() != 0; }
+  static constexpr auto cuda_step = &cuda::sgd_step_;
+#endif
+
+  static constexpr bool kAtenHasIt = true;
+
+  /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
+  /// 0. A kernel told of a first step would not see that the device skipped it.
+  static void check_for_aten(const Options& options) {
+    TORCH_CHECK(
+        options.dampening() == 0 || options.momentum() == 0, "SGD: dampening is ",
+        options.dampening(),
+        " on a device that has no kernel of mezzo's; link the target mezzo::cuda, or set 0");
+  }
+
+  static void aten_step(const Options& options, const AtenLists& lists,
+                        const AtenVerdict& verdict) {
+    const auto call = [&](const auto& lr) {
+      at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], options.weight_decay(),
+                      options.momentum(), lr, options.dampening(), options.nesterov(),
+                      /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
+                      verdict.found_inf);
+    };
+    if (verdict.lr_factor) {
+      call(*verdict.lr_factor * options.lr());
+    } else {
+      call(options.lr());
+    }
+  }
+};
+
+}  // namespace detail
+
+namespace optim {
 
 /// Gradient descent with momentum, dampening, weight decay and Nesterov's look ahead: the answers
 /// of `torch::optim::SGD` within rounding, from one pass over gradient, parameter and buffer. All

@@ -8,10 +8,12 @@
 #include <mezzo/optim/sgd.h>
 #include "vector_model.h"
 
+#include <concepts>
 #include <functional>
 #include <iostream>
 #include <map>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -235,6 +237,76 @@ TEST(Initialize, CallsModulesInsideAModelAndRefusesOthers) {
       ThrowsMessage<c10::Error>(HasSubstr("is none of the models that were given")));
 }
 
+/// As pytorch/examples writes a model: a module, and no holder around it.
+struct PlainNet : torch::nn::Module {
+  PlainNet() { register_module("layer", layer); }
+  torch::Tensor forward(const torch::Tensor& batch) {
+    input_dtype = batch.scalar_type();
+    return layer(batch);
+  }
+  torch::nn::Linear layer{2, 2};
+  torch::ScalarType input_dtype = torch::kFloat;
+};
+
+TEST(Initialize, TakesAModelThatIsAVariableItself) {
+  PlainNet model, other;
+  torch::optim::SGD optimizer(model.parameters(), 0.1), of_other(other.parameters(), 0.1);
+  auto amp = mezzo::initialize(model, optimizer, OptLevel::O2_bf16(), kQuiet);
+  const torch::Tensor before = model.layer->weight.detach().clone();
+  EXPECT_EQ(before.scalar_type(), torch::kBFloat16);
+  const torch::Tensor output = amp(model, torch::ones({1, 2}));
+  EXPECT_EQ(model.input_dtype, torch::kBFloat16);
+  EXPECT_EQ(output.scalar_type(), torch::kFloat);
+  amp.scale_loss(output.sum(), optimizer);
+  amp.step(optimizer);
+  EXPECT_FALSE(torch::equal(model.layer->weight, before));
+  EXPECT_EQ(amp(model.layer, torch::ones({1, 2})).scalar_type(), torch::kFloat);
+
+  PlainNet third;
+  torch::optim::SGD of_third(third.parameters(), 0.1);
+  auto both = mezzo::initialize({other, third}, {of_other, of_third}, OptLevel::O1_bf16(), kQuiet);
+  EXPECT_EQ(both(third, torch::ones({1, 2})).scalar_type(), torch::kBFloat16);
+  EXPECT_THAT(
+      [&] {
+        (void)both(model, torch::ones({1, 2}));
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("is none of the models that were given")));
+}
+
+static_assert(std::convertible_to<PlainNet&, mezzo::ModelList>);
+static_assert(!std::convertible_to<const PlainNet&, mezzo::ModelList>, "its forward is not const");
+static_assert(!std::convertible_to<PlainNet, mezzo::ModelList>, "it would be gone after the call");
+
+// Structs of tensors do not compile unless they list them; others pass.
+struct TwoTensors {
+  torch::Tensor logits, loss;
+};
+struct AndANumber {
+  int classes;
+  std::string name;
+  std::optional<torch::Tensor> maybe;
+};
+struct NoTensors {
+  int classes;
+  std::string name;
+  std::vector<double> numbers;
+};
+static_assert(mezzo::detail::hides_tensors<TwoTensors>());
+static_assert(mezzo::detail::hides_tensors<AndANumber>());
+static_assert(!mezzo::detail::hides_tensors<NetImpl::Output>());
+static_assert(!mezzo::detail::hides_tensors<NoTensors>());
+static_assert(!mezzo::detail::hides_tensors<std::string>());
+
+TEST(Initialize, LeavesFloat8BuffersAlone) {
+  struct Quantized : torch::nn::Module {
+    Quantized() { table = register_buffer("table", torch::ones({2}).to(torch::kFloat8_e4m3fn)); }
+    torch::Tensor table;
+  };
+  const auto model = std::make_shared<Quantized>();
+  mezzo::initialize(model, OptLevel::O3(), kQuiet);
+  EXPECT_EQ(model->table.scalar_type(), torch::kFloat8_e4m3fn);
+}
+
 TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
   for (const OptLevel& level : {OptLevel::O2(), OptLevel::O2_bf16(), OptLevel::O3()}) {
     torch::nn::Linear net(2, 2);
@@ -369,7 +441,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   const auto make = [&](auto&& models, const auto& list) {
     return [&, list] { mezzo::initialize(models, list, level, kQuiet); };
   };
-  expect_error(make(other, mezzo::detail::OptimizerList(optimizer)),
+  expect_error(make(other, mezzo::OptimizerList(optimizer)),
                "optimizer 0 holds no parameter of the models that were given");
   expect_error(
       [&] {
@@ -401,6 +473,18 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   other->head->to(torch::kHalf);
   expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
                "Found param head.weight of ");
+  expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
+               "with type float16, expected float32. When using amp.initialize, you do not need to "
+               "call .half() on your model before passing it, no matter what optimization level "
+               "you choose. Call model->to(torch::kFloat) before making the optimizer");
+  struct Quantized : torch::nn::Module {
+    Quantized() {
+      const torch::Tensor weight = torch::ones({2}).to(torch::kFloat8_e4m3fn);
+      register_parameter("weight", weight, /*requires_grad=*/false);
+    }
+  };
+  expect_error([&] { mezzo::initialize(std::make_shared<Quantized>(), level, kQuiet); },
+               "with type Float8_e4m3fn, expected float32. What is quantized cannot be trained");
   struct Elsewhere : torch::nn::Module {
     Elsewhere() { register_parameter("weight", torch::empty({2}, torch::kMeta)); }
   };

@@ -7,7 +7,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/detail/kept_weights.h>

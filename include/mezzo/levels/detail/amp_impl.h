@@ -1,17 +1,19 @@
 /// \file
-/// Amp: how models are called, and how passes of losses become steps.
+/// Amp: how models are called, how passes of losses become steps, and its state in files.
 #pragma once
 
-#include <mezzo/levels/detail/amp_checks.h>
-#include <mezzo/levels/detail/model_cast.h>
+#include <mezzo/levels/detail/amp_models.h>
 #include <mezzo/levels/initialize.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <iostream>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -34,22 +36,31 @@ inline bool contains(const std::vector<torch::optim::Optimizer*>& list,
   return std::find(list.begin(), list.end(), optimizer) != list.end();
 }
 
-/// For the length of a scope.
-class SetWhile {
- public:
-  explicit SetWhile(bool& flag) : flag_(flag) { flag_ = true; }
-  ~SetWhile() { flag_ = false; }
-  SetWhile(const SetWhile&) = delete;
-  SetWhile& operator=(const SetWhile&) = delete;
+inline std::string loss_scaler_key(std::size_t loss) {
+  return "loss_scaler" + std::to_string(loss);
+}
 
- private:
-  bool& flag_;
-};
+/// An entry as GradScaler takes it: the values of `present` where the entry, as one of Apex's, has
+/// only the two that Apex writes.
+inline GradScaler::StateDict full_scaler_state(const std::string& key,
+                                               const GradScaler::StateDict& entry,
+                                               GradScaler::StateDict present) {
+  for (const char* name : {"loss_scale", "unskipped"}) {
+    TORCH_CHECK(entry.count(name) == 1, "load_state_dict: ", key, " lacks \"", name,
+                "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
+  }
+  for (const auto& [name, value] : entry) present[name] = value;
+  present["scale"] = entry.at("loss_scale");
+  present["_growth_tracker"] = entry.at("unskipped");
+  present.erase("loss_scale");
+  present.erase("unskipped");
+  return present;
+}
 
 }  // namespace detail
 
-inline Amp::Amp(detail::ModelList models, const detail::OptimizerList& optimizers,
-                const OptLevel& level, const InitializeOptions& options)
+inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
+                const InitializeOptions& options)
     : level_(level),
       enabled_(options.enabled),
       policy_(options.policy),
@@ -79,10 +90,14 @@ inline Amp::Amp(detail::ModelList models, const detail::OptimizerList& optimizer
   for (const auto& model : models.modules()) models_.emplace_back(model);
 }
 
-template <detail::ModelHandle Model, class... Args>
-decltype(auto) Amp::operator()(const Model& model, Args&&... args) const {
+template <class Model, class... Args>
+decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
+  static_assert(std::convertible_to<Model, ModelList>,
+                "amp(model, ...): the first argument is no model; give one that was given to "
+                "mezzo::initialize, or a module inside one");
   const auto module = detail::module_pointer(model);
-  TORCH_CHECK(module != nullptr, "amp(model, ...): the model is an empty holder");
+  TORCH_CHECK(module != nullptr,
+              "amp(model, ...): the model is an empty holder; construct it first");
   const auto known = std::find_if(models_.begin(), models_.end(),
                                   [&](const auto& one) { return one.contains(*module); });
   TORCH_CHECK(known != models_.end(), "amp(model, ...): ", module->name(),
@@ -100,20 +115,21 @@ decltype(auto) Amp::operator()(const Model& model, Args&&... args) const {
   });
 }
 
-inline void Amp::scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+inline void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                             const ScaleLossOptions& options) {
   scale_loss(loss, optimizers, options, [](const at::Tensor& scaled) { scaled.backward(); });
 }
 
 template <std::invocable<const at::Tensor&> Backward>
-void Amp::scale_loss(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                      const ScaleLossOptions& options, Backward&& backward) {
   const at::Tensor scaled = begin_pass(loss, optimizers, options);
   try {
-    const detail::SetWhile in_backward(is_in_backward_);
+    is_in_backward_ = true;
+    const auto backward_ends = c10::make_scope_exit([this] { is_in_backward_ = false; });
     std::forward<Backward>(backward)(scaled);
   } catch (...) {
-    give_pass_up(optimizers);
+    for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).give_pass_up();
     throw;
   }
   end_pass(optimizers, options);
@@ -124,11 +140,12 @@ inline void Amp::refuse_within_backward(const char* call) const {
               ": called within the backward pass of a scale_loss; let that return first");
 }
 
-inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const detail::OptimizerList& optimizers,
+inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
                                   const ScaleLossOptions& options) {
   refuse_within_backward("scale_loss");
   const std::size_t id = checked_loss(options.loss_id);
-  TORCH_CHECK(loss.defined(), "scale_loss: loss is undefined");
+  TORCH_CHECK(loss.defined(),
+              "scale_loss: loss is undefined; give the tensor that the criterion returned");
   TORCH_CHECK(!optimizers.optimizers().empty(),
               "scale_loss: name the optimizers that the loss is for, one or several in braces");
   for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer);
@@ -151,8 +168,7 @@ inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const detail::Optimize
   return scaled;
 }
 
-inline void Amp::end_pass(const detail::OptimizerList& optimizers,
-                          const ScaleLossOptions& options) {
+inline void Amp::end_pass(const OptimizerList& optimizers, const ScaleLossOptions& options) {
   if (!enabled_ || options.delay_unscale) return;
   std::vector<at::Tensor> found;  // wherever it shows, it is the loss that overflowed
   for (const auto* optimizer : optimizers.optimizers()) {
@@ -163,10 +179,6 @@ inline void Amp::end_pass(const detail::OptimizerList& optimizers,
   }
   if (optimizers.optimizers().size() == 1) return;
   for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).hear_of(found);
-}
-
-inline void Amp::give_pass_up(const detail::OptimizerList& optimizers) {
-  for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).give_pass_up();
 }
 
 inline void Amp::unscale(detail::OptimizerPasses& passes) {
@@ -254,6 +266,47 @@ inline std::size_t Amp::checked_loss(int64_t loss_id) const {
               "; it should be between 0 and num_losses - 1, which is ", num_losses() - 1,
               " (mezzo::initialize takes {.num_losses = ...})");
   return static_cast<std::size_t>(loss_id);
+}
+
+inline void Amp::require_between_iterations(const char* call) const {
+  TORCH_CHECK(std::none_of(passes_.begin(), passes_.end(),
+                           [](const auto& passes) { return passes.awaits_step(); }),
+              call,
+              ": a loss was scaled for an optimizer that has not stepped yet; call it after "
+              "amp.step, or amp.zero_grad to give the gradients up");
+}
+
+inline Amp::StateDict Amp::state_dict() const {
+  require_between_iterations("state_dict");
+  StateDict all;
+  if (!enabled_) return all;
+  for (std::size_t i = 0; i < scalers_.size(); ++i) {
+    GradScaler::StateDict entry = scalers_[i].state_dict();
+    entry["loss_scale"] = entry.at("scale");
+    entry["unskipped"] = entry.at("_growth_tracker");
+    all[detail::loss_scaler_key(i)] = std::move(entry);
+  }
+  return all;
+}
+
+inline void Amp::load_state_dict(const StateDict& state) {
+  if (!enabled_) return;
+  require_between_iterations("load_state_dict");
+  TORCH_CHECK(state.size() == scalers_.size(), "load_state_dict: state_dict contains ",
+              state.size(), " entries, while ", scalers_.size(),
+              " loss_scalers are used; give mezzo::initialize the num_losses that was saved");
+  std::vector<GradScaler> loaded;
+  for (std::size_t i = 0; i < scalers_.size(); ++i) {
+    const std::string key = detail::loss_scaler_key(i);
+    const auto entry = state.find(key);
+    TORCH_CHECK(entry != state.end(), "load_state_dict: state_dict lacks \"", key, "\"");
+    GradScaler trial(GradScalerOptions(scalers_[i].rule()));
+    trial.load_state_dict(detail::full_scaler_state(key, entry->second, scalers_[i].state_dict()));
+    loaded.push_back(std::move(trial));
+  }
+  for (std::size_t i = 0; i < scalers_.size(); ++i) {
+    scalers_[i].load_state_dict(loaded[i].state_dict());
+  }
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

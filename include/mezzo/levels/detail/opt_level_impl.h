@@ -27,7 +27,7 @@ inline LossScale loss_scale_of(std::string_view text) {
   double scale = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), scale);
   TORCH_CHECK(error == std::errc() && end == text.data() + text.size(), "loss_scale \"", text,
-              "\" is neither a number nor \"dynamic\"");
+              "\" is neither a number nor \"dynamic\"; write 128.0, \"128.0\" or \"dynamic\"");
   return LossScale::fixed(scale);
 }
 
@@ -150,15 +150,6 @@ inline void OptLevel::check_against_level() const {
 inline OptLevel OptLevel::parse(std::string_view name, const OptLevelOverrides& overrides) {
   return {defaults_of(name), overrides};
 }
-
-inline OptLevel OptLevel::O0(const OptLevelOverrides& set) { return parse("O0", set); }
-inline OptLevel OptLevel::O1(const OptLevelOverrides& set) { return parse("O1", set); }
-inline OptLevel OptLevel::O2(const OptLevelOverrides& set) { return parse("O2", set); }
-inline OptLevel OptLevel::O3(const OptLevelOverrides& set) { return parse("O3", set); }
-inline OptLevel OptLevel::O1_bf16(const OptLevelOverrides& set) { return parse("O1_bf16", set); }
-inline OptLevel OptLevel::O2_bf16(const OptLevelOverrides& set) { return parse("O2_bf16", set); }
-inline OptLevel OptLevel::O3_bf16(const OptLevelOverrides& set) { return parse("O3_bf16", set); }
-inline OptLevel OptLevel::TF32(const OptLevelOverrides& set) { return parse("TF32", set); }
 
 inline OptLevel OptLevel::with(const OptLevelOverrides& overrides) const {
   OptLevelOverrides all = overrides_;

@@ -4,8 +4,8 @@
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/optim/detail/aten_step.h>
-#include <mezzo/optim/detail/option_checks.h>
-#include <mezzo/optim/detail/step_loops.h>
+#include <mezzo/optim/detail/optimizer_traits.h>
+#include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_options.h>
 
 #include <ATen/core/Tensor.h>
@@ -23,16 +23,28 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// The state that Adam and AdamW keep of a parameter. `Base` is libtorch's.
+template <class Own, class Base>
+class AdamState : public ParamState<Own, Base> {
+ public:
+  using ParamState<Own, Base>::ParamState;
+
+ private:
+  friend struct MemberTable;
+  static auto members(auto& own) {
+    return std::tuple{member("exp_avg", own.exp_avg()), member("exp_avg_sq", own.exp_avg_sq()),
+                      member("max_exp_avg_sq", own.max_exp_avg_sq())};
+  }
+};
+
 /// What ElementwiseOptimizer asks about Adam and, with kIsDecoupled, AdamW.
-template <class OptionsT, class StateT, bool kIsDecoupled>
-struct AdamTraits {
-  using Options = OptionsT;
-  using State = StateT;
+template <class Options, class State, bool kIsDecoupled>
+struct AdamTraits : OptimizerTraits<Options, State> {
   using Constants = AdamConstants;
   using Coefficients = AdamCoefficients;
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
 
-  static void check(const Options& options) { check_adam_options(kName, options); }
+  static void check(const Options& options) { check_members(kName, options); }
 
   static Constants constants(const Options& options) {
     return {.beta1 = std::get<0>(options.betas()),
@@ -50,13 +62,6 @@ struct AdamTraits {
   }
 
   static int moments(const Options& options) { return options.amsgrad() ? 3 : 2; }
-
-  static bool has_state(const Options&) { return true; }
-  static bool begins(const Options&, State&) { return false; }
-
-  static at::Tensor& moment(State& state, int k) {
-    return k == 0 ? state.exp_avg() : k == 1 ? state.exp_avg_sq() : state.max_exp_avg_sq();
-  }
 
 #ifdef MEZZO_WITH_CUDA
   static bool variant(const Options& options) { return options.amsgrad(); }

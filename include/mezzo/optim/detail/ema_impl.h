@@ -27,13 +27,8 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
                 "Ema: parameter ", i, " should be a dense tensor of floating point");
   }
   const c10::NoGradGuard no_grad;
-  const std::vector<at::Tensor> trained = weights();
-  averages_.reserve(trained.size());
-  for (std::size_t i = 0; i < trained.size(); ++i) {
-    averages_.push_back(trained[i].detach().to(parameters_[i].device(),
-                                               detail::wide_dtype(trained[i]),
-                                               /*non_blocking=*/false, /*copy=*/true));
-  }
+  averages_.resize(parameters_.size());
+  settle(weights());
 }
 
 inline std::vector<at::Tensor> Ema::weights() const {
@@ -54,6 +49,15 @@ inline std::vector<at::Tensor> Ema::weights() const {
   return weights;
 }
 
+inline void Ema::settle(const std::vector<at::Tensor>& weights) {
+  for (std::size_t i = 0; i < averages_.size(); ++i) {
+    const at::Tensor weight = weights[i].detach();
+    detail::follow_weight(averages_[i], weight, [&weight] {
+      return weight.to(detail::wide_dtype(weight), /*non_blocking=*/false, /*copy=*/true);
+    });
+  }
+}
+
 inline void Ema::update() {
   const c10::NoGradGuard no_grad;
   const std::vector<at::Tensor> trained = weights();
@@ -61,11 +65,10 @@ inline void Ema::update() {
     TORCH_CHECK(trained[i].sizes() == averages_[i].sizes(), "Ema: parameter ", i, " had the shape ",
                 averages_[i].sizes(), " and now has ", trained[i].sizes(), "; make a new Ema");
   }
+  settle(trained);
   for (std::size_t i = 0; i < averages_.size(); ++i) {
-    at::Tensor& average = averages_[i];
-    average = average.to(trained[i].device());  // the model may have moved
-    const at::Tensor weight = trained[i].detach().to(average.scalar_type());
-    detail::move_average(average, weight, 1.0 - options_.decay);
+    const at::Tensor weight = trained[i].detach().to(averages_[i].scalar_type());
+    detail::move_average(averages_[i], weight, 1.0 - options_.decay);
   }
   ++updates_;
 }
@@ -90,7 +93,7 @@ inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& av
   updates_ = updates;
 }
 
-inline EmaScope::EmaScope(const optim::FusedOptimizer& optimizer) {
+inline EmaScope::EmaScope(const optim::OptimizerInterface& optimizer) {
   TORCH_CHECK(optimizer.keeps_averages(),
               "EmaScope: this optimizer keeps no average; set ema_decay in its options, or keep "
               "one beside it with mezzo::Ema");

@@ -3,6 +3,7 @@
 #include <mezzo/base/detail/wide_dtype.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/move_average.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_options.h>
 
@@ -154,13 +155,11 @@ at::Tensor present_value(const at::Tensor& parameter, optim::WeightStorage stora
 /// `ema`, which begins as the value that is trained; after settle_weights.
 template <class State>
 void settle_average(const at::Tensor& parameter, double decay, State& state) {
-  at::Tensor& ema = state.ema();
   if (decay == 0) {
-    ema = at::Tensor();
-    return;
+    state.ema() = at::Tensor();
+  } else {
+    follow_weight(state.ema(), parameter, [&] { return trained_value(parameter, state); });
   }
-  if (!ema.defined()) ema = trained_value(parameter, state);
-  ema = ema.to(parameter.device(), wide_dtype(parameter));
 }
 
 }  // namespace detail

@@ -1,10 +1,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/fused_options.h>
-
-#include <torch/serialize/archive.h>
 
 #include <tuple>
 #include <utility>
@@ -22,11 +20,19 @@ namespace detail {
     return static_cast<Own&>(*this);                      \
   }
 
+// Derived classes inherit the constructors: ones of their own, being no templates, would
+// instantiate the virtual functions, files and all, in every unit that sees them.
+
 /// The options of Adam and AdamW. `Base` is libtorch's class.
 template <class Own, class Base>
 class AdamOptionsOn : public optim::FusedOptions<Own, Base> {
  public:
   using betas_t = std::tuple<double, double>;
+
+  AdamOptionsOn(double lr = 1e-3)  // NOLINT(google-explicit-constructor)
+      : AdamOptionsOn(Base(lr)) {}
+  AdamOptionsOn(const Base& options)  // NOLINT(google-explicit-constructor)
+      : optim::FusedOptions<Own, Base>(options) {}
 
   MEZZO_LIBTORCH_OPTION(double, lr)
   MEZZO_LIBTORCH_OPTION(betas_t, betas)
@@ -34,48 +40,38 @@ class AdamOptionsOn : public optim::FusedOptions<Own, Base> {
   MEZZO_LIBTORCH_OPTION(double, weight_decay)
   MEZZO_LIBTORCH_OPTION(bool, amsgrad)
 
-  void serialize(torch::serialize::InputArchive& archive) override {
-    lr(read_key<double>(archive, "lr"));
-    betas(read_key<betas_t>(archive, "betas"));
-    eps(read_key<double>(archive, "eps"));
-    weight_decay(read_key<double>(archive, "weight_decay"));
-    amsgrad(read_key<bool>(archive, "amsgrad"));
-    this->read_extras(archive);
+ private:
+  friend struct MemberTable;
+  static auto members(auto& own) {
+    return std::tuple{at_least_0("lr", own.lr()), member("betas", own.betas()),
+                      at_least_0("eps", own.eps()), at_least_0("weight_decay", own.weight_decay()),
+                      member("amsgrad", own.amsgrad())};
   }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    Base::serialize(archive);
-    this->write_extras(archive);
-  }
-
- protected:
-  explicit AdamOptionsOn(const Base& options) : optim::FusedOptions<Own, Base>(options) {}
 };
 
 /// The options of SGD. `Base` is libtorch's class.
 template <class Own, class Base>
 class SgdOptionsOn : public optim::FusedOptions<Own, Base> {
  public:
+  SgdOptionsOn(double lr)  // NOLINT(google-explicit-constructor)
+      : SgdOptionsOn(Base(lr)) {}
+  SgdOptionsOn(const Base& options)  // NOLINT(google-explicit-constructor)
+      : optim::FusedOptions<Own, Base>(options) {}
+
   MEZZO_LIBTORCH_OPTION(double, lr)
   MEZZO_LIBTORCH_OPTION(double, momentum)
   MEZZO_LIBTORCH_OPTION(double, dampening)
   MEZZO_LIBTORCH_OPTION(double, weight_decay)
   MEZZO_LIBTORCH_OPTION(bool, nesterov)
 
-  void serialize(torch::serialize::InputArchive& archive) override {
-    lr(read_key<double>(archive, "lr"));
-    momentum(read_key<double>(archive, "momentum"));
-    dampening(read_key<double>(archive, "dampening"));
-    weight_decay(read_key<double>(archive, "weight_decay"));
-    nesterov(read_key<bool>(archive, "nesterov"));
-    this->read_extras(archive);
+ private:
+  friend struct MemberTable;
+  static auto members(auto& own) {
+    return std::tuple{at_least_0("lr", own.lr()), at_least_0("momentum", own.momentum()),
+                      member("dampening", own.dampening()),
+                      at_least_0("weight_decay", own.weight_decay()),
+                      member("nesterov", own.nesterov())};
   }
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    Base::serialize(archive);
-    this->write_extras(archive);
-  }
-
- protected:
-  explicit SgdOptionsOn(const Base& options) : optim::FusedOptions<Own, Base>(options) {}
 };
 
 #undef MEZZO_LIBTORCH_OPTION

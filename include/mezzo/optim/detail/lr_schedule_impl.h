@@ -5,15 +5,52 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/optim/lr_schedule.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numbers>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A curve as the table that FusedOptimizer::set_lr_factors takes.
+inline void check_factor(const char* curve, const char* member, double value) {
+  TORCH_CHECK(value >= 0 && value <= 1, curve, ": ", member, " is ", value,
+              "; it should be from 0 to 1");
+}
+
+inline void check_exponent(const char* curve, const char* member, double value) {
+  TORCH_CHECK(value > 0 && !nonfinite_bits(value), curve, ": ", member, " is ", value,
+              "; it should be positive and finite");
+}
+
+/// The part that the curves share; `fall` gives what follows the warm-up, from how far in the fall
+/// `applied_steps` lies: the share that is done and the one that remains.
+template <class Curve, class Fall>
+double warmed_up(const char* name, const Curve& curve, int64_t applied_steps, const Fall& fall) {
+  const auto [warmup, total] = std::pair(curve.warmup_steps, curve.total_steps);
+  TORCH_CHECK(total >= 1, name, ": total_steps is ", total, "; it should be at least 1");
+  TORCH_CHECK(warmup >= 0 && warmup <= total, name, ": warmup_steps is ", warmup,
+              "; it should be from 0 to total_steps (", total, ")");
+  check_factor(name, "min_factor", curve.min_factor);
+  check_factor(name, "initial_factor", curve.initial_factor);
+  TORCH_CHECK(applied_steps >= 0, name, ": applied_steps is ", applied_steps,
+              "; it should be at least 0");
+  if (applied_steps < warmup) {
+    const double risen = static_cast<double>(applied_steps) / static_cast<double>(warmup);
+    return curve.initial_factor + (1 - curve.initial_factor) * risen;
+  }
+  const int64_t now = std::min(applied_steps, total);
+  const auto length = static_cast<double>(std::max<int64_t>(total - warmup, 1));
+  // Where all is warm-up, the end comes right after it.
+  const double done = now == total ? 1.0 : static_cast<double>(now - warmup) / length;
+  const double remaining = static_cast<double>(total - now) / length;
+  return curve.min_factor + (1 - curve.min_factor) * fall(done, remaining);
+}
+
+/// A curve as the table that OptimizerInterface::set_lr_factors takes.
 template <LrCurve Curve>
 std::vector<double> lr_factors(const Curve& curve) {
   const int64_t total = curve.total_steps;
@@ -33,13 +70,33 @@ inline std::vector<double> lrs_of_groups(const torch::optim::Optimizer& optimize
 
 }  // namespace detail
 
+inline double LinearCurve::factor(int64_t applied_steps) const {
+  return detail::warmed_up("LinearCurve", *this, applied_steps,
+                           [](double /*done*/, double remaining) { return remaining; });
+}
+
+inline double CosineCurve::factor(int64_t applied_steps) const {
+  detail::check_exponent("CosineCurve", "cycles", cycles);
+  return detail::warmed_up("CosineCurve", *this, applied_steps,
+                           [this](double done, double /*remaining*/) {
+                             return 0.5 * (1 + std::cos(std::numbers::pi * cycles * 2 * done));
+                           });
+}
+
+inline double PolynomialCurve::factor(int64_t applied_steps) const {
+  detail::check_exponent("PolynomialCurve", "power", power);
+  return detail::warmed_up(
+      "PolynomialCurve", *this, applied_steps,
+      [this](double /*done*/, double remaining) { return std::pow(remaining, power); });
+}
+
 template <LrCurve Curve>
 LrSchedule<Curve>::LrSchedule(torch::optim::Optimizer& optimizer, Curve curve)
     : optimizer_(&optimizer),
-      fused_(dynamic_cast<optim::FusedOptimizer*>(&optimizer)),
+      mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)),
       curve_(std::move(curve)) {
-  if (fused_ != nullptr) {
-    fused_->set_lr_factors(detail::lr_factors(curve_));
+  if (mezzos_ != nullptr) {
+    mezzos_->set_lr_factors(detail::lr_factors(curve_));
   } else {
     set_lrs();
   }
@@ -47,27 +104,27 @@ LrSchedule<Curve>::LrSchedule(torch::optim::Optimizer& optimizer, Curve curve)
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step(const StepResult& result) {
-  if (fused_ != nullptr) return;
+  if (mezzos_ != nullptr) return;
   if (result.ran()) ++applied_steps_;
   set_lrs();
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step() {
-  if (fused_ != nullptr) return;
+  if (mezzos_ != nullptr) return;
   ++applied_steps_;
   set_lrs();
 }
 
 template <LrCurve Curve>
 int64_t LrSchedule<Curve>::applied_steps() const {
-  return fused_ != nullptr ? fused_->applied_steps() : applied_steps_;
+  return mezzos_ != nullptr ? mezzos_->applied_steps() : applied_steps_;
 }
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::lrs() const {
   std::vector<double> lrs = detail::lrs_of_groups(*optimizer_);
-  if (fused_ != nullptr) {
+  if (mezzos_ != nullptr) {
     const double factor = curve_.factor(applied_steps());
     for (double& lr : lrs) lr *= factor;
   }
@@ -76,15 +133,15 @@ std::vector<double> LrSchedule<Curve>::lrs() const {
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::base_lrs() const {
-  return fused_ != nullptr ? detail::lrs_of_groups(*optimizer_) : base_lrs_;
+  return mezzos_ != nullptr ? detail::lrs_of_groups(*optimizer_) : base_lrs_;
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
   TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
               "; it should be at least 0");
-  if (fused_ != nullptr) {
-    fused_->set_applied_steps(applied_steps);
+  if (mezzos_ != nullptr) {
+    mezzos_->set_applied_steps(applied_steps);
     return;
   }
   applied_steps_ = applied_steps;
@@ -121,9 +178,9 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
     TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the rate ", lr,
                 "; it is damaged");
   }
-  if (fused_ != nullptr) {
-    TORCH_CHECK(applied_steps == fused_->applied_steps(), "The archive of a schedule has ",
-                applied_steps, " applied steps, and this optimizer has ", fused_->applied_steps(),
+  if (mezzos_ != nullptr) {
+    TORCH_CHECK(applied_steps == mezzos_->applied_steps(), "The archive of a schedule has ",
+                applied_steps, " applied steps, and this optimizer has ", mezzos_->applied_steps(),
                 "; it counts them itself, so load the file that it was saved to first");
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(base_lrs[i]);
     return;

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/optim/detail/archive_keys.h>
 #include <mezzo/optim/detail/master_weights_impl.h>
+#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/ivalue.h>

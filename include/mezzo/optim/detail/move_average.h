@@ -1,13 +1,24 @@
 #pragma once
 
+#include <mezzo/base/detail/wide_dtype.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/lerp.h>
 #include <ATen/ops/where.h>
 
+// An average of one weight, wherever it is kept: in the state of an optimizer of mezzo's, or in an
+// Ema. It is in float (double for double), and undefined before it begins.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Where there is no average yet it begins as `value()`, a tensor of its own; otherwise it follows
+/// the weight to its device and dtype.
+template <class Value>
+void follow_weight(at::Tensor& average, const at::Tensor& weight, const Value& value) {
+  if (!average.defined()) average = value();
+  average = average.to(weight.device(), wide_dtype(weight));
+}
 
 /// average += share * (value - average), both of one dtype: the update of torch's AveragedModel.
 /// Where `found_inf`, a tensor of one element on their device, is not 0, it leaves the average as

@@ -2,7 +2,7 @@
 
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/archive_keys.h>
+#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +14,7 @@
 #include <concepts>
 #include <cstdint>
 #include <memory>
+#include <tuple>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -55,40 +56,50 @@ class ParamState : public Base {
   WriteStamp& stamp() noexcept { return stamp_; }
 
   /// Waits for devices that count steps.
-  /// \throws c10::Error, as libtorch's does, if a moment is undefined
-  friend bool operator==(const ParamState& left,
-                         const ParamState& right) requires std::equality_comparable<Base> {
-    const auto is_same = [](const at::Tensor& a, const at::Tensor& b) {
-      return a.defined() == b.defined() && (!a.defined() || a.equal(b));
-    };
-    const Base left_base = left.with_count();
-    const Base right_base = right.with_count();
-    return left_base == right_base && left_base.step() == right_base.step() &&
-           is_same(left.master_, right.master_) && is_same(left.ema_, right.ema_) &&
+  friend bool operator==(const ParamState& left, const ParamState& right) {
+    return left.step() == right.step() && tensors(left.own()) == tensors(right.own()) &&
            is_same(left.lower_half_, right.lower_half_);
   }
 
   /// A copy with all that is here; libtorch's clone would keep only its own part.
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
-    return std::make_unique<Own>(static_cast<const Own&>(*this));
+    return std::make_unique<Own>(own());
+  }
+
+  void serialize(torch::serialize::InputArchive& archive) override {
+    std::apply(
+        [&](const auto&... tensor) {
+          (read_tensor_if_there(archive, tensor.key, tensor.value), ...);
+        },
+        tensors(own()));
+    c10::IValue count;
+    step(archive.try_read("step", count) ? count.toInt() : own().step_without_count());
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("step", c10::IValue(step()));
+    std::apply(
+        [&](const auto&... tensor) {
+          (write_tensor_if_defined(archive, tensor.key, tensor.value), ...);
+        },
+        tensors(own()));
   }
 
  protected:
-  void read_kept(torch::serialize::InputArchive& archive) {
-    read_tensor_if_there(archive, "master", master_);
-    read_tensor_if_there(archive, "ema", ema_);
-  }
-  void write_kept(torch::serialize::OutputArchive& archive) const {
-    write_tensor_if_defined(archive, "master", master_);
-    write_tensor_if_defined(archive, "ema", ema_);
+  /// Of a file that has none, as one of libtorch's SGD.
+  int64_t step_without_count() const {
+    TORCH_CHECK(
+        false, "The archive of an optimizer lacks \"step\"; it is another optimizer's, or damaged");
   }
 
  private:
-  /// libtorch's part, with the count where a device has it.
-  Base with_count() const {
-    Base base(static_cast<const Base&>(*this));
-    base.step(step());
-    return base;
+  Own& own() { return static_cast<Own&>(*this); }
+  const Own& own() const { return static_cast<const Own&>(*this); }
+
+  /// What a file has: the moments, and what is kept of weights.
+  template <class Self>
+  static auto tensors(Self& self) {
+    return std::tuple_cat(MemberTable::of(self),
+                          std::tuple{member("master", self.master()), member("ema", self.ema())});
   }
 
   DeviceCount device_count_;

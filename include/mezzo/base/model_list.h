@@ -30,6 +30,11 @@ template <class M>
 concept ModelHandle =
     ModuleHolderLike<M> || std::convertible_to<const M&, std::shared_ptr<torch::nn::Module>>;
 
+/// A module that is a variable itself, as in pytorch/examples: `Net model;`. Its forward is not
+/// const, so that a const one is no model.
+template <class M>
+concept ModuleVariable = std::derived_from<M, torch::nn::Module> && !std::is_const_v<M>;
+
 template <ModelHandle M>
 auto module_pointer(const M& model) {
   if constexpr (ModuleHolderLike<M>) {
@@ -40,30 +45,43 @@ auto module_pointer(const M& model) {
   }
 }
 
+/// To what somebody else owns, and keeps alive.
+template <ModuleVariable M>
+std::shared_ptr<M> module_pointer(M& model) {
+  return {std::shared_ptr<void>(), &model};
+}
+
 /// One model of a list.
 struct ListedModel {
   template <ModelHandle M>
   ListedModel(const M& model)  // NOLINT(google-explicit-constructor)
       : module(module_pointer(model)) {}
+  template <ModuleVariable M>
+  ListedModel(M& model) : module(module_pointer(model)) {}  // NOLINT(google-explicit-constructor)
   std::shared_ptr<torch::nn::Module> module;
 };
 
-/// `model`, `{generator, discriminator}`, or a range of models.
+}  // namespace detail
+
+/// `model`, `{generator, discriminator}`, or a range of models. A model is a module holder, a
+/// shared_ptr to a module, or a module itself, which then stays where it is as long as it is used.
 class ModelList {
  public:
-  template <ModelHandle M>
-  ModelList(const M& model) : modules_{module_pointer(model)} {  // NOLINT
+  template <detail::ModelHandle M>
+  ModelList(const M& model) : modules_{detail::module_pointer(model)} {  // NOLINT
     check();
   }
-  ModelList(std::initializer_list<ListedModel> models) {
-    for (const ListedModel& model : models) modules_.push_back(model.module);
+  template <detail::ModuleVariable M>
+  ModelList(M& model) : modules_{detail::module_pointer(model)} {}  // NOLINT
+  ModelList(std::initializer_list<detail::ListedModel> models) {
+    for (const detail::ListedModel& model : models) modules_.push_back(model.module);
     check();
   }
   template <std::ranges::input_range Models>
-  requires(!ModelHandle<Models>) &&
-      ModelHandle<std::ranges::range_value_t<Models>> ModelList(
+  requires(!detail::ModelHandle<Models> && !std::derived_from<Models, torch::nn::Module>) &&
+      detail::ModelHandle<std::ranges::range_value_t<Models>> ModelList(
           const Models& models) {  // NOLINT(google-explicit-constructor)
-    for (const auto& model : models) modules_.push_back(module_pointer(model));
+    for (const auto& model : models) modules_.push_back(detail::module_pointer(model));
     check();
   }
 
@@ -86,6 +104,8 @@ class ModelList {
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
+namespace detail {
+
 /// One optimizer of a list. It must be there already: a temporary would be gone after the call.
 struct ListedOptimizer {
   ListedOptimizer(torch::optim::Optimizer& listed)  // NOLINT(google-explicit-constructor)
@@ -99,18 +119,21 @@ concept OptimizerPointer = requires(const P& pointer) {
   { pointer != nullptr } -> std::convertible_to<bool>;
 };
 
+}  // namespace detail
+
 /// `optimizer`, `{first, second}`, `{}` for none, or a range of pointers to optimizers.
 class OptimizerList {
  public:
   OptimizerList() = default;
   OptimizerList(torch::optim::Optimizer& optimizer)  // NOLINT(google-explicit-constructor)
       : optimizers_{&optimizer} {}
-  OptimizerList(std::initializer_list<ListedOptimizer> optimizers) {
-    for (const ListedOptimizer& listed : optimizers) optimizers_.push_back(listed.optimizer);
+  OptimizerList(std::initializer_list<detail::ListedOptimizer> optimizers) {
+    for (const detail::ListedOptimizer& listed : optimizers)
+      optimizers_.push_back(listed.optimizer);
     check();
   }
   template <std::ranges::input_range Optimizers>
-  requires OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerList(
+  requires detail::OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerList(
       const Optimizers& optimizers) {  // NOLINT(google-explicit-constructor)
     for (const auto& pointer : optimizers) {
       TORCH_CHECK(pointer != nullptr, "optimizer ", optimizers_.size(), " is a null pointer");
@@ -134,5 +157,4 @@ class OptimizerList {
   std::vector<torch::optim::Optimizer*> optimizers_;
 };
 
-}  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,297 @@
+/// \file
+/// The models that were given to initialize: what must hold before anything is changed, the cast,
+/// and one call with tensors cast on the way in and out, under autocast where the level says so.
+#pragma once
+
+#include <mezzo/autocast/detail/region.h>
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/model_list.h>
+#include <mezzo/base/precision.h>
+#include <mezzo/base/version.h>
+#include <mezzo/levels/opt_level.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/trained_once.h>
+#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/master_weights.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/rnn.h>
+#include <torch/optim/adagrad.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Apex's sentence, and what to do in C++.
+inline const char* expected_float32(at::ScalarType found) {
+  return is_training_dtype(found)
+             ? ", expected float32. When using amp.initialize, you do not need to call .half() on "
+               "your model before passing it, no matter what optimization level you choose. Call "
+               "model->to(torch::kFloat) before making the optimizer, and leave the cast to "
+               "mezzo::initialize"
+             : ", expected float32. What is quantized cannot be trained, at any level: load the "
+               "float32 weights that it was made from, or leave it out of the model's parameters, "
+               "as a buffer, which is not cast";
+}
+
+/// Apex's check: whoever casts a model first has no float32 weights left for masters to start from.
+inline void check_model(const torch::nn::Module& model) {
+  for (const auto& item : model.named_parameters()) {
+    const at::Tensor& parameter = item.value();
+    const at::ScalarType dtype = parameter.scalar_type();
+    TORCH_CHECK(!at::isFloatingType(dtype) || dtype == at::kFloat, "Found param ", item.key(),
+                " of ", model.name(), " with type ", dtype_name(dtype), expected_float32(dtype));
+    TORCH_CHECK(parameter.is_cpu() || parameter.is_cuda(), "Found param ", item.key(), " of ",
+                model.name(), " on ", parameter.device(),
+                "; mixed precision is for models on cpu and cuda: move it there first");
+  }
+  for (const auto& item : model.named_buffers()) {
+    const at::ScalarType dtype = item.value().scalar_type();
+    TORCH_CHECK(!is_low_precision(dtype), "Found buffer ", item.key(), " of ", model.name(),
+                " with type ", dtype_name(dtype), expected_float32(dtype));
+  }
+}
+
+inline bool is_batch_norm(const torch::nn::Module& module) {
+  return dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
+         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
+         dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
+}
+
+/// The same tensor object in another dtype, so that whoever holds it, an optimizer say, sees that.
+inline void cast_in_place(at::Tensor tensor, at::ScalarType dtype) {
+  if (!tensor.defined() || !is_training_dtype(tensor.scalar_type())) return;
+  const at::Tensor gradient = tensor.grad();
+  tensor.set_data(tensor.detach().to(dtype));
+  if (gradient.defined()) tensor.mutable_grad() = gradient.to(dtype);
+}
+
+/// cuDNN wants the weights of a recurrent layer in one piece of memory.
+template <class... Layers>
+void flatten_recurrent_weights(torch::nn::Module& module) {
+  const auto flatten = [](auto* layer) {
+    if (layer != nullptr) layer->flatten_parameters();
+  };
+  (flatten(dynamic_cast<Layers*>(&module)), ...);
+}
+
+/// Unlike torch::nn::Module::to(dtype), which in libtorch casts integer buffers too (a batch norm's
+/// count of batches would end at 2048 in half), and float8 ones.
+inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep_batchnorm_fp32) {
+  const c10::NoGradGuard no_grad;
+  model.apply([&](torch::nn::Module& module) {
+    if (keep_batchnorm_fp32 && is_batch_norm(module)) return;
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
+      cast_in_place(parameter, dtype);
+    }
+    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) {
+      cast_in_place(buffer, dtype);
+    }
+    flatten_recurrent_weights<torch::nn::RNNImpl, torch::nn::LSTMImpl, torch::nn::GRUImpl>(module);
+  });
+}
+
+/// An optimizer of some other model is a mistake that nothing else would show: it would step
+/// parameters that never get a gradient.
+inline void check_holds_one_of(const std::unordered_set<const c10::TensorImpl*>& of_models,
+                               const torch::optim::Optimizer& optimizer, std::size_t number) {
+  bool holds_one = false;
+  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+    holds_one = holds_one || of_models.count(parameter.unsafeGetTensorImpl()) != 0;
+  });
+  TORCH_CHECK(holds_one, "optimizer ", number,
+              " holds no parameter of the models that were given; construct it with their "
+              "parameters, or give its model too");
+}
+
+/// Adagrad makes its state in the constructor.
+inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
+  return std::any_of(
+      optimizer.state().begin(), optimizer.state().end(), [](const auto& parameter_and_state) {
+        const auto* const adagrad =
+            dynamic_cast<const torch::optim::AdagradParamState*>(parameter_and_state.second.get());
+        return adagrad == nullptr || adagrad->step() != 0;
+      });
+}
+
+/// That it can be stepped once the models are cast, which cannot be undone.
+inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size_t number,
+                                   bool wants_masters) {
+  TORCH_CHECK(!has_stepped(optimizer), "optimizer ", number,
+              " has stepped already, in float32, and the level casts the model; call "
+              "mezzo::initialize before the first step, and load a saved state afterwards");
+  const bool is_mezzos = as_fused(optimizer) != nullptr;
+  if (!wants_masters || is_mezzos) return;
+  (void)MasterWeights(optimizer);  // refuses what it cannot step
+  std::vector<at::Tensor> parameters;
+  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+    parameters.push_back(parameter);
+  });
+  refuse_duplicates(parameters, "MasterWeights");
+}
+
+inline void check_models_and_optimizers(const ModelList& models, const OptimizerList& optimizers,
+                                        const OptLevel& level) {
+  std::unordered_set<const c10::TensorImpl*> parameters;
+  for (const auto& model : models.modules()) {
+    check_model(*model);
+    for (const at::Tensor& parameter : model->parameters()) {
+      parameters.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  const bool is_cast = is_low_precision(level.cast_model_type().value_or(at::kFloat));
+  for (std::size_t i = 0; i < optimizers.optimizers().size(); ++i) {
+    torch::optim::Optimizer& optimizer = *optimizers.optimizers()[i];
+    check_holds_one_of(parameters, optimizer, i);
+    if (is_cast) check_is_ready_to_cast(optimizer, i, level.master_weights());
+  }
+}
+
+/// A gradient that belongs to two would be unscaled by each.
+inline void refuse_shared_parameters(const OptimizerList& optimizers) {
+  if (optimizers.optimizers().size() < 2) return;
+  std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> owners;
+  for (const auto* optimizer : optimizers.optimizers()) {
+    for_each_parameter(*optimizer, [&](std::size_t, const at::Tensor& parameter) {
+      const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
+      TORCH_CHECK(known->second == optimizer,
+                  "scale_loss: two of the optimizers hold the same parameter (of the shape ",
+                  parameter.sizes(),
+                  "), whose gradient both would unscale; give it to one of them, or call "
+                  "scale_loss for one of them at a time");
+    });
+  }
+}
+
+/// A model that was given to initialize, and on which types of device it lies.
+class AmpModel {
+ public:
+  explicit AmpModel(std::shared_ptr<torch::nn::Module> module) : module_(std::move(module)) {
+    for (const at::Tensor& parameter : module_->parameters()) {
+      if (!lies_on(parameter.device().type())) placed_.push_back(parameter);
+    }
+  }
+
+  const torch::nn::Module& module() const noexcept { return *module_; }
+
+  bool contains(const torch::nn::Module& wanted) const {
+    if (module_.get() == &wanted) return true;
+    for (const auto& module : module_->modules(/*include_self=*/false)) {
+      if (module.get() == &wanted) return true;
+    }
+    return false;
+  }
+
+  /// By its parameters as they lie now; a model without parameters lies everywhere.
+  bool lies_on(c10::DeviceType type) const {
+    for (const at::Tensor& parameter : placed_) {
+      if (parameter.device().type() == type) return true;
+    }
+    return false;
+  }
+  bool runs_on(c10::DeviceType type) const { return placed_.empty() || lies_on(type); }
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+  std::vector<at::Tensor> placed_;  // one parameter for each type of device
+};
+
+/// Autocast on the devices of a model, or none.
+class ForwardRegions {
+ public:
+  ForwardRegions() = default;
+
+  void enter(const RegionState& region) {
+    (region.device == c10::DeviceType::CPU ? cpu_ : cuda_).emplace(region);
+  }
+
+ private:
+  std::optional<Region> cpu_;
+  std::optional<Region> cuda_;
+};
+
+/// Converts to a tensor and to nothing else; to anything; to nothing.
+struct OnlyTensor {
+  operator at::Tensor() const;  // NOLINT(google-explicit-constructor)
+};
+struct Anything {
+  template <class T>
+  operator T() const;  // NOLINT(google-explicit-constructor)
+};
+struct Nothing {};
+
+template <class T, class Member, std::size_t... Before>
+consteval bool takes_at(std::index_sequence<Before...>) {
+  return requires { T{(void(Before), Anything{})..., Member{}}; };
+}
+
+/// Whether a member of the struct `T`, among the first eight, is a tensor that only `T` knows of.
+template <class T>
+consteval bool hides_tensors() {
+  if constexpr (std::is_class_v<T> && std::is_aggregate_v<T> && !carries_tensors<T>()) {
+    return []<std::size_t... I>(std::index_sequence<I...>) {
+      return ((takes_at<T, OnlyTensor>(std::make_index_sequence<I>()) &&
+               !takes_at<T, Nothing>(std::make_index_sequence<I>())) ||
+              ...);
+    }
+    (std::make_index_sequence<8>());
+  }
+  return false;
+}
+
+template <class T>
+consteval void check_lists_tensors() {
+  static_assert(
+      !hides_tensors<std::remove_cvref_t<T>>(),
+      "amp(model, ...): this struct has tensors that no level could cast, for it does not "
+      "list them; give it a member `auto tensors() { return std::tie(logits, loss); }`");
+}
+
+/// What `forward` gets: a cast copy of what holds tensors, and everything else as it is.
+template <class Argument>
+decltype(auto) forward_argument(std::optional<at::ScalarType> dtype, Argument&& argument) {
+  check_lists_tensors<Argument>();
+  if constexpr (carries_tensors<Argument>()) {
+    OwningType<Argument> value = owned(std::forward<Argument>(argument));
+    if (dtype) return cast_tensors(std::move(value), *dtype);
+    return value;
+  } else {
+    return std::forward<Argument>(argument);
+  }
+}
+
+/// What `run` returns, with its tensors cast.
+template <class Run>
+decltype(auto) cast_result(std::optional<at::ScalarType> dtype, const Run& run) {
+  using Result = std::invoke_result_t<const Run&>;
+  check_lists_tensors<Result>();
+  if constexpr (std::is_void_v<Result>) {
+    run();
+  } else if constexpr (carries_tensors<Result>()) {
+    OwningType<Result> value = owned(run());
+    if (dtype) return cast_tensors(std::move(value), *dtype);
+    return value;
+  } else {
+    return run();
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
