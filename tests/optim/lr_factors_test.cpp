@@ -16,9 +16,9 @@
 
 namespace {
 
+using mezzo::GradientReport;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
-using mezzo::GradientReport;
 using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
 using testing::HasSubstr;

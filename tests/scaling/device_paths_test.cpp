@@ -71,15 +71,15 @@ TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
 class InverseWatch {
  public:
   explicit InverseWatch(mezzo::detail::DeviceScale& scale)
-      : scale_(scale), place_(scale.inverse().original().const_data_ptr()) {}
+      : scale_(scale), place_(scale.inverse().const_data_ptr()) {}
 
   void expect_inverse_of(float scale) {
-    const auto& inverse = scale_.inverse().original();
+    const auto& inverse = scale_.inverse();
     EXPECT_EQ(scale_.original().item<float>(), scale);
     EXPECT_EQ(inverse.item<float>(), 1.0F / scale);
     EXPECT_EQ(inverse.const_data_ptr(), place_) << "written in place";
-    EXPECT_FALSE(scale_.inverse().on(torch::kMeta).is_same(copy_)) << "and copied anew";
-    copy_ = scale_.inverse().on(torch::kMeta);
+    EXPECT_FALSE(scale_.on(torch::kMeta).is_same(copy_)) << "and the scale is copied anew";
+    copy_ = scale_.on(torch::kMeta);
   }
 
  private:
@@ -175,8 +175,8 @@ TEST(Gradients, AreGroupedByDevice) {
     x.mutable_grad() = torch::zeros({2}, device);
     return x;
   };
-  const auto groups = mezzo::detail::gradients_by_device(
-      {on(torch::kCPU), on(torch::kMeta), on(torch::kCPU)});
+  const auto groups =
+      mezzo::detail::gradients_by_device({on(torch::kCPU), on(torch::kMeta), on(torch::kCPU)});
   ASSERT_EQ(groups.size(), 2U);
   ASSERT_EQ(groups[0].gradients.size(), 2U);
   EXPECT_EQ(groups[0].gradients[1].device(), torch::kCPU);

@@ -57,10 +57,10 @@ TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
   }
   for (const auto& bad :
        {torch::ones({2}), torch::ones({1}, torch::requires_grad()), torch::Tensor()}) {
-    EXPECT_THAT(error_of([&] { scaler.update(bad); }),
-                testing::StartsWith(
-                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-                    "torch.FloatTensor with requires_grad=False."));
+    EXPECT_THAT(
+        error_of([&] { scaler.update(bad); }),
+        testing::StartsWith("new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                            "torch.FloatTensor with requires_grad=False."));
   }
   EXPECT_EQ(scaler.get_scale(), 65536.0);
   scaler.update(torch::full({}, 1e9));

@@ -299,7 +299,8 @@ TEST(GradScalerTorchParity, ReplaysAThousandRecordedSequences) {
       ASSERT_EQ(result, without_nan_payloads(line.result)) << where;
     } catch (const c10::Error& error) {
       ASSERT_TRUE(is_error) << where << "\n" << error.what_without_backtrace();
-      ASSERT_THAT(error.what_without_backtrace(), testing::StartsWith(errors.at(line.result.front())))
+      ASSERT_THAT(error.what_without_backtrace(),
+                  testing::StartsWith(errors.at(line.result.front())))
           << where;
     }
     ASSERT_EQ(player->state(), line.state) << where;

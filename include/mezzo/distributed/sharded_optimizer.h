@@ -5,7 +5,6 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/shard_exchange.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/kernels/optimizer_step_kernel.h>

@@ -21,7 +21,6 @@
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
 
 /// What one read of the gradients of one device gives; one-element tensors on that device. All is
 /// said of the gradients times inv_scale.
@@ -40,6 +39,8 @@ struct GradientStatistics {
   at::Tensor first_bad;          ///< int64 {which, element}: the first product that is inf or NaN
                                  ///< in the order of the list, then of memory; or {-1, -1}
 };
+
+namespace detail {
 
 inline GradientSummary new_summary(at::Device device) {
   const auto options = at::TensorOptions().device(device);

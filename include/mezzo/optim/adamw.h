@@ -81,7 +81,7 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 /// the gradients and its end, the update, the counts, and the next scale. Each further dtype takes
 /// two more. Nothing waits for the device, so that all can be captured in a CUDA graph, once a step
 /// has made the state. Without that target, and on other devices, ATen's fused kernels do it, in
-/// more launches, and leave gradients unscaled and clipped.
+/// more launches, beside a copy of the gradients unless these are set to zero.
 ///
 /// Threads: one at a time; the work is shared among libtorch's own (`at::set_num_threads`).
 class AdamW : public detail::ElementwiseOptimizer<
@@ -92,8 +92,7 @@ class AdamW : public detail::ElementwiseOptimizer<
   ///     AdamW(GradBuckets& buckets, const AdamWOptions&)
   ///
   /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
-  /// have read during backward, parameters of groups that are added later join them, and gradients
-  /// of several ranks are divided by the ranks as they are read (distributed/data_parallel.h).
+  /// have read during backward, and parameters of groups that are added later join them.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where a parameter is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;

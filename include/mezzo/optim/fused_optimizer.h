@@ -56,9 +56,10 @@ class FusedOptimizer : public OptimizerInterface {
   /// \throws c10::Error if a gradient is one that `apply` does not take
   virtual GradientReport report(const at::Tensor& inv_scale, bool of_masters = false);
 
-  /// The step. `report` says what to multiply gradients by and whether to step at all, and is one of
-  /// this optimizer's, as it and its gradients are now, or one that names the devices alone. A
-  /// skipped step leaves parameters, moments and counts as they were, bit for bit.
+  /// The step. `report` says what to multiply gradients by and whether to step at all: one that
+  /// this optimizer has just made, or one that names all devices with gradients and their factors.
+  /// It serves one step, and the state stays as it is until then. A skipped step leaves parameters,
+  /// moments and counts as they were, bit for bit.
   /// Runs on the current streams; waits for a device only where parameters lie on several.
   /// \throws c10::Error if a gradient is sparse, or of a dtype wider than its parameter's
   virtual void apply(const GradientReport& report, const StepOptions& options = {}) = 0;

@@ -142,8 +142,7 @@ class LAMB : public detail::ElementwiseOptimizer<detail::LambTraits<LAMBOptions,
   ///     LAMB(GradBuckets& buckets, const LAMBOptions&)
   ///
   /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
-  /// have read during backward, parameters of groups that are added later join them, and gradients
-  /// of several ranks are divided by the ranks as they are read (distributed/data_parallel.h).
+  /// have read during backward, and parameters of groups that are added later join them.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where a parameter is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;

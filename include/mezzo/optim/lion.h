@@ -108,8 +108,7 @@ class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions,
   ///     Lion(GradBuckets& buckets, const LionOptions&)
   ///
   /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
-  /// have read during backward, parameters of groups that are added later join them, and gradients
-  /// of several ranks are divided by the ranks as they are read (distributed/data_parallel.h).
+  /// have read during backward, and parameters of groups that are added later join them.
   /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or where
   ///   a parameter is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;

@@ -162,8 +162,7 @@ class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SG
   ///     SGD(GradBuckets& buckets, const SGDOptions&)
   ///
   /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
-  /// parameters of groups that are added later join them, and gradients of several ranks are
-  /// divided by the ranks as they are read (distributed/data_parallel.h).
+  /// and parameters of groups that are added later join them.
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
   ///   momentum is positive and dampening 0; or where a parameter is given twice or two share
   ///   memory

@@ -273,5 +273,5 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 #include <mezzo/scaling/detail/grad_scaler_step.h>   // IWYU pragma: export
 
 #ifdef MEZZO_COMPILED
-#include <mezzo/optim/compiled.h>  // IWYU pragma: keep
+#include <mezzo/kernels/compiled_loops.h>  // IWYU pragma: keep
 #endif

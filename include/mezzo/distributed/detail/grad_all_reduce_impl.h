@@ -67,7 +67,8 @@ inline std::shared_ptr<SendBuffers> make_send_buffers(const GradAllReduceOptions
 
 inline GradAllReduce::GradAllReduce(GradBuckets& buckets, AnyCommunicator communicator,
                                     const GradAllReduceOptions& options)
-    : gradients_(buckets.share()), send_buffers_(detail::make_send_buffers(options, communicator)) {
+    : gradients_(detail::shared(buckets)),
+      send_buffers_(detail::make_send_buffers(options, communicator)) {
   detail::check_can_be_reduced("GradAllReduce", buckets, communicator);
   detail::check_options("GradAllReduce", options);
   auto exchange = detail::make_exchange(options, *gradients_, communicator, send_buffers_);

@@ -7,7 +7,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/agreed_summary.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
-#include <mezzo/distributed/detail/sharded_groups.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/detail/group_options.h>
@@ -29,7 +28,7 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
                    .storage(GradStorage::flat)
                    .bucket_bytes(options.bucket_bytes)
                    .parts(communicator_.size())),
-      weights_(buckets_.share(), communicator_) {
+      weights_(detail::shared(buckets_), communicator_) {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     check_options(options_of(group));
     for (const at::Tensor& parameter : param_groups_[group].params()) {
@@ -38,10 +37,10 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     }
   }
   inner_ = make_inner(defaults);
-  auto exchange = std::make_unique<detail::ShardExchange>(*buckets_.share(), communicator_);
+  auto exchange = std::make_unique<detail::ShardExchange>(*detail::shared(buckets_), communicator_);
   exchange_ = exchange.get();
   auto reduction = std::make_shared<detail::GradientReduction>(
-      "ShardedOptimizer", *buckets_.share(), communicator_, std::move(exchange));
+      "ShardedOptimizer", *detail::shared(buckets_), communicator_, std::move(exchange));
   buckets_.on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 
@@ -188,17 +187,17 @@ GradientReport ShardedOptimizer<OptimizerType>::report(const at::Tensor& inv_sca
   }
   for (const at::Device device : devices_with_gradients()) {
     DeviceGradientReport& one = all.devices.emplace_back();
-    const auto found =
-        std::find_if(own.devices.begin(), own.devices.end(),
-                     [&](const auto& each) { return each.inv_scale.device() == device; });
+    const auto found = std::find_if(own.devices.begin(), own.devices.end(), [&](const auto& each) {
+      return each.inv_scale.device() == device;
+    });
     if (found != own.devices.end()) {
       one = *found;
     } else {  // no slice of this rank's lies there
       one.inv_scale = detail::on_device(inverse, device);
       detail::note(detail::summarize_gradients({}, one.inv_scale), one);
     }
-    detail::note(
-        detail::agreed({one.found_inf, one.sum_of_squares, one.max_abs}, communicator_), one);
+    detail::note(detail::agreed({one.found_inf, one.sum_of_squares, one.max_abs}, communicator_),
+                 one);
   }
   return all;
 }

@@ -3,6 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/bucket_layout.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/optim/detail/bucketed_gradients_backward.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -3,7 +3,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/detail/no_sync.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/logical_and.h>
@@ -14,6 +13,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -70,8 +70,9 @@ inline at::Tensor BucketedGradients::accumulate_if_finite(const std::function<vo
     }
   };
   at::Tensor is_bad;
+  add_no_sync(1);
+  const auto ends_no_sync = c10::make_scope_exit([&] { add_no_sync(-1); });
   try {
-    const NoSync only(shared_from_this());
     backward();
     const c10::NoGradGuard no_grad;
     is_bad = accumulate(accumulated);

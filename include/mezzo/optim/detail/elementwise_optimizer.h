@@ -69,7 +69,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   explicit ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults = {})
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
-    buckets_ = buckets.share();
+    buckets_ = shared(buckets);
   }
 
   at::Tensor step(LossClosure closure = nullptr) override {
@@ -128,16 +128,18 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   /// Who takes part in a step, and with what: all is looked up and checked before anything is
   /// written. It serves one step, that of the report that it was made for.
   struct Plan {
-    std::uint64_t number = 0;          ///< of the report; 0: there is none
-    std::vector<Options> options{};    ///< of the groups, as the step takes them
+    std::uint64_t number = 0;        ///< of the report; 0: there is none
+    std::vector<Options> options{};  ///< of the groups, as the step takes them
+    std::vector<std::pair<const at::Tensor*, std::size_t>> groups{};  ///< where their lists lie
     std::vector<DeviceParticipants<Traits>> devices{};
     std::vector<Bystander> bystanders{};
-    bool has_inference = false;   ///< a parameter is an inference tensor
-    bool has_bare_half = false;   ///< see GradientReport
+    bool has_inference = false;  ///< a parameter is an inference tensor
+    bool has_bare_half = false;  ///< see GradientReport
 
     void clear() noexcept {
       number = 0;
       options.clear();
+      groups.clear();
       devices.clear();
       bystanders.clear();
       has_inference = has_bare_half = false;
@@ -169,6 +171,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   void settle_parameters(bool are_others);
   void follow_parameters(bool reattaches);
   std::vector<at::Tensor> own_parameters() const;
+  std::vector<std::pair<const at::Tensor*, std::size_t>> parameter_lists() const;
   void make_plan(bool of_masters);
   void plan_parameter(const at::Tensor& parameter, std::uint64_t number, const Options& options,
                       bool of_masters);
@@ -234,121 +237,12 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   Plan plan_;
   std::uint64_t last_plan_ = 0;
   SeenParameters seen_;
-  SeenParameters seen_gradients_;       // that shared_gradients_ was found of
+  SeenParameters seen_gradients_;  // that shared_gradients_ was found of
   bool shared_gradients_ = false;
   int64_t parameters_version_ = 0;    // one higher whenever they are others
   int64_t bucketed_version_ = 0;      // of those that were last put into the buckets
   bool buckets_hold_others_ = false;  // which are not, or no more, this optimizer's
 };
-
-/// From the buckets where these are the gradients of all that lies in them.
-template <class Traits>
-GradientReport ElementwiseOptimizer<Traits>::report(const at::Tensor& inv_scale, bool of_masters) {
-  const c10::NoGradGuard no_grad;
-  follow_parameters(/*reattaches=*/!of_masters);
-  make_plan(of_masters);
-  plan_.number = ++last_plan_;
-  GradientReport report{
-      .of_masters = of_masters, .has_bare_half = plan_.has_bare_half, .plan = plan_.number};
-  const bool in_buckets = buckets_ != nullptr && !buckets_hold_others_ && !of_masters;
-  for (const DeviceParticipants<Traits>& on_one : plan_.devices) {
-    DeviceGradientReport& one = report.devices.emplace_back();
-    one.inv_scale = on_device(inv_scale, on_one.device);
-    one.gradients.reserve(on_one.participants.size());
-    for (const One& participant : on_one.participants) {
-      one.gradients.push_back(participant.gradient);
-    }
-    note(in_buckets ? buckets_->summarize(one.inv_scale)
-                    : summarize_gradients(one.gradients, one.inv_scale, &table_memory()),
-         one);
-  }
-  return report;
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::apply_with(const GradientReport& report,
-                                              const StepOptions& options, bool with_aten) {
-  try {
-    if (report.plan == 0 || report.plan != plan_.number) {
-      follow_parameters(/*reattaches=*/false);
-      make_plan(report.of_masters);
-    }
-    apply_plan(report, options, with_aten);
-  } catch (...) {
-    plan_.clear();
-    throw;
-  }
-  plan_.clear();
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::apply_plan(const GradientReport& report,
-                                              const StepOptions& options, bool with_aten) {
-  const NoGraphGuard no_graph(plan_.has_inference);
-  StepOptions own = options;
-  own.zero_grad = options.zero_grad && !report.of_masters;  // masters' gradients end with the step
-  bool is_counted = false;
-  for (auto& [device, participants] : plan_.devices) {
-    if (with_aten) {
-      step_with_aten(participants, report, own);
-    } else if (device.is_cpu()) {
-      step_cpu(participants, report, own);
-    } else {
-      is_counted = step_on_device(participants, report, own, plan_.devices.size() == 1);
-    }
-  }
-  if (!is_counted) count_applied(report);
-  average(report);
-  if (options.zero_grad && report.of_masters) zero_gradients(*this);
-}
-
-template <class Traits>
-const DeviceGradientReport* ElementwiseOptimizer<Traits>::report_on(at::Device device,
-                                                                    const GradientReport& report) {
-  for (const DeviceGradientReport& one : report.devices) {
-    if (one.inv_scale.device() == device) return &one;
-  }
-  TORCH_CHECK(report.devices.empty(), Traits::kName, ": the report has no entry for ", device,
-              ", where there are gradients; take report() of this optimizer as it is now");
-  return nullptr;
-}
-
-/// Then no gradient may be cleared before all are read. Gradients that are cleared mostly stay the
-/// same tensors from step to step.
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::shares_gradients(const Many& all) {
-  seen_gradients_.begin();
-  for (const One& one : all) seen_gradients_.see(one.gradient);
-  if (!seen_gradients_.end()) return shared_gradients_;
-  std::vector<at::Tensor> gradients;
-  gradients.reserve(all.size());
-  for (const One& one : all) gradients.push_back(one.gradient);
-  return shared_gradients_ = may_overlap(gradients);
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::clear_gradients(const Many& all) {
-  for (const One& one : all) clear_gradient(one.gradient);
-}
-
-/// The device that decides whether steps are applied counts them. Of several, one speaks for all:
-/// they step together or not at all.
-template <class Traits>
-at::Device ElementwiseOptimizer<Traits>::counting_device() const {
-  const at::Tensor& count = applied_on_device();
-  for (const DeviceParticipants<Traits>& one : plan_.devices) {
-    if (count.defined() && one.device == count.device()) return one.device;
-  }
-  return plan_.devices.front().device;
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::count_applied(const GradientReport& report) {
-  if (plan_.devices.empty()) return;
-  const at::Device device = counting_device();
-  const DeviceGradientReport* const own = report_on(device, report);
-  count_step(applied_count(), device, own == nullptr ? at::Tensor() : own->found_inf);
-}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -41,8 +41,7 @@ inline StepInputs step_inputs(const DeviceGradientReport* report, const StepOpti
 
 template <class Traits>
 void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const GradientReport& report,
-                                                const StepOptions& options,
-                                                bool counts_applied) {
+                                                const StepOptions& options, bool counts_applied) {
   for (One& one : all) open_state(one);
   const at::Device device = all.front().parameter->device();
   StepInputs inputs = step_inputs(report_on(device, report), options);

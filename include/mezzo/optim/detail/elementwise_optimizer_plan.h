@@ -70,11 +70,23 @@ void ElementwiseOptimizer<Traits>::follow_parameters(bool reattaches) {
   if (reattaches && !buckets_hold_others_) buckets_->reattach_gradients();
 }
 
+/// By which a change of the groups between report and step is noticed.
+template <class Traits>
+auto ElementwiseOptimizer<Traits>::parameter_lists() const
+    -> std::vector<std::pair<const at::Tensor*, std::size_t>> {
+  std::vector<std::pair<const at::Tensor*, std::size_t>> lists;
+  for (const auto& group : param_groups_) {
+    lists.emplace_back(group.params().data(), group.params().size());
+  }
+  return lists;
+}
+
 /// The one walk over the parameters before a step.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::make_plan(bool of_masters) {
   const c10::NoGradGuard no_grad;
   plan_.clear();
+  plan_.groups = parameter_lists();
   plan_.options.reserve(param_groups_.size());
   std::uint64_t number = 0;
   seen_.begin();
@@ -96,9 +108,8 @@ void ElementwiseOptimizer<Traits>::make_plan(bool of_masters) {
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::plan_parameter(const at::Tensor& parameter,
-                                                  std::uint64_t number, const Options& options,
-                                                  bool of_masters) {
+void ElementwiseOptimizer<Traits>::plan_parameter(const at::Tensor& parameter, std::uint64_t number,
+                                                  const Options& options, bool of_masters) {
   const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
   const bool has_master = storage == optim::WeightStorage::master;
   at::Tensor gradient = of_masters && has_master ? master_gradient(parameter) : parameter.grad();
@@ -116,8 +127,7 @@ void ElementwiseOptimizer<Traits>::plan_parameter(const at::Tensor& parameter,
     select_device(plan_.devices, device);
   }
   plan_.has_inference = plan_.has_inference || parameter.is_inference();
-  plan_.has_bare_half =
-      plan_.has_bare_half || (!has_master && gradient.scalar_type() == at::kHalf);
+  plan_.has_bare_half = plan_.has_bare_half || (!has_master && gradient.scalar_type() == at::kHalf);
   plan_.devices.back().participants.push_back(
       {&parameter, std::move(gradient), &options, storage, run, state, number});
 }
@@ -133,8 +143,7 @@ template <class Traits>
 optim::WeightStorage ElementwiseOptimizer<Traits>::storage_in(std::size_t group,
                                                               const at::Tensor& parameter) const {
   const auto* const own = dynamic_cast<const Options*>(&param_groups_[group].options());
-  const auto wanted =
-      own != nullptr ? own->weight_storage() : options_of(group).weight_storage();
+  const auto wanted = own != nullptr ? own->weight_storage() : options_of(group).weight_storage();
   return storage_of(parameter, wanted, Traits::kName);
 }
 

@@ -4,9 +4,119 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 
-// The step on the CPU, and what it shares with that on CUDA: which memory is read and written.
+// Report and step; the step on the CPU, and what it shares with that on CUDA: which memory is read
+// and written.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// From the buckets where these are the gradients of all that lies in them.
+template <class Traits>
+GradientReport ElementwiseOptimizer<Traits>::report(const at::Tensor& inv_scale, bool of_masters) {
+  const c10::NoGradGuard no_grad;
+  follow_parameters(/*reattaches=*/!of_masters);
+  make_plan(of_masters);
+  plan_.number = ++last_plan_;
+  GradientReport report{
+      .of_masters = of_masters, .has_bare_half = plan_.has_bare_half, .plan = plan_.number};
+  const bool in_buckets = buckets_ != nullptr && !buckets_hold_others_ && !of_masters;
+  for (const DeviceParticipants<Traits>& on_one : plan_.devices) {
+    DeviceGradientReport& one = report.devices.emplace_back();
+    one.inv_scale = on_device(inv_scale, on_one.device);
+    one.gradients.reserve(on_one.participants.size());
+    for (const One& participant : on_one.participants) {
+      one.gradients.push_back(participant.gradient);
+    }
+    note(in_buckets ? buckets_->summarize(one.inv_scale)
+                    : summarize_gradients(one.gradients, one.inv_scale, &table_memory()),
+         one);
+  }
+  return report;
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::apply_with(const GradientReport& report,
+                                              const StepOptions& options, bool with_aten) {
+  try {
+    if (report.plan == 0 || report.plan != plan_.number || plan_.groups != parameter_lists()) {
+      follow_parameters(/*reattaches=*/false);
+      make_plan(report.of_masters);
+    }
+    apply_plan(report, options, with_aten);
+  } catch (...) {
+    plan_.clear();
+    throw;
+  }
+  plan_.clear();
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::apply_plan(const GradientReport& report,
+                                              const StepOptions& options, bool with_aten) {
+  const NoGraphGuard no_graph(plan_.has_inference);
+  StepOptions own = options;
+  own.zero_grad = options.zero_grad && !report.of_masters;  // masters' gradients end with the step
+  bool is_counted = false;
+  for (auto& [device, participants] : plan_.devices) {
+    if (with_aten) {
+      step_with_aten(participants, report, own);
+    } else if (device.is_cpu()) {
+      step_cpu(participants, report, own);
+    } else {
+      is_counted = step_on_device(participants, report, own, plan_.devices.size() == 1);
+    }
+  }
+  if (!is_counted) count_applied(report);
+  average(report);
+  if (options.zero_grad && report.of_masters) zero_gradients(*this);
+}
+
+template <class Traits>
+const DeviceGradientReport* ElementwiseOptimizer<Traits>::report_on(at::Device device,
+                                                                    const GradientReport& report) {
+  for (const DeviceGradientReport& one : report.devices) {
+    if (one.inv_scale.device() == device) return &one;
+  }
+  TORCH_CHECK(report.devices.empty(), Traits::kName, ": the report has no entry for ", device,
+              ", where there are gradients; take report() of this optimizer as it is now");
+  return nullptr;
+}
+
+/// Then no gradient may be cleared before all are read. Gradients that are cleared mostly stay the
+/// same tensors from step to step.
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::shares_gradients(const Many& all) {
+  seen_gradients_.begin();
+  for (const One& one : all) seen_gradients_.see(one.gradient);
+  if (!seen_gradients_.end()) return shared_gradients_;
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(all.size());
+  for (const One& one : all) gradients.push_back(one.gradient);
+  return shared_gradients_ = may_overlap(gradients);
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::clear_gradients(const Many& all) {
+  for (const One& one : all) clear_gradient(one.gradient);
+}
+
+/// The device that decides whether steps are applied counts them. Of several, one speaks for all:
+/// they step together or not at all.
+template <class Traits>
+at::Device ElementwiseOptimizer<Traits>::counting_device() const {
+  const at::Tensor& count = applied_on_device();
+  for (const DeviceParticipants<Traits>& one : plan_.devices) {
+    if (count.defined() && one.device == count.device()) return one.device;
+  }
+  return plan_.devices.front().device;
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::count_applied(const GradientReport& report) {
+  if (plan_.devices.empty()) return;
+  const at::Device device = counting_device();
+  const DeviceGradientReport* const own = report_on(device, report);
+  count_step(applied_count(), device, own == nullptr ? at::Tensor() : own->found_inf);
+}
 
 /// What to multiply gradients with on the CPU; none when the step is to be skipped.
 template <class Traits>

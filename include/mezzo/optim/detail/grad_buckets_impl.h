@@ -6,7 +6,6 @@
 #include <mezzo/optim/detail/bucketed_gradients_layout.h>
 #include <mezzo/optim/detail/bucketed_gradients_micro_batch.h>
 #include <mezzo/optim/detail/bucketed_gradients_summary.h>
-#include <mezzo/optim/detail/no_sync.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <c10/util/Exception.h>
@@ -85,6 +84,11 @@ inline void GradBuckets::on_ready(std::function<void(std::size_t bucket)> callba
   state_->on_ready(std::move(callback));
 }
 
-inline detail::NoSync::NoSync(GradBuckets& buckets) : NoSync(buckets.share()) {}
+inline std::shared_ptr<detail::BucketedGradients> detail::shared(
+    const GradBuckets& buckets) noexcept {
+  return buckets.state_;
+}
+
+inline GradBuckets::NoSync GradBuckets::no_sync() { return NoSync(state_); }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

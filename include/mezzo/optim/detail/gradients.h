@@ -179,8 +179,7 @@ class StepTaker {
     ~LentGradients() {
       for (const Lent& one : all_) {
         const at::Tensor& now = one.parameter.grad();
-        const bool is_as_lent =
-            now.is_same(one.multiplied) && now._version() == one.version;
+        const bool is_as_lent = now.is_same(one.multiplied) && now._version() == one.version;
         if (is_as_lent) one.parameter.mutable_grad() = one.own;
       }
     }

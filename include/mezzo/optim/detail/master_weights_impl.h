@@ -42,9 +42,9 @@ inline at::Tensor multiplied(const at::Tensor& gradient, double factor) {
   return factor == 1.0 ? wide : wide.mul(factor);
 }
 
-/// The master of a parameter, in the optimizer's state. It has no stamp of when the two last agreed,
-/// so that they are compared at each step: an optimizer of libtorch's that steps alone writes
-/// through `data()`, which bumps no version.
+/// The master of a parameter, in the optimizer's state. It has no stamp of when the two last
+/// agreed, so that they are compared at each step: an optimizer of libtorch's that steps alone
+/// writes through `data()`, which bumps no version.
 struct MasterState final : torch::optim::OptimizerParamState {
   using LibtorchState = OptimizerParamState;  // there is no other's to take over
 
@@ -178,8 +178,8 @@ inline at::Tensor MasterWeights::find_master(const at::Tensor& parameter) const 
 /// In agreement with the parameter as it is now; made if there is none.
 inline at::Tensor MasterWeights::settled_master(const at::Tensor& parameter) {
   const c10::NoGradGuard no_grad;
-  auto& state = detail::own_state<detail::MasterState>(state_[parameter.unsafeGetTensorImpl()],
-                                                       kName);
+  auto& state =
+      detail::own_state<detail::MasterState>(state_[parameter.unsafeGetTensorImpl()], kName);
   state.parameter = parameter;
   detail::check_shape_of(state.master(), "a master", parameter, kName);
   detail::settle_master(parameter, state);

@@ -27,7 +27,7 @@ namespace detail {
 
 /// What clipping reads and multiplies: the gradients that the step will take, unscaled.
 inline std::vector<DeviceGradientReport> gradients_to_clip(GradScaler& scaler,
-                                                      torch::optim::Optimizer& optimizer) {
+                                                           torch::optim::Optimizer& optimizer) {
   const std::vector<at::Tensor> parameters = scaler.unscaled_parameters(optimizer);
   const c10::NoGradGuard no_grad;
   return gradients_by_device(parameters);
@@ -69,7 +69,8 @@ inline at::Tensor total_norm(const std::vector<DeviceGradientReport>& all, doubl
 
 /// Multiplies each gradient once, in place: doubles by the coefficient as it is, others by the
 /// nearest float.
-inline void multiply_by(const std::vector<DeviceGradientReport>& all, const at::Tensor& coefficient) {
+inline void multiply_by(const std::vector<DeviceGradientReport>& all,
+                        const at::Tensor& coefficient) {
   const at::Tensor as_float = coefficient.to(at::kFloat);
   for (const DeviceGradientReport& one : all) {
     check_unscalable(one.gradients, on_device(as_float, one.gradients.front().device()));
@@ -116,8 +117,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
                                   double max_norm, double norm_type, bool error_if_nonfinite) {
   detail::check_norm_arguments(max_norm, norm_type);
   const c10::NoGradGuard no_grad;
-  const std::vector<DeviceGradientReport> gradients =
-      detail::gradients_to_clip(scaler, optimizer);
+  const std::vector<DeviceGradientReport> gradients = detail::gradients_to_clip(scaler, optimizer);
   if (gradients.empty()) return at::zeros({}, at::kFloat);
   const at::Tensor norm = detail::total_norm(gradients, norm_type);
   if (error_if_nonfinite) detail::require_finite(norm, norm_type);

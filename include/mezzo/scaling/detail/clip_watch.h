@@ -130,8 +130,7 @@ class ClipWatch {
     std::erase_if(expected_, [&](const Expected& expected) {
       if (!expected.readback->has_outcome()) return false;
       const StepOutcome outcome = expected.readback->outcome();
-      see(expected.optimizer, outcome.scale, *outcome.grad_norm,
-          expected.readback->max_abs());
+      see(expected.optimizer, outcome.scale, *outcome.grad_norm, expected.readback->max_abs());
       return true;
     });
   }

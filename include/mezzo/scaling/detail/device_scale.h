@@ -106,8 +106,7 @@ class DeviceScale {
   /// was found.
   void advance(const LossScale& rule, const at::Tensor& found_inf) {
     const c10::NoGradGuard no_grad;
-    update_scale_(rule, {original(), inverse_, growth_tracker_, hysteresis_left_},
-                  found_inf);
+    update_scale_(rule, {original(), inverse_, growth_tracker_, hysteresis_left_}, found_inf);
     scale_.drop_copies();
   }
 

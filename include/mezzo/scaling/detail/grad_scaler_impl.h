@@ -21,7 +21,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline constexpr const char* kHalfGradients =
-    "Attempting to unscale FP16 gradients. They underflow in half: keep the weights in float and run "
+    "Attempting to unscale FP16 gradients. They underflow in half: keep the weights in float and "
+    "run "
     "the forward pass under mezzo::Autocast, or train float masters with mezzo::MasterWeights or "
     "weight_storage(WeightStorage::master) in the optimizer's options; "
     "GradScalerOptions().allow_fp16_gradients(true) unscales them in half";
@@ -104,7 +105,8 @@ inline detail::OptimizerRecord& GradScaler::unscale_into(const detail::StepTaker
                     detail::kHalfGradients);
       });
   if (taker.fused() != nullptr) record.masters = detail::MasterGradients(taker);
-  std::vector<DeviceGradientReport> all = detail::gradients_by_device(record.masters.holders(taker));
+  std::vector<DeviceGradientReport> all =
+      detail::gradients_by_device(record.masters.holders(taker));
   record.found_inf.clear();
   for (DeviceGradientReport& one : all) {  // what may throw, before any write
     one.inv_scale = detail::on_device(scale_.inverse(), one.gradients.front().device());

@@ -146,8 +146,7 @@ inline void GradScaler::finish_step(detail::OptimizerRecord& record) {
 inline GradientReport GradScaler::report_into(detail::OptimizerRecord& record,
                                               const detail::StepTaker& taker, bool counts) {
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
-  const at::Tensor inv_scale =
-      was_unscaled ? at::ones_like(scale_.original()) : scale_.inverse();
+  const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale_.original()) : scale_.inverse();
   GradientReport report = taker.report(inv_scale, !record.masters.empty());
   TORCH_CHECK(was_unscaled || allow_fp16_gradients_ || !report.has_bare_half,
               detail::kHalfGradients);
@@ -196,8 +195,8 @@ inline StepResult GradScaler::step_on_device(const detail::StepTaker& taker,
   return StepResult(std::make_shared<detail::DeviceStepSlot>(readback));
 }
 
-/// Any other optimizer, or arguments of its own: the host decides. `torch_step` is torch.amp's step,
-/// which unscales where the gradients lie; null for one that leaves them as they are.
+/// Any other optimizer, or arguments of its own: the host decides. `torch_step` is torch.amp's
+/// step, which unscales where the gradients lie; null for one that leaves them as they are.
 inline StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
                                            const StepOptions& options,
                                            const StepFunction& torch_step) {

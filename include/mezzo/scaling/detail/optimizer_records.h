@@ -157,7 +157,8 @@ class OptimizerRecords {
 
  private:
   struct Entry {
-    explicit Entry(const torch::optim::Optimizer& of) : optimizer(&of), parameters(of.param_groups()) {}
+    explicit Entry(const torch::optim::Optimizer& of)
+        : optimizer(&of), parameters(of.param_groups()) {}
     const torch::optim::Optimizer* optimizer;
     SeenParameters parameters;
     OptimizerRecord record{};
@@ -165,7 +166,8 @@ class OptimizerRecords {
 
   Entry* entry_of(const torch::optim::Optimizer& optimizer) {
     for (Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer && entry.parameters.any_in(optimizer.param_groups())) return &entry;
+      if (entry.optimizer == &optimizer && entry.parameters.any_in(optimizer.param_groups()))
+        return &entry;
     }
     return nullptr;
   }
