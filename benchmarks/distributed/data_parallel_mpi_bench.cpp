@@ -60,31 +60,41 @@ double bytes_of(const at::Tensor& tensor) { return static_cast<double>(tensor.nb
 double share_sent(int ranks) { return 1. - 1. / ranks; }
 
 /// Counts what another communicator is given.
-class CountedCommunicator {
+class CountedCommunicator : public mezzo::Communicator {
  public:
-  CountedCommunicator(mezzo::AnyCommunicator counted, Traffic& traffic)
-      : counted_(std::move(counted)), traffic_(&traffic) {}
-  int rank() const { return counted_.rank(); }
-  int size() const { return counted_.size(); }
-  bool serves(c10::DeviceType device) const { return counted_.serves(device); }
-  Work all_reduce(const at::Tensor& tensor, Reduction reduction) {
-    traffic_->begin(2 * share_sent(size()) * bytes_of(tensor));
-    return counted_.all_reduce(tensor, reduction);
-  }
-  Work broadcast(const at::Tensor& tensor, int root) { return counted_.broadcast(tensor, root); }
-  Work all_gather(const at::Tensor& output, const at::Tensor& input) {
-    traffic_->begin(share_sent(size()) * bytes_of(output));
-    return counted_.all_gather(output, input);
-  }
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction) {
-    traffic_->begin(share_sent(size()) * bytes_of(input));
-    return counted_.reduce_scatter(output, input, reduction);
-  }
-  Work barrier() { return counted_.barrier(); }
+  CountedCommunicator(mezzo::Communicator counted, Traffic& traffic)
+      : Communicator(std::make_shared<Backend>(std::move(counted), traffic)) {}
 
  private:
-  mezzo::AnyCommunicator counted_;
-  Traffic* traffic_;
+  class Backend : public mezzo::CommunicatorBackend {
+   public:
+    Backend(mezzo::Communicator counted, Traffic& traffic)
+        : counted_(std::move(counted)), traffic_(traffic) {}
+    int rank() const override { return counted_.rank(); }
+    int size() const override { return counted_.size(); }
+    bool serves(c10::DeviceType device) const override { return counted_.serves(device); }
+    Work all_reduce(const at::Tensor& tensor, Reduction reduction) override {
+      traffic_.begin(2 * share_sent(size()) * bytes_of(tensor));
+      return counted_.all_reduce(tensor, reduction);
+    }
+    Work broadcast(const at::Tensor& tensor, int root) override {
+      return counted_.broadcast(tensor, root);
+    }
+    Work all_gather(const at::Tensor& output, const at::Tensor& input) override {
+      traffic_.begin(share_sent(size()) * bytes_of(output));
+      return counted_.all_gather(output, input);
+    }
+    Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                        Reduction reduction) override {
+      traffic_.begin(share_sent(size()) * bytes_of(input));
+      return counted_.reduce_scatter(output, input, reduction);
+    }
+    Work barrier() override { return counted_.barrier(); }
+
+   private:
+    mezzo::Communicator counted_;
+    Traffic& traffic_;
+  };
 };
 
 /// A model of its own for each way of averaging.
@@ -116,7 +126,7 @@ struct Training {
 std::shared_ptr<Training> alone() { return std::make_shared<Training>(); }
 
 /// As libtorch's examples/cpp/distributed.
-std::shared_ptr<Training> after_the_pass(mezzo::AnyCommunicator world) {
+std::shared_ptr<Training> after_the_pass(mezzo::Communicator world) {
   auto training = std::make_shared<Training>();
   CountedCommunicator counted(world, *training->traffic);
   training->after = [counted, self = training.get()]() mutable {
@@ -148,7 +158,7 @@ std::shared_ptr<Training> with_reducer(const c10::intrusive_ptr<c10d::ProcessGro
   return training;
 }
 
-std::shared_ptr<Training> with_mezzo(mezzo::AnyCommunicator world,
+std::shared_ptr<Training> with_mezzo(mezzo::Communicator world,
                                      const mezzo::GradAllReduceOptions& options) {
   auto training = std::make_shared<Training>();
   auto buckets = std::make_shared<GradBuckets>(
@@ -163,7 +173,7 @@ std::shared_ptr<Training> with_mezzo(mezzo::AnyCommunicator world,
 using Peers = std::vector<std::pair<std::string, std::shared_ptr<Training>>>;
 
 /// `on_all_reduce` hears of the bytes that are reduced.
-c10::intrusive_ptr<c10d::ProcessGroup> mpi_group(const mezzo::AnyCommunicator& world,
+c10::intrusive_ptr<c10d::ProcessGroup> mpi_group(const mezzo::Communicator& world,
                                                  std::function<void(int64_t)> on_all_reduce) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(world.rank(), world.size());
   auto backend =
@@ -195,7 +205,7 @@ void print(const Peers& peers, const Interleaved& turns, int ranks, int rounds) 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 9;
   const mezzo::MpiEnvironment mpi;
-  mezzo::AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  mezzo::Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   at::set_num_threads(1);
   torch::manual_seed(world.rank());
   const at::Tensor tokens = torch::randint(bench::kVocabulary, {4, 64});
@@ -210,7 +220,7 @@ int main(int argc, char** argv) {
       {"one all-reduce a parameter, afterwards", after_the_pass(world)},
       {"c10d::Reducer, MPI in a thread", with_reducer(group)},
       {"mezzo, averages", with_mezzo(world, {})},
-      {"mezzo, sums (folded average)", with_mezzo(world, {.average = false})},
+      {"mezzo, sums", with_mezzo(world, {.average = false})},
       {"mezzo, in bfloat16", with_mezzo(world, {.compress_dtype = at::kBFloat16})},
       {"mezzo, in bfloat16, error feedback",
        with_mezzo(world, {.compress_dtype = at::kBFloat16, .error_feedback = true})}};

@@ -116,7 +116,7 @@ void Ranks::check_device(const std::string& name) const {
                          "one process a GPU with torchrun --no-python");
 }
 
-std::optional<mezzo::AnyCommunicator> Ranks::communicator() const {
+std::optional<mezzo::Communicator> Ranks::communicator() const {
   if (!job_) return std::nullopt;
   return job_->communicator;
 }

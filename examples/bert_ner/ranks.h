@@ -48,7 +48,7 @@ class Ranks {
   void check_device(const std::string& name) const;
 
   /// None for a process alone.
-  std::optional<mezzo::AnyCommunicator> communicator() const;
+  std::optional<mezzo::Communicator> communicator() const;
 
   /// Does `work`, which calls nothing of Ranks, on every rank, and waits until all are done.
   /// \throws RanksFailed on every rank if one of them threw; alone, what `work` throws
@@ -72,7 +72,7 @@ class Ranks {
  private:
   struct Job {
     std::shared_ptr<void> launched;  ///< what must live as long as the communicator
-    mezzo::AnyCommunicator communicator;
+    mezzo::Communicator communicator;
     torch::Device device;  ///< of the tensors that the ranks exchange
     int on_this_machine, place_on_this_machine;
     std::function<void(int)> end_all;

@@ -26,8 +26,6 @@ using test_support::error_of;
 using testing::AllOf;
 using testing::HasSubstr;
 
-static_assert(mezzo::Communicator<C10dCommunicator>);
-
 struct Blackboard {
   explicit Blackboard(int ranks) : tensors(static_cast<std::size_t>(ranks)), all(ranks) {}
   std::vector<at::Tensor> tensors;

@@ -4,20 +4,23 @@
 #include <gtest/gtest.h>
 #include <mezzo/distributed/communicator.h>
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../support/error_of.h"
+
 namespace {
 
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::Reduction;
 using mezzo::Work;
 
 /// Writes down what is asked of it.
-struct Recorded : mezzo::detail::PendingCollective {
+struct Recorded : Work::Pending {
   Recorded(std::vector<std::string>& to, std::string of) : log(to), collective(std::move(of)) {}
   bool ready() override {
     log.push_back("ready");
@@ -29,38 +32,38 @@ struct Recorded : mezzo::detail::PendingCollective {
   std::string collective;
 };
 
-class Recorder {
+class Recorder : public mezzo::CommunicatorBackend {
  public:
-  explicit Recorder(std::vector<std::string>& log) : log_(&log) {}
-  int rank() const { return 2; }
-  int size() const { return 5; }
-  bool serves(c10::DeviceType device) const { return device == at::kCPU; }
-  Work all_reduce(const at::Tensor& /*tensor*/, Reduction reduction) {
+  explicit Recorder(std::vector<std::string>& log) : log_(log) {}
+  int rank() const override { return 2; }
+  int size() const override { return 5; }
+  bool serves(c10::DeviceType device) const override { return device == at::kCPU; }
+  Work all_reduce(const at::Tensor& /*tensor*/, Reduction reduction) override {
     return record(reduction == Reduction::sum ? "all_reduce sum" : "all_reduce max");
   }
-  Work broadcast(const at::Tensor& /*tensor*/, int root) {
+  Work broadcast(const at::Tensor& /*tensor*/, int root) override {
     return record("broadcast " + std::to_string(root));
   }
-  Work all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) {
+  Work all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) override {
     return record("all_gather");
   }
   Work reduce_scatter(const at::Tensor& /*output*/, const at::Tensor& /*input*/,
-                      Reduction /*reduction*/) {
+                      Reduction /*reduction*/) override {
     return record("reduce_scatter");
   }
-  Work barrier() { return record("barrier"); }
+  Work barrier() override { return record("barrier"); }
 
  private:
   Work record(std::string what) {
-    log_->push_back(what);
-    return Work(std::make_unique<Recorded>(*log_, std::move(what)));
+    log_.push_back(what);
+    return Work(std::make_unique<Recorded>(log_, std::move(what)));
   }
-  std::vector<std::string>* log_;
+  std::vector<std::string>& log_;
 };
 
-static_assert(mezzo::Communicator<Recorder>);
-static_assert(mezzo::Communicator<AnyCommunicator>);
-static_assert(!mezzo::Communicator<std::string>);
+Communicator recorder(std::vector<std::string>& log) {
+  return Communicator(std::make_shared<Recorder>(log));
+}
 
 class Warnings : public c10::WarningHandler {
  public:
@@ -76,29 +79,52 @@ class Warnings : public c10::WarningHandler {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-TEST(AnyCommunicator, PassesEveryCallOn) {
+TEST(Communicator, PassesEveryCallOn) {
   std::vector<std::string> log;
-  AnyCommunicator any = Recorder(log);
-  const at::Tensor tensor = at::zeros({1});
+  Communicator any = recorder(log);
+  const at::Tensor tensor = at::zeros({1}), all = at::zeros({5});
   EXPECT_EQ(any.rank(), 2);
   EXPECT_EQ(any.size(), 5);
   EXPECT_TRUE(any.serves(at::kCPU));
   EXPECT_FALSE(any.serves(at::kCUDA));
   any.all_reduce(tensor, Reduction::max).wait();
   any.broadcast(tensor, 3).wait();
-  AnyCommunicator copy = any;
-  copy.all_gather(tensor, tensor).wait();
-  copy.reduce_scatter(tensor, tensor, Reduction::sum).wait();
+  Communicator copy = any;
+  copy.all_gather(all, tensor).wait();
+  copy.reduce_scatter(tensor, all, Reduction::sum).wait();
   copy.barrier().wait();
   EXPECT_THAT(log,
               testing::ElementsAre("all_reduce max", "wait", "broadcast 3", "wait", "all_gather",
                                    "wait", "reduce_scatter", "wait", "barrier", "wait"));
 }
 
+// A backend sees none of them.
+TEST(Communicator, RefusesWrongArgumentsNamingTheRank) {
+  std::vector<std::string> log;
+  Communicator world = recorder(log);
+  const at::Tensor tensor = at::zeros({1});
+  const auto refuses = [](const std::function<Work()>& call, const std::string& words) {
+    EXPECT_THAT(test_support::error_of([&] { call().wait(); }), testing::HasSubstr(words));
+  };
+  refuses([&] { return world.all_reduce(at::Tensor(), Reduction::sum); },
+          "all_reduce on rank 2: `tensor` is undefined");
+  refuses([&] { return world.all_reduce(tensor.to(at::kLong), Reduction::average); },
+          "all_reduce on rank 2: Long has no average");
+  refuses([&] { return world.broadcast(tensor, 5); },
+          "broadcast on rank 2: `root` must be 0 to 4, but is 5");
+  refuses([&] { return world.all_gather(tensor, tensor); },
+          "all_gather on rank 2: `output` must have 5 times the 1 elements of `input`");
+  refuses([&] { return world.reduce_scatter(tensor, at::zeros({5}, at::kLong), Reduction::sum); },
+          "reduce_scatter on rank 2: `input` is Long and `output` Float");
+  EXPECT_TRUE(log.empty());
+  EXPECT_THAT(test_support::error_of([] { Communicator(nullptr); }),
+              testing::HasSubstr("`backend` is null"));
+}
+
 TEST(Work, WaitsOnceWhoeverHoldsIt) {
   std::vector<std::string> log;
   const Warnings warnings;
-  Work request = Recorder(log).barrier();
+  Work request = recorder(log).barrier();
   Work holder = std::move(request);
   EXPECT_FALSE(holder.ready());
   holder.wait();
@@ -112,10 +138,10 @@ TEST(Work, WaitsOnceWhoeverHoldsIt) {
 TEST(Work, ThatNobodyWaitedForWarnsAndNeverThrows) {
   std::vector<std::string> log;
   const Warnings warnings(/*throws=*/true);
-  { const Work forgotten = Recorder(log).broadcast(at::zeros({1}), 4); }
-  Work abandoned = Recorder(log).barrier();
+  { const Work forgotten = recorder(log).broadcast(at::zeros({1}), 4); }
+  Work abandoned = recorder(log).barrier();
   abandoned.abandon();
-  Work replaced = Recorder(log).barrier();
+  Work replaced = recorder(log).barrier();
   replaced = Work();
   EXPECT_THAT(warnings.texts,
               testing::ElementsAre(testing::HasSubstr("nobody waited for broadcast 4"),

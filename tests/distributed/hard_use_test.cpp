@@ -94,10 +94,10 @@ TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
 }
 
 // The others' first bucket begins with another parameter of the same size.
-class OtherOrder : public AlikeRanks {
+class OtherOrder : public distributed_test::AlikeBackend {
  public:
-  using AlikeRanks::AlikeRanks;
-  mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) {
+  using AlikeBackend::AlikeBackend;
+  mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) override {
     const at::NoGradGuard no_grad;
     if (reduction == mezzo::Reduction::max) {
       const at::Tensor others = tensor.clone();
@@ -105,14 +105,14 @@ class OtherOrder : public AlikeRanks {
       at::maximum_out(const_cast<at::Tensor&>(tensor), tensor, others);
       return {};
     }
-    return AlikeRanks::all_reduce(tensor, reduction);
+    return AlikeBackend::all_reduce(tensor, reduction);
   }
 };
 
 TEST(HardUse, RanksWhoseBucketsAreLaidOutDifferentlyAreTold) {
   const at::Tensor first = leaf(1), second = leaf(2);
   GradBuckets buckets({first, second}, hard_buckets());
-  const GradAllReduce all_reduce(buckets, OtherOrder(2));
+  const GradAllReduce all_reduce(buckets, mezzo::Communicator(std::make_shared<OtherOrder>(2)));
   EXPECT_THAT(hard_error([&] { (first * second).sum().backward(); }),
               testing::HasSubstr("the ranks' buckets hold other parameters"));
 }
@@ -312,7 +312,7 @@ TEST(HardUse, LossesOfAmpAddUpOnMasters) {
                                  {.num_losses = 2, .verbosity = 0});
     ddp = std::make_unique<HardDdp>(net, AlikeRanks(ranks),
                                     mezzo::DataParallelOptions{.bucket_bytes = 128});
-    const mezzo::optim::SGD reader(ddp->buckets(), kSgd);  // so that sums are left
+    const mezzo::optim::SGD beside(ddp->buckets(), kSgd);
     EXPECT_EQ(net->parameters()[0].scalar_type(), at::kBFloat16);
     for (int64_t i = 0; i < 4; ++i) {
       amp.zero_grad(optimizer);
@@ -339,7 +339,6 @@ TEST(HardUse, CheckpointedLayersHaveTheAveragesOfTheRanks) {
   like->forward(torch::ones({4, 6})).square().sum();
   at::Tensor y = like->body->forward(torch::ones({4, 6}));
   like->head->forward(y).square().sum().backward();
-  ddp.average();
   for (std::size_t i = 0; i < 4; ++i) {
     EXPECT_TRUE(torch::equal(net->parameters()[i].grad(), like->parameters()[i].grad())) << i;
   }

@@ -50,7 +50,7 @@ std::string digest_of(const std::vector<at::Tensor>& tensors) {
 
 /// `forward` and `optimizer` stand for either way to train together.
 template <class Forward>
-void train(mezzo::AnyCommunicator world, const std::filesystem::path& folder, int64_t steps,
+void train(mezzo::Communicator world, const std::filesystem::path& folder, int64_t steps,
            torch::nn::Sequential model, torch::optim::Optimizer& optimizer,
            const Forward& forward) {
   mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(64).growth_interval(10));

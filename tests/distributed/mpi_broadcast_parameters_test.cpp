@@ -11,7 +11,7 @@
 
 namespace {
 
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::NamedTensors;
 using test_support::error_of;
 using testing::AllOf;
@@ -26,7 +26,7 @@ NamedTensors some_tensors() {
 }
 
 TEST(BroadcastParameters, EveryRankHasTheRootsValuesAfterwards) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   for (int root = 0; root < world.size(); ++root) {
     torch::manual_seed(world.rank());
     const NamedTensors tensors = some_tensors();
@@ -42,7 +42,7 @@ TEST(BroadcastParameters, EveryRankHasTheRootsValuesAfterwards) {
 }
 
 TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int last = world.size() - 1;
   const auto expect_error = [&](const NamedTensors& of_the_last, const std::string& its_words,
@@ -71,7 +71,7 @@ TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWrit
 }
 
 TEST(BroadcastParameters, ARootThatIsNoRankIsRefused) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters({}, world, world.size()); }),
               HasSubstr("`root` must be 0 to"));
 }

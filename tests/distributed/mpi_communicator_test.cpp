@@ -24,9 +24,6 @@ using test_support::error_of;
 using testing::AllOf;
 using testing::HasSubstr;
 
-static_assert(mezzo::Communicator<MpiCommunicator>);
-static_assert(mezzo::Communicator<mezzo::AnyCommunicator>);
-
 const std::vector<at::ScalarType> kReducible = {at::kFloat,    at::kDouble, at::kHalf,
                                                 at::kBFloat16, at::kByte,   at::kChar,
                                                 at::kShort,    at::kInt,    at::kLong};

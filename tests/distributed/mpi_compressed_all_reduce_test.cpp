@@ -21,7 +21,7 @@ namespace compressed_all_reduce_test {
 namespace {
 
 using distributed_test::RecordingRanks;
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::GradAllReduce;
 using mezzo::GradAllReduceOptions;
 using mezzo::GradBuckets;
@@ -31,7 +31,7 @@ using test_support::error_of;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-AnyCommunicator mpi_world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+Communicator mpi_world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
 
 GradBucketsOptions buckets_of(int64_t bytes) {
   return GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(bytes);
@@ -39,7 +39,7 @@ GradBucketsOptions buckets_of(int64_t bytes) {
 
 /// A parameter whose gradient is whatever a pass is told.
 struct Told {
-  explicit Told(const AnyCommunicator& world, const GradAllReduceOptions& options,
+  explicit Told(const Communicator& world, const GradAllReduceOptions& options,
                 int64_t count = 1000, at::ScalarType dtype = at::kFloat)
       : weight(at::zeros({count}, dtype).requires_grad_()),
         buckets({weight}, buckets_of(1 << 20)),
@@ -74,7 +74,7 @@ at::Tensor expected_sum(int ranks, at::ScalarType dtype, at::ScalarType sent, bo
 }
 
 TEST(CompressedAllReduce, GivesTheSumOfRoundedPartsRoundedOnce) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     for (const auto sent : {at::kBFloat16, at::kHalf}) {
       for (const bool average : {true, false}) {
@@ -89,7 +89,7 @@ TEST(CompressedAllReduce, GivesTheSumOfRoundedPartsRoundedOnce) {
 }
 
 TEST(CompressedAllReduce, WithFeedbackTheFirstPassIsTheSame) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   for (const auto sent : {at::kBFloat16, at::kHalf}) {
     Told told(world, {.average = false, .compress_dtype = sent, .error_feedback = true});
     EXPECT_TRUE(at::equal(told.pass(told_gradient(world.rank())),
@@ -116,7 +116,7 @@ TEST(CompressedAllReduce, SendsHalfTheBytesOfFloat) {
 }
 
 /// The largest error of the mean over `steps` passes of one gradient, relative to the gradient.
-double error_of_the_mean(AnyCommunicator& world, const GradAllReduceOptions& options, int steps) {
+double error_of_the_mean(Communicator& world, const GradAllReduceOptions& options, int steps) {
   Told told(world, options);
   at::Tensor wanted = at::zeros({1000}, at::kDouble), mean = at::zeros({1000}, at::kDouble);
   for (int rank = 0; rank < world.size(); ++rank) {
@@ -128,7 +128,7 @@ double error_of_the_mean(AnyCommunicator& world, const GradAllReduceOptions& opt
 }
 
 TEST(CompressedAllReduce, WithFeedbackTheErrorOfTheMeanGoesToZero) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   for (const auto sent : {at::kBFloat16, at::kHalf}) {
     const double ulp = sent == at::kBFloat16 ? 1. / 256 : 1. / 2048;  // a rounding loses half of it
     GradAllReduceOptions options{.compress_dtype = sent};
@@ -142,7 +142,7 @@ TEST(CompressedAllReduce, WithFeedbackTheErrorOfTheMeanGoesToZero) {
 }
 
 TEST(CompressedAllReduce, OverflowsOnlyWhereTheAverageDoes) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   for (const bool feedback : {false, true}) {
     Told sum(world, {.average = false, .compress_dtype = at::kHalf, .error_feedback = feedback});
     const auto ranks = static_cast<float>(world.size());
@@ -161,7 +161,7 @@ TEST(CompressedAllReduce, OverflowsOnlyWhereTheAverageDoes) {
 }
 
 TEST(CompressedAllReduce, TheCheckAfterItFindsWhatOverflowedAndWhatWasInfOnOneRank) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   for (const bool feedback : {false, true}) {
     for (const float bad : {70000.F, kInf, std::nanf("")}) {
       const at::Tensor weight = at::zeros({40}).requires_grad_();
@@ -184,7 +184,7 @@ TEST(CompressedAllReduce, TheCheckAfterItFindsWhatOverflowedAndWhatWasInfOnOneRa
 }
 
 TEST(CompressedAllReduce, NothingOfAPassWithAnInfReachesTheNextOne) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   for (const float bad : {kInf, std::nanf(""), 3e38F}) {
     const GradAllReduceOptions options{.compress_dtype = at::kHalf, .error_feedback = true};
     Told told(world, options);
@@ -203,7 +203,7 @@ TEST(CompressedAllReduce, NothingOfAPassWithAnInfReachesTheNextOne) {
 }
 
 TEST(CompressedAllReduce, AnInfInOneBucketDropsWhatAllBucketsLost) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {  // the second is sent as it is
     const at::Tensor a = at::zeros({64}).requires_grad_();
     const at::Tensor b = at::zeros({64}, dtype).requires_grad_();
@@ -229,7 +229,7 @@ TEST(CompressedAllReduce, AnInfInOneBucketDropsWhatAllBucketsLost) {
 }
 
 TEST(CompressedAllReduce, WhatWasLostSurvivesAChangeOfTheLossScale) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   double scale = 1;
   const auto gradient_of = [&](int rank) { return told_gradient(rank).abs() + 0.1; };
   at::Tensor wanted = at::zeros({1000}, at::kDouble), mean = wanted.clone();
@@ -246,7 +246,7 @@ TEST(CompressedAllReduce, WhatWasLostSurvivesAChangeOfTheLossScale) {
 }
 
 TEST(CompressedAllReduce, ALossScaleThatIsNoneIsRefused) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   at::Tensor scale = at::zeros({});
   const GradAllReduceOptions options{
       .compress_dtype = at::kHalf, .error_feedback = true, .loss_scale = [&] { return scale; }};
@@ -260,7 +260,7 @@ TEST(CompressedAllReduce, ALossScaleThatIsNoneIsRefused) {
 }
 
 TEST(CompressedAllReduce, ResidualsResumeARunToTheBit) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   const GradAllReduceOptions options{.compress_dtype = at::kBFloat16, .error_feedback = true};
   Told told(world, options);
   const at::Tensor gradient = told_gradient(world.rank());
@@ -277,7 +277,7 @@ TEST(CompressedAllReduce, ResidualsResumeARunToTheBit) {
 }
 
 TEST(CompressedAllReduce, GradientsOfTwoBytesGoAsTheyAre) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   const at::Tensor gradient = told_gradient(world.rank(), 1000, at::kBFloat16);
   Told plain(world, {}, 1000, at::kBFloat16);
   for (const bool feedback : {false, true}) {
@@ -289,7 +289,7 @@ TEST(CompressedAllReduce, GradientsOfTwoBytesGoAsTheyAre) {
 }
 
 TEST(CompressedAllReduce, BucketsLaidOutAnewBeginWithNothingLost) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   const at::Tensor a = at::zeros({100}).requires_grad_(), b = at::zeros({30}).requires_grad_();
   GradBuckets buckets({a, b}, buckets_of(1 << 20));
   const GradAllReduce all_reduce(buckets, world,
@@ -325,7 +325,7 @@ struct PartlyUsedImpl : torch::nn::Module {
 TORCH_MODULE(PartlyUsed);
 
 /// 50 steps of two micro-batches, each rank with a part of the data.
-PartlyUsed trained(AnyCommunicator world, const GradAllReduceOptions& options) {
+PartlyUsed trained(Communicator world, const GradAllReduceOptions& options) {
   PartlyUsed model;
   GradBuckets buckets(model->parameters(), buckets_of(512));
   const GradAllReduce all_reduce(buckets, world, options);
@@ -357,7 +357,7 @@ at::Tensor weights(PartlyUsed& model) {
 }
 
 TEST(CompressedAllReduce, TrainingFollowsTrainingInFloatAndRanksStayAlike) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   PartlyUsed in_float = trained(world, {});
   PartlyUsed untrained;
   const double moved = (weights(in_float) - weights(untrained)).norm().item<double>();
@@ -377,7 +377,7 @@ TEST(CompressedAllReduce, TrainingFollowsTrainingInFloatAndRanksStayAlike) {
 }
 
 TEST(CompressedAllReduce, WrongOptionsAreRefused) {
-  AnyCommunicator world = mpi_world();
+  Communicator world = mpi_world();
   const auto error = [&](const GradAllReduceOptions& options) {
     return error_of([&] { Told(world, options); });
   };

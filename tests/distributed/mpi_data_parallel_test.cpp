@@ -26,7 +26,7 @@ namespace {
 using distributed_test::AlikeRanks;
 using distributed_test::expect_same_bits_on_all_ranks;
 using distributed_test::expect_same_weights_on_all_ranks;
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::DataParallel;
 using test_support::error_of;
 using testing::HasSubstr;
@@ -66,7 +66,7 @@ at::Tensor whole_batch(int64_t step) {
   torch::manual_seed(100 + static_cast<uint64_t>(step));
   return torch::randn({12, 6});  // parts for 1, 2, 3 and 4 ranks
 }
-at::Tensor own_part(const AnyCommunicator& world, int64_t step) {
+at::Tensor own_part(const Communicator& world, int64_t step) {
   return whole_batch(step).chunk(world.size())[static_cast<std::size_t>(world.rank())];
 }
 
@@ -88,7 +88,7 @@ struct Trained {
 };
 
 /// Six steps on the parts of the batches; two micro-batches a step, the first of which stays here.
-Trained train(AnyCommunicator world, const MakesOptimizer& make, bool on_buckets) {
+Trained train(Communicator world, const MakesOptimizer& make, bool on_buckets) {
   WithoutNorm model;
   DataParallel ddp(model, world, {.bucket_bytes = 128});
   const auto optimizer = make(ddp, on_buckets);
@@ -138,7 +138,7 @@ void expect_close(const Trained& trained, const Trained& wanted, double toleranc
 }
 
 TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimizer) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const std::vector<MakesOptimizer> optimizers = {
       makes<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
       makes<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2).eps(1e-3)),
@@ -159,7 +159,7 @@ TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimiz
 }
 
 TEST(MpiDataParallel, StartsWithTheRootsWeightsAndBuffers) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const int root = world.size() - 1;
   Replicated model(world.rank()), roots(root);
   model->norm->running_mean.fill_(world.rank());
@@ -173,7 +173,7 @@ TEST(MpiDataParallel, StartsWithTheRootsWeightsAndBuffers) {
 }
 
 TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   if (world.size() == 1) GTEST_SKIP() << "one rank is like itself";
   const int last = world.size() - 1;
   const auto error_with = [&](const std::function<void(Replicated&)>& change) {
@@ -202,7 +202,7 @@ TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
 }
 
 TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Replicated model, roots_alone;
   DataParallel ddp(model, world);
   mezzo::optim::SGD optimizer(ddp.buckets(), mezzo::optim::SGDOptions(0.1));
@@ -235,7 +235,7 @@ TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
 
 // In PyTorch the second forward's broadcast breaks the first one's backward on all ranks but one.
 TEST(MpiDataParallel, TwoForwardsMayComeBeforeOneBackward) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Replicated model;
   DataParallel ddp(model, world);
   const at::Tensor first = ddp(own_part(world, 0));
@@ -245,7 +245,7 @@ TEST(MpiDataParallel, TwoForwardsMayComeBeforeOneBackward) {
 }
 
 TEST(MpiDataParallel, TrainsUnderAutocast) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   WithoutNorm model;
   const at::Tensor before = model->in->weight.detach().clone();
   DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),

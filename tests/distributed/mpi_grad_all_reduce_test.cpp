@@ -16,7 +16,7 @@
 namespace {
 
 using distributed_test::expect_same_weights_on_all_ranks;
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
@@ -102,7 +102,7 @@ void train_alone(Branches model, const std::vector<Batch>& data, int ranks) {
 }
 
 TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Branches model, alone;
   GradBuckets buckets(model->parameters(), small_buckets());
   ASSERT_GT(buckets.buckets().size(), 3U);
@@ -124,7 +124,7 @@ TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
 }
 
 TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Branches model, alone;
   GradBuckets buckets(model->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -176,7 +176,7 @@ struct OneWeight {
 
 // Numbers that 1 to 4 ranks divide without rounding.
 TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const auto own = [&](double value) { return value * (world.rank() + 1); };
   const double mean = (world.size() + 1) / 2.;
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
@@ -204,7 +204,7 @@ TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
 
 // The loss scale is on the gradients while they are averaged.
 TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   for (const bool average : {true, false}) {
     OneWeight one(at::kHalf);
     const GradAllReduce all_reduce(one.buckets, world, {.average = average});
@@ -215,7 +215,7 @@ TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
 }
 
 TEST(GradAllReduce, LeavesTheSumWhereItIsAskedTo) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets buckets({weight}, small_buckets());
   const GradAllReduce all_reduce(buckets, world, {.average = false});
@@ -226,7 +226,7 @@ TEST(GradAllReduce, LeavesTheSumWhereItIsAskedTo) {
 }
 
 TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Branches model;
     model->to(dtype);
@@ -243,7 +243,7 @@ TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
 }
 
 TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets buckets({weight}, small_buckets());
   { const GradAllReduce all_reduce(buckets, world); }
@@ -252,7 +252,7 @@ TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
 }
 
 TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Branches model;
   GradBuckets buckets(model->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -268,7 +268,7 @@ TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
 
 // Their buckets are of the same lengths all the same.
 TEST(GradAllReduce, RanksThatRebuildBucketsDifferentlyAreTold) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor one = torch::ones({3}).requires_grad_(),
                    other = torch::ones({3}).requires_grad_();
   GradBuckets buckets({one, other}, small_buckets());
@@ -284,7 +284,7 @@ TEST(GradAllReduce, RanksThatRebuildBucketsDifferentlyAreTold) {
 }
 
 TEST(GradAllReduce, SparseGradientsAreRefused) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
   GradBuckets buckets(embedding->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -295,7 +295,7 @@ TEST(GradAllReduce, SparseGradientsAreRefused) {
 }
 
 TEST(GradAllReduce, BucketsThatCannotBeReducedAreRefused) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets in_place({weight});
   EXPECT_THAT(error_of([&] { GradAllReduce(in_place, world); }),

@@ -24,7 +24,7 @@
 namespace {
 
 using distributed_test::expect_same_bits_on_all_ranks;
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::DataParallel;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
@@ -118,7 +118,7 @@ at::Tensor weights_of(Decided& model) {
   return at::cat(all);
 }
 
-Course train_on_ranks(AnyCommunicator world, const Run& run) {
+Course train_on_ranks(Communicator world, const Run& run) {
   Decided model;
   DataParallel ddp(model, world, {.bucket_bytes = run.bucket_bytes});
   const auto optimizer = run.optimizer(model->parameters(), &ddp.buckets());
@@ -165,7 +165,7 @@ Course train_alone(int ranks, const Run& run) {
 }
 
 void expect_decided_as_one(const Run& run, const mezzo::MpiCommunicatorOptions& options = {}) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD, options);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD, options);
   const Course course = train_on_ranks(world, run);
   expect_same_bits_on_all_ranks(world, torch::tensor(course.decisions, at::kDouble), "decisions");
   expect_same_bits_on_all_ranks(world, course.weights, "weights");
@@ -222,7 +222,7 @@ TEST(MpiOneDecision, HoldsForStepsInAllForms) {
 }
 
 TEST(MpiOneDecision, DoesNotGoByWhatWasReadBeforeTheReduction) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Decided model;
   mezzo::GradBuckets buckets(
       model->parameters(),
@@ -249,7 +249,7 @@ TEST(MpiOneDecision, CountsHysteresisAlikeOnAllRanks) {
 }
 
 /// A weight of half whose gradient is 40,000 on every rank.
-bool overflows(AnyCommunicator world, bool average, bool on_buckets) {
+bool overflows(Communicator world, bool average, bool on_buckets) {
   const auto model = std::make_shared<torch::nn::Module>();
   const at::Tensor weight = model->register_parameter("weight", torch::zeros({8}, at::kHalf));
   DataParallel ddp(model, world, {.all_reduce = {.average = average}});
@@ -272,7 +272,7 @@ bool overflows(AnyCommunicator world, bool average, bool on_buckets) {
 }
 
 TEST(MpiOneDecision, CatchesAnOverflowOfTheReductionItself) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   for (const bool on_buckets : {false, true}) {
     EXPECT_EQ(overflows(world, /*average=*/false, on_buckets), world.size() > 1)
         << "80,000 is more than half holds, and no rank has an inf of its own";

@@ -56,8 +56,8 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 namespace {
 
-using mezzo::AnyCommunicator;
 using mezzo::CheckpointManager;
+using mezzo::Communicator;
 using mezzo::RankCheckpoints;
 using mezzo::TrainingState;
 using mezzo::detail::FileCalls;
@@ -72,7 +72,7 @@ using testing::SizeIs;
 using testing::UnorderedElementsAre;
 
 /// To be made by all ranks together.
-AnyCommunicator everyone() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+Communicator everyone() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
 
 int world_size() {
   int size = 0;
@@ -82,20 +82,20 @@ int world_size() {
 
 /// `text` of the world's rank 0, on all ranks.
 std::string text_of_rank_0(const std::string& text) {
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   const at::Tensor bytes = at::zeros({4096}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), text.data(), std::min<std::size_t>(text.size(), 4095));
   world.broadcast(bytes, 0).wait();
   return static_cast<const char*>(bytes.const_data_ptr());
 }
 
-std::vector<std::string> texts_of(AnyCommunicator ranks, const std::string& own) {
+std::vector<std::string> texts_of(Communicator ranks, const std::string& own) {
   return mezzo::detail::RankAgreement(std::move(ranks)).gather(own);
 }
 
 /// What all ranks throw, if those are the same words; what two of them throw otherwise.
 template <class Call>
-std::string common_error_of(AnyCommunicator ranks, const Call& call) {
+std::string common_error_of(Communicator ranks, const Call& call) {
   const std::vector<std::string> errors = texts_of(std::move(ranks), error_of(call));
   for (const std::string& error : errors) {
     if (error != errors[0]) return "different words:\n" + errors[0] + "\nand\n" + error;
@@ -146,7 +146,7 @@ class SomeRanks {
   SomeRanks& operator=(const SomeRanks&) = delete;
 
   bool has_this() const { return communicator_ != MPI_COMM_NULL; }
-  AnyCommunicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
+  Communicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
 
  private:
   MPI_Comm communicator_ = MPI_COMM_NULL;
@@ -177,7 +177,7 @@ torch::nn::Sequential make_net(bool has_buffers) {
 
 /// Gradients in bfloat16 with error feedback, averaged; running statistics.
 struct Averaging {
-  Averaging(AnyCommunicator world, const std::function<at::Tensor()>& loss_scale)
+  Averaging(Communicator world, const std::function<at::Tensor()>& loss_scale)
       : net(make_net(true)),
         ddp(net, std::move(world),
             {.bucket_bytes = 512,
@@ -195,7 +195,7 @@ struct Averaging {
 };
 
 struct Sharding {
-  Sharding(AnyCommunicator world, const std::function<at::Tensor()>& /*loss_scale*/)
+  Sharding(Communicator world, const std::function<at::Tensor()>& /*loss_scale*/)
       : net(make_net(false)),
         optimizer(net->parameters(), std::move(world), AdamWOptions(1e-2), kSmallShards) {}
   at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
@@ -209,7 +209,7 @@ struct Sharding {
 template <class Way>
 class EachRanksTraining {
  public:
-  EachRanksTraining(AnyCommunicator world, uint64_t seed)
+  EachRanksTraining(Communicator world, uint64_t seed)
       : rank_(world.rank()),
         way((torch::manual_seed(seed), world), [this] { return scaler.scale(torch::ones({})); }) {
     torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
@@ -261,7 +261,7 @@ class EachRanksTraining {
 template <class Way>
 void expect_the_same_bits_after_resuming() {
   const SharedFolder folder;
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   EachRanksTraining<Way> whole(world, 1);
   whole.scaler.on_skip(nullptr);
   for (int i = 0; i < 7; ++i) whole.step();
@@ -339,7 +339,7 @@ struct Alike {
 
 using AlikeAlone = Alike<AdamW>;
 struct AlikeShard : Alike<ShardedAdamW> {
-  AlikeShard(uint64_t seed, AnyCommunicator ranks)
+  AlikeShard(uint64_t seed, Communicator ranks)
       : Alike(seed, std::move(ranks), AdamWOptions(1e-2), kSmallShards) {}
 };
 
@@ -395,7 +395,7 @@ TEST(RankCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersFiles) {
 
 /// What each rank has of its own, and nothing else.
 struct Own {
-  explicit Own(AnyCommunicator ranks) : position(10 + ranks.rank()) {
+  explicit Own(Communicator ranks) : position(10 + ranks.rank()) {
     torch::manual_seed(40 + static_cast<uint64_t>(ranks.rank()));
     state.add("epoch", epoch).add_per_rank("position", position).with_random_state();
   }
@@ -406,7 +406,7 @@ struct Own {
 
 /// Loads into ranks with other values. \returns what each draws first then
 std::vector<std::string> draws_after_loading(const std::filesystem::path& folder,
-                                             AnyCommunicator ranks) {
+                                             Communicator ranks) {
   std::vector<std::string> warnings;
   Own run(ranks);
   run.position = 77;
@@ -468,7 +468,7 @@ constexpr int64_t kTwoPieces = 1'100'000;
 
 /// A state with a collective in it, and some of each rank's own.
 struct Mixed {
-  explicit Mixed(AnyCommunicator ranks, int64_t elements = 100)
+  explicit Mixed(Communicator ranks, int64_t elements = 100)
       : run(3, ranks), own{torch::full({elements}, ranks.rank(), at::kFloat)} {
     run.state.add_per_rank("own", own).add("fussy", fussy);
     run.run(0, 2);
@@ -483,7 +483,7 @@ struct Mixed {
 
 TEST(RankCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
   const SharedFolder folder;
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   Mixed mixed(world, kTwoPieces);
   mixed.set(2);
   RankCheckpoints(folder.path(), world).save(mixed.run.state, 2);
@@ -525,7 +525,7 @@ TEST(RankCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
 
 TEST(RankCheckpoints, OnlyRank0Writes) {
   const SharedFolder folder;
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   int calls_made = 0;
   FileCalls calls;
   calls.open = [&, real = calls.open](const char* path, int flags) {
@@ -545,7 +545,7 @@ TEST(RankCheckpoints, OnlyRank0Writes) {
 
 TEST(RankCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWell) {
   const SharedFolder folder;
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   const int last = world.size() - 1;
   for (int victim = 0; victim <= last; ++victim) {
     TrainingState state;
@@ -575,7 +575,7 @@ TEST(RankCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWell) {
 /// Which is found before a ShardedOptimizer waits for the rank that has them.
 TEST(RankCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
   const SharedFolder folder;
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   Mixed mixed(world);
   mezzo::Ema ema(mixed.run.net->parameters());
   RankCheckpoints checkpoints(folder.path(), world);
@@ -594,7 +594,7 @@ TEST(RankCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
 
 TEST(RankCheckpoints, WhereOneRankRefusesToLoadAllGetBackWhatTheyHad) {
   const SharedFolder folder;
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   {
     Mixed mixed(world);
     mixed.set(2);
@@ -626,7 +626,7 @@ TEST(RankCheckpoints, WhereOneRankRefusesToLoadAllGetBackWhatTheyHad) {
 
 TEST(RankCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
   const SharedFolder folder;
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   Mixed mixed(world);
   std::vector<std::string> warnings;
   RankCheckpoints checkpoints(folder.path(), world, warning_into(warnings));
@@ -651,7 +651,7 @@ TEST(RankCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
 
 TEST(RankCheckpoints, OfAFileThatOneRankCannotReadAllFallBack) {
   const SharedFolder folder;
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   const int last = world.size() - 1;
   Mixed mixed(world);
   std::vector<std::string> warnings;
@@ -690,7 +690,7 @@ TEST(RankCheckpoints, AnEmptyFolderIsNoCheckpointOnAllRanks) {
 }
 
 TEST(RankCheckpoints, ARankWithAnotherFolderIsNamed) {
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   const int last = world.size() - 1;
   if (last == 0) return;
   const SharedFolder folder;
@@ -703,7 +703,7 @@ TEST(RankCheckpoints, ARankWithAnotherFolderIsNamed) {
 }
 
 TEST(RankCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   if (world.size() == 1) return;
   const SharedFolder folder;
   RankCheckpoints checkpoints(folder.path(), world);
@@ -742,7 +742,7 @@ TEST(RankCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
 }
 
 TEST(RankCheckpoints, ANameThatEntriesOfRanksTakeIsRefusedByAll) {
-  AnyCommunicator world = everyone();
+  Communicator world = everyone();
   if (world.size() == 1) return;
   const SharedFolder folder;
   Own own(world);

@@ -29,7 +29,7 @@
 namespace {
 
 using distributed_test::expect_same_bits_on_all_ranks;
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::DataParallel;
 using mezzo::ShardedOptimizer;
 using mezzo::StepOptions;
@@ -136,7 +136,7 @@ at::Tensor train_alone(const Case& of, const Options& options) {
 }
 
 template <class Optimizer, class Options>
-at::Tensor train_together(AnyCommunicator& world, const Case& of, const Options& options) {
+at::Tensor train_together(Communicator& world, const Case& of, const Options& options) {
   const Sequential model = make_model(of.level);
   if constexpr (!std::is_same_v<Optimizer, mezzo::optim::LAMB>) {
     if (of.is_sharded) {
@@ -169,7 +169,7 @@ double tolerance(Level level) {
 
 template <class Optimizer, class Options>
 void expect_same_numbers(const Case& of, Options options) {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   if (of.level == Level::O2) options.weight_storage(WeightStorage::master);
   const at::Tensor wanted = train_alone<Optimizer>(of, options);
   const at::Tensor weights = train_together<Optimizer>(world, of, options);

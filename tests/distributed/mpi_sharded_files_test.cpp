@@ -18,7 +18,7 @@
 namespace sharded_files_test {
 namespace {
 
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
@@ -44,7 +44,7 @@ class FirstRanks {
   FirstRanks& operator=(const FirstRanks&) = delete;
 
   bool has_this() const { return communicator_ != MPI_COMM_NULL; }
-  AnyCommunicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
+  Communicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
 
  private:
   MPI_Comm communicator_ = MPI_COMM_NULL;
@@ -60,7 +60,7 @@ std::vector<int> sizes() {
 }
 
 std::string from_rank_0(const std::string& text) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor length = at::tensor({static_cast<int64_t>(text.size())});
   ranks.broadcast(length, 0).wait();
   const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
@@ -209,7 +209,7 @@ void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWPa
 /// What the archive holds is what the optimizer alone would have written: no state more or less,
 /// each of the parameter's shape, strides and dtype.
 TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
     Model model = fresh_model(dtype), alone = fresh_model(dtype), other = fresh_model(dtype);
@@ -232,7 +232,7 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
 }
 
 TEST(ShardedFiles, LibtorchsFileCanBeRead) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model alone;
   torch::optim::AdamW theirs(alone->parameters(), torch::optim::AdamWOptions(0.01));
   train(alone, theirs, 0, 3);
@@ -247,7 +247,7 @@ TEST(ShardedFiles, LibtorchsFileCanBeRead) {
 
 /// A later run may train it again.
 TEST(ShardedFiles, WhatIsFrozenKeepsTheStateThatItHad) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model alone;
   AdamW whole(alone->parameters(), AdamWOptions(0.01));
   train(alone, whole, 0, 3);
@@ -272,7 +272,7 @@ TEST(ShardedFiles, WhatIsFrozenKeepsTheStateThatItHad) {
 
 /// Such as a checkpoint makes in memory to be able to go back.
 TEST(ShardedFiles, EachRankTakesItsOwnArchiveBackAndNoOther) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   train(model, optimizer, 0, 2);
@@ -302,7 +302,7 @@ TEST(ShardedFiles, EachRankTakesItsOwnArchiveBackAndNoOther) {
 }
 
 TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model, alone;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   AdamW whole(alone->parameters(), AdamWOptions(0.01));

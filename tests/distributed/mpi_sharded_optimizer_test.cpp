@@ -18,7 +18,7 @@
 namespace sharded_optimizer_test {
 namespace {
 
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::Reduction;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::WeightStorage;
@@ -49,7 +49,7 @@ std::vector<OptimizerParamGroup> groups_of(Model model, const Options& options) 
 
 /// The gradients of `to` become the average of what the ranks have of `from`'s: a part each, and
 /// zeros elsewhere.
-void give_averages(AnyCommunicator& ranks, Model from, Model to) {
+void give_averages(Communicator& ranks, Model from, Model to) {
   const auto sources = from->named_parameters();
   for (auto& item : to->named_parameters()) {
     const at::Tensor& part = sources[item.key()].grad();
@@ -65,7 +65,7 @@ void give_averages(AnyCommunicator& ranks, Model from, Model to) {
 /// rates that move, and once without the scaler.
 template <class Optimizer, class Options>
 void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model, alone;
   model->to(dtype);
   alone->to(dtype);

@@ -26,7 +26,7 @@
 namespace sharded_training_test {
 namespace {
 
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::ShardedOptimizer;
@@ -47,7 +47,7 @@ static_assert(!mezzo::detail::StepsElementByElement<mezzo::optim::LAMB>);
 static_assert(!mezzo::detail::StepsElementByElement<torch::optim::AdamW>);
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-at::Tensor own_loss(Model model, const sharded_test::Batch& batch, AnyCommunicator& ranks) {
+at::Tensor own_loss(Model model, const sharded_test::Batch& batch, Communicator& ranks) {
   return loss_of(model, batch.part(ranks.rank(), ranks.size()), ranks.rank());
 }
 
@@ -61,7 +61,7 @@ at::Tensor whole_loss(Model model, const sharded_test::Batch& batch, int ranks) 
 }
 
 TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model, alone;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.003), {.bucket_bytes = 8192});
   AdamW whole(alone->parameters(), AdamWOptions(0.003));
@@ -90,7 +90,7 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
 
 /// Known gradients: what is summed, clipped and reported can be computed by hand.
 TEST(ShardedTraining, ClipsByTheNormOfTheWholeAverage) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   GradScaler scaler(GradScalerOptions().init_scale(8.));
@@ -104,7 +104,7 @@ TEST(ShardedTraining, ClipsByTheNormOfTheWholeAverage) {
 }
 
 TEST(ShardedTraining, ADisabledScalerClipsToo) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   GradScaler scaler(GradScalerOptions().enabled(false));
@@ -116,7 +116,7 @@ TEST(ShardedTraining, ADisabledScalerClipsToo) {
 }
 
 TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     Model model;
     model->to(dtype);
@@ -154,7 +154,7 @@ TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
 
 /// The sum of the ranks' finite gradients is beyond half.
 TEST(ShardedTraining, AnOverflowOfTheSumItselfIsFound) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   if (ranks.size() == 1) GTEST_SKIP() << "takes two ranks";
   const at::Tensor weight = torch::zeros({301}, at::kHalf).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(1.).weight_storage(WeightStorage::master));
@@ -170,7 +170,7 @@ TEST(ShardedTraining, AnOverflowOfTheSumItselfIsFound) {
 }
 
 TEST(ShardedTraining, MicroBatchesStayLocalUntilTheLast) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model, alone;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   AdamW whole(alone->parameters(), AdamWOptions(0.01));
@@ -193,7 +193,7 @@ TEST(ShardedTraining, MicroBatchesStayLocalUntilTheLast) {
 }
 
 TEST(ShardedTraining, APassMoreAddsToTheSum) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   (weight * (ranks.rank() + 1)).sum().backward();
@@ -208,7 +208,7 @@ TEST(ShardedTraining, APassMoreAddsToTheSum) {
 }
 
 TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(1.));
   {
@@ -232,7 +232,7 @@ TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
 }
 
 TEST(ShardedTraining, ClosuresRunOnce) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   const c10::NoGradGuard no_grad;
@@ -247,7 +247,7 @@ TEST(ShardedTraining, ClosuresRunOnce) {
 
 /// Gradients are whole numbers, whose sums and averages are exact in all of them.
 TEST(ShardedTraining, DtypesGoTogether) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
   const auto parameters = [] {
     torch::manual_seed(5);
@@ -287,7 +287,7 @@ TEST(ShardedTraining, DtypesGoTogether) {
 
 /// With four ranks some have nothing of a parameter of 3 elements.
 TEST(ShardedTraining, ARankWithoutAnyPartGoesAlong) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   optimizer.set_lr_factors({1., 0.5, 0.25});
@@ -308,7 +308,7 @@ TEST(ShardedTraining, ARankWithoutAnyPartGoesAlong) {
 }
 
 TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   for (const bool enabled : {true, false}) {
@@ -327,7 +327,7 @@ TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
 }
 
 TEST(ShardedTraining, WhatItCannotShardIsRefused) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const auto made = [&](const AdamWOptions& options) {
     return error_of([&] {
       const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
@@ -362,7 +362,7 @@ TEST(ShardedTraining, WhatItCannotShardIsRefused) {
 }
 
 TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01));
   own_loss(model, batches(1)[0], ranks).backward();
@@ -388,7 +388,7 @@ TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
 }
 
 TEST(ShardedTraining, AFrozenParameterStaysAsItIs) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   model->wide->weight.set_requires_grad(false);
@@ -401,7 +401,7 @@ TEST(ShardedTraining, AFrozenParameterStaysAsItIs) {
 }
 
 TEST(ShardedTraining, RanksBeginWithTheValuesOfRank0) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor trained = torch::full({301}, ranks.rank() + 1.).requires_grad_();
   const at::Tensor frozen = torch::full({3}, ranks.rank() + 1.);
   const Sharded optimizer({trained, frozen}, ranks, AdamWOptions(0.01));
@@ -416,7 +416,7 @@ TEST(ShardedTraining, RanksBeginWithTheValuesOfRank0) {
 
 /// As far as anybody can see, a parameter has memory of its own, in the format that it had.
 TEST(ShardedTraining, ParametersLookAsTheyDidBefore) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   Model model;
   const at::Tensor spread = torch::arange(12.).view({4, 3}).slice(1, 0, 2).requires_grad_();
   const at::Tensor values = spread.clone();
@@ -435,7 +435,7 @@ TEST(ShardedTraining, ParametersLookAsTheyDidBefore) {
 
 template <class Write>
 void expect_write_counts(const Write& write) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     Model model, alone;
     model->to(dtype);
@@ -469,7 +469,7 @@ TEST(ShardedTraining, WhatOthersWriteToAParameterCounts) {
 
 /// Autograd, and caches of weights, are told that they are others.
 TEST(ShardedTraining, AStepShowsInTheVersionsOfParameters) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   const at::Tensor weight = torch::ones({301}).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(0.01));
   const at::Tensor saves_weight = (weight * weight).sum();
@@ -501,7 +501,7 @@ struct Counted {
 };
 
 Counted count_bytes(at::ScalarType dtype, WeightStorage storage) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   std::vector<at::Tensor> parameters;
   for (const int64_t size : {9999, 9991, 10}) {
     parameters.push_back(torch::zeros({size}, dtype).requires_grad_());
@@ -515,7 +515,7 @@ Counted count_bytes(at::ScalarType dtype, WeightStorage storage) {
 }
 
 TEST(ShardedTraining, ARankKeepsItsPartOfTheState) {
-  AnyCommunicator ranks = world();
+  Communicator ranks = world();
   constexpr int64_t kParameters = 20000;
   struct Case {
     const char* name;

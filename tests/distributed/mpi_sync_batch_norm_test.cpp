@@ -17,7 +17,7 @@
 namespace {
 
 using distributed_test::expect_same_bits_on_all_ranks;
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::SyncBatchNorm;
 using test_support::error_of;
 using testing::HasSubstr;
@@ -53,7 +53,7 @@ std::vector<int64_t> uneven(int ranks) {
 }
 
 struct SyncBatchNormTest : testing::Test {
-  AnyCommunicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
 
   at::Tensor summed(const at::Tensor& tensor) {
     const at::Tensor sum = tensor.detach().clone();

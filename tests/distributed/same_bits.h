@@ -10,7 +10,7 @@
 namespace distributed_test {
 
 /// All ranks call it; `name` says what differs, should it.
-inline void expect_same_bits_on_all_ranks(mezzo::AnyCommunicator& world, const at::Tensor& tensor,
+inline void expect_same_bits_on_all_ranks(mezzo::Communicator& world, const at::Tensor& tensor,
                                           const std::string& name) {
   const at::Tensor bits = tensor.detach().flatten().view(at::kByte);
   const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
@@ -22,7 +22,7 @@ inline void expect_same_bits_on_all_ranks(mezzo::AnyCommunicator& world, const a
 
 /// The same of all parameters of `model`, a module holder.
 template <class Holder>
-void expect_same_weights_on_all_ranks(mezzo::AnyCommunicator& world, const Holder& model) {
+void expect_same_weights_on_all_ranks(mezzo::Communicator& world, const Holder& model) {
   for (const auto& item : model->named_parameters()) {
     expect_same_bits_on_all_ranks(world, item.value(), item.key());
   }

@@ -17,7 +17,7 @@ namespace sharded_test {
 
 using distributed_test::expect_same_weights_on_all_ranks;
 
-inline mezzo::AnyCommunicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+inline mezzo::Communicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
 
 /// So that the model below takes several.
 inline constexpr mezzo::ShardedOptimizerOptions kSmallBuckets{.bucket_bytes = 1024};

@@ -30,7 +30,7 @@ void go_wrong(const std::string& what) {
   if (what == "slow") std::this_thread::sleep_for(2500ms);
 }
 
-void train(mezzo::AnyCommunicator world, const std::string& what, int victim) {
+void train(mezzo::Communicator world, const std::string& what, int victim) {
   for (int step = 0; step < 8; ++step) {
     if (step == 5 && world.rank() == victim) go_wrong(what);
     if (step == 5 && what == "compute") std::this_thread::sleep_for(4s);

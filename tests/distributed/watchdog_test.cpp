@@ -23,7 +23,7 @@ namespace watchdog_test {
 namespace {
 
 using namespace std::chrono_literals;
-using mezzo::AnyCommunicator;
+using mezzo::Communicator;
 using mezzo::Reduction;
 using mezzo::Watchdog;
 using mezzo::WatchdogFault;
@@ -45,11 +45,11 @@ WatchdogOptions timeouts() {
 
 Heartbeat running(int64_t count, int64_t calls, bool waits = false) {
   return {.count = count,
-          .calls = {calls},
-          .waits = waits,
-          .waited_ms = 1'000'000,
-          .sequence = calls,
-          .collective = "barrier"};
+          .activity = {.calls = {calls},
+                       .waits = waits,
+                       .waited_ms = 1'000'000,
+                       .sequence = calls,
+                       .collective = "barrier"}};
 }
 
 TEST(PeerWatch, ARankIsSilentWhenItsSignsOfLifeStayTheSameForTooLong) {
@@ -62,7 +62,7 @@ TEST(PeerWatch, ARankIsSilentWhenItsSignsOfLifeStayTheSameForTooLong) {
   watch.look(1s, {running(9, 4), running(3, 2), running(9, 4)});
   const auto fault = watch.judge();
   ASSERT_TRUE(fault.has_value());
-  EXPECT_EQ(fault->kind, WatchdogFault::Kind::silent);
+  EXPECT_EQ(fault->kind, WatchdogFault::Kind::unresponsive);
   EXPECT_THAT(fault->ranks, ElementsAre(1));
   EXPECT_EQ(
       fault->what,
@@ -94,7 +94,7 @@ TEST(PeerWatch, WhoHasNotCalledWhatThisRankWaitsForIsMissing) {
   PeerWatch watch(2, 4, timeouts());
   const auto look = [&](int64_t second, int64_t called) {
     Heartbeat own = running(second, 7, true);
-    own.waited_ms = second * 1000;
+    own.activity.waited_ms = second * 1000;
     watch.look(1s, {running(second, called), running(second, 7, true), own, std::nullopt});
   };
   for (int64_t second = 0; second <= 20; ++second) {
@@ -166,22 +166,22 @@ TEST(PeerWatch, WhoeverIsToldToEndSaysWhoIsNotThereAnyMore) {
 
 TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
   Heartbeat beat{.count = 1LL << 40,
-                 .state = State::told,
-                 .calls = {3, 0, 9},
-                 .waits = true,
-                 .waited_ms = 1234,
-                 .communicator = 2,
-                 .sequence = 9,
-                 .collective = "all_gather\nof 3 Float"};
+                 .state = State::terminated,
+                 .activity = {.calls = {3, 0, 9},
+                              .waits = true,
+                              .waited_ms = 1234,
+                              .communicator = 2,
+                              .sequence = 9,
+                              .collective = "all_gather\nof 3 Float"}};
   const Heartbeat read = Heartbeat::decode(beat.encode());
   EXPECT_EQ(read.count, beat.count);
   EXPECT_EQ(read.state, beat.state);
-  EXPECT_EQ(read.calls, beat.calls);
-  EXPECT_EQ(read.doing(),
+  EXPECT_EQ(read.activity.calls, beat.activity.calls);
+  EXPECT_EQ(read.activity.doing(),
             "is waiting for all_gather of 3 Float (collective 9 of communicator 2) since 1.2 s");
-  EXPECT_TRUE(read.has_called(2, 9));
-  EXPECT_FALSE(read.has_called(2, 10));
-  EXPECT_FALSE(read.has_called(3, 1));
+  EXPECT_TRUE(read.activity.has_called(2, 9));
+  EXPECT_FALSE(read.activity.has_called(2, 10));
+  EXPECT_FALSE(read.activity.has_called(3, 1));
   for (const char* const other : {"", "12", "x\n", "1\n2\n"}) {
     EXPECT_THAT(error_of([&] { Heartbeat::decode(other); }),
                 HasSubstr("the store holds something else"));
@@ -191,7 +191,7 @@ TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
 // The threads, with ranks that share a store in one process.
 
 /// A communicator whose collectives never end, until they are told to.
-class Held {
+class Held : public mezzo::CommunicatorBackend {
  public:
   struct Gate {
     std::mutex mutex;
@@ -199,23 +199,25 @@ class Held {
     bool open = false;
   };
   explicit Held(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
-  int rank() const { return 0; }
-  int size() const { return 2; }
-  bool serves(c10::DeviceType device) const { return device == at::kCPU; }
-  Work all_reduce(const at::Tensor& tensor, Reduction /*reduction*/) {
-    TORCH_CHECK(tensor.defined(), "undefined");
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  bool serves(c10::DeviceType device) const override { return device == at::kCPU; }
+  Work all_reduce(const at::Tensor& tensor, Reduction /*reduction*/) override {
+    TORCH_CHECK(tensor.numel() > 0, "empty");
     return held();
   }
-  Work broadcast(const at::Tensor& /*tensor*/, int /*root*/) { return held(); }
-  Work all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) { return held(); }
+  Work broadcast(const at::Tensor& /*tensor*/, int /*root*/) override { return held(); }
+  Work all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) override {
+    return held();
+  }
   Work reduce_scatter(const at::Tensor& /*output*/, const at::Tensor& /*input*/,
-                      Reduction /*reduction*/) {
+                      Reduction /*reduction*/) override {
     return held();
   }
-  Work barrier() { return held(); }
+  Work barrier() override { return held(); }
 
  private:
-  struct Pending : mezzo::detail::PendingCollective {
+  struct Pending : Work::Pending {
     explicit Pending(std::shared_ptr<Gate> of) : gate(std::move(of)) {}
     bool ready() override {
       const std::lock_guard lock(gate->mutex);
@@ -270,7 +272,7 @@ struct TwoRanks {
   std::unique_ptr<Watchdog> watchdog(int rank) {
     return std::make_unique<Watchdog>(store, rank, 2, saying(said[rank]));
   }
-  AnyCommunicator world(Watchdog& of) { return of.watch(Held(gate)); }
+  Communicator world(Watchdog& of) { return of.watch(Communicator(std::make_shared<Held>(gate))); }
   void open() {
     const std::lock_guard lock(gate->mutex);
     gate->open = true;
@@ -367,8 +369,8 @@ TEST(Watchdog, CollectivesPassThroughAndRefusedOnesDoNotCount) {
   EXPECT_EQ(world.size(), 2);
   EXPECT_TRUE(world.serves(at::kCPU));
   EXPECT_FALSE(world.serves(at::kCUDA));
-  EXPECT_THAT(error_of([&] { world.all_reduce(at::Tensor(), Reduction::sum).wait(); }),
-              HasSubstr("undefined"));
+  EXPECT_THAT(error_of([&] { world.all_reduce(at::zeros({0}), Reduction::sum).wait(); }),
+              HasSubstr("empty"));
   auto request = world.all_gather(at::ones({4}), at::ones({2}));
   EXPECT_FALSE(request.ready());
   ranks.open();

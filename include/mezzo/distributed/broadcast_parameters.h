@@ -3,9 +3,17 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,8 +29,87 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 /// Waits until the values are there.
 /// \throws c10::Error, on every rank and before anything is written, naming the first rank that
 /// differs from `root` and the tensor in which it does
-void broadcast_parameters(const NamedTensors& tensors, AnyCommunicator communicator, int root = 0);
+void broadcast_parameters(const NamedTensors& tensors, Communicator communicator, int root = 0);
+
+namespace detail {
+
+/// A line a tensor; a name with a line break of its own only makes a line more.
+inline std::string describe(const NamedTensors& tensors) {
+  std::ostringstream lines;
+  for (const auto& [name, tensor] : tensors) {
+    lines << name << ": ";
+    if (tensor.defined()) {
+      lines << tensor.scalar_type() << ' ' << tensor.sizes()
+            << (tensor.requires_grad() ? ", trained\n" : ", not trained\n");
+    } else {
+      lines << "undefined\n";
+    }
+  }
+  return lines.str();
+}
+
+/// Every rank's text, on every rank. `device` is one that the communicator serves.
+inline std::vector<std::string> gather_texts(const std::string& own, Communicator& communicator,
+                                             at::Device device) {
+  const auto on_device = [&](at::ScalarType dtype) {
+    return at::TensorOptions().dtype(dtype).device(device);
+  };
+  const at::Tensor lengths = at::empty({communicator.size()}, on_device(at::kLong));
+  communicator
+      .all_gather(lengths, at::tensor({static_cast<int64_t>(own.size())}, on_device(at::kLong)))
+      .wait();
+  const at::Tensor lengths_here = lengths.cpu();
+  const int64_t longest = lengths_here.max().item<int64_t>();
+  const at::Tensor padded = at::zeros({longest}, at::kByte);
+  std::copy(own.begin(), own.end(), static_cast<char*>(padded.mutable_data_ptr()));
+  const at::Tensor all = at::empty({communicator.size(), longest}, on_device(at::kByte));
+  communicator.all_gather(all, padded.to(device)).wait();
+
+  const at::Tensor all_here = all.cpu();
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < communicator.size(); ++rank) {
+    const auto length = static_cast<std::size_t>(lengths_here.const_data_ptr<int64_t>()[rank]);
+    const auto* const begin = static_cast<const char*>(all_here.const_data_ptr()) + rank * longest;
+    texts.emplace_back(begin, length);
+  }
+  return texts;
+}
+
+/// The first lines of two different texts that differ; of one that has ended, "nothing more".
+inline std::pair<std::string, std::string> first_difference(const std::string& a,
+                                                            const std::string& b) {
+  std::istringstream in_a(a), in_b(b);
+  const auto next = [](std::istringstream& in) {
+    std::string line;
+    return std::getline(in, line) ? line : std::string("nothing more");
+  };
+  while (true) {
+    const std::string line_a = next(in_a), line_b = next(in_b);
+    if (line_a != line_b || !in_a) return {line_a, line_b};
+  }
+}
+
+}  // namespace detail
+
+inline void broadcast_parameters(const NamedTensors& tensors, Communicator communicator, int root) {
+  detail::CollectiveArguments("broadcast_parameters", communicator).check_root(root);
+  at::Device device = communicator.serves(at::kCPU) ? at::kCPU : at::kCUDA;
+  if (!tensors.empty() && tensors[0].second.defined()) device = tensors[0].second.device();
+  const auto texts = detail::gather_texts(detail::describe(tensors), communicator, device);
+  const std::string& of_root = texts[static_cast<std::size_t>(root)];
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank] == of_root) continue;
+    const auto [theirs, roots] = detail::first_difference(texts[rank], of_root);
+    TORCH_CHECK(false, "broadcast_parameters on rank ", communicator.rank(), ": rank ", rank,
+                " has another model than rank ", root, ": it has \"", theirs, "\" where rank ",
+                root, " has \"", roots, "\"");
+  }
+
+  detail::PendingRequests requests;
+  for (const auto& [name, tensor] : tensors) {
+    if (tensor.defined()) requests.add(communicator.broadcast(tensor, root));
+  }
+  requests.wait();
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#include <mezzo/distributed/detail/broadcast_parameters_impl.h>  // IWYU pragma: export

@@ -7,16 +7,36 @@
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/data_parallel_options.h>  // IWYU pragma: export
-#include <mezzo/distributed/detail/replica.h>
+#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/optim/grad_bucket.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// The same on all ranks.
+struct DataParallelOptions {
+  /// Gradients are sent in pieces of so many bytes, each as soon as it is complete; > 0. Smaller
+  /// ones begin earlier, larger ones cost fewer calls.
+  int64_t bucket_bytes = kDefaultBucketBytes;
+  /// Before each training forward the ranks get the root's buffers (running statistics, and what
+  /// else the modules registered), so that they stay one model.
+  bool broadcast_buffers = true;
+  /// Whose weights and buffers the others get.
+  int root = 0;
+  /// How gradients are reduced.
+  GradAllReduceOptions all_reduce = {};
+};
+
+namespace detail {
+class Replica;
+}
 
 /// What torch's DistributedDataParallel is, for any Communicator:
 ///
@@ -38,9 +58,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// a guard, runs `DataParallel ddp(mezzo::AutocastModule(model, setting), world)`.
 ///
 /// **One decision.** Ranks end a backward pass with the same bits of the same gradients, so what is
-/// decided from them is decided alike, with nothing more to send: an inf or NaN on one rank, and an
-/// overflow of the sum itself, is in the sum that all have, every rank skips its step, and the loss
-/// scales stay equal.
+/// decided from them is decided alike, with nothing more to send: an inf or NaN on one rank is in
+/// the average that all have, every rank skips its step, and the loss scales stay equal.
 ///
 /// **Averages.** When `backward()` returns, each parameter's gradient is the average over the
 /// ranks, a plain tensor that still carries the loss scale: read, clip or replace it, and step with
@@ -59,7 +78,7 @@ class DataParallel {
   /// parameters. Waits until the ranks have `root`'s values.
   /// \throws c10::Error, on every rank, naming the first rank whose model is another and where; for
   ///   an empty holder, and for a model without a parameter to train
-  explicit DataParallel(M model, AnyCommunicator communicator,
+  explicit DataParallel(M model, Communicator communicator,
                         const DataParallelOptions& options = {});
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
@@ -79,7 +98,7 @@ class DataParallel {
   auto operator->() const { return detail::module_pointer(model_); }
 
   /// The trained parameters' gradients, flat: what an optimizer of mezzo's is made with.
-  GradBuckets& buckets() noexcept { return replica_.buckets(); }
+  GradBuckets& buckets() noexcept;
 
   /// While what it returns lives, backward passes only accumulate on this rank, and buffers are not
   /// broadcast: for all micro-batches of a step but the last.
@@ -92,22 +111,22 @@ class DataParallel {
   [[nodiscard]] GradBuckets::NoSync no_sync() { return buckets().no_sync(); }
 
   /// With error feedback: this rank's part of what rounding lost; as GradAllReduce::residuals.
-  std::vector<at::Tensor> residuals() const { return replica_.residuals(); }
+  std::vector<at::Tensor> residuals() const;
 
   /// Gives all ranks the root's buffers, as every training forward does; all ranks call it. Before
   /// an evaluation, that is: the last training forward has changed each rank's on its own. Autograd
   /// is not told, as it is not of what the modules themselves write there.
-  void broadcast_buffers() { replica_.broadcast_buffers(); }
+  void broadcast_buffers();
 
  private:
   M model_;
-  detail::Replica replica_;
+  std::unique_ptr<detail::Replica> replica_;
 };
 
 template <class M>
-DataParallel(M, AnyCommunicator) -> DataParallel<M>;
+DataParallel(M, Communicator) -> DataParallel<M>;
 template <class M>
-DataParallel(M, AnyCommunicator, DataParallelOptions) -> DataParallel<M>;
+DataParallel(M, Communicator, DataParallelOptions) -> DataParallel<M>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

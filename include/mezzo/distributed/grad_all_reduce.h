@@ -100,7 +100,7 @@ class GradAllReduce {
  public:
   /// \throws c10::Error if the buckets' storage is not flat, the communicator does not serve their
   /// device, or an option is wrong
-  GradAllReduce(GradBuckets& buckets, AnyCommunicator communicator,
+  GradAllReduce(GradBuckets& buckets, Communicator communicator,
                 const GradAllReduceOptions& options = {});
   ~GradAllReduce();
   GradAllReduce(const GradAllReduce&) = delete;

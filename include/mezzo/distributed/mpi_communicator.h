@@ -1,17 +1,49 @@
 /// \file
-/// Collectives of tensors on the CPU through MPI. Part of the target mezzo::mpi.
+/// MPI for as long as a scope lasts, and collectives of tensors on the CPU through it. Part of the
+/// target mezzo::mpi.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/DeviceType.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/mpi_environment.h>
+
+#if !__has_include(<mpi.h>)
+#error "this header needs MPI: link the target mezzo::mpi, find_package(mezzo COMPONENTS mpi)"
+#endif
+#include <mpi.h>
 
 #include <cstdint>
-#include <memory>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// Initialises MPI, unless the program has done so, and finalises it if it initialised it. Put one
+/// at the top of main, before every communicator:
+///
+/// \code
+///   int main() {
+///     mezzo::MpiEnvironment mpi;
+///     mezzo::MpiCommunicator world(MPI_COMM_WORLD);
+/// \endcode
+///
+/// Left by an exception it does not finalise MPI, which would wait for ranks that wait for this
+/// one: the exception goes its way, and when the process ends `mpirun` ends the others.
+class MpiEnvironment {
+ public:
+  /// `thread_level` is asked of MPI where this initialises it. mezzo's own calls exclude one
+  /// another, for which MPI_THREAD_SERIALIZED is enough; a program that calls MPI itself in other
+  /// threads meanwhile asks for MPI_THREAD_MULTIPLE.
+  /// \throws c10::Error if MPI gives less than it is asked for, or has been finalised
+  explicit MpiEnvironment(int thread_level = MPI_THREAD_SERIALIZED);
+  ~MpiEnvironment();
+  MpiEnvironment(const MpiEnvironment&) = delete;
+  MpiEnvironment& operator=(const MpiEnvironment&) = delete;
+
+  /// Did this object initialise MPI?
+  bool initialised_it() const noexcept { return initialised_it_; }
+
+ private:
+  bool initialised_it_ = false;
+  int exceptions_;
+};
 
 struct MpiCommunicatorOptions {
   /// Compare the ranks' calls (collective, dtype, number of elements, reduction, root) before any
@@ -24,12 +56,7 @@ struct MpiCommunicatorOptions {
   int64_t max_bytes = int64_t{1} << 30;
 };
 
-namespace detail {
-class MpiCollectives;
-}
-
-/// The ranks of an MPI communicator, as a Communicator (distributed/communicator.h says what its
-/// collectives do).
+/// The ranks of an MPI communicator.
 ///
 /// float, double and integers are reduced by MPI; bfloat16 and half by an all-to-all, a sum in
 /// float in the order of the ranks that is rounded once, and an all-gather, for a reduction of
@@ -47,26 +74,13 @@ class MpiCollectives;
 /// on the communicator refuses further calls with the same words, for the ranks are no longer in
 /// step. It communicates on duplicates of `communicator`, and never meets messages of others. A
 /// communicator may outlive the MpiEnvironment, but can do nothing then.
-class MpiCommunicator {
+class MpiCommunicator : public Communicator {
  public:
   /// All ranks of `communicator` call this together.
   /// \throws c10::Error if MPI is not initialised, or `options` are out of range
   explicit MpiCommunicator(MPI_Comm communicator, const MpiCommunicatorOptions& options = {});
-
-  int rank() const noexcept;
-  int size() const noexcept;
-  bool serves(c10::DeviceType device) const noexcept { return device == c10::kCPU; }
-
-  Work all_reduce(const at::Tensor& tensor, Reduction reduction);
-  Work broadcast(const at::Tensor& tensor, int root);
-  Work all_gather(const at::Tensor& output, const at::Tensor& input);
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction);
-  Work barrier();
-
- private:
-  std::shared_ptr<detail::MpiCollectives> collectives_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/distributed/detail/mpi_communicator_impl.h>  // IWYU pragma: export
+#include <mezzo/distributed/detail/mpi_backend.h>  // IWYU pragma: export

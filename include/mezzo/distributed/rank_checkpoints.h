@@ -64,10 +64,10 @@ class RankCheckpoints {
  public:
   /// Touches nothing yet. `communicator` may serve the CPU or CUDA devices alone.
   /// \throws c10::Error unless keep is at least 1
-  RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
+  RankCheckpoints(std::filesystem::path folder, Communicator communicator,
                   CheckpointManagerOptions options = {});
   /// With other system calls, for tests of what happens when they fail.
-  RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
+  RankCheckpoints(std::filesystem::path folder, Communicator communicator,
                   CheckpointManagerOptions options, detail::FileCalls calls);
 
   /// As CheckpointManager::save; all return when the file is in its place. Sends, beside what the

@@ -132,9 +132,9 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   /// \throws c10::Error as OptimizerType does; naming the rank whose parameters differ; for what is
   ///   listed above; and where the communicator does not serve a parameter's device
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                   AnyCommunicator communicator, const Options& defaults,
+                   Communicator communicator, const Options& defaults,
                    const ShardedOptimizerOptions& options = {});
-  ShardedOptimizer(std::vector<at::Tensor> parameters, AnyCommunicator communicator,
+  ShardedOptimizer(std::vector<at::Tensor> parameters, Communicator communicator,
                    const Options& defaults, const ShardedOptimizerOptions& options = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(communicator), defaults, options) {}
@@ -236,7 +236,7 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   void load_part(torch::serialize::InputArchive& archive, int64_t rank);
   void take_options(const OptimizerType& from);
 
-  mutable AnyCommunicator communicator_;
+  mutable Communicator communicator_;
   std::vector<Known> known_;  // of all groups, in order
   GradBuckets buckets_;
   detail::ShardExchange* exchange_;  // lives as long as the buckets

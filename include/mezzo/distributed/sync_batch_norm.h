@@ -18,7 +18,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// \code
 ///   struct NetImpl : torch::nn::Module {
-///     explicit NetImpl(const mezzo::AnyCommunicator& statistics)
+///     explicit NetImpl(const mezzo::Communicator& statistics)
 ///         : norm(torch::nn::BatchNormOptions(64), statistics) { register_module("norm", norm); }
 ///     mezzo::SyncBatchNorm norm;
 ///   };
@@ -49,7 +49,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
-  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options, AnyCommunicator communicator);
+  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options, Communicator communicator);
 
   at::Tensor forward(const at::Tensor& input);
 
@@ -63,7 +63,7 @@ class SyncBatchNormImpl
   at::Tensor normalise(const at::Tensor& input);
   double momentum_of_this_batch();
 
-  AnyCommunicator communicator_;
+  Communicator communicator_;
 };
 TORCH_MODULE(SyncBatchNorm);
 

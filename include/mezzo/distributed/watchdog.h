@@ -3,12 +3,16 @@
 /// collective.
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collective_log.h>
+#include <mezzo/distributed/detail/watchdog_threads.h>
 #include <mezzo/distributed/watchdog_options.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
 #include <concepts>
 #include <exception>
 #include <memory>
@@ -17,11 +21,6 @@
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-namespace detail {
-class CollectiveLog;
-class WatchdogThreads;
-}  // namespace detail
 
 /// Watches over the ranks of a job. MPI and NCCL wait for a rank that will never come for ever, or
 /// for long without a word; a training loop adds three lines to end instead, on every rank, with an
@@ -86,7 +85,7 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
   /// `communicator`, watched. All ranks watch the same communicators in the same order.
-  AnyCommunicator watch(AnyCommunicator communicator);
+  Communicator watch(Communicator communicator);
 
   /// Calls `f`; of an exception that leaves it the other ranks get the words, and end. It goes on
   /// its way when they have, four intervals later at most.
@@ -115,6 +114,53 @@ class Watchdog {
   int exceptions_;
 };
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+namespace detail {
 
-#include <mezzo/distributed/detail/watchdog_impl.h>  // IWYU pragma: export
+inline void check_watchdog_arguments(int rank, int size, const WatchdogOptions& options) {
+  using std::chrono::milliseconds;
+  TORCH_CHECK(size >= 1 && rank >= 0 && rank < size, "Watchdog: `rank` must be 0 to size - 1, but ",
+              "is ", rank, " of ", size);
+  TORCH_CHECK(options.interval >= milliseconds(4),
+              "Watchdog: `interval` must be 4 ms or more, but ", "is ", options.interval.count(),
+              " ms");
+  TORCH_CHECK(options.heartbeat_timeout >= 3 * options.interval,
+              "Watchdog: `heartbeat_timeout` must be three intervals or more, so that one sign of "
+              "life may be late, but is ",
+              options.heartbeat_timeout.count(), " ms where `interval` is ",
+              options.interval.count(), " ms");
+  TORCH_CHECK(options.collective_timeout > milliseconds(0),
+              "Watchdog: `collective_timeout` must be positive, but is ",
+              options.collective_timeout.count(), " ms");
+}
+
+}  // namespace detail
+
+inline Watchdog::Watchdog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                          const WatchdogOptions& options)
+    : store_(store),
+      log_(std::make_shared<detail::CollectiveLog>()),
+      exceptions_(std::uncaught_exceptions()) {
+  TORCH_CHECK(store, "Watchdog: `store` is null; mezzo::rendezvous makes one");
+  detail::check_watchdog_arguments(rank, size, options);
+  threads_ = std::make_shared<detail::WatchdogThreads>(store->clone(), rank, size, options, log_);
+  threads_->start();
+}
+
+inline Watchdog::~Watchdog() {
+  if (std::uncaught_exceptions() > exceptions_) {
+    threads_->fail("an exception left the scope of its Watchdog (Watchdog::run quotes it)");
+  } else {
+    threads_->finish();
+  }
+  threads_->join();
+}
+
+inline Communicator Watchdog::watch(Communicator communicator) {
+  communicator.log_ = log_;
+  communicator.number_ = log_->add_communicator();
+  return communicator;
+}
+
+inline void Watchdog::fail(const std::string& what) noexcept { threads_->fail(what); }
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

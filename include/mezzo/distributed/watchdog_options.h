@@ -18,13 +18,13 @@ inline constexpr int kWatchdogExitStatus = 75;
 /// Why the ranks cannot go on.
 struct WatchdogFault {
   enum class Kind : uint8_t {
-    silent,   ///< ranks give no sign of life: killed, stopped, or cut off from the network
-    missing,  ///< ranks live, but have not called a collective for which others wait
-    stuck,    ///< all ranks have called a collective, and it does not end
-    failed,   ///< a rank has said that it failed
-    told,     ///< a signal (SIGTERM) told this process to end
+    unresponsive,  ///< ranks give no sign of life: killed, stopped, or cut off from the network
+    missing,       ///< ranks live, but have not called a collective for which others wait
+    stuck,         ///< all ranks have called a collective, and it does not end
+    failed,        ///< a rank has said that it failed
+    terminated,    ///< a signal (SIGTERM) told this process to end
   };
-  Kind kind = Kind::silent;
+  Kind kind = Kind::unresponsive;
   std::vector<int> ranks = {};  ///< whose fault it is, as far as that is known
   std::string what = {};        ///< a sentence that names ranks and collective, and quotes `fail`
 };

@@ -23,7 +23,7 @@ inline at::Tensor sum_of_rows(const at::Tensor& numbers) {
 
 /// What the ranks have found in their parts of the gradients, as one: an inf of one of them, the
 /// sum of all squares, the largest magnitude. One collective; waits for no device.
-inline GradientSummary agreed(const GradientSummary& own, AnyCommunicator& communicator) {
+inline GradientSummary agreed(const GradientSummary& own, Communicator& communicator) {
   if (communicator.size() == 1) return own;
   const auto wide = own.sum_of_squares.scalar_type();
   const at::Tensor row = at::stack({own.found_inf.to(wide), own.sum_of_squares, own.max_abs});

@@ -1,66 +1,192 @@
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collective_log.h>
 
+#include <cstddef>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-inline Work::Work(std::unique_ptr<detail::PendingCollective> pending) noexcept
-    : pending_(std::move(pending)) {}
+namespace detail {
 
-inline Work::~Work() { warn_if_unwaited(); }
+/// What every communicator checks at the call, in the same words.
+class CollectiveArguments {
+ public:
+  CollectiveArguments(const char* collective, const Communicator& communicator)
+      : collective_(collective),
+        communicator_(communicator),
+        rank_(communicator.rank()),
+        size_(communicator.size()) {}
 
-inline Work& Work::operator=(Work&& other) noexcept {
-  if (this != &other) {
-    warn_if_unwaited();
-    pending_ = std::move(other.pending_);
+  void check(const char* argument, const at::Tensor& tensor) const {
+    TORCH_CHECK(tensor.defined(), collective_, " on rank ", rank_, ": `", argument,
+                "` is undefined");
+    TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg(),
+                collective_, " on rank ", rank_, ": `", argument,
+                "` must be a dense tensor whose values lie in memory as they are");
+    TORCH_CHECK(communicator_.serves(tensor.device().type()), collective_, " on rank ", rank_,
+                ": `", argument, "` is on ", tensor.device(),
+                ", which this communicator does not serve");
   }
-  return *this;
-}
 
-inline bool Work::ready() { return pending_ == nullptr || pending_->ready(); }
-
-inline void Work::wait() {
-  if (const auto pending = std::move(pending_)) pending->wait();
-}
-
-inline void Work::warn_if_unwaited() noexcept {
-  if (pending_ == nullptr) return;
-  try {
-    TORCH_WARN("mezzo: nobody waited for ", pending_->name(),
-               ": keep the request that the call returns, and call wait() on it");
-  } catch (...) {  // a warning handler may throw; a destructor may not
+  void check_written(const char* argument, const at::Tensor& tensor) const {
+    TORCH_CHECK(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, collective_, " on rank ",
+                rank_, ": elements of `", argument,
+                "` share memory and cannot be written; clone() it");
   }
-}
 
-template <class C>
-struct AnyCommunicator::Model final : Interface {
-  template <class D>
-  explicit Model(D&& given) : communicator(std::forward<D>(given)) {}
+  /// The `whole` is the `part` of each rank.
+  void check_parts(const char* whole_name, const at::Tensor& whole, const char* part_name,
+                   const at::Tensor& part) const {
+    TORCH_CHECK(whole.scalar_type() == part.scalar_type(), collective_, " on rank ", rank_, ": `",
+                whole_name, "` is ", whole.scalar_type(), " and `", part_name, "` ",
+                part.scalar_type(), "; they must be of one dtype");
+    check_part_sizes(whole_name, whole, part_name, part);
+  }
 
-  int rank() const override { return communicator.rank(); }
-  int size() const override { return communicator.size(); }
-  bool serves(c10::DeviceType device) const override { return communicator.serves(device); }
-  Work all_reduce(const at::Tensor& tensor, Reduction reduction) override {
-    return communicator.all_reduce(tensor, reduction);
+  void check_part_sizes(const char* whole_name, const at::Tensor& whole, const char* part_name,
+                        const at::Tensor& part) const {
+    TORCH_CHECK(whole.device() == part.device(), collective_, " on rank ", rank_, ": `", whole_name,
+                "` is on ", whole.device(), " and `", part_name, "` on ", part.device());
+    TORCH_CHECK(whole.numel() == part.numel() * size_, collective_, " on rank ", rank_, ": `",
+                whole_name, "` must have ", size_, " times the ", part.numel(), " elements of `",
+                part_name, "`, one part a rank, but has ", whole.numel());
   }
-  Work broadcast(const at::Tensor& tensor, int root) override {
-    return communicator.broadcast(tensor, root);
-  }
-  Work all_gather(const at::Tensor& output, const at::Tensor& input) override {
-    return communicator.all_gather(output, input);
-  }
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                      Reduction reduction) override {
-    return communicator.reduce_scatter(output, input, reduction);
-  }
-  Work barrier() override { return communicator.barrier(); }
 
-  C communicator;
+  /// The same of what is reduced. Sums of bfloat16 and half may also be wanted in float, as they
+  /// are before they are rounded.
+  void check_reduced_parts(const at::Tensor& input, const at::Tensor& output) const {
+    if (is_low_precision(input) && output.scalar_type() == at::kFloat) {
+      check_part_sizes("input", input, "output", output);
+    } else {
+      check_parts("input", input, "output", output);
+    }
+  }
+
+  void check_root(int root) const {
+    TORCH_CHECK(root >= 0 && root < size_, collective_, " on rank ", rank_,
+                ": `root` must be 0 to ", size_ - 1, ", but is ", root);
+  }
+
+  /// Sums are of numbers, averages of floating ones, maxima of what has an order.
+  void check_reduction(const at::Tensor& tensor, Reduction reduction) const {
+    const at::ScalarType dtype = tensor.scalar_type();
+    TORCH_CHECK(dtype != at::kBool || reduction == Reduction::max, collective_, " on rank ", rank_,
+                ": bools have no sum; take Reduction::max for \"or\", or count in int64");
+    const bool number = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf ||
+                        dtype == at::kBFloat16 || dtype == at::kByte || dtype == at::kChar ||
+                        dtype == at::kShort || dtype == at::kInt || dtype == at::kLong;
+    TORCH_CHECK(number || dtype == at::kBool, collective_, " on rank ", rank_, ": ", dtype,
+                " cannot be reduced; cast it to float or an integer dtype");
+    TORCH_CHECK(reduction != Reduction::average || at::isFloatingType(dtype), collective_,
+                " on rank ", rank_, ": ", dtype,
+                " has no average; cast it to float, or take Reduction::sum and divide");
+  }
+
+ private:
+  const char* collective_;
+  const Communicator& communicator_;
+  int rank_;
+  int size_;
 };
+
+/// Collectives under way, let go of without a warning where a pass threw.
+class PendingRequests {
+ public:
+  PendingRequests() = default;
+  ~PendingRequests() {
+    for (Work& request : requests_) request.abandon();
+  }
+  PendingRequests(const PendingRequests&) = delete;
+  PendingRequests& operator=(const PendingRequests&) = delete;
+
+  void add(Work request) { requests_.push_back(std::move(request)); }
+  void poll() {
+    for (Work& request : requests_) request.ready();
+  }
+  /// For the one that was added as number `index`.
+  void wait_for(std::size_t index) { requests_[index].wait(); }
+  void wait() {
+    for (Work& request : requests_) request.wait();
+    requests_.clear();
+  }
+
+ private:
+  std::vector<Work> requests_;
+};
+
+}  // namespace detail
+
+inline Communicator::Communicator(std::shared_ptr<CommunicatorBackend> backend)
+    : backend_(std::move(backend)) {
+  TORCH_CHECK(backend_ != nullptr, "Communicator: `backend` is null");
+}
+
+template <class Start>
+Work Communicator::launch(const detail::CollectiveCall& call, const Start& start) {
+  if (log_ == nullptr) return start();
+  const detail::CollectiveLog::Entry entry = log_->called(number_, call);
+  try {
+    // Starting one may itself wait for other ranks, as NCCL's first does.
+    const detail::CollectiveLog::Waiting waiting(*log_, entry);
+    return Work(std::make_unique<detail::LoggedPending>(start(), log_, entry, rank(), size()));
+  } catch (...) {
+    log_->refused(entry);
+    throw;
+  }
+}
+
+inline Work Communicator::all_reduce(const at::Tensor& tensor, Reduction reduction) {
+  const detail::CollectiveArguments arguments("all_reduce", *this);
+  arguments.check("tensor", tensor);
+  arguments.check_written("tensor", tensor);
+  arguments.check_reduction(tensor, reduction);
+  return launch({detail::Collective::all_reduce, tensor, reduction},
+                [&] { return backend_->all_reduce(tensor, reduction); });
+}
+
+inline Work Communicator::broadcast(const at::Tensor& tensor, int root) {
+  const detail::CollectiveArguments arguments("broadcast", *this);
+  arguments.check("tensor", tensor);
+  arguments.check_written("tensor", tensor);
+  arguments.check_root(root);
+  return launch({detail::Collective::broadcast, tensor, Reduction::sum, root},
+                [&] { return backend_->broadcast(tensor, root); });
+}
+
+inline Work Communicator::all_gather(const at::Tensor& output, const at::Tensor& input) {
+  const detail::CollectiveArguments arguments("all_gather", *this);
+  arguments.check("output", output);
+  arguments.check("input", input);
+  arguments.check_written("output", output);
+  arguments.check_parts("output", output, "input", input);
+  return launch({detail::Collective::all_gather, input},
+                [&] { return backend_->all_gather(output, input); });
+}
+
+inline Work Communicator::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                         Reduction reduction) {
+  const detail::CollectiveArguments arguments("reduce_scatter", *this);
+  arguments.check("output", output);
+  arguments.check("input", input);
+  arguments.check_written("output", output);
+  arguments.check_reduced_parts(input, output);
+  arguments.check_reduction(input, reduction);
+  return launch({detail::Collective::reduce_scatter, input, reduction},
+                [&] { return backend_->reduce_scatter(output, input, reduction); });
+}
+
+inline Work Communicator::barrier() {
+  return launch({detail::Collective::barrier}, [&] { return backend_->barrier(); });
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

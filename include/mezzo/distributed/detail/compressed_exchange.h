@@ -7,8 +7,7 @@
 #include <c10/core/ScalarType.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/bucket_exchange.h>
-#include <mezzo/distributed/detail/pending_requests.h>
+#include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/kernels/send_tensors.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 
@@ -39,11 +38,13 @@ class SendBuffers {
     at::Tensor own_sum_residual;  ///< what rounding the sum lost
   };
 
-  SendBuffers(const AnyCommunicator& communicator, at::ScalarType dtype, bool error_feedback)
+  SendBuffers(const Communicator& communicator, at::ScalarType dtype, bool error_feedback)
       : rank_(communicator.rank()),
         size_(communicator.size()),
         dtype_(dtype),
         error_feedback_(error_feedback) {}
+
+  bool error_feedback() const noexcept { return error_feedback_; }
 
   /// Buckets may have been added or laid out anew: what was lost of other gradients is dropped.
   Buffer& of(const std::vector<GradBucket>& buckets, std::size_t number) {
@@ -90,65 +91,23 @@ class SendBuffers {
 /// Gradients of float and double go in two bytes an element, as this rank's part of the average, so
 /// that their sum overflows only where the average does; what comes back is widened, and multiplied
 /// by the number of ranks if the sum is wanted.
+///
+/// With error feedback nothing is lost in the long run. Two roundings lose something: of this
+/// rank's gradients, and of the ranks' sum. An all-reduce would hide the second; so each rank adds
+/// up its part of the bucket (a reduce-scatter into float), rounds it and gives it to all (an
+/// all-gather), as many bytes as before. Both keep what they lost, divided by the loss scale, for
+/// the next pass.
 class CompressedExchange final : public BucketExchange {
  public:
-  CompressedExchange(BucketedGradients& gradients, const AnyCommunicator& communicator,
-                     std::shared_ptr<SendBuffers> buffers, bool average)
-      : gradients_(gradients),
-        communicator_(communicator),
-        buffers_(std::move(buffers)),
-        plain_(gradients, communicator, average),
-        times_(average ? 1. : communicator.size()) {}
-
-  void begin(std::size_t bucket) override {
-    const GradBucket& of = gradients_.buckets()[bucket];
-    if (!is_compressed(of)) return plain_.begin(bucket);
-    const at::Tensor& sent = buffers_->of(gradients_.buckets(), bucket).sent;
-    narrow_into(sent.narrow(0, 0, of.flat.numel()), of.flat, 1. / communicator_.size());
-    begun_.push_back(bucket);
-    requests_.add(communicator_.all_reduce(sent, Reduction::sum));
-  }
-
-  void poll() override {
-    plain_.poll();
-    requests_.poll();
-  }
-
-  void finish() override {
-    for (std::size_t i = 0; i < begun_.size(); ++i) {
-      requests_.wait_for(i);
-      const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
-      widen_into(buffer.flat, buffer.sent.narrow(0, 0, buffer.flat.numel()), times_);
-    }
-    begun_.clear();
-    requests_.wait();
-    plain_.finish();
-  }
-
- private:
-  BucketedGradients& gradients_;
-  AnyCommunicator communicator_;
-  std::shared_ptr<SendBuffers> buffers_;
-  AllReduceExchange plain_;
-  double times_;
-  std::vector<std::size_t> begun_;
-  PendingRequests requests_;
-};
-
-/// The same, and nothing is lost in the long run. Two roundings lose something: of this rank's
-/// gradients, and of the ranks' sum. An all-reduce would hide the second; so each rank adds up its
-/// part of the bucket (a reduce-scatter into float), rounds it and gives it to all (an all-gather),
-/// as many bytes as before. Both keep what they lost, divided by the loss scale, for the next pass.
-class ErrorFeedbackExchange final : public BucketExchange {
- public:
-  ErrorFeedbackExchange(BucketedGradients& gradients, const AnyCommunicator& communicator,
-                        std::shared_ptr<SendBuffers> buffers, bool average,
-                        std::function<at::Tensor()> loss_scale)
+  CompressedExchange(BucketedGradients& gradients, const Communicator& communicator,
+                     std::shared_ptr<SendBuffers> buffers, bool average,
+                     std::function<at::Tensor()> loss_scale)
       : gradients_(gradients),
         communicator_(communicator),
         buffers_(std::move(buffers)),
         plain_(gradients, communicator, average),
         times_(average ? 1. : communicator.size()),
+        error_feedback_(buffers_->error_feedback()),
         loss_scale_(std::move(loss_scale)) {}
 
   void begin(std::size_t bucket) override {
@@ -158,11 +117,17 @@ class ErrorFeedbackExchange final : public BucketExchange {
       return plain_.begin(bucket);
     }
     if (begun_.empty()) read_loss_scale();
-    const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), bucket);
-    narrow_into(buffer.sent.narrow(0, 0, of.flat.numel()), of.flat, buffer.residual,
-                {1. / communicator_.size(), scale_like(of.flat)});
     begun_.push_back(bucket);
-    requests_.add(communicator_.reduce_scatter(buffer.own_sum, buffer.sent, Reduction::sum));
+    const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), bucket);
+    const at::Tensor sent = buffer.sent.narrow(0, 0, of.flat.numel());
+    const double share = 1. / communicator_.size();
+    if (error_feedback_) {
+      narrow_into(sent, of.flat, buffer.residual, {share, scale_like(of.flat)});
+      requests_.add(communicator_.reduce_scatter(buffer.own_sum, buffer.sent, Reduction::sum));
+    } else {
+      narrow_into(sent, of.flat, share);
+      requests_.add(communicator_.all_reduce(buffer.sent, Reduction::sum));
+    }
   }
 
   void poll() override {
@@ -170,41 +135,47 @@ class ErrorFeedbackExchange final : public BucketExchange {
     requests_.poll();
   }
 
-  /// Only here is the second half started, for all ranks must do so at the same place.
   void finish() override {
-    PendingRequests gathers;
-    for (std::size_t i = 0; i < begun_.size(); ++i) {
-      requests_.wait_for(i);
-      const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
-      narrow_into(buffer.own_part, buffer.own_sum, buffer.own_sum_residual,
-                  {1., scale_like(buffer.own_sum)});
-      gathers.add(communicator_.all_gather(buffer.sent, buffer.own_part));
-    }
+    if (error_feedback_) gather_sums();
     at::Tensor finite;
     for (std::size_t i = 0; i < begun_.size(); ++i) {
-      gathers.wait_for(i);
+      (error_feedback_ ? gathers_ : requests_).wait_for(i);
       const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
       const at::Tensor sent = buffer.sent.narrow(0, 0, buffer.flat.numel());
       note(finite, widen_into(buffer.flat, sent, times_));
     }
     requests_.wait();
+    gathers_.wait();
     plain_.finish();
-    for (const std::size_t bucket : begun_plain_) {
-      note(finite, all_finite(gradients_.buckets()[bucket].flat));
+    if (error_feedback_ && !begun_.empty()) {
+      for (const std::size_t bucket : begun_plain_) {
+        note(finite, all_finite(gradients_.buckets()[bucket].flat));
+      }
+      drop_unless(finite);
     }
-    if (!begun_.empty()) drop_unless(finite);
     begun_.clear();
     begun_plain_.clear();
   }
 
  private:
+  /// The second half starts when all first halves are done, for all ranks must do so at one place.
+  void gather_sums() {
+    for (std::size_t i = 0; i < begun_.size(); ++i) {
+      requests_.wait_for(i);
+      const SendBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
+      narrow_into(buffer.own_part, buffer.own_sum, buffer.own_sum_residual,
+                  {1., scale_like(buffer.own_sum)});
+      gathers_.add(communicator_.all_gather(buffer.sent, buffer.own_part));
+    }
+  }
+
   void read_loss_scale() {
     if (!loss_scale_) return;
     scale_ = loss_scale_();
-    TORCH_CHECK(scale_.defined() && scale_.numel() == 1,
-                "GradAllReduce: `loss_scale` must return a tensor of one element");
-    TORCH_CHECK(!scale_.is_cpu() || scale_.item<double>() > 0.,
-                "GradAllReduce: `loss_scale` must return a positive number, but returned ",
+    TORCH_CHECK(scale_.defined() && scale_.numel() == 1, "GradAllReduce on rank ",
+                communicator_.rank(), ": `loss_scale` must return a tensor of one element");
+    TORCH_CHECK(!scale_.is_cpu() || scale_.item<double>() > 0., "GradAllReduce on rank ",
+                communicator_.rank(), ": `loss_scale` must return a positive number, but returned ",
                 scale_.item<double>());
     scale_ = scale_.detach().reshape(at::IntArrayRef());
   }
@@ -230,15 +201,17 @@ class ErrorFeedbackExchange final : public BucketExchange {
   }
 
   BucketedGradients& gradients_;
-  AnyCommunicator communicator_;
+  Communicator communicator_;
   std::shared_ptr<SendBuffers> buffers_;
   AllReduceExchange plain_;
   double times_;
+  bool error_feedback_;
   std::function<at::Tensor()> loss_scale_;
   at::Tensor scale_;  ///< of this pass, undefined: 1
   std::vector<std::size_t> begun_;
   std::vector<std::size_t> begun_plain_;
   PendingRequests requests_;
+  PendingRequests gathers_;
 };
 
 }  // namespace detail

@@ -1,14 +1,184 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/broadcast_parameters.h>
+#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <torch/nn/module.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Gives all ranks the root's buffers, those of one device and dtype in one broadcast: models have
+/// hundreds, of a few bytes each.
+class BufferBroadcast {
+ public:
+  BufferBroadcast(const std::vector<at::Tensor>& buffers, Communicator communicator, int root)
+      : communicator_(std::move(communicator)), root_(root) {
+    if (communicator_.size() == 1) return;
+    for (const at::Tensor& buffer : buffers) group_for(buffer).buffers.push_back(buffer);
+    for (Group& group : groups_) {
+      int64_t count = 0;
+      for (const at::Tensor& buffer : group.buffers) count += buffer.numel();
+      group.packed = at::empty({count}, group.buffers.front().options().requires_grad(false));
+    }
+  }
+
+  /// All ranks call it; returns when the buffers may be read.
+  void run() {
+    const c10::NoGradGuard no_grad;
+    const bool is_root = communicator_.rank() == root_;
+    PendingRequests requests;
+    for (const Group& group : groups_) {
+      if (is_root) copy(group, Direction::pack);
+      requests.add(communicator_.broadcast(group.packed, root_));
+    }
+    requests.wait();
+    if (is_root) return;
+    for (const Group& group : groups_) copy(group, Direction::unpack);
+  }
+
+ private:
+  enum class Direction : uint8_t { pack, unpack };
+
+  struct Group {
+    std::vector<at::Tensor> buffers;
+    at::Tensor packed;
+  };
+
+  Group& group_for(const at::Tensor& buffer) {
+    for (Group& group : groups_) {
+      const at::Tensor& first = group.buffers.front();
+      if (first.device() == buffer.device() && first.scalar_type() == buffer.scalar_type()) {
+        return group;
+      }
+    }
+    return groups_.emplace_back();
+  }
+
+  /// Written as modules write their running statistics, without a word to autograd: a second
+  /// forward may come before the first one's backward.
+  static void copy(const Group& group, Direction direction) {
+    int64_t offset = 0;
+    for (const at::Tensor& buffer : group.buffers) {
+      const at::Tensor part = group.packed.narrow(0, offset, buffer.numel()).view(buffer.sizes());
+      offset += buffer.numel();
+      if (direction == Direction::pack) {
+        part.copy_(buffer);
+      } else {
+        at::Tensor(buffer.variable_data()).copy_(part);
+      }
+    }
+  }
+
+  Communicator communicator_;
+  int root_;
+  std::vector<Group> groups_;
+};
+
+/// A module's parameters, and then its buffers; what several names stand for under the first.
+struct ReplicatedTensors {
+  NamedTensors parameters;
+  NamedTensors buffers;
+
+  explicit ReplicatedTensors(const torch::nn::Module& module) {
+    std::unordered_set<const c10::TensorImpl*> known;
+    const auto add = [&](const auto& items, NamedTensors& to) {
+      for (const auto& item : items) {
+        const at::Tensor& tensor = item.value();
+        if (!tensor.defined() || !known.insert(tensor.unsafeGetTensorImpl()).second) continue;
+        to.emplace_back(item.key(), tensor);
+      }
+    };
+    add(module.named_parameters(), parameters);
+    add(module.named_buffers(), buffers);
+  }
+
+  NamedTensors all() const {
+    NamedTensors both = parameters;
+    both.insert(both.end(), buffers.begin(), buffers.end());
+    return both;
+  }
+};
+
+/// One rank's copy of the model: what of DataParallel does not depend on the model's type.
+class Replica {
+ public:
+  Replica(const torch::nn::Module& module, Communicator communicator,
+          const DataParallelOptions& options)
+      : Replica(ReplicatedTensors(module), std::move(communicator), options) {}
+
+  GradBuckets& buckets() noexcept { return buckets_; }
+  void broadcast_buffers() { buffers_.run(); }
+  std::vector<at::Tensor> residuals() const { return all_reduce_.residuals(); }
+
+  void begin_forward(bool is_training) {
+    if (!is_training || !c10::GradMode::is_enabled()) return;
+    for (const auto& [name, parameter] : frozen_) {
+      TORCH_CHECK(!parameter.requires_grad(), "DataParallel on rank ", rank_, ": the parameter ",
+                  name,
+                  " was frozen when this was made, and now requires grad; make a new "
+                  "DataParallel, so that its gradients are reduced too");
+    }
+    if (broadcasts_ && !shared(buckets_)->is_no_sync()) buffers_.run();
+  }
+
+ private:
+  Replica(const ReplicatedTensors& tensors, Communicator communicator,
+          const DataParallelOptions& options)
+      : buckets_(
+            broadcast_and_select_trained(tensors, communicator, options),
+            GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(options.bucket_bytes)),
+        all_reduce_(buckets_, communicator, options.all_reduce),
+        buffers_(values(tensors.buffers), communicator, options.root),
+        rank_(communicator.rank()),
+        broadcasts_(options.broadcast_buffers) {
+    for (const auto& item : tensors.parameters) {
+      if (!item.second.requires_grad()) frozen_.push_back(item);
+    }
+  }
+
+  static std::vector<at::Tensor> values(const NamedTensors& tensors) {
+    std::vector<at::Tensor> values;
+    for (const auto& item : tensors) values.push_back(item.second);
+    return values;
+  }
+
+  /// Gives all ranks the root's values; returns the parameters that require grad.
+  static std::vector<at::Tensor> broadcast_and_select_trained(const ReplicatedTensors& tensors,
+                                                              const Communicator& communicator,
+                                                              const DataParallelOptions& options) {
+    broadcast_parameters(tensors.all(), communicator, options.root);
+    std::vector<at::Tensor> trained;
+    for (const auto& [name, parameter] : tensors.parameters) {
+      if (parameter.requires_grad()) trained.push_back(parameter);
+    }
+    TORCH_CHECK(!trained.empty(), "DataParallel on rank ", communicator.rank(),
+                ": no parameter of the model requires grad, so there is nothing to train together; "
+                "call the model itself");
+    return trained;
+  }
+
+  GradBuckets buckets_;
+  GradAllReduce all_reduce_;
+  BufferBroadcast buffers_;
+  NamedTensors frozen_;
+  int rank_;
+  bool broadcasts_;
+};
 
 /// \throws c10::Error if the handle is empty
 template <ModelHandle M>
@@ -32,15 +202,31 @@ decltype(auto) call_forward(M& model, Args&&... args) {
 }  // namespace detail
 
 template <detail::ModelHandle M>
-DataParallel<M>::DataParallel(M model, AnyCommunicator communicator,
+DataParallel<M>::DataParallel(M model, Communicator communicator,
                               const DataParallelOptions& options)
     : model_(std::move(model)),
-      replica_(detail::module_of(model_), std::move(communicator), options) {}
+      replica_(std::make_unique<detail::Replica>(detail::module_of(model_), std::move(communicator),
+                                                 options)) {}
+
+template <detail::ModelHandle M>
+GradBuckets& DataParallel<M>::buckets() noexcept {
+  return replica_->buckets();
+}
+
+template <detail::ModelHandle M>
+std::vector<at::Tensor> DataParallel<M>::residuals() const {
+  return replica_->residuals();
+}
+
+template <detail::ModelHandle M>
+void DataParallel<M>::broadcast_buffers() {
+  replica_->broadcast_buffers();
+}
 
 template <detail::ModelHandle M>
 template <class... Args>
 decltype(auto) DataParallel<M>::operator()(Args&&... args) {
-  replica_.begin_forward(detail::module_of(model_).is_training());
+  replica_->begin_forward(detail::module_of(model_).is_training());
   return detail::call_forward(model_, std::forward<Args>(args)...);
 }
 

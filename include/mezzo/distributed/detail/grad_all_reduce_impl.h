@@ -5,7 +5,6 @@
 #include <c10/util/Exception.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/bucket_exchange.h>
 #include <mezzo/distributed/detail/compressed_exchange.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/grad_all_reduce.h>
@@ -19,13 +18,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline void check_can_be_reduced(const char* caller, const GradBuckets& buckets,
-                                 const AnyCommunicator& communicator) {
-  TORCH_CHECK(buckets.options().storage() == GradStorage::flat, caller,
+                                 const Communicator& communicator) {
+  TORCH_CHECK(buckets.options().storage() == GradStorage::flat, caller, " on rank ",
+              communicator.rank(),
               ": `buckets` must have flat storage: "
               "GradBucketsOptions().storage(GradStorage::flat)");
   for (const GradBucket& bucket : buckets.buckets()) {
-    TORCH_CHECK(communicator.serves(bucket.device.type()), caller, ": gradients lie on ",
-                bucket.device, ", which `communicator` does not serve");
+    TORCH_CHECK(communicator.serves(bucket.device.type()), caller, " on rank ", communicator.rank(),
+                ": gradients lie on ", bucket.device, ", which `communicator` does not serve");
   }
 }
 
@@ -43,21 +43,17 @@ inline void check_options(const char* caller, const GradAllReduceOptions& option
 /// `buffers` is null where nothing is compressed.
 inline std::unique_ptr<BucketExchange> make_exchange(const GradAllReduceOptions& options,
                                                      BucketedGradients& gradients,
-                                                     const AnyCommunicator& communicator,
+                                                     const Communicator& communicator,
                                                      std::shared_ptr<SendBuffers> buffers) {
   if (buffers == nullptr) {
     return std::make_unique<AllReduceExchange>(gradients, communicator, options.average);
   }
-  if (!options.error_feedback) {
-    return std::make_unique<CompressedExchange>(gradients, communicator, std::move(buffers),
-                                                options.average);
-  }
-  return std::make_unique<ErrorFeedbackExchange>(gradients, communicator, std::move(buffers),
-                                                 options.average, options.loss_scale);
+  return std::make_unique<CompressedExchange>(gradients, communicator, std::move(buffers),
+                                              options.average, options.loss_scale);
 }
 
 inline std::shared_ptr<SendBuffers> make_send_buffers(const GradAllReduceOptions& options,
-                                                      const AnyCommunicator& communicator) {
+                                                      const Communicator& communicator) {
   if (!options.compress_dtype) return nullptr;
   return std::make_shared<SendBuffers>(communicator, *options.compress_dtype,
                                        options.error_feedback);
@@ -65,7 +61,7 @@ inline std::shared_ptr<SendBuffers> make_send_buffers(const GradAllReduceOptions
 
 }  // namespace detail
 
-inline GradAllReduce::GradAllReduce(GradBuckets& buckets, AnyCommunicator communicator,
+inline GradAllReduce::GradAllReduce(GradBuckets& buckets, Communicator communicator,
                                     const GradAllReduceOptions& options)
     : gradients_(detail::shared(buckets)),
       send_buffers_(detail::make_send_buffers(options, communicator)) {

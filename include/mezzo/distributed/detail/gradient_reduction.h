@@ -6,8 +6,6 @@
 #include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/bucket_exchange.h>
-#include <mezzo/distributed/detail/pending_requests.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/grad_bucket.h>
 
@@ -21,6 +19,45 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// How the gradients of one bucket after another become those of all ranks. One backward pass:
+/// `begin` for each bucket, in the same order on all ranks, `poll` in between, then `finish`.
+class BucketExchange {
+ public:
+  BucketExchange() = default;
+  virtual ~BucketExchange() = default;
+  BucketExchange(const BucketExchange&) = delete;
+  BucketExchange& operator=(const BucketExchange&) = delete;
+
+  /// The bucket is full; its `flat` is not touched by others until `finish` has returned.
+  virtual void begin(std::size_t bucket) = 0;
+  /// Moves on what is under way, without waiting.
+  virtual void poll() = 0;
+  /// Returns when every bucket that has begun holds what it is to hold.
+  virtual void finish() = 0;
+};
+
+/// Every rank gets the average of every bucket, or the sum. What an earlier pass has averaged is
+/// the same on all ranks, so the average of it and of what was added to it counts it once.
+class AllReduceExchange : public BucketExchange {
+ public:
+  AllReduceExchange(BucketedGradients& gradients, Communicator communicator, bool average)
+      : gradients_(gradients),
+        communicator_(std::move(communicator)),
+        reduction_(average ? Reduction::average : Reduction::sum) {}
+
+  void begin(std::size_t bucket) override {
+    requests_.add(communicator_.all_reduce(gradients_.buckets()[bucket].flat, reduction_));
+  }
+  void poll() override { requests_.poll(); }
+  void finish() override { requests_.wait(); }
+
+ private:
+  BucketedGradients& gradients_;
+  Communicator communicator_;
+  Reduction reduction_;
+  PendingRequests requests_;
+};
 
 inline constexpr int64_t kFingerprintBytes = 16;
 
@@ -51,7 +88,7 @@ inline std::vector<std::uint8_t> fingerprint(const std::vector<GradBucket>& buck
 class GradientReduction {
  public:
   /// `caller` is the name that errors begin with.
-  GradientReduction(const char* caller, BucketedGradients& gradients, AnyCommunicator communicator,
+  GradientReduction(const char* caller, BucketedGradients& gradients, Communicator communicator,
                     std::unique_ptr<BucketExchange> exchange)
       : caller_(caller),
         gradients_(gradients),
@@ -160,7 +197,7 @@ class GradientReduction {
 
   const char* caller_;
   BucketedGradients& gradients_;
-  AnyCommunicator communicator_;
+  Communicator communicator_;
   std::unique_ptr<BucketExchange> exchange_;
   std::mutex mutex_;
   std::vector<bool> is_ready_;              ///< a bucket, in this pass

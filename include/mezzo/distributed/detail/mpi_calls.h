@@ -4,7 +4,7 @@
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/work.h>
 #include <mpi.h>
 
 #include <cmath>

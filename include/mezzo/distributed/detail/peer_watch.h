@@ -1,20 +1,116 @@
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/heartbeat.h>
+#include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/watchdog_options.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// A line, so that words from elsewhere do not look like another field: control characters become
+/// blanks, and backtraces are cut off.
+inline std::string one_line(std::string_view words) {
+  constexpr std::size_t kMost = 1000;
+  const std::size_t backtrace = words.find("\nException raised from ");
+  std::string line(words.substr(0, std::min(backtrace, kMost)));
+  std::replace_if(
+      line.begin(), line.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20; }, ' ');
+  return line;
+}
+
+/// Fields of text, a line each, written and read in one order.
+class FieldWriter {
+ public:
+  void number(int64_t value) { text(std::to_string(value)); }
+  void text(std::string_view value) { (all_ += one_line(value)) += '\n'; }
+  const std::string& all() const noexcept { return all_; }
+
+ private:
+  std::string all_;
+};
+
+class FieldReader {
+ public:
+  explicit FieldReader(std::string_view all) : rest_(all) {}
+
+  std::string text() {
+    const std::size_t end = rest_.find('\n');
+    TORCH_CHECK(end != std::string_view::npos,
+                "Watchdog: the store holds something else under a key of the watchdog's");
+    std::string value(rest_.substr(0, end));
+    rest_.remove_prefix(end + 1);
+    return value;
+  }
+  int64_t number() {
+    const std::string value = text();
+    int64_t number = 0;
+    const char* const end = value.data() + value.size();
+    const auto [read_to, error] = std::from_chars(value.data(), end, number);
+    TORCH_CHECK(error == std::errc() && read_to == end,
+                "Watchdog: the store holds something else under a key of the watchdog's");
+    return number;
+  }
+
+ private:
+  std::string_view rest_;
+};
+
+/// A rank's sign of life.
+struct Heartbeat {
+  enum class State : uint8_t {
+    running,
+    terminated,  ///< a signal told it to end
+    failed,
+    finished,  ///< done; its process may be gone
+    ended,     ///< has reported a fault
+  };
+
+  int64_t count = 0;
+  State state = State::running;
+  RankActivity activity = {};
+
+  std::string encode() const {
+    FieldWriter to;
+    to.number(count);
+    to.number(static_cast<int64_t>(state));
+    to.number(static_cast<int64_t>(activity.calls.size()));
+    for (const int64_t number : activity.calls) to.number(number);
+    to.number(activity.waits ? 1 : 0);
+    to.number(activity.waited_ms);
+    to.number(activity.communicator);
+    to.number(activity.sequence);
+    to.text(activity.collective);
+    return to.all();
+  }
+
+  static Heartbeat decode(std::string_view text) {
+    FieldReader from(text);
+    Heartbeat heartbeat;
+    heartbeat.count = from.number();
+    heartbeat.state = static_cast<State>(from.number());
+    RankActivity& activity = heartbeat.activity;
+    for (int64_t left = from.number(); left > 0; --left) activity.calls.push_back(from.number());
+    activity.waits = from.number() != 0;
+    activity.waited_ms = from.number();
+    activity.communicator = from.number();
+    activity.sequence = from.number();
+    activity.collective = from.text();
+    return heartbeat;
+  }
+};
 
 inline std::string names_of(const std::vector<int>& ranks) {
   std::string names = ranks.size() == 1 ? "rank " : "ranks ";
@@ -27,8 +123,8 @@ inline std::string names_of(const std::vector<int>& ranks) {
 
 // mpirun leaves a rank a second between SIGTERM and SIGKILL. Those that are told to end give signs
 // of life quickly, so that who gives none shows soon.
-inline constexpr std::chrono::milliseconds kIntervalWhenTold(50);
-inline constexpr std::chrono::milliseconds kSilenceWhenTold(250);
+inline constexpr std::chrono::milliseconds kIntervalWhenTerminated(50);
+inline constexpr std::chrono::milliseconds kSilenceWhenTerminated(250);
 inline constexpr std::chrono::milliseconds kExplainAfter(350);
 
 /// What one rank makes of the signs of life of the others. It knows no clock: time is what has
@@ -59,10 +155,10 @@ class PeerWatch {
     std::vector<int> others;
     for (int rank = 0; rank < size(); ++rank) {
       const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-      const bool accused = fault.kind == WatchdogFault::Kind::silent &&
+      const bool accused = fault.kind == WatchdogFault::Kind::unresponsive &&
                            std::count(fault.ranks.begin(), fault.ranks.end(), rank) > 0;
       const bool speaks = peer.last && (peer.last->state == Heartbeat::State::running ||
-                                        peer.last->state == Heartbeat::State::told);
+                                        peer.last->state == Heartbeat::State::terminated);
       if (rank != rank_ && speaks && !accused) others.push_back(rank);
     }
     return others;
@@ -84,13 +180,13 @@ class PeerWatch {
   /// "; when last seen it ...", if it has ever given a sign of life.
   std::string last_seen(int rank) const {
     const auto& last = peers_[static_cast<std::size_t>(rank)].last;
-    return last ? "; " + last->did() : "";
+    return last ? "; " + last->activity.did() : "";
   }
 
   /// A while after SIGTERM: who is not there any more?
   WatchdogFault explain_end(Time store_silence) const {
-    WatchdogFault fault{WatchdogFault::Kind::told, {}, "a signal (SIGTERM) told it to"};
-    if (store_silence >= kSilenceWhenTold) {  // and so there is no news of any other rank
+    WatchdogFault fault{WatchdogFault::Kind::terminated, {}, "a signal (SIGTERM) told it to"};
+    if (store_silence >= kSilenceWhenTerminated) {  // and so there is no news of any other rank
       fault.ranks = {0};
       fault.what += "; rank 0, which hosts the store, has not answered for " +
                     in_seconds(store_silence) + last_seen(0);
@@ -99,10 +195,10 @@ class PeerWatch {
     for (int rank = 0; rank < size(); ++rank) {
       const Peer& peer = peers_[static_cast<std::size_t>(rank)];
       const bool expected = rank != rank_ && peer.last && !is_done(*peer.last);
-      if (!expected || peer.silence < kSilenceWhenTold) continue;
+      if (!expected || peer.silence < kSilenceWhenTerminated) continue;
       fault.ranks.push_back(rank);
       fault.what += "; rank " + std::to_string(rank) + " has not been heard of for " +
-                    in_seconds(peer.silence) + ", " + peer.last->did();
+                    in_seconds(peer.silence) + ", " + peer.last->activity.did();
     }
     if (fault.ranks.empty()) fault.what += "; all other ranks are alive";
     return fault;
@@ -115,8 +211,10 @@ class PeerWatch {
   };
 
   int size() const noexcept { return static_cast<int>(peers_.size()); }
-  const std::optional<Heartbeat>& own() const {
-    return peers_[static_cast<std::size_t>(rank_)].last;
+  /// Null until it has given its first sign of life.
+  const RankActivity* own() const {
+    const auto& last = peers_[static_cast<std::size_t>(rank_)].last;
+    return last ? &last->activity : nullptr;
   }
   static bool is_done(const Heartbeat& heartbeat) {
     return heartbeat.state == Heartbeat::State::finished ||
@@ -137,7 +235,7 @@ class PeerWatch {
 
   /// Of those that have been silent for too long all, the one that has been so longest first.
   std::optional<WatchdogFault> find_silent() const {
-    WatchdogFault fault{WatchdogFault::Kind::silent, {}, ""};
+    WatchdogFault fault{WatchdogFault::Kind::unresponsive, {}, ""};
     for (int rank = 0; rank < size(); ++rank) {
       const Peer& peer = peers_[static_cast<std::size_t>(rank)];
       const bool silent = rank != rank_ && peer.last && !is_done(*peer.last) &&
@@ -145,7 +243,7 @@ class PeerWatch {
       if (!silent) continue;
       fault.what += (fault.ranks.empty() ? "" : "; ") + names_of({rank}) +
                     " has given no sign of life for " + in_seconds(peer.silence) +
-                    " (killed, stopped or cut off), " + peer.last->did();
+                    " (killed, stopped or cut off), " + peer.last->activity.did();
       fault.ranks.push_back(rank);
     }
     if (fault.ranks.empty()) return std::nullopt;
@@ -160,7 +258,8 @@ class PeerWatch {
     std::string each;
     for (int rank = 0; rank < size(); ++rank) {
       const auto& last = peers_[static_cast<std::size_t>(rank)].last;
-      if (rank == rank_ || (last && last->has_called(own()->communicator, own()->sequence))) {
+      if (rank == rank_ ||
+          (last && last->activity.has_called(own()->communicator, own()->sequence))) {
         continue;
       }
       finished = finished || (last && last->state == Heartbeat::State::finished);
@@ -183,8 +282,8 @@ class PeerWatch {
 
   static std::string whereabouts(const std::optional<Heartbeat>& last) {
     if (!last) return "has never given a sign of life";
-    if (last->state == Heartbeat::State::finished) return "is done, and " + last->doing();
-    return "is alive, and " + last->doing();
+    if (last->state == Heartbeat::State::finished) return "is done, and " + last->activity.doing();
+    return "is alive, and " + last->activity.doing();
   }
 
   int rank_;

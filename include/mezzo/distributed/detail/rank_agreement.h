@@ -8,8 +8,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/byte_stream.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
+#include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/broadcast_parameters_impl.h>
 
 #include <algorithm>
 #include <concepts>
@@ -32,7 +32,7 @@ inline std::string failure_of_current_exception() {
 /// What ranks tell each other so that they throw, or go on, together.
 class RankAgreement {
  public:
-  explicit RankAgreement(AnyCommunicator communicator)
+  explicit RankAgreement(Communicator communicator)
       : communicator_(std::move(communicator)),
         device_(communicator_.serves(at::kCPU) ? at::kCPU : at::kCUDA) {}
 
@@ -134,7 +134,7 @@ class RankAgreement {
             static_cast<std::size_t>(here.numel())};
   }
 
-  AnyCommunicator communicator_;
+  Communicator communicator_;
   at::Device device_;
 };
 

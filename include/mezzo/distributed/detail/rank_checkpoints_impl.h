@@ -114,12 +114,12 @@ inline constexpr const char* kLoadCaller = "RankCheckpoints::load_newest";
 
 }  // namespace detail
 
-inline RankCheckpoints::RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
+inline RankCheckpoints::RankCheckpoints(std::filesystem::path folder, Communicator communicator,
                                         CheckpointManagerOptions options)
     : RankCheckpoints(std::move(folder), std::move(communicator), std::move(options),
                       detail::FileCalls()) {}
 
-inline RankCheckpoints::RankCheckpoints(std::filesystem::path folder, AnyCommunicator communicator,
+inline RankCheckpoints::RankCheckpoints(std::filesystem::path folder, Communicator communicator,
                                         CheckpointManagerOptions options, detail::FileCalls calls)
     : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
       ranks_(std::move(communicator)),

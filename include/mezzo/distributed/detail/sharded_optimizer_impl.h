@@ -19,7 +19,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 template <class OptimizerType>
 ShardedOptimizer<OptimizerType>::ShardedOptimizer(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups, AnyCommunicator communicator,
+    const std::vector<torch::optim::OptimizerParamGroup>& groups, Communicator communicator,
     const Options& defaults, const ShardedOptimizerOptions& options)
     : FusedOptimizer(groups, std::make_unique<Options>(defaults)),
       communicator_(std::move(communicator)),

@@ -24,7 +24,7 @@ namespace detail {
 /// groups in their order.
 inline std::vector<at::Tensor> start_groups_alike(
     const std::vector<torch::optim::OptimizerParamGroup>& groups,
-    const AnyCommunicator& communicator) {
+    const Communicator& communicator) {
   std::vector<at::Tensor> trained;
   NamedTensors named;
   for (std::size_t group = 0; group < groups.size(); ++group) {
@@ -75,7 +75,7 @@ class StateTable {
     at(parameter, kind + 1) = static_cast<int64_t>(dtype) + 1;
   }
 
-  void agree(AnyCommunicator& communicator, at::Device device) {
+  void agree(Communicator& communicator, at::Device device) {
     const at::Tensor there = table_.to(device);
     communicator.all_reduce(there, Reduction::max).wait();
     table_ = there.cpu();

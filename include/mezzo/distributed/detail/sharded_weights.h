@@ -10,8 +10,7 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/bucket_exchange.h>
-#include <mezzo/distributed/detail/pending_requests.h>
+#include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/detail/dense_memory.h>
 
@@ -27,7 +26,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// What is this rank's of `flat`, one of `size()` equal parts.
-inline at::Tensor own_part(const at::Tensor& flat, const AnyCommunicator& communicator) {
+inline at::Tensor own_part(const at::Tensor& flat, const Communicator& communicator) {
   const int64_t length = flat.numel() / communicator.size();
   return flat.narrow(0, communicator.rank() * length, length);
 }
@@ -36,7 +35,7 @@ inline at::Tensor own_part(const at::Tensor& flat, const AnyCommunicator& commun
 /// that a further pass adds to them are summed then, and what was summed is not summed again.
 class ShardExchange : public BucketExchange {
  public:
-  ShardExchange(BucketedGradients& gradients, AnyCommunicator communicator)
+  ShardExchange(BucketedGradients& gradients, Communicator communicator)
       : gradients_(gradients), communicator_(std::move(communicator)) {}
 
   ~ShardExchange() override {
@@ -79,7 +78,7 @@ class ShardExchange : public BucketExchange {
   }
 
   BucketedGradients& gradients_;
-  AnyCommunicator communicator_;
+  Communicator communicator_;
   std::deque<Scatter> under_way_;
   bool has_summed_ = false;
 };
@@ -104,7 +103,7 @@ inline at::Tensor stretch_of(const at::Tensor& flat, int64_t begin, int64_t coun
 class ShardedWeights {
  public:
   /// Moves the parameters there, values kept.
-  ShardedWeights(std::shared_ptr<BucketedGradients> gradients, AnyCommunicator communicator);
+  ShardedWeights(std::shared_ptr<BucketedGradients> gradients, Communicator communicator);
 
   const std::vector<ShardSlice>& slices() const noexcept { return slices_; }
   const std::vector<at::Tensor>& parameters() const noexcept { return gradients_->parameters(); }
@@ -126,7 +125,7 @@ class ShardedWeights {
   void move_to_place(std::size_t number);
 
   std::shared_ptr<BucketedGradients> gradients_;
-  AnyCommunicator communicator_;
+  Communicator communicator_;
   std::vector<at::Tensor> flats_;       // a bucket
   std::vector<std::size_t> bucket_of_;  // a parameter
   std::vector<WriteStamp> stamps_;      // likewise, of when it last agreed with the buffers
@@ -135,7 +134,7 @@ class ShardedWeights {
 };
 
 inline ShardedWeights::ShardedWeights(std::shared_ptr<BucketedGradients> gradients,
-                                      AnyCommunicator communicator)
+                                      Communicator communicator)
     : gradients_(std::move(gradients)),
       communicator_(std::move(communicator)),
       bucket_of_(parameters().size()),

@@ -48,7 +48,7 @@ inline at::Tensor spread(const at::Tensor& of_channel, const at::Tensor& input) 
 }
 
 inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
-                                                 AnyCommunicator& communicator) {
+                                                 Communicator& communicator) {
   const int64_t channels = wide_input.size(1);
   const int64_t count = wide_input.numel() / std::max<int64_t>(channels, 1);
   at::Tensor variance = at::zeros({channels}, wide_input.options());
@@ -72,8 +72,8 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
 }
 
 struct HeldCommunicator : torch::CustomClassHolder {
-  explicit HeldCommunicator(AnyCommunicator held) : communicator(std::move(held)) {}
-  AnyCommunicator communicator;
+  explicit HeldCommunicator(Communicator held) : communicator(std::move(held)) {}
+  Communicator communicator;
 };
 
 /// (x - mean) / sqrt(variance + eps) * weight + bias of all ranks' statistics; beside it mean,
@@ -83,7 +83,7 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 
   static torch::autograd::variable_list forward(Context* context, const at::Tensor& input,
                                                 const at::Tensor& weight, const at::Tensor& bias,
-                                                double eps, AnyCommunicator communicator) {
+                                                double eps, Communicator communicator) {
     const AutocastOff autocast_off;
     const at::Tensor wide = input.to(wide_dtype(input));
     const ChannelStatistics statistics = statistics_of_all_ranks(wide, communicator);
@@ -136,18 +136,20 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 }  // namespace detail
 
 inline SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
-                                            AnyCommunicator communicator)
+                                            Communicator communicator)
     : NormImplBase(norm_options), communicator_(std::move(communicator)) {}
 
 inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
-  TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm: `input` must be [N, C] or [N, C, ...], but has ",
-              input.dim(), " dimensions");
-  TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm: `input` has ", input.size(1),
+  TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", communicator_.rank(),
+              ": `input` must be [N, C] or [N, C, ...], but has ", input.dim(), " dimensions");
+  TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm on rank ",
+              communicator_.rank(), ": `input` has ", input.size(1),
               " channels, and num_features is ", options.num_features());
-  TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm: `input` is ", input.scalar_type(),
-              "; it must be of a floating dtype");
-  TORCH_CHECK(communicator_.serves(input.device().type()), "SyncBatchNorm: `input` is on ",
-              input.device(), ", which the communicator does not serve");
+  TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", communicator_.rank(),
+              ": `input` is ", input.scalar_type(), "; it must be of a floating dtype");
+  TORCH_CHECK(communicator_.serves(input.device().type()), "SyncBatchNorm on rank ",
+              communicator_.rank(), ": `input` is on ", input.device(),
+              ", which the communicator does not serve");
 }
 
 inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {

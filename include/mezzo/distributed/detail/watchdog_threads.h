@@ -3,24 +3,40 @@
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_log.h>
-#include <mezzo/distributed/detail/heartbeat.h>
 #include <mezzo/distributed/detail/peer_watch.h>
 #include <mezzo/distributed/detail/termination_signal.h>
+#include <mezzo/distributed/detail/watchdog_store.h>
 #include <mezzo/distributed/watchdog_options.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <future>
+#include <iostream>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
-#include <vector>
+#include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// What a program has printed so far, unless a thread that is stuck holds stdio.
+inline void try_to_flush() {
+  const auto flushed = std::make_shared<std::promise<void>>();
+  std::thread([flushed] {
+    std::fflush(nullptr);
+    flushed->set_value();
+  }).detach();
+  flushed->get_future().wait_for(std::chrono::milliseconds(200));
+}
 
 /// The threads of a watchdog, and what they share.
 ///
@@ -32,54 +48,302 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   using Clock = std::chrono::steady_clock;
 
   WatchdogThreads(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                  const WatchdogOptions& options, std::shared_ptr<CollectiveLog> log);
-  void start();
+                  const WatchdogOptions& options, std::shared_ptr<CollectiveLog> log)
+      : rank_(rank),
+        size_(size),
+        options_(options),
+        log_(std::move(log)),
+        termination_(options.explain_sigterm),
+        store_(std::move(store), rank, size),
+        last_look_(Clock::now()),
+        peers_(rank, size, options) {
+    store_.put(sign_of_life());
+  }
+
+  void start() {
+    exchanging_ = std::thread([self = shared_from_this()] {
+      self->exchange_until_over();
+      const std::lock_guard lock(self->mutex_);
+      self->has_stopped_exchanging_ = true;
+      self->changed_.notify_all();
+    });
+    looking_ = std::thread([self = shared_from_this()] { self->look_until_over(); });
+  }
 
   /// Of this rank: it is done. Returns when the others know, and on rank 0 when they are done too.
-  void finish();
+  void finish() {
+    std::unique_lock lock(mutex_);
+    if (!is_settled_) state_ = Heartbeat::State::finished;
+    wake();
+    changed_.wait(lock, [&] { return is_over_; });
+  }
+
   /// Returns when the others have read it, or after four intervals.
-  void fail(const std::string& what);
-  /// After one of them.
-  void join();
+  void fail(const std::string& what) {
+    std::unique_lock lock(mutex_);
+    if (!is_settled_) failure_ = what;
+    wake();
+    // It ends with the others' having read it, or with the process where there is another fault.
+    changed_.wait(lock, [&] { return is_over_; });
+  }
+
+  /// After one of them. A thread that never comes back from the store keeps what it needs.
+  void join() {
+    looking_.join();
+    std::unique_lock lock(mutex_);
+    const bool stopped =
+        changed_.wait_for(lock, 2 * options_.interval, [&] { return has_stopped_exchanging_; });
+    lock.unlock();
+    if (stopped) {
+      exchanging_.join();
+    } else {
+      exchanging_.detach();
+    }
+  }
 
  private:
-  void exchange_until_over();
-  void exchange_until_done();
-  void exchange();
-  bool is_done(std::unique_lock<std::mutex>& lock);
-  Heartbeat sign_of_life();
-  void find_who_has_come();
-  void take_note(std::vector<std::optional<Heartbeat>> heartbeats, const std::string& published);
-  WatchdogFault publish(const WatchdogFault& fault);
-  void publish_failure(const std::string& words);
+  void wake() {
+    is_woken_ = true;
+    changed_.notify_all();
+  }
 
-  void look_until_over();
-  bool look(std::chrono::milliseconds passed);
-  void explain_termination();
+  void over() {
+    const std::lock_guard lock(mutex_);
+    is_over_ = true;
+    changed_.notify_all();
+  }
 
-  bool claim(Heartbeat::State state);
-  void settle(const WatchdogFault& fault, bool store_answers);
-  void conclude();
-  void linger(const WatchdogFault& fault, bool store_answers);
-  void report(const WatchdogFault& fault);
-  void end(const WatchdogFault& fault);
-  void over();
-  void wake();
+  Heartbeat sign_of_life() {
+    RankActivity activity = log_->activity();
+    const std::lock_guard lock(mutex_);
+    return {.count = ++count_, .state = state_, .activity = std::move(activity)};
+  }
 
-  std::string key_of(int rank) const { return prefix_ + std::to_string(rank); }
-  std::string fault_key() const { return prefix_ + "fault"; }
+  void exchange_until_over() {
+    try {
+      exchange_until_done();
+    } catch (const std::exception& error) {
+      std::unique_lock lock(mutex_);
+      const std::string last = peers_.last_seen(0);
+      // Rank 0 goes when all are done.
+      const bool expected = state_ == Heartbeat::State::finished || failure_;
+      lock.unlock();
+      if (expected) return over();
+      settle({WatchdogFault::Kind::unresponsive,
+              {0},
+              "the connection to rank 0, which hosts the store, broke (killed, or ended without a "
+              "word): " +
+                  one_line(error.what()) + last},
+             false);
+    }
+  }
 
-  c10::intrusive_ptr<c10d::Store> store_;
+  void exchange_until_done() {
+    for (;;) {
+      exchange();
+      std::unique_lock lock(mutex_);
+      if (is_over_) return;
+      if (failure_) {
+        const std::string words = *failure_;
+        lock.unlock();
+        return publish_failure(words);
+      }
+      if (fault_) {
+        const WatchdogFault fault = *fault_;
+        lock.unlock();
+        return settle(fault, true);
+      }
+      if (is_done(lock)) return;
+      const bool terminated = state_ == Heartbeat::State::terminated;
+      changed_.wait_for(lock, terminated ? kIntervalWhenTerminated : options_.interval,
+                        [&] { return is_woken_; });
+      is_woken_ = false;
+    }
+  }
+
+  /// This rank has said so, and on rank 0 all others have too.
+  bool is_done(std::unique_lock<std::mutex>& lock) {
+    if (state_ != Heartbeat::State::finished || is_woken_) return false;
+    if (rank_ == 0 && !peers_.all_others_finished()) return false;
+    lock.unlock();
+    over();
+    return true;
+  }
+
+  /// Gives a sign of life, and reads those of the others and whether one of them has found a fault.
+  void exchange() {
+    const Heartbeat own = sign_of_life();
+    store_.put(own);
+    // Rank 0 may take this for the last rank's end, and its store with it.
+    if (own.state == Heartbeat::State::finished && rank_ != 0) return;
+    take_note(store_.read(own));
+  }
+
+  void take_note(const WatchdogStore::News& news) {
+    const auto now = Clock::now();
+    const auto passed =
+        std::chrono::duration_cast<std::chrono::milliseconds>(now - std::exchange(last_look_, now));
+    std::unique_lock lock(mutex_);
+    last_answer_ = now;
+    store_silence_ = std::chrono::milliseconds(0);
+    peers_.look(passed, news.heartbeats);
+    if (is_settled_ || fault_ || failure_) return;
+    if (news.fault) {
+      fault_ = news.fault;
+      return;
+    }
+    const std::optional<WatchdogFault> found = peers_.judge();
+    if (!found) return;
+    lock.unlock();
+    const WatchdogFault agreed = store_.publish(*found);
+    lock.lock();
+    fault_ = agreed;
+  }
+
+  void publish_failure(const std::string& words) {
+    const WatchdogFault fault = store_.publish({WatchdogFault::Kind::failed,
+                                                {rank_},
+                                                names_of({rank_}) + " failed: " + one_line(words) +
+                                                    "; it " + sign_of_life().activity.doing()});
+    if (!claim(Heartbeat::State::failed)) return;
+    linger(fault, true);
+    over();
+  }
+
+  /// Only one thread deals with the end, and once.
+  bool claim(Heartbeat::State state) {
+    const std::lock_guard lock(mutex_);
+    if (is_settled_) return false;
+    is_settled_ = true;
+    settled_at_ = Clock::now();
+    state_ = state;
+    return true;
+  }
+
+  void look_until_over() {
+    const auto tick = std::min(options_.interval / 4, std::chrono::milliseconds(50));
+    auto last = Clock::now();
+    for (;;) {
+      {
+        std::unique_lock lock(mutex_);
+        if (changed_.wait_for(lock, tick, [&] { return is_over_; })) return;
+      }
+      const auto now = Clock::now();
+      const auto passed =
+          std::chrono::duration_cast<std::chrono::milliseconds>(now - std::exchange(last, now));
+      if (look(passed)) return;
+    }
+  }
+
+  /// \returns whether there is nothing more to be seen.
+  bool look(std::chrono::milliseconds passed) {
+    std::unique_lock lock(mutex_);
+    if (termination_.received() && state_ == Heartbeat::State::running) {
+      state_ = Heartbeat::State::terminated;
+      wake();
+      lock.unlock();
+      explain_termination();
+      return true;
+    }
+    if (is_settled_) {
+      // The thread that settles it may be stuck in a store that has stopped since.
+      if (Clock::now() < settled_at_ + 6 * options_.interval) return false;
+      lock.unlock();
+      conclude();
+      return true;
+    }
+    store_silence_ += std::min(passed, 2 * options_.interval);
+    if (store_silence_ <= options_.heartbeat_timeout) return false;
+    const WatchdogFault fault{WatchdogFault::Kind::unresponsive,
+                              {0},
+                              "rank 0, which hosts the store, has not answered for " +
+                                  in_seconds(store_silence_) + " (stopped or cut off)" +
+                                  peers_.last_seen(0)};
+    lock.unlock();
+    settle(fault, false);
+    return true;
+  }
+
+  void explain_termination() {
+    std::unique_lock lock(mutex_);
+    changed_.wait_for(lock, kExplainAfter, [&] { return is_over_; });
+    const bool mine = !std::exchange(is_settled_, true);
+    settled_at_ = Clock::now();
+    const WatchdogFault fault = peers_.explain_end(
+        std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - last_answer_));
+    lock.unlock();
+    if (mine) report(fault);
+    TerminationSignal::obey();
+  }
+
+  void settle(const WatchdogFault& fault, bool store_answers) {
+    if (!claim(Heartbeat::State::ended)) return;
+    {
+      const std::lock_guard lock(mutex_);
+      to_end_ = fault;
+    }
+    report(fault);
+    linger(fault, store_answers);
+    conclude();
+  }
+
+  void conclude() {
+    std::optional<WatchdogFault> fault;
+    {
+      const std::lock_guard lock(mutex_);
+      fault = std::exchange(to_end_, std::nullopt);
+    }
+    if (fault) end(*fault);
+    over();
+  }
+
+  /// A launcher ends the ranks that are left when the first one goes: all have spoken before that.
+  void linger(const WatchdogFault& fault, bool store_answers) {
+    const auto until = Clock::now() + 3 * options_.interval;
+    const auto pause = std::clamp(options_.interval / 4, std::chrono::milliseconds(5),
+                                  std::chrono::milliseconds(250));
+    try {
+      while (store_answers && Clock::now() < until) {
+        exchange();
+        {
+          const std::lock_guard lock(mutex_);
+          if (peers_.others_to_report(fault).empty()) return;
+        }
+        std::this_thread::sleep_for(pause);
+      }
+    } catch (const std::exception&) {  // rank 0 has gone: so has the store, and with it all news
+      store_answers = false;
+    }
+    // Each rank sees for itself that the store is gone, within an interval.
+    if (!store_answers) std::this_thread::sleep_for(options_.interval * 3 / 2);
+  }
+
+  void report(const WatchdogFault& fault) {
+    const std::string line = "mezzo: rank " + std::to_string(rank_) + " of " +
+                             std::to_string(size_) + " ends: " + fault.what + ". This rank " +
+                             sign_of_life().activity.doing() + '\n';
+    if (options_.report) {
+      options_.report(fault, line);
+    } else {
+      std::cerr << line << std::flush;
+    }
+  }
+
+  void end(const WatchdogFault& fault) {
+    if (options_.end) return options_.end(fault);
+    try_to_flush();
+    std::_Exit(kWatchdogExitStatus);
+  }
+
   const int rank_;
   const int size_;
   const WatchdogOptions options_;
   const std::shared_ptr<CollectiveLog> log_;
   TerminationSignal termination_;
-  std::string prefix_;
 
   // Of the thread that exchanges.
+  WatchdogStore store_;
   int64_t count_ = 0;
-  std::vector<bool> has_come_;
   Clock::time_point last_look_;
 
   std::mutex mutex_;  // what follows

@@ -2,18 +2,20 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceType.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/collective_call.h>
-#include <mezzo/distributed/detail/low_precision_sums.h>
+#include <mezzo/distributed/detail/collective_log.h>
+#include <mezzo/distributed/detail/collective_tensors.h>
 #include <mezzo/distributed/detail/mpi_queue.h>
-#include <mezzo/distributed/detail/written_tensor.h>
 #include <mezzo/distributed/mpi_communicator.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -38,22 +40,25 @@ struct MpiShares {
 };
 
 /// Puts each collective together from what MPI is to be given, and queues it.
-class MpiCollectives : public std::enable_shared_from_this<MpiCollectives> {
+class MpiBackend final : public CommunicatorBackend,
+                         public std::enable_shared_from_this<MpiBackend> {
  public:
-  MpiCollectives(MPI_Comm communicator, const MpiCommunicatorOptions& options)
+  MpiBackend(MPI_Comm communicator, const MpiCommunicatorOptions& options)
       : queue_(communicator, options.check_calls), max_bytes_(options.max_bytes) {
     TORCH_CHECK(max_bytes_ >= 1 && max_bytes_ <= int64_t{1} << 30,
                 "MpiCommunicator: `max_bytes` must be 1 to 2^30, but is ", max_bytes_);
   }
 
-  int rank() const noexcept { return queue_.rank(); }
-  int size() const noexcept { return queue_.size(); }
+  int rank() const override { return queue_.rank(); }
+  int size() const override { return queue_.size(); }
+  bool serves(c10::DeviceType device) const override { return device == c10::kCPU; }
 
-  Work all_reduce(const at::Tensor& tensor, Reduction reduction);
-  Work broadcast(const at::Tensor& tensor, int root);
-  Work all_gather(const at::Tensor& output, const at::Tensor& input);
-  Work reduce_scatter(const at::Tensor& output, const at::Tensor& input, Reduction reduction);
-  Work barrier();
+  inline Work all_reduce(const at::Tensor& tensor, Reduction reduction) override;
+  inline Work broadcast(const at::Tensor& tensor, int root) override;
+  inline Work all_gather(const at::Tensor& output, const at::Tensor& input) override;
+  inline Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                             Reduction reduction) override;
+  inline Work barrier() override;
 
  private:
   class Pending;
@@ -80,29 +85,29 @@ class MpiCollectives : public std::enable_shared_from_this<MpiCollectives> {
   int64_t max_bytes_;
 };
 
-class MpiCollectives::Pending final : public PendingCollective {
+class MpiBackend::Pending final : public Work::Pending {
  public:
-  Pending(std::shared_ptr<MpiCollectives> collectives, std::shared_ptr<MpiOperation> operation)
-      : collectives_(std::move(collectives)), operation_(std::move(operation)) {}
+  Pending(std::shared_ptr<MpiBackend> backend, std::shared_ptr<MpiOperation> operation)
+      : backend_(std::move(backend)), operation_(std::move(operation)) {}
 
-  bool ready() override { return collectives_->queue_.ready(*operation_); }
-  void wait() override { collectives_->queue_.wait(*operation_); }
-  std::string name() const override { return collectives_->queue_.context(operation_->call); }
+  bool ready() override { return backend_->queue_.ready(*operation_); }
+  void wait() override { backend_->queue_.wait(*operation_); }
+  std::string name() const override { return backend_->queue_.context(operation_->call); }
 
  private:
-  std::shared_ptr<MpiCollectives> collectives_;
+  std::shared_ptr<MpiBackend> backend_;
   std::shared_ptr<MpiOperation> operation_;
 };
 
-inline Work MpiCollectives::launch(const std::shared_ptr<MpiOperation>& operation) {
+inline Work MpiBackend::launch(const std::shared_ptr<MpiOperation>& operation) {
   queue_.launch(operation);
   return Work(std::make_unique<Pending>(shared_from_this(), operation));
 }
 
-inline Work MpiCollectives::all_reduce(const at::Tensor& tensor, Reduction reduction) {
+inline Work MpiBackend::all_reduce(const at::Tensor& tensor, Reduction reduction) {
   const c10::NoGradGuard no_grad;
-  const auto operation = std::make_shared<MpiOperation>(
-      CollectiveCall{Collective::all_reduce, tensor.scalar_type(), tensor.numel(), reduction});
+  const auto operation =
+      std::make_shared<MpiOperation>(CollectiveCall(Collective::all_reduce, tensor, reduction));
   const std::string context = queue_.context(operation->call);
   const WrittenTensor written(tensor, WrittenTensor::Contents::read);
   const bool in_float = is_low_precision(tensor);
@@ -115,8 +120,8 @@ inline Work MpiCollectives::all_reduce(const at::Tensor& tensor, Reduction reduc
   return launch(operation);
 }
 
-inline MpiPart MpiCollectives::reduced_by_mpi(const at::Tensor& run, Reduction reduction,
-                                              const std::string& context) {
+inline MpiPart MpiBackend::reduced_by_mpi(const at::Tensor& run, Reduction reduction,
+                                          const std::string& context) {
   return {.first =
               [this, run, reduction, context](MPI_Request* request) {
                 const at::ScalarType dtype = run.scalar_type();
@@ -135,8 +140,8 @@ inline MpiPart MpiCollectives::reduced_by_mpi(const at::Tensor& run, Reduction r
 }
 
 /// Each rank reduces its share of the run, rounds it once and gives it to all.
-inline MpiPart MpiCollectives::reduced_in_float(const at::Tensor& run, Reduction reduction,
-                                                const std::string& context) {
+inline MpiPart MpiBackend::reduced_in_float(const at::Tensor& run, Reduction reduction,
+                                            const std::string& context) {
   struct Exchange {
     MpiShares whole, rows;
     at::Tensor received;
@@ -175,10 +180,10 @@ inline MpiPart MpiCollectives::reduced_in_float(const at::Tensor& run, Reduction
           }};
 }
 
-inline Work MpiCollectives::broadcast(const at::Tensor& tensor, int root) {
+inline Work MpiBackend::broadcast(const at::Tensor& tensor, int root) {
   const c10::NoGradGuard no_grad;
-  const auto operation = std::make_shared<MpiOperation>(CollectiveCall{
-      Collective::broadcast, tensor.scalar_type(), tensor.numel(), Reduction::sum, root});
+  const auto operation = std::make_shared<MpiOperation>(
+      CollectiveCall(Collective::broadcast, tensor, Reduction::sum, root));
   const std::string context = queue_.context(operation->call);
   const bool mine = root == rank();
   const WrittenTensor written(
@@ -195,10 +200,10 @@ inline Work MpiCollectives::broadcast(const at::Tensor& tensor, int root) {
   return launch(operation);
 }
 
-inline Work MpiCollectives::all_gather(const at::Tensor& output, const at::Tensor& input) {
+inline Work MpiBackend::all_gather(const at::Tensor& output, const at::Tensor& input) {
   const c10::NoGradGuard no_grad;
-  const auto operation = std::make_shared<MpiOperation>(
-      CollectiveCall{Collective::all_gather, input.scalar_type(), input.numel()});
+  const auto operation =
+      std::make_shared<MpiOperation>(CollectiveCall(Collective::all_gather, input));
   const std::string context = queue_.context(operation->call);
   const WrittenTensor written(output, WrittenTensor::Contents::replaced);
   const at::Tensor rows = written.flat().view({size(), input.numel()});
@@ -214,8 +219,8 @@ inline Work MpiCollectives::all_gather(const at::Tensor& output, const at::Tenso
 }
 
 /// `output` has a row a rank, of which `input` may be this rank's own.
-inline MpiPart MpiCollectives::gathered(const at::Tensor& output, const at::Tensor& input,
-                                        const std::string& context) {
+inline MpiPart MpiBackend::gathered(const at::Tensor& output, const at::Tensor& input,
+                                    const std::string& context) {
   const bool whole = output.is_contiguous();
   const at::Tensor rows = whole ? output : at::empty(output.sizes(), output.options());
   return {.first =
@@ -234,11 +239,11 @@ inline MpiPart MpiCollectives::gathered(const at::Tensor& output, const at::Tens
               }};
 }
 
-inline Work MpiCollectives::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                                           Reduction reduction) {
+inline Work MpiBackend::reduce_scatter(const at::Tensor& output, const at::Tensor& input,
+                                       Reduction reduction) {
   const c10::NoGradGuard no_grad;
-  const auto operation = std::make_shared<MpiOperation>(
-      CollectiveCall{Collective::reduce_scatter, input.scalar_type(), input.numel(), reduction});
+  const auto operation =
+      std::make_shared<MpiOperation>(CollectiveCall(Collective::reduce_scatter, input, reduction));
   const std::string context = queue_.context(operation->call);
   const WrittenTensor written(output, WrittenTensor::Contents::replaced,
                               !output.is_alias_of(input));
@@ -254,8 +259,8 @@ inline Work MpiCollectives::reduce_scatter(const at::Tensor& output, const at::T
   return launch(operation);
 }
 
-inline MpiPart MpiCollectives::scattered_by_mpi(const at::Tensor& output, const at::Tensor& input,
-                                                Reduction reduction, const std::string& context) {
+inline MpiPart MpiBackend::scattered_by_mpi(const at::Tensor& output, const at::Tensor& input,
+                                            Reduction reduction, const std::string& context) {
   return {.first =
               [this, output, input, reduction, context](MPI_Request* request) {
                 const at::ScalarType dtype = output.scalar_type();
@@ -272,8 +277,8 @@ inline MpiPart MpiCollectives::scattered_by_mpi(const at::Tensor& output, const 
               }};
 }
 
-inline MpiPart MpiCollectives::scattered_in_float(const at::Tensor& output, const at::Tensor& input,
-                                                  Reduction reduction, const std::string& context) {
+inline MpiPart MpiBackend::scattered_in_float(const at::Tensor& output, const at::Tensor& input,
+                                              Reduction reduction, const std::string& context) {
   const at::Tensor received = at::empty(input.sizes(), input.options());
   return {.first =
               [this, input, received, context](MPI_Request* request) {
@@ -290,8 +295,8 @@ inline MpiPart MpiCollectives::scattered_in_float(const at::Tensor& output, cons
               }};
 }
 
-inline Work MpiCollectives::barrier() {
-  const auto operation = std::make_shared<MpiOperation>(CollectiveCall{Collective::barrier});
+inline Work MpiBackend::barrier() {
+  const auto operation = std::make_shared<MpiOperation>(CollectiveCall(Collective::barrier));
   operation->parts.push_back(
       {.first = [this, context = queue_.context(operation->call)](MPI_Request* request) {
         check_mpi(MPI_Ibarrier(queue_.first(), request), "MPI_Ibarrier", context);
@@ -300,4 +305,30 @@ inline Work MpiCollectives::barrier() {
 }
 
 }  // namespace detail
+
+inline MpiEnvironment::MpiEnvironment(int thread_level) : exceptions_(std::uncaught_exceptions()) {
+  TORCH_CHECK(!detail::mpi_is_finalized(),
+              "MpiEnvironment: MPI has been finalised in this process and cannot be initialised "
+              "again; keep one MpiEnvironment for as long as main runs");
+  if (detail::mpi_is_initialized()) return;
+  int provided = MPI_THREAD_SINGLE;
+  detail::check_mpi(MPI_Init_thread(nullptr, nullptr, thread_level, &provided), "MPI_Init_thread",
+                    "MpiEnvironment");
+  initialised_it_ = true;
+  if (provided < thread_level) {
+    MPI_Finalize();
+    TORCH_CHECK(false, "MpiEnvironment: this MPI library allows thread level ", provided, " where ",
+                thread_level, " was asked for; it must be built with threads");
+  }
+}
+
+inline MpiEnvironment::~MpiEnvironment() {
+  if (!initialised_it_ || std::uncaught_exceptions() > exceptions_) return;
+  if (!detail::mpi_is_finalized()) MPI_Finalize();
+}
+
+inline MpiCommunicator::MpiCommunicator(MPI_Comm communicator,
+                                        const MpiCommunicatorOptions& options)
+    : Communicator(std::make_shared<detail::MpiBackend>(communicator, options)) {}
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
