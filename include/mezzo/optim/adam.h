@@ -44,12 +44,7 @@ struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::A
 class Adam : public detail::ElementwiseOptimizer<
                  detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
  public:
-  ///     Adam(const std::vector<torch::optim::OptimizerParamGroup>& groups, const AdamOptions&)
-  ///     Adam(std::vector<at::Tensor> parameters, const AdamOptions&)
-  ///     Adam(GradBuckets& buckets, const AdamOptions&)
-  ///
-  /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
-  /// have read during backward, and parameters of groups that are added later join them.
+  /// AdamW's constructors, on param groups, parameters or buckets, with AdamOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where a parameter is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;

@@ -137,12 +137,7 @@ namespace optim {
 /// (mezzo/optim/adamw.h) says holds here.
 class LAMB : public detail::ElementwiseOptimizer<detail::LambTraits<LAMBOptions, LAMBParamState>> {
  public:
-  ///     LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups, const LAMBOptions&)
-  ///     LAMB(std::vector<at::Tensor> parameters, const LAMBOptions&)
-  ///     LAMB(GradBuckets& buckets, const LAMBOptions&)
-  ///
-  /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
-  /// have read during backward, and parameters of groups that are added later join them.
+  /// AdamW's constructors, on param groups, parameters or buckets, with LAMBOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where a parameter is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;

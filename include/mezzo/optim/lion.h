@@ -103,12 +103,7 @@ namespace optim {
 /// that AdamW's page (mezzo/optim/adamw.h) says holds here.
 class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions, LionParamState>> {
  public:
-  ///     Lion(const std::vector<torch::optim::OptimizerParamGroup>& groups, const LionOptions&)
-  ///     Lion(std::vector<at::Tensor> parameters, const LionOptions&)
-  ///     Lion(GradBuckets& buckets, const LionOptions&)
-  ///
-  /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
-  /// have read during backward, and parameters of groups that are added later join them.
+  /// AdamW's constructors, on param groups, parameters or buckets, with LionOptions.
   /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or where
   ///   a parameter is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;

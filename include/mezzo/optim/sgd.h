@@ -157,12 +157,8 @@ namespace optim {
 /// threads holds here. Sparse gradients are torch::optim::SGD's.
 class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
-  ///     SGD(const std::vector<torch::optim::OptimizerParamGroup>& groups, const SGDOptions&)
-  ///     SGD(std::vector<at::Tensor> parameters, const SGDOptions&)
-  ///     SGD(GradBuckets& buckets, const SGDOptions&)
-  ///
-  /// On the parameters of `buckets`: GradScaler's check takes what they have read during backward,
-  /// and parameters of groups that are added later join them.
+  /// AdamW's constructors, on param groups, parameters or buckets, with SGDOptions, which have no
+  /// default.
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
   ///   momentum is positive and dampening 0; or where a parameter is given twice or two share
   ///   memory
