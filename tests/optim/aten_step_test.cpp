@@ -15,8 +15,8 @@
 
 namespace {
 
-using mezzo::optim::DeviceVerdict;
-using mezzo::optim::FusedStep;
+using mezzo::GradientReport;
+using mezzo::StepOptions;
 
 std::vector<torch::Tensor> parameters() {
   torch::manual_seed(1);
@@ -24,12 +24,11 @@ std::vector<torch::Tensor> parameters() {
           torch::randn({5}, torch::kDouble), torch::randn({3})};
 }
 
-FusedStep verdict(bool found_inf, double norm) {
-  FusedStep step;
-  step.verdicts.push_back({torch::full({}, 0.25F), torch::full({}, found_inf ? 1.0F : 0.0F),
-                           torch::full({}, norm * norm, torch::kDouble)});
-  step.options.max_norm = 2.0;
-  return step;
+GradientReport report_of(bool found_inf, double norm) {
+  GradientReport report;
+  report.devices.push_back({torch::full({}, 0.25F), torch::full({}, found_inf ? 1.0F : 0.0F),
+                            torch::full({}, norm * norm, torch::kDouble)});
+  return report;
 }
 
 /// Twelve steps of both ways, every third of which is skipped.
@@ -46,10 +45,10 @@ void expect_same_steps(const Options& options) {
       ours[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
       aten[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
     }
-    FusedStep step = i % 5 == 4 ? FusedStep{} : verdict(i % 3 == 0, i);
-    step.options.zero_grad = i == 7;
-    left.fused_step(step);
-    right.fused_step_with_aten(step);
+    const auto report = i % 5 == 4 ? GradientReport() : report_of(i % 3 == 0, i);
+    const StepOptions step_options{.max_norm = 2.0, .zero_grad = i == 7};
+    left.apply(report, step_options);
+    right.apply_with_aten(report, step_options);
     EXPECT_EQ(ours[0].grad().abs().max().template item<float>() == 0, i == 7);
     EXPECT_EQ(aten[0].grad().abs().max().template item<float>() == 0, i == 7);
   }
@@ -96,7 +95,7 @@ TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
   y.mutable_grad() = gradient;
   mezzo::optim::SGD optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
   const auto number = [](double value) { return torch::full({}, value, torch::kFloat); };
-  optimizer.fused_step_with_aten({{{number(0.125), number(0), torch::Tensor()}}, {}});
+  optimizer.apply_with_aten({.devices = {{number(0.125), number(0)}}});
   EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
   EXPECT_TRUE(torch::equal(y, x));
 }
@@ -105,7 +104,7 @@ TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
   const auto x = torch::ones({2});
   x.mutable_grad() = torch::ones({2});
   mezzo::optim::SGD sgd({x}, mezzo::optim::SGDOptions(1).momentum(0.9).dampening(0.1));
-  EXPECT_THROW(sgd.fused_step_with_aten({}), c10::Error);
+  EXPECT_THROW(sgd.apply_with_aten({}), c10::Error);
   EXPECT_TRUE(torch::equal(x, torch::ones({2})));
 }
 
@@ -124,16 +123,16 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
   mezzo::optim::SGD sgd(
       {torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
       SGDOptions(0.5).momentum(0.5));
-  sgd.fused_step_with_aten({});
+  sgd.apply_with_aten({});
   static_cast<SGDOptions&>(sgd.param_groups()[1].options()).dampening(0.1);
-  EXPECT_THROW(sgd.fused_step_with_aten({}), c10::Error);
+  EXPECT_THROW(sgd.apply_with_aten({}), c10::Error);
   EXPECT_EQ(steps_of(sgd, x), 1);
   EXPECT_EQ(steps_of(sgd, y), 1);
   EXPECT_EQ(sgd.applied_steps(), 1);
   EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "nor is another group stepped";
 
   mezzo::optim::Lion lion({x});
-  EXPECT_THROW(lion.fused_step_with_aten({}), c10::Error);
+  EXPECT_THROW(lion.apply_with_aten({}), c10::Error);
   EXPECT_TRUE(lion.state().empty());
 }
 
@@ -142,11 +141,11 @@ TEST(AtenStep, TakesBackTheCountsOfAStepThatAtenRefuses) {
   const auto x = torch::ones({2});
   x.mutable_grad() = torch::ones({2});
   mezzo::optim::AdamW adam({x}, mezzo::optim::AdamWOptions(0.1));
-  adam.fused_step_with_aten({});
+  adam.apply_with_aten({});
   const auto before = x.clone();
-  FusedStep step;
-  step.verdicts.push_back({torch::ones({}), torch::zeros({}, torch::kDouble), torch::Tensor()});
-  EXPECT_THROW(adam.fused_step_with_aten(step), c10::Error);
+  GradientReport report;
+  report.devices.push_back({torch::ones({}), torch::zeros({}, torch::kDouble)});
+  EXPECT_THROW(adam.apply_with_aten(report), c10::Error);
   EXPECT_EQ(steps_of(adam, x), 1);
   EXPECT_EQ(adam.applied_steps(), 1);
   EXPECT_TRUE(torch::equal(x, before));
@@ -160,7 +159,7 @@ TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
   const auto expect_bump = [&](auto& optimizer) {
     const auto loss = (parameter * parameter).sum();
     parameter.mutable_grad() = torch::ones({5});
-    optimizer.fused_step_with_aten({});
+    optimizer.apply_with_aten({});
     EXPECT_THROW(loss.backward(), c10::Error);
   };
   expect_bump(adam);

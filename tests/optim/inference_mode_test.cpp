@@ -182,11 +182,11 @@ TEST(StepWithAten, OfBothKindsUnderInferenceIsFollowedByStepsOfEither) {
   const MixedParameters mixed;
   mezzo::optim::AdamW optimizer({mixed.ordinary, mixed.made_there, mixed.frozen},
                                 mezzo::optim::AdamWOptions(0.1).ema_decay(0.5));
-  mixed.step_under_inference([&] { optimizer.fused_step_with_aten({}); });
-  optimizer.fused_step_with_aten({});
+  mixed.step_under_inference([&] { optimizer.apply_with_aten({}); });
+  optimizer.apply_with_aten({});
   mixed.ordinary.mutable_grad() = slope_like(mixed.ordinary);
-  optimizer.fused_step_with_aten({});
-  mixed.step_under_inference([&] { optimizer.fused_step_with_aten({}); });
+  optimizer.apply_with_aten({});
+  mixed.step_under_inference([&] { optimizer.apply_with_aten({}); });
   EXPECT_EQ(optimizer.applied_steps(), 3);
 }
 
@@ -200,7 +200,7 @@ TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
     }
     const auto before = parameter.detach().clone();
     const c10::InferenceMode inference(mode);
-    optimizer.fused_step_with_aten({});
+    optimizer.apply_with_aten({});
     EXPECT_FALSE(torch::equal(parameter, before));
   }
 }

@@ -309,7 +309,7 @@ TEST(LAMB, OnDevicesWithoutMezzosKernelsSaysWhatToDo) {
   const auto x = torch::ones({3});
   x.mutable_grad() = torch::ones({3});
   LAMB optimizer({x});
-  EXPECT_THAT([&] { optimizer.fused_step_with_aten({}); },
+  EXPECT_THAT([&] { optimizer.apply_with_aten({}); },
               ThrowsMessage<c10::Error>(HasSubstr("link the target mezzo::cuda")));
   EXPECT_TRUE(torch::equal(x, torch::ones({3})));
 }

@@ -16,18 +16,18 @@
 
 namespace {
 
+using mezzo::GradientReport;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
-using mezzo::optim::FusedStep;
 using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-FusedStep step_with(bool found_inf) {
-  FusedStep step;
-  step.verdicts.push_back({torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F), {}});
-  return step;
+GradientReport report_of(bool found_inf) {
+  GradientReport report;
+  report.devices.push_back({torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)});
+  return report;
 }
 
 /// Steps of SGD with gradient 1: how far each one went.
@@ -37,9 +37,9 @@ class Distances : public testing::Test {
     const double before = parameter_.item<double>();
     parameter_.mutable_grad() = torch::ones({}, torch::kDouble);
     if (with_aten_) {
-      optimizer_.fused_step_with_aten(step_with(found_inf));
+      optimizer_.apply_with_aten(report_of(found_inf));
     } else {
-      optimizer_.fused_step(step_with(found_inf));
+      optimizer_.apply(report_of(found_inf));
     }
     return before - parameter_.item<double>();
   }
@@ -145,8 +145,8 @@ TEST(LrFactors, GiveWithAtenWhatTheyGiveWithMezzosKernels) {
   for (int i = 0; i < 6; ++i) {
     left.mutable_grad() = torch::randn({100});
     right.mutable_grad() = left.grad().clone();
-    ours.fused_step(step_with(i == 2));
-    aten.fused_step_with_aten(step_with(i == 2));
+    ours.apply(report_of(i == 2));
+    aten.apply_with_aten(report_of(i == 2));
   }
   EXPECT_TRUE(torch::allclose(left, right, 1e-5, 1e-6));
 }

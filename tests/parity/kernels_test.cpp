@@ -22,8 +22,8 @@
 
 namespace {
 
+using mezzo::GradientSummary;
 using mezzo::LossScale;
-using mezzo::detail::GradientSummary;
 using mezzo::detail::summarize_gradients;
 using mezzo::detail::unscale_and_check_;
 

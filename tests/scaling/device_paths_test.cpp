@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <limits>
@@ -70,15 +71,15 @@ TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
 class InverseWatch {
  public:
   explicit InverseWatch(mezzo::detail::DeviceScale& scale)
-      : scale_(scale), place_(scale.inverse().original().const_data_ptr()) {}
+      : scale_(scale), place_(scale.inverse().const_data_ptr()) {}
 
   void expect_inverse_of(float scale) {
-    const auto& inverse = scale_.inverse().original();
+    const auto& inverse = scale_.inverse();
     EXPECT_EQ(scale_.original().item<float>(), scale);
     EXPECT_EQ(inverse.item<float>(), 1.0F / scale);
     EXPECT_EQ(inverse.const_data_ptr(), place_) << "written in place";
-    EXPECT_FALSE(scale_.inverse().on(torch::kMeta).is_same(copy_)) << "and copied anew";
-    copy_ = scale_.inverse().on(torch::kMeta);
+    EXPECT_FALSE(scale_.on(torch::kMeta).is_same(copy_)) << "and the scale is copied anew";
+    copy_ = scale_.on(torch::kMeta);
   }
 
  private:
@@ -174,27 +175,21 @@ TEST(Gradients, AreGroupedByDevice) {
     x.mutable_grad() = torch::zeros({2}, device);
     return x;
   };
-  auto optimizer = sgd({on(torch::kCPU), on(torch::kMeta), on(torch::kCPU)});
-  const auto groups = mezzo::detail::gradients_by_device(
-      mezzo::detail::with_gradient(optimizer, /*allow_fp16=*/false));
+  const auto groups =
+      mezzo::detail::gradients_by_device({on(torch::kCPU), on(torch::kMeta), on(torch::kCPU)});
   ASSERT_EQ(groups.size(), 2U);
-  EXPECT_EQ(groups[0].device, torch::kCPU);
-  EXPECT_EQ(groups[0].tensors.size(), 2U);
-  EXPECT_EQ(groups[1].device, torch::kMeta);
+  ASSERT_EQ(groups[0].gradients.size(), 2U);
+  EXPECT_EQ(groups[0].gradients[1].device(), torch::kCPU);
+  ASSERT_EQ(groups[1].gradients.size(), 1U);
+  EXPECT_EQ(groups[1].gradients[0].device(), torch::kMeta);
 }
 
 TEST(MultiplyGradients, ChecksThoseOfAllDevicesBeforeItWritesAny) {
   const auto first = torch::ones({2});
-  const auto summary_of = [](const torch::Tensor& gradient) {
-    const auto one = torch::ones({}, gradient.device());
-    return mezzo::detail::DeviceSummary{{gradient}, one, one, one, one};
-  };
   const auto expanded = torch::zeros({1}, torch::kMeta).expand({2});
-  auto optimizer = sgd({});
-  EXPECT_THAT(error_of([&] {
-                mezzo::detail::multiply_gradients(optimizer,
-                                                  {summary_of(first), summary_of(expanded)}, 0.5);
-              }),
+  const std::vector<mezzo::DeviceGradientReport> both{{.gradients = {first}},
+                                                      {.gradients = {expanded}}};
+  EXPECT_THAT(error_of([&] { mezzo::detail::multiply_by(both, torch::full({}, 0.5)); }),
               HasSubstr("Please clone() the tensor"));
   EXPECT_TRUE(torch::equal(first, torch::ones({2})));
 }

@@ -7,6 +7,7 @@
 
 #include <mezzo/scaling/grad_scaler.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
@@ -56,9 +57,10 @@ TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
   }
   for (const auto& bad :
        {torch::ones({2}), torch::ones({1}, torch::requires_grad()), torch::Tensor()}) {
-    EXPECT_EQ(error_of([&] { scaler.update(bad); }),
-              "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-              "torch.FloatTensor with requires_grad=False.");
+    EXPECT_THAT(
+        error_of([&] { scaler.update(bad); }),
+        testing::StartsWith("new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                            "torch.FloatTensor with requires_grad=False."));
   }
   EXPECT_EQ(scaler.get_scale(), 65536.0);
   scaler.update(torch::full({}, 1e9));
@@ -173,6 +175,37 @@ TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
             "Gradient overflow.  Skipping step, loss scaler 3 reducing loss scale to 0.5\n");
   scaler.on_skip(nullptr);
   EXPECT_EQ(skip(), "");
+}
+
+// A loss that is NaN for good would write a line a step.
+TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
+  GradScaler scaler(GradScalerOptions().init_scale(4).min_scale(1));
+  (void)scaler.scale(torch::zeros({}));
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  const auto lines_of = [&](int steps, float gradient) {
+    testing::internal::CaptureStderr();
+    for (int i = 0; i < steps; ++i) {
+      set_gradient(x, {gradient});
+      scaler.step(optimizer);
+      scaler.update();
+    }
+    const std::string text = testing::internal::GetCapturedStderr();
+    return std::count(text.begin(), text.end(), '\n');
+  };
+  EXPECT_EQ(lines_of(2, kInfinity), 2) << "4 to 2, and 2 to 1";
+  testing::internal::CaptureStderr();
+  set_gradient(x, {kInfinity});
+  scaler.step(optimizer);
+  scaler.update();
+  const std::string first = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(first, HasSubstr("keeping loss scale at 1.0"));
+  EXPECT_THAT(first, HasSubstr("look for an inf or NaN"));
+  EXPECT_EQ(lines_of(998, kInfinity), 0);
+  EXPECT_EQ(lines_of(1, kInfinity), 1) << "the 1000th";
+  scaler.update(2.0);
+  EXPECT_EQ(lines_of(1, kInfinity), 1) << "2 to 1";
+  EXPECT_EQ(lines_of(1, kInfinity), 1) << "at the floor again";
 }
 
 TEST(SkippedStep, PrintsScalesAsPythonDoes) {

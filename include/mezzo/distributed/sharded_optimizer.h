@@ -5,7 +5,6 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/shard_exchange.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
@@ -144,16 +143,16 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
   /// Calls `closure` once, if there is one, then steps; returns what the closure returned.
-  /// \throws c10::Error as `fused_step` does
+  /// \throws c10::Error as `apply` does
   at::Tensor step(LossClosure closure = nullptr) override;
 
   /// \throws c10::Error, on all ranks and before anything is written, where gradients have not been
   ///   summed since the last step; as OptimizerType does; and what the communicator throws
-  void fused_step(const optim::FusedStep& step) override;
+  void apply(const GradientReport& report, const StepOptions& options = {}) override;
 
-  /// Of all ranks' gradients, divided by the number of ranks.
-  detail::GradientSummary summarize(const std::vector<at::Tensor>& gradients,
-                                    const at::Tensor& inv_scale) override;
+  /// What all ranks found, of the ranks' average gradient: one collective a device. `inv_scale`
+  /// there has the division by the number of ranks in it, for this rank keeps sums.
+  GradientReport report(const at::Tensor& inv_scale, bool of_masters = false) override;
 
   /// While one lives, backward passes add to this rank's own gradients and nothing is summed: for
   /// all micro-batches but the last.
@@ -170,7 +169,6 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
   void enable_master_weights() override;
-  void check_unscale() const override;
 
   /// On rank 0 the archive that `OptimizerType` alone would write, whatever the number of ranks; on
   /// any other rank that rank's part of the state, which can be loaded there again. All ranks call
@@ -188,6 +186,9 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   /// With the model's weights of then, all goes on to the bit where it stopped. All or nothing.
   /// \throws c10::Error as OptimizerType does, and for another rank's part
   void load(torch::serialize::InputArchive& archive) override;
+
+ protected:
+  void check_unscale() const override;
 
  private:
   using Traits = decltype(detail::traits_of(std::declval<const OptimizerType&>()));
@@ -221,8 +222,9 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   void mirror_groups() const;
   void prepare();
   bool has_gradient() const;
-  optim::FusedStep step_on_sums(const optim::FusedStep& step) const;
-  void count_applied(const optim::FusedStep& step);
+  std::vector<at::Device> devices_with_gradients() const;
+  GradientReport average_of_sums() const;
+  void count_applied(const GradientReport& report);
 
   // Files (sharded_optimizer_archive.h)
   void gather_states(OptimizerType& whole) const;

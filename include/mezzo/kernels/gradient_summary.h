@@ -26,7 +26,6 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
 
 // The same questions asked of ATen's kernels, on devices for which mezzo has none of its own (CUDA
 // without the target mezzo::cuda).
@@ -135,6 +134,8 @@ struct GradientStatistics {
   at::Tensor first_bad;          ///< int64 {which, element}: the first product that is inf or NaN
                                  ///< in the order of the list, then of memory; or {-1, -1}
 };
+
+namespace detail {
 
 inline GradientSummary new_summary(at::Device device) {
   const auto options = at::TensorOptions().device(device);

@@ -76,7 +76,7 @@ class LossScaleOptimizer {
   /// How many steps were applied: skipped ones do not count. With an optimizer of mezzo's the
   /// device counts them, and this waits for it.
   int64_t iterations() const {
-    const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(inner_);
+    const auto* const fused = detail::as_fused(*inner_);
     return fused != nullptr ? fused->applied_steps() : iterations_;
   }
 
@@ -97,7 +97,7 @@ class LossScaleOptimizer {
         {.init_scale = options.initial_scale, .growth_interval = options.dynamic_growth_steps});
   }
   bool is_counted_by_inner() const {
-    return dynamic_cast<const optim::FusedOptimizer*>(inner_) != nullptr;
+    return detail::as_fused(*inner_) != nullptr;
   }
 
   torch::optim::Optimizer* inner_;

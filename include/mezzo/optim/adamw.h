@@ -81,7 +81,7 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 /// the gradients and its end, the update, the counts, and the next scale. Each further dtype takes
 /// two more. Nothing waits for the device, so that all can be captured in a CUDA graph, once a step
 /// has made the state. Without that target, and on other devices, ATen's fused kernels do it, in
-/// more launches, and leave gradients unscaled and clipped.
+/// more launches, beside a copy of the gradients unless these are set to zero.
 ///
 /// Threads: one at a time; the work is shared among libtorch's own (`at::set_num_threads`).
 class AdamW : public detail::ElementwiseOptimizer<

@@ -12,9 +12,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/compress_loops.h>
-#include <mezzo/kernels/gradient_summary_loops.h>
-#include <mezzo/kernels/unscale_loops.h>
+#include <mezzo/kernels/compiled_loops.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -24,24 +22,6 @@
 // What the files in compiled/ define, and what is extern for everybody else.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-#define MEZZO_COMPILED_GRADIENTS(EXTERN)                                      \
-  EXTERN template SummaryLoops summary_loops<float>(CpuIsa);                  \
-  EXTERN template SummaryLoops summary_loops<double>(CpuIsa);                 \
-  EXTERN template SummaryLoops summary_loops<c10::Half>(CpuIsa);              \
-  EXTERN template SummaryLoops summary_loops<c10::BFloat16>(CpuIsa);          \
-  EXTERN template StatisticsLoop statistics_loop<float>(CpuIsa);              \
-  EXTERN template StatisticsLoop statistics_loop<double>(CpuIsa);             \
-  EXTERN template StatisticsLoop statistics_loop<c10::Half>(CpuIsa);          \
-  EXTERN template StatisticsLoop statistics_loop<c10::BFloat16>(CpuIsa);      \
-  EXTERN template UnscaleLoops unscale_loops<float>(CpuIsa);                  \
-  EXTERN template UnscaleLoops unscale_loops<double>(CpuIsa);                 \
-  EXTERN template UnscaleLoops unscale_loops<c10::Half>(CpuIsa);              \
-  EXTERN template UnscaleLoops unscale_loops<c10::BFloat16>(CpuIsa);          \
-  EXTERN template CompressLoops compress_loops<float, c10::Half>(CpuIsa);     \
-  EXTERN template CompressLoops compress_loops<float, c10::BFloat16>(CpuIsa); \
-  EXTERN template CompressLoops compress_loops<double, c10::Half>(CpuIsa);    \
-  EXTERN template CompressLoops compress_loops<double, c10::BFloat16>(CpuIsa);
 
 #define MEZZO_COMPILED_STEPS_OF(EXTERN, ...)                                          \
   EXTERN template StepFunction<__VA_ARGS__::Coefficients> step_function<__VA_ARGS__>( \
@@ -98,7 +78,6 @@ namespace detail {
                             detail::CountedState<torch::optim::SGDParamState>)
 
 #if defined(MEZZO_COMPILED) && (!defined(MEZZO_WITH_CUDA) || defined(MEZZO_COMPILED_WITH_CUDA))
-MEZZO_COMPILED_GRADIENTS(extern)
 MEZZO_COMPILED_ADAM(extern)
 MEZZO_COMPILED_LAMB(extern)
 MEZZO_COMPILED_LION_AND_SGD(extern)

@@ -4,8 +4,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/table_memory.h>
+#include <mezzo/optim/gradient_report.h>
 #include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/Tensor.h>
@@ -21,57 +21,48 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 class WeightCache;
 
+namespace detail {
+class StepTaker;
+}  // namespace detail
+
 /// What `GradScaler::step(optimizer, {.max_norm = 1.0})` does beside stepping.
+///
+/// A step writes no gradient but to set it to zero on request: after it, ran or skipped, `.grad` is
+/// zero with `zero_grad`, and otherwise what it was before, scaled unless `unscale_` took the scale
+/// off. So it is with every optimizer, mezzo's or not, on every device.
 struct StepOptions {
   /// The gradients, taken as one vector, are scaled down to at most this 2-norm before they are
   /// used, as `clip_grad_norm_` does: by max_norm / (norm + 1e-6). Infinity: no clipping.
   double max_norm = std::numeric_limits<double>::infinity();
-  /// Sets the gradients to zero in the same pass, after a skipped step too; they stay defined.
-  /// Otherwise a step of mezzo's optimizers leaves them as they are, scaled; but on a device
-  /// without mezzo's kernels (CUDA without mezzo::cuda) unscaled and clipped.
+  /// Sets the gradients to zero, with mezzo's kernels in the same pass; they stay defined.
   bool zero_grad = false;
 };
 
 namespace optim {
 
-/// What a step is told about the gradients on one device, in tensors of one element there.
-struct DeviceVerdict {
-  /// float: gradients are multiplied by it before anything else. Of gradients that are sums over
-  /// ranks (distributed/grad_all_reduce.h) it makes averages too; without a verdict a step does.
-  at::Tensor inv_scale;
-  at::Tensor found_inf;       ///< float: unless 0, the step leaves everything as it is
-  at::Tensor sum_of_squares;  ///< double: of all gradients, on all devices, times inv_scale
-};
-
-/// A step whose gradients still carry the loss scale.
-struct FusedStep {
-  std::vector<DeviceVerdict> verdicts;  ///< one for each device that has a gradient
-  StepOptions options;
-  /// Where a parameter keeps a master, the master's gradient is taken and the parameter's own is
-  /// not read: it was unscaled onto there. `options.zero_grad` clears the parameter's.
-  bool master_gradients = false;
-};
-
 /// An optimizer that does all of a training step's last part in one pass over its memory: unscale,
-/// clip, update, clear. It decides on the device whether to step, so that the host need not know.
+/// clip, update, set to zero. It decides on the device whether to step, so that the host need not
+/// know.
 ///
 /// Derived classes keep libtorch's ways: param groups, `state()`, closures, torch::save.
 class FusedOptimizer : public OptimizerInterface {
  public:
   using OptimizerInterface::OptimizerInterface;
 
-  /// `step.verdicts` say what to multiply gradients by and whether to step at all. A skipped step
-  /// leaves parameters, moments and counts as they were, bit for bit.
+  /// One read of the gradients, or none where the optimizer stands on buckets that were read during
+  /// backward (GradBuckets::summarize). `inv_scale` is a float of one element; where gradients lie
+  /// on other devices it is copied there. Writes nothing, except that a sparse gradient is
+  /// coalesced; no host sync, except to coalesce. `of_masters`: see GradientReport.
+  /// \throws c10::Error if a gradient is one that `apply` does not take
+  virtual GradientReport report(const at::Tensor& inv_scale, bool of_masters = false);
+
+  /// The step. `report` says what to multiply gradients by and whether to step at all: one that
+  /// this optimizer has just made, or one that names all devices with gradients and their factors.
+  /// It serves one step, and the state stays as it is until then. A skipped step leaves parameters,
+  /// moments and counts as they were, bit for bit.
   /// Runs on the current streams; waits for a device only where parameters lie on several.
   /// \throws c10::Error if a gradient is sparse, or of a dtype wider than its parameter's
-  virtual void fused_step(const FusedStep& step) = 0;
-
-  /// Of the gradients on the device of `inv_scale`, which `gradients` are: one read, or none where
-  /// the optimizer stands on buckets that were read during backward (GradBuckets::summarize).
-  virtual detail::GradientSummary summarize(const std::vector<at::Tensor>& gradients,
-                                            const at::Tensor& inv_scale) {
-    return detail::summarize_gradients(gradients, inv_scale, &table_memory_);
-  }
+  virtual void apply(const GradientReport& report, const StepOptions& options = {}) = 0;
 
   /// Whether `parameter`, of group number `group`, is rounded from a float master that is trained
   /// in its place and can be had as a tensor (see master_param).
@@ -95,13 +86,6 @@ class FusedOptimizer : public OptimizerInterface {
                 "enable_master_weights: this optimizer keeps no float masters; choose an "
                 "optimization level without master_weights");
   }
-
-  /// Called before gradients are unscaled where they lie, be it for clipping alone.
-  /// \throws c10::Error where that cannot be right, and says what to do instead
-  virtual void check_unscale() const {}
-
-  /// Called before param groups are read: an optimizer whose groups are another's mirrors them.
-  virtual void refresh_groups() {}
 
   /// From here on each step writes copies of weights of float in `dtype` (bfloat16 or half),
   /// rounded to nearest, in the same pass, and publishes them in `cache`: regions of that dtype
@@ -135,6 +119,15 @@ class FusedOptimizer : public OptimizerInterface {
   }
 
  protected:
+  friend class detail::StepTaker;
+
+  /// Called before gradients are unscaled where they lie, be it for clipping alone.
+  /// \throws c10::Error where that cannot be right, and says what to do instead
+  virtual void check_unscale() const {}
+
+  /// Called before param groups are read: an optimizer whose groups are another's follows those.
+  virtual void follow_groups() {}
+
   bool publishes() const noexcept { return copy_for_ != nullptr; }
   at::ScalarType published_dtype() const noexcept { return published_dtype_; }
   /// Where to write the copy of `weight`; undefined where none is wanted.
@@ -153,3 +146,5 @@ class FusedOptimizer : public OptimizerInterface {
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/optim/detail/gradients.h>  // IWYU pragma: export

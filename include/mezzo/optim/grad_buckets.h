@@ -6,7 +6,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/detail/no_sync.h>
 #include <mezzo/optim/grad_bucket.h>
 
 #include <ATen/core/Tensor.h>
@@ -15,18 +14,17 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// What one read of the gradients of one device gives: `found_inf` (float, 0 or 1),
-/// `sum_of_squares` and `max_abs` (double), one-element tensors on that device, of the gradients
-/// times inv_scale.
-using detail::GradientSummary;
+class GradBuckets;
 
-/// A summary with counts: `zeros`, `underflows` (not 0, but lost in the low-precision dtype),
-/// `scaled_underflows` (the same before unscaling) and `first_bad` {parameter, element}, all int64.
-using detail::GradientStatistics;
+namespace detail {
+/// For who stands on the buckets, as an optimizer or a reduction does: it may outlive them.
+std::shared_ptr<BucketedGradients> shared(const GradBuckets& buckets) noexcept;
+}  // namespace detail
 
 /// The gradients of a set of parameters.
 ///
@@ -75,12 +73,6 @@ class GradBuckets {
   const std::vector<at::Tensor>& parameters() const noexcept;
   const std::vector<GradBucket>& buckets() const noexcept;
 
-  /// Gradients of several ranks (distributed/grad_all_reduce.h) that an optimizer is to divide are
-  /// sums until it does: this divides them now, in place, once. For those who read or change
-  /// parameters' gradients themselves before the step; what is read here has been divided anyway.
-  /// Does nothing where they are averages.
-  void average();
-
   /// Takes stock of the gradients as they are now: see above. All calls below begin with it; call
   /// it before reading `GradBucket::flat`.
   /// \throws c10::Error if a gradient has another shape, dtype or device than its parameter
@@ -124,8 +116,8 @@ class GradBuckets {
 
   /// While one lives, backward passes only accumulate: nothing is checked or reported ready. For
   /// all micro-batches but the last; what DistributedDataParallel calls `no_sync`.
-  using NoSync = detail::NoSync;
-  NoSync no_sync() { return NoSync(*this); }
+  class NoSync;
+  NoSync no_sync();
 
   /// Runs `backward` for one micro-batch of several and adds its gradients to those accumulated,
   /// unless one of them is inf or NaN: then the micro-batch is dropped, and what was accumulated
@@ -150,11 +142,27 @@ class GradBuckets {
   /// `reattach_gradients` before the next.
   void on_ready(std::function<void(std::size_t bucket)> callback);
 
-  /// For an optimizer that stands on these buckets: it may outlive this object.
-  std::shared_ptr<detail::BucketedGradients> share() const noexcept { return state_; }
+ private:
+  friend std::shared_ptr<detail::BucketedGradients> detail::shared(const GradBuckets&) noexcept;
+
+  std::shared_ptr<detail::BucketedGradients> state_;
+};
+
+/// See GradBuckets::no_sync. May outlive the buckets that gave it.
+class [[nodiscard]] GradBuckets::NoSync {
+ public:
+  ~NoSync() { buckets_->add_no_sync(-1); }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
 
  private:
-  std::shared_ptr<detail::BucketedGradients> state_;
+  friend class GradBuckets;
+  explicit NoSync(std::shared_ptr<detail::BucketedGradients> buckets)
+      : buckets_(std::move(buckets)) {
+    buckets_->add_no_sync(1);
+  }
+
+  std::shared_ptr<detail::BucketedGradients> buckets_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

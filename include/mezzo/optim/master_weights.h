@@ -4,8 +4,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/kept_masters.h>
 #include <mezzo/optim/detail/shared_groups.h>
+#include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
@@ -98,20 +98,19 @@ class MasterWeights : public optim::FusedOptimizer {
 
   /// As GradScaler calls it. Waits for the device that says whether to step.
   /// \throws c10::Error, and what the inner optimizer's step throws
-  inline void fused_step(const optim::FusedStep& step) override;
+  inline GradientReport report(const at::Tensor& inv_scale, bool of_masters = false) override;
+  inline void apply(const GradientReport& report, const StepOptions& options = {}) override;
 
-  /// The inner optimizer's. As an Optimizer this object has groups with the same options, and no
-  /// state. \throws c10::Error where groups that were added at both have a parameter in common
+  /// The inner optimizer's. As an Optimizer this object has groups with the same options; its
+  /// `state()` holds the masters, and `optimizer().state()` what the inner one keeps. \throws c10::Error where groups that were added at both have a parameter in common
   std::vector<torch::optim::OptimizerParamGroup>& param_groups();
   const std::vector<torch::optim::OptimizerParamGroup>& param_groups() const;
-  auto& state() noexcept { return inner_->state(); }
   void zero_grad(bool set_to_none = true);
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   void enable_master_weights() override {}  // it always trains masters
   inline bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   inline at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
-  inline void refresh_groups() override;
 
   /// `torch::save(optimizer, path)`: what the inner optimizer saves, the masters in float, and the
   /// number of applied steps. With the model's own file it is all that training goes on from.
@@ -127,14 +126,19 @@ class MasterWeights : public optim::FusedOptimizer {
  private:
   struct Participant;
 
-  std::vector<Participant> participants(bool master_gradients);
-  static double rank_factor_of(const std::vector<Participant>& all, const optim::FusedStep& step);
+  static constexpr const char* kName = "MasterWeights";
+
+  inline void follow_groups() override;
+  void follow_parameters();
+  at::Tensor find_master(const at::Tensor& parameter) const;
+  at::Tensor settled_master(const at::Tensor& parameter);
+  std::vector<Participant> participants(bool of_masters);
   void step_inner(const std::vector<Participant>& all, double factor);
   void finish(const std::vector<Participant>& all);
 
   torch::optim::Optimizer* inner_;
   mutable detail::SharedGroups groups_;  // settled where they are read, by `save` as well
-  detail::KeptMasters masters_;
+  detail::SeenParameters seen_;          // of 16 bits
 };
 
 /// The tensors that `optimizer` trains, in the order of its groups: for each parameter its float

@@ -26,9 +26,9 @@
 #include <mezzo/scaling/detail/async_readback.h>
 #include <mezzo/scaling/detail/clip_watch.h>
 #include <mezzo/scaling/detail/device_scale.h>
-#include <mezzo/scaling/detail/fused_step.h>
 #include <mezzo/scaling/detail/optimizer_records.h>
 #include <mezzo/scaling/detail/scaled_outputs.h>
+#include <mezzo/scaling/detail/step_facts.h>
 
 namespace torch::serialize {
 class InputArchive;
@@ -112,9 +112,9 @@ class GradScaler {
   /// in place of those that keep one. \throws c10::Error as `unscale_` does
   std::vector<at::Tensor> unscaled_parameters(torch::optim::Optimizer& optimizer);
 
-  /// Calls `unscale_` unless that has been done, then `optimizer.step(args...)` unless an inf or
-  /// NaN was found. Waits for the device to know which; with an optimizer of mezzo's it is the step
-  /// below. \throws c10::Error when called twice in an iteration, before any `scale`, when no
+  /// torch.amp's: calls `unscale_` unless that has been done, so that `.grad` loses the scale, then
+  /// `optimizer.step(args...)` unless an inf or NaN was found. Waits for the device to know which;
+  /// with an optimizer of mezzo's, and no arguments, it is the step below with no options. \throws c10::Error when called twice in an iteration, before any `scale`, when no
   ///   parameter has a gradient, or when given a closure while enabled
   template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
   requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> || ...)) StepResult
@@ -124,18 +124,18 @@ class GradScaler {
   ///
   /// With an optimizer of mezzo's the gradients are read once, for an inf and for their norm, and
   /// once more by the step, which multiplies them by inverse scale and clip coefficient on their
-  /// way; they are not written, unless to clear them. The step is decided on the device: nothing
-  /// waits, the result is ready some time later, and the line about a skip may come some steps
-  /// late. With any other optimizer the second pass unscales and clips in place, and the host waits
-  /// once.
+  /// way. The step is decided on the device: nothing waits, the result is ready some time later,
+  /// and the line about a skip may come some steps late. Any other optimizer finds, for the time of
+  /// its step, gradients that are unscaled and clipped (4 bytes an element of float more), and the
+  /// host waits once. What `.grad` holds afterwards: see StepOptions.
   ///
   /// After `unscale_` gradients are checked once more (see `recheck`) and not unscaled again. A
-  /// disabled scaler clips, clears and steps whatever the gradients are.
+  /// disabled scaler clips, sets to zero and steps whatever the gradients are.
   /// \throws c10::Error as above, or unless max_norm is positive
   StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options);
 
   /// Whether `optimizer`'s gradients have lost the scale since the last `update`: by `unscale_`, or
-  /// by a `step` that took it off and then threw. False when disabled.
+  /// by a `step(optimizer)` that called it and then threw. False when disabled.
   bool is_unscaled(const torch::optim::Optimizer& optimizer) const;
 
   /// For an optimizer whose gradients come from several losses, each with a scale or a backward
@@ -182,7 +182,8 @@ class GradScaler {
   const LossScale& rule() const noexcept { return rule_; }
 
   /// `callback` hears of every iteration with a skipped step, at its `update`, in place of the line
-  /// that is written to std::cerr by default. A null callback silences it.
+  /// that is written to std::cerr by default (of a scale that sits at its floor once, and then of
+  /// every 1000th step). A null callback silences it.
   void on_skip(SkipCallback callback) { on_skip_ = std::move(callback); }
 
   /// The whole state under torch's keys (scale, growth_factor, backoff_factor, growth_interval,
@@ -210,19 +211,16 @@ class GradScaler {
   using StepFunction = std::function<at::Tensor()>;
 
   detail::OptimizerRecord& record_to_step(const torch::optim::Optimizer& optimizer);
-  StepResult step_if_finite(torch::optim::Optimizer& optimizer, const StepFunction& step);
-  StepResult step_fused(optim::FusedOptimizer& optimizer, const StepOptions& options);
-  StepResult step_unfused(torch::optim::Optimizer& optimizer, const StepOptions& options);
-  double unscale_into(detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer);
-  void hand_to_masters(optim::FusedOptimizer* optimizer);
+  detail::OptimizerRecord& unscale_into(const detail::StepTaker& taker);
+  void hand_to_masters(const detail::StepTaker& taker);
+  StepResult step_on_device(const detail::StepTaker& taker, const StepOptions& options);
+  StepResult step_on_host(const detail::StepTaker& taker, const StepOptions& options,
+                          const StepFunction& torch_step);
+  GradientReport report_into(detail::OptimizerRecord& record, const detail::StepTaker& taker,
+                             bool counts);
   static void finish_step(detail::OptimizerRecord& record);
-  void recheck_into(detail::OptimizerRecord& record, const torch::optim::Optimizer& optimizer);
   void note_skip(const detail::OptimizerRecord& record, float scale);
   void post_line(const std::vector<at::Tensor>& found_inf);
-  std::vector<detail::DeviceSummary> summarize_into(detail::OptimizerRecord& record,
-                                                    torch::optim::Optimizer& optimizer);
-  std::vector<detail::DeviceSummary> summarize_unscaled(const detail::OptimizerRecord& record,
-                                                        torch::optim::Optimizer& optimizer);
   void require_scale(const char* call) const;
   void create_scale(at::Device device);
   const at::Tensor& scale_on(at::Device device);
@@ -240,6 +238,7 @@ class GradScaler {
   bool allow_fp16_gradients_;
   int64_t loss_id_;
   SkipCallback on_skip_;
+  int64_t times_at_floor_ = 0;
   std::optional<float> skipped_scale_;  // set by a skipped step until `update` has told it
 
   detail::DeviceScale scale_;  // undefined until the first `scale`; then on its device
@@ -274,5 +273,5 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 #include <mezzo/scaling/detail/grad_scaler_step.h>   // IWYU pragma: export
 
 #ifdef MEZZO_COMPILED
-#include <mezzo/optim/compiled.h>  // IWYU pragma: keep
+#include <mezzo/kernels/compiled_loops.h>  // IWYU pragma: keep
 #endif

@@ -5,9 +5,12 @@
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 
+#include <c10/util/Exception.h>
 #include <torch/arg.h>
 
+#include <charconv>
 #include <cstdint>
+#include <iterator>
 #include <string>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -56,12 +59,65 @@ struct SkippedStep {
   int64_t loss_id = 0;
   float scale = 1.0F;       ///< the scale that overflowed
   float next_scale = 1.0F;  ///< the scale from here on
+  /// How many skipped iterations in a row, this one included, found the scale at `min_scale`, where
+  /// it stays. Then it is not the scale: look for an inf or NaN in the data, loss or weights.
+  int64_t times_at_floor = 0;
 
   /// One line: "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
   /// (Apex's words), or "... keeping loss scale at 128.0" where the scale did not move.
   std::string message() const;
 };
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+namespace detail {
 
-#include <mezzo/scaling/detail/grad_scaler_options_impl.h>  // IWYU pragma: export
+/// A scale as Python prints it: "32768.0", "3.0517578125e-05".
+inline std::string python_float(double value) {
+  char text[64];
+  const bool is_fixed = value == 0 || (value >= 1e-4 && value < 1e16);
+  const auto format = is_fixed ? std::chars_format::fixed : std::chars_format::scientific;
+  const auto end = std::to_chars(std::begin(text), std::end(text), value, format).ptr;
+  std::string result(text, end);
+  if (is_fixed && result.find('.') == std::string::npos) result += ".0";
+  return result;
+}
+
+}  // namespace detail
+
+inline GradScalerOptions::GradScalerOptions(const LossScale& rule)
+    : init_scale_(rule.init_scale()),
+      growth_factor_(rule.growth_factor()),
+      backoff_factor_(rule.backoff_factor()),
+      growth_interval_(rule.growth_interval()),
+      min_scale_(rule.min_scale()),
+      max_scale_(rule.max_scale()),
+      hysteresis_(rule.hysteresis()),
+      loss_scale_(rule.kind()) {}
+
+inline LossScale GradScalerOptions::rule() const {
+  const LossScale dynamic = LossScale::dynamic({.init_scale = init_scale_,
+                                                .growth_factor = growth_factor_,
+                                                .backoff_factor = backoff_factor_,
+                                                .growth_interval = growth_interval_,
+                                                .min_scale = min_scale_,
+                                                .max_scale = max_scale_,
+                                                .hysteresis = hysteresis_});
+  switch (loss_scale_) {
+    case LossScaleKind::none:
+      return LossScale::none();
+    case LossScaleKind::fixed:
+      return LossScale::fixed(init_scale_, min_scale_, max_scale_);
+    case LossScaleKind::dynamic:
+      return dynamic;
+  }
+  TORCH_CHECK(false, "loss_scale is no LossScaleKind; use none, fixed or dynamic");
+}
+
+inline std::string SkippedStep::message() const {
+  const char* verb = next_scale < scale    ? " reducing loss scale to "
+                     : next_scale == scale ? " keeping loss scale at "
+                                           : " setting loss scale to ";
+  return "Gradient overflow.  Skipping step, loss scaler " + std::to_string(loss_id) + verb +
+         detail::python_float(next_scale);
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -52,12 +52,12 @@ class BothAverages : public testing::TestWithParam<Kept> {
     for (const std::size_t i : which) {
       parameters_[i].mutable_grad() = torch::ones_like(parameters_[i].detach());
     }
-    mezzo::optim::FusedStep step;
-    step.verdicts.push_back({torch::ones({}), torch::full({}, overflows ? 1.0F : 0.0F), {}});
+    mezzo::GradientReport report;
+    report.devices.push_back({torch::ones({}), torch::full({}, overflows ? 1.0F : 0.0F)});
     if (GetParam().through_aten) {
-      optimizer_.fused_step_with_aten(step);
+      optimizer_.apply_with_aten(report);
     } else {
-      optimizer_.fused_step(step);
+      optimizer_.apply(report);
     }
     if (!overflows) ema_.update();
   }

@@ -112,7 +112,7 @@ TEST_F(OneSetOfOptions, TakesAnAbsoluteRateAfterARelativeOneAsItIs) {
 TEST_F(OneSetOfOptions, HoldsGroupsThatWereAddedToEitherWithTheOptionsThatTheyHave) {
   base_.add_param_group(OptimizerParamGroup({other_}, std::make_unique<SGDOptions>(2.0)));
   SGDOptions& held = sgd_options(base_, 1);
-  masters_.refresh_groups();
+  (void)masters_.param_groups();
   held.lr(4.0);
   EXPECT_EQ(sgd_options(inner_, 1).lr(), 4.0);
   EXPECT_EQ(&sgd_options(inner_, 1), &held);
@@ -154,9 +154,9 @@ TEST_F(OneSetOfOptions, LosesGroupsThatWereRemovedFromEither) {
   for (const auto& one : more) masters_.add_param_group(OptimizerParamGroup({one}));
   base_.param_groups().erase(base_.param_groups().begin() + 1);
   base_.add_param_group(OptimizerParamGroup({other_}, std::make_unique<SGDOptions>(2.0)));
-  masters_.refresh_groups();
+  (void)masters_.param_groups();
   inner_.param_groups().erase(inner_.param_groups().begin());
-  masters_.refresh_groups();
+  (void)masters_.param_groups();
   for (Optimizer* one : {&base_, static_cast<Optimizer*>(&inner_)}) {
     ASSERT_EQ(one->param_groups().size(), 3U);
     EXPECT_TRUE(one->param_groups()[0].params()[0].is_same(more[1]));
@@ -165,7 +165,7 @@ TEST_F(OneSetOfOptions, LosesGroupsThatWereRemovedFromEither) {
     EXPECT_EQ(sgd_options(*one, 2).lr(), 2.0);
   }
   base_.param_groups().clear();
-  masters_.refresh_groups();
+  (void)masters_.param_groups();
   EXPECT_TRUE(inner_.param_groups().empty());
 }
 
@@ -176,16 +176,16 @@ TEST_F(OneSetOfOptions, TakesParametersThatAreAddedToItsFirstGroup) {
   EXPECT_EQ(other_[0].item<float>(), -1.0F);
   base_.add_parameters({half_parameter()});
   inner_.add_parameters({half_parameter()});
-  EXPECT_THAT([&] { masters_.refresh_groups(); },
+  EXPECT_THAT([&] { (void)masters_.param_groups(); },
               ThrowsMessage<c10::Error>(HasSubstr("change them at one of the two")));
 }
 
 TEST_F(OneSetOfOptions, RefusesAParameterThatWasAddedToBoth) {
   base_.add_param_group(OptimizerParamGroup({other_}));
   inner_.add_param_group(OptimizerParamGroup({other_}));
-  EXPECT_THROW(masters_.refresh_groups(), c10::Error);
+  EXPECT_THROW((void)masters_.param_groups(), c10::Error);
   base_.param_groups().pop_back();
-  masters_.refresh_groups();
+  (void)masters_.param_groups();
   EXPECT_EQ(base_.param_groups().size(), 2U);
 }
 
@@ -206,7 +206,7 @@ TEST_F(OneSetOfOptions, AddsAGroupWhoseOptionsLieWhereThoseOfARemovedGroupLay) {
 TEST_F(OneSetOfOptions, AddsAGroupWhoseOptionsLieWhereReplacedOnesLay) {
   base_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
   base_.add_param_group(OptimizerParamGroup({other_}, std::make_unique<SGDOptions>(0.25)));
-  masters_.refresh_groups();
+  (void)masters_.param_groups();
   for (Optimizer* one : {&base_, static_cast<Optimizer*>(&inner_)}) {
     ASSERT_EQ(one->param_groups().size(), 2U);
     EXPECT_TRUE(one->param_groups()[0].params()[0].is_same(parameter_));
@@ -218,10 +218,10 @@ TEST_F(OneSetOfOptions, AddsAGroupWhoseOptionsLieWhereReplacedOnesLay) {
 TEST_F(OneSetOfOptions, RefusesParametersOfAGroupWhoseOptionsWereReplacedAtTheInner) {
   inner_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
   base_.add_parameters({other_});
-  EXPECT_THAT([&] { masters_.refresh_groups(); },
+  EXPECT_THAT([&] { (void)masters_.param_groups(); },
               ThrowsMessage<c10::Error>(HasSubstr("change them at one of the two")));
   base_.parameters().pop_back();
-  masters_.refresh_groups();
+  (void)masters_.param_groups();
   EXPECT_EQ(sgd_options(base_).lr(), 0.5);
 }
 

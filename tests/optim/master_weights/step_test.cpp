@@ -144,14 +144,15 @@ struct Everything {
     masters = copies_of(master_params(optimizer));
     for (const auto& parameter : model.parameters) {
       versions.push_back(parameter._version());
-      const auto state = optimizer.state().find(parameter.unsafeGetTensorImpl());
-      if (state == optimizer.state().end()) continue;
+      const auto& kept = optimizer.optimizer().state();
+      const auto state = kept.find(parameter.unsafeGetTensorImpl());
+      if (state == kept.end()) continue;
       const auto& adam = static_cast<const torch::optim::AdamParamState&>(*state->second);
       moments.push_back(adam.exp_avg().clone());
       moments.push_back(adam.exp_avg_sq().clone());
       moments.push_back(torch::tensor(adam.step()));
     }
-    states = optimizer.state().size();
+    states = optimizer.optimizer().state().size();
   }
   friend bool operator==(const Everything& left, const Everything& right) {
     return same_bits(left.parameters, right.parameters) && same_bits(left.masters, right.masters) &&

@@ -133,7 +133,7 @@ class Replica {
                   " was frozen when this was made, and now requires grad; make a new "
                   "DataParallel, so that its gradients are reduced too");
     }
-    if (broadcasts_ && !buckets_.share()->is_no_sync()) buffers_.run();
+    if (broadcasts_ && !shared(buckets_)->is_no_sync()) buffers_.run();
   }
 
  private:

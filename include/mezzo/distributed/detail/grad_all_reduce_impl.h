@@ -63,7 +63,7 @@ inline std::shared_ptr<CompressBuffers> make_compress_buffers(const GradAllReduc
 
 inline GradAllReduce::GradAllReduce(GradBuckets& buckets, Communicator communicator,
                                     const GradAllReduceOptions& options)
-    : gradients_(buckets.share()),
+    : gradients_(detail::shared(buckets)),
       compress_buffers_(detail::make_compress_buffers(options, communicator)) {
   detail::check_can_be_reduced("GradAllReduce", buckets, communicator);
   detail::check_options("GradAllReduce", options);

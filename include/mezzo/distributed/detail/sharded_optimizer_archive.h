@@ -121,7 +121,7 @@ void ShardedOptimizer<OptimizerType>::gather_bucket(std::size_t bucket, std::siz
   }
   communicator_.all_gather(buffer, detail::own_part(buffer, communicator_)).wait();
   if (whole == nullptr) return;
-  const auto gradients = buckets_.share();
+  const auto gradients = detail::shared(buckets_);
   for (const std::size_t number : like.parameters) {
     if (!has(number)) continue;
     const at::Tensor& place = gradients->place(number);
@@ -190,7 +190,7 @@ auto ShardedOptimizer<OptimizerType>::part_of(State& whole, const detail::ShardS
     -> std::unique_ptr<State> {
   auto part = std::make_unique<State>();
   part->step(whole.step());
-  const at::Tensor& place = buckets_.share()->place(slice.parameter);
+  const at::Tensor& place = detail::shared(buckets_)->place(slice.parameter);
   const auto from = detail::kept_tensors<Traits>(whole);
   const auto to = detail::kept_tensors<Traits>(*part);
   for (std::size_t kind = 0; kind < from.size(); ++kind) {

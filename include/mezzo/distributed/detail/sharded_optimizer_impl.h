@@ -7,7 +7,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/agreed_summary.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
-#include <mezzo/distributed/detail/sharded_groups.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/detail/group_options.h>
@@ -29,7 +28,7 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
                    .storage(GradStorage::flat)
                    .bucket_bytes(options.bucket_bytes)
                    .parts(communicator_.size())),
-      weights_(buckets_.share(), communicator_) {
+      weights_(detail::shared(buckets_), communicator_) {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     check_options(options_of(group));
     for (const at::Tensor& parameter : param_groups_[group].params()) {
@@ -38,10 +37,10 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     }
   }
   inner_ = make_inner(defaults);
-  auto exchange = std::make_unique<detail::ShardExchange>(*buckets_.share(), communicator_);
+  auto exchange = std::make_unique<detail::ShardExchange>(*detail::shared(buckets_), communicator_);
   exchange_ = exchange.get();
   auto reduction = std::make_shared<detail::GradientReduction>(
-      "ShardedOptimizer", *buckets_.share(), communicator_, std::move(exchange));
+      "ShardedOptimizer", *detail::shared(buckets_), communicator_, std::move(exchange));
   buckets_.on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 
@@ -157,72 +156,93 @@ at::Tensor ShardedOptimizer<OptimizerType>::step(LossClosure closure) {
     const c10::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  fused_step({});
+  apply({});
   return loss;
 }
 
+/// Alike on all ranks, for what one has a gradient of, all have.
 template <class OptimizerType>
-detail::GradientSummary ShardedOptimizer<OptimizerType>::summarize(
-    const std::vector<at::Tensor>& /*gradients*/, const at::Tensor& inv_scale) {
+std::vector<at::Device> ShardedOptimizer<OptimizerType>::devices_with_gradients() const {
+  std::vector<at::Device> devices;
+  for (const at::Tensor& parameter : weights_.parameters()) {
+    const bool is_known =
+        std::find(devices.begin(), devices.end(), parameter.device()) != devices.end();
+    if (parameter.grad().defined() && !is_known) devices.push_back(parameter.device());
+  }
+  return devices;
+}
+
+template <class OptimizerType>
+GradientReport ShardedOptimizer<OptimizerType>::report(const at::Tensor& inv_scale,
+                                                       bool /*of_masters*/) {
   const c10::NoGradGuard no_grad;
   prepare();
-  std::vector<at::Tensor> own;
-  for (const detail::ShardSlice& slice : weights_.slices()) {
-    const at::Tensor& gradient = slice.weights.grad();
-    if (gradient.defined() && gradient.device() == inv_scale.device()) own.push_back(gradient);
+  const at::Tensor inverse = inv_scale.mul(1. / communicator_.size());
+  const GradientReport own = inner_->report(inverse);
+  GradientReport all{.plan = own.plan};
+  for (const Known& known : known_) {  // on all ranks, whose slices of it they may be
+    const at::Tensor& gradient = known.parameter.grad();
+    const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
+    all.has_bare_half |= is_half && !keeps_master(known.group, known.parameter);
   }
-  return detail::agreed(FusedOptimizer::summarize(own, inv_scale.mul(1. / communicator_.size())),
-                        communicator_);
+  for (const at::Device device : devices_with_gradients()) {
+    DeviceGradientReport& one = all.devices.emplace_back();
+    const auto found = std::find_if(own.devices.begin(), own.devices.end(), [&](const auto& each) {
+      return each.inv_scale.device() == device;
+    });
+    if (found != own.devices.end()) {
+      one = *found;
+    } else {  // no slice of this rank's lies there
+      one.inv_scale = detail::on_device(inverse, device);
+      detail::note(detail::summarize_gradients({}, one.inv_scale), one);
+    }
+    detail::note(detail::agreed({one.found_inf, one.sum_of_squares, one.max_abs}, communicator_),
+                 one);
+  }
+  return all;
 }
 
 /// Gradients are sums, and a step takes their average.
 template <class OptimizerType>
-optim::FusedStep ShardedOptimizer<OptimizerType>::step_on_sums(const optim::FusedStep& step) const {
-  if (communicator_.size() == 1) return step;
-  optim::FusedStep own = step;
-  const double share = 1. / communicator_.size();
-  for (optim::DeviceVerdict& verdict : own.verdicts) {
-    verdict.inv_scale = verdict.inv_scale.mul(share);
+GradientReport ShardedOptimizer<OptimizerType>::average_of_sums() const {
+  GradientReport report;
+  if (communicator_.size() == 1) return report;
+  for (const at::Device device : devices_with_gradients()) {
+    const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
+    report.devices.push_back({.inv_scale = at::full({}, 1. / communicator_.size(), number),
+                              .found_inf = at::zeros({}, number)});
   }
-  if (!own.verdicts.empty()) return own;
-  for (const GradBucket& bucket : buckets_.buckets()) {
-    const auto is_there = [&](const optim::DeviceVerdict& verdict) {
-      return verdict.inv_scale.device() == bucket.device;
-    };
-    if (std::any_of(own.verdicts.begin(), own.verdicts.end(), is_there)) continue;
-    const auto number = at::TensorOptions().device(bucket.device).dtype(at::kFloat);
-    own.verdicts.push_back({at::full({}, share, number), at::zeros({}, number), at::Tensor()});
-  }
-  return own;
+  return report;
 }
 
 template <class OptimizerType>
-void ShardedOptimizer<OptimizerType>::fused_step(const optim::FusedStep& step) {
+void ShardedOptimizer<OptimizerType>::apply(const GradientReport& report,
+                                            const StepOptions& options) {
   const c10::NoGradGuard no_grad;
   TORCH_CHECK(!publishes(),
               "ShardedOptimizer: it writes no copies of weights for a WeightCache, of which it "
               "makes a part alone; call stop_publishing(), and regions cast as ever");
-  prepare();
-  const optim::FusedStep own = step_on_sums(step);
-  inner_->fused_step(own);
+  if (report.plan == 0) prepare();
+  const GradientReport own = report.devices.empty() ? average_of_sums() : report;
+  inner_->apply(own, options);
   weights_.gather();
   count_applied(own);
   exchange_->set_has_summed(false);
 }
 
 template <class OptimizerType>
-void ShardedOptimizer<OptimizerType>::count_applied(const optim::FusedStep& step) {
+void ShardedOptimizer<OptimizerType>::count_applied(const GradientReport& report) {
   if (!has_gradient()) return;
   const at::Tensor& count = applied_on_device();
-  const optim::DeviceVerdict* verdict = nullptr;
-  for (const optim::DeviceVerdict& one : step.verdicts) {
+  const DeviceGradientReport* spokesman = nullptr;
+  for (const DeviceGradientReport& one : report.devices) {
     const bool counts = count.defined() && one.inv_scale.device() == count.device();
-    if (verdict == nullptr || counts) verdict = &one;
+    if (spokesman == nullptr || counts) spokesman = &one;
   }
   const at::Device device =
-      verdict != nullptr ? verdict->inv_scale.device() : buckets_.buckets().front().device;
+      spokesman != nullptr ? spokesman->inv_scale.device() : buckets_.buckets().front().device;
   detail::count_step(applied_count(), device,
-                     verdict != nullptr ? verdict->found_inf : at::Tensor());
+                     spokesman != nullptr ? spokesman->found_inf : at::Tensor());
 }
 
 template <class OptimizerType>

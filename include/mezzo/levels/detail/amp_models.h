@@ -137,14 +137,14 @@ inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size
   TORCH_CHECK(!has_stepped(optimizer), "optimizer ", number,
               " has stepped already, in float32, and the level casts the model; call "
               "mezzo::initialize before the first step, and load a saved state afterwards");
-  const bool is_mezzos = dynamic_cast<optim::FusedOptimizer*>(&optimizer) != nullptr;
+  const bool is_mezzos = as_fused(optimizer) != nullptr;
   if (!wants_masters || is_mezzos) return;
   (void)MasterWeights(optimizer);  // refuses what it cannot step
   std::vector<at::Tensor> parameters;
   for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
     parameters.push_back(parameter);
   });
-  refuse_duplicates(parameters, KeptMasters::kName);
+  refuse_duplicates(parameters, "MasterWeights");
 }
 
 inline void check_models_and_optimizers(const ModelList& models, const OptimizerList& optimizers,

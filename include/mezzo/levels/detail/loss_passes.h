@@ -48,7 +48,7 @@ class OptimizerPasses {
  public:
   OptimizerPasses(torch::optim::Optimizer& given, bool wants_masters) : given_(&given) {
     if (!wants_masters) return;
-    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&given);
+    auto* const fused = as_fused(given);
     if (fused == nullptr) {
       adapter_ = std::make_unique<MasterWeights>(given);
     } else {
@@ -62,10 +62,8 @@ class OptimizerPasses {
   /// What steps, with its param groups as the given one's are now.
   torch::optim::Optimizer& stepper() {
     torch::optim::Optimizer& optimizer = adapter_ != nullptr ? *adapter_ : *given_;
-    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
-    if (fused == nullptr) return optimizer;
-    if (keeps_own_masters_) fused->enable_master_weights();  // groups that are new
-    fused->refresh_groups();
+    const StepTaker taker(optimizer);  // follows the given one's groups
+    if (keeps_own_masters_) taker.fused()->enable_master_weights();  // groups that are new
     return optimizer;
   }
 
@@ -151,11 +149,11 @@ class OptimizerPasses {
 
   std::vector<Held> everything_held() {
     torch::optim::Optimizer& optimizer = stepper();
-    auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
+    const StepTaker taker(optimizer);
     std::vector<Held> all;
     for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
-      const bool has_master = fused != nullptr && fused->keeps_master(group, parameter);
-      all.push_back({parameter, has_master ? fused->master_param(group, parameter) : parameter});
+      const bool has_master = taker.keeps_master(group, parameter);
+      all.push_back({parameter, has_master ? taker.master_param(group, parameter) : parameter});
     });
     return all;
   }

@@ -6,7 +6,7 @@
 #include <c10/util/StringUtil.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/levels/opt_level.h>
-#include <mezzo/scaling/detail/python_float.h>
+#include <mezzo/scaling/grad_scaler_options.h>
 
 #include <array>
 #include <charconv>

@@ -12,8 +12,8 @@
 #include <vector>
 
 // The step on devices that mezzo has no kernel for, CUDA without mezzo::cuda among them, through
-// ATen's fused optimizers: still without a wait, and in one pass of theirs. Differences: gradients
-// come out unscaled and clipped, since ATen's kernels write them.
+// ATen's fused optimizers: still without a wait, and in one pass of theirs, beside a copy of the
+// gradients, since ATen's kernels write them.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -44,15 +44,15 @@ struct AtenVerdict {
   std::optional<at::Tensor> lr_factor;
 };
 
-inline AtenVerdict aten_verdict(const optim::DeviceVerdict* verdict, double max_norm) {
-  if (verdict == nullptr) return {};
-  at::Tensor factor = verdict->inv_scale;
+inline AtenVerdict aten_verdict(const DeviceGradientReport* report, double max_norm) {
+  if (report == nullptr) return {};
+  at::Tensor factor = report->inv_scale;
   const bool clips = max_norm != std::numeric_limits<double>::infinity();
-  if (clips && verdict->sum_of_squares.defined()) {
-    const at::Tensor norm = verdict->sum_of_squares.sqrt();
+  if (clips && report->sum_of_squares.defined()) {
+    const at::Tensor norm = report->sum_of_squares.sqrt();
     factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0).mul(factor);
   }
-  return {factor.reciprocal().to(at::kFloat), verdict->found_inf, std::nullopt};
+  return {factor.reciprocal().to(at::kFloat), report->found_inf, std::nullopt};
 }
 
 }  // namespace detail

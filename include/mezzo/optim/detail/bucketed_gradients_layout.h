@@ -3,7 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/bucket_layout.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/optim/detail/bucketed_gradients_backward.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -215,7 +215,6 @@ inline void BucketedGradients::zero_grad(bool set_to_none) {
   for (const std::size_t number : std::exchange(pending_, {})) slots_[number].is_pending = false;
   pending_bytes_ = 0;
   holds_bad_.reset();
-  if (!set_to_none) forget_rank_sums(parameters_);
   if (!set_to_none && is_flat()) {
     for (const GradBucket& bucket : buckets_) bucket.flat.zero_();
   }

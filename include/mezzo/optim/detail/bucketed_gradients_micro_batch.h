@@ -3,8 +3,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/detail/no_sync.h>
-#include <mezzo/optim/detail/rank_sum.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/logical_and.h>
@@ -15,6 +13,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -58,7 +57,6 @@ inline at::Tensor BucketedGradients::accumulate_if_finite(const std::function<vo
               "accumulate_if_finite needs flat storage: the buffer holds what is accumulated");
   TORCH_CHECK(backward != nullptr, "accumulate_if_finite: backward is null");
   reattach_gradients();
-  average_rank_sums(parameters_);  // what is set aside is added to as it is
   std::vector<at::Tensor> accumulated;
   for (GradientSlot& slot : slots_) {
     accumulated.push_back(slot.gradient().defined()
@@ -72,8 +70,9 @@ inline at::Tensor BucketedGradients::accumulate_if_finite(const std::function<vo
     }
   };
   at::Tensor is_bad;
+  add_no_sync(1);
+  const auto ends_no_sync = c10::make_scope_exit([&] { add_no_sync(-1); });
   try {
-    const NoSync only(shared_from_this());
     backward();
     const c10::NoGradGuard no_grad;
     is_bad = accumulate(accumulated);

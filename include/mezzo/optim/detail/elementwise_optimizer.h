@@ -5,10 +5,10 @@
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/aten_step.h>
+#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/param_state.h>
-#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/detail/step_participants.h>
 #include <mezzo/optim/fused_optimizer.h>
@@ -69,8 +69,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   explicit ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults = {})
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
-    buckets_ = buckets.share();
-    dividing_reader_ = buckets_->dividing_reader();
+    buckets_ = shared(buckets);
   }
 
   at::Tensor step(LossClosure closure = nullptr) override {
@@ -84,42 +83,19 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
         refuse_unscaled_master(own->master(), Traits::kName);
       }
     }
-    fused_step({});
+    apply({});
     return loss;
   }
 
-  void fused_step(const optim::FusedStep& step) override {
-    std::vector<Bystander> bystanders;
-    auto all = participants_by_device(step.master_gradients, bystanders);
-    const NoGraphGuard no_graph(trains_inference_tensors(all));
-    const double rank_factor = rank_factor_of(all, step);
-    bool is_counted = false;
-    for (auto& [device, participants] : all) {
-      if (device.is_cpu()) {
-        step_cpu(participants, step, rank_factor);
-      } else {
-        is_counted = step_on_device(participants, step, rank_factor, all.size() == 1);
-      }
-    }
-    if (!is_counted) count_applied(all, step);
-    average(bystanders, step);
-    if (step.master_gradients && step.options.zero_grad) clear_gradients_beside_masters();
-    if (step.options.zero_grad) forget_rank_sums(own_parameters());
+  GradientReport report(const at::Tensor& inv_scale, bool of_masters = false) override;
+  void apply(const GradientReport& report, const StepOptions& options = {}) override {
+    apply_with(report, options, /*with_aten=*/false);
   }
 
   /// The step through ATen's fused kernels, which on the CPU too are there to be tested.
-  void fused_step_with_aten(const optim::FusedStep& step) {
-    std::vector<Bystander> bystanders;
-    auto all = participants_by_device(step.master_gradients, bystanders);
-    const NoGraphGuard no_graph(trains_inference_tensors(all));
-    const double rank_factor = rank_factor_of(all, step);
-    for (auto& [device, participants] : all) step_with_aten(participants, step, rank_factor);
-    count_applied(all, step);
-    average(bystanders, step);
+  void apply_with_aten(const GradientReport& report, const StepOptions& options = {}) {
+    apply_with(report, options, /*with_aten=*/true);
   }
-
-  GradientSummary summarize(const std::vector<at::Tensor>& gradients,
-                            const at::Tensor& inv_scale) override;
 
   void enable_master_weights() override {
     const auto keep = [](torch::optim::OptimizerOptions& options) {
@@ -149,11 +125,32 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   using One = Participant<Traits>;
   using Many = std::vector<One>;
 
+  /// Who takes part in a step, and with what: all is looked up and checked before anything is
+  /// written. It serves one step, that of the report that it was made for.
+  struct Plan {
+    std::uint64_t number = 0;        ///< of the report; 0: there is none
+    std::vector<Options> options{};  ///< of the groups, as the step takes them
+    std::vector<std::pair<const at::Tensor*, std::size_t>> groups{};  ///< where their lists lie
+    std::vector<DeviceParticipants<Traits>> devices{};
+    std::vector<Bystander> bystanders{};
+    bool has_inference = false;  ///< a parameter is an inference tensor
+    bool has_bare_half = false;  ///< see GradientReport
+
+    void clear() noexcept {
+      number = 0;
+      options.clear();
+      groups.clear();
+      devices.clear();
+      bystanders.clear();
+      has_inference = has_bare_half = false;
+    }
+  };
+
   /// What a step on mezzo's kernels is made of.
   struct Prepared {
     std::vector<Task> tasks;
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (what has gaps, its dense copy)
-    std::vector<at::Tensor> gradients;                      // kept alive; some are copies
+    std::vector<at::Tensor> gradients;                      // copies, kept alive
     std::vector<at::Tensor> uncleared;                      // those that were copied, if to clear
     std::vector<std::pair<at::Tensor, at::Tensor>> published;  // (weight, its low-precision copy)
     std::vector<std::pair<StepCount, int64_t>> counts;         // what they are after the step
@@ -166,42 +163,43 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   static void check_options(const Options& options);
   Options options_of(std::size_t group) const;
+  optim::WeightStorage storage_in(std::size_t group, const at::Tensor& parameter) const;
   const State* state_of(const at::Tensor& parameter) const;
 
-  // Who takes part, and with what: all is checked before anything is written
-  // (elementwise_optimizer_parameters.h).
+  // Who takes part, and with what (elementwise_optimizer_plan.h).
   void look_at_parameters();
+  void settle_parameters(bool are_others);
+  void follow_parameters(bool reattaches);
   std::vector<at::Tensor> own_parameters() const;
-  std::vector<DeviceParticipants<Traits>> participants_by_device(
-      bool master_gradients, std::vector<Bystander>& bystanders);
+  std::vector<std::pair<const at::Tensor*, std::size_t>> parameter_lists() const;
+  void make_plan(bool of_masters);
+  void plan_parameter(const at::Tensor& parameter, std::uint64_t number, const Options& options,
+                      bool of_masters);
   at::Tensor master_gradient(const at::Tensor& parameter) const;
-  void clear_gradients_beside_masters();
   State& state_for(const at::Tensor& parameter);
   State* checked_state(const at::Tensor& parameter, const Options& options);
-  void open_states(Many& all);
+  void open_state(One& one);
   static at::Tensor& fitting_moment(const One& one, int k, const at::Tensor& parameter);
-  static double rank_factor_of(const std::vector<DeviceParticipants<Traits>>& all,
-                               const optim::FusedStep& step);
-  void follow_parameters();
-  static const optim::DeviceVerdict* verdict_on(at::Device device, const optim::FusedStep& step);
-  static bool shares_gradients(const Many& all);
+  static const DeviceGradientReport* report_on(at::Device device, const GradientReport& report);
+  bool shares_gradients(const Many& all);
   static void clear_gradients(const Many& all);
-  at::Device counting_device(const std::vector<DeviceParticipants<Traits>>& all);
-  void count_applied(const std::vector<DeviceParticipants<Traits>>& all,
-                     const optim::FusedStep& step);
+  void apply_with(const GradientReport& report, const StepOptions& options, bool with_aten);
+  void apply_plan(const GradientReport& report, const StepOptions& options, bool with_aten);
+  at::Device counting_device() const;
+  void count_applied(const GradientReport& report);
 
-  // Averages of parameters that a step passes by (elementwise_optimizer_averages.h).
+  // Averages of parameters that a step passes by.
   bool is_averaged(const at::Tensor& parameter, const Options& options);
-  static at::Tensor found_inf_on(at::Device device, const optim::FusedStep& step);
-  void average(const std::vector<Bystander>& bystanders, const optim::FusedStep& step);
+  static at::Tensor found_inf_on(at::Device device, const GradientReport& report);
+  void average(const GradientReport& report);
 
   static int64_t read_applied_steps(torch::serialize::InputArchive& archive,
                                     const Optimizer& read);  // elementwise_optimizer_archive.h
 
   // mezzo's kernels (elementwise_optimizer_step.h)
-  static std::optional<double> gradient_factor(const optim::FusedStep& step, double rank_factor);
-  void step_cpu(Many& all, const optim::FusedStep& step, double rank_factor);
-  void prepare(const One& one, const StepUse& use, Prepared& prepared);
+  static std::optional<double> gradient_factor(const GradientReport& report, double max_norm);
+  void step_cpu(Many& all, const GradientReport& report, const StepOptions& options);
+  void prepare(One& one, const StepUse& use, Prepared& prepared);
   static void use_of(const One& one, StepUse& use);
   static StepElementSizes element_sizes(const One& one);
   void set_coefficients(const One& one, int64_t count, Prepared& prepared);
@@ -213,9 +211,10 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
 
   // Other devices (elementwise_optimizer_device.h)
   // With the only device there is, may count the step as applied on the way; says whether it did.
-  bool step_on_device(Many& all, const optim::FusedStep& step, double rank_factor, bool is_alone);
+  bool step_on_device(Many& all, const GradientReport& report, const StepOptions& options,
+                      bool is_alone);
 #ifdef MEZZO_WITH_CUDA
-  void step_on_cuda(Many& all, const optim::FusedStep& step, double rank_factor,
+  void step_on_cuda(Many& all, const GradientReport& report, const StepOptions& options,
                     bool counts_applied);
   std::vector<StepRow> rows_of(const Many& all, bool clear,
                                std::vector<StepGroup<Constants>>& groups, Prepared& prepared);
@@ -228,84 +227,27 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   static void check_for_aten(const One& one);
   static void make_calls(std::vector<AtenCall>& calls, const std::vector<at::Tensor>& counts,
                          const AtenVerdict& verdict);
-  void step_with_aten(Many& all, const optim::FusedStep& step, double rank_factor);
+  void step_with_aten(Many& all, const GradientReport& report, const StepOptions& options);
   void add_to_call(const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
                    std::vector<StepCount>& counts,
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
 
   std::shared_ptr<BucketedGradients> buckets_;  // null where the optimizer stands on parameters
-  std::shared_ptr<void> dividing_reader_;       // while it reads all that lies in the buckets
-  std::vector<Options> step_options_;           // of the groups, as the step that runs takes them
+  Plan plan_;
+  std::uint64_t last_plan_ = 0;
   SeenParameters seen_;
+  SeenParameters seen_gradients_;  // that shared_gradients_ was found of
+  bool shared_gradients_ = false;
   int64_t parameters_version_ = 0;    // one higher whenever they are others
   int64_t bucketed_version_ = 0;      // of those that were last put into the buckets
   bool buckets_hold_others_ = false;  // which are not, or no more, this optimizer's
 };
 
-template <class Traits>
-const optim::DeviceVerdict* ElementwiseOptimizer<Traits>::verdict_on(at::Device device,
-                                                                     const optim::FusedStep& step) {
-  for (const optim::DeviceVerdict& verdict : step.verdicts) {
-    if (verdict.inv_scale.device() == device) return &verdict;
-  }
-  TORCH_CHECK(step.verdicts.empty(), Traits::kName, ": the step has no verdict for ", device,
-              ", where there are gradients");
-  return nullptr;
-}
-
-/// Of gradients that are sums over ranks. A verdict's inv_scale has it in it.
-template <class Traits>
-double ElementwiseOptimizer<Traits>::rank_factor_of(
-    const std::vector<DeviceParticipants<Traits>>& all, const optim::FusedStep& step) {
-  if (!step.verdicts.empty()) return 1.0;
-  std::vector<at::Tensor> parameters;
-  for (const DeviceParticipants<Traits>& on_device : all) {
-    for (const One& one : on_device.participants) parameters.push_back(*one.parameter);
-  }
-  return rank_sum_factor(parameters);
-}
-
-/// Then no gradient may be cleared before all are read.
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::shares_gradients(const Many& all) {
-  std::vector<at::Tensor> gradients;
-  gradients.reserve(all.size());
-  for (const One& one : all) gradients.push_back(one.gradient);
-  return may_overlap(gradients);
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::clear_gradients(const Many& all) {
-  for (const One& one : all) clear_gradient(one.gradient);
-}
-
-/// The device that decides whether steps are applied counts them. Of several, one speaks for all:
-/// they step together or not at all.
-template <class Traits>
-at::Device ElementwiseOptimizer<Traits>::counting_device(
-    const std::vector<DeviceParticipants<Traits>>& all) {
-  const at::Tensor& count = applied_on_device();
-  for (const DeviceParticipants<Traits>& one : all) {
-    if (count.defined() && one.device == count.device()) return one.device;
-  }
-  return all.front().device;
-}
-
-template <class Traits>
-void ElementwiseOptimizer<Traits>::count_applied(const std::vector<DeviceParticipants<Traits>>& all,
-                                                 const optim::FusedStep& step) {
-  if (all.empty()) return;
-  const at::Device device = counting_device(all);
-  const optim::DeviceVerdict* const verdict = verdict_on(device, step);
-  count_step(applied_count(), device, verdict == nullptr ? at::Tensor() : verdict->found_inf);
-}
-
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #include <mezzo/optim/detail/elementwise_optimizer_archive.h>
-#include <mezzo/optim/detail/elementwise_optimizer_averages.h>
 #include <mezzo/optim/detail/elementwise_optimizer_device.h>
-#include <mezzo/optim/detail/elementwise_optimizer_parameters.h>
+#include <mezzo/optim/detail/elementwise_optimizer_plan.h>
 #include <mezzo/optim/detail/elementwise_optimizer_step.h>

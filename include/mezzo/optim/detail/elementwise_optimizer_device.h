@@ -13,43 +13,38 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 template <class Traits>
-bool ElementwiseOptimizer<Traits>::step_on_device(Many& all, const optim::FusedStep& step,
-                                                  double rank_factor,
+bool ElementwiseOptimizer<Traits>::step_on_device(Many& all, const GradientReport& report,
+                                                  const StepOptions& options,
                                                   [[maybe_unused]] bool is_alone) {
 #ifdef MEZZO_WITH_CUDA
   if (all.front().parameter->is_cuda()) {
-    step_on_cuda(all, step, rank_factor, is_alone);
+    step_on_cuda(all, report, options, is_alone);
     return is_alone;
   }
 #endif
-  step_with_aten(all, step, rank_factor);
+  step_with_aten(all, report, options);
   return false;
 }
 
 #ifdef MEZZO_WITH_CUDA
 
-inline StepInputs step_inputs(const optim::DeviceVerdict* verdict, const StepOptions& options) {
+inline StepInputs step_inputs(const DeviceGradientReport* report, const StepOptions& options) {
   StepInputs inputs{.max_norm = options.max_norm, .clear = options.zero_grad};
-  if (verdict == nullptr) return inputs;
-  inputs.inv_scale = verdict->inv_scale.const_data_ptr<float>();
-  inputs.found_inf = verdict->found_inf.const_data_ptr<float>();
-  if (verdict->sum_of_squares.defined()) {
-    inputs.sum_of_squares = verdict->sum_of_squares.const_data_ptr<double>();
+  if (report == nullptr) return inputs;
+  inputs.inv_scale = report->inv_scale.const_data_ptr<float>();
+  inputs.found_inf = report->found_inf.const_data_ptr<float>();
+  if (report->sum_of_squares.defined()) {
+    inputs.sum_of_squares = report->sum_of_squares.const_data_ptr<double>();
   }
   return inputs;
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedStep& step,
-                                                double rank_factor, bool counts_applied) {
-  open_states(all);
+void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const GradientReport& report,
+                                                const StepOptions& options, bool counts_applied) {
+  for (One& one : all) open_state(one);
   const at::Device device = all.front().parameter->device();
-  StepInputs inputs = step_inputs(verdict_on(device, step), step.options);
-  at::Tensor factor;
-  if (rank_factor != 1.0) {
-    factor = at::full({}, rank_factor, at::TensorOptions().device(device).dtype(at::kFloat));
-    inputs.inv_scale = factor.const_data_ptr<float>();
-  }
+  StepInputs inputs = step_inputs(report_on(device, report), options);
   inputs.clear = inputs.clear && !shares_gradients(all);
   const at::Tensor applied = applied_on(device, counts_applied);
   const at::Tensor& factors = lr_factors_on(device);
@@ -68,7 +63,7 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const optim::FusedSte
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
   }
-  finish(all, step.options.zero_grad && !inputs.clear, prepared);
+  finish(all, options.zero_grad && !inputs.clear, prepared);
 }
 
 /// What the kernels are told of the parameters, but for the counters; and of their `groups`.
@@ -181,15 +176,12 @@ void ElementwiseOptimizer<Traits>::make_calls(std::vector<AtenCall>& calls,
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedStep& step,
-                                                  double rank_factor) {
+void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const GradientReport& report,
+                                                  const StepOptions& options) {
   for (const One& one : all) check_for_aten(one);
-  if (rank_factor != 1.0) {  // ATen's kernels would write the quotients back, or to copies
-    for (const One& one : all) average_rank_sum(*one.parameter);
-  }
-  open_states(all);
+  for (One& one : all) open_state(one);
   const at::Device device = all.front().parameter->device();
-  AtenVerdict verdict = aten_verdict(verdict_on(device, step), step.options.max_norm);
+  AtenVerdict verdict = aten_verdict(report_on(device, report), options.max_norm);
   const at::Tensor& factors = lr_factors_on(device);
   if (factors.defined()) {
     const at::Tensor number =
@@ -199,8 +191,10 @@ void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedS
   Prepared prepared;
   std::vector<AtenCall> calls;
   std::vector<StepCount> counts;
-  // ATen's kernels write unscaled gradients back: one that is shared would be unscaled twice.
-  const bool copies_gradients = verdict.grad_scale.has_value() && shares_gradients(all);
+  // ATen's kernels write unscaled gradients back, and a step leaves gradients as they are. What is
+  // cleared in the end they may write, unless one is shared: that would be unscaled twice.
+  const bool copies_gradients =
+      verdict.grad_scale.has_value() && (!options.zero_grad || shares_gradients(all));
   for (const One& one : all) {
     add_to_call(one, copies_gradients, calls, counts, prepared.copies);
   }
@@ -216,7 +210,7 @@ void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const optim::FusedS
   }
   write_back();
   finish_with_aten(all, verdict);
-  if (step.options.zero_grad) clear_gradients(all);
+  if (options.zero_grad) clear_gradients(all);
 }
 
 /// Participants come group by group, and so do those of a call.

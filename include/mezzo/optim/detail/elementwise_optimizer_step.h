@@ -4,28 +4,138 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 
-// The step on the CPU, and what it shares with that on CUDA: which memory is read and written.
+// Report and step; the step on the CPU, and what it shares with that on CUDA: which memory is read
+// and written.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What to multiply gradients with on the CPU; none when the step is to be skipped.
+/// From the buckets where these are the gradients of all that lies in them.
 template <class Traits>
-std::optional<double> ElementwiseOptimizer<Traits>::gradient_factor(const optim::FusedStep& step,
-                                                                    double rank_factor) {
-  const optim::DeviceVerdict* const verdict = verdict_on(at::kCPU, step);
-  if (verdict == nullptr) return rank_factor;
-  if (*verdict->found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
-  const double factor = *verdict->inv_scale.template const_data_ptr<float>();
-  if (!verdict->sum_of_squares.defined()) return factor;
-  return factor * clip_coefficient(*verdict->sum_of_squares.template const_data_ptr<double>(),
-                                   step.options.max_norm);
+GradientReport ElementwiseOptimizer<Traits>::report(const at::Tensor& inv_scale, bool of_masters) {
+  const c10::NoGradGuard no_grad;
+  follow_parameters(/*reattaches=*/!of_masters);
+  make_plan(of_masters);
+  plan_.number = ++last_plan_;
+  GradientReport report{
+      .of_masters = of_masters, .has_bare_half = plan_.has_bare_half, .plan = plan_.number};
+  const bool in_buckets = buckets_ != nullptr && !buckets_hold_others_ && !of_masters;
+  for (const DeviceParticipants<Traits>& on_one : plan_.devices) {
+    DeviceGradientReport& one = report.devices.emplace_back();
+    one.inv_scale = on_device(inv_scale, on_one.device);
+    one.gradients.reserve(on_one.participants.size());
+    for (const One& participant : on_one.participants) {
+      one.gradients.push_back(participant.gradient);
+    }
+    note(in_buckets ? buckets_->summarize(one.inv_scale)
+                    : summarize_gradients(one.gradients, one.inv_scale, &table_memory()),
+         one);
+  }
+  return report;
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& step,
-                                            double rank_factor) {
-  const std::optional<double> factor = gradient_factor(step, rank_factor);
-  const bool clear = step.options.zero_grad;
+void ElementwiseOptimizer<Traits>::apply_with(const GradientReport& report,
+                                              const StepOptions& options, bool with_aten) {
+  try {
+    if (report.plan == 0 || report.plan != plan_.number || plan_.groups != parameter_lists()) {
+      follow_parameters(/*reattaches=*/false);
+      make_plan(report.of_masters);
+    }
+    apply_plan(report, options, with_aten);
+  } catch (...) {
+    plan_.clear();
+    throw;
+  }
+  plan_.clear();
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::apply_plan(const GradientReport& report,
+                                              const StepOptions& options, bool with_aten) {
+  const NoGraphGuard no_graph(plan_.has_inference);
+  StepOptions own = options;
+  own.zero_grad = options.zero_grad && !report.of_masters;  // masters' gradients end with the step
+  bool is_counted = false;
+  for (auto& [device, participants] : plan_.devices) {
+    if (with_aten) {
+      step_with_aten(participants, report, own);
+    } else if (device.is_cpu()) {
+      step_cpu(participants, report, own);
+    } else {
+      is_counted = step_on_device(participants, report, own, plan_.devices.size() == 1);
+    }
+  }
+  if (!is_counted) count_applied(report);
+  average(report);
+  if (options.zero_grad && report.of_masters) zero_gradients(*this);
+}
+
+template <class Traits>
+const DeviceGradientReport* ElementwiseOptimizer<Traits>::report_on(at::Device device,
+                                                                    const GradientReport& report) {
+  for (const DeviceGradientReport& one : report.devices) {
+    if (one.inv_scale.device() == device) return &one;
+  }
+  TORCH_CHECK(report.devices.empty(), Traits::kName, ": the report has no entry for ", device,
+              ", where there are gradients; take report() of this optimizer as it is now");
+  return nullptr;
+}
+
+/// Then no gradient may be cleared before all are read. Gradients that are cleared mostly stay the
+/// same tensors from step to step.
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::shares_gradients(const Many& all) {
+  seen_gradients_.begin();
+  for (const One& one : all) seen_gradients_.see(one.gradient);
+  if (!seen_gradients_.end()) return shared_gradients_;
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(all.size());
+  for (const One& one : all) gradients.push_back(one.gradient);
+  return shared_gradients_ = may_overlap(gradients);
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::clear_gradients(const Many& all) {
+  for (const One& one : all) clear_gradient(one.gradient);
+}
+
+/// The device that decides whether steps are applied counts them. Of several, one speaks for all:
+/// they step together or not at all.
+template <class Traits>
+at::Device ElementwiseOptimizer<Traits>::counting_device() const {
+  const at::Tensor& count = applied_on_device();
+  for (const DeviceParticipants<Traits>& one : plan_.devices) {
+    if (count.defined() && one.device == count.device()) return one.device;
+  }
+  return plan_.devices.front().device;
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::count_applied(const GradientReport& report) {
+  if (plan_.devices.empty()) return;
+  const at::Device device = counting_device();
+  const DeviceGradientReport* const own = report_on(device, report);
+  count_step(applied_count(), device, own == nullptr ? at::Tensor() : own->found_inf);
+}
+
+/// What to multiply gradients with on the CPU; none when the step is to be skipped.
+template <class Traits>
+std::optional<double> ElementwiseOptimizer<Traits>::gradient_factor(const GradientReport& report,
+                                                                    double max_norm) {
+  const DeviceGradientReport* const own = report_on(at::kCPU, report);
+  if (own == nullptr) return 1.0;
+  if (*own->found_inf.template const_data_ptr<float>() != 0.0F) return std::nullopt;
+  const double factor = *own->inv_scale.template const_data_ptr<float>();
+  if (!own->sum_of_squares.defined()) return factor;
+  return factor *
+         clip_coefficient(*own->sum_of_squares.template const_data_ptr<double>(), max_norm);
+}
+
+template <class Traits>
+void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const GradientReport& report,
+                                            const StepOptions& options) {
+  const std::optional<double> factor = gradient_factor(report, options.max_norm);
+  const bool clear = options.zero_grad;
   if (!factor) {
     if (clear) clear_gradients(all);
     return;
@@ -34,18 +144,20 @@ void ElementwiseOptimizer<Traits>::step_cpu(Many& all, const optim::FusedStep& s
   const StepUse use{.factor = *factor,
                     .clear = clears_on_the_way,
                     .copies_half = publishes() && published_dtype() == at::kHalf};
-  open_states(all);
   Prepared prepared;
   prepared.tasks.reserve(all.size());
+  prepared.counts.reserve(all.size());
+  prepared.written.reserve(4 * all.size());
   if (!lr_factors().empty()) prepared.lr_factor = lr_factor(applied_steps());
-  for (const One& one : all) prepare(one, use, prepared);
+  for (One& one : all) prepare(one, use, prepared);
   run_step_cpu(prepared.tasks);
   for (const auto& [count, value] : prepared.counts) count.set(value);
   finish(all, clear && !clears_on_the_way, prepared);
 }
 
 template <class Traits>
-void ElementwiseOptimizer<Traits>::prepare(const One& one, const StepUse& use, Prepared& prepared) {
+void ElementwiseOptimizer<Traits>::prepare(One& one, const StepUse& use, Prepared& prepared) {
+  open_state(one);
   int64_t count = 1;
   if (one.state != nullptr) {
     count = (one.begins ? 0 : one.state->step()) + 1;
@@ -81,12 +193,18 @@ StepElementSizes ElementwiseOptimizer<Traits>::element_sizes(const One& one) {
       .average = std::max(own, int64_t{sizeof(float)})};
 }
 
-/// Brings what the state keeps of the weights in line with them.
+/// Brings what the state keeps of the weights in line with them; of most, it keeps nothing.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::settle(const One& one) {
   if (one.state == nullptr) return;
-  settle_weights(*one.parameter, one.storage, *one.state);
-  settle_average(*one.parameter, one.options->ema_decay(), *one.state);
+  const bool keeps_weights = one.storage == optim::WeightStorage::master ||
+                             one.storage == optim::WeightStorage::split_master;
+  if (keeps_weights || one.state->master().defined() || one.state->lower_half().defined()) {
+    settle_weights(*one.parameter, one.storage, *one.state);
+  }
+  if (one.options->ema_decay() != 0 || one.state->ema().defined()) {
+    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
+  }
 }
 
 /// The memory that a step of `one` reads and writes. Settles first: that may write the parameter,
@@ -94,12 +212,16 @@ void ElementwiseOptimizer<Traits>::settle(const One& one) {
 /// plain tensors, whatever the others of the step are.
 template <class Traits>
 StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepared& prepared) {
-  const NoGraphGuard no_graph(one.parameter->is_inference());
+  std::optional<NoGraphGuard> no_graph;
+  if (plan_.has_inference) no_graph.emplace(one.parameter->is_inference());
   settle(one);
   const at::Tensor parameter = dense_parameter(*one.parameter);
   if (!parameter.is_same(*one.parameter)) prepared.copies.emplace_back(*one.parameter, parameter);
   const at::Tensor gradient = in_layout_of(parameter, one.gradient);
-  if (clear && !gradient.is_same(one.gradient)) prepared.uncleared.push_back(one.gradient);
+  if (!gradient.is_same(one.gradient)) {
+    if (clear) prepared.uncleared.push_back(one.gradient);
+    prepared.gradients.push_back(gradient);
+  }
   StepSpan span{parameter.mutable_data_ptr(),
                 clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
                 {},
@@ -114,7 +236,6 @@ StepSpan ElementwiseOptimizer<Traits>::span_of(const One& one, bool clear, Prepa
   place_weights(one, parameter, span, prepared);
   prepared.written.push_back(parameter.unsafeGetTensorImpl());
   if (clear) prepared.written.push_back(gradient.unsafeGetTensorImpl());
-  prepared.gradients.push_back(gradient);
   return span;
 }
 
@@ -154,7 +275,9 @@ void ElementwiseOptimizer<Traits>::finish(const Many& all, bool clear_all,
   if (clear_all) clear_gradients(all);
   for (c10::TensorImpl* written : prepared.written) bump_version(*written);
   for (const One& one : all) {
-    if (one.state != nullptr) one.state->stamp() = WriteStamp::of(*one.parameter);
+    if (one.state == nullptr) continue;
+    const bool keeps_weights = one.state->master().defined() || one.state->lower_half().defined();
+    if (keeps_weights) one.state->stamp() = WriteStamp::of(*one.parameter);
   }
   for (const auto& [weight, copy] : prepared.published) publish(weight, copy);
 }

@@ -6,8 +6,6 @@
 #include <mezzo/optim/detail/bucketed_gradients_layout.h>
 #include <mezzo/optim/detail/bucketed_gradients_micro_batch.h>
 #include <mezzo/optim/detail/bucketed_gradients_summary.h>
-#include <mezzo/optim/detail/no_sync.h>
-#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <c10/util/Exception.h>
@@ -55,24 +53,15 @@ inline const std::vector<GradBucket>& GradBuckets::buckets() const noexcept {
   return state_->buckets();
 }
 
-inline void GradBuckets::average() { detail::average_rank_sums(state_->parameters()); }
+inline void GradBuckets::reattach_gradients() { state_->reattach_gradients(); }
 
-inline void GradBuckets::reattach_gradients() {
-  average();
-  state_->reattach_gradients();
-}
-
-inline std::vector<BucketGradient> GradBuckets::gradients() {
-  average();
-  return state_->gradients();
-}
+inline std::vector<BucketGradient> GradBuckets::gradients() { return state_->gradients(); }
 
 inline std::vector<std::size_t> GradBuckets::sparse_gradients() {
   return state_->sparse_gradients();
 }
 
 inline GradientSummary GradBuckets::summarize(const at::Tensor& inv_scale) {
-  average();
   return state_->summarize(inv_scale);
 }
 
@@ -80,7 +69,6 @@ inline void GradBuckets::forget_reads() { state_->forget_reads(); }
 
 inline GradientStatistics GradBuckets::statistics(const at::Tensor& inv_scale,
                                                   at::ScalarType low_precision) {
-  average();
   return state_->statistics(inv_scale, low_precision);
 }
 
@@ -96,6 +84,11 @@ inline void GradBuckets::on_ready(std::function<void(std::size_t bucket)> callba
   state_->on_ready(std::move(callback));
 }
 
-inline detail::NoSync::NoSync(GradBuckets& buckets) : NoSync(buckets.share()) {}
+inline std::shared_ptr<detail::BucketedGradients> detail::shared(
+    const GradBuckets& buckets) noexcept {
+  return buckets.state_;
+}
+
+inline GradBuckets::NoSync GradBuckets::no_sync() { return NoSync(state_); }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -2,55 +2,31 @@
 
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/rank_sum.h>
+#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/gradient_report.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
+#include <functional>
+#include <type_traits>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+// How any optimizer's gradients are read and how any optimizer takes a step.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The gradients of one optimizer that lie on one device, of any mix of dtypes.
-struct DeviceGradients {
-  at::Device device;
-  std::vector<at::Tensor> tensors;
-};
-
-/// The dense tensor that holds `parameter`'s gradient values. A sparse gradient is coalesced first:
-/// two finite entries of one place can add up to an inf.
-inline at::Tensor gradient_values(const at::Tensor& parameter) {
-  at::Tensor gradient = parameter.grad();
-  if (!gradient.is_sparse()) {
-    TORCH_CHECK(gradient.layout() == at::kStrided, "A gradient has the layout ", gradient.layout(),
-                "; GradScaler takes dense (strided) and sparse (COO) gradients");
-    return gradient;
-  }
-  if (!gradient.is_coalesced()) {
-    gradient = gradient.coalesce();
-    parameter.mutable_grad() = gradient;
-  }
-  return gradient._values();
-}
-
-inline void check_gradient_dtype(at::ScalarType dtype, bool allow_fp16) {
-  TORCH_CHECK(allow_fp16 || dtype != at::kHalf, "Attempting to unscale FP16 gradients.");
-  TORCH_CHECK(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      "A gradient has the dtype ", dtype, "; GradScaler takes float, double, bfloat16 and half");
-}
-
-/// mezzo's, with its groups as they are now; null for any other optimizer.
-inline optim::FusedOptimizer* refreshed(torch::optim::Optimizer& optimizer) {
-  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
-  if (fused != nullptr) fused->refresh_groups();
-  return fused;
+/// mezzo's optimizer that `optimizer` is; null for any other. The one place that asks.
+template <class Optimizer>
+auto* as_fused(Optimizer& optimizer) {
+  using Fused = std::conditional_t<std::is_const_v<Optimizer>, const optim::FusedOptimizer,
+                                   optim::FusedOptimizer>;
+  return dynamic_cast<Fused*>(&optimizer);
 }
 
 /// Calls `visit(group number, parameter)` for all parameters of `optimizer`, in order.
@@ -67,46 +43,165 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
   for_each_parameter(optimizer, [](std::size_t, const at::Tensor& parameter) {
     if (parameter.grad().defined()) clear_gradient(parameter.grad());
   });
-  for (const auto& group : optimizer.param_groups()) forget_rank_sums(group.params());
 }
 
-/// For whoever goes on to read the gradients as they are.
-inline void average_rank_sums(const torch::optim::Optimizer& optimizer) {
-  for (const auto& group : optimizer.param_groups()) average_rank_sums(group.params());
+/// The dense tensor that holds `parameter`'s gradient values. A sparse gradient is coalesced first:
+/// two finite entries of one place can add up to an inf.
+inline at::Tensor gradient_values(const at::Tensor& parameter) {
+  at::Tensor gradient = parameter.grad();
+  const at::ScalarType dtype = gradient.scalar_type();
+  TORCH_CHECK(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+      "A gradient has the dtype ", dtype, "; GradScaler takes float, double, bfloat16 and half");
+  if (!gradient.is_sparse()) {
+    TORCH_CHECK(gradient.layout() == at::kStrided, "A gradient has the layout ", gradient.layout(),
+                "; GradScaler takes dense (strided) and sparse (COO) gradients");
+    return gradient;
+  }
+  if (!gradient.is_coalesced()) {
+    gradient = gradient.coalesce();
+    parameter.mutable_grad() = gradient;
+  }
+  return gradient._values();
 }
 
-/// The parameters that have a gradient. Half is refused unless it is to be unscaled in half, or is
-/// unscaled in float on its way to a master.
-inline std::vector<at::Tensor> with_gradient(const torch::optim::Optimizer& optimizer,
-                                             bool allow_fp16) {
-  const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(&optimizer);
-  std::vector<at::Tensor> parameters;
-  for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
-    if (!parameter.grad().defined()) return;
-    const at::ScalarType dtype = parameter.grad().scalar_type();
-    const bool is_widened =
-        dtype == at::kHalf && fused != nullptr && fused->keeps_master(group, parameter);
-    check_gradient_dtype(dtype, allow_fp16 || is_widened);
-    parameters.push_back(parameter);
-  });
-  return parameters;
+inline void add_gradient(std::vector<DeviceGradientReport>& devices, at::Tensor values) {
+  auto device = devices.begin();
+  while (device != devices.end() && device->gradients.front().device() != values.device()) ++device;
+  if (device == devices.end()) device = devices.emplace(device);
+  device->gradients.push_back(std::move(values));
 }
 
-/// The gradients of tensors that have one; of a tensor that is given twice (a tied weight, which
-/// libtorch's `parameters()` names twice) once.
-inline std::vector<DeviceGradients> gradients_by_device(const std::vector<at::Tensor>& holders) {
-  std::vector<DeviceGradients> by_device;
+/// The gradients of tensors that have one, yet unread; of a tensor that is given twice (a tied
+/// weight, which libtorch's `parameters()` names twice) once.
+inline std::vector<DeviceGradientReport> gradients_by_device(
+    const std::vector<at::Tensor>& holders) {
+  std::vector<DeviceGradientReport> devices;
   std::unordered_set<const c10::TensorImpl*> known;
+  known.reserve(holders.size());
   for (const at::Tensor& holder : holders) {
     if (!known.insert(holder.unsafeGetTensorImpl()).second) continue;
-    at::Tensor values = gradient_values(holder);
-    auto group = by_device.begin();
-    while (group != by_device.end() && group->device != values.device()) ++group;
-    if (group == by_device.end()) group = by_device.insert(group, {values.device(), {}});
-    group->tensors.push_back(std::move(values));
+    add_gradient(devices, gradient_values(holder));
   }
-  return by_device;
+  return devices;
 }
 
+/// What one read of a device's gradients found.
+inline void note(const GradientSummary& summary, DeviceGradientReport& device) {
+  device.found_inf = summary.found_inf;
+  device.sum_of_squares = summary.sum_of_squares;
+  device.max_abs = summary.max_abs;
+}
+
+/// Does not wait, unless for a device to tell the CPU.
+inline at::Tensor on_device(const at::Tensor& value, at::Device device) {
+  return value.to(device, value.scalar_type(), /*non_blocking=*/!device.is_cpu());
+}
+
+inline void read_gradients(std::vector<DeviceGradientReport>& devices, const at::Tensor& inv_scale,
+                           TableMemory* memory = nullptr) {
+  for (DeviceGradientReport& device : devices) {
+    device.inv_scale = on_device(inv_scale, device.gradients.front().device());
+    note(summarize_gradients(device.gradients, device.inv_scale, memory), device);
+  }
+}
+
+/// A step of any optimizer. One that cannot read a report gets it applied for the time of its step.
+class StepTaker {
+ public:
+  explicit StepTaker(torch::optim::Optimizer& optimizer)
+      : optimizer_(&optimizer), fused_(as_fused(optimizer)) {
+    if (fused_ != nullptr) fused_->follow_groups();
+  }
+
+  torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
+  /// Null where it is not mezzo's.
+  optim::FusedOptimizer* fused() const noexcept { return fused_; }
+
+  void check_unscale() const {
+    if (fused_ != nullptr) fused_->check_unscale();
+  }
+  bool keeps_master(std::size_t group, const at::Tensor& parameter) const {
+    return fused_ != nullptr && fused_->keeps_master(group, parameter);
+  }
+  at::Tensor master_param(std::size_t group, const at::Tensor& parameter) const {
+    return fused_ != nullptr ? fused_->master_param(group, parameter) : parameter;
+  }
+
+  GradientReport report(const at::Tensor& inv_scale, bool of_masters) const {
+    return fused_ != nullptr ? fused_->report(inv_scale, of_masters)
+                             : plain_report(inv_scale, of_masters, /*memory=*/nullptr);
+  }
+
+  /// That of an optimizer that stands on its parameter list.
+  GradientReport plain_report(const at::Tensor& inv_scale, bool of_masters,
+                              TableMemory* memory) const {
+    GradientReport report{.of_masters = of_masters};
+    std::vector<at::Tensor> holders;
+    for_each_parameter(*optimizer_, [&](std::size_t group, const at::Tensor& parameter) {
+      const bool may_have_master = of_masters || parameter.scalar_type() == at::kHalf;
+      const bool has_master = may_have_master && keeps_master(group, parameter);
+      const at::Tensor holder =
+          of_masters && has_master ? master_param(group, parameter) : parameter;
+      if (!holder.grad().defined()) return;
+      report.has_bare_half |= !has_master && holder.grad().scalar_type() == at::kHalf;
+      holders.push_back(holder);
+    });
+    report.devices = gradients_by_device(holders);
+    read_gradients(report.devices, inv_scale, memory);
+    return report;
+  }
+
+  /// Of an optimizer that is not mezzo's, whose step is `step`: for its time each gradient is one
+  /// of its own, multiplied by `factor`. What the optimizer itself makes of a gradient stays.
+  at::Tensor step_with(double factor, const std::function<at::Tensor()>& step) const {
+    const LentGradients lent(*optimizer_, factor);
+    return step();
+  }
+
+ private:
+  class LentGradients {
+   public:
+    LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
+      if (factor == 1.0) return;
+      const NoGraphGuard no_graph;
+      // As float, which is what unscaling multiplies by.
+      const auto multiplier = static_cast<double>(static_cast<float>(factor));
+      for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+        const at::Tensor& own = parameter.grad();
+        if (own.defined()) all_.push_back({parameter, own, own.mul(multiplier)});
+      });
+      for (Lent& one : all_) {
+        one.parameter.mutable_grad() = one.multiplied;
+        one.version = one.multiplied._version();
+      }
+    }
+    ~LentGradients() {
+      for (const Lent& one : all_) {
+        const at::Tensor& now = one.parameter.grad();
+        const bool is_as_lent = now.is_same(one.multiplied) && now._version() == one.version;
+        if (is_as_lent) one.parameter.mutable_grad() = one.own;
+      }
+    }
+    LentGradients(const LentGradients&) = delete;
+    LentGradients& operator=(const LentGradients&) = delete;
+
+   private:
+    struct Lent {
+      at::Tensor parameter, own, multiplied;
+      int64_t version = 0;
+    };
+    std::vector<Lent> all_;  // of a parameter that is given twice the last is lent
+  };
+
+  torch::optim::Optimizer* optimizer_;
+  optim::FusedOptimizer* fused_;
+};
+
 }  // namespace detail
+
+inline GradientReport optim::FusedOptimizer::report(const at::Tensor& inv_scale, bool of_masters) {
+  return detail::StepTaker(*this).plain_report(inv_scale, of_masters, &table_memory_);
+}
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

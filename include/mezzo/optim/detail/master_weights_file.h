@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/optim/detail/master_weights_impl.h>
 #include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/master_weights.h>
 
@@ -10,6 +11,7 @@
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -109,7 +111,7 @@ inline void MasterWeights::save(torch::serialize::OutputArchive& archive) const 
   archive.write("low_precision", c10::IValue(layout.low_precision));
   archive.write("applied_steps", c10::IValue(applied_steps()));
   for (const int64_t number : layout.low_precision) {
-    const at::Tensor master = masters_.find(layout.parameters[static_cast<std::size_t>(number)]);
+    const at::Tensor master = find_master(layout.parameters[static_cast<std::size_t>(number)]);
     if (master.defined())
       archive.write(detail::master_key(number), master.detach(), /*is_buffer=*/true);
   }
@@ -120,7 +122,7 @@ inline void MasterWeights::save(torch::serialize::OutputArchive& archive) const 
 
 inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   const c10::NoGradGuard no_grad;
-  refresh_groups();
+  follow_groups();
   const detail::MasterLayout layout(inner_->param_groups());
   detail::check_file(archive, layout);
   auto masters = detail::read_masters(archive, layout);
@@ -131,12 +133,18 @@ inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   try {
     detail::load_whole(inner, *inner_);
   } catch (...) {
-    refresh_groups();
+    follow_groups();
     throw;
   }
-  masters_.replace(std::move(masters));
+  state_.clear();
+  for (auto& [parameter, master] : masters) {
+    auto state = std::make_unique<detail::MasterState>();
+    state->parameter = parameter;
+    state->master() = std::move(master);  // the next step compares it with the parameter
+    state_[parameter.unsafeGetTensorImpl()] = std::move(state);
+  }
   applied_count().set(applied);
-  refresh_groups();
+  follow_groups();
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

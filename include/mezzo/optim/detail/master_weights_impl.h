@@ -2,8 +2,9 @@
 
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/kept_weights.h>
+#include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/detail/parameter_swap.h>
-#include <mezzo/optim/detail/rank_sum.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/ops/stack.h>
@@ -12,6 +13,7 @@
 #include <torch/optim/lbfgs.h>
 
 #include <cmath>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -19,18 +21,18 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// What the gradients are to be multiplied with; none when the step is to be skipped. The one place
-/// where MasterWeights waits. The verdicts of all devices say the same.
-inline std::optional<double> factor_on_host(const optim::FusedStep& step) {
-  if (step.verdicts.empty()) return 1.0;
-  const optim::DeviceVerdict& verdict = step.verdicts.front();
-  const auto wide = verdict.inv_scale.is_mps() ? at::kFloat : at::kDouble;
-  std::vector<at::Tensor> values{verdict.inv_scale.to(wide), verdict.found_inf.to(wide)};
-  if (verdict.sum_of_squares.defined()) values.push_back(verdict.sum_of_squares.to(wide));
+/// where MasterWeights waits. The reports of all devices say the same.
+inline std::optional<double> factor_on_host(const GradientReport& report, double max_norm) {
+  if (report.devices.empty()) return 1.0;
+  const DeviceGradientReport& one = report.devices.front();
+  const auto wide = one.inv_scale.is_mps() ? at::kFloat : at::kDouble;
+  std::vector<at::Tensor> values{one.inv_scale.to(wide), one.found_inf.to(wide)};
+  if (one.sum_of_squares.defined()) values.push_back(one.sum_of_squares.to(wide));
   const at::Tensor on_host = at::stack(values).to(at::kCPU, at::kDouble);
   const double* const value = on_host.const_data_ptr<double>();
   if (value[1] != 0.0) return std::nullopt;
-  if (!verdict.sum_of_squares.defined()) return value[0];
-  return value[0] * clip_coefficient(value[2], step.options.max_norm);
+  if (!one.sum_of_squares.defined()) return value[0];
+  return value[0] * clip_coefficient(value[2], max_norm);
 }
 
 /// In float where it has 16 bits, and only then multiplied, so that nothing underflows on the way.
@@ -39,6 +41,26 @@ inline at::Tensor multiplied(const at::Tensor& gradient, double factor) {
   const at::Tensor wide = is_low_precision(gradient) ? gradient.to(at::kFloat) : gradient;
   return factor == 1.0 ? wide : wide.mul(factor);
 }
+
+/// The master of a parameter, in the optimizer's state. It has no stamp of when the two last
+/// agreed, so that they are compared at each step: an optimizer of libtorch's that steps alone
+/// writes through `data()`, which bumps no version.
+struct MasterState final : torch::optim::OptimizerParamState {
+  using LibtorchState = OptimizerParamState;  // there is no other's to take over
+
+  std::unique_ptr<OptimizerParamState> clone() const override {
+    return std::make_unique<MasterState>(*this);
+  }
+  at::Tensor& master() noexcept { return master_; }
+  at::Tensor& lower_half() noexcept { return no_lower_half_; }
+  WriteStamp& stamp() noexcept { return no_stamp_; }
+
+  at::Tensor parameter{};  ///< held, so that its address cannot come to name another tensor
+
+ private:
+  at::Tensor master_, no_lower_half_;
+  WriteStamp no_stamp_;
+};
 
 }  // namespace detail
 
@@ -57,14 +79,14 @@ inline MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer)
               "MasterWeights: torch::optim::LBFGS calls its closure several times in a step, each "
               "time with other weights, of which the model would have to know; train the model in "
               "float, or use an optimizer that takes a step from one gradient");
-  TORCH_CHECK(dynamic_cast<FusedOptimizer*>(&optimizer) == nullptr,
+  TORCH_CHECK(detail::as_fused(optimizer) == nullptr,
               "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: set "
               "weight_storage(WeightStorage::master) in its options instead");
-  refresh_groups();
+  follow_groups();
 }
 
 inline std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() {
-  refresh_groups();
+  follow_groups();
   return inner_->param_groups();
 }
 inline const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() const {
@@ -73,19 +95,19 @@ inline const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::para
 }
 
 inline void MasterWeights::zero_grad(bool set_to_none) {
-  refresh_groups();
+  follow_groups();
   inner_->zero_grad(set_to_none);
 }
 
 inline void MasterWeights::add_param_group(const torch::optim::OptimizerParamGroup& group) {
-  refresh_groups();
+  follow_groups();
   inner_->add_param_group(group);
-  refresh_groups();
+  follow_groups();
 }
 
-inline void MasterWeights::refresh_groups() {
+inline void MasterWeights::follow_groups() {
   groups_.settle();
-  masters_.follow(inner_->param_groups());
+  follow_parameters();
 }
 
 inline bool MasterWeights::keeps_master(std::size_t /*group*/, const at::Tensor& parameter) const {
@@ -93,7 +115,7 @@ inline bool MasterWeights::keeps_master(std::size_t /*group*/, const at::Tensor&
 }
 
 inline at::Tensor MasterWeights::master_param(std::size_t group, const at::Tensor& parameter) {
-  return keeps_master(group, parameter) ? masters_.settled(parameter) : parameter;
+  return keeps_master(group, parameter) ? settled_master(parameter) : parameter;
 }
 
 inline at::Tensor MasterWeights::step(LossClosure closure) {
@@ -102,52 +124,92 @@ inline at::Tensor MasterWeights::step(LossClosure closure) {
     const c10::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  refresh_groups();
+  follow_groups();
   for (const auto& group : param_groups_) {
     for (const at::Tensor& parameter : group.params()) {
-      detail::refuse_unscaled_master(masters_.find(parameter), detail::KeptMasters::kName);
+      detail::refuse_unscaled_master(find_master(parameter), kName);
     }
   }
-  fused_step({});
+  apply({});
   return loss;
 }
 
-inline void MasterWeights::fused_step(const optim::FusedStep& step) {
-  const c10::NoGradGuard no_grad;
-  refresh_groups();
-  const std::optional<double> factor = detail::factor_on_host(step);
-  if (factor) {
-    const std::vector<Participant> all = participants(step.master_gradients);
-    step_inner(all, *factor * rank_factor_of(all, step));
-    if (!all.empty()) applied_count().set(applied_steps() + 1);
-  }
-  if (step.options.zero_grad) detail::zero_gradients(*this);
+inline GradientReport MasterWeights::report(const at::Tensor& inv_scale, bool of_masters) {
+  follow_groups();
+  return FusedOptimizer::report(inv_scale, of_masters);
 }
 
-inline std::vector<MasterWeights::Participant> MasterWeights::participants(bool master_gradients) {
+inline void MasterWeights::apply(const GradientReport& report, const StepOptions& options) {
+  const c10::NoGradGuard no_grad;
+  follow_groups();
+  const std::optional<double> factor = detail::factor_on_host(report, options.max_norm);
+  if (factor) {
+    const std::vector<Participant> all = participants(report.of_masters);
+    step_inner(all, *factor);
+    if (!all.empty()) applied_count().set(applied_steps() + 1);
+  }
+  if (options.zero_grad) detail::zero_gradients(*this);
+}
+
+inline std::vector<MasterWeights::Participant> MasterWeights::participants(bool of_masters) {
   std::vector<Participant> all;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& parameter : group.params()) {
       const bool has_master = detail::is_low_precision(parameter);
       at::Tensor gradient = parameter.grad();
-      if (has_master && master_gradients) {
-        const at::Tensor master = masters_.find(parameter);
+      if (has_master && of_masters) {
+        const at::Tensor master = find_master(parameter);
         gradient = master.defined() ? master.grad() : at::Tensor();
       }
       if (!gradient.defined()) continue;
-      all.push_back({parameter, has_master ? masters_.settled(parameter) : at::Tensor(), gradient});
+      all.push_back({parameter, has_master ? settled_master(parameter) : at::Tensor(), gradient});
     }
   }
   return all;
 }
 
-/// Of gradients that are sums over ranks. A verdict's inv_scale has it in it.
-inline double MasterWeights::rank_factor_of(const std::vector<Participant>& all,
-                                            const optim::FusedStep& step) {
-  if (!step.verdicts.empty()) return 1.0;
-  std::vector<at::Tensor> parameters;
-  for (const Participant& one : all) parameters.push_back(one.parameter);
-  return detail::rank_sum_factor(parameters);
+/// Undefined where none was made.
+inline at::Tensor MasterWeights::find_master(const at::Tensor& parameter) const {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  return found == state_.end() ? at::Tensor()
+                               : static_cast<detail::MasterState&>(*found->second).master();
+}
+
+/// In agreement with the parameter as it is now; made if there is none.
+inline at::Tensor MasterWeights::settled_master(const at::Tensor& parameter) {
+  const c10::NoGradGuard no_grad;
+  auto& state =
+      detail::own_state<detail::MasterState>(state_[parameter.unsafeGetTensorImpl()], kName);
+  state.parameter = parameter;
+  detail::check_shape_of(state.master(), "a master", parameter, kName);
+  detail::settle_master(parameter, state);
+  state.master().set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
+  return state.master();
+}
+
+/// Looks at the parameters of 16 bits when they are others, or more, than they were.
+inline void MasterWeights::follow_parameters() {
+  std::vector<at::Tensor> low_precision;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (detail::is_low_precision(parameter)) low_precision.push_back(parameter);
+    }
+  }
+  seen_.begin();
+  for (const at::Tensor& parameter : low_precision) seen_.see(parameter);
+  if (!seen_.end()) return;
+  try {
+    detail::refuse_duplicates(low_precision, kName);
+  } catch (...) {
+    seen_.forget();
+    throw;
+  }
+  decltype(state_) left;
+  for (const at::Tensor& parameter : low_precision) {
+    const auto found = state_.find(parameter.unsafeGetTensorImpl());
+    if (found != state_.end()) left[found->first] = std::move(found->second);
+  }
+  state_ = std::move(left);
 }
 
 inline void MasterWeights::step_inner(const std::vector<Participant>& all, double factor) {
@@ -171,10 +233,12 @@ inline void MasterWeights::step_inner(const std::vector<Participant>& all, doubl
   finish(all);
 }
 
+/// Parameters become their masters, rounded to nearest.
 inline void MasterWeights::finish(const std::vector<Participant>& all) {
+  const c10::NoGradGuard no_grad;
   for (const Participant& one : all) {
     if (one.master.defined()) {
-      masters_.round(one.parameter);
+      one.parameter.detach().copy_(one.master);
     } else if (publishes() && one.parameter.scalar_type() == at::kFloat) {
       at::Tensor copy = copy_for(one.parameter);
       if (!copy.defined()) continue;
@@ -185,10 +249,10 @@ inline void MasterWeights::finish(const std::vector<Participant>& all) {
 }
 
 inline std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) {
-  auto* const fused = detail::refreshed(optimizer);
+  const detail::StepTaker taker(optimizer);
   std::vector<at::Tensor> all;
   detail::for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
-    all.push_back(fused != nullptr ? fused->master_param(group, parameter) : parameter);
+    all.push_back(taker.master_param(group, parameter));
   });
   return all;
 }

@@ -73,17 +73,6 @@ inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradie
               " are the same memory, as expand() makes them; give the tensor that was expanded");
 }
 
-template <class Traits>
-bool trains_inference_tensors(const std::vector<DeviceParticipants<Traits>>& all) {
-  const auto is_inference = [](const Participant<Traits>& one) {
-    return one.parameter->is_inference();
-  };
-  return std::any_of(all.begin(), all.end(), [&](const DeviceParticipants<Traits>& on_device) {
-    const auto& participants = on_device.participants;
-    return std::any_of(participants.begin(), participants.end(), is_inference);
-  });
-}
-
 /// The CPU's loop for what is kept of a parameter; other devices have the same.
 template <class Traits>
 typename Traits::Loop checked_loop(const typename Traits::Options& options,

@@ -4,7 +4,9 @@
 #include <mezzo/optim/detail/dense_memory.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
@@ -45,48 +47,93 @@ inline std::vector<at::Tensor> missing_from(const std::vector<at::Tensor>& known
   return missing;
 }
 
-/// The parameters that an optimizer was last seen to have, as far as it takes to notice others: a
-/// tensor may have been put in another's place, or been given another's memory.
+/// The parameters that an optimizer was last seen to have: the tensors, whose addresses stay theirs
+/// though their memory may go, so that no later tensor can be taken for one of them; and where they
+/// lie, for a tensor may be given another's memory.
 class SeenParameters {
  public:
-  /// Whether they are others than at the last call.
-  bool look(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-    std::size_t number = 0;
-    bool is_same = true;
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  SeenParameters() = default;
+  explicit SeenParameters(const Groups& groups) { (void)look(groups); }
+
+  /// Whether they are others than at the last look.
+  bool look(const Groups& groups) {
+    begin();
     for (const auto& group : groups) {
-      for (const at::Tensor& parameter : group.params()) {
-        const One one(parameter);
-        if (number == seen_.size()) seen_.push_back({});
-        is_same = is_same && seen_[number] == one;
-        seen_[number++] = one;
-      }
+      for (const at::Tensor& parameter : group.params()) see(parameter);
     }
-    is_same = is_same && seen_.size() == number;
-    seen_.resize(number);
-    return !is_same;
+    return end();
+  }
+
+  /// The same, for who walks over the parameters anyway: `see` takes each in turn.
+  void begin() noexcept {
+    next_ = 0;
+    is_same_ = true;
+  }
+  void see(const at::Tensor& parameter) {
+    if (next_ == seen_.size()) {
+      seen_.emplace_back(parameter);
+      is_same_ = false;
+    } else if (!seen_[next_].is(parameter)) {
+      seen_[next_] = One(parameter);
+      is_same_ = false;
+    }
+    ++next_;
+  }
+  bool end() {
+    is_same_ = is_same_ && next_ == seen_.size();
+    seen_.erase(seen_.begin() + static_cast<std::ptrdiff_t>(next_), seen_.end());
+    return !is_same_;
   }
 
   /// So that the next look finds others: what was seen was refused.
   void forget() noexcept { seen_.clear(); }
 
- private:
-  struct One {
-    const void* tensor = nullptr;
-    const void* storage = nullptr;
-    int64_t offset = 0;
-    int64_t count = 0;
-
-    One() = default;
-    explicit One(const at::Tensor& parameter)
-        : tensor(parameter.unsafeGetTensorImpl()), count(parameter.numel()) {
-      if (!parameter.has_storage()) return;
-      storage = parameter.storage().unsafeGetStorageImpl();
-      offset = parameter.storage_offset();
+  /// Whether `groups` hold any of them, in whatever place; of none, whether they hold none. Usually
+  /// one comparison, of the first.
+  bool any_in(const Groups& groups) const {
+    std::unordered_set<const c10::TensorImpl*> known;
+    for (const auto& group : groups) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (seen_.empty()) return false;
+        if (seen_.front().address() == parameter.unsafeGetTensorImpl()) return true;
+        if (known.empty()) {
+          for (const One& one : seen_) known.insert(one.address());
+        }
+        if (known.count(parameter.unsafeGetTensorImpl()) != 0) return true;
+      }
     }
-    bool operator==(const One&) const = default;
+    return seen_.empty();
+  }
+
+ private:
+  class One {
+   public:
+    explicit One(const at::Tensor& parameter)
+        : tensor_(parameter.getIntrusivePtr()), count_(parameter.numel()) {
+      if (!parameter.has_storage()) return;
+      storage_ = parameter.storage().unsafeGetStorageImpl();
+      offset_ = parameter.storage_offset();
+    }
+    const c10::TensorImpl* address() const { return tensor_._unsafe_get_target(); }
+    bool is(const at::Tensor& parameter) const {
+      if (address() != parameter.unsafeGetTensorImpl() || count_ != parameter.numel()) return false;
+      if (!parameter.has_storage()) return storage_ == nullptr;
+      return storage_ == parameter.storage().unsafeGetStorageImpl() &&
+             offset_ == parameter.storage_offset();
+    }
+
+   private:
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_;
+    const void* storage_ = nullptr;
+    int64_t offset_ = 0;
+    int64_t count_ = 0;
   };
 
   std::vector<One> seen_;
+  std::size_t next_ = 0;
+  bool is_same_ = true;
 };
 
 /// The parameter's own gradient still carries the loss scale then.

@@ -5,7 +5,6 @@
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/scaling/clip_grad.h>
-#include <mezzo/scaling/detail/device_copies.h>
 
 #include <ATen/ops/_foreach_clamp_max.h>
 #include <ATen/ops/_foreach_clamp_min.h>
@@ -27,16 +26,16 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// What clipping reads and multiplies: the gradients that the step will take, unscaled.
-inline std::vector<DeviceGradients> gradients_to_clip(GradScaler& scaler,
-                                                      torch::optim::Optimizer& optimizer) {
+inline std::vector<DeviceGradientReport> gradients_to_clip(GradScaler& scaler,
+                                                           torch::optim::Optimizer& optimizer) {
   const std::vector<at::Tensor> parameters = scaler.unscaled_parameters(optimizer);
   const c10::NoGradGuard no_grad;
   return gradients_by_device(parameters);
 }
 
-inline bool has_double(const std::vector<DeviceGradients>& all) {
-  for (const auto& [device, gradients] : all) {
-    for (const at::Tensor& gradient : gradients) {
+inline bool has_double(const std::vector<DeviceGradientReport>& all) {
+  for (const DeviceGradientReport& device : all) {
+    for (const at::Tensor& gradient : device.gradients) {
       if (gradient.scalar_type() == at::kDouble) return true;
     }
   }
@@ -44,43 +43,48 @@ inline bool has_double(const std::vector<DeviceGradients>& all) {
 }
 
 /// The norm of all gradients of one device; double, where the device has it.
-inline at::Tensor norm_on_device(const DeviceGradients& gradients, double norm_type) {
-  const auto on_device = at::TensorOptions().device(gradients.device);
+inline at::Tensor norm_on_device(const std::vector<at::Tensor>& gradients, double norm_type) {
+  const at::Device device = gradients.front().device();
+  const auto options = at::TensorOptions().device(device);
   if (norm_type == 2.0) {
-    const at::Tensor one = at::ones({}, on_device.dtype(at::kFloat));
-    return summarize_gradients(gradients.tensors, one).sum_of_squares.sqrt();
+    const at::Tensor one = at::ones({}, options.dtype(at::kFloat));
+    return summarize_gradients(gradients, one).sum_of_squares.sqrt();
   }
-  const at::ScalarType wide = gradients.device.is_mps() ? at::kFloat : at::kDouble;
-  std::vector<at::Tensor> tensors = gradients.tensors;
+  const at::ScalarType wide = device.is_mps() ? at::kFloat : at::kDouble;
+  std::vector<at::Tensor> tensors = gradients;
   std::erase_if(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; });
-  if (tensors.empty()) return at::zeros({}, on_device.dtype(wide));
+  if (tensors.empty()) return at::zeros({}, options.dtype(wide));
   return at::linalg_vector_norm(foreach_norms(std::move(tensors), norm_type, wide), norm_type);
 }
 
 /// The norm of all, on the first device. Does not wait, unless for a device to tell the CPU.
-inline at::Tensor total_norm(const std::vector<DeviceGradients>& all, double norm_type) {
-  const at::Device device = all.front().device;
+inline at::Tensor total_norm(const std::vector<DeviceGradientReport>& all, double norm_type) {
+  const at::Device device = all.front().gradients.front().device();
   std::vector<at::Tensor> norms;
-  for (const DeviceGradients& gradients : all) {
-    const at::Tensor norm = norm_on_device(gradients, norm_type);
-    norms.push_back(norm.to(device, norm.scalar_type(), /*non_blocking=*/!device.is_cpu()));
+  for (const DeviceGradientReport& one : all) {
+    norms.push_back(on_device(norm_on_device(one.gradients, norm_type), device));
   }
   return norms.size() == 1 ? norms.front() : at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
 /// Multiplies each gradient once, in place: doubles by the coefficient as it is, others by the
 /// nearest float.
-inline void multiply_by(const std::vector<DeviceGradients>& all, const at::Tensor& coefficient) {
-  DeviceCopies coefficients(coefficient), floats(coefficient.to(at::kFloat));
-  for (const auto& [device, gradients] : all) check_unscalable(gradients, floats.on(device));
-  for (const auto& [device, gradients] : all) {
+inline void multiply_by(const std::vector<DeviceGradientReport>& all,
+                        const at::Tensor& coefficient) {
+  const at::Tensor as_float = coefficient.to(at::kFloat);
+  for (const DeviceGradientReport& one : all) {
+    check_unscalable(one.gradients, on_device(as_float, one.gradients.front().device()));
+  }
+  for (const DeviceGradientReport& one : all) {
+    const at::Device device = one.gradients.front().device();
     std::vector<at::Tensor> doubles, others;
-    for (const at::Tensor& gradient : gradients) {
+    for (const at::Tensor& gradient : one.gradients) {
       (gradient.scalar_type() == at::kDouble ? doubles : others).push_back(gradient);
     }
-    if (!doubles.empty()) at::_foreach_mul_(each_once(doubles), coefficients.on(device));
-    at::Tensor unread = at::zeros_like(floats.on(device));
-    if (!others.empty()) unscale_and_check_(others, unread, floats.on(device));
+    if (!doubles.empty()) at::_foreach_mul_(each_once(doubles), on_device(coefficient, device));
+    const at::Tensor factor = on_device(as_float, device);
+    at::Tensor unread = at::zeros_like(factor);
+    if (!others.empty()) unscale_and_check_(others, unread, factor);
   }
 }
 
@@ -98,13 +102,13 @@ inline void require_finite(const at::Tensor& norm, double norm_type) {
 }
 
 /// Each element into [-limit, limit]; NaN stays NaN.
-inline void clamp_to(const DeviceGradients& gradients, double limit) {
-  if (gradients.device.is_cpu()) {  // where there is no foreach kernel, one pass beats two
-    for (at::Tensor gradient : gradients.tensors) gradient.clamp_(-limit, limit);
+inline void clamp_to(const std::vector<at::Tensor>& gradients, double limit) {
+  if (gradients.front().is_cpu()) {  // where there is no foreach kernel, one pass beats two
+    for (at::Tensor gradient : gradients) gradient.clamp_(-limit, limit);
     return;
   }
-  at::_foreach_clamp_min_(gradients.tensors, -limit);
-  at::_foreach_clamp_max_(gradients.tensors, limit);
+  at::_foreach_clamp_min_(gradients, -limit);
+  at::_foreach_clamp_max_(gradients, limit);
 }
 
 }  // namespace detail
@@ -113,8 +117,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
                                   double max_norm, double norm_type, bool error_if_nonfinite) {
   detail::check_norm_arguments(max_norm, norm_type);
   const c10::NoGradGuard no_grad;
-  const std::vector<detail::DeviceGradients> gradients =
-      detail::gradients_to_clip(scaler, optimizer);
+  const std::vector<DeviceGradientReport> gradients = detail::gradients_to_clip(scaler, optimizer);
   if (gradients.empty()) return at::zeros({}, at::kFloat);
   const at::Tensor norm = detail::total_norm(gradients, norm_type);
   if (error_if_nonfinite) detail::require_finite(norm, norm_type);
@@ -128,8 +131,8 @@ inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimi
                              double clip_value) {
   TORCH_CHECK(clip_value > 0, "clip_value is ", clip_value, "; it should be positive");
   const c10::NoGradGuard no_grad;
-  for (const detail::DeviceGradients& gradients : detail::gradients_to_clip(scaler, optimizer)) {
-    detail::clamp_to(gradients, clip_value);
+  for (const DeviceGradientReport& one : detail::gradients_to_clip(scaler, optimizer)) {
+    detail::clamp_to(one.gradients, clip_value);
   }
 }
 

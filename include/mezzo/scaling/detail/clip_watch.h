@@ -99,8 +99,8 @@ class ClipWatch {
                                    : series->looks < kWatchedSteps;
   }
 
-  /// Norm and largest magnitude of the gradients of a step, without the scale; that of several
-  /// ranks' gradients counts how many there are too. Warns once in its life.
+  /// Norm and largest magnitude of the gradients of a step, without the scale. Warns once in its
+  /// life.
   void see(const void* optimizer, double scale, double norm, double max_abs) {
     if (!wants(optimizer)) return;
     Series& series = series_of(optimizer);
@@ -121,9 +121,8 @@ class ClipWatch {
 
   /// The numbers of a step that a device decides; with its largest magnitude sent, they are looked
   /// at once they have arrived.
-  void expect(const void* optimizer, std::shared_ptr<AsyncReadback> readback,
-              double rank_factor = 1.0) {
-    expected_.push_back({optimizer, std::move(readback), rank_factor});
+  void expect(const void* optimizer, std::shared_ptr<AsyncReadback> readback) {
+    expected_.push_back({optimizer, std::move(readback)});
   }
 
   /// Sees what has arrived. Never waits.
@@ -131,8 +130,7 @@ class ClipWatch {
     std::erase_if(expected_, [&](const Expected& expected) {
       if (!expected.readback->has_outcome()) return false;
       const StepOutcome outcome = expected.readback->outcome();
-      see(expected.optimizer, outcome.scale / expected.rank_factor, *outcome.grad_norm,
-          expected.readback->max_abs());
+      see(expected.optimizer, outcome.scale, *outcome.grad_norm, expected.readback->max_abs());
       return true;
     });
   }
@@ -150,7 +148,6 @@ class ClipWatch {
   struct Expected {
     const void* optimizer;
     std::shared_ptr<AsyncReadback> readback;
-    double rank_factor;
   };
 
   Series& series_of(const void* optimizer) {

@@ -4,7 +4,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/scale_tensors.h>
 #include <mezzo/kernels/update_scale.h>
-#include <mezzo/scaling/detail/device_copies.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -12,8 +11,39 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <utility>
+#include <vector>
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// A tensor and its copies on other devices, made when first asked for and dropped when the
+/// original changes.
+class DeviceCopies {
+ public:
+  DeviceCopies() = default;
+  explicit DeviceCopies(at::Tensor original) : original_(std::move(original)) {}
+
+  bool defined() const noexcept { return original_.defined(); }
+  const at::Tensor& original() const noexcept { return original_; }
+
+  /// Call it whenever the original's value has changed.
+  void drop_copies() noexcept { copies_.clear(); }
+
+  const at::Tensor& on(at::Device device) {
+    if (device == original_.device()) return original_;
+    for (const at::Tensor& copy : copies_) {
+      if (copy.device() == device) return copy;
+    }
+    const bool non_blocking = !device.is_cpu();  // the host reads at once, the device in order
+    return copies_.emplace_back(
+        original_.to(device, original_.scalar_type(), non_blocking, /*copy=*/true));
+  }
+
+ private:
+  at::Tensor original_;
+  std::vector<at::Tensor> copies_;
+};
 
 /// A loss scale's state on the device of the losses, with 1 / scale beside it: whoever writes the
 /// scale writes that too, in the same launch where mezzo has a kernel, so that no step has to
@@ -28,7 +58,7 @@ class DeviceScale {
     const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
     const auto count = number.dtype(at::kInt);
     scale_ = DeviceCopies(at::full({}, state.scale, number));
-    inverse_ = DeviceCopies(at::full({}, inverse_scale(state.scale), number));
+    inverse_ = at::full({}, inverse_scale(state.scale), number);
     growth_tracker_ = at::full({}, state.growth_tracker, count);
     hysteresis_left_ = at::full({}, state.hysteresis_left, count);
   }
@@ -37,8 +67,8 @@ class DeviceScale {
   const at::Tensor& original() const noexcept { return scale_.original(); }
   const at::Tensor& on(at::Device device) { return scale_.on(device); }
 
-  /// 1 / scale, and its copies on other devices, which hold until the scale is written.
-  DeviceCopies& inverse() noexcept { return inverse_; }
+  /// 1 / scale.
+  const at::Tensor& inverse() const noexcept { return inverse_; }
 
   /// Waits for the device.
   LossScaleState read() const {
@@ -57,40 +87,32 @@ class DeviceScale {
   void write_scale(float scale) {
     const c10::NoGradGuard no_grad;
     at::Tensor own = original();
-    at::Tensor inverse = inverse_.original();
     own.fill_(scale);
-    inverse.fill_(inverse_scale(scale));
-    drop_copies();
+    inverse_.fill_(inverse_scale(scale));
+    scale_.drop_copies();
   }
 
   /// From a tensor of one element on any device, clamped; does not look at it.
   void write_scale(const at::Tensor& scale, float lowest, float highest) {
     const c10::NoGradGuard no_grad;
     at::Tensor own = original();
-    at::Tensor inverse = inverse_.original();
     own.copy_(scale.reshape({}));
     own.clamp_(lowest, highest);
-    at::reciprocal_out(inverse, own);
-    drop_copies();
+    at::reciprocal_out(inverse_, own);
+    scale_.drop_copies();
   }
 
   /// As `rule` says after an iteration, of which `found_inf`, a float there, knows whether an inf
   /// was found.
   void advance(const LossScale& rule, const at::Tensor& found_inf) {
     const c10::NoGradGuard no_grad;
-    update_scale_(rule, {original(), inverse_.original(), growth_tracker_, hysteresis_left_},
-                  found_inf);
-    drop_copies();
+    update_scale_(rule, {original(), inverse_, growth_tracker_, hysteresis_left_}, found_inf);
+    scale_.drop_copies();
   }
 
  private:
-  void drop_copies() noexcept {
-    scale_.drop_copies();
-    inverse_.drop_copies();
-  }
-
   DeviceCopies scale_;
-  DeviceCopies inverse_;
+  at::Tensor inverse_;
   at::Tensor growth_tracker_;
   at::Tensor hysteresis_left_;
 };

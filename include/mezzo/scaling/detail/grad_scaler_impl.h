@@ -10,14 +10,39 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <iostream>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+inline constexpr const char* kHalfGradients =
+    "Attempting to unscale FP16 gradients. They underflow in half: keep the weights in float and "
+    "run "
+    "the forward pass under mezzo::Autocast, or train float masters with mezzo::MasterWeights or "
+    "weight_storage(WeightStorage::master) in the optimizer's options; "
+    "GradScalerOptions().allow_fp16_gradients(true) unscales them in half";
+
 inline constexpr const char* kNoneHasNoNewScale =
     "update(new_scale): this scaler has LossScaleKind::none, whose scale is 1 for good; make it "
     "fixed or dynamic";
+
+/// To std::cerr: of a scale that cannot fall further once, and then rarely.
+inline void tell_of_skip(const SkippedStep& skipped) {
+  constexpr int64_t kRarely = 1000;
+  if (skipped.times_at_floor > 1 && skipped.times_at_floor % kRarely != 0) return;
+  std::string line = skipped.message();
+  if (skipped.times_at_floor > 0) {
+    line += ", below which it does not fall (step " + std::to_string(skipped.times_at_floor) +
+            " in a row that was skipped there; of further ones every " + std::to_string(kRarely) +
+            "th is told): look for an inf or NaN in the data, the loss or the weights";
+  }
+  std::cerr << line + "\n";
+}
 
 }  // namespace detail
 
@@ -28,7 +53,7 @@ inline GradScaler::GradScaler(const GradScalerOptions& options)
       recheck_(options.recheck()),
       allow_fp16_gradients_(options.allow_fp16_gradients()),
       loss_id_(options.loss_id()),
-      on_skip_([](const SkippedStep& skipped) { std::cerr << skipped.message() + "\n"; }) {}
+      on_skip_(&detail::tell_of_skip) {}
 
 template <class Outputs>
 std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
@@ -40,63 +65,60 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
 }
 
 inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
-  auto* const fused = detail::refreshed(optimizer);
-  if (fused != nullptr) fused->check_unscale();
-  if (!enabled_) {
-    detail::average_rank_sums(optimizer);
-    hand_to_masters(fused);
-    return;
-  }
+  const detail::StepTaker taker(optimizer);
+  taker.check_unscale();
+  if (!enabled_) return hand_to_masters(taker);
   require_scale("unscale_");
-  detail::OptimizerRecord& record = records_.of(optimizer);
-  TORCH_CHECK(record.stage != detail::Stage::unscaled,
+  const detail::Stage stage = records_.of(optimizer).stage;
+  TORCH_CHECK(stage != detail::Stage::unscaled,
               "unscale_() has already been called on this optimizer since the last update().");
-  TORCH_CHECK(record.stage != detail::Stage::stepped, "unscale_() is being called after step().");
-  unscale_into(record, optimizer);
+  TORCH_CHECK(stage != detail::Stage::stepped, "unscale_() is being called after step().");
+  unscale_into(taker);
 }
 
 inline std::vector<at::Tensor> GradScaler::unscaled_parameters(torch::optim::Optimizer& optimizer) {
-  (void)detail::refreshed(optimizer);
+  const detail::StepTaker taker(optimizer);
   const detail::OptimizerRecord* record = records_.find(optimizer);
   const bool is_done = record != nullptr && (!enabled_ || record->stage == detail::Stage::unscaled);
   if (!is_done) unscale_(optimizer);
   record = records_.find(optimizer);
-  if (record == nullptr) return detail::with_gradient(optimizer, /*allow_fp16=*/true);
-  return record->masters.holders(optimizer);
+  const detail::MasterGradients none;
+  return (record != nullptr ? record->masters : none).holders(taker);
 }
 
 /// Of a disabled scaler: whoever clips the gradients of the masters finds them there all the same.
-inline void GradScaler::hand_to_masters(optim::FusedOptimizer* optimizer) {
-  if (optimizer == nullptr) return;
-  detail::MasterGradients masters(*optimizer);
-  if (!masters.empty()) records_.of(*optimizer).masters = std::move(masters);
+inline void GradScaler::hand_to_masters(const detail::StepTaker& taker) {
+  if (taker.fused() == nullptr) return;
+  detail::MasterGradients masters(taker);
+  if (!masters.empty()) records_.of(taker.optimizer()).masters = std::move(masters);
 }
 
-/// Returns what of the factor was not the scale's inverse.
-inline double GradScaler::unscale_into(detail::OptimizerRecord& record,
-                                       torch::optim::Optimizer& optimizer) {
+/// In place, or onto masters.
+inline detail::OptimizerRecord& GradScaler::unscale_into(const detail::StepTaker& taker) {
   c10::NoGradGuard no_grad;
-  const auto parameters = detail::with_gradient(optimizer, allow_fp16_gradients_);
-  const double rank_factor = detail::rank_sum_factor(parameters);
-  auto* const fused = dynamic_cast<optim::FusedOptimizer*>(&optimizer);
-  if (fused != nullptr) record.masters = detail::MasterGradients(*fused);
-  const auto holders = record.masters.empty() ? parameters : record.masters.holders(optimizer);
-  const auto gradients = detail::gradients_by_device(holders);
-  std::vector<at::Tensor> inverses;
+  detail::OptimizerRecord& record = records_.of(taker.optimizer());
+  detail::for_each_parameter(
+      taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
+        const at::Tensor& gradient = parameter.grad();
+        if (!gradient.defined() || gradient.scalar_type() != at::kHalf) return;
+        TORCH_CHECK(allow_fp16_gradients_ || taker.keeps_master(group, parameter),
+                    detail::kHalfGradients);
+      });
+  if (taker.fused() != nullptr) record.masters = detail::MasterGradients(taker);
+  std::vector<DeviceGradientReport> all =
+      detail::gradients_by_device(record.masters.holders(taker));
   record.found_inf.clear();
-  for (const auto& [device, tensors] : gradients) {  // what may throw, before any write
-    inverses.push_back(detail::times_rank_factor(scale_.inverse().on(device), rank_factor));
-    record.found_inf.push_back(at::zeros({}, inverses.back().options()));
-    detail::check_unscalable(tensors, inverses.back());
+  for (DeviceGradientReport& one : all) {  // what may throw, before any write
+    one.inv_scale = detail::on_device(scale_.inverse(), one.gradients.front().device());
+    record.found_inf.push_back(at::zeros({}, one.inv_scale.options()));
+    detail::check_unscalable(one.gradients, one.inv_scale);
   }
-  auto inverse = inverses.begin();
   auto found_inf = record.found_inf.begin();
-  for (const auto& [device, tensors] : gradients) {
-    detail::unscale_and_check_(tensors, *found_inf++, *inverse++);
+  for (const DeviceGradientReport& one : all) {
+    detail::unscale_and_check_(one.gradients, *found_inf++, one.inv_scale);
   }
-  detail::forget_rank_sums(holders);
   record.stage = detail::Stage::unscaled;
-  return rank_factor;
+  return record;
 }
 
 inline void GradScaler::update() {
@@ -119,7 +141,8 @@ inline void GradScaler::update(const at::Tensor& new_scale) {
   require_scale("update");
   TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-              "torch.FloatTensor with requires_grad=False.");
+              "torch.FloatTensor with requires_grad=False. In C++: a double, or a tensor of one "
+              "element that does not require grad");
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
   scale_.write_scale(new_scale, rule_.min_scale(), rule_.max_scale());
   finish_iteration();
@@ -136,14 +159,9 @@ inline void GradScaler::advance_scale() {
   TORCH_CHECK(!checks.empty(), "No inf checks were recorded prior to update.");
   c10::NoGradGuard no_grad;
   const at::Device device = scale_.original().device();
-  const auto on_scale_device = [&](const at::Tensor& check) {
-    return check.to(device, at::kFloat, /*non_blocking=*/!device.is_cpu());
-  };
-  at::Tensor found_inf = on_scale_device(checks.front());
-  for (std::size_t i = 1; i < checks.size(); ++i) {
-    found_inf = found_inf.add(on_scale_device(checks[i]));
-  }
-  scale_.advance(rule_, found_inf);
+  std::vector<at::Tensor> floats;
+  for (const at::Tensor& check : checks) floats.push_back(check.to(at::kFloat));
+  scale_.advance(rule_, detail::sum_on(device, floats));
 }
 
 inline void GradScaler::finish_iteration() {
@@ -152,7 +170,13 @@ inline void GradScaler::finish_iteration() {
   const auto readbacks = std::exchange(readbacks_, {});
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   const auto tell = [&](float scale, float next_scale) {
-    if (callback) callback({.loss_id = loss_id_, .scale = scale, .next_scale = next_scale});
+    const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();
+    times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
+    if (!callback) return;
+    callback({.loss_id = loss_id_,
+              .scale = scale,
+              .next_scale = next_scale,
+              .times_at_floor = times_at_floor_});
   };
   if (skipped_scale_) {
     const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
@@ -168,7 +192,8 @@ inline void GradScaler::require_scale(const char* call) const {
   TORCH_CHECK(
       scale_.defined(), "Attempted ", call,
       " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
-      "outputs) earlier in the iteration.");
+      "outputs) earlier in the iteration. In C++: call scaler.scale(loss).backward() first; the "
+      "scale is made with the first tensor that is scaled");
 }
 
 inline const at::Tensor& GradScaler::scale_on(at::Device device) {

@@ -133,7 +133,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   TORCH_CHECK(
       scaler.records_.empty(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-      "end after scaler.update().");
+      "end after scaler.update(). In C++: torch::save(scaler, path) after update()");
   for (const auto& [key, value] : scaler.state_dict()) {
     archive.write(key, at::scalar_tensor(value, at::kDouble), /*is_buffer=*/true);
   }

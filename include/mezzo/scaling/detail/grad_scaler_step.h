@@ -2,8 +2,8 @@
 
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/scaling/detail/fused_step.h>
 #include <mezzo/scaling/detail/grad_scaler_impl.h>
+#include <mezzo/scaling/detail/step_facts.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/ones_like.h>
@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
-// GradScaler::step, in its three forms: any optimizer with torch.amp's passes; any optimizer with
-// options; and mezzo's own optimizers.
+// GradScaler::step: the stage is checked, the optimizer reports its gradients, the step is decided,
+// and the optimizer applies the report.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -39,21 +39,6 @@ bool is_closure(const Argument& argument) {
   }
 }
 
-/// Checks again, and adds what it finds to what an earlier check, if there was one, found.
-inline void recheck(const std::vector<DeviceGradients>& by_device,
-                    std::vector<at::Tensor>& found_inf) {
-  if (found_inf.empty()) return;
-  for (const DeviceGradients& gradients : by_device) {
-    auto found = found_inf.begin();
-    while (found != found_inf.end() && found->device() != gradients.device) ++found;
-    if (found == found_inf.end()) {
-      const auto options = found_inf.front().options().device(gradients.device);
-      found = found_inf.insert(found, at::zeros({}, options));
-    }
-    check_(gradients.tensors, *found);
-  }
-}
-
 }  // namespace detail
 
 template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
@@ -62,34 +47,31 @@ requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
   const auto call_step = [&]() -> at::Tensor {
     return optimizer.step(std::forward<Args>(args)...);
   };
-  auto* const fused = detail::refreshed(optimizer);
-  constexpr bool kMayBeFused = (detail::kMayBeClosure<Args> && ...);
+  const bool has_closure = (detail::is_closure(args) || ...);
+  const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
+  const detail::StepTaker taker(optimizer);
   if (!enabled_) {
-    const bool is_bare = kMayBeFused && !(detail::is_closure(args) || ...);
     if (is_bare && records_.find(optimizer) != nullptr) return step(optimizer, StepOptions{});
-    if (fused == nullptr) detail::average_rank_sums(optimizer);
     return StepResult(StepOutcome{.ran = true, .value = call_step()});
   }
-  TORCH_CHECK(!(detail::is_closure(args) || ...),
-              "Closure use is not currently supported if GradScaler is enabled.");
-  if (kMayBeFused && fused != nullptr) return step_fused(*fused, {});
-  return step_if_finite(optimizer, call_step);
+  TORCH_CHECK(!has_closure, "Closure use is not currently supported if GradScaler is enabled.");
+  if (is_bare && taker.fused() != nullptr) return step_on_device(taker, {});
+  return step_on_host(taker, {}, call_step);
 }
 
 inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
   detail::check_step_options(options);
-  c10::NoGradGuard no_grad;
-  auto* const fused = detail::refreshed(optimizer);
-  if (!enabled_) {
-    const detail::OptimizerRecord nothing;
-    const detail::OptimizerRecord* const record = records_.find(optimizer);
-    const detail::MasterGradients& masters = (record != nullptr ? *record : nothing).masters;
-    StepResult result =
-        detail::step_without_scale(optimizer, fused, masters, options, readback_pool_);
-    records_.forget(optimizer);
-    return result;
+  const c10::NoGradGuard no_grad;
+  const detail::StepTaker taker(optimizer);
+  if (enabled_) {
+    return taker.fused() != nullptr ? step_on_device(taker, options)
+                                    : step_on_host(taker, options, /*torch_step=*/nullptr);
   }
-  return fused != nullptr ? step_fused(*fused, options) : step_unfused(optimizer, options);
+  const detail::OptimizerRecord* const record = records_.find(optimizer);
+  const bool of_masters = record != nullptr && !record->masters.empty();
+  StepResult result = detail::step_without_scale(taker, of_masters, options, readback_pool_);
+  records_.forget(optimizer);
+  return result;
 }
 
 inline detail::OptimizerRecord& GradScaler::record_to_step(
@@ -99,20 +81,6 @@ inline detail::OptimizerRecord& GradScaler::record_to_step(
   TORCH_CHECK(record.stage != detail::Stage::stepped,
               "step() has already been called since the last update().");
   return record;
-}
-
-// A check that found what others had found before it says nothing about this scale.
-inline void GradScaler::recheck_into(detail::OptimizerRecord& record,
-                                     const torch::optim::Optimizer& optimizer) {
-  const auto parameters = detail::with_gradient(optimizer, /*allow_fp16=*/true);
-  std::vector<at::Tensor> found = record.found_inf;
-  if (found.empty()) {
-    for (const at::Tensor& check : record.found_elsewhere) found.push_back(at::zeros_like(check));
-  }
-  if (found.empty()) return;
-  detail::recheck(detail::gradients_by_device(parameters), found);
-  for (at::Tensor& check : found) check = detail::beyond(record.found_elsewhere, check);
-  record.found_inf = std::move(found);
 }
 
 /// For the line about it, unless the scale of another loss was the cause.
@@ -158,12 +126,12 @@ inline std::vector<at::Tensor> GradScaler::release(const torch::optim::Optimizer
 
 inline void GradScaler::adopt(torch::optim::Optimizer& optimizer,
                               std::vector<at::Tensor> found_inf) {
-  auto* const fused = detail::refreshed(optimizer);
+  const detail::StepTaker taker(optimizer);
   if (!enabled_) return;
   require_scale("adopt");
   records_.forget(optimizer);
   detail::OptimizerRecord& record = records_.of(optimizer);
-  if (fused != nullptr) record.masters = detail::MasterGradients::standing(*fused);
+  record.masters = detail::MasterGradients::standing(taker);
   record.stage = detail::Stage::unscaled;
   record.found_elsewhere = std::move(found_inf);
 }
@@ -173,63 +141,51 @@ inline void GradScaler::finish_step(detail::OptimizerRecord& record) {
   record.masters.drop();
 }
 
-// One read of the gradients; what it found joins what `unscale_` noted.
-inline std::vector<detail::DeviceSummary> GradScaler::summarize_into(
-    detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer) {
+/// One read of the gradients. What it finds joins what `unscale_` noted, if it `counts`; a check
+/// that found what others had found before it says nothing about this scale.
+inline GradientReport GradScaler::report_into(detail::OptimizerRecord& record,
+                                              const detail::StepTaker& taker, bool counts) {
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
-  detail::DeviceCopies one;
-  if (was_unscaled) one = detail::DeviceCopies(at::ones_like(scale_.original()));
-  std::vector<detail::DeviceSummary> summaries =
-      detail::summarize(optimizer, record.masters, allow_fp16_gradients_ || was_unscaled,
-                        was_unscaled ? one : scale_.inverse());
+  const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale_.original()) : scale_.inverse();
+  GradientReport report = taker.report(inv_scale, !record.masters.empty());
+  TORCH_CHECK(was_unscaled || allow_fp16_gradients_ || !report.has_bare_half,
+              detail::kHalfGradients);
   if (!was_unscaled) record.found_inf.clear();
-  for (const detail::DeviceSummary& summary : summaries) {
-    const at::Tensor found =
-        was_unscaled && !recheck_ ? at::zeros_like(summary.found_inf) : summary.found_inf;
+  for (const DeviceGradientReport& one : report.devices) {
+    const at::Tensor found = counts ? one.found_inf : at::zeros_like(one.found_inf);
     detail::add_check(record.found_inf, detail::beyond(record.found_elsewhere, found));
   }
   TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
-  detail::combine(summaries, record.checks());
-  return summaries;
+  detail::combine(report, record.checks());
+  return report;
 }
 
-// For the watch on clipping, where a step would not read the gradients by itself.
-inline std::vector<detail::DeviceSummary> GradScaler::summarize_unscaled(
-    const detail::OptimizerRecord& record, torch::optim::Optimizer& optimizer) {
+/// An optimizer that decides by itself, on the device where it is one.
+inline StepResult GradScaler::step_on_device(const detail::StepTaker& taker,
+                                             const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  detail::DeviceCopies one(at::ones_like(scale_.original()));
-  std::vector<detail::DeviceSummary> summaries =
-      detail::summarize(optimizer, record.masters, /*allow_fp16=*/true, one);
-  if (!summaries.empty()) detail::combine(summaries, {summaries.front().found_inf});
-  return summaries;
-}
-
-inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
-                                         const StepOptions& options) {
-  const c10::NoGradGuard no_grad;
-  detail::OptimizerRecord& record = record_to_step(optimizer);
+  const void* const optimizer = &taker.optimizer();
+  detail::OptimizerRecord& record = record_to_step(taker.optimizer());
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
-  const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
+  const GradientReport report = report_into(record, taker, !was_unscaled || recheck_);
   const at::Tensor& scale = scale_.original();
   if (scale.is_cpu()) {
-    const detail::HostSummary known(scale, record.checks(), summaries);
-    if (!was_unscaled) {
-      known.show_to(clip_watch_, optimizer, detail::rank_factor_of(summaries));
-    }
-    optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
+    const detail::HostFacts known(scale, record.checks(), report);
+    if (!was_unscaled) clip_watch_.see(optimizer, known.scale, known.norm(), known.max_abs);
+    taker.fused()->apply(report, options);
     finish_step(record);
     if (known.found_inf) note_skip(record, known.scale);
-    return StepResult(known.outcome(/*ran=*/!known.found_inf));
+    return StepResult(known.outcome());
   }
   const std::shared_ptr<detail::AsyncReadback> readback =
       readback_pool_.readback_for(scale.device());
-  optimizer.fused_step({detail::verdicts_of(summaries), options, !record.masters.empty()});
+  taker.fused()->apply(report, options);
   finish_step(record);
-  if (!was_unscaled && !summaries.empty() && clip_watch_.wants(&optimizer)) {
-    readback->send_max_abs(detail::max_abs_on(scale.device(), summaries));
-    clip_watch_.expect(&optimizer, readback, detail::rank_factor_of(summaries));
+  if (!was_unscaled && clip_watch_.wants(optimizer)) {
+    readback->send_max_abs(detail::max_abs_on(scale.device(), report));
+    clip_watch_.expect(optimizer, readback);
   }
-  readback->send(scale, summaries.front().sum_of_squares.to(scale.device()),
+  readback->send(scale, report.devices.front().sum_of_squares.to(scale.device()),
                  detail::sum_on(scale.device(), record.checks()));
   if (record.found_elsewhere.empty()) {
     readbacks_.push_back(readback);
@@ -239,64 +195,45 @@ inline StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   return StepResult(std::make_shared<detail::DeviceStepSlot>(readback));
 }
 
-inline StepResult GradScaler::step_unfused(torch::optim::Optimizer& optimizer,
-                                           const StepOptions& options) {
-  if (!detail::clips(options)) {
-    StepResult result = step_if_finite(optimizer, [&] { return optimizer.step(); });
-    if (options.zero_grad) detail::zero_gradients(optimizer);
-    return result;
-  }
-  detail::OptimizerRecord& record = record_to_step(optimizer);
+/// Any other optimizer, or arguments of its own: the host decides. `torch_step` is torch.amp's
+/// step, which unscales where the gradients lie; null for one that leaves them as they are.
+inline StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
+                                           const StepOptions& options,
+                                           const StepFunction& torch_step) {
+  detail::OptimizerRecord& record = record_to_step(taker.optimizer());
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
-  const std::vector<detail::DeviceSummary> summaries = summarize_into(record, optimizer);
-  const detail::HostSummary known(scale_.original(), record.checks(), summaries);
-  const double rank_factor = detail::rank_factor_of(summaries);
-  if (!was_unscaled) known.show_to(clip_watch_, optimizer, rank_factor);
-  StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
-  if (outcome.ran) {
-    const double inverse = was_unscaled ? 1.0 : detail::inverse_scale(known.scale);
-    detail::multiply_gradients(
-        optimizer, summaries,
-        inverse * rank_factor * detail::clip_coefficient(known.sum_of_squares, options.max_norm));
-    record.stage = detail::Stage::unscaled;  // for who calls again after a step that threw
-    outcome.value = optimizer.step();
-  } else {
-    note_skip(record, known.scale);
-  }
-  finish_step(record);
-  if (options.zero_grad) detail::zero_gradients(optimizer);
-  return StepResult(std::move(outcome));
-}
-
-inline StepResult GradScaler::step_if_finite(torch::optim::Optimizer& optimizer,
-                                             const StepFunction& step) {
-  detail::OptimizerRecord& record = record_to_step(optimizer);
-  std::vector<detail::DeviceSummary> watched;
-  double rank_factor = 1.0;
-  if (record.stage == detail::Stage::ready) {
-    rank_factor = unscale_into(record, optimizer);
-    if (clip_watch_.wants(&optimizer)) watched = summarize_unscaled(record, optimizer);
-  } else {
-    c10::NoGradGuard no_grad;
-    detail::average_rank_sums(optimizer);  // of a pass since
-    if (recheck_) recheck_into(record, optimizer);
-  }
-  TORCH_CHECK(record.masters.empty(),
+  const bool unscales_here = torch_step != nullptr && !was_unscaled;
+  if (unscales_here) unscale_into(taker);
+  TORCH_CHECK(torch_step == nullptr || record.masters.empty(),
               "step(optimizer, arguments...): the optimizer's gradients were unscaled onto its "
               "masters, of which a step of its own does not know; use step(optimizer), or "
               "step(optimizer, {.max_norm = ...})");
-  const std::vector<at::Tensor> checks = record.checks();
-  TORCH_CHECK(!checks.empty(), "No inf checks were recorded for this optimizer.");
-  const detail::HostSummary known(scale_.original(), checks, watched);
-  known.show_to(clip_watch_, optimizer, rank_factor);
-  StepOutcome outcome = known.outcome(/*ran=*/!known.found_inf);
-  outcome.grad_norm = std::nullopt;  // which is not known in later steps
-  if (outcome.ran) {
-    outcome.value = step();
+  GradientReport report;
+  const bool counts = was_unscaled ? recheck_ : !unscales_here;
+  if (counts || detail::clips(options) ||
+      (unscales_here && clip_watch_.wants(&taker.optimizer()))) {
+    const c10::NoGradGuard no_grad;
+    report = report_into(record, taker, counts);
+  }
+  TORCH_CHECK(!record.checks().empty(), "No inf checks were recorded for this optimizer.");
+  const detail::HostFacts known(scale_.original(), record.checks(), report);
+  if (!was_unscaled && known.has_norm) {
+    clip_watch_.see(&taker.optimizer(), known.scale, known.norm(), known.max_abs);
+  }
+  StepOutcome outcome = known.outcome();
+  if (!detail::clips(options)) outcome.grad_norm = std::nullopt;  // not known in all steps
+  if (!outcome.ran) {
+    note_skip(record, known.scale);
+  } else if (torch_step != nullptr) {
+    outcome.value = torch_step();
   } else {
-    note_skip(record, outcome.scale);
+    const double inverse = was_unscaled ? 1.0 : detail::inverse_scale(known.scale);
+    const double coefficient = detail::clip_coefficient(known.sum_of_squares, options.max_norm);
+    outcome.value =
+        taker.step_with(inverse * coefficient, [&] { return taker.optimizer().step(); });
   }
   finish_step(record);
+  if (options.zero_grad) detail::zero_gradients(taker.optimizer());
   return StepResult(std::move(outcome));
 }
 

@@ -1,23 +1,95 @@
 #pragma once
 
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/scaling/detail/master_gradients.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/trained_once.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
-#include <c10/core/UndefinedTensorImpl.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <unordered_set>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Gradients in float that stand at an optimizer's masters from `unscale_` to the end of the step
+/// or of the iteration: no later iteration finds them there.
+class MasterGradients {
+ public:
+  MasterGradients() = default;
+
+  /// Gives each master a copy of its parameter's gradient, still scaled.
+  explicit MasterGradients(const StepTaker& taker) {
+    const NoGraphGuard no_graph;
+    for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
+      if (!parameter.grad().defined() || !taker.keeps_master(group, parameter)) return;
+      (void)gradient_values(parameter);  // coalesces it
+      const at::Tensor gradient =
+          parameter.grad().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+      const at::Tensor master = taker.master_param(group, parameter);
+      master.mutable_grad() = gradient;
+      masters_.emplace(parameter.unsafeGetTensorImpl(), master);
+    });
+  }
+
+  /// Those that stand at masters already, whoever wrote them.
+  static MasterGradients standing(const StepTaker& taker) {
+    MasterGradients found;
+    for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
+      if (!taker.keeps_master(group, parameter)) return;
+      const at::Tensor master = taker.master_param(group, parameter);
+      if (!master.grad().defined()) return;
+      found.masters_.emplace(parameter.unsafeGetTensorImpl(), master);
+    });
+    return found;
+  }
+
+  MasterGradients(MasterGradients&& other) noexcept : masters_(std::move(other.masters_)) {
+    other.masters_.clear();
+  }
+  MasterGradients& operator=(MasterGradients&& other) noexcept {
+    if (this == &other) return *this;
+    drop();
+    masters_.swap(other.masters_);
+    return *this;
+  }
+  MasterGradients(const MasterGradients&) = delete;
+  MasterGradients& operator=(const MasterGradients&) = delete;
+  ~MasterGradients() { drop(); }
+
+  bool empty() const noexcept { return masters_.empty(); }
+
+  void drop() noexcept {
+    for (auto& [parameter, master] : masters_) master.mutable_grad() = at::Tensor();
+    masters_.clear();
+  }
+
+  /// Leaves the gradients where they are, to whoever wants them.
+  void leave() noexcept { masters_.clear(); }
+
+  /// The tensors whose gradients the step takes: these masters in place of their parameters.
+  std::vector<at::Tensor> holders(const StepTaker& taker) const {
+    std::vector<at::Tensor> holders;
+    for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
+      const auto found = masters_.find(parameter.unsafeGetTensorImpl());
+      const bool is_given = found != masters_.end();
+      if (!is_given && !empty() && taker.keeps_master(group, parameter)) return;
+      const at::Tensor& holder = is_given ? found->second : parameter;
+      if (holder.grad().defined()) holders.push_back(holder);
+    });
+    return holders;
+  }
+
+ private:
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> masters_;
+};
 
 enum class Stage : uint8_t { ready, unscaled, stepped };
 
@@ -37,73 +109,6 @@ struct OptimizerRecord {
   }
 };
 
-/// The parameters that an optimizer was seen with. Their tensors' memory may go, but not the
-/// addresses that they are known by: no later tensor can be taken for one of them.
-class RecordedParameters {
- public:
-  explicit RecordedParameters(const torch::optim::Optimizer& optimizer) { add_all(optimizer); }
-
-  /// Those that joined since count as well.
-  void see(const torch::optim::Optimizer& optimizer) {
-    if (!are_those_of(optimizer)) add_all(optimizer);
-  }
-
-  /// Whether `optimizer` holds any of them, in whatever group and place; of none, whether it holds
-  /// none. Usually one look, at its first.
-  bool any_in(const torch::optim::Optimizer& optimizer) const {
-    const c10::TensorImpl* const first = first_of(optimizer);
-    if (first == nullptr || seen_.empty()) return first == nullptr && seen_.empty();
-    if (first == address(seen_.front())) return true;
-    std::unordered_set<const c10::TensorImpl*> addresses;
-    for (const WeakTensor& seen : seen_) addresses.insert(address(seen));
-    return any_of(optimizer, [&](const at::Tensor& parameter) {
-      return addresses.contains(parameter.unsafeGetTensorImpl());
-    });
-  }
-
- private:
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
-  static const c10::TensorImpl* address(const WeakTensor& tensor) {
-    return tensor._unsafe_get_target();
-  }
-
-  template <class Test>
-  static bool any_of(const torch::optim::Optimizer& optimizer, const Test& test) {
-    return std::ranges::any_of(optimizer.param_groups(), [&](const auto& group) {
-      return std::ranges::any_of(group.params(), test);
-    });
-  }
-
-  static const c10::TensorImpl* first_of(const torch::optim::Optimizer& optimizer) {
-    for (const auto& group : optimizer.param_groups()) {
-      if (!group.params().empty()) return group.params().front().unsafeGetTensorImpl();
-    }
-    return nullptr;
-  }
-
-  bool are_those_of(const torch::optim::Optimizer& optimizer) const {
-    auto seen = seen_.begin();
-    const bool has_other = any_of(optimizer, [&](const at::Tensor& parameter) {
-      return seen == seen_.end() || address(*seen++) != parameter.unsafeGetTensorImpl();
-    });
-    return !has_other;
-  }
-
-  void add_all(const torch::optim::Optimizer& optimizer) {
-    std::size_t count = seen_.size();
-    for (const auto& group : optimizer.param_groups()) count += group.params().size();
-    seen_.reserve(count);
-    for (const auto& group : optimizer.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        seen_.emplace_back(parameter.getIntrusivePtr());
-      }
-    }
-  }
-
-  std::vector<WeakTensor> seen_;
-};
-
 /// The records of one iteration. An optimizer is known by its address together with any parameter
 /// that it was seen with: groups and parameters may be rearranged, leave and join between two
 /// calls. (One rebuilt in place over some of the same parameters counts as the same.)
@@ -112,7 +117,7 @@ class OptimizerRecords {
   OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
     Entry* const known = entry_of(optimizer);
     if (known == nullptr) return entries_.emplace_back(optimizer).record;
-    known->parameters.see(optimizer);
+    (void)known->parameters.look(optimizer.param_groups());
     return known->record;
   }
 
@@ -152,15 +157,17 @@ class OptimizerRecords {
 
  private:
   struct Entry {
-    explicit Entry(const torch::optim::Optimizer& of) : optimizer(&of), parameters(of) {}
+    explicit Entry(const torch::optim::Optimizer& of)
+        : optimizer(&of), parameters(of.param_groups()) {}
     const torch::optim::Optimizer* optimizer;
-    RecordedParameters parameters;
+    SeenParameters parameters;
     OptimizerRecord record{};
   };
 
   Entry* entry_of(const torch::optim::Optimizer& optimizer) {
     for (Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer && entry.parameters.any_in(optimizer)) return &entry;
+      if (entry.optimizer == &optimizer && entry.parameters.any_in(optimizer.param_groups()))
+        return &entry;
     }
     return nullptr;
   }
