@@ -32,7 +32,7 @@ namespace {
 using bench::Encoder;
 using bench::kVocabulary;
 using mezzo::Autocast;
-using mezzo::AutocastOptions;
+using mezzo::AutocastSetting;
 using torch::kBFloat16;
 using torch::kCPU;
 using torch::Tensor;
@@ -54,7 +54,7 @@ double median(std::vector<double> values) {
 
 struct Way {
   std::string name;
-  AutocastOptions options;
+  AutocastSetting options;
   const mezzo::WeightCache* publish = nullptr;
 };
 
@@ -137,14 +137,16 @@ void compare_encoders(int frozen_layers, const char* which, int rounds) {
   Encoder encoder;
   if (frozen_layers > 0) encoder->freeze(frozen_layers);
   const auto tokens = torch::randint(kVocabulary, {kBatch, kTokens});
-  const mezzo::WeightCache cache;
-  const mezzo::WeightCache keeping({.keep_trainable = true});
-  const mezzo::WeightCache published({.keep_trainable = true});
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  const mezzo::WeightCache keeping =
+      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
+  const mezzo::WeightCache published =
+      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
   const std::vector<Way> ways = {
       {"at::autocast's cache", {}},
-      {"WeightCache", {.weight_cache = cache}},
-      {"WeightCache, keep_trainable", {.weight_cache = keeping}},
-      {"WeightCache, published", {.weight_cache = published}, &published},
+      {"WeightCache", {.cache = cache}},
+      {"WeightCache, keep_trainable", {.cache = keeping}},
+      {"WeightCache, published", {.cache = published}, &published},
   };
   const auto forward = [&](const Way& way) {
     const Autocast<kCPU> autocast(way.options);
@@ -184,7 +186,7 @@ void compare_hits() {
   const auto lowered = weight.detach().to(kBFloat16).requires_grad_();
   const auto call = [&] { torch::linear(x, weight); };
   const auto no_cast = [&] { torch::linear(x, lowered); };
-  const auto time = [&](const std::function<void()>& each, const AutocastOptions& options,
+  const auto time = [&](const std::function<void()>& each, const AutocastSetting& options,
                         bool grad) {
     const c10::AutoGradMode mode(grad);
     const Autocast<kCPU> autocast(options);
@@ -208,15 +210,13 @@ void compare_hits() {
            {"at::autocast's cache, a hit", [&] { return time(call, {}, false); }},
            {"at::autocast's cache, a hit, with gradient", [&] { return time(call, {}, true); }}};
   run();
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   std::puts("\nand now that one does");
+  cases.push_back({"WeightCache, a hit", [&] { return time(call, {.cache = cache}, false); }});
   cases.push_back(
-      {"WeightCache, a hit", [&] { return time(call, {.weight_cache = cache}, false); }});
-  cases.push_back({"WeightCache, a hit, with gradient",
-                   [&] { return time(call, {.weight_cache = cache}, true); }});
-  cases.push_back({"no cache", [&] { return time(call, {.cache_enabled = false}, false); }});
-  cases.push_back(
-      {"no cache, with gradient", [&] { return time(call, {.cache_enabled = false}, true); }});
+      {"WeightCache, a hit, with gradient", [&] { return time(call, {.cache = cache}, true); }});
+  cases.push_back({"no cache", [&] { return time(call, {.cache = false}, false); }});
+  cases.push_back({"no cache, with gradient", [&] { return time(call, {.cache = false}, true); }});
   run();
 }
 

@@ -38,7 +38,7 @@ std::vector<Tensor> matrices(int64_t count, bool trainable) {
 
 void use_once(const mezzo::WeightCache& cache, const std::vector<Tensor>& weights) {
   const torch::NoGradGuard no_grad;
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto input = torch::ones({1, kSide});
   for (const auto& weight : weights) torch::linear(input, weight);
 }
@@ -58,7 +58,7 @@ double median(std::vector<double> values) {
 void PublishingStep(benchmark::State& state) {
   const auto weights = matrices(state.range(0), /*trainable=*/true);
   const auto published = matrices(state.range(0), /*trainable=*/true);
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   use_once(cache, published);  // an optimizer publishes what somebody asks for
   mezzo::optim::AdamW plain(weights, mezzo::optim::AdamWOptions(1e-3));
   mezzo::optim::AdamW publishing(published, mezzo::optim::AdamWOptions(1e-3));
@@ -83,23 +83,23 @@ BENCHMARK(PublishingStep)
     ->Unit(benchmark::kMicrosecond);
 
 void EnterAndLeave(benchmark::State& state) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weights = matrices(state.range(0), /*trainable=*/false);
   use_once(cache, weights);
   for (auto _ : state) {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
   }
 }
 BENCHMARK(EnterAndLeave)->Arg(1)->Arg(100)->Arg(10'000);
 
 void EnterUseAndLeave(benchmark::State& state) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weights = matrices(state.range(0), /*trainable=*/false);
   use_once(cache, weights);
   const auto input = torch::ones({1, kSide}, kBFloat16);
   const torch::NoGradGuard no_grad;
   for (auto _ : state) {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     benchmark::DoNotOptimize(torch::linear(input, weights.front()));
   }
 }

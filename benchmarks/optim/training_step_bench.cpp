@@ -89,7 +89,7 @@ class Training {
     {
       std::optional<mezzo::Autocast<torch::kCPU>> autocast;
       if (way_.publishes) {
-        autocast.emplace(cache_);
+        autocast.emplace(mezzo::AutocastSetting{.cache = cache_});
       } else if (way_.autocast) {
         autocast.emplace();
       }
@@ -108,7 +108,7 @@ class Training {
  private:
   Way way_;
   Model model_;
-  mezzo::WeightCache cache_;
+  mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
   mezzo::GradScaler scaler_{mezzo::GradScalerOptions().enabled(false)};
   std::unique_ptr<torch::optim::AdamW> torchs_;
   std::unique_ptr<AdamW> ours_;

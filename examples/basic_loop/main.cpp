@@ -26,7 +26,7 @@ int main() {
     optimizer.zero_grad();
     torch::Tensor loss;
     {
-      mezzo::AutocastGuard autocast(device.type());
+      mezzo::AutocastGuard autocast({.device = device.type()});
       loss = torch::nn::functional::cross_entropy(model->forward(input), target);
     }
     scaler.scale(loss).backward();

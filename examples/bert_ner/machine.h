@@ -2,7 +2,7 @@
 /// The device a run is on: chosen, described and measured.
 #pragma once
 
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/autocast_setting.h>
 #include <torch/torch.h>
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 /// What a run begins with: read and checked before the first step, and unchanged by training.
 #pragma once
 
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/autocast_setting.h>
 #include <torch/torch.h>
 
 #include <cstdint>

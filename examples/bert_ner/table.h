@@ -2,7 +2,7 @@
 /// The three runs side by side.
 #pragma once
 
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/autocast_setting.h>
 
 #include <nlohmann/json.hpp>
 #include <span>

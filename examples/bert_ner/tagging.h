@@ -2,7 +2,7 @@
 /// A trained model's answers: one tag a word.
 #pragma once
 
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/autocast_setting.h>
 #include <torch/torch.h>
 
 #include <cstdint>

@@ -26,7 +26,8 @@ int main() {
     optimizer.zero_grad();
     torch::Tensor loss;
     {
-      mezzo::AutocastGuard autocast(device.type());  // set_global_policy("mixed_float16")
+      mezzo::AutocastGuard autocast(
+          {.device = device.type()});  // set_global_policy("mixed_float16")
       loss = torch::nn::functional::cross_entropy(model->forward(input), target);
     }
     optimizer.scale(loss).backward();

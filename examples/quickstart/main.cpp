@@ -23,7 +23,8 @@ int main() {
     optimizer.zero_grad();
     torch::Tensor loss;
     {
-      mezzo::AutocastGuard autocast(device.type());  // half on CUDA, bfloat16 on the CPU
+      mezzo::AutocastGuard autocast(
+          {.device = device.type()});  // half on CUDA, bfloat16 on the CPU
       loss = criterion(model->forward(input), target);
     }
     scaler.scale(loss).backward();

@@ -6,9 +6,11 @@
 #include <mezzo/autocast/activation_checkpoint.h>  // IWYU pragma: export
 #include <mezzo/autocast/autocast.h>               // IWYU pragma: export
 #include <mezzo/autocast/autocast_module.h>        // IWYU pragma: export
+#include <mezzo/autocast/autocast_setting.h>       // IWYU pragma: export
 #include <mezzo/autocast/autograd_function.h>      // IWYU pragma: export
 #include <mezzo/autocast/cast_functions.h>         // IWYU pragma: export
 #include <mezzo/autocast/cast_trace.h>             // IWYU pragma: export
+#include <mezzo/autocast/op_category.h>            // IWYU pragma: export
 #include <mezzo/autocast/op_policy.h>              // IWYU pragma: export
 #include <mezzo/autocast/weight_cache.h>           // IWYU pragma: export
 #include <mezzo/base/precision.h>                  // IWYU pragma: export

@@ -17,14 +17,14 @@
 
 namespace {
 
-using mezzo::AutocastOptions;
+using mezzo::AutocastSetting;
 using mezzo::AutocastState;
 using mezzo::WeightCache;
 using Guard = mezzo::Autocast<torch::kCPU>;
 
-AutocastOptions policy_and_cache(bool thread_isolated = false) {
-  return {.policy = mezzo::OpPolicy().deny("mm"),
-          .weight_cache = WeightCache({.thread_isolated = thread_isolated})};
+AutocastSetting policy_and_cache(bool thread_isolated = false) {
+  return {.cache = mezzo::install_op_overrides(WeightCache({.thread_isolated = thread_isolated})),
+          .policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mm"))};
 }
 
 void run_ops() {
@@ -134,16 +134,17 @@ TEST_F(Exit, MayComeBeforeTheEndOfARegionInAThreadThatOutlivesMain) {
 
 TEST_F(Exit, MayComeBeforeTheEndOfStaticCachesPoliciesStatesAndCallables) {
   EXPECT_CLEAN_EXIT({
-    static const WeightCache cache;
-    static const WeightCache isolated({.thread_isolated = true});
-    static const auto policy = mezzo::OpPolicy().deny("mm");
+    static const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+    static const WeightCache isolated =
+        mezzo::install_op_overrides(WeightCache({.thread_isolated = true}));
+    static const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mm"));
     static const auto callable =
-        mezzo::autocast<torch::kCPU>(run_ops, {.policy = policy, .weight_cache = cache});
-    static mezzo::AutocastModule module(torch::nn::Linear(4, 4), {.device = torch::kCPU}, policy,
-                                        cache);
+        mezzo::autocast<torch::kCPU>(run_ops, {.cache = cache, .policy = policy});
+    static mezzo::AutocastModule module(torch::nn::Linear(4, 4),
+                                        {.device = torch::kCPU, .cache = cache, .policy = policy});
     callable();
     module(torch::ones({4, 4}));
-    const Guard guard({.policy = policy, .weight_cache = isolated});
+    const Guard guard({.cache = isolated, .policy = policy});
     static const auto state = AutocastState::capture();
     static const auto with_state = mezzo::with_current_autocast(run_ops);
     with_state();

@@ -186,4 +186,20 @@ TEST(AutocastFunction, FitsIntoStdFunction) {
   EXPECT_EQ(function(), torch::kBFloat16);
 }
 
+TEST(AutocastCall, RunsAnExpressionNowAndReturnsWhatItReturns) {
+  const AutocastSetting half{.device = torch::kCPU, .dtype = torch::kHalf};
+  EXPECT_EQ(autocast(half, [] { return dtype_of_product(); }), torch::kHalf);
+  EXPECT_EQ(autocast({.device = torch::kCPU}, dtype_of_product), torch::kBFloat16);
+  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  int value = 0;
+  static_assert(std::is_same_v<decltype(autocast(half, [&]() -> int& { return value; })), int&>);
+  static_assert(std::is_void_v<decltype(autocast(half, [] {}))>);
+}
+
+TEST(AutocastCall, RestoresTheStateWhenTheExpressionThrows) {
+  EXPECT_THROW(autocast({.device = torch::kCPU}, [] { TORCH_CHECK(false, "no"); }), c10::Error);
+  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+  EXPECT_THROW(autocast({.device = torch::kMeta}, dtype_of_product), c10::Error);
+}
+
 }  // namespace

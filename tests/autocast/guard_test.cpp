@@ -72,7 +72,7 @@ TEST(Autocast, NestsAndRestoresTheOuterRegionAtEachExit) {
     const Autocast<torch::kCPU> outer;
     const Found in_outer;
     {
-      const Autocast<torch::kCPU, torch::kHalf> inner({.cache_enabled = false});
+      const Autocast<torch::kCPU, torch::kHalf> inner({.cache = false});
       EXPECT_EQ(dtype_of_product(), torch::kHalf);
       EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
       EXPECT_EQ(Found::read_nesting(), before.nesting + 2);
@@ -100,7 +100,7 @@ TEST(Autocast, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
 TEST(Autocast, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
   const Found before;
   const auto mismatched = [] {
-    const Autocast<torch::kCPU, torch::kHalf> autocast({.cache_enabled = false});
+    const Autocast<torch::kCPU, torch::kHalf> autocast({.cache = false});
     torch::mm(torch::ones({2, 3}), torch::ones({2, 3}));
   };
   EXPECT_THROW(mismatched(), c10::Error);
@@ -110,7 +110,7 @@ TEST(Autocast, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
 TEST(Autocast, RestoresWhatItFoundOnAnEarlyReturn) {
   const Found before;
   const auto early = [](bool leave) {
-    const Autocast<torch::kCUDA, torch::kBFloat16> autocast({.cache_enabled = false});
+    const Autocast<torch::kCUDA, torch::kBFloat16> autocast({.cache = false});
     if (leave) {
       return 1;
     }
@@ -140,20 +140,20 @@ TEST(Autocast, HoldsInItsOwnThreadOnly) {
 }
 
 TEST(AutocastGuard, TakesTheDeviceDefaultWithoutADtype) {
-  const AutocastGuard guard(torch::kCPU);
+  const AutocastGuard guard({.device = torch::kCPU});
   EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
-  const AutocastGuard on_cuda(torch::kCUDA);
+  const AutocastGuard on_cuda({.device = torch::kCUDA});
   EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
 }
 
 TEST(AutocastGuard, TakesDtypeAndOptionsAtRunTimeAndRestoresThem) {
   const Found before;
   {
-    const AutocastGuard guard(torch::kCPU, torch::kHalf, {.cache_enabled = false});
+    const AutocastGuard guard({.device = torch::kCPU, .dtype = torch::kHalf, .cache = false});
     EXPECT_EQ(dtype_of_product(), torch::kHalf);
     EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
-    const AutocastGuard exact(torch::kCPU, torch::kBFloat16,
-                              {.enabled = false, .cache_enabled = true});
+    const AutocastGuard exact(
+        {.device = torch::kCPU, .dtype = torch::kBFloat16, .enabled = false, .cache = true});
     EXPECT_EQ(dtype_of_product(), torch::kFloat);
     EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
   }
@@ -165,23 +165,44 @@ TEST(AutocastGuard, TakesASetting) {
   EXPECT_EQ(dtype_of_product(), torch::kHalf);
 }
 
+TEST(AutocastGuard, RefusesASettingWithoutADevice) {
+  EXPECT_THAT([] { AutocastGuard guard({.dtype = torch::kHalf}); },
+              ThrowsMessage<c10::Error>(HasSubstr("device: the AutocastSetting names none")));
+}
+
+TEST(Autocast, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
+  {
+    const Autocast<torch::kCPU, torch::kHalf> same({.device = torch::kCPU, .dtype = torch::kHalf});
+    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+  }
+  EXPECT_THAT([] { Autocast<torch::kCPU> autocast({.device = torch::kCUDA}); },
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("device: the AutocastSetting says cuda, the guard's type cpu")));
+  EXPECT_THAT([] { Autocast<torch::kCPU> autocast({.dtype = torch::kHalf}); },
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("dtype: the AutocastSetting says Half, the guard's type BFloat16")));
+}
+
 TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
   const Found before;
   for (const bool enabled : {true, false}) {
-    EXPECT_THAT([&] { AutocastGuard guard(torch::kCPU, torch::kFloat, {.enabled = enabled}); },
-                ThrowsMessage<c10::Error>(
-                    HasSubstr("dtype: autocast on cpu cannot lower to Float; use Half "
-                              "or BFloat16")));
+    EXPECT_THAT(
+        [&] {
+          AutocastGuard guard({.device = torch::kCPU, .dtype = torch::kFloat, .enabled = enabled});
+        },
+        ThrowsMessage<c10::Error>(
+            HasSubstr("dtype: autocast on cpu cannot lower to Float; use Half "
+                      "or BFloat16")));
     EXPECT_EQ(Found(), before);
   }
-  EXPECT_THROW(AutocastGuard guard(torch::kCUDA, torch::kDouble), c10::Error);
+  EXPECT_THROW(AutocastGuard guard({.device = torch::kCUDA, .dtype = torch::kDouble}), c10::Error);
   EXPECT_EQ(Found(), before);
 }
 
 TEST(AutocastGuard, RefusesADeviceTypeWithoutAutocast) {
-  EXPECT_THAT([] { AutocastGuard guard(torch::kMeta); },
+  EXPECT_THAT([] { AutocastGuard guard({.device = torch::kMeta}); },
               ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu or cuda")));
-  EXPECT_THROW(AutocastGuard guard(torch::kMeta, torch::kHalf), c10::Error);
+  EXPECT_THROW(AutocastGuard guard({.device = torch::kMeta, .dtype = torch::kHalf}), c10::Error);
 }
 
 // mezzo declares libtorch's functions itself: an overload of its own would make these ambiguous.

@@ -65,7 +65,7 @@ TEST(AutocastState, LeavesTheRestOfAThreadsDispatchStateAlone) {
 
 TEST(AutocastState, IsRestoredInAPoolThreadBetweenTasks) {
   const AutocastState off = AutocastState::capture();
-  const mezzo::Autocast<torch::kCPU> autocast({.cache_enabled = false});
+  const mezzo::Autocast<torch::kCPU> autocast({.cache = false});
   const AutocastState on = AutocastState::capture();
   std::thread([&] {
     {

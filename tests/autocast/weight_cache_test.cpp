@@ -30,7 +30,7 @@ TEST(AutocastWeightCache, CastsAWeightOnceARegion) {
 
 TEST(AutocastWeightCache, CastsAtEveryUseWhenItIsDisabled) {
   const Tensor w = weight();
-  const Autocast<torch::kCPU> autocast({.cache_enabled = false});
+  const Autocast<torch::kCPU> autocast({.cache = false});
   EXPECT_FALSE(cast(w).is_same(cast(w)));
 }
 
@@ -78,7 +78,7 @@ TEST(AutocastWeightCache, NeverHandsAnInnerRegionTheOuterDtype) {
 TEST(AutocastWeightCache, StaysOffInRegionsInsideOneThatDisabledIt) {
   const Tensor w = torch::ones({2, 2}).requires_grad_();
   const Tensor x = torch::ones({2, 2});
-  const Autocast<torch::kCPU> outer({.cache_enabled = false});
+  const Autocast<torch::kCPU> outer({.cache = false});
   const auto product = [&] {
     const Autocast<torch::kCPU> inner;
     return torch::mm(x, w).sum().item<float>();
@@ -101,7 +101,7 @@ std::vector<bool> caches_in_silent_regions() {
     look();
   }
   {
-    const mezzo::AutocastGuard guard(torch::kCPU, torch::kHalf);
+    const mezzo::AutocastGuard guard({.device = torch::kCPU, .dtype = torch::kHalf});
     look();
   }
   {
@@ -117,9 +117,9 @@ std::vector<bool> caches_in_silent_regions() {
 TEST(AutocastWeightCache, IsInheritedByEveryRegionThatSaysNothingOfIt) {
   EXPECT_THAT(caches_in_silent_regions(), Each(true));
   {
-    const Autocast<torch::kCPU> outer({.cache_enabled = false});
+    const Autocast<torch::kCPU> outer({.cache = false});
     EXPECT_THAT(caches_in_silent_regions(), Each(false));
-    const Autocast<torch::kCUDA> inner({.cache_enabled = true});
+    const Autocast<torch::kCUDA> inner({.cache = true});
     EXPECT_THAT(caches_in_silent_regions(), Each(true));
   }
   at::autocast::set_autocast_cache_enabled(false);

@@ -353,7 +353,7 @@ TEST(ShardedTraining, WhatItCannotShardIsRefused) {
   EXPECT_THAT(error_of([&] { optimizer.enable_master_weights(); }),
               HasSubstr("make the optimizer from the cast model"));
   own_loss(model, batches(1)[0], ranks).backward();
-  mezzo::WeightCache cache;
+  mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   optimizer.publish_to(cache, at::kBFloat16);
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("stop_publishing()"));
   optimizer.stop_publishing();

@@ -137,7 +137,8 @@ TEST_F(SyncBatchNormTest, AutocastChangesNothing) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const at::Tensor x = batch.part(batch.x, world.rank());
   const at::Tensor wanted = norm->forward(x);
-  const mezzo::Autocast<torch::kCPU> autocast(mezzo::OpPolicy().allow("aten::mul.Tensor"));
+  const mezzo::Autocast<torch::kCPU> autocast(
+      {.policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("aten::mul.Tensor"))});
   EXPECT_TRUE(at::equal(norm->forward(x), wanted));
 }
 

@@ -27,7 +27,8 @@ class PublishedWeights : public testing::TestWithParam<torch::ScalarType> {
 
   void backward(double factor = 1.0) {
     optimizer_.zero_grad();
-    const mezzo::AutocastGuard autocast(torch::kCPU, GetParam(), {.weight_cache = cache_});
+    const mezzo::AutocastGuard autocast(
+        {.device = torch::kCPU, .dtype = GetParam(), .cache = cache_});
     (first_->forward(torch::randn({4, 24})).sum() * factor).backward();
   }
 
@@ -42,7 +43,7 @@ class PublishedWeights : public testing::TestWithParam<torch::ScalarType> {
   }
 
   torch::nn::Linear first_{24, 17};
-  WeightCache cache_;
+  WeightCache cache_ = mezzo::install_op_overrides(WeightCache());
   AdamW optimizer_{first_->parameters(), AdamWOptions(1e-2)};
 };
 
@@ -100,7 +101,7 @@ INSTANTIATE_TEST_SUITE_P(Of, PublishedWeights, testing::Values(torch::kBFloat16,
 TEST(PublishToCache, LeavesNoWeightToCastInATrainingStep) {
   torch::nn::Sequential model(torch::nn::Linear(16, 32), torch::nn::ReLU(),
                               torch::nn::Linear(32, 8));
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   AdamW optimizer(model->parameters(), AdamWOptions(1e-2));
   optimizer.publish_to(cache, torch::kBFloat16);
   const auto input = torch::randn({5, 16}).to(torch::kBFloat16);
@@ -109,7 +110,7 @@ TEST(PublishToCache, LeavesNoWeightToCastInATrainingStep) {
     optimizer.zero_grad();
     cache.reset_statistics();
     {
-      const mezzo::Autocast<torch::kCPU> autocast(cache);
+      const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
       model->forward(input).to(torch::kFloat).square().mean().backward();
     }
     casts = cache.statistics().casts;
@@ -122,13 +123,13 @@ TEST(PublishToCache, TrainsAsWithoutToTheBit) {
   const auto train = [](bool publishes) {
     torch::manual_seed(1);
     torch::nn::Linear model(16, 8);
-    const WeightCache cache;
+    const WeightCache cache = mezzo::install_op_overrides(WeightCache());
     AdamW optimizer(model->parameters(), AdamWOptions(1e-2));
     if (publishes) optimizer.publish_to(cache, torch::kBFloat16);
     for (int step = 0; step < 5; ++step) {
       optimizer.zero_grad();
       {
-        const mezzo::Autocast<torch::kCPU> autocast(cache);
+        const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
         model->forward(torch::randn({4, 16})).to(torch::kFloat).square().mean().backward();
       }
       optimizer.step();
@@ -141,11 +142,11 @@ TEST(PublishToCache, TrainsAsWithoutToTheBit) {
 TEST(PublishToCache, LeavesOutWhatIsNotFloatOrNotDense) {
   const auto doubles = torch::ones({6}, torch::kDouble).requires_grad_();
   const auto gaps = torch::ones({6, 8}).slice(1, 0, 8, 2).requires_grad_();
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   AdamW optimizer({doubles, gaps}, AdamWOptions(1e-2));
   optimizer.publish_to(cache, torch::kBFloat16);
   {
-    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
     torch::linear(torch::ones({1, 4}), gaps).sum().backward();
   }
   doubles.mutable_grad() = torch::ones({6}, torch::kDouble);
@@ -159,13 +160,13 @@ TEST(PublishToCache, LeavesOutWhatNoRegionAsksFor) {
   torch::nn::Linear head(16, 4);
   auto parameters = head->parameters();
   parameters.push_back(words->weight);
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   AdamW optimizer(parameters, AdamWOptions(1e-2));
   optimizer.publish_to(cache, torch::kBFloat16);
   for (int step = 0; step < 2; ++step) {
     optimizer.zero_grad();
     {
-      const mezzo::Autocast<torch::kCPU> autocast(cache);
+      const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
       head->forward(words->forward(torch::arange(9))).to(torch::kFloat).sum().backward();
     }
     optimizer.step();
@@ -179,11 +180,11 @@ TEST(PublishToCache, LeavesOutWhatNoRegionAsksFor) {
 
 TEST(PublishToCache, ThrowsBeforeAnythingIsWrittenWhereThereIsNoRoom) {
   torch::nn::Linear model(64, 64);
-  const WeightCache cache({.max_bytes = 100});
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache({.max_bytes = 100}));
   AdamW optimizer(model->parameters(), AdamWOptions(1e-2));
   optimizer.publish_to(cache, torch::kBFloat16);
   {
-    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
     model->forward(torch::randn({4, 64})).sum().backward();
   }
   const auto before = model->weight.detach().clone();
@@ -201,11 +202,11 @@ TEST(PublishToCache, LeavesOutAViewOfAllOfAnotherWeight) {
     const torch::NoGradGuard no_grad;
     view = model->weight.view({24}).requires_grad_();
   }
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   AdamW optimizer({view}, AdamWOptions(1e-2));
   optimizer.publish_to(cache, torch::kBFloat16);
   {
-    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
     model->forward(torch::randn({3, 6})).sum().backward();
   }
   view.mutable_grad() = torch::ones({24});
@@ -214,7 +215,7 @@ TEST(PublishToCache, LeavesOutAViewOfAllOfAnotherWeight) {
 }
 
 TEST(PublishToCache, RefusesADtypeThatAutocastDoesNotHave) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto parameter = torch::ones({1}).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(1e-2));
   EXPECT_THAT([&] { optimizer.publish_to(cache, torch::kDouble); },

@@ -39,7 +39,7 @@ constexpr int64_t kT = 10;
 
 /// Made once: it edits some two hundred ops.
 const OpPolicy& cuda_like() {
-  static const OpPolicy policy = OpPolicy::cuda_like();
+  static const OpPolicy policy = mezzo::install_op_overrides(OpPolicy::cuda_like());
   return policy;
 }
 
@@ -48,7 +48,9 @@ class Casts : public testing::TestWithParam<ScalarType> {
   Casts() { torch::manual_seed(1); }
 
   static ScalarType lower() { return GetParam(); }
-  static AutocastSetting setting() { return {torch::kCPU, lower()}; }
+  static AutocastSetting setting(const mezzo::PolicyRef& policy = {}) {
+    return {.device = torch::kCPU, .dtype = lower(), .policy = policy};
+  }
   static std::vector<ScalarType> dtypes() { return {kFloat, lower()}; }
 
   enum class Expected { lower, full, as_input };
@@ -62,7 +64,7 @@ class Casts : public testing::TestWithParam<ScalarType> {
         const auto x = torch::rand(shape).to(dtype).requires_grad_();
         Tensor y;
         {
-          const AutocastGuard autocast(setting(), cuda_like());
+          const AutocastGuard autocast(setting(cuda_like()));
           y = function(x);
         }
         const auto wanted = expected == Expected::lower  ? lower()
@@ -146,10 +148,11 @@ TEST_P(Casts, BanBinaryCrossEntropyUnlessItIsAllowed) {
       [&](const Tensor& input) { return F::binary_cross_entropy(input, target); }};
   for (const Function& function : functions) {
     {
-      const AutocastGuard autocast(setting(), cuda_like());
+      const AutocastGuard autocast(setting(cuda_like()));
       EXPECT_THROW(function(x), c10::Error);
     }
-    const AutocastGuard autocast(setting(), cuda_like().allow_banned("binary_cross_entropy"));
+    const AutocastGuard autocast(
+        setting(mezzo::install_op_overrides(cuda_like().allow_banned("binary_cross_entropy"))));
     EXPECT_EQ(function(x).scalar_type(), kFloat);
   }
 }
@@ -164,7 +167,7 @@ TEST_P(Casts, PromoteBinaryOpsToTheWidest) {
       {[](Tensor x, const Tensor& y) { return x.mul(y); }, false},
       {[](Tensor x, const Tensor& y) { return x.add_(y); }, true}};
   for (const auto& policy : {OpPolicy(), cuda_like()}) {
-    const AutocastGuard autocast(setting(), policy);
+    const AutocastGuard autocast(setting(policy));
     for (const auto& [function, in_place] : functions) {
       for (const ScalarType of_x : dtypes()) {
         for (const ScalarType of_y : dtypes()) {
@@ -191,7 +194,7 @@ TEST_P(Casts, PromoteCatToTheWidest) {
 
 /// Apex makes an error of exp_ on half. libtorch's autocast leaves in-place ops alone.
 TEST_P(Casts, AreNoneInPlace) {
-  const AutocastGuard autocast(setting(), cuda_like());
+  const AutocastGuard autocast(setting(cuda_like()));
   for (const ScalarType dtype : dtypes()) {
     EXPECT_EQ(torch::randn({kB}).to(dtype).exp_().scalar_type(), dtype);
   }
@@ -214,8 +217,9 @@ void expect_right_gradients(const CachedOps& ops, ScalarType of_weight,
   torch::optim::SGD optimizer({weight}, 1.0);
   mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
   const auto loss_of = [&] {
-    const AutocastGuard autocast =
-        cache ? AutocastGuard(setting, cuda_like(), *cache) : AutocastGuard(setting, cuda_like());
+    AutocastSetting with_cache = setting;
+    if (cache) with_cache.cache = *cache;
+    const AutocastGuard autocast(with_cache);
     return ops.run(x, weight);
   };
   const auto train = [&](const char* when) {
@@ -250,10 +254,13 @@ TEST_P(Casts, InACacheGiveRightGradientsAfterAnEvaluation) {
       {"promote", {2, 8}, [](const Tensor& x, const Tensor& w) { return (x * w * w).sum(); }}};
   for (const CachedOps& ops : all) {
     for (const ScalarType of_weight : dtypes()) {
-      expect_right_gradients(ops, of_weight, setting(), std::nullopt);
-      expect_right_gradients(ops, of_weight, setting(), mezzo::WeightCache());
-      expect_right_gradients(ops, of_weight, setting(),
-                             mezzo::WeightCache({.keep_trainable = true}));
+      const auto like_cuda = setting(cuda_like());
+      expect_right_gradients(ops, of_weight, like_cuda, std::nullopt);
+      expect_right_gradients(ops, of_weight, like_cuda,
+                             mezzo::install_op_overrides(mezzo::WeightCache()));
+      expect_right_gradients(
+          ops, of_weight, like_cuda,
+          mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true})));
     }
   }
 }
@@ -285,15 +292,15 @@ Tensor run_cell(Cell& cell, const std::vector<Tensor>& inputs, const Tensor& zer
 template <class Cell>
 void expect_lower_cell(const AutocastSetting& setting) {
   Cell cell(kH, kH);
-  for (const ScalarType dtype : {kFloat, setting.dtype}) {
+  for (const ScalarType dtype : {kFloat, *setting.dtype}) {
     std::vector<Tensor> inputs;
     for (int64_t i = 0; i < kT; ++i) {
       inputs.push_back(torch::randn({kB, kH}).to(dtype).requires_grad_());
     }
     Tensor output;
     {
-      const AutocastGuard autocast(setting, cuda_like());
-      output = run_cell(cell, inputs, torch::zeros({kB, kH}, dtype), setting.dtype);
+      const AutocastGuard autocast(setting);
+      output = run_cell(cell, inputs, torch::zeros({kB, kH}, dtype), *setting.dtype);
     }
     output.to(kFloat).sum().backward();
     for (const auto& x : inputs) EXPECT_EQ(x.grad().scalar_type(), dtype);
@@ -301,9 +308,9 @@ void expect_lower_cell(const AutocastSetting& setting) {
 }
 
 TEST_P(Casts, OfRecurrentCellsAreToLowerPrecision) {
-  expect_lower_cell<torch::nn::RNNCell>(setting());
-  expect_lower_cell<torch::nn::GRUCell>(setting());
-  expect_lower_cell<torch::nn::LSTMCell>(setting());
+  expect_lower_cell<torch::nn::RNNCell>(setting(cuda_like()));
+  expect_lower_cell<torch::nn::GRUCell>(setting(cuda_like()));
+  expect_lower_cell<torch::nn::LSTMCell>(setting(cuda_like()));
 }
 
 /// By libtorch's own lists for the CPU only the plain cell is: the others' gates are float's, as
@@ -329,15 +336,14 @@ constexpr LayerShape kLayerShapes[] = {{1, false}, {2, false}, {2, true}};
 /// back in the input's.
 template <class Layers, class Options, class State>
 ScalarType dtype_of_layers(const Options& options, const LayerShape& shape, ScalarType dtype,
-                           const State& state_of, const AutocastSetting& setting,
-                           const OpPolicy& policy = cuda_like()) {
+                           const State& state_of, const AutocastSetting& setting) {
   auto each = options;
   Layers layers(each.num_layers(shape.layers).bidirectional(shape.bidirectional));
   const auto x = torch::randn({kT, kB, kH}).to(dtype).requires_grad_();
   const auto zeros = torch::zeros({shape.layers * (shape.bidirectional ? 2 : 1), kB, kH}, dtype);
   Tensor output;
   {
-    const AutocastGuard autocast(setting, policy);
+    const AutocastGuard autocast(setting);
     output = std::get<0>(layers(x, state_of(zeros)));
   }
   output[-1].to(kFloat).sum().backward();
@@ -350,8 +356,9 @@ TEST_P(Casts, OfRecurrentLayersAreToLowerPrecision) {
   const auto options = torch::nn::RNNOptions(kH, kH).nonlinearity(torch::kReLU);
   for (const LayerShape& shape : kLayerShapes) {
     for (const ScalarType dtype : dtypes()) {
-      EXPECT_EQ((dtype_of_layers<torch::nn::RNN>(options, shape, dtype, as_is, setting())),
-                lower());
+      EXPECT_EQ(
+          (dtype_of_layers<torch::nn::RNN>(options, shape, dtype, as_is, setting(cuda_like()))),
+          lower());
     }
   }
 }
@@ -362,7 +369,7 @@ TEST_P(Casts, OfGruLayersOnTheCpuFollowTheirState) {
   for (const LayerShape& shape : kLayerShapes) {
     for (const ScalarType dtype : dtypes()) {
       EXPECT_EQ((dtype_of_layers<torch::nn::GRU>(torch::nn::GRUOptions(kH, kH), shape, dtype, as_is,
-                                                 setting())),
+                                                 setting(cuda_like()))),
                 dtype);
     }
   }
@@ -376,7 +383,7 @@ TEST_P(Casts, OfLstmLayersAreToLowerPrecisionWhereOneDnnHasIt) {
     for (const ScalarType dtype : dtypes()) {
       try {
         EXPECT_EQ((dtype_of_layers<torch::nn::LSTM>(torch::nn::LSTMOptions(kH, kH), shape, dtype,
-                                                    twice, setting(), OpPolicy())),
+                                                    twice, setting())),
                   lower());
       } catch (const std::exception& error) {
         EXPECT_EQ(lower(), torch::kHalf) << error.what();
@@ -394,7 +401,7 @@ TEST_P(Casts, OfAPackedSequenceAreToLowerPrecision) {
         std::get<0>(torch::randint(kT / 2, kT + 1, {kB}).to(torch::kLong).sort(0, true));
     Tensor output;
     {
-      const AutocastGuard autocast(setting(), cuda_like());
+      const AutocastGuard autocast(setting(cuda_like()));
       const auto packed = torch::nn::utils::rnn::pack_padded_sequence(x, lengths);
       output =
           std::get<0>(layers->forward_with_packed_input(packed, torch::zeros({2, kB, kH}, dtype)))
@@ -415,15 +422,16 @@ INSTANTIATE_TEST_SUITE_P(Apexs, Casts, testing::Values(torch::kHalf, torch::kBFl
 class GradModes : public testing::TestWithParam<bool> {
  protected:
   AutocastGuard region() const {
-    const AutocastSetting setting{torch::kCPU, torch::kBFloat16};
-    return GetParam() ? AutocastGuard(setting, cache_) : AutocastGuard(setting);
+    AutocastSetting setting{.device = torch::kCPU, .dtype = torch::kBFloat16};
+    if (GetParam()) setting.cache = cache_;
+    return AutocastGuard(setting);
   }
   void expect_gradients() const {
     EXPECT_TRUE(model_->weight.grad().defined());
     EXPECT_TRUE(model_->bias.grad().defined());
   }
 
-  mezzo::WeightCache cache_;
+  mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
   mutable torch::nn::Linear model_{2, 2};
   Tensor input_ = torch::randn({8, 2});
 };
@@ -500,7 +508,7 @@ TEST(TorchAutocast, IndexPutTakesItsInputsDtypes) {
 }
 
 TEST(TorchAutocast, LeavesDoubleAndIntegersAlone) {
-  const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast(cuda_like());
+  const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast({.policy = cuda_like()});
   const auto half = torch::ones({8, 8}, torch::kHalf);
   for (const ScalarType ignored : {torch::kDouble, torch::kInt}) {
     const auto a = torch::ones({8, 8}, ignored);
@@ -515,9 +523,10 @@ TEST(TorchAutocast, LeavesDoubleAndIntegersAlone) {
 }
 
 TEST(TorchAutocast, TakesADisabledRegionOfAnyDtypeThatAutocastHas) {
-  const AutocastGuard autocast(torch::kCPU, torch::kHalf, {.enabled = false});
+  const AutocastGuard autocast({.device = torch::kCPU, .dtype = torch::kHalf, .enabled = false});
   EXPECT_EQ(torch::mm(torch::ones({2, 2}), torch::ones({2, 2})).scalar_type(), kFloat);
-  EXPECT_THROW(AutocastGuard(torch::kCPU, torch::kInt, {.enabled = false}), c10::Error);
+  EXPECT_THROW(AutocastGuard({.device = torch::kCPU, .dtype = torch::kInt, .enabled = false}),
+               c10::Error);
 }
 
 }  // namespace

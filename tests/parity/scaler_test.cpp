@@ -165,8 +165,9 @@ TEST(TorchScaling, WithAutocastFollowsFloat) {
             side.model->zero_grad();
             Tensor loss;
             {
-              const mezzo::AutocastGuard autocast(torch::kCPU, torch::kHalf,
-                                                  {.enabled = side.scaler != nullptr});
+              const mezzo::AutocastGuard autocast({.device = torch::kCPU,
+                                                   .dtype = torch::kHalf,
+                                                   .enabled = side.scaler != nullptr});
               loss = side.loss(iteration.batch.input, iteration.batch.target);
             }
             train(side, iteration, loss);

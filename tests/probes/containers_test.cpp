@@ -104,9 +104,9 @@ TEST(Containers, UnderAutocastModuleGiveTheBitsOfAGuard) {
 TEST(Containers, InAWeightCacheGiveTheBitsOfAGuard) {
   Nested guarded, model;
   const Tensor expected = trained_in_a_guard(guarded);
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   for (int use = 0; use < 2; ++use) {
-    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
     EXPECT_TRUE(torch::equal(model->forward(batch()), expected));
   }
 }

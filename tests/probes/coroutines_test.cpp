@@ -249,9 +249,10 @@ TEST(PoolThreads, KeepNothingOfATask) {
   Tensor weight = torch::randn({4, 4}).requires_grad_();
   c10::weak_intrusive_ptr<c10::TensorImpl> watched(weight.getIntrusivePtr());
   {
-    const mezzo::WeightCache cache({.thread_isolated = true});
+    const mezzo::WeightCache cache =
+        mezzo::install_op_overrides(mezzo::WeightCache({.thread_isolated = true}));
     const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast(
-        {.policy = mezzo::OpPolicy().allow("exp"), .weight_cache = cache});
+        {.cache = cache, .policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"))});
     pool.run(mezzo::with_current_autocast([&] {
           EXPECT_EQ(torch::exp(x).scalar_type(), torch::kHalf);
           EXPECT_EQ(torch::mm(x, weight).scalar_type(), torch::kHalf);
@@ -276,9 +277,10 @@ TEST(PoolThreads, LetGoOfFrozenCopiesWithTheirCache) {
   const Tensor x = torch::randn({4, 4}), weight = torch::randn({4, 4});
   c10::weak_intrusive_ptr<c10::StorageImpl> copy(torch::empty({1}).storage().getWeakStorageImpl());
   {
-    const mezzo::WeightCache cache({.thread_isolated = true});
+    const mezzo::WeightCache cache =
+        mezzo::install_op_overrides(mezzo::WeightCache({.thread_isolated = true}));
     pool.run([&] {
-          const mezzo::Autocast<torch::kCPU> autocast(cache);
+          const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
           torch::linear(x, weight);
           const Tensor held = cache.buffer_for(weight, torch::kBFloat16);
           copy = held.storage().getWeakStorageImpl();

@@ -97,7 +97,7 @@ TEST_P(OddDtypes, AreRefusedByBucketsByName) {
 }
 
 TEST_P(OddDtypes, ArePublishedByNoCacheUnlessTheyAreFloating) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const std::string error = error_of([&] { (void)cache.buffer_for(odd_, torch::kBFloat16); });
   if (odd_.is_floating_point()) {
     EXPECT_EQ(error, "no error");
@@ -144,8 +144,8 @@ TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
 TEST_P(OddDtypes, MakeNoDifferenceToAModuleUnderAutocast) {
   Mixed model(odd_, odd_.clone());
   const Tensor x = torch::randn({4, 4});
-  const mezzo::WeightCache cache;
-  mezzo::AutocastModule wrapped(model, {.device = torch::kCPU}, mezzo::PolicyRef(), cache);
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  mezzo::AutocastModule wrapped(model, {.device = torch::kCPU, .cache = cache});
   const mezzo::Autocast<torch::kCPU> autocast;
   EXPECT_TRUE(torch::equal(wrapped(x), model->forward(x)));
   EXPECT_EQ(model->odd_parameter.scalar_type(), GetParam());
@@ -175,7 +175,7 @@ INSTANTIATE_TEST_SUITE_P(, OddDtypes,
 
 // Ops of autocast's lists: what a region does with them beside plain at::autocast.
 TEST(OddDtypesInRegions, PassThroughAsInLibtorchs) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   for (const auto dtype : {torch::kLong, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
     const Tensor x = odd_tensor(dtype);
     Tensor plain, cached;
@@ -184,7 +184,7 @@ TEST(OddDtypesInRegions, PassThroughAsInLibtorchs) {
       plain = torch::mm(x, x);
     }
     for (int use = 0; use < 3; ++use) {
-      const mezzo::Autocast<torch::kCPU> autocast(cache);
+      const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
       cached = torch::mm(x, x);
     }
     EXPECT_EQ(plain.scalar_type(), dtype == torch::kFloat8_e4m3fn ? torch::kBFloat16 : dtype);
@@ -204,9 +204,9 @@ TEST(OddDtypesInRegions, QuantisedWeightsComputeAsInLibtorchs) {
     const mezzo::Autocast<torch::kCPU> autocast;
     plain = compute();
   }
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   for (int use = 0; use < 3; ++use) {
-    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
     EXPECT_TRUE(torch::equal(compute(), plain));
   }
 }

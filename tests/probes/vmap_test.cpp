@@ -79,7 +79,8 @@ class Vmap : public testing::Test {
     EXPECT_TRUE(torch::equal(gradient_of(result, weight_), gradient_of(libtorchs, weight_)));
   }
 
-  const mezzo::WeightCache cache_{{.keep_trainable = true}};
+  const mezzo::WeightCache cache_ =
+      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
   Tensor weight_ = torch::randn({4, 3}).requires_grad_();
   Tensor bias_ = torch::randn({4}).requires_grad_();
   Tensor batch_ = torch::randn({5, 2, 3});
@@ -96,20 +97,20 @@ TEST_F(Vmap, OfABatchInGuardsAndCachesGivesLibtorchsBits) {
       expect_as_libtorch(vmap(function, batch_), libtorchs);
     }
     for (int use = 0; use < 2; ++use) {
-      const mezzo::Autocast<torch::kCPU> autocast(cache_);
+      const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
       expect_as_libtorch(vmap(function, batch_), libtorchs);
     }
   }
 }
 
 TEST_F(Vmap, OfAProductIsTheStackOfALoop) {
-  const mezzo::Autocast<torch::kCPU> autocast(cache_);
+  const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
   EXPECT_TRUE(torch::equal(vmap(product_, batch_), loop(product_, batch_)));
 }
 
 TEST_F(Vmap, OfAGuardInsideIsThatOfAGuardOutside) {
   const auto guarded = [&](const Tensor& x) {
-    const mezzo::Autocast<torch::kCPU> autocast(cache_);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
     return product_(x);
   };
   const Tensor inside = vmap(guarded, batch_);
@@ -121,22 +122,23 @@ TEST_F(Vmap, OfWeightsHoldsNoCopyThatGoesStale) {
   const Function function = [&](const Tensor& weight) { return torch::linear(batch_[0], weight); };
   for (int change = 0; change < 3; ++change) {
     const Tensor libtorchs = under_libtorchs_autocast([&] { return vmap(function, weights_); });
-    const mezzo::Autocast<torch::kCPU> autocast(cache_);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
     EXPECT_TRUE(torch::equal(vmap(function, weights_), libtorchs));
     weights_.mul_(2);
   }
 }
 
 TEST_F(Vmap, FollowsPolicies) {
-  const auto denying = mezzo::OpPolicy().deny("linear").deny("addmm").deny("mm").deny("matmul");
-  const auto allowing = mezzo::OpPolicy().allow("exp");
+  const auto denying = mezzo::install_op_overrides(
+      mezzo::OpPolicy().deny("linear").deny("addmm").deny("mm").deny("matmul"));
+  const auto allowing = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"));
   const Function exp = [](const Tensor& x) { return torch::exp(x); };
   {
-    const mezzo::Autocast<torch::kCPU> autocast({.policy = denying, .weight_cache = cache_});
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_, .policy = denying});
     EXPECT_TRUE(torch::equal(vmap(product_, batch_), loop(product_, batch_)));
     EXPECT_EQ(vmap(product_, batch_).scalar_type(), torch::kFloat);
   }
-  const mezzo::Autocast<torch::kCPU> autocast(allowing);
+  const mezzo::Autocast<torch::kCPU> autocast({.policy = allowing});
   EXPECT_TRUE(torch::equal(vmap(exp, batch_), loop(exp, batch_)));
   EXPECT_EQ(vmap(exp, batch_).scalar_type(), torch::kBFloat16);
 }
@@ -161,7 +163,7 @@ TEST_F(Vmap, GradsOfWrappedWeightsAreLibtorchs) {
   };
   const Tensor libtorchs = under_libtorchs_autocast(grad);
   for (int change = 0; change < 2; ++change) {
-    const mezzo::Autocast<torch::kCPU> autocast(cache_);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
     EXPECT_TRUE(torch::equal(grad(), libtorchs));
   }
   EXPECT_EQ(cache_.statistics().copies_held, 0);

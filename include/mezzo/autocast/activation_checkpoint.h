@@ -7,8 +7,8 @@
 #pragma once
 
 #include <c10/core/GradMode.h>
+#include <mezzo/autocast/detail/activation_checkpoint/checkpoint_node.h>
 #include <mezzo/autocast/detail/activation_checkpoint/checkpointed_call.h>
-#include <mezzo/autocast/detail/activation_checkpoint/first_run.h>
 #include <mezzo/base/version.h>
 
 #include <concepts>

@@ -4,50 +4,19 @@
 /// Python calls `torch.autocast`.
 ///
 /// Autocast state belongs to a thread. libtorch's cache of weight casts that goes with it belongs
-/// to the whole process: see AutocastOptions::cache_enabled, and weight_cache.h for a better one.
+/// to the whole process: see AutocastCache, and weight_cache.h for a better one.
 /// Modules are wrapped by autocast_module.h.
 #pragma once
 
-#include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/region.h>
-#include <mezzo/autocast/detail/scoped_function.h>
-#include <mezzo/autocast/detail/thread_state.h>
-#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
-#include <mezzo/base/precision.h>
 #include <mezzo/base/version.h>
 
-#include <optional>
+#include <functional>
 #include <type_traits>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-/// How a guard behaves, beside its device and dtype.
-struct AutocastOptions {
-  /// False makes the region run in full precision, also inside an enabled one. Tensors that the
-  /// surrounding region lowered stay as they are: cast them (`x.to(torch::kFloat)`) before use.
-  bool enabled = true;
-
-  /// Whether libtorch keeps the low-precision copy of a float32 parameter until the outermost
-  /// region of the thread ends, so that a weight used twice is cast once. Unset, as where the
-  /// region is entered: what the surrounding region or
-  /// `at::autocast::set_autocast_cache_enabled` said, and on in a thread where nobody did.
-  ///
-  /// libtorch has one such cache a process, keyed by the weight alone: set this to false where
-  /// weights change inside a region, where a `NoGradGuard` comes and goes inside it (a copy made
-  /// without gradients would be reused with them), or where threads run the same weights in
-  /// different dtypes. Or give the region a `weight_cache`, which has none of these traps. False
-  /// turns a surrounding region's `weight_cache` off too, for this region and those inside it.
-  std::optional<bool> cache_enabled = std::nullopt;
-
-  /// Edits to the op lists, an OpPolicy (op_policy.h), for this region: on top of the surrounding
-  /// region's where regions nest.
-  PolicyRef policy = {};
-
-  /// A WeightCache (weight_cache.h), which takes the place of libtorch's cache in this region.
-  /// Without one the surrounding region's stays in force.
-  WeightCacheRef weight_cache = {};
-};
 
 /// A region of mixed precision that ends with the scope:
 ///
@@ -55,9 +24,7 @@ struct AutocastOptions {
 ///     mezzo::Autocast<torch::kCPU> autocast;                      // bfloat16 on the CPU
 ///     mezzo::Autocast<torch::kCUDA, torch::kBFloat16> autocast;   // or as said
 ///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision in a region
-///     mezzo::Autocast<torch::kCPU> autocast(policy);              // with edited op lists
-///     mezzo::Autocast<torch::kCPU> autocast(cache);               // with a WeightCache
-///     mezzo::Autocast<torch::kCPU> autocast({.policy = policy, .weight_cache = cache});
+///     mezzo::Autocast<torch::kCPU> autocast({.cache = cache, .policy = policy});
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
@@ -65,12 +32,11 @@ struct AutocastOptions {
 /// thread_local guard of that thread may end when the process or the thread does. A guard that
 /// lives across a coroutine's suspension may not: it leaves the wrong state behind, as
 /// `torch.autocast` around an await does, and warns. Enter an AutocastState::Scope after each
-/// suspension instead. Entering and leaving costs some thread-local writes and no host sync;
-/// nothing throws. Call `backward()` after the scope.
+/// suspension instead. Entering and leaving costs some thread-local writes and no host sync. Call
+/// `backward()` after the scope.
 ///
 /// The region acts on ops whose tensors are on `Device`; for CPU and CUDA at once open both. It
-/// asks nothing of the hardware: see `recommended` in mezzo/base/precision.h for what is fast on
-/// this machine.
+/// asks nothing of the hardware: see `recommended` for what is fast on this machine.
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device)>
 class Autocast {
   static_assert(
@@ -82,17 +48,11 @@ class Autocast {
                 "torch::kBFloat16, or {.enabled = false} for full precision");
 
  public:
-  [[nodiscard]] explicit Autocast(AutocastOptions options = {}) noexcept
-      : region_({Device, Dtype, options.enabled, options.cache_enabled, std::move(options.policy),
-                 std::move(options.weight_cache)}) {}
-
-  /// The region under an OpPolicy.
-  [[nodiscard]] explicit Autocast(PolicyRef policy) noexcept
-      : Autocast(AutocastOptions{.policy = std::move(policy)}) {}
-
-  /// The region with a WeightCache.
-  [[nodiscard]] explicit Autocast(WeightCacheRef cache) noexcept
-      : Autocast(AutocastOptions{.weight_cache = std::move(cache)}) {}
+  /// `setting` beside device and dtype, which the type says.
+  /// \throws c10::Error, and changes nothing, for a setting of another device or dtype, for a policy
+  ///   with an op that install_op_overrides was not called for, and for a WeightCache likewise
+  [[nodiscard]] explicit Autocast(const AutocastSetting& setting = {})
+      : region_(detail::checked_region(setting, Device, Dtype)) {}
 
  private:
   detail::Region region_;
@@ -102,62 +62,56 @@ class Autocast {
 /// hardware.
 ///
 ///     mezzo::AutocastGuard autocast(mezzo::recommended(device));
-///     mezzo::AutocastGuard autocast(device, torch::kBFloat16, {.enabled = flags.amp});
+///     mezzo::AutocastGuard autocast({.device = device, .enabled = flags.amp});
 ///
-/// Everything said of Autocast holds. Throws c10::Error, and changes nothing, when the device type
-/// has no autocast or cannot lower to the dtype, also when not enabled. Without a dtype it takes
-/// the device's default, as Autocast does; an inner `torch.autocast` in Python would inherit the
-/// outer one's.
+/// Everything said of Autocast holds.
 class AutocastGuard {
  public:
-  [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting, PolicyRef policy = {},
-                                       WeightCacheRef cache = {})
-      : region_(detail::checked_region(setting, std::move(policy), std::move(cache))) {}
-
-  [[nodiscard]] AutocastGuard(const AutocastSetting& setting, WeightCacheRef cache)
-      : AutocastGuard(setting, PolicyRef(), std::move(cache)) {}
-
-  [[nodiscard]] explicit AutocastGuard(c10::DeviceType device,
-                                       std::optional<at::ScalarType> dtype = std::nullopt,
-                                       AutocastOptions options = {})
-      : AutocastGuard({.device = device,
-                       .dtype = dtype.value_or(default_autocast_dtype(device)),
-                       .enabled = options.enabled,
-                       .cache_enabled = options.cache_enabled},
-                      std::move(options.policy), std::move(options.weight_cache)) {}
+  /// \throws c10::Error, and changes nothing, when the setting names no device, when that has no
+  ///   autocast or cannot lower to the dtype, also when not enabled, and as Autocast does
+  [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting)
+      : region_(detail::checked_region(setting)) {}
 
  private:
   detail::Region region_;
 };
 
+/// Runs `function()` in a region of `setting`, now, and returns what it returns:
+///
+///     auto loss = mezzo::autocast(setting, [&] { return criterion(model->forward(x), y); });
+///
+/// Throws as AutocastGuard does.
+template <class F>
+decltype(auto) autocast(const AutocastSetting& setting, F&& function) {
+  const detail::Region region(detail::checked_region(setting));
+  return std::invoke(std::forward<F>(function));
+}
+
 /// `function` as a callable that runs under autocast in whatever thread calls it, and is otherwise
 /// the same: all arguments are forwarded perfectly, move-only ones too, the result is returned as
 /// it is, references included, overloads, const and noexcept are kept. What Python does by
-/// decorating `forward`.
+/// decorating `forward`. The function stands first here, the setting after it.
 ///
 ///     auto forward = mezzo::autocast<torch::kCPU>([&](auto x) { return net->forward(x); });
 ///     auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device));
 ///     step(trainer, batch);
 ///
 /// A lvalue `function` is copied, as by std::bind_front; pass std::ref(function) to keep a
-/// reference.
+/// reference. Throws as Autocast does, here and not at the calls.
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device), class F>
-[[nodiscard]] auto autocast(F&& function, AutocastOptions options = {}) {
-  static_assert(std::is_nothrow_constructible_v<Autocast<Device, Dtype>>);
+[[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting = {}) {
+  static_assert(std::is_destructible_v<Autocast<Device, Dtype>>);  // says what Autocast refuses
   using Function = detail::ScopedFunction<std::decay_t<F>, detail::Region, detail::RegionState>;
-  return Function(std::forward<F>(function),
-                  detail::RegionState{Device, Dtype, options.enabled, options.cache_enabled,
-                                      std::move(options.policy), std::move(options.weight_cache)});
+  return Function(std::forward<F>(function), detail::checked_region(setting, Device, Dtype));
 }
 
 /// The same for a setting known at run time. Throws as AutocastGuard does, here and not at the
 /// calls.
 template <class F>
-[[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting, PolicyRef policy = {},
-                            WeightCacheRef cache = {}) {
+[[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting) requires(
+    !std::is_same_v<std::decay_t<F>, AutocastSetting>) {
   using Function = detail::ScopedFunction<std::decay_t<F>, detail::Region, detail::RegionState>;
-  return Function(std::forward<F>(function),
-                  detail::checked_region(setting, std::move(policy), std::move(cache)));
+  return Function(std::forward<F>(function), detail::checked_region(setting));
 }
 
 /// The autocast state of a thread, for all device types: enabled, dtype, op policy, weight cache,

@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/module_forward.h>
+#include <mezzo/autocast/detail/region.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
@@ -29,8 +30,13 @@ class AutocastModuleImpl : public torch::nn::Module,
                 "overloaded; wrap the call instead: mezzo::autocast<Device>(lambda)");
 
  public:
-  AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting,
-                     PolicyRef policy = {}, WeightCacheRef cache = {});
+  AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting)
+      : module_(std::move(module)), region_(detail::checked_region(setting)) {
+    TORCH_CHECK(module_ != nullptr, "module: AutocastModule needs a module; this holder is empty");
+    // Before there are children, so that none of them is switched.
+    torch::nn::Module::train(module_->is_training());
+    adopt_names();
+  }
 
   /// Calls `module()->forward(args...)` under the setting; Impl's default arguments may be left
   /// out.
@@ -45,28 +51,73 @@ class AutocastModuleImpl : public torch::nn::Module,
 
   /// torch::nn::Module's virtual members do what the wrapped module's do.
   std::shared_ptr<torch::nn::Module> clone(
-      const std::optional<torch::Device>& device = std::nullopt) const override;
-  void train(bool on = true) override;
-  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Dtype dtype, bool non_blocking = false) override;
-  void to(torch::Device device, bool non_blocking = false) override;
+      const std::optional<torch::Device>& device = std::nullopt) const override {
+    return std::make_shared<AutocastModuleImpl>(
+        std::dynamic_pointer_cast<Impl>(module_->clone(device)),
+        AutocastSetting{.device = region_.device,
+                        .dtype = region_.dtype,
+                        .enabled = region_.enabled,
+                        .cache = region_.cache,
+                        .policy = region_.policy});
+  }
+  void train(bool on = true) override {
+    torch::nn::Module::train(on);
+    module_->train(on);  // last: a module that keeps some children in eval mode has the final word
+  }
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override {
+    module_->to(device, dtype, non_blocking);
+  }
+  void to(torch::Dtype dtype, bool non_blocking = false) override {
+    module_->to(dtype, non_blocking);
+  }
+  void to(torch::Device device, bool non_blocking = false) override {
+    module_->to(device, non_blocking);
+  }
   void zero_grad(bool set_to_none = true) override { module_->zero_grad(set_to_none); }
   void save(torch::serialize::OutputArchive& archive) const override { module_->save(archive); }
   void load(torch::serialize::InputArchive& archive) override { module_->load(archive); }
   bool is_serializable() const override { return module_->is_serializable(); }
-  void pretty_print(std::ostream& stream) const override;
+  void pretty_print(std::ostream& stream) const override {
+    stream << "mezzo::AutocastModule(";
+    module_->pretty_print(stream);
+    stream << ")";
+  }
 
  private:
   template <typename ModuleType, typename... ArgumentTypes>
   friend struct torch::nn::AnyModuleHolder;
 
-  bool _forward_has_default_args() override;
-  unsigned int _forward_num_required_args() override;
+  bool _forward_has_default_args() override { return detail::DefaultArguments::exist(*module_); }
+  unsigned int _forward_num_required_args() override {
+    return detail::DefaultArguments::required(*module_);
+  }
   std::vector<torch::nn::AnyValue> _forward_populate_default_args(
-      std::vector<torch::nn::AnyValue>&& arguments) override;
+      std::vector<torch::nn::AnyValue>&& arguments) override {
+    return detail::DefaultArguments::complete(*module_, std::move(arguments));
+  }
 
-  void clone_(torch::nn::Module& other, const std::optional<torch::Device>& device) override;
-  void adopt_names();
+  // How a parent's clone() fills the child that the copy's own reset() made.
+  void clone_(torch::nn::Module& other, const std::optional<torch::Device>& device) override {
+    const auto copy = std::dynamic_pointer_cast<AutocastModuleImpl>(other.clone(device));
+    TORCH_CHECK(copy != nullptr,
+                "clone: the child is an AutocastModule in the copy and was none in "
+                "the original; register the same modules in reset()");
+    *this = *copy;
+  }
+
+  // The same tensors and children under the same names: everything that libtorch does to them in
+  // place, here or there, is seen in both.
+  void adopt_names() {
+    for (const auto& item : module_->named_parameters(/*recurse=*/false)) {
+      register_parameter(item.key(), item.value(), item.value().requires_grad());
+    }
+    for (const auto& item : module_->named_buffers(/*recurse=*/false)) {
+      register_buffer(item.key(), item.value());
+    }
+    for (const auto& item : module_->named_children()) {
+      register_module(item.key(), item.value());
+    }
+  }
 
   std::shared_ptr<Impl> module_;
   detail::RegionState region_;
@@ -95,14 +146,10 @@ class AutocastModule
   using Holder = torch::nn::ModuleHolder<AutocastModuleImpl<Impl>>;
 
  public:
-  AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastSetting& setting,
-                 PolicyRef policy = {}, WeightCacheRef cache = {})
-      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting, std::move(policy),
-                       std::move(cache)) {}
-  AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting,
-                 PolicyRef policy = {}, WeightCacheRef cache = {})
-      : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting,
-                                                          std::move(policy), std::move(cache))) {}
+  AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastSetting& setting)
+      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting) {}
+  AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting)
+      : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting)) {}
   /// What `register_module("fc", mezzo::AutocastModule(fc, setting))` returns.
   AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
@@ -117,11 +164,4 @@ class AutocastModule
 
 template <class M>
 AutocastModule(M, AutocastSetting) -> AutocastModule<M>;
-template <class M>
-AutocastModule(M, AutocastSetting, PolicyRef) -> AutocastModule<M>;
-template <class M>
-AutocastModule(M, AutocastSetting, PolicyRef, WeightCacheRef) -> AutocastModule<M>;
-
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#include <mezzo/autocast/detail/module.h>

@@ -4,7 +4,7 @@
 /// Brings in torch/csrc/autograd/custom_function.h, about nine seconds of compile time.
 #pragma once
 
-#include <mezzo/autocast/detail/autograd_function/cast_function.h>
+#include <mezzo/autocast/detail/autograd_function.h>
 #include <mezzo/base/version.h>
 
 #include <utility>

@@ -12,9 +12,9 @@
 ///
 /// Cast are the floating tensors, double ones excepted, that are on a device whose autocast is
 /// enabled in the calling thread: bare, in std::optional, std::vector, std::array, c10::ArrayRef,
-/// std::pair, std::tuple, in maps' values, and in these within one another. A container that holds
-/// tensors is passed on as a temporary copy with cast tensors, so the function cannot hand results
-/// back through it. Casts are differentiable.
+/// std::pair, std::tuple, in maps' values, in these within one another, and in structs that list
+/// theirs with a member `tensors()`. What holds tensors is passed on as a temporary copy with cast
+/// tensors, so the function cannot hand results back through it. Casts are differentiable.
 ///
 /// A lvalue function is copied; pass std::ref(function) to keep a reference. An op that is
 /// registered with TORCH_LIBRARY needs none of this: name it in an OpPolicy.
@@ -22,7 +22,7 @@
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/detail/op_policy/cast_function.h>
+#include <mezzo/autocast/detail/cast_function.h>
 #include <mezzo/base/version.h>
 
 #include <type_traits>

@@ -2,25 +2,19 @@
 /// Which op runs in which dtype under autocast: libtorch's lists as data, and edits to them as a
 /// value that is given to a guard.
 ///
-///     auto policy = mezzo::OpPolicy().deny("bmm").allow("softmax.int");
-///     mezzo::Autocast<torch::kCPU> autocast(policy);   // bmm in float32, softmax in bfloat16
+///     const auto policy = mezzo::OpPolicy().deny("aten::bmm").allow("aten::softmax.int");
+///     mezzo::install_op_overrides(policy);      // once, in main, before threads start
+///     ...
+///     mezzo::Autocast<torch::kCPU> autocast({.policy = policy});  // bmm in float32, softmax not
 ///
 /// The same thing elsewhere: TensorFlow's graph rewrite sorts ops into allow (here
 /// lower_precision), deny (fp32), infer and clear (both fallthrough here: the inputs decide);
 /// Apex edits its lists with register_half_function (`allow`), register_float_function (`deny`) and
 /// register_promote_function (`promote`).
-///
-/// Edits act through the dispatcher. The first policy that names an op puts a kernel in front of
-/// libtorch's for that op; it stays for the life of the process, and each call asks the calling
-/// thread's policy. Ops that no policy names are untouched. So **build policies before other
-/// threads run ops**: naming an op for the first time writes the dispatcher's table, which a
-/// concurrent call of that op may not survive. Policies that name only ops named before, and copies
-/// of a policy, may be made at any time.
 #pragma once
 
-#include <mezzo/autocast/detail/op_policy/category.h>
-#include <mezzo/autocast/detail/op_policy/override_registry.h>
-#include <mezzo/autocast/detail/op_policy/policy_edits.h>
+#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
 
 #include <cstddef>
@@ -32,8 +26,6 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-// OpCategory, what autocast can do with an op, and its to_string: see detail/op_policy/category.h.
 
 /// An op, with its overload where it has one, and what autocast does with it.
 struct OpEntry {
@@ -68,12 +60,12 @@ class OpList {
 inline std::ostream& operator<<(std::ostream& stream, const OpList& list);
 
 /// Every op that autocast knows on `device`, with its category, as the installed libtorch and
-/// whoever else registered autocast kernels have it, before any policy. For libtorch 2.11 the lists
-/// are a table; kernels that it does not name, and other versions, are probed: each is called with
-/// tensors that have a dtype and nothing else, and the casts it asks for are watched. No op runs,
-/// no GPU is needed, and what cannot be told that way is `unknown`, never a guess.
+/// whoever else registered autocast kernels have it, before any policy. The kernels are probed:
+/// each is called once a process with tensors that have a dtype and nothing else, and the casts it
+/// asks for are watched. No op runs, no GPU is needed, and what cannot be told that way is
+/// `unknown`, never a guess.
 ///
-/// Any thread. Reads the dispatcher's tables: some milliseconds.
+/// Any thread. Some milliseconds, the first time some tens.
 /// \throws c10::Error for a device type other than CPU and CUDA
 inline OpList autocast_op_lists(c10::DeviceType device);
 
@@ -81,6 +73,9 @@ inline OpList autocast_op_lists(c10::DeviceType device);
 /// a later edit of an op replaces the earlier. Given to a guard, it holds in that scope and thread,
 /// and where AutocastState hands the thread's state over; guards nest, the inner policy first, and
 /// where it is silent the outer. The same policy serves CPU and CUDA.
+///
+/// Making a policy changes nothing outside it, and any thread may. A region takes only policies
+/// whose ops are installed: see install_op_overrides.
 ///
 /// An op is named "aten::softmax.int" (one overload), "aten::softmax" (all of them) or, from aten,
 /// "softmax". Ops registered with TORCH_LIBRARY are named alike: `.allow("mylib::attention")` makes
@@ -148,10 +143,11 @@ class OpPolicy {
 
   bool empty() const { return edits_ == nullptr; }
 
-  /// What a guard takes.
+  /// What an AutocastSetting holds.
   operator PolicyRef() const { return PolicyRef(edits_); }
 
  private:
+  friend OpPolicy install_op_overrides(OpPolicy policy);
   explicit OpPolicy(std::shared_ptr<const detail::PolicyEdits> edits) : edits_(std::move(edits)) {}
 
   static OpPolicy like(c10::DeviceType device);
@@ -161,8 +157,23 @@ class OpPolicy {
 
 inline std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
 
+/// Lets regions use `policy`, and every policy that gives the same ops the same categories: puts a
+/// kernel of mezzo's in front of libtorch's, in the dispatcher's table, for each op that the policy
+/// names. It asks the calling thread's policy at each call, which costs some ten nanoseconds, and
+/// where that is silent calls libtorch's. Ops that no installed policy names are untouched.
+///
+/// **Call it in main, before other threads run ops**: it writes the dispatcher's table, which a
+/// concurrent call of such an op may not survive. What is installed stays for the life of the
+/// process. Again for the same policy it does nothing, from any thread.
+///
+/// Returns the policy, so that one line can make and install it:
+///
+///     const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
+///
+/// Several policies that meet in nested regions are installed one by one. A WeightCache has an
+/// install_op_overrides of its own (weight_cache.h).
+inline OpPolicy install_op_overrides(OpPolicy policy);
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/autocast/detail/op_policy/op_list.h>
 #include <mezzo/autocast/detail/op_policy/op_policy_impl.h>
-#include <mezzo/autocast/detail/op_policy/policy_text.h>

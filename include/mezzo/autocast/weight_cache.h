@@ -2,9 +2,9 @@
 /// Low-precision copies of weights that autocast reads instead of casting the weights: made when a
 /// weight has changed, and only then.
 ///
-///     mezzo::WeightCache cache;                                  // before other threads run ops
+///     const auto cache = mezzo::install_op_overrides(mezzo::WeightCache());  // in main
 ///     for (auto& batch : *loader) {
-///       mezzo::Autocast<torch::kCPU> autocast(cache);
+///       mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
 ///       ...
 ///     }
 ///
@@ -71,9 +71,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/weight_cache/weight_cache_statistics.h>
-#include <mezzo/autocast/detail/weight_cache/weight_store.h>
 #include <mezzo/base/version.h>
 
 #include <cstdint>
@@ -112,8 +111,7 @@ inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistic
 /// Any thread may call any method, as far as `weight` itself may be read and written then. A use
 /// reads the weight's gradient too: other threads may run backward then, but not set or clear it.
 ///
-/// **Make the first one before other threads run ops**: it puts kernels in front of the ops above,
-/// once a process and for good, which a concurrent call may not survive.
+/// A region takes one only where the ops above ask caches: see install_op_overrides.
 class WeightCache {
  public:
   /// \throws c10::Error if max_bytes is negative
@@ -160,13 +158,25 @@ class WeightCache {
 
   [[nodiscard]] const WeightCacheOptions& options() const;
 
-  /// What a guard takes.
+  /// What an AutocastSetting holds.
   operator WeightCacheRef() const;
 
  private:
   class Shared;
   std::shared_ptr<Shared> shared_;
 };
+
+/// Lets regions use `cache`, and every WeightCache: puts a kernel of mezzo's in front of
+/// libtorch's, in the dispatcher's table, for each op that asks a cache (see above).
+///
+/// **Call it in main, before other threads run ops**: a concurrent call of such an op may not
+/// survive it. What is installed stays for the life of the process; again it does nothing, from any
+/// thread. Returns the cache, so that one line can make and install it:
+///
+///     const auto cache = mezzo::install_op_overrides(mezzo::WeightCache());
+///
+/// OpPolicy has an install_op_overrides of its own (op_policy.h).
+inline WeightCache install_op_overrides(WeightCache cache);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

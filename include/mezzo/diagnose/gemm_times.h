@@ -92,4 +92,3 @@ GemmTimes benchmark_gemms(Model&& model, const Sample& sample,
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #include <mezzo/diagnose/detail/gemm_times_impl.h>
-#include <mezzo/diagnose/detail/table.h>

@@ -38,11 +38,11 @@ class CheckpointAutocast : public testing::TestWithParam<at::ScalarType> {
 TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
   Tensor y;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     y = mezzo::activation_checkpoint(block(), x_);
   }
   const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
-  const mezzo::AutocastGuard autocast(at::kCPU, other);
+  const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = other});
   y.sum().backward();
   EXPECT_EQ(dtypes_, (std::vector{GetParam(), GetParam()}));
   EXPECT_EQ(x_.mm(w_).scalar_type(), other) << "the caller's state is back";
@@ -51,7 +51,7 @@ TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
 TEST_P(CheckpointAutocast, RecomputesInAnotherThreadAsInTheFirstRun) {
   Tensor y;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     y = mezzo::activation_checkpoint(block(), x_);
   }
   std::thread([&] { y.sum().backward(); }).join();
@@ -60,7 +60,7 @@ TEST_P(CheckpointAutocast, RecomputesInAnotherThreadAsInTheFirstRun) {
 
 TEST_P(CheckpointAutocast, RecomputesWithoutAutocastWhatRanWithoutIt) {
   const auto y = mezzo::activation_checkpoint(block(), x_);
-  const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+  const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
   y.sum().backward();
   EXPECT_EQ(dtypes_, (std::vector{at::kFloat, at::kFloat}));
 }
@@ -72,7 +72,7 @@ TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
   };
   const auto loss = [&](auto&& forward) {
     return loss_and_gradients({x_, w_, u}, [&] {
-      const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+      const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
       return forward(x_).to(at::kFloat).pow(2).sum();
     });
   };
@@ -88,12 +88,12 @@ TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
       const auto other_use = [&] { return x_.mm(w_).to(at::kFloat).sum(); };
       Tensor y;
       {
-        const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+        const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
         if (cached_before) other_use();
         y = mezzo::activation_checkpoint(block(), x_).sum();
       }
       if (cached_at_backward) {
-        const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+        const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
         other_use();
         y.backward({}, /*retain_graph=*/true);
         x_.mutable_grad().reset();
@@ -111,21 +111,21 @@ TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
 TEST_P(CheckpointAutocast, OfAnAutocastModuleMayComeTwiceInARegion) {
   const auto linear = std::make_shared<torch::nn::LinearImpl>(8, 8);
   mezzo::AutocastModule module(linear, {.device = at::kCPU, .dtype = GetParam()});
-  const auto loss = [&](const mezzo::AutocastOptions& options, auto&& block) {
+  const auto loss = [&](const mezzo::AutocastSetting& options, auto&& block) {
     return loss_and_gradients({x_, linear->weight, linear->bias}, [&] {
-      const mezzo::AutocastGuard autocast(at::kCPU, GetParam(), options);
+      const mezzo::AutocastGuard autocast(options);
       return block(block(x_)).to(at::kFloat).pow(2).sum();
     });
   };
-  expect_same_bits(
-      loss({}, [&](const Tensor& x) { return mezzo::activation_checkpoint(module, x); }),
-      loss({.cache_enabled = false}, module));
+  expect_same_bits(loss({.device = at::kCPU, .dtype = GetParam()},
+                        [&](const Tensor& x) { return mezzo::activation_checkpoint(module, x); }),
+                   loss({.device = at::kCPU, .dtype = GetParam(), .cache = false}, module));
 }
 
 TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {
   Tensor y;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     y = mezzo::activation_checkpoint(
         [this](const Tensor& x) {
           dtypes_.push_back(x.mm(w_).scalar_type());
@@ -157,7 +157,7 @@ struct Product : mezzo::AutocastFunction<Product> {
 TEST_P(CheckpointAutocast, ReachesAutogradFunctionsInside) {
   Tensor y;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     y = mezzo::activation_checkpoint([this](const Tensor& x) { return Product::apply(x, w_); }, x_);
   }
   y.sum().backward();

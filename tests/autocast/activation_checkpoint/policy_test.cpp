@@ -21,7 +21,8 @@ TEST(CheckpointPolicy, RecomputesUnderTheOpPolicyOfTheFirstRun) {
   };
   torch::Tensor y;
   {
-    const mezzo::Autocast<torch::kCPU> autocast(mezzo::OpPolicy().deny("aten::mm"));
+    const mezzo::Autocast<torch::kCPU> autocast(
+        {.policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::mm"))});
     y = mezzo::activation_checkpoint(block, x);
   }
   const mezzo::Autocast<torch::kCPU> no_policy_here;

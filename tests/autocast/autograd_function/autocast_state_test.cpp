@@ -60,7 +60,7 @@ class AutocastFunction : public testing::TestWithParam<at::ScalarType> {
 TEST_P(AutocastFunction, BackwardSeesTheDtypeOfForward) {
   Tensor c;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     c = Multiply::apply(a_, b_);
   }
   EXPECT_EQ(c.scalar_type(), GetParam());
@@ -74,10 +74,10 @@ TEST_P(AutocastFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion) {
   const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
   Tensor c;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     c = Multiply::apply(a_, b_);
   }
-  const mezzo::AutocastGuard autocast(at::kCPU, other);
+  const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = other});
   c.sum().backward();
   EXPECT_EQ(seen_in_backward, (Seen{true, GetParam()}));
   EXPECT_EQ(seen_here(), (Seen{true, other}));
@@ -86,7 +86,7 @@ TEST_P(AutocastFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion) {
 TEST_P(AutocastFunction, ABackwardThatIsNotWrappedSeesTheCallersState) {
   Tensor c;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     c = TheirMultiply::apply(a_.detach().to(GetParam()).requires_grad_(),
                              b_.detach().to(GetParam()));
   }
@@ -97,7 +97,7 @@ TEST_P(AutocastFunction, ABackwardThatIsNotWrappedSeesTheCallersState) {
 TEST_P(AutocastFunction, WrapsAFunctionWrittenForLibtorch) {
   Tensor c;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     c = mezzo::AutocastFunction<TheirMultiply>::apply(a_, b_);
   }
   c.sum().backward();
@@ -107,7 +107,7 @@ TEST_P(AutocastFunction, WrapsAFunctionWrittenForLibtorch) {
 TEST_P(AutocastFunction, BackwardInAnotherThreadSeesTheStateOfForward) {
   Tensor c;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     c = Multiply::apply(a_, b_);
   }
   Seen seen;
@@ -120,7 +120,7 @@ TEST_P(AutocastFunction, BackwardInAnotherThreadSeesTheStateOfForward) {
 
 TEST_P(AutocastFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
   const auto gradients = [&](auto multiply) {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam(), {.cache_enabled = false});
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam(), .cache = false});
     return torch::autograd::grad({multiply(a_, b_).to(at::kFloat).pow(2).sum()}, {a_, b_});
   };
   const auto ours =
@@ -134,7 +134,7 @@ TEST_P(AutocastFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
 TEST_P(AutocastFunction, DoubleBackwardSeesTheStateOfForwardToo) {
   Tensor c;
   {
-    const mezzo::AutocastGuard autocast(at::kCPU, GetParam());
+    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
     c = Multiply::apply(a_, b_);
   }
   const auto first = torch::autograd::grad({c.to(at::kFloat).pow(2).sum()}, {a_}, {}, true, true);

@@ -47,12 +47,12 @@ class AutocastFunctionPolicy : public testing::Test {
     softmax_in_backward = at::ScalarType::Undefined;
   }
 
-  Tensor run(const mezzo::AutocastOptions& options) {
+  Tensor run(const mezzo::AutocastSetting& options) {
     const Autocast<kCPU> autocast(options);
     return PolicyProduct::apply(a_, b_).sum();
   }
 
-  const OpPolicy policy_ = OpPolicy().deny("mm").deny("softmax.int");
+  const OpPolicy policy_ = mezzo::install_op_overrides(OpPolicy().deny("mm").deny("softmax.int"));
   Tensor a_ = torch::randn({3, 4}).requires_grad_();
   Tensor b_ = torch::randn({4, 5}).requires_grad_();
 };
@@ -67,7 +67,8 @@ TEST_F(AutocastFunctionPolicy, OfTheForwardHoldsInBackward) {
 
 TEST_F(AutocastFunctionPolicy, OfTheForwardHoldsThoughAnotherSurroundsBackward) {
   const auto y = run({.policy = policy_});
-  const Autocast<kCPU> autocast(OpPolicy().allow("mm").allow("softmax.int"));
+  const Autocast<kCPU> autocast(
+      {.policy = mezzo::install_op_overrides(OpPolicy().allow("mm").allow("softmax.int"))});
   y.backward();
   EXPECT_EQ(mm_in_backward, kFloat);
   EXPECT_EQ(softmax_in_backward, kFloat);
@@ -85,15 +86,16 @@ TEST_F(AutocastFunctionPolicy, OfTheForwardHoldsInAnotherThread) {
 
 TEST_F(AutocastFunctionPolicy, AroundBackwardDoesNotReachAForwardThatHadNone) {
   const auto y = run({});
-  const Autocast<kCPU> autocast(policy_);
+  const Autocast<kCPU> autocast({.policy = policy_});
   y.backward();
   EXPECT_EQ(mm_in_backward, kBFloat16);
   EXPECT_EQ(softmax_in_backward, kBFloat16);
 }
 
 TEST_F(AutocastFunctionPolicy, GoesWithTheWeightCacheOfTheForward) {
-  const mezzo::WeightCache cache({.keep_trainable = true});
-  const auto y = run({.weight_cache = cache});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
+  const auto y = run({.cache = cache});
   const auto before = cache.statistics();
   y.backward();
   EXPECT_GT(cache.statistics().hits, before.hits);

@@ -31,10 +31,10 @@ const CastRecord* find(const std::vector<CastRecord>& records, const std::string
 }
 
 TEST(Explain, SaysWhoDecided) {
-  const auto policy = OpPolicy().deny("linear");
+  const auto policy = mezzo::install_op_overrides(OpPolicy().deny("linear"));
   EXPECT_EQ(explain("mm", {square(), square()}).decider, CastDecider::nobody);
   EXPECT_THAT(explain("mm", {square(), square()}).reason, HasSubstr("autocast is off"));
-  const Autocast<kCPU> autocast(policy);
+  const Autocast<kCPU> autocast({.policy = policy});
   const auto listed = explain("mm", {square(), square()});
   EXPECT_EQ(listed.decider, CastDecider::libtorch);
   EXPECT_EQ(listed.category, OpCategory::lower_precision);
@@ -52,7 +52,7 @@ TEST(Explain, SaysWhoDecided) {
 }
 
 TEST(Explain, AgreesWithWhatRuns) {
-  const Autocast<kCPU> autocast(OpPolicy::cuda_like());
+  const Autocast<kCPU> autocast({.policy = mezzo::install_op_overrides(OpPolicy::cuda_like())});
   const auto half = square(kBFloat16);
   EXPECT_EQ(explain("softmax", {half}).runs_in, torch::softmax(half, 1).scalar_type());
   EXPECT_EQ(explain("norm.Scalar", {half}).runs_in, half.norm().scalar_type());
@@ -98,9 +98,9 @@ TEST(CastTrace, DoesNotCountCastsThatTheWeightCacheSaved) {
 }
 
 TEST(CastTrace, TellsScopesPoliciesAndUnlistedOps) {
-  const auto policy = OpPolicy().deny("relu");
+  const auto policy = mezzo::install_op_overrides(OpPolicy().deny("relu"));
   CastTrace trace;
-  const Autocast<kCPU> autocast(policy);
+  const Autocast<kCPU> autocast({.policy = policy});
   {
     RECORD_USER_SCOPE("outer");
     {
@@ -162,6 +162,38 @@ TEST(CastTrace, SurvivesAnOpThatThrows) {
   torch::sigmoid(square());
   const auto records = trace.records();
   EXPECT_NE(find(records, "aten::sigmoid"), nullptr);
+}
+
+torch::Tensor twice(const torch::Tensor& x) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow("mezzo_trace_test::twice", "")
+      .typed<torch::Tensor(const torch::Tensor&)>()
+      .call(x);
+}
+
+// An op's category is probed when somebody first asks for it, and the trace is the first to ask.
+TEST(CastTrace, HearsNothingOfProbes) {
+  auto library =
+      torch::Library(torch::Library::DEF, "mezzo_trace_test", std::nullopt, __FILE__, __LINE__);
+  library.def("twice(Tensor x) -> Tensor");
+  auto kernels = torch::Library(torch::Library::IMPL, "mezzo_trace_test", c10::DispatchKey::CPU,
+                                __FILE__, __LINE__);
+  kernels.impl("twice", [](const torch::Tensor& x) { return x + x; });
+  auto lowering = torch::Library(torch::Library::IMPL, "mezzo_trace_test",
+                                 c10::DispatchKey::AutocastCPU, __FILE__, __LINE__);
+  lowering.impl("twice", [](const torch::Tensor& x) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
+    return twice(x.to(at::autocast::get_autocast_dtype(kCPU)));
+  });
+  const auto x = square();
+  const Autocast<kCPU> autocast;
+  const CastTrace trace;
+  twice(x);
+  const auto records = trace.records();
+  ASSERT_EQ(records.size(), 1U);
+  EXPECT_EQ(records[0].op, "mezzo_trace_test::twice");
+  EXPECT_EQ(records[0].category, OpCategory::lower_precision);
+  EXPECT_EQ(records[0].casts, 1);
 }
 
 }  // namespace

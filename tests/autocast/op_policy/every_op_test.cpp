@@ -126,8 +126,8 @@ std::vector<std::string> compare_all(const mezzo::OpList& list, const Setting& s
       const auto expected = by_hand(sample.op, category, arguments, setting);
       op_policy_test::Outcome found;
       {
-        const mezzo::AutocastGuard autocast({.device = setting.device, .dtype = setting.lower},
-                                            policy);
+        const mezzo::AutocastGuard autocast(
+            {.device = setting.device, .dtype = setting.lower, .policy = policy});
         found = op_policy_test::call(op_policy_test::find_op(sample.op), arguments);
       }
       EXPECT_EQ(op_policy_test::difference(expected, found, values_of(sample)), "")
@@ -177,7 +177,8 @@ TEST(EveryOp, OnTheCpuInHalfEqualsAManualCast) {
 
 TEST(EveryOp, UnderCudaLikeOnTheCpuDoesWhatCudasListsSay) {
   const auto list = mezzo::autocast_op_lists(torch::kCUDA);
-  EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kBFloat16}, mezzo::OpPolicy::cuda_like()),
+  EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kBFloat16},
+                          mezzo::install_op_overrides(mezzo::OpPolicy::cuda_like())),
               IsSubsetOf({"aten::_scaled_dot_product_flash_attention", "aten::_thnn_fused_gru_cell",
                           "aten::_thnn_fused_lstm_cell", "aten::binary_cross_entropy",
                           "aten::cudnn_convolution", "aten::cudnn_convolution_transpose",

@@ -10,10 +10,12 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 
 namespace {
 
 using mezzo::Autocast;
+using mezzo::install_op_overrides;
 using mezzo::OpCategory;
 using mezzo::OpPolicy;
 using testing::HasSubstr;
@@ -43,22 +45,68 @@ std::string error_of(F f) {
 }
 
 TEST(OpPolicy, AllowsDeniesPromotesAndIgnores) {
-  const auto policy = OpPolicy().allow("aten::relu").deny("aten::mm").promote("aten::mul.Tensor");
-  const Autocast<kCPU> autocast(policy);
+  const auto policy = install_op_overrides(
+      OpPolicy().allow("aten::relu").deny("aten::mm").promote("aten::mul.Tensor"));
+  const Autocast<kCPU> autocast({.policy = policy});
   EXPECT_EQ(torch::relu(ones_of()).scalar_type(), kBFloat16);
   EXPECT_EQ(mm_dtype(kBFloat16), kFloat);
   EXPECT_EQ(torch::mul(ones_of(kHalf), ones_of(kBFloat16)).scalar_type(), kFloat);
   EXPECT_EQ(torch::mul(ones_of(kHalf), ones_of(kHalf)).scalar_type(), kHalf);
   {
-    const Autocast<kCPU> inner(OpPolicy().ignore("mm"));
+    const Autocast<kCPU> inner({.policy = install_op_overrides(OpPolicy().ignore("mm"))});
     EXPECT_EQ(mm_dtype(kFloat), kFloat);
     EXPECT_EQ(mm_dtype(kBFloat16), kBFloat16);
   }
 }
 
+// No other test names these ops.
+TEST(OpPolicy, ChangesNothingUntilItIsInstalled) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::hardswish", "");
+  const auto policy = OpPolicy().deny("aten::hardswish");
+  EXPECT_FALSE(op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU));
+  const auto names_op_and_call = testing::AllOf(HasSubstr("aten::hardswish"),
+                                                HasSubstr("mezzo::install_op_overrides(policy)"));
+  EXPECT_THAT(error_of([&] { const Autocast<kCPU> autocast({.policy = policy}); }),
+              names_op_and_call);
+  EXPECT_THAT(error_of([&] { std::ignore = mezzo::autocast<kCPU>([] {}, {.policy = policy}); }),
+              names_op_and_call);
+  // What libtorch does with the op anyway has to be installed too: else it would work on one device
+  // and not on another.
+  EXPECT_THAT(
+      error_of([] { const Autocast<kCPU> a({.policy = OpPolicy().ignore("hardsigmoid")}); }),
+      HasSubstr("aten::hardsigmoid"));
+  install_op_overrides(policy);
+  EXPECT_TRUE(op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU));
+  const Autocast<kCPU> autocast({.policy = policy});
+  EXPECT_EQ(torch::hardswish(ones_of(kBFloat16)).scalar_type(), kFloat);
+}
+
+// An override that one category needs another may need where there is none yet.
+TEST(OpPolicy, IsNotInstalledByAPolicyThatNeedsNoOverride) {
+  install_op_overrides(OpPolicy().ignore("aten::hardtanh"));
+  const auto denying = OpPolicy().deny("aten::hardtanh");
+  EXPECT_THAT(error_of([&] { const Autocast<kCPU> autocast({.policy = denying}); }),
+              HasSubstr("policy: it makes aten::hardtanh fp32"));
+}
+
+// oneDNN has an LSTM in half on some processors only, in Python too.
+TEST(OpPolicy, RunsAnLstmUnderHalfOnEveryCpuWhereItsLayerIsDenied) {
+  torch::nn::LSTM lstm(torch::nn::LSTMOptions(8, 8));
+  const auto policy = install_op_overrides(OpPolicy().deny("aten::mkldnn_rnn_layer"));
+  const auto x = torch::ones({3, 2, 8}, torch::requires_grad());
+  torch::Tensor output;
+  {
+    const Autocast<kCPU, kHalf> autocast({.policy = policy});
+    output = std::get<0>(lstm(x));
+  }
+  EXPECT_EQ(output.scalar_type(), kFloat);
+  output.sum().backward();
+  EXPECT_TRUE(x.grad().isfinite().all().item<bool>());
+}
+
 TEST(OpPolicy, LeavesDoubleIntegerAndDisabledRegionsAlone) {
-  const auto policy = OpPolicy().allow("relu").deny("mm");
-  const Autocast<kCPU> autocast(policy);
+  const auto policy = install_op_overrides(OpPolicy().allow("relu").deny("mm"));
+  const Autocast<kCPU> autocast({.policy = policy});
   EXPECT_EQ(torch::relu(ones_of(torch::kDouble)).scalar_type(), torch::kDouble);
   EXPECT_EQ(torch::relu(ones_of(torch::kInt)).scalar_type(), torch::kInt);
   EXPECT_EQ(mm_dtype(torch::kDouble), torch::kDouble);
@@ -84,11 +132,11 @@ TEST(OpPolicy, IsAValueWhoseLaterEditsWin) {
 }
 
 TEST(OpPolicy, NestsAndEndsWithItsScope) {
-  const auto outer_policy = OpPolicy().deny("mm").deny("softmax.int");
+  const auto outer_policy = install_op_overrides(OpPolicy().deny("mm").deny("softmax.int"));
   {
-    const Autocast<kCPU> outer(outer_policy);
+    const Autocast<kCPU> outer({.policy = outer_policy});
     {
-      const Autocast<kCPU> inner(OpPolicy().allow("mm"));
+      const Autocast<kCPU> inner({.policy = install_op_overrides(OpPolicy().allow("mm"))});
       EXPECT_EQ(mm_dtype(), kBFloat16);             // the inner policy's word
       EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);  // where it is silent, the outer's
       const Autocast<kCPU> plain;
@@ -102,10 +150,10 @@ TEST(OpPolicy, NestsAndEndsWithItsScope) {
 }
 
 TEST(OpPolicy, EndsWhenAnExceptionLeavesTheScope) {
-  const auto policy = OpPolicy().deny("mm");
+  const auto policy = install_op_overrides(OpPolicy().deny("mm"));
   const Autocast<kCPU> autocast;
   try {
-    const Autocast<kCPU> inner(policy);
+    const Autocast<kCPU> inner({.policy = policy});
     throw std::runtime_error("out");
   } catch (const std::runtime_error&) {
   }
@@ -113,7 +161,7 @@ TEST(OpPolicy, EndsWhenAnExceptionLeavesTheScope) {
 }
 
 TEST(OpPolicy, HoldsInItsOwnThreadAndGoesWhereTheStateIsHandedOver) {
-  const Autocast<kCPU> autocast(OpPolicy().deny("mm"));
+  const Autocast<kCPU> autocast({.policy = install_op_overrides(OpPolicy().deny("mm"))});
   auto alone = kHalf;
   auto handed = kHalf;
   std::thread([&] {
@@ -126,37 +174,38 @@ TEST(OpPolicy, HoldsInItsOwnThreadAndGoesWhereTheStateIsHandedOver) {
 }
 
 TEST(OpPolicy, ReachesTheRunTimeGuardCallablesAndKeepsToItsDevice) {
-  const auto policy = OpPolicy().deny("mm");
+  const auto policy = install_op_overrides(OpPolicy().deny("mm"));
   {
-    const mezzo::AutocastGuard guard({.device = kCPU}, policy);
+    const mezzo::AutocastGuard guard({.device = kCPU, .policy = policy});
     EXPECT_EQ(mm_dtype(), kFloat);
   }
   const auto product = [] { return mm_dtype(); };
   EXPECT_EQ(mezzo::autocast<kCPU>(product, {.policy = policy})(), kFloat);
-  EXPECT_EQ(mezzo::autocast(product, {.device = kCPU}, policy)(), kFloat);
-  const Autocast<torch::kCUDA> cuda(policy);
+  EXPECT_EQ(mezzo::autocast(product, {.device = kCPU, .policy = policy})(), kFloat);
+  const Autocast<torch::kCUDA> cuda({.policy = policy});
   const Autocast<kCPU> cpu;
   EXPECT_EQ(mm_dtype(), kBFloat16);
 }
 
 TEST(OpPolicy, CastsAreDifferentiable) {
-  const auto policy = OpPolicy().allow("relu");
+  const auto policy = install_op_overrides(OpPolicy().allow("relu"));
   auto x = torch::ones({2}, torch::requires_grad());
   {
-    const Autocast<kCPU> autocast(policy);
+    const Autocast<kCPU> autocast({.policy = policy});
     torch::relu(x).to(kFloat).sum().backward();
   }
   EXPECT_TRUE(torch::equal(x.grad(), torch::ones({2})));
 }
 
 TEST(OpPolicy, AllowBannedLiftsTheBanAndNothingElse) {
-  const auto cuda_like = OpPolicy::cuda_like();
+  const auto cuda_like = install_op_overrides(OpPolicy::cuda_like());
   const auto probability = torch::full({3}, 0.5);
   {
-    const Autocast<kCPU> autocast(cuda_like);
+    const Autocast<kCPU> autocast({.policy = cuda_like});
     EXPECT_THAT(error_of([&] { torch::binary_cross_entropy(probability, probability); }),
                 HasSubstr("aten::binary_cross_entropy is banned"));
-    const Autocast<kCPU> inner(OpPolicy().allow_banned("binary_cross_entropy"));
+    const Autocast<kCPU> inner(
+        {.policy = install_op_overrides(OpPolicy().allow_banned("binary_cross_entropy"))});
     EXPECT_EQ(torch::binary_cross_entropy(probability.to(kBFloat16), probability).scalar_type(),
               kFloat);
   }
@@ -166,10 +215,10 @@ TEST(OpPolicy, AllowBannedLiftsTheBanAndNothingElse) {
 
 TEST(OpPolicy, ForcesEinsumDownAndKeepsSumsInFloatWhenCudaLike) {
   {
-    const Autocast<kCPU> autocast(OpPolicy().allow("einsum"));
+    const Autocast<kCPU> autocast({.policy = install_op_overrides(OpPolicy().allow("einsum"))});
     EXPECT_EQ(torch::einsum("ij->i", {ones_of()}).scalar_type(), kBFloat16);
   }
-  const Autocast<kCPU> autocast(OpPolicy::cuda_like());
+  const Autocast<kCPU> autocast({.policy = install_op_overrides(OpPolicy::cuda_like())});
   EXPECT_EQ(torch::einsum("ij->i", {ones_of()}).scalar_type(), kBFloat16);
   EXPECT_EQ(ones_of(kBFloat16).sum().scalar_type(), kFloat);
   EXPECT_EQ(softmax_dtype(kBFloat16), kFloat);
@@ -212,7 +261,7 @@ TEST(OpPolicy, RefusesOpsThatWriteAndCategoriesThatDoNotFit) {
 
 TEST(OpPolicy, KeepsTheDispatchersWarningOffTheTerminal) {
   testing::internal::CaptureStderr();
-  const auto policy = OpPolicy().deny("addmm");
+  const auto policy = install_op_overrides(OpPolicy().deny("addmm"));
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
@@ -220,7 +269,7 @@ TEST(OpPolicyText, RoundTrips) {
   const auto policy = OpPolicy().allow("relu").deny("linear").ignore("mm").promote("mul.Tensor");
   EXPECT_EQ(OpPolicy::parse(policy.to_string()).edits(), policy.edits());
   EXPECT_EQ(OpPolicy::parse("").edits(), OpPolicy().edits());
-  const auto cuda_like = OpPolicy::cuda_like();
+  const auto cuda_like = install_op_overrides(OpPolicy::cuda_like());
   EXPECT_EQ(OpPolicy::parse(cuda_like.to_string()).edits(), cuda_like.edits());
 }
 
@@ -258,15 +307,15 @@ TEST(OpPolicy, MakesARegisteredCustomOpTakePartByName) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("mezzo_policy_test::scaled_product", "")
                              .typed<torch::Tensor(const torch::Tensor&, const torch::Tensor&)>();
-  const auto policy = OpPolicy().allow("mezzo_policy_test::scaled_product");
-  const auto denied = OpPolicy().deny("mezzo_policy_test::scaled_product");
+  const auto policy = install_op_overrides(OpPolicy().allow("mezzo_policy_test::scaled_product"));
+  const auto denied = install_op_overrides(OpPolicy().deny("mezzo_policy_test::scaled_product"));
   EXPECT_EQ(policy.category("mezzo_policy_test::scaled_product", torch::kCUDA),
             OpCategory::lower_precision);
   const Autocast<kCPU> autocast;
   EXPECT_EQ(op.call(ones_of(kHalf), ones_of(kHalf)).scalar_type(), kHalf);
-  const Autocast<kCPU> allowing(policy);
+  const Autocast<kCPU> allowing({.policy = policy});
   EXPECT_EQ(op.call(ones_of(), ones_of()).scalar_type(), kBFloat16);
-  const Autocast<kCPU> denying(denied);
+  const Autocast<kCPU> denying({.policy = denied});
   EXPECT_EQ(op.call(ones_of(kHalf), ones_of(kHalf)).scalar_type(), kFloat);
 }
 

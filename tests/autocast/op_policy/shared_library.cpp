@@ -18,7 +18,8 @@ extern "C" {
 
 // Enters a region whose policy denies or allows mm.
 C10_EXPORT void enter(bool deny) {
-  region.emplace(deny ? mezzo::OpPolicy().deny("mm") : mezzo::OpPolicy().allow("mm"));
+  const auto policy = deny ? mezzo::OpPolicy().deny("mm") : mezzo::OpPolicy().allow("mm");
+  region.emplace(mezzo::AutocastSetting{.policy = mezzo::install_op_overrides(policy)});
 }
 
 C10_EXPORT void leave() { region.reset(); }

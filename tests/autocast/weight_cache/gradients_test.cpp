@@ -20,7 +20,7 @@
 namespace {
 
 using mezzo::Autocast;
-using mezzo::AutocastOptions;
+using mezzo::AutocastSetting;
 using torch::kBFloat16;
 using torch::kCPU;
 using torch::kFloat;
@@ -221,7 +221,7 @@ std::vector<Model> models() {
   };
 }
 
-Tensor run(const Model& model, const Tensors& parameters, const AutocastOptions& options) {
+Tensor run(const Model& model, const Tensors& parameters, const AutocastSetting& options) {
   const Autocast<kCPU> autocast(options);
   return model.forward(parameters);
 }
@@ -252,7 +252,7 @@ TEST_P(Gradients, AreThoseOfPlainAutocastToTheBit) {
   const Tensor theirs = run(GetParam(), parameters_, {});
   const auto expected = gradients(theirs, parameters_);
   for (int round = 0; round < 3; ++round) {  // a miss, then hits
-    const Tensor ours = run(GetParam(), parameters_, {.weight_cache = cache_});
+    const Tensor ours = run(GetParam(), parameters_, {.cache = cache_});
     EXPECT_TRUE(torch::equal(ours, theirs));
     EXPECT_EQ(ours.scalar_type(), theirs.scalar_type());
     expect_same_bits(gradients(ours, parameters_), expected);
@@ -261,7 +261,7 @@ TEST_P(Gradients, AreThoseOfPlainAutocastToTheBit) {
 
 TEST_P(Gradients, SurviveACopyMadeWithoutGradient) {
   const auto expected = gradients(run(GetParam(), parameters_, {}), parameters_);
-  const Autocast<kCPU> autocast(cache_);
+  const Autocast<kCPU> autocast({.cache = cache_});
   {
     const torch::NoGradGuard no_grad;
     GetParam().forward(parameters_);
@@ -275,7 +275,7 @@ TEST_P(Gradients, SurviveACopyMadeWithoutGradient) {
 TEST_P(Gradients, SurviveACopyMadeInInferenceMode) {
   const Tensor theirs = run(GetParam(), parameters_, {});
   const auto expected = gradients(theirs, parameters_);
-  const Autocast<kCPU> autocast(cache_);
+  const Autocast<kCPU> autocast({.cache = cache_});
   {
     const c10::InferenceMode inference;
     GetParam().forward(parameters_);
@@ -290,12 +290,12 @@ TEST_P(Gradients, ReachTheInputsOfFrozenWeights) {
     each = each.detach();
   }
   const auto x = torch::ones({1}).requires_grad_();
-  const auto forward = [&](const AutocastOptions& options) {
+  const auto forward = [&](const AutocastSetting& options) {
     return gradients(run(GetParam(), parameters_, options) * x, {x});
   };
   const auto expected = forward({});
-  expect_same_bits(forward({.weight_cache = cache_}), expected);
-  expect_same_bits(forward({.weight_cache = cache_}), expected);
+  expect_same_bits(forward({.cache = cache_}), expected);
+  expect_same_bits(forward({.cache = cache_}), expected);
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, Gradients, testing::ValuesIn(models()),
@@ -312,24 +312,25 @@ Tensor unrolled(const Tensors& p, int steps) {
 
 // Several uses: each gradient is cast to float32 before they are summed up.
 TEST(GradientsOfSeveralUses, AreThoseOfOneCastAUse) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const Tensors p{parameter({16, 8}), parameter({16, 4}), parameter({16}), parameter({16})};
-  const auto forward = [&](const AutocastOptions& options) {
+  const auto forward = [&](const AutocastSetting& options) {
     const Autocast<kCPU> autocast(options);
     return gradients(unrolled(p, 6), p);
   };
-  const auto expected = forward({.cache_enabled = false});
-  expect_same_bits(forward({.weight_cache = cache}), expected);
-  expect_same_bits(forward({.weight_cache = cache}), expected);
+  const auto expected = forward({.cache = false});
+  expect_same_bits(forward({.cache = cache}), expected);
+  expect_same_bits(forward({.cache = cache}), expected);
   EXPECT_EQ(cache.statistics().casts, 8);  // each weight once a region
   EXPECT_EQ(cache.statistics().hits, 40);
 }
 
 TEST(GradientsOfSeveralRegions, AccumulateWithoutSharingAGraph) {
-  const mezzo::WeightCache cache({.keep_trainable = true});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
   const auto w = parameter({4, 4});
   const auto x = input({3, 4});
-  const auto forward = [&](const AutocastOptions& options) {
+  const auto forward = [&](const AutocastSetting& options) {
     const Autocast<kCPU> autocast(options);
     return torch::linear(x, w).to(kFloat).pow(2).sum();
   };
@@ -338,20 +339,20 @@ TEST(GradientsOfSeveralRegions, AccumulateWithoutSharingAGraph) {
   }
   const auto expected = w.grad().clone();
   w.mutable_grad().reset();
-  const auto first = forward({.weight_cache = cache});
-  const auto second = forward({.weight_cache = cache});
+  const auto first = forward({.cache = cache});
+  const auto second = forward({.cache = cache});
   second.backward();
   first.backward();
-  forward({.weight_cache = cache}).backward();
+  forward({.cache = cache}).backward();
   EXPECT_TRUE(torch::equal(w.grad(), expected));
   EXPECT_EQ(cache.statistics().casts, 1);
 }
 
 TEST(GradientsOfOneGraph, LeaveNothingOfItInTheCache) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto w = parameter({4, 4});
   std::weak_ptr<torch::autograd::Node> node;
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   {
     const auto y = torch::linear(input({3, 4}), w);
     node = y.grad_fn()->next_edge(1).function->next_edge(0).function;  // behind w.t()
@@ -362,35 +363,36 @@ TEST(GradientsOfOneGraph, LeaveNothingOfItInTheCache) {
 }
 
 TEST(GradientsOfGradients, AreThoseOfPlainAutocast) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto w = parameter({4, 4});
   const auto x = input({3, 4}).requires_grad_();
-  const auto penalty = [&](const AutocastOptions& options) {
+  const auto penalty = [&](const AutocastSetting& options) {
     const Autocast<kCPU> autocast(options);
     const auto y = torch::linear(x, w).to(kFloat).pow(2).sum();
     const auto first = torch::autograd::grad({y}, {x, w}, {}, true, /*create_graph=*/true);
     return torch::autograd::grad({first[0].pow(2).sum() + first[1].pow(2).sum()}, {w, x});
   };
   const auto expected = penalty({});
-  expect_same_bits(penalty({.weight_cache = cache}), expected);
-  expect_same_bits(penalty({.weight_cache = cache}), expected);
+  expect_same_bits(penalty({.cache = cache}), expected);
+  expect_same_bits(penalty({.cache = cache}), expected);
 }
 
 TEST(GradientsOfACheckpoint, SeeTheSameCacheInTheRecomputation) {
-  const mezzo::WeightCache cache({.keep_trainable = true});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
   const auto w = parameter({4, 4});
   const auto v = parameter({4, 4});
   const auto x = input({3, 4}).requires_grad_();
   const auto block = [&](const Tensor& h) { return torch::linear(torch::linear(h, w).relu(), v); };
   const auto plain = [&] {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     return block(x).to(kFloat).pow(2).sum();
   };
   const auto expected = torch::autograd::grad({plain()}, {x, w, v});
   cache.reset_statistics();
   Tensor loss;
   {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     loss = mezzo::activation_checkpoint(block, x).to(kFloat).pow(2).sum();
   }
   EXPECT_EQ(cache.statistics().hits, 2);
@@ -400,14 +402,14 @@ TEST(GradientsOfACheckpoint, SeeTheSameCacheInTheRecomputation) {
 }
 
 TEST(GradientsAfterAStep, ThrowAsInFullPrecision) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   for (const bool cached : {false, true}) {
     const auto w = parameter({4, 4});
     const auto x = input({3, 4}).requires_grad_();
     Tensor loss;
     {
       const Autocast<kCPU> autocast(
-          {.enabled = cached, .weight_cache = cached ? cache : mezzo::WeightCacheRef()});
+          {.enabled = cached, .cache = cached ? cache : mezzo::WeightCacheRef()});
       torch::linear(x, w);  // so that the next use is a hit
       loss = torch::linear(x, w).to(kFloat).pow(2).sum();
     }
@@ -427,10 +429,10 @@ TEST(GradientsAfterAStep, ThrowAsInFullPrecision) {
 
 // A view that shows other values than there are in memory.
 TEST(GradientsOfNegatedWeights, AreNegated) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto w = parameter({4, 4});
   const auto x = torch::eye(4);
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   torch::linear(x, w);
   const auto y = torch::linear(x, at::_neg_view(w));
   EXPECT_TRUE(torch::equal(y.t(), w.neg().to(kBFloat16)));
@@ -438,10 +440,10 @@ TEST(GradientsOfNegatedWeights, AreNegated) {
 }
 
 TEST(GradientsOfForwardMode, GoAroundTheCache) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto w = torch::randn({4, 4});
   const auto x = input({3, 4});
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto level = static_cast<int64_t>(torch::autograd::ForwardADLevel::get_next_idx());
   const auto dual = torch::_make_dual(w, torch::ones_like(w), level);
   const auto y = torch::linear(x, dual);

@@ -32,9 +32,9 @@ constexpr int64_t kCopyBytes = kSize * kSize * 2;
 Tensor frozen() { return torch::randn({kSize, kSize}); }
 
 TEST(WeightCacheMemory, CountsCastsHitsAndBytes) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = frozen();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   for (int use = 0; use < 4; ++use) {
     what_linear_reads(weight);
   }
@@ -54,10 +54,10 @@ TEST(WeightCacheMemory, CountsCastsHitsAndBytes) {
 }
 
 TEST(WeightCacheMemory, LetsGoOfACopyWhenItsWeightDies) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   auto weight = frozen();
   {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     what_linear_reads(weight);
   }
   EXPECT_EQ(cache.statistics().bytes_held, kCopyBytes);
@@ -69,8 +69,9 @@ TEST(WeightCacheMemory, LetsGoOfACopyWhenItsWeightDies) {
 }
 
 TEST(WeightCacheMemory, LetsGoOfDeadWeightsWhileARegionRuns) {
-  const mezzo::WeightCache cache({.max_bytes = 1000 * kCopyBytes});
-  const Autocast<kCPU> autocast(cache);
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = 1000 * kCopyBytes}));
+  const Autocast<kCPU> autocast({.cache = cache});
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> copies;
   for (int i = 0; i < 100; ++i) {
     const auto weight = frozen();
@@ -83,11 +84,11 @@ TEST(WeightCacheMemory, LetsGoOfDeadWeightsWhileARegionRuns) {
 
 TEST(WeightCacheMemory, LetsGoOfDeadWeightsAsOthersAreUsed) {
   constexpr int kHeld = 64;
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto living = frozen();
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> copies;
   {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     std::vector<Tensor> dying;
     for (int i = 0; i < kHeld; ++i) {
       dying.push_back(frozen());
@@ -95,7 +96,7 @@ TEST(WeightCacheMemory, LetsGoOfDeadWeightsAsOthersAreUsed) {
     }
   }
   for (int use = 0; use < kHeld; ++use) {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     what_linear_reads(living);
   }
   EXPECT_TRUE(
@@ -116,7 +117,7 @@ double seconds_of(const std::function<void()>& work) {
 // Ratios of a cost that grows with the number of weights would be 32 and 20,000.
 TEST(WeightCacheMemory, CostsTheSameAWeightHoweverManyItHolds) {
   const auto publish = [](int count) {
-    const mezzo::WeightCache cache;
+    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     std::vector<Tensor> weights;
     for (int i = 0; i < count; ++i) weights.push_back(torch::zeros({1}));
     return seconds_of([&] {
@@ -128,14 +129,14 @@ TEST(WeightCacheMemory, CostsTheSameAWeightHoweverManyItHolds) {
   };
   EXPECT_LT(publish(16000) / publish(500), 8);
   const auto enter_and_leave = [](int count) {
-    const mezzo::WeightCache cache;
+    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     std::vector<Tensor> weights;
     for (int i = 0; i < count; ++i) {
       weights.push_back(torch::zeros({1}));
       static_cast<void>(cache.buffer_for(weights.back(), kBFloat16));
     }
     return seconds_of([&] {
-      for (int i = 0; i < 100; ++i) const Autocast<kCPU> autocast(cache);
+      for (int i = 0; i < 100; ++i) const Autocast<kCPU> autocast({.cache = cache});
     });
   };
   EXPECT_LT(enter_and_leave(20000) / enter_and_leave(1), 20);
@@ -144,9 +145,10 @@ TEST(WeightCacheMemory, CostsTheSameAWeightHoweverManyItHolds) {
 TEST(WeightCacheMemory, LetsGoOfTrainableWeightsAtTheEndOfTheRegion) {
   const auto weight = frozen().requires_grad_();
   for (const bool keep : {false, true}) {
-    const mezzo::WeightCache cache({.keep_trainable = keep});
+    const mezzo::WeightCache cache =
+        mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = keep}));
     {
-      const Autocast<kCPU> autocast(cache);
+      const Autocast<kCPU> autocast({.cache = cache});
       {
         const Autocast<kCPU> inner;
         what_linear_reads(weight);
@@ -159,11 +161,12 @@ TEST(WeightCacheMemory, LetsGoOfTrainableWeightsAtTheEndOfTheRegion) {
 }
 
 TEST(WeightCacheMemory, EvictsTheLeastRecentlyUsed) {
-  const mezzo::WeightCache cache({.max_bytes = 2 * kCopyBytes});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = 2 * kCopyBytes}));
   const auto a = frozen();
   const auto b = frozen();
   const auto c = frozen();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(a);
   what_linear_reads(b);
   what_linear_reads(a);
@@ -177,9 +180,10 @@ TEST(WeightCacheMemory, EvictsTheLeastRecentlyUsed) {
 }
 
 TEST(WeightCacheMemory, NeverHoldsMoreThanTheBound) {
-  const mezzo::WeightCache cache({.max_bytes = kCopyBytes - 1});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = kCopyBytes - 1}));
   const auto weight = frozen().requires_grad_();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   for (int use = 0; use < 3; ++use) {
     const auto y = what_linear_reads(weight);
     EXPECT_TRUE(torch::equal(y, weight.to(kBFloat16)));
@@ -191,7 +195,8 @@ TEST(WeightCacheMemory, NeverHoldsMoreThanTheBound) {
 }
 
 TEST(WeightCacheMemory, RefusesPublishedCopiesBeyondTheBound) {
-  const mezzo::WeightCache cache({.max_bytes = kCopyBytes});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = kCopyBytes}));
   const auto a = frozen();
   const auto b = frozen();
   const auto buffer = cache.buffer_for(a, kBFloat16);
@@ -202,16 +207,17 @@ TEST(WeightCacheMemory, RefusesPublishedCopiesBeyondTheBound) {
     EXPECT_NE(std::string(error.what()).find("max_bytes: published copies"), std::string::npos);
   }
   EXPECT_THROW(cache.publish(b, b.to(kBFloat16)), c10::Error);
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(b);  // has to do without being held
   EXPECT_TRUE(cache.holds(a, kBFloat16));
   EXPECT_EQ(cache.buffer_for(a, kBFloat16).const_data_ptr(), buffer.const_data_ptr());
 }
 
 TEST(WeightCacheMemory, MakesRoomByTheDeadBeforeTheLiving) {
-  const mezzo::WeightCache cache({.max_bytes = 2 * kCopyBytes});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = 2 * kCopyBytes}));
   const auto living = frozen();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(living);
   what_linear_reads(frozen());
   const auto another = frozen();
@@ -221,7 +227,8 @@ TEST(WeightCacheMemory, MakesRoomByTheDeadBeforeTheLiving) {
 }
 
 TEST(WeightCacheMemory, HasRoomAgainWhenPublishedWeightsDied) {
-  const mezzo::WeightCache cache({.max_bytes = kCopyBytes});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = kCopyBytes}));
   static_cast<void>(cache.buffer_for(frozen(), kBFloat16));
   const auto weight = frozen();
   EXPECT_NO_THROW(static_cast<void>(cache.buffer_for(weight, kBFloat16)));
@@ -231,14 +238,14 @@ TEST(WeightCacheMemory, HasRoomAgainWhenPublishedWeightsDied) {
 // Who is short of memory may clear the cache from within a cast: an observer of the allocator, say.
 TEST(WeightCacheMemory, MayBeClearedWhileACastRuns) {
   static const mezzo::WeightCache* to_clear = nullptr;
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   to_clear = &cache;
   const auto weight = frozen();
   const auto clear = [](const at::RecordFunction& op) -> std::unique_ptr<at::ObserverContext> {
     if (std::string(op.name()) == "aten::_to_copy") to_clear->clear();
     return nullptr;
   };
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(clear));
   const auto read = torch::linear(torch::eye(kSize, kBFloat16), weight).t();  // one cast
   at::removeCallback(handle);
@@ -250,19 +257,20 @@ TEST(WeightCacheMemory, MayBeClearedWhileACastRuns) {
 
 // A use in a region is never refused: where a published weight has grown, its copy is as any other.
 TEST(WeightCacheMemory, HoldsNothingBeyondTheBoundForAPublishedWeightThatGrew) {
-  const mezzo::WeightCache cache({.max_bytes = kCopyBytes});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = kCopyBytes}));
   const auto weight = frozen();
   static_cast<void>(cache.buffer_for(weight, kBFloat16));
   weight.set_data(torch::randn({2 * kSize, 2 * kSize}));
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
   EXPECT_LE(cache.statistics().bytes_held, kCopyBytes);
 }
 
 TEST(WeightCacheMemory, ReusesTheMemoryOfAStaleCopyThatNobodyReads) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = frozen();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(weight);
   weight.add_(1);
   what_linear_reads(weight);
@@ -272,10 +280,10 @@ TEST(WeightCacheMemory, ReusesTheMemoryOfAStaleCopyThatNobodyReads) {
 }
 
 TEST(WeightCacheMemory, LeavesAStaleCopyToTheGraphThatReadsIt) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = frozen();
   const auto x = torch::randn({3, kSize}).requires_grad_();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto y = torch::linear(x, weight);
   const auto before = weight.to(kBFloat16);
   weight.add_(1);
@@ -285,9 +293,9 @@ TEST(WeightCacheMemory, LeavesAStaleCopyToTheGraphThatReadsIt) {
 }
 
 TEST(WeightCacheMemory, HoldsAnActivationOfMmOnlyFromItsSecondUseOn) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = frozen();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   what_mm_reads(weight);
   EXPECT_FALSE(cache.holds(weight, kBFloat16));
   what_mm_reads(weight);
@@ -299,10 +307,10 @@ TEST(WeightCacheMemory, HoldsAnActivationOfMmOnlyFromItsSecondUseOn) {
 // torch::nn::Linear computes with weight.t(), a new view each time.
 TEST(WeightCacheMemory, HoldsTheWeightsOfLinearModulesOnce) {
   for (const bool trainable : {true, false}) {
-    const mezzo::WeightCache cache;
+    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     torch::nn::Linear linear(kSize, kSize);
     for (auto& each : linear->parameters()) each.set_requires_grad(trainable);
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     std::vector<Tensor> graph;
     for (int use = 0; use < 4; ++use) {
       graph.push_back(linear(torch::randn({3, kSize})));     // addmm
@@ -319,10 +327,10 @@ TEST(WeightCacheMemory, HoldsTheWeightsOfLinearModulesOnce) {
 
 // A weight that is part of something, or repeats itself, has a dense copy.
 TEST(WeightCacheMemory, HoldsWeightsThatAreNotDense) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto part = torch::randn({kSize, 2 * kSize}).narrow(1, 2, kSize);
   const auto repeated = torch::randn({1, kSize}).expand({kSize, kSize});
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   for (int use = 0; use < 4; ++use) {
     EXPECT_TRUE(torch::equal(what_linear_reads(part), part.to(kBFloat16)));
     EXPECT_TRUE(torch::equal(what_linear_reads(repeated), repeated.to(kBFloat16)));
@@ -333,10 +341,10 @@ TEST(WeightCacheMemory, HoldsWeightsThatAreNotDense) {
 }
 
 TEST(WeightCacheMemory, HoldsNoInputOfALinear) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto x = torch::randn({3, kSize});
   const auto weight = frozen();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   torch::nn::Linear module(kSize, kSize);
   for (int use = 0; use < 4; ++use) {
     torch::linear(x, weight);
@@ -348,10 +356,10 @@ TEST(WeightCacheMemory, HoldsNoInputOfALinear) {
 
 // They have no version: who could tell that they changed?
 TEST(WeightCacheMemory, HoldsNothingOfInferenceMode) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const c10::InferenceMode inference;
   const auto weight = frozen();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   for (int use = 0; use < 3; ++use) {
     EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
     weight.add_(1);
@@ -361,9 +369,9 @@ TEST(WeightCacheMemory, HoldsNothingOfInferenceMode) {
 }
 
 TEST(WeightCacheMemory, HoldsNothingWithAGraphBehindIt) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto leaf = frozen().requires_grad_();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   for (int use = 0; use < 2; ++use) {
     const auto y = torch::linear(torch::eye(kSize), leaf * 2);
     y.sum().backward();
@@ -378,7 +386,7 @@ TEST(WeightCacheMemory, IsThatOfItsHandlesAndRegions) {
   const auto weight = frozen();
   {
     std::optional<mezzo::WeightCache> cache(std::in_place);
-    const Autocast<kCPU> autocast(*cache);
+    const Autocast<kCPU> autocast({.cache = *cache});
     memory = cache->buffer_for(weight, kBFloat16).storage().getWeakStorageImpl();
     cache.reset();
     EXPECT_FALSE(memory.expired());

@@ -48,18 +48,18 @@ Tensor loss_of(const Tensor& weight, const Tensor& x) {
 }
 
 TEST(WeightCachePublish, TrainsWithoutACast) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   const auto reference = weight.detach().clone().requires_grad_();
   const auto x = torch::randn({3, kWidth});
   const void* address = nullptr;
   for (int i = 0; i < 5; ++i) {
     {
-      const Autocast<kCPU> autocast(cache);
+      const Autocast<kCPU> autocast({.cache = cache});
       loss_of(weight, x).backward();
     }
     {
-      const Autocast<kCPU> autocast({.cache_enabled = false});
+      const Autocast<kCPU> autocast({.cache = false});
       loss_of(reference, x).backward();
     }
     EXPECT_TRUE(torch::equal(weight.grad(), reference.grad()));
@@ -78,11 +78,11 @@ TEST(WeightCachePublish, TrainsWithoutACast) {
 }
 
 TEST(WeightCachePublish, IsBelievedOnlyUntilTheWeightChanges) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   const auto sevens = torch::full({kWidth, kWidth}, 7, kBFloat16);
   cache.publish(weight, sevens);
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), sevens));
   {
     const torch::NoGradGuard no_grad;
@@ -94,18 +94,18 @@ TEST(WeightCachePublish, IsBelievedOnlyUntilTheWeightChanges) {
 
 // An optimizer that writes the buffer with ops, and throws before it has written the weight.
 TEST(WeightCachePublish, IsNeededAfterAWriteToTheBuffer) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   const auto buffer = cache.buffer_for(weight, kBFloat16);
   buffer.zero_();
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
   EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
 }
 
 // What is replaced may be freed by code of the caller's, which may ask the cache.
 TEST(WeightCachePublish, LetsGoOfAReplacedCopyOutsideOfItsLocks) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   const auto other = parameter();
   std::vector<c10::BFloat16> memory(kWidth * kWidth);
@@ -124,7 +124,7 @@ TEST(WeightCachePublish, LetsGoOfAReplacedCopyOutsideOfItsLocks) {
 }
 
 TEST(WeightCachePublish, KeepsItsPlaceWhenACastThrows) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   auto weight = torch::randn({kWidth, kWidth});
   const auto buffer = cache.buffer_for(weight, kBFloat16);
   weight.add_(1);
@@ -140,7 +140,8 @@ TEST(WeightCachePublish, KeepsItsPlaceWhenACastThrows) {
 
 TEST(WeightCachePublish, ChangesNothingWhenItThrows) {
   constexpr std::int64_t kBytes = kWidth * kWidth * 2;
-  const mezzo::WeightCache cache({.max_bytes = 2 * kBytes});
+  const mezzo::WeightCache cache =
+      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = 2 * kBytes}));
   const auto weight = torch::randn({kWidth, kWidth});
   const auto other = parameter();
   const auto buffer = cache.buffer_for(weight, kBFloat16);
@@ -156,7 +157,7 @@ TEST(WeightCachePublish, ChangesNothingWhenItThrows) {
 }
 
 TEST(WeightCachePublish, TakesACopyThatIsAViewOfAFlatBuffer) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto flat = torch::empty({2 * kWidth * kWidth}, kBFloat16);
   const std::vector<Tensor> weights = {parameter(), parameter()};
   for (int64_t i = 0; i < 2; ++i) {
@@ -165,7 +166,7 @@ TEST(WeightCachePublish, TakesACopyThatIsAViewOfAFlatBuffer) {
     view.copy_(weight.detach());
     cache.publish(weight, view);
   }
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   for (const auto& weight : weights) {
     EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
   }
@@ -173,10 +174,10 @@ TEST(WeightCachePublish, TakesACopyThatIsAViewOfAFlatBuffer) {
 }
 
 TEST(WeightCachePublish, ServesOnlyItsDtype) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   cache.publish(weight, cache.buffer_for(weight, kHalf));
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   EXPECT_EQ(what_linear_reads(weight).scalar_type(), kBFloat16);
   EXPECT_TRUE(cache.holds(weight, kHalf));
   const Autocast<kCPU, kHalf> inner;
@@ -186,14 +187,14 @@ TEST(WeightCachePublish, ServesOnlyItsDtype) {
 // A step that the device decides to skip writes neither weight nor copy, and publishes all the
 // same.
 TEST(WeightCachePublish, LosesNothingWhenAStepIsSkipped) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   const auto skip = [&] {
     const auto buffer = cache.buffer_for(weight, kBFloat16);
     weight.unsafeGetTensorImpl()->bump_version();
     cache.publish(weight, buffer);
   };
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   skip();
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
   {
@@ -205,14 +206,14 @@ TEST(WeightCachePublish, LosesNothingWhenAStepIsSkipped) {
 }
 
 TEST(WeightCachePublish, MakesTheBackwardOfAnOlderForwardThrow) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   const auto x = torch::randn({3, kWidth}).requires_grad_();
   weight.mutable_grad() = torch::ones_like(weight);
   step(cache, weight, kBFloat16);
   Tensor loss;
   {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     loss = loss_of(weight, x);
   }
   step(cache, weight, kBFloat16);
@@ -229,13 +230,13 @@ TEST(WeightCachePublish, MakesTheBackwardOfAnOlderForwardThrow) {
 }
 
 TEST(WeightCachePublish, MakesTheBackwardOfAFrozenWeightThrowToo) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = torch::randn({kWidth, kWidth});
   const auto x = torch::randn({3, kWidth}).requires_grad_();
   const auto buffer = cache.buffer_for(weight, kBFloat16);
   Tensor loss;
   {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     loss = loss_of(weight, x);
   }
   std::memset(buffer.mutable_data_ptr(), 0, buffer.nbytes());
@@ -244,7 +245,7 @@ TEST(WeightCachePublish, MakesTheBackwardOfAFrozenWeightThrowToo) {
 }
 
 TEST(WeightCachePublish, KeepsTheAddressUnlessTheShapeChanges) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   auto weight = parameter();
   const auto buffer = cache.buffer_for(weight, kBFloat16);
   EXPECT_TRUE(cache.buffer_for(weight, kBFloat16).is_same(buffer));
@@ -257,14 +258,14 @@ TEST(WeightCachePublish, KeepsTheAddressUnlessTheShapeChanges) {
 }
 
 TEST(WeightCachePublish, HasTheStridesOfTheWeight) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight =
       torch::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
   EXPECT_EQ(cache.buffer_for(weight, kBFloat16).strides(), weight.strides());
 }
 
 TEST(WeightCachePublish, WorksFromInferenceMode) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   Tensor buffer;
   {
@@ -286,7 +287,7 @@ void expect_error(const std::function<void()>& call, const std::string& words) {
 }
 
 TEST(WeightCachePublish, NamesWhatIsWrong) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   const auto copy = [&](at::ScalarType dtype) { return weight.detach().to(dtype); };
   expect_error([&] { static_cast<void>(cache.buffer_for({}, kBFloat16)); }, "weight: an undefined");

@@ -75,7 +75,7 @@ class RandomProgram {
   /// Whether all ways of use read the present values.
   bool reads_present_values() {
     const c10::AutoGradMode mode(pick(2) == 0);
-    const Autocast<kCPU> region(cache_);
+    const Autocast<kCPU> region({.cache = cache_});
     bool right = true;
     for (const auto& module : modules_) {
       const Tensor& weight = module->weight;
@@ -97,14 +97,14 @@ class RandomProgram {
     Tensor& weight = any_module()->weight;
     weight.set_requires_grad(!weight.requires_grad());
   }
-  void train(const mezzo::AutocastOptions& options) {
+  void train(const mezzo::AutocastSetting& options) {
     {
       const Autocast<kCPU> region(options);
       loss_ = any_module()(torch::randn({2, kUnits})).to(torch::kFloat).pow(2).sum();
     }
     if (loss_.requires_grad()) loss_.backward();
   }
-  void train_with_the_cache() { train({.weight_cache = cache_}); }
+  void train_with_the_cache() { train({.cache = cache_}); }
   void train_without_the_cache() { train({.enabled = false}); }
 
   // What a region does not see of trainable weights, its user has to tell.
@@ -149,12 +149,12 @@ class RandomProgram {
     if (region_.has_value()) {
       region_.reset();
     } else {
-      region_.emplace(cache_);
+      region_.emplace(mezzo::AutocastSetting{.cache = cache_});
     }
   }
 
   bool keeps_trainable_;
-  mezzo::WeightCache cache_;
+  mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
   std::mt19937 random_;
   std::vector<torch::nn::Linear> modules_;
   std::vector<std::unique_ptr<torch::optim::Optimizer>> optimizers_;

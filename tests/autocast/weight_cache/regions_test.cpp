@@ -11,6 +11,8 @@
 #include <mezzo/autocast/weight_cache.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -41,7 +43,7 @@ std::pair<int64_t, int64_t> casts_and_hits(const WeightCache& cache) {
 using Counts = std::pair<int64_t, int64_t>;
 
 TEST(WeightCacheRegions, UseNoCacheThatTheyWereNotGiven) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
   {
     const Autocast<kCPU> autocast;
@@ -52,16 +54,16 @@ TEST(WeightCacheRegions, UseNoCacheThatTheyWereNotGiven) {
 }
 
 TEST(WeightCacheRegions, InheritTheCacheAroundThem) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
-  const Autocast<kCPU> outer(cache);
+  const Autocast<kCPU> outer({.cache = cache});
   what_linear_reads(weight);
   {
     const Autocast<kCPU> inner;
     what_linear_reads(weight);
   }
   {
-    const Autocast<kCPU> inner({.cache_enabled = false});
+    const Autocast<kCPU> inner({.cache = false});
     what_linear_reads(weight);
     EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
   }
@@ -74,13 +76,13 @@ TEST(WeightCacheRegions, InheritTheCacheAroundThem) {
 }
 
 TEST(WeightCacheRegions, MayHaveDifferentCaches) {
-  const WeightCache first;
-  const WeightCache second;
+  const WeightCache first = mezzo::install_op_overrides(WeightCache());
+  const WeightCache second = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
-  const Autocast<kCPU> outer(first);
+  const Autocast<kCPU> outer({.cache = first});
   what_linear_reads(weight);
   {
-    const Autocast<kCPU> inner(second);
+    const Autocast<kCPU> inner({.cache = second});
     what_linear_reads(weight);
     what_linear_reads(weight);
   }
@@ -90,9 +92,9 @@ TEST(WeightCacheRegions, MayHaveDifferentCaches) {
 }
 
 TEST(WeightCacheRegions, OfDifferentDtypesReadTheirOwnCopies) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
-  const Autocast<kCPU> outer(cache);
+  const Autocast<kCPU> outer({.cache = cache});
   for (int use = 0; use < 2; ++use) {
     EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
     const Autocast<kCPU, kHalf> inner;
@@ -104,17 +106,17 @@ TEST(WeightCacheRegions, OfDifferentDtypesReadTheirOwnCopies) {
 }
 
 TEST(WeightCacheRegions, LowerHalfWeightsToo) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square().to(kHalf);
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(weight);
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
   EXPECT_EQ(casts_and_hits(cache), Counts(1, 1));
 }
 
 TEST(WeightCacheRegions, LeaveDoubleAlone) {
-  const WeightCache cache;
-  const Autocast<kCPU> autocast(cache);
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto y =
       torch::linear(torch::ones({2, 2}, torch::kDouble), torch::ones({2, 2}, torch::kDouble));
   EXPECT_EQ(y.scalar_type(), torch::kDouble);
@@ -122,11 +124,11 @@ TEST(WeightCacheRegions, LeaveDoubleAlone) {
 }
 
 TEST(WeightCacheRegions, PutLibtorchsCacheBackAsItWas) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   for (const bool enabled : {true, false}) {
     at::autocast::set_autocast_cache_enabled(enabled);
     {
-      const Autocast<kCPU> autocast(cache);
+      const Autocast<kCPU> autocast({.cache = cache});
       EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
       const Autocast<kCPU> inner;
       EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
@@ -138,17 +140,17 @@ TEST(WeightCacheRegions, PutLibtorchsCacheBackAsItWas) {
 
 // libtorch has one switch for all devices.
 TEST(WeightCacheRegions, KeepLibtorchsCacheOffInRegionsOfAnotherDevice) {
-  const WeightCache cache;
-  const Autocast<kCPU> autocast(cache);
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const Autocast<kCPU> autocast({.cache = cache});
   const Autocast<torch::kCUDA> inner;
   EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
 }
 
 TEST(WeightCacheRegions, ServeInnerRegionsAlsoWhereLibtorchsCacheIsOff) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
-  const Autocast<kCPU> uncached({.cache_enabled = false});
-  const Autocast<kCPU> outer(cache);
+  const Autocast<kCPU> uncached({.cache = false});
+  const Autocast<kCPU> outer({.cache = cache});
   what_linear_reads(weight);
   const Autocast<kCPU> inner;
   what_linear_reads(weight);
@@ -156,10 +158,10 @@ TEST(WeightCacheRegions, ServeInnerRegionsAlsoWhereLibtorchsCacheIsOff) {
 }
 
 TEST(WeightCacheRegions, LeaveNoCacheToRegionsInsideOneThatDisabledIt) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
-  const Autocast<kCPU> outer(cache);
-  const Autocast<kCPU> uncached({.cache_enabled = false});
+  const Autocast<kCPU> outer({.cache = cache});
+  const Autocast<kCPU> uncached({.cache = false});
   const Autocast<kCPU> inner;
   EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
   what_linear_reads(weight);
@@ -167,18 +169,18 @@ TEST(WeightCacheRegions, LeaveNoCacheToRegionsInsideOneThatDisabledIt) {
 }
 
 TEST(WeightCacheRegions, KeepLibtorchsCacheOffThoughItIsSwitchedOnByHandInside) {
-  const WeightCache cache;
-  const Autocast<kCPU> outer(cache);
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const Autocast<kCPU> outer({.cache = cache});
   at::autocast::set_autocast_cache_enabled(true);
   const Autocast<kCPU> inner;
   EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
 }
 
 TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square().requires_grad_();
   try {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     what_linear_reads(weight);
     torch::linear(torch::ones({2, 3}), weight);  // shapes that do not fit
     ADD_FAILURE();
@@ -194,32 +196,32 @@ TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
 }
 
 TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
   const auto use = [&] { return what_linear_reads(weight); };
-  const mezzo::AutocastSetting setting{.device = kCPU, .dtype = kBFloat16};
+  const mezzo::AutocastSetting setting{.device = kCPU, .dtype = kBFloat16, .cache = cache};
   {
-    const Autocast<kCPU> a({.weight_cache = cache});
+    const Autocast<kCPU> a({.cache = cache});
     use();
   }
   {
-    const AutocastGuard a(setting, cache);
+    const AutocastGuard a(setting);
     use();
   }
   {
-    const AutocastGuard a(setting, OpPolicy(), cache);
+    const AutocastGuard a({.device = kCPU, .cache = cache, .policy = OpPolicy()});
     use();
   }
   {
-    const AutocastGuard a(kCPU, kBFloat16, {.weight_cache = cache});
+    const AutocastGuard a({.device = kCPU, .dtype = kBFloat16, .cache = cache});
     use();
   }
-  mezzo::autocast<kCPU>(use, {.weight_cache = cache})();
-  mezzo::autocast(use, setting, {}, cache)();
+  mezzo::autocast<kCPU>(use, {.cache = cache})();
+  mezzo::autocast(use, setting)();
   EXPECT_EQ(casts_and_hits(cache), Counts(1, 5));
   torch::nn::Linear linear(kRows, kRows);
   linear->weight.set_requires_grad(false);
-  mezzo::AutocastModule module(linear, setting, {}, cache);
+  mezzo::AutocastModule module(linear, setting);
   for (int i = 0; i < 2; ++i) module(torch::ones({1, kRows}));
   EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
   const auto copy = std::dynamic_pointer_cast<decltype(module)::ContainedType>(module->clone());
@@ -229,23 +231,26 @@ TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
 }
 
 TEST(WeightCachePolicies, ComeFirst) {
-  const WeightCache cache;  // its kernels stand in front of those of policies, or behind
-  const auto deny = OpPolicy().deny("linear").deny("addmm");
-  const WeightCache later;
+  // Its kernels stand in front of those of policies, or behind.
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const auto deny = mezzo::install_op_overrides(OpPolicy().deny("linear").deny("addmm"));
+  const WeightCache later = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
   for (const auto& each : {cache, later}) {
     {
-      const Autocast<kCPU> autocast({.policy = deny, .weight_cache = each});
+      const Autocast<kCPU> autocast({.cache = each, .policy = deny});
       EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight));
       EXPECT_EQ(casts_and_hits(each), Counts(0, 0));
       {
-        const Autocast<kCPU> inner(OpPolicy().allow("linear"));
+        const Autocast<kCPU> inner(
+            {.policy = mezzo::install_op_overrides(OpPolicy().allow("linear"))});
         EXPECT_EQ(what_linear_reads(weight).scalar_type(), kBFloat16);
       }
-      const Autocast<kCPU> inner(OpPolicy().ignore("linear"));
+      const Autocast<kCPU> inner(
+          {.policy = mezzo::install_op_overrides(OpPolicy().ignore("linear"))});
       EXPECT_EQ(what_linear_reads(weight).scalar_type(), kBFloat16);  // matmul's, inside
     }
-    const Autocast<kCPU> autocast(each);
+    const Autocast<kCPU> autocast({.cache = each});
     EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
     EXPECT_EQ(each.statistics().casts, 1);
     EXPECT_GE(each.statistics().hits, 1);
@@ -253,10 +258,10 @@ TEST(WeightCachePolicies, ComeFirst) {
 }
 
 TEST(WeightCachePolicies, ThatPromoteLeaveTheCacheAside) {
-  const WeightCache cache;
-  const auto promote = OpPolicy().promote("mm");
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const auto promote = mezzo::install_op_overrides(OpPolicy().promote("mm"));
   const auto weight = frozen_square();
-  const Autocast<kCPU> autocast({.policy = promote, .weight_cache = cache});
+  const Autocast<kCPU> autocast({.cache = cache, .policy = promote});
   EXPECT_TRUE(torch::equal(what_mm_reads(weight), weight));
   EXPECT_EQ(torch::mm(weight.to(kBFloat16), weight).scalar_type(), kFloat);
   EXPECT_EQ(casts_and_hits(cache), Counts(0, 0));
@@ -264,10 +269,10 @@ TEST(WeightCachePolicies, ThatPromoteLeaveTheCacheAside) {
 
 // mv is on no list of the CPU's.
 TEST(WeightCachePolicies, ThatAllowAnOpMakeItAskTheCache) {
-  const auto allow = OpPolicy().allow("mv");
-  const WeightCache cache;
+  const auto allow = mezzo::install_op_overrides(OpPolicy().allow("mv"));
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square().requires_grad_();
-  const Autocast<kCPU> autocast({.policy = allow, .weight_cache = cache});
+  const Autocast<kCPU> autocast({.cache = cache, .policy = allow});
   for (int use = 0; use < 3; ++use) {
     const auto y = torch::mv(weight, torch::ones({kRows}));
     EXPECT_EQ(y.scalar_type(), kBFloat16);
@@ -287,10 +292,10 @@ mezzo::CastRecord record_of(const mezzo::CastTrace& trace, const std::string& op
 }
 
 TEST(WeightCacheTrace, TellsCastsFromCacheHits) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square();
   const auto x = torch::ones({2, kRows});
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   const mezzo::CastTrace trace;
   for (int use = 0; use < 3; ++use) {
     torch::linear(x, weight);
@@ -309,17 +314,34 @@ TEST(WeightCacheTrace, TellsCastsFromCacheHits) {
 }
 
 TEST(WeightCacheTrace, CountsNoCastOfAPublishedCopy) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = frozen_square().requires_grad_();
   cache.publish(weight, cache.buffer_for(weight, kBFloat16));
   const auto x = torch::ones({2, kRows}, kBFloat16);
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   const mezzo::CastTrace trace;
   torch::linear(x, weight);
   const auto record = record_of(trace, "aten::linear");
   EXPECT_EQ(record.casts, 0);
   EXPECT_EQ(record.bytes, 0);
   EXPECT_EQ(record.cache_hits, 1);
+}
+
+/// In a process of its own, where no test has installed anything.
+TEST(WeightCacheInstallation, IsWhatARegionAsksFor) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto enter = [](const WeightCache& cache) {
+    try {
+      const Autocast<kCPU> autocast({.cache = cache});
+    } catch (const c10::Error& error) {
+      std::fputs(error.what_without_backtrace(), stderr);
+      std::exit(1);
+    }
+    std::exit(0);
+  };
+  EXPECT_EXIT(enter(WeightCache()), testing::ExitedWithCode(1),
+              "Call mezzo::install_op_overrides.cache. once");
+  EXPECT_EXIT(enter(mezzo::install_op_overrides(WeightCache())), testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -94,13 +94,13 @@ class StaleWeights : public testing::TestWithParam<Change> {
     }
   }
 
-  mezzo::WeightCache cache_;
+  mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
 };
 
 TEST_P(StaleWeights, AreNotReadInsideTheRegion) {
   for (const bool trainable : {true, false}) {
     auto weight = torch::randn({kSide, kSide}).set_requires_grad(trainable);
-    const Autocast<kCPU> autocast(cache_);
+    const Autocast<kCPU> autocast({.cache = cache_});
     expect_fresh(weight);
     const auto before = cache_.statistics();
     change(weight);
@@ -118,11 +118,11 @@ TEST_P(StaleWeights, AreNotReadInALaterRegion) {
   for (const bool trainable : {true, false}) {
     auto weight = torch::randn({kSide, kSide}).set_requires_grad(trainable);
     {
-      const Autocast<kCPU> autocast(cache_);
+      const Autocast<kCPU> autocast({.cache = cache_});
       expect_fresh(weight);
     }
     change(weight);
-    const Autocast<kCPU> autocast(cache_);
+    const Autocast<kCPU> autocast({.cache = cache_});
     expect_fresh(weight);
   }
 }
@@ -133,7 +133,7 @@ TEST_P(StaleWeights, AreNotReadFromAPublishedCopy) {
   const auto address = cache_.buffer_for(weight, kBFloat16).const_data_ptr();
   change(weight);
   EXPECT_FALSE(cache_.holds(weight, kBFloat16));
-  const Autocast<kCPU> autocast(cache_);
+  const Autocast<kCPU> autocast({.cache = cache_});
   expect_fresh(weight);
   const bool as_before = weight.is_contiguous();
   EXPECT_EQ(cache_.buffer_for(weight, kBFloat16).const_data_ptr() == address, as_before);
@@ -143,12 +143,12 @@ INSTANTIATE_TEST_SUITE_P(After, StaleWeights, testing::ValuesIn(changes()),
                          [](const auto& change) { return change.param.name; });
 
 TEST(StaleWeightsOfAModule, AreNotReadAfterItLoadsAState) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   torch::nn::Linear source(kSide, kSide);
   torch::nn::Linear target(kSide, kSide);
   std::stringstream stream;
   torch::save(source, stream);
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto x = torch::randn({3, kSide});
   target(x);
   torch::load(target, stream);
@@ -156,10 +156,10 @@ TEST(StaleWeightsOfAModule, AreNotReadAfterItLoadsAState) {
 }
 
 TEST(StaleWeightsOfAModule, AreNotReadAfterItMovesToAnotherDtypeAndBack) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   torch::nn::Linear net(kSide, kSide);
   const auto x = torch::randn({3, kSide});
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto before = net(x);
   net->to(torch::kDouble);
   EXPECT_EQ(net(x.to(torch::kDouble)).scalar_type(), torch::kDouble);
@@ -174,8 +174,8 @@ TEST(StaleWeightsOfAModule, AreNotReadAfterItMovesToAnotherDtypeAndBack) {
 
 // A tensor that is allocated where a dead one was must not be taken for it.
 TEST(StaleWeightsOfTheDead, AreNotReadThroughAReusedAddress) {
-  const mezzo::WeightCache cache;
-  const Autocast<kCPU> autocast(cache);
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  const Autocast<kCPU> autocast({.cache = cache});
   for (int i = 0; i < 200; ++i) {
     const auto weight = torch::full({kSide, kSide}, static_cast<float>(i));
     EXPECT_EQ(what_linear_reads(weight).max().item<float>(), static_cast<float>(i));
@@ -183,8 +183,8 @@ TEST(StaleWeightsOfTheDead, AreNotReadThroughAReusedAddress) {
 }
 
 TEST(StaleWeightsOfTheDead, AreNotReadThroughReusedMemory) {
-  const mezzo::WeightCache cache;
-  const Autocast<kCPU> autocast(cache);
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  const Autocast<kCPU> autocast({.cache = cache});
   auto weight = torch::zeros({kSide, kSide}).requires_grad_();
   for (int i = 0; i < 200; ++i) {
     weight.set_data(torch::full({kSide, kSide}, static_cast<float>(i)));
@@ -193,7 +193,7 @@ TEST(StaleWeightsOfTheDead, AreNotReadThroughReusedMemory) {
   }
 }
 
-std::vector<float> train_with_sgd(const mezzo::AutocastOptions& options, bool step_in_region) {
+std::vector<float> train_with_sgd(const mezzo::AutocastSetting& options, bool step_in_region) {
   torch::manual_seed(5);
   const auto weight = torch::randn({kSide, kSide}).requires_grad_();
   const auto x = torch::randn({3, kSide});
@@ -216,24 +216,22 @@ std::vector<float> train_with_sgd(const mezzo::AutocastOptions& options, bool st
 
 // torch::optim::SGD writes through data(), which leaves no trace in the weight's version.
 TEST(StaleWeightsOfSgd, AreNotReadAfterAStepBetweenRegions) {
-  const mezzo::WeightCache cache;
-  EXPECT_EQ(train_with_sgd({.weight_cache = cache}, false),
-            train_with_sgd({.cache_enabled = false}, false));
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  EXPECT_EQ(train_with_sgd({.cache = cache}, false), train_with_sgd({.cache = false}, false));
   EXPECT_EQ(cache.statistics().casts, 5);
   EXPECT_EQ(cache.statistics().hits, 5);
 }
 
 TEST(StaleWeightsOfSgd, AreNotReadAfterABackwardPassAndAStepInsideTheRegion) {
-  const mezzo::WeightCache cache;
-  EXPECT_EQ(train_with_sgd({.weight_cache = cache}, true),
-            train_with_sgd({.cache_enabled = false}, true));
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  EXPECT_EQ(train_with_sgd({.cache = cache}, true), train_with_sgd({.cache = false}, true));
   EXPECT_EQ(cache.statistics().casts, 5);
 }
 
 TEST(StaleWeightsOfSgd, AreNotReadAfterTheyAreFrozen) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   auto weight = torch::ones({kSide, kSide}).requires_grad_();
-  const Autocast<kCPU> outer(cache);
+  const Autocast<kCPU> outer({.cache = cache});
   what_linear_reads(weight).sum().backward();
   torch::optim::SGD({weight}, 0.5).step();
   weight.set_requires_grad(false);
@@ -247,18 +245,18 @@ TEST(StaleWeightsOfSgd, AreNotReadWhereAParameterShowsAllOfABuffer) {
   };
   for (const auto& read : {std::function<Tensor(const Tensor&)>(what_linear_reads),
                            std::function<Tensor(const Tensor&)>(transposed)}) {
-    const mezzo::WeightCache cache;
+    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     const auto weight = torch::ones({kSide * kSide}).view({kSide, kSide}).requires_grad_();
     torch::optim::SGD optimizer({weight}, 0.5);
     for (int step = 0; step < 3; ++step) {
       for (int use = 0; use < 3; ++use) {
         const torch::NoGradGuard no_grad;  // an evaluation
-        const Autocast<kCPU> autocast(cache);
+        const Autocast<kCPU> autocast({.cache = cache});
         EXPECT_TRUE(torch::equal(read(weight), weight.to(kBFloat16)));
       }
       optimizer.zero_grad();
       {
-        const Autocast<kCPU> autocast(cache);
+        const Autocast<kCPU> autocast({.cache = cache});
         read(weight).sum().backward();
       }
       optimizer.step();
@@ -268,12 +266,12 @@ TEST(StaleWeightsOfSgd, AreNotReadWhereAParameterShowsAllOfABuffer) {
 
 // A region that began earlier in another thread must not keep this thread's old copies alive.
 TEST(StaleWeightsOfSgd, AreNotReadWhileAnotherThreadIsInARegion) {
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = torch::ones({kSide, kSide}).requires_grad_();
   std::promise<void> inside;
   std::promise<void> done;
   std::thread other([&] {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     what_linear_reads(weight);
     inside.set_value();
     done.get_future().wait();
@@ -281,7 +279,7 @@ TEST(StaleWeightsOfSgd, AreNotReadWhileAnotherThreadIsInARegion) {
   inside.get_future().wait();
   weight.data().fill_(2);
   {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     EXPECT_EQ(what_linear_reads(weight).max().item<float>(), 2.F);
   }
   done.set_value();
@@ -289,8 +287,8 @@ TEST(StaleWeightsOfSgd, AreNotReadWhileAnotherThreadIsInARegion) {
 }
 
 TEST(StaleWeightsByHand, AreForgottenThroughAViewToo) {
-  const mezzo::WeightCache cache;
-  const Autocast<kCPU> autocast(cache);
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto weight = torch::ones({kSide, kSide});
   what_linear_reads(weight);
   EXPECT_TRUE(cache.holds(weight.t(), kBFloat16));
@@ -301,9 +299,9 @@ TEST(StaleWeightsByHand, AreForgottenThroughAViewToo) {
 
 // An op that a policy allows may return its argument, and that may be the copy itself.
 TEST(StaleWeightsByHand, AreNotReadAfterAWriteToTheCopy) {
-  const mezzo::WeightCache cache;
-  const auto policy = mezzo::OpPolicy().allow("aten::dropout");
-  const Autocast<kCPU> autocast({.policy = policy, .weight_cache = cache});
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("aten::dropout"));
+  const Autocast<kCPU> autocast({.cache = cache, .policy = policy});
   const auto weight = torch::ones({kSide, kSide});
   what_linear_reads(weight);
   torch::dropout(weight, 0.5, /*train=*/false).zero_();
@@ -312,8 +310,8 @@ TEST(StaleWeightsByHand, AreNotReadAfterAWriteToTheCopy) {
 
 // The one write that leaves no trace, and what to do about it.
 TEST(StaleWeightsByHand, AreForgotten) {
-  const mezzo::WeightCache cache;
-  const Autocast<kCPU> autocast(cache);
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto weight = torch::ones({kSide, kSide}).requires_grad_();
   const auto published = torch::ones({kSide, kSide}).requires_grad_();
   cache.publish(published, cache.buffer_for(published, kBFloat16));
@@ -345,8 +343,8 @@ TEST(StaleWeightsOfLibtorch, AreReadWithinARegion) {
 
 // prelu is lowered on the CPU, scaled_dot_product_attention too; the latter does not ask the cache.
 TEST(StaleWeightsOfOtherOps, AreNotReadEither) {
-  const mezzo::WeightCache cache;
-  const Autocast<kCPU> autocast(cache);
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  const Autocast<kCPU> autocast({.cache = cache});
   const auto key = torch::ones({1, 1, 2, 4}).requires_grad_();
   const auto attend = [&] {
     return torch::scaled_dot_product_attention(key, key, key).max().item<float>();

@@ -47,11 +47,11 @@ std::vector<Tensor> weights(int64_t count) {
 }
 
 TEST(WeightCacheThreads, ShareOneCopyOfEachWeight) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto all = weights(5);
   std::atomic<int> wrong = 0;
   in_threads([&](int) {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     for (const auto& weight : all) {
       wrong += !torch::equal(what_linear_reads(weight), weight.to(kBFloat16));
     }
@@ -62,9 +62,9 @@ TEST(WeightCacheThreads, ShareOneCopyOfEachWeight) {
 }
 
 TEST(WeightCacheThreads, HaveTheirOwnCopiesWhenIsolated) {
-  const WeightCache cache({.thread_isolated = true});
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache({.thread_isolated = true}));
   const auto weight = weights(1)[0];
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(weight);
   std::atomic<int> misses = 0;
   in_threads(mezzo::with_current_autocast([&](int) {
@@ -81,17 +81,17 @@ TEST(WeightCacheThreads, HaveTheirOwnCopiesWhenIsolated) {
 TEST(WeightCacheThreads, MayOutliveAnIsolatedCache) {
   std::thread([] {
     for (int i = 0; i < 3; ++i) {
-      const WeightCache cache({.thread_isolated = true});
-      const Autocast<kCPU> autocast(cache);
+      const WeightCache cache = mezzo::install_op_overrides(WeightCache({.thread_isolated = true}));
+      const Autocast<kCPU> autocast({.cache = cache});
       what_linear_reads(weights(1)[0]);
     }
   }).join();
 }
 
 TEST(WeightCacheThreads, ReceiveASharedCacheWithTheAutocastState) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = weights(1)[0];
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(weight);
   const auto state = mezzo::AutocastState::capture();
   std::thread([&] {
@@ -104,10 +104,10 @@ TEST(WeightCacheThreads, ReceiveASharedCacheWithTheAutocastState) {
 }
 
 TEST(WeightCacheThreads, LeaveTheirStateBehindWithTheScope) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = weights(1)[0];
   const auto state = [&] {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     return mezzo::AutocastState::capture();
   }();
   { const mezzo::AutocastState::Scope scope(state); }
@@ -118,14 +118,14 @@ TEST(WeightCacheThreads, LeaveTheirStateBehindWithTheScope) {
 
 // Views come and go, and graphs lead to the same weights, in all threads at once.
 TEST(WeightCacheThreads, ComputeWithViewsOfTheSameWeights) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto frozen = torch::randn({kEdge, kEdge});
   const auto trained = torch::randn({kEdge, kEdge}).requires_grad_();
   std::atomic<int> wrong = 0;
   in_threads([&](int) {
     const auto input = torch::eye(kEdge);
     for (int round = 0; round < 50; ++round) {
-      const Autocast<kCPU> autocast(cache);
+      const Autocast<kCPU> autocast({.cache = cache});
       const auto read_frozen = torch::matmul(input, frozen.t());
       const auto read_trained = torch::matmul(input, trained.t());
       wrong += !torch::equal(read_frozen, frozen.t().to(kBFloat16));
@@ -147,7 +147,7 @@ void stress(const WeightCache& cache, bool publish) {
     const auto own = torch::randn({kEdge, kEdge}).requires_grad_();
     for (int round = 0; round < 60; ++round) {
       {
-        const Autocast<kCPU> autocast(cache);
+        const Autocast<kCPU> autocast({.cache = cache});
         for (const auto& weight : shared) {
           wrong += !torch::equal(what_linear_reads(weight), weight.to(kBFloat16));
         }
@@ -178,14 +178,18 @@ void stress(const WeightCache& cache, bool publish) {
   EXPECT_LE(cache.statistics().bytes_held, cache.options().max_bytes);
 }
 
-TEST(WeightCacheThreads, StandAStressWithASharedCache) { stress(WeightCache(), true); }
+TEST(WeightCacheThreads, StandAStressWithASharedCache) {
+  stress(mezzo::install_op_overrides(WeightCache()), true);
+}
 
 TEST(WeightCacheThreads, StandAStressWithASmallSharedCache) {
-  stress(WeightCache({.max_bytes = 3 * kEdge * kEdge * 2, .keep_trainable = true}), false);
+  stress(mezzo::install_op_overrides(
+             WeightCache({.max_bytes = 3 * kEdge * kEdge * 2, .keep_trainable = true})),
+         false);
 }
 
 TEST(WeightCacheThreads, StandAStressWithAnIsolatedCache) {
-  stress(WeightCache({.thread_isolated = true}), true);
+  stress(mezzo::install_op_overrides(WeightCache({.thread_isolated = true})), true);
 }
 
 }  // namespace

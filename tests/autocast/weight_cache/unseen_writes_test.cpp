@@ -44,16 +44,15 @@ void expect_present_values(const Tensor& weight) {
 
 void evaluate(const WeightCache& cache, const Tensor& weight) {
   const torch::NoGradGuard no_grad;
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   expect_present_values(weight);
 }
 
 enum class Where { cached, outside_the_cache };
 
 Tensor loss_of(const WeightCache& cache, const Tensor& weight, Where where) {
-  const Autocast<kCPU> autocast(where == Where::cached
-                                    ? mezzo::AutocastOptions{.weight_cache = cache}
-                                    : mezzo::AutocastOptions{.enabled = false});
+  const Autocast<kCPU> autocast(where == Where::cached ? mezzo::AutocastSetting{.cache = cache}
+                                                       : mezzo::AutocastSetting{.enabled = false});
   return torch::linear(torch::ones({1, kWidth}), weight).to(torch::kFloat).pow(2).sum();
 }
 
@@ -70,7 +69,7 @@ void thaw_and_step(const WeightCache& cache, Tensor weight, Where where, bool cl
 TEST(UnseenSgdSteps, BetweenTwoFreezesAreNoticed) {
   for (const auto where : {Where::cached, Where::outside_the_cache}) {
     for (const bool clear_gradient : {true, false}) {
-      const WeightCache cache;
+      const WeightCache cache = mezzo::install_op_overrides(WeightCache());
       const auto weight = torch::randn({kWidth, kWidth});
       for (int step = 0; step < 3; ++step) {
         evaluate(cache, weight);
@@ -84,9 +83,9 @@ TEST(UnseenSgdSteps, BetweenTwoFreezesAreNoticed) {
 TEST(UnseenSgdSteps, InsideOneLongRegionAreNoticed) {
   for (const bool frozen : {true, false}) {
     for (const bool clear_gradient : {true, false}) {
-      const WeightCache cache;
+      const WeightCache cache = mezzo::install_op_overrides(WeightCache());
       auto weight = torch::randn({kWidth, kWidth});
-      const Autocast<kCPU> autocast(cache);
+      const Autocast<kCPU> autocast({.cache = cache});
       for (int step = 0; step < 3; ++step) {
         weight.set_requires_grad(!frozen);
         evaluate(cache, weight);
@@ -99,13 +98,13 @@ TEST(UnseenSgdSteps, InsideOneLongRegionAreNoticed) {
 
 /// A step while the graph of the first use lives on, which therefore tells of no other graph.
 void step_between_two_uses(bool has_gradient, bool graph_is_older, bool clear_gradient) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
   torch::optim::SGD optimizer({weight}, 0.5);
   if (has_gradient) weight.mutable_grad() = torch::zeros({kWidth, kWidth});
   const auto penalty = [&] { return weight.square().sum(); };
   const auto older = penalty();
-  const Autocast<kCPU> region(cache);
+  const Autocast<kCPU> region({.cache = cache});
   const auto first_use = what_linear_reads(weight);
   ASSERT_TRUE(cache.holds(weight, kBFloat16));
   (graph_is_older ? older : penalty()).backward();
@@ -133,7 +132,7 @@ class AfterAccumulation final : public torch::autograd::PostAccumulateGradHook {
 };
 
 TEST(UnseenSgdSteps, OfAHookThatHearsOfTheGradientAreNoticed) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
   torch::optim::SGD optimizer({weight}, 0.5);
   torch::autograd::impl::set_post_acc_grad_hooks(
@@ -141,7 +140,7 @@ TEST(UnseenSgdSteps, OfAHookThatHearsOfTheGradientAreNoticed) {
         optimizer.step();
         expect_present_values(stepped);
       }));
-  const Autocast<kCPU> region(cache);
+  const Autocast<kCPU> region({.cache = cache});
   const auto first_use = what_linear_reads(weight);
   weight.square().sum().backward();
   expect_present_values(weight);
@@ -150,11 +149,11 @@ TEST(UnseenSgdSteps, OfAHookThatHearsOfTheGradientAreNoticed) {
 
 // SGD steps what has a gradient, frozen or not.
 TEST(UnseenSgdSteps, OfAFrozenWeightThatStillHasAGradientAreNoticed) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   auto weight = torch::randn({kWidth, kWidth});
   torch::optim::SGD optimizer({weight}, 0.5);
   thaw_and_step(cache, weight, Where::cached, /*clear_gradient=*/false);
-  const Autocast<kCPU> region(cache);
+  const Autocast<kCPU> region({.cache = cache});
   for (int step = 0; step < 3; ++step) {
     evaluate(cache, weight);
     optimizer.step();
@@ -164,7 +163,7 @@ TEST(UnseenSgdSteps, OfAFrozenWeightThatStillHasAGradientAreNoticed) {
 }
 
 TEST(UnseenSgdSteps, AfterABackwardPassOfAGraphFromBeforeTheFreezeAreNoticed) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
   torch::optim::SGD optimizer({weight}, 0.5);
   const auto loss = loss_of(cache, weight, Where::outside_the_cache);
@@ -180,7 +179,7 @@ TEST(UnseenSgdSteps, AfterABackwardPassOfAGraphFromBeforeTheFreezeAreNoticed) {
 
 // Gradient buckets hold the nodes that collect gradients: no new one tells of a new graph.
 TEST(UnseenSgdSteps, OfAWeightWhoseGradientsSomebodyCollectsAreNoticed) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
   const auto collector = torch::autograd::impl::grad_accumulator(weight);
   weight.set_requires_grad(false);
@@ -192,7 +191,7 @@ TEST(UnseenSgdSteps, OfAWeightWhoseGradientsSomebodyCollectsAreNoticed) {
 }
 
 TEST(UnseenSgdSteps, OfAGansFrozenDiscriminatorAreNoticed) {
-  const auto train = [](const mezzo::AutocastOptions& options) {
+  const auto train = [](const mezzo::AutocastSetting& options) {
     torch::manual_seed(3);
     torch::nn::Linear generator(kWidth, kWidth);
     torch::nn::Linear discriminator(kWidth, 1);
@@ -226,8 +225,8 @@ TEST(UnseenSgdSteps, OfAGansFrozenDiscriminatorAreNoticed) {
     }
     return losses;
   };
-  const WeightCache cache;
-  EXPECT_EQ(train({.weight_cache = cache}), train({.cache_enabled = false}));
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  EXPECT_EQ(train({.cache = cache}), train({.cache = false}));
 }
 
 /// Ways to write to the memory of a weight under another version.
@@ -264,10 +263,10 @@ class UnseenWritesToMemory : public testing::TestWithParam<SharedMemory> {};
 
 TEST_P(UnseenWritesToMemory, AreNoticedInAFrozenWeight) {
   for (const bool one_region : {true, false}) {
-    const WeightCache cache;
+    const WeightCache cache = mezzo::install_op_overrides(WeightCache());
     auto weight = torch::randn({kWidth, kWidth});
     std::optional<Autocast<kCPU>> region;
-    if (one_region) region.emplace(cache);
+    if (one_region) region.emplace(mezzo::AutocastSetting{.cache = cache});
     evaluate(cache, weight);
     const auto shared = GetParam().share(weight);
     for (int write = 0; write < 3; ++write) {
@@ -280,7 +279,7 @@ TEST_P(UnseenWritesToMemory, AreNoticedInAFrozenWeight) {
 }
 
 TEST_P(UnseenWritesToMemory, AreNoticedInATrainableWeightBetweenRegions) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
   const auto shared = GetParam().share(weight);
   for (int write = 0; write < 3; ++write) {
@@ -295,7 +294,7 @@ INSTANTIATE_TEST_SUITE_P(Through, UnseenWritesToMemory, testing::ValuesIn(ways_t
                          [](const auto& way) { return way.param.name; });
 
 TEST(FrozenWeights, AreCastOnceHoweverManyRegionsUseThem) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   torch::nn::Linear linear(kWidth, kWidth);
   std::stringstream file;
   torch::save(linear, file);
@@ -306,7 +305,7 @@ TEST(FrozenWeights, AreCastOnceHoweverManyRegionsUseThem) {
   const auto input = torch::randn({2, kWidth}).requires_grad_();
   const auto graph_in_full_precision = linear(input);
   for (int region = 0; region < 5; ++region) {
-    const Autocast<kCPU> autocast(cache);
+    const Autocast<kCPU> autocast({.cache = cache});
     linear(input * 1).sum().backward();  // a leaf that requires grad would be held as well
   }
   EXPECT_EQ(cache.statistics().casts, 2);
@@ -315,7 +314,7 @@ TEST(FrozenWeights, AreCastOnceHoweverManyRegionsUseThem) {
 }
 
 TEST(FrozenWeights, AreCastOnceAfterTheirTraining) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = torch::randn({kWidth, kWidth});
   thaw_and_step(cache, weight, Where::cached, /*clear_gradient=*/true);
   evaluate(cache, weight);
@@ -325,9 +324,9 @@ TEST(FrozenWeights, AreCastOnceAfterTheirTraining) {
 }
 
 TEST(TrainableWeights, AreCastOnceForTheUsesOfOneGraph) {
-  const WeightCache cache;
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   torch::nn::Linear cell(kWidth, kWidth);
-  const Autocast<kCPU> autocast(cache);
+  const Autocast<kCPU> autocast({.cache = cache});
   {
     const torch::NoGradGuard no_grad;
     cell(torch::randn({2, kWidth}));

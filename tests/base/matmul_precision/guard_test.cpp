@@ -50,7 +50,7 @@ class MatmulPrecision : public testing::Test {
     // What libtorch 2.11 starts with.
     context().setFloat32MatmulPrecision("highest");
     context().setAllowTF32CuDNN(true);
-    for (const auto& [backend, op] : mezzo::detail::kFloat32Places) {
+    for (const auto& [backend, op] : mezzo::detail::kFloat32Entries) {
       const bool cudnn = backend == Backend::CUDA && (op == Op::CONV || op == Op::RNN);
       context().setFloat32Precision(backend, op, cudnn ? Precision::TF32 : Precision::NONE);
     }

@@ -32,10 +32,11 @@ struct FromPython : testing::Test {
 TEST_F(FromPython, AutocastIsWrittenAsTheTableSays) {
   static_assert(mezzo::autocast_accepts(torch::kCUDA, torch::kHalf));
   {
-    mezzo::AutocastGuard autocast(torch::kCPU, torch::kBFloat16, {.enabled = flag});
+    mezzo::AutocastGuard autocast(
+        {.device = torch::kCPU, .dtype = torch::kBFloat16, .enabled = flag});
     EXPECT_TRUE(at::autocast::is_autocast_enabled(torch::kCPU));
     EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCPU), torch::kBFloat16);
-    mezzo::Autocast<torch::kCPU> uncached({.cache_enabled = false});
+    mezzo::Autocast<torch::kCPU> uncached({.cache = false});
     EXPECT_EQ(model(input).scalar_type(), torch::kBFloat16);
     mezzo::Autocast<torch::kCPU> exact({.enabled = false});
     EXPECT_EQ(model(input).scalar_type(), torch::kFloat);
@@ -98,13 +99,17 @@ TEST_F(FromPython, OpListsDoWhatTheTableSays) {
     EXPECT_EQ(input.mul(input).scalar_type(), torch::kFloat);
   }
   mezzo::Autocast<torch::kCPU> autocast(
-      mezzo::OpPolicy().deny("aten::sum").promote("aten::add.Tensor").allow("aten::mul.Tensor"));
+      {.policy = mezzo::install_op_overrides(mezzo::OpPolicy()
+                                                 .deny("aten::sum")
+                                                 .promote("aten::add.Tensor")
+                                                 .allow("aten::mul.Tensor"))});
   EXPECT_EQ(low.sum().scalar_type(), torch::kFloat);
   EXPECT_EQ((low + half).scalar_type(), torch::kFloat);
   EXPECT_EQ(input.mul(input).scalar_type(), torch::kBFloat16);
   EXPECT_EQ(model(input).scalar_type(), torch::kBFloat16);
   mezzo::Autocast<torch::kCPU> exact_layers(
-      mezzo::OpPolicy().deny("aten::addmm").deny("aten::matmul"));
+      {.policy = mezzo::install_op_overrides(
+           mezzo::OpPolicy().deny("aten::addmm").deny("aten::matmul"))});
   torch::nn::Linear without_bias(torch::nn::LinearOptions(4, 4).bias(false));
   for (const torch::Tensor& x : {input, input[0], torch::rand({2, 3, 4})}) {
     EXPECT_EQ(model(x).scalar_type(), torch::kFloat);
@@ -114,7 +119,8 @@ TEST_F(FromPython, OpListsDoWhatTheTableSays) {
 
 // What README.md says of it: libtorch's layers are not made of aten::linear.
 TEST_F(FromPython, LinearLayersOfLibtorchDoNotCallTheOpLinear) {
-  mezzo::Autocast<torch::kCPU> autocast(mezzo::OpPolicy().deny("aten::linear"));
+  mezzo::Autocast<torch::kCPU> autocast(
+      {.policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::linear"))});
   EXPECT_EQ(torch::linear(input, model->weight, model->bias).scalar_type(), torch::kFloat);
   EXPECT_EQ(model(input).scalar_type(), torch::kBFloat16);
 }
@@ -158,8 +164,8 @@ TEST_F(FromPython, ApexIsWrittenAsTheTableSays) {
   EXPECT_EQ(mezzo::OptLevel::parse("O3", {.loss_scale = choice}).loss_scale().kind(),
             mezzo::LossScaleKind::dynamic);
   EXPECT_EQ(mezzo::OptLevel::O2({.loss_scale = 128.0}).loss_scale().init_scale(), 128);
-  const auto policy =
-      mezzo::OpPolicy().allow("aten::bmm").deny("aten::sum").promote("aten::add.Tensor");
+  const auto policy = mezzo::install_op_overrides(
+      mezzo::OpPolicy().allow("aten::bmm").deny("aten::sum").promote("aten::add.Tensor"));
   auto amp = mezzo::initialize({model, other}, {optimizer, of_other}, mezzo::OptLevel::O1_bf16(),
                                {.num_losses = 3, .verbosity = 0, .policy = policy});
   amp.scale_loss(amp(model, input).sum(), optimizer, {.delay_unscale = true});

@@ -362,7 +362,7 @@ TEST(Initialize, LeavesModelsAndOptimizersUsableAlone) {
 
 TEST(Initialize, TakesPolicyEditsAtO1) {
   torch::nn::Linear net(4, 2);
-  const auto policy = mezzo::OpPolicy().deny("aten::addmm");
+  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::addmm"));
   auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .policy = policy});
   EXPECT_EQ(amp(net, torch::ones({1, 4})).scalar_type(), torch::kFloat);
   EXPECT_EQ(mezzo::initialize(net, OptLevel::O1(), kQuiet)(net, torch::ones({1, 4})).scalar_type(),

@@ -296,10 +296,10 @@ TEST(EmaScope, RefusesAnOptimizerThatKeepsNone) {
 TEST(EmaScope, IsWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
   torch::nn::Linear model(torch::nn::LinearOptions(2, 2).bias(false));
   Ema ema(model->parameters(), {.decay = 0.5});
-  const mezzo::WeightCache cache;
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const torch::NoGradGuard no_grad;
   const auto output = [&] {
-    const mezzo::Autocast<torch::kCPU> autocast(cache);
+    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
     return model->forward(torch::ones({1, 2}))[0][0].item<float>();
   };
   model->weight.fill_(4);

@@ -500,10 +500,11 @@ TEST(MasterWeightsStep, PublishesFloatWeightsToACache) {
   model->bias.set_data(model->bias.detach().to(torch::kBFloat16));
   torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  mezzo::WeightCache cache;
+  mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   optimizer.publish_to(cache, torch::kBFloat16);
   {
-    const mezzo::AutocastGuard autocast(torch::kCPU, torch::kBFloat16, {.weight_cache = cache});
+    const mezzo::AutocastGuard autocast(
+        {.device = torch::kCPU, .dtype = torch::kBFloat16, .cache = cache});
     model->forward(torch::randn({2, 4})).sum().backward();
   }
   optimizer.step();

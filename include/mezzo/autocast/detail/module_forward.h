@@ -2,7 +2,6 @@
 /// From a module's type to its implementation class and to a forward with the very same signature.
 #pragma once
 
-#include <mezzo/autocast/detail/region.h>
 #include <mezzo/base/version.h>
 #include <torch/nn/module.h>
 

@@ -1,45 +1,64 @@
 /// \file
-/// The part that all guards share: enter a region, and leave it with everything as it was.
+/// What all guards share: enter a region, or another thread's state, and leave it with everything
+/// as it was.
 #pragma once
 
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
-#include <mezzo/autocast/detail/op_policy/policy_edits.h>
-#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/detail/recommended.h>
+#include <mezzo/base/version.h>
 
+#include <array>
 #include <atomic>
+#include <concepts>
+#include <cstddef>
+#include <functional>
+#include <memory>
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Throws unless libtorch can autocast on `device` to `dtype`; also for a disabled region, whose
-/// dtype an enabled one inside it or a later change of the flag would bring to light.
-inline void check_autocast(c10::DeviceType device, at::ScalarType dtype) {
-  TORCH_CHECK(default_autocast_dtype(device) != at::ScalarType::Undefined,
-              "device: no autocast on ", device, "; use cpu or cuda");
-  TORCH_CHECK(autocast_accepts(device, dtype), "dtype: autocast on ", device, " cannot lower to ",
-              dtype, "; use Half or BFloat16, or a disabled region for full precision");
-}
-
-/// What one device's region consists of, cheap enough to be copied at every call of a wrapped
-/// function.
+/// A setting that was found good, cheap enough to be copied at every call of a wrapped function.
 struct RegionState {
   c10::DeviceType device;
   at::ScalarType dtype;
   bool enabled;
-  std::optional<bool> cache_enabled;  ///< libtorch's cache; none: as where the region is entered
-  PolicyRef policy = {};
-  WeightCacheRef weight_cache = {};
+  AutocastCache cache;
+  PolicyRef policy;
 };
 
-inline RegionState checked_region(const AutocastSetting& setting, PolicyRef policy = {},
-                                  WeightCacheRef weight_cache = {}) {
-  check_autocast(setting.device, setting.dtype);
-  return {setting.device,        setting.dtype,     setting.enabled,
-          setting.cache_enabled, std::move(policy), std::move(weight_cache)};
+/// Throws unless libtorch can autocast on `device` to `dtype`, which a guard's type says; also for
+/// a disabled region, whose dtype an enabled one inside it or a later change of the flag would
+/// bring to light.
+inline RegionState checked_region(const AutocastSetting& setting, c10::DeviceType device,
+                                  at::ScalarType dtype) {
+  TORCH_CHECK(setting.device.value_or(device) == device, "device: the AutocastSetting says ",
+              *setting.device, ", the guard's type ", device,
+              "; leave it out of the setting, or use mezzo::AutocastGuard");
+  TORCH_CHECK(setting.dtype.value_or(dtype) == dtype, "dtype: the AutocastSetting says ",
+              *setting.dtype, ", the guard's type ", dtype,
+              "; leave it out of the setting, or use mezzo::AutocastGuard");
+  check_has_autocast(device);
+  TORCH_CHECK(autocast_accepts(device, dtype), "dtype: autocast on ", device, " cannot lower to ",
+              dtype, "; use Half or BFloat16, or a disabled region for full precision");
+  PolicyScope::check_installed(device, setting.policy);
+  CacheScope::check_installed(setting.cache);
+  return {device, dtype, setting.enabled, setting.cache, setting.policy};
+}
+
+/// The same where the setting alone says device and dtype.
+inline RegionState checked_region(const AutocastSetting& setting) {
+  TORCH_CHECK(setting.device.has_value(),
+              "device: the AutocastSetting names none; give it torch::kCPU or torch::kCUDA");
+  return checked_region(setting, *setting.device,
+                        setting.dtype.value_or(default_autocast_dtype(*setting.device)));
 }
 
 /// libtorch's cache of weight casts: a static object that it makes at the first use, and that a
@@ -101,30 +120,134 @@ class Nesting {
 class Region {
  public:
   explicit Region(const RegionState& region) noexcept
-      : found_{region.device, at::autocast::get_autocast_dtype(region.device),
-               at::autocast::is_autocast_enabled(region.device),
-               at::autocast::is_autocast_cache_enabled()},
+      : device_(region.device),
+        found_(found()),
         nesting_(region.dtype != found_.dtype),
         policy_(region.device, region.policy),
-        cache_(region.device, region.weight_cache, region.cache_enabled.value_or(true)) {
-    const bool caches = region.cache_enabled.value_or(found_.cache_enabled.value());
-    install(region, caches && !CacheScope::in_force());
+        cache_(region.device, region.cache) {
+    const bool caches = region.cache.enabled().value_or(found_.libtorch_caches);
+    install({region.enabled, region.dtype, caches && !CacheScope::in_force()});
   }
-  ~Region() { install(found_, found_.cache_enabled.value()); }
+  ~Region() { install(found_); }
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
  private:
-  static void install(const RegionState& region, bool libtorch_caches) noexcept {
-    at::autocast::set_autocast_enabled(region.device, region.enabled);
-    at::autocast::set_autocast_dtype(region.device, region.dtype);
-    at::autocast::set_autocast_cache_enabled(libtorch_caches);
+  struct Flags {
+    bool enabled;
+    at::ScalarType dtype;
+    bool libtorch_caches;
+  };
+
+  Flags found() const noexcept {
+    return {at::autocast::is_autocast_enabled(device_), at::autocast::get_autocast_dtype(device_),
+            at::autocast::is_autocast_cache_enabled()};
   }
 
-  RegionState found_;
+  void install(const Flags& flags) const noexcept {
+    at::autocast::set_autocast_enabled(device_, flags.enabled);
+    at::autocast::set_autocast_dtype(device_, flags.dtype);
+    at::autocast::set_autocast_cache_enabled(flags.libtorch_caches);
+  }
+
+  c10::DeviceType device_;
+  Flags found_;
   Nesting nesting_;
   PolicyScope policy_;
   CacheScope cache_;
+};
+
+/// All of a thread's autocast state as a value. libtorch keeps "autocast is off for this device
+/// type" as an excluded dispatch key, and asking it type by type throws for those that its version
+/// has no autocast for; the keys and dtypes are there for all.
+struct ThreadState {
+  c10::DispatchKeySet disabled;
+  std::array<at::ScalarType, c10::COMPILE_TIME_MAX_DEVICE_TYPES> dtypes;
+  bool cache_enabled;
+  ThreadPolicies policies;
+  std::array<std::shared_ptr<CacheOwner>, kPolicyDevices.size()> weight_caches;
+};
+
+inline ThreadState this_thread_state() noexcept {
+  const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  ThreadState state{.disabled = excluded & c10::autocast_dispatch_keyset,
+                    .dtypes = {},
+                    .cache_enabled = at::autocast::is_autocast_cache_enabled(),
+                    .policies = thread_policies(),
+                    .weight_caches = {}};
+  for (std::size_t i = 0; i < state.weight_caches.size(); ++i) {
+    state.weight_caches[i] = thread_caches()[i].owner;
+  }
+  for (std::size_t i = 0; i < state.dtypes.size(); ++i) {
+    state.dtypes[i] = at::autocast::get_autocast_dtype(static_cast<c10::DeviceType>(i));
+  }
+  return state;
+}
+
+inline void install_in_this_thread(const ThreadState& state) noexcept {
+  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  keys.excluded_ = (keys.excluded_ - c10::autocast_dispatch_keyset) | state.disabled;
+  c10::impl::_force_tls_local_dispatch_key_set(keys);
+  for (std::size_t i = 0; i < state.dtypes.size(); ++i) {
+    at::autocast::set_autocast_dtype(static_cast<c10::DeviceType>(i), state.dtypes[i]);
+  }
+  at::autocast::set_autocast_cache_enabled(state.cache_enabled);
+  thread_policies() = state.policies;
+  for (std::size_t i = 0; i < state.weight_caches.size(); ++i) {
+    change_cache(thread_caches()[i], state.weight_caches[i]);
+  }
+}
+
+/// Runs this thread under `state` until the end of the scope.
+class ThreadStateScope {
+ public:
+  explicit ThreadStateScope(const ThreadState& state) noexcept
+      : found_(this_thread_state()), nesting_(state.dtypes != found_.dtypes) {
+    install_in_this_thread(state);
+  }
+  ~ThreadStateScope() { install_in_this_thread(found_); }
+  ThreadStateScope(const ThreadStateScope&) = delete;
+  ThreadStateScope& operator=(const ThreadStateScope&) = delete;
+
+ private:
+  ThreadState found_;
+  Nesting nesting_;
+};
+
+/// Calls `F` exactly as a plain `F` would be called: same overloads, arguments, value category,
+/// result and noexcept. A `Scope` is built from `State` before the call and destroyed after it.
+/// `Scope`'s constructor must not throw.
+template <class F, class Scope, class State>
+class ScopedFunction {
+ public:
+  template <class G>
+  ScopedFunction(G&& function, State state)
+      : function_(std::forward<G>(function)), state_(std::move(state)) {}
+
+  template <class... Args>
+  requires std::invocable<F&, Args...> std::invoke_result_t<F&, Args...>
+  operator()(Args&&... args) & noexcept(std::is_nothrow_invocable_v<F&, Args...>) {
+    const Scope scope(state_);
+    return std::invoke(function_, std::forward<Args>(args)...);
+  }
+
+  template <class... Args>
+  requires std::invocable<const F&, Args...> std::invoke_result_t<const F&, Args...>
+  operator()(Args&&... args) const& noexcept(std::is_nothrow_invocable_v<const F&, Args...>) {
+    const Scope scope(state_);
+    return std::invoke(function_, std::forward<Args>(args)...);
+  }
+
+  template <class... Args>
+  requires std::invocable<F, Args...> std::invoke_result_t<F, Args...>
+  operator()(Args&&... args) && noexcept(std::is_nothrow_invocable_v<F, Args...>) {
+    const Scope scope(state_);
+    return std::invoke(std::move(function_), std::forward<Args>(args)...);
+  }
+
+ private:
+  F function_;
+  State state_;
 };
 
 }  // namespace detail

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <optional>
 #include <ranges>
+#include <span>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -57,7 +58,7 @@ consteval bool any_element_carries_tensors(std::index_sequence<I...>) {
 template <class T>
 consteval bool carries_tensors() {
   using Value = std::remove_cvref_t<T>;
-  if constexpr (std::same_as<Value, at::Tensor> || ListsTensors<Value>) {
+  if constexpr (std::derived_from<Value, at::Tensor> || ListsTensors<Value>) {
     return true;
   } else if constexpr (kIsOptional<Value>) {
     return carries_tensors<typename Value::value_type>();
@@ -77,11 +78,14 @@ void for_each_tensor(T& value, const Visit& visit) {
   using Value = std::remove_cv_t<T>;
   if constexpr (!carries_tensors<Value>()) {
     return;
-  } else if constexpr (std::same_as<Value, at::Tensor>) {
+  } else if constexpr (std::derived_from<Value, at::Tensor>) {
     visit(value);
-  } else if constexpr (ListsTensors<Value>) {
+  } else if constexpr (ListsTensors<T>) {
     auto&& listed = value.tensors();
     for_each_tensor(listed, visit);
+  } else if constexpr (ListsTensors<Value>) {  // a const value, whose tensors() is not
+    Value copy = value;
+    for_each_tensor(copy, [&visit](const at::Tensor& tensor) { visit(tensor); });
   } else if constexpr (kIsOptional<Value>) {
     if (value) for_each_tensor(*value, visit);
   } else if constexpr (TupleLike<Value>) {
@@ -91,7 +95,8 @@ void for_each_tensor(T& value, const Visit& visit) {
   }
 }
 
-/// A type that owns the tensors of a `T`: a `TensorList` becomes a vector, everything else itself.
+/// A type that owns the tensors of a `T`: a `TensorList` or a span becomes a vector, everything
+/// else itself.
 template <class T>
 struct Owning {
   using Type = T;
@@ -99,6 +104,10 @@ struct Owning {
 template <class T>
 struct Owning<c10::ArrayRef<T>> {
   using Type = std::vector<T>;
+};
+template <class T, std::size_t Size>
+struct Owning<std::span<T, Size>> {
+  using Type = std::vector<std::remove_const_t<T>>;
 };
 template <class T>
 using OwningType = typename Owning<std::decay_t<T>>::Type;
@@ -109,7 +118,20 @@ OwningType<T> owned(T&& value) {
   if constexpr (std::same_as<OwningType<T>, std::decay_t<T>>) {
     return std::forward<T>(value);
   } else {
-    return value.vec();
+    return OwningType<T>(value.begin(), value.end());
+  }
+}
+
+/// `value` as it is, a reference, where its type cannot hold tensors; otherwise an owning copy,
+/// moved from where it is an rvalue, with `map(tensor)` in the place of each tensor.
+template <class T, class Map>
+decltype(auto) map_tensors(T&& value, const Map& map) {
+  if constexpr (carries_tensors<T>()) {
+    OwningType<T> mapped = owned(std::forward<T>(value));
+    for_each_tensor(mapped, [&map](at::Tensor& tensor) { tensor = map(tensor); });
+    return mapped;
+  } else {
+    return static_cast<T&&>(value);
   }
 }
 

@@ -42,7 +42,7 @@ struct PrecisionText {
     return *dtype;
   }
 
-  std::optional<at::ScalarType>& place(std::string_view key) {
+  std::optional<at::ScalarType>& dtype_of(std::string_view key) {
     if (key == "params" || key == "param" || key == "p") return param;
     if (key == "compute" || key == "c") return compute;
     TORCH_CHECK(key == "output" || key == "o", "Precision \"", whole, "\": \"", key,
@@ -55,7 +55,7 @@ struct PrecisionText {
     TORCH_CHECK(equals != std::string_view::npos, "Precision \"", whole, "\": \"", part,
                 "\" should be key=dtype; keys are params (p), compute (c) and output (o)");
     const auto key = trimmed(part.substr(0, equals));
-    auto& target = place(key);
+    auto& target = dtype_of(key);
     TORCH_CHECK(!target.has_value(), "Precision \"", whole, "\": \"", key,
                 "\" says again what an earlier part says; leave one of them out");
     target = dtype(trimmed(part.substr(equals + 1)));
@@ -67,11 +67,10 @@ OwningType<T> cast_tensors(T&& value, at::ScalarType dtype) {
   static_assert(carries_tensors<OwningType<T>>(),
                 "mezzo::Precision: this type holds no tensors that a cast could reach; give it a "
                 "tensor, a container of tensors, or a struct with tensors()");
-  OwningType<T> cast = owned(std::forward<T>(value));
-  for_each_tensor(cast, [dtype](at::Tensor& tensor) {
-    if (tensor.defined() && is_training_dtype(tensor.scalar_type())) tensor = tensor.to(dtype);
+  return map_tensors(std::forward<T>(value), [dtype](const at::Tensor& tensor) {
+    const bool casts = tensor.defined() && is_training_dtype(tensor.scalar_type());
+    return casts ? tensor.to(dtype) : tensor;
   });
-  return cast;
 }
 
 }  // namespace detail
@@ -112,17 +111,17 @@ inline Precision Precision::with_output(at::ScalarType dtype) const {
 }
 
 template <class T>
-detail::OwningType<T> Precision::cast_to_param(T&& value) const {
+auto Precision::cast_to_param(T&& value) const {
   return detail::cast_tensors(std::forward<T>(value), param());
 }
 
 template <class T>
-detail::OwningType<T> Precision::cast_to_compute(T&& value) const {
+auto Precision::cast_to_compute(T&& value) const {
   return detail::cast_tensors(std::forward<T>(value), compute());
 }
 
 template <class T>
-detail::OwningType<T> Precision::cast_to_output(T&& value) const {
+auto Precision::cast_to_output(T&& value) const {
   return detail::cast_tensors(std::forward<T>(value), output());
 }
 

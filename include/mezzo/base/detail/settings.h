@@ -22,13 +22,13 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-struct Float32Place {
+struct Float32Entry {
   at::Float32Backend backend;
   at::Float32Op op;
 };
 
 /// All of the table, parents before children.
-inline constexpr std::array<Float32Place, 9> kFloat32Places = {
+inline constexpr std::array<Float32Entry, 9> kFloat32Entrys = {
     {{at::Float32Backend::GENERIC, at::Float32Op::ALL},
      {at::Float32Backend::CUDA, at::Float32Op::ALL},
      {at::Float32Backend::MKLDNN, at::Float32Op::ALL},
@@ -39,11 +39,11 @@ inline constexpr std::array<Float32Place, 9> kFloat32Places = {
      {at::Float32Backend::MKLDNN, at::Float32Op::CONV},
      {at::Float32Backend::MKLDNN, at::Float32Op::RNN}}};
 
-using Float32Table = std::array<at::Float32Precision, kFloat32Places.size()>;
+using Float32Table = std::array<at::Float32Precision, kFloat32Entrys.size()>;
 
 inline void write_float32_table(at::Context& context, const Float32Table& table) {
   for (std::size_t i = 0; i < table.size(); ++i) {
-    context.setFloat32Precision(kFloat32Places[i].backend, kFloat32Places[i].op, table[i]);
+    context.setFloat32Precision(kFloat32Entrys[i].backend, kFloat32Entrys[i].op, table[i]);
   }
 }
 
@@ -51,7 +51,7 @@ inline void write_float32_table(at::Context& context, const Float32Table& table)
 inline Float32Table take_float32_table(at::Context& context) {
   Float32Table table{};
   for (std::size_t i = 0; i < table.size(); ++i) {
-    const auto [backend, op] = kFloat32Places[i];
+    const auto [backend, op] = kFloat32Entrys[i];
     table[i] = context.float32Precision(backend, op);
     context.setFloat32Precision(backend, op, at::Float32Precision::NONE);
   }

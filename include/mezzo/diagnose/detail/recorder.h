@@ -5,7 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/detail/op_policy/recorded_inputs.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/version.h>
 
 #include <cstddef>
@@ -80,7 +80,7 @@ class GemmRecorder {
     const auto name = function.operator_name();
     if (!name) return false;
     const auto left = left_factor(name->name);
-    const RecordedInputs inputs = recorded_inputs(function);
+    const OpArguments inputs = recorded_inputs(function);
     if (!left || inputs.size() < *left + 2) return false;
     // Under autocast the op calls itself with the cast factors.
     if (depth_++ == 0) note(inputs[*left], inputs[*left + 1]);

@@ -23,12 +23,10 @@ namespace detail {
 inline void check_initialize_options(const InitializeOptions& options, const OptLevel& level) {
   TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
               "; it should be at least 1");
-  TORCH_CHECK(level.uses_op_lists() || options.policy.edits() == nullptr, "policy: the level ",
-              level.name(),
+  TORCH_CHECK(level.uses_op_lists() || options.policy.empty(), "policy: the level ", level.name(),
               " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
-  TORCH_CHECK(level.uses_op_lists() || options.weight_cache.owner() == nullptr,
-              "weight_cache: the level ", level.name(),
-              " has no region that would read it; use O1, or leave it out");
+  TORCH_CHECK(level.uses_op_lists() || options.weight_cache.empty(), "weight_cache: the level ",
+              level.name(), " has no region that would read it; use O1, or leave it out");
 }
 
 inline bool contains(const std::vector<torch::optim::Optimizer*>& list,
@@ -106,8 +104,10 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
   if (enabled_ && level_.uses_op_lists()) {
     for (const auto type : {c10::DeviceType::CPU, c10::DeviceType::CUDA}) {
       if (!known->runs_on(type)) continue;
-      regions.enter(detail::checked_region({.device = type, .dtype = level_.precision().compute()},
-                                           policy_, weight_cache_));
+      regions.enter(detail::checked_region({.device = type,
+                                            .dtype = level_.precision().compute(),
+                                            .cache = weight_cache_,
+                                            .policy = policy_}));
     }
   }
   return detail::cast_result(output_dtype_, [&]() -> decltype(auto) {

@@ -71,7 +71,7 @@ inline const char* to_text(CastDecider decider) {
 
 inline CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs) {
   const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
-  const c10::ArrayRef<const c10::IValue> arguments(values.data(), values.size());
+  const detail::OpArguments arguments(values.data(), values.size());
   const auto device = detail::first_device(arguments).value_or(c10::DeviceType::CPU);
   const auto handle = detail::op_to_explain(op, inputs.size(), device);
   const bool enabled = at::autocast::is_autocast_enabled(device);

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -24,6 +25,13 @@ inline std::string full_name(const c10::OperatorName& name) { return c10::toStri
 inline std::string qualified(std::string_view name) {
   const bool has_namespace = name.find("::") != std::string_view::npos;
   return has_namespace ? std::string(name) : "aten::" + std::string(name);
+}
+
+/// The operator of a full name, "aten::mm" or "aten::softmax.int", if it is registered.
+inline std::optional<c10::OperatorHandle> find_op(const std::string& name) {
+  const auto dot = name.find('.', name.find("::"));
+  const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+  return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
 }
 
 /// In how many letters two names differ: insertions, deletions and replacements.
@@ -89,9 +97,8 @@ inline std::vector<c10::OperatorHandle> functional_overloads(const std::string& 
 /// writes into its arguments
 inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
   const std::string name = qualified(written);
-  const auto dot = name.find('.', name.find("::"));
-  if (dot != std::string::npos) {
-    auto op = c10::Dispatcher::singleton().findSchema({name.substr(0, dot), name.substr(dot + 1)});
+  if (name.find('.', name.find("::")) != std::string::npos) {
+    auto op = find_op(name);
     TORCH_CHECK(op.has_value(), "op: no operator \"", name, "\" is registered", suggestions(name));
     TORCH_CHECK(is_functional(*op), "op: ", name,
                 " writes into its arguments; autocast acts on functional ops only");

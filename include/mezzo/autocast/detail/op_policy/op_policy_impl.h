@@ -1,13 +1,21 @@
 /// \file
-/// OpPolicy's members.
+/// The members of OpList and OpPolicy; a policy as text, and back.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
+#include <mezzo/autocast/detail/op_policy/op_names.h>
+#include <mezzo/autocast/detail/op_policy/override_kernel.h>
+#include <mezzo/autocast/detail/op_policy/override_registry.h>
 #include <mezzo/autocast/op_policy.h>
 
 #include <algorithm>
+#include <array>
+#include <fstream>
+#include <functional>
+#include <iomanip>
 #include <set>
+#include <sstream>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -26,17 +34,109 @@ inline void check_category(const c10::OperatorHandle& op, OpCategory category) {
               "fp32");
 }
 
+/// One edit in the words of the text form: a verb of OpPolicy's or a category's name.
+inline OpPolicy edit_in_words(const OpPolicy& policy, std::string_view word, std::string_view op) {
+  using Verb = OpPolicy (OpPolicy::*)(std::string_view) const;
+  static constexpr std::array<std::pair<std::string_view, Verb>, 5> kVerbs = {
+      {{"allow", &OpPolicy::allow},
+       {"deny", &OpPolicy::deny},
+       {"promote", &OpPolicy::promote},
+       {"ignore", &OpPolicy::ignore},
+       {"allow_banned", &OpPolicy::allow_banned}}};
+  for (const auto& [verb, method] : kVerbs) {
+    if (word == verb) {
+      return (policy.*method)(op);
+    }
+  }
+  for (std::size_t i = 0; i < kCategoryNames.size(); ++i) {
+    if (word == kCategoryNames[i]) {
+      return policy.set(op, static_cast<OpCategory>(i));
+    }
+  }
+  TORCH_CHECK(
+      false, "\"", word,
+      "\" is no edit; use allow, deny, promote, ignore, allow_banned or the name of a category");
+}
+
+inline OpPolicy edit_in_line(OpPolicy policy, std::string line) {
+  std::istringstream words(line.substr(0, line.find('#')));
+  std::string verb;
+  if (!(words >> verb)) {
+    return policy;
+  }
+  std::string op;
+  TORCH_CHECK(words >> op, "\"", verb, "\" names no op");
+  do {
+    policy = edit_in_words(policy, verb, op);
+  } while (words >> op);
+  return policy;
+}
+
+inline OpPolicy parse_policy(std::istream& text, const std::string& source) {
+  OpPolicy policy;
+  std::string line;
+  for (int number = 1; std::getline(text, line); ++number) {
+    try {
+      policy = edit_in_line(std::move(policy), line);
+    } catch (const c10::Error& error) {
+      TORCH_CHECK(false, source, ", line ", number, ": ", error.what_without_backtrace());
+    }
+  }
+  return policy;
+}
+
 }  // namespace detail
+
+inline std::size_t OpList::count(OpCategory category) const {
+  return static_cast<std::size_t>(
+      std::count_if(entries_.begin(), entries_.end(),
+                    [category](const OpEntry& entry) { return entry.category == category; }));
+}
+
+inline OpCategory OpList::category(std::string_view name) const {
+  const auto entry =
+      std::lower_bound(entries_.begin(), entries_.end(), name,
+                       [](const OpEntry& e, std::string_view wanted) { return e.name < wanted; });
+  return entry != entries_.end() && entry->name == name ? entry->category : OpCategory::fallthrough;
+}
+
+inline std::ostream& operator<<(std::ostream& stream, const OpList& list) {
+  std::size_t width = 0;
+  for (const auto& entry : list.entries()) {
+    width = std::max(width, entry.name.size());
+  }
+  for (const auto& entry : list.entries()) {
+    stream << c10::DeviceTypeName(list.device(), /*lower_case=*/true) << "  " << std::left
+           << std::setw(static_cast<int>(width)) << entry.name << "  " << to_string(entry.category)
+           << '\n';
+  }
+  return stream;
+}
+
+inline OpList autocast_op_lists(c10::DeviceType device) {
+  const auto key = detail::autocast_key(device);
+  std::vector<OpEntry> entries;
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNamesForDispatchKey(key)) {
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (!op.has_value()) {
+      continue;  // a kernel for an op that nobody defined: it cannot be called
+    }
+    const auto category = detail::override_registry().registered(*op, device);
+    if (category != OpCategory::fallthrough) {  // else the kernel is mezzo's own
+      entries.push_back({detail::full_name(name), category});
+    }
+  }
+  std::sort(entries.begin(), entries.end(),
+            [](const OpEntry& a, const OpEntry& b) { return a.name < b.name; });
+  return {device, std::move(entries)};
+}
 
 inline OpPolicy OpPolicy::set(std::string_view op, OpCategory category) const {
   auto edits = empty() ? std::make_shared<detail::PolicyEdits>()
                        : std::make_shared<detail::PolicyEdits>(*edits_);
-  const auto ops = detail::find_ops(op);
-  for (const auto& overload : ops) {  // all or nothing: check before the first override
+  for (const auto& overload : detail::find_ops(op)) {
     detail::check_category(overload, category);
-  }
-  for (const auto& overload : ops) {
-    edits->set(detail::override_registry().prepare(overload, category), category);
+    edits->set(detail::override_registry().record(overload), category);
   }
   return OpPolicy(std::move(edits));
 }
@@ -73,18 +173,15 @@ inline OpPolicy OpPolicy::with(const OpPolicy& other) const {
 
 inline OpCategory OpPolicy::category(std::string_view op, c10::DeviceType device) const {
   const auto handle = detail::find_ops(op).front();
-  const auto slot = detail::override_registry().find(detail::full_name(handle.operator_name()));
-  const auto edit = slot && !empty() ? edits_->find(*slot) : std::nullopt;
+  const auto* known = detail::override_registry().find(handle);
+  const auto edit = known != nullptr && !empty() ? edits_->find(known->slot) : std::nullopt;
   return edit.has_value() ? *edit : detail::override_registry().registered(handle, device);
 }
 
 inline std::vector<OpEntry> OpPolicy::edits() const {
   std::vector<OpEntry> entries;
-  for (detail::OpSlot slot = 0; !empty() && slot < edits_->slots(); ++slot) {
-    if (const auto category = edits_->find(slot)) {
-      entries.push_back({detail::override_registry().name(slot), *category});
-    }
-  }
+  if (empty()) return entries;
+  edits_->for_each([&](const auto& edit) { entries.push_back({edit.op->name, edit.category}); });
   std::sort(entries.begin(), entries.end(),
             [](const OpEntry& a, const OpEntry& b) { return a.name < b.name; });
   return entries;
@@ -115,5 +212,38 @@ inline OpPolicy OpPolicy::like(c10::DeviceType device) {
 inline OpPolicy OpPolicy::cuda_like() { return like(c10::DeviceType::CUDA); }
 
 inline OpPolicy OpPolicy::cpu_like() { return like(c10::DeviceType::CPU); }
+
+inline OpPolicy install_op_overrides(OpPolicy policy) {
+  if (!policy.empty()) {
+    policy.edits_->for_each(
+        [](const auto& edit) { detail::override_registry().install(*edit.op, edit.category); });
+  }
+  return policy;
+}
+
+inline OpPolicy OpPolicy::parse(std::string_view text) {
+  std::istringstream stream{std::string(text)};
+  return detail::parse_policy(stream, "op policy");
+}
+
+inline OpPolicy OpPolicy::from_file(const std::string& path) {
+  std::ifstream file(path);
+  TORCH_CHECK(file.is_open(), path, ": cannot be opened; an op policy is a readable text file");
+  OpPolicy policy = detail::parse_policy(file, path);
+  TORCH_CHECK(file.eof() && !file.bad(), path, ": could not be read to its end");
+  return policy;
+}
+
+inline std::string OpPolicy::to_string() const {
+  std::string text;
+  for (const auto& [name, category] : edits()) {
+    text += std::string(mezzo::to_string(category)) + " " + name + "\n";
+  }
+  return text;
+}
+
+inline std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy) {
+  return stream << policy.to_string();
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -8,13 +8,12 @@
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <mezzo/autocast/detail/eligible.h>
+#include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
-#include <mezzo/autocast/detail/op_policy/category.h>
-#include <mezzo/autocast/detail/op_policy/eligible.h>
-#include <mezzo/autocast/detail/op_policy/ivalue_tensors.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
-#include <mezzo/autocast/detail/op_policy/policy_edits.h>
-#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
 
 #include <algorithm>
@@ -28,8 +27,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The widest dtype among the tensors that autocast may cast; none where it may cast none.
-inline std::optional<at::ScalarType> widest_dtype(c10::ArrayRef<const c10::IValue> arguments,
-                                                  c10::DeviceType device) {
+inline std::optional<at::ScalarType> widest_dtype(OpArguments arguments, c10::DeviceType device) {
   std::optional<at::ScalarType> widest;
   for_each_tensor(arguments, [&](const at::Tensor& tensor) {
     if (is_eligible(tensor, device)) {
@@ -40,8 +38,7 @@ inline std::optional<at::ScalarType> widest_dtype(c10::ArrayRef<const c10::IValu
 }
 
 /// The dtype that a category casts to; none where it casts nothing.
-inline std::optional<at::ScalarType> cast_target(OpCategory category,
-                                                 c10::ArrayRef<const c10::IValue> arguments,
+inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArguments arguments,
                                                  c10::DeviceType device) {
   switch (category) {
     case OpCategory::lower_precision:
@@ -61,7 +58,7 @@ inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::Devi
   const auto cast = [&](const at::Tensor& tensor) {
     const bool ask = cache.casts != nullptr && is_eligible(tensor, device);
     return ask && tensor.scalar_type() != dtype
-               ? cache.casts->lower(tensor, dtype, Place::right, cache.since)
+               ? cache.casts->lower(tensor, dtype, ArgumentRole::right_factor, cache.since)
                : at::autocast::cached_cast(dtype, tensor, device);
   };
   if (argument.isTensor()) {
@@ -167,7 +164,7 @@ class OverrideKernel final : public c10::OperatorKernel {
                 "tensors where autocast is off, or lift the ban with OpPolicy::allow_banned");
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     c10::IValue* arguments = stack->data() + (stack->size() - arity_);
-    const c10::ArrayRef<const c10::IValue> view(arguments, arity_);
+    const OpArguments view(arguments, arity_);
     if (const auto dtype = cast_target(category, view, device_)) {
       const ThreadCache cache =
           category == OpCategory::lower_precision ? thread_caches()[device_index_] : ThreadCache();

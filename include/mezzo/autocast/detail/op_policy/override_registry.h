@@ -1,20 +1,19 @@
 /// \file
-/// Which ops mezzo overrides in this process, for op policies and for weight caches. One registry a
-/// process, never destroyed: taking a kernel out of the dispatcher while another thread calls the
-/// op crashes.
+/// The ops that mezzo knows something of in this process, and its kernels in front of libtorch's
+/// for some of them. One registry a process, never destroyed: taking a kernel out of the dispatcher
+/// while another thread calls the op crashes.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/macros/Export.h>
-#include <mezzo/autocast/detail/op_policy/builtin_lists.h>
-#include <mezzo/autocast/detail/op_policy/category.h>
+#include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/override_kernel.h>
-#include <mezzo/autocast/detail/op_policy/policy_edits.h>
-#include <mezzo/autocast/detail/op_policy/silence.h>
+#include <mezzo/autocast/detail/op_policy/probe.h>
+#include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
 
-#include <array>
+#include <cstddef>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -28,87 +27,79 @@ namespace detail {
 
 class OverrideRegistry {
  public:
-  /// The op's slot, with overrides in place on every device where `category` is not already what
-  /// libtorch does.
-  OpSlot prepare(const c10::OperatorHandle& op, OpCategory category) {
+  /// What is known of an op. Changes nothing in the dispatcher.
+  const OpRecord& record(const c10::OperatorHandle& op) {
     const std::lock_guard lock(mutex_);
-    const OpSlot slot = slot_of(op);
-    for (const auto device : kPolicyDevices) {
-      Entry& entry = entries_[slot];
-      const std::size_t i = policy_device_index(device);
-      if (!entry.overridden[i] && entry.registered[i] != category) {
-        override_kernel(op, device, slot, entry.registered[i]);
-        entry.overridden[i] = true;
-      }
-    }
-    return slot;
+    return record_of(op);
   }
 
-  /// What libtorch, or whoever registered it, does with the op where no policy speaks.
-  OpCategory registered(const c10::OperatorHandle& op, c10::DeviceType device) {
+  /// The op's record, if somebody asked for it before.
+  const OpRecord* find(const c10::OperatorHandle& op) {
     const std::lock_guard lock(mutex_);
     const auto found = slots_.find(full_name(op.operator_name()));
-    return found == slots_.end() ? registered_category(op, device)
-                                 : entries_[found->second].registered[policy_device_index(device)];
+    return found == slots_.end() ? nullptr : &records_[found->second];
   }
 
-  /// The op's slot if some policy ever named it.
-  std::optional<OpSlot> find(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    const auto found = slots_.find(name);
-    return found == slots_.end() ? std::nullopt : std::optional(found->second);
+  /// What libtorch, or whoever registered it, does with the op where no policy speaks. Remembered
+  /// where there is an autocast kernel: a probe takes some tens of microseconds.
+  OpCategory registered(const c10::OperatorHandle& op, c10::DeviceType device) {
+    const OpRecord* known = find(op);
+    if (known == nullptr && !op.hasKernelForDispatchKey(autocast_key(device))) {
+      return OpCategory::fallthrough;
+    }
+    return record(op).registered[policy_device_index(device)];
   }
 
-  /// Puts a kernel that consults a weight cache in front of the op's, once a process, where the op
-  /// is in libtorch's list of those to lower. `make` is given device and slot, and takes over from
-  /// the kernel that is there.
-  template <class Make>
-  void cache_weights_of(const c10::OperatorHandle& op, Make make) {
+  /// Puts a kernel that asks the thread's policy in front of the op's, on every device where
+  /// `category` is not already what libtorch does. \throws c10::Error if the op is gone
+  void install(const OpRecord& op, OpCategory category) {
+    const auto handle = find_op(op.name);
+    TORCH_CHECK(handle.has_value(), "op: ", op.name, " is no longer registered");
     const std::lock_guard lock(mutex_);
-    const OpSlot slot = slot_of(op);
+    OpRecord& record = records_[op.slot];
     for (const auto device : kPolicyDevices) {
-      Entry& entry = entries_[slot];
       const std::size_t i = policy_device_index(device);
-      if (!entry.caching[i] && entry.registered[i] == OpCategory::lower_precision) {
-        put_in_front(op, device, make(device, slot), "mezzo::WeightCache");
-        entry.caching[i] = true;
+      if (!record.is_overridden[i] && record.registered[i] != category) {
+        put_in_front(*handle, device,
+                     c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<OverrideKernel>(
+                         *handle, device, op.slot, record.registered[i])),
+                     "mezzo::OpPolicy");
+        record.is_overridden[i] = true;
       }
     }
+    record.is_installed = true;
   }
 
-  std::string name(OpSlot slot) {
+  /// Puts a kernel that asks a weight cache in front of the op's, once a process, where the op is
+  /// in libtorch's list of those to lower. `make` is given device and slot, and takes over from the
+  /// kernel that is there.
+  template <class Make>
+  void install_cache_kernel(const c10::OperatorHandle& op, Make make) {
     const std::lock_guard lock(mutex_);
-    return entries_[slot].name;
+    OpRecord& record = record_of(op);
+    for (const auto device : kPolicyDevices) {
+      const std::size_t i = policy_device_index(device);
+      if (!record.asks_cache[i] && record.registered[i] == OpCategory::lower_precision) {
+        put_in_front(op, device, make(device, record.slot), "mezzo::WeightCache");
+        record.asks_cache[i] = true;
+      }
+    }
   }
 
  private:
-  struct Entry {
-    std::string name;
-    std::array<OpCategory, kPolicyDevices.size()> registered;
-    std::array<bool, kPolicyDevices.size()> overridden;  // by policies
-    std::array<bool, kPolicyDevices.size()> caching;
-  };
-
-  OpSlot slot_of(const c10::OperatorHandle& op) {
-    const std::string name = full_name(op.operator_name());
+  OpRecord& record_of(const c10::OperatorHandle& op) {
+    std::string name = full_name(op.operator_name());
     if (const auto found = slots_.find(name); found != slots_.end()) {
-      return found->second;
+      return records_[found->second];
     }
-    const OpSlot slot = entries_.size();
-    entries_.push_back(
-        {name,
-         {registered_category(op, kPolicyDevices[0]), registered_category(op, kPolicyDevices[1])},
-         {},
-         {}});
-    slots_.emplace(name, slot);
-    return slot;
-  }
-
-  void override_kernel(const c10::OperatorHandle& op, c10::DeviceType device, OpSlot slot,
-                       OpCategory registered) {
-    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
-        std::make_unique<OverrideKernel>(op, device, slot, registered));
-    put_in_front(op, device, std::move(kernel), "mezzo::OpPolicy");
+    OpRecord& record = records_.emplace_back();
+    record.slot = records_.size() - 1;
+    record.name = name;
+    for (std::size_t i = 0; i < kPolicyDevices.size(); ++i) {
+      record.registered[i] = registered_category(op, kPolicyDevices[i]);
+    }
+    slots_.emplace(std::move(name), record.slot);
+    return record;
   }
 
   void put_in_front(const c10::OperatorHandle& op, c10::DeviceType device,
@@ -120,7 +111,7 @@ class OverrideRegistry {
 
   std::mutex mutex_;
   std::unordered_map<std::string, OpSlot> slots_;
-  std::deque<Entry> entries_;
+  std::deque<OpRecord> records_;
   std::vector<c10::RegistrationHandleRAII> handles_;
 };
 

@@ -1,19 +1,22 @@
 /// \file
-/// Learns what an autocast kernel does by calling it, for a libtorch whose lists mezzo does not
-/// hold and for kernels that other libraries registered.
+/// Learns what an autocast kernel does by calling it: libtorch's, whatever its version, and those
+/// that other libraries registered.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <ATen/record_function.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
-#include <mezzo/autocast/detail/op_policy/category.h>
-#include <mezzo/autocast/detail/op_policy/recorded_inputs.h>
-#include <mezzo/autocast/detail/op_policy/silence.h>
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -21,6 +24,20 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// While it exists, this thread's warnings go nowhere.
+class SilencedWarnings {
+ public:
+  SilencedWarnings() : guard_(&handler_) {}
+
+ private:
+  struct Nowhere final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+
+  Nowhere handler_;
+  c10::WarningUtils::WarningHandlerGuard guard_;
+};
 
 // A tensor that has a dtype and a device and nothing else. Autocast kernels ask for no more before
 // they cast or pass on; whoever looks at its shape or memory gets an exception. So no op ever runs
@@ -135,16 +152,18 @@ struct ProbeEvent {
   }
 };
 
-// Listens to this thread's ops while it exists, and keeps the first.
+// Keeps the first op that this thread runs while it exists. Nobody else who listens to the thread
+// hears of the probe: not a CastTrace, which asks for probes itself, and not a profiler.
 class FirstEvent {
  public:
-  FirstEvent()
-      : outer_(std::exchange(listener(), this)),
-        callback_(at::addThreadLocalCallback(at::RecordFunctionCallback(&FirstEvent::start)
-                                                 .needsInputs(true)
-                                                 .scopes({at::RecordScope::FUNCTION}))) {}
+  FirstEvent() : outer_(std::exchange(listener(), this)) {
+    at::set_record_function_tls_({});
+    at::addThreadLocalCallback(at::RecordFunctionCallback(&FirstEvent::start)
+                                   .needsInputs(true)
+                                   .scopes({at::RecordScope::FUNCTION}));
+  }
   ~FirstEvent() {
-    at::removeCallback(callback_);
+    at::set_record_function_tls_(found_);
     listener() = outer_;
   }
   FirstEvent(const FirstEvent&) = delete;
@@ -168,7 +187,7 @@ class FirstEvent {
   }
 
   FirstEvent* outer_;
-  at::CallbackHandle callback_;
+  at::RecordFunctionTLS found_ = at::get_record_function_tls_();
   std::optional<ProbeEvent> event_;
 };
 
@@ -238,6 +257,12 @@ class Probe {
   at::ScalarType found_dtype_;
   int threw_ = 0;
 };
+
+/// The category of an op whose autocast kernel, if it has one, is not mezzo's.
+inline OpCategory registered_category(const c10::OperatorHandle& op, c10::DeviceType device) {
+  return op.hasKernelForDispatchKey(autocast_key(device)) ? Probe(op, device).category()
+                                                          : OpCategory::fallthrough;
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,13 +1,19 @@
 /// \file
-/// Listens to a thread's ops and adds up what autocast does with them.
+/// What autocast and the thread's policy do with a call; and a listener to a thread's ops, which
+/// adds that up.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/detail/op_policy/cast_decision.h>
-#include <mezzo/autocast/detail/op_policy/recorded_inputs.h>
-#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
+#include <mezzo/autocast/detail/eligible.h>
+#include <mezzo/autocast/detail/in_force.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_policy/op_names.h>
+#include <mezzo/autocast/detail/op_policy/override_kernel.h>
+#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
 
 #include <cstddef>
@@ -22,6 +28,70 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+struct DecidedCategory {
+  OpCategory category;
+  bool by_policy;
+};
+
+inline DecidedCategory decided_category(const c10::OperatorHandle& op, c10::DeviceType device) {
+  const auto& edits = thread_policies()[policy_device_index(device)];
+  if (edits != nullptr) {
+    const OpRecord* known = override_registry().find(op);
+    if (const auto edit = known != nullptr ? edits->find(known->slot) : std::nullopt) {
+      return {*edit, true};
+    }
+  }
+  return {override_registry().registered(op, device), false};
+}
+
+inline std::vector<at::ScalarType> tensor_dtypes(OpArguments arguments) {
+  std::vector<at::ScalarType> dtypes;
+  for_each_tensor(arguments, [&](const at::Tensor& tensor) {
+    if (tensor.defined()) {
+      dtypes.push_back(tensor.scalar_type());
+    }
+  });
+  return dtypes;
+}
+
+/// The device of the first tensor that has one.
+inline std::optional<c10::DeviceType> first_device(OpArguments arguments) {
+  std::optional<c10::DeviceType> device;
+  for_each_tensor(arguments, [&](const at::Tensor& tensor) {
+    if (!device.has_value() && tensor.defined()) {
+      device = tensor.device().type();
+    }
+  });
+  return device;
+}
+
+/// Whether a category's dtype argument takes effect: the first tensor decides.
+inline bool first_is_eligible(OpArguments arguments, c10::DeviceType device) {
+  return !arguments.empty() && arguments[0].isTensor() &&
+         is_eligible(arguments[0].toTensor(), device);
+}
+
+/// The dtype that the op computes in once its category has been applied; Undefined without tensors.
+inline at::ScalarType dtype_after_casts(OpCategory category, OpArguments arguments,
+                                        c10::DeviceType device) {
+  const bool sets_dtype =
+      category == OpCategory::fp32_set_opt_dtype || category == OpCategory::fp32_append_dtype;
+  if (sets_dtype && first_is_eligible(arguments, device)) {
+    return at::ScalarType::Float;
+  }
+  const auto target = cast_target(category, arguments, device);
+  auto dtype = at::ScalarType::Undefined;
+  for_each_tensor(arguments, [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) {
+      return;
+    }
+    const bool cast = target.has_value() && is_eligible(tensor, device);
+    const auto own = cast ? *target : tensor.scalar_type();
+    dtype = dtype == at::ScalarType::Undefined ? own : c10::promoteTypes(dtype, own);
+  });
+  return dtype;
+}
 
 /// What calls must share to be one line.
 struct TracedCall {
@@ -130,7 +200,7 @@ class TraceRecorder {
 
   /// Something for a cast of the innermost open call, and for the op itself behind its casts.
   std::optional<Context::Opened> note_inside_open_call(const c10::OperatorName& name,
-                                                       c10::ArrayRef<const c10::IValue> inputs) {
+                                                       OpArguments inputs) {
     if (open_.empty() || !open_.back().casting) {
       return std::nullopt;
     }
@@ -153,7 +223,7 @@ class TraceRecorder {
     return Context::Opened::cast;
   }
 
-  void note_cast(c10::ArrayRef<const c10::IValue> inputs) {
+  void note_cast(OpArguments inputs) {
     const at::Tensor& source = inputs[0].toTensor();
     const bool given = inputs.size() > 1 && inputs[1].isInt();
     note_cast(source, given ? inputs[1].toScalarType() : source.scalar_type());
@@ -165,7 +235,7 @@ class TraceRecorder {
     open_.back().cost->bytes += source.numel() * static_cast<std::int64_t>(width);
   }
 
-  bool note_call(const c10::OperatorName& name, c10::ArrayRef<const c10::IValue> inputs) {
+  bool note_call(const c10::OperatorName& name, OpArguments inputs) {
     const auto device = first_device(inputs);
     if (!device.has_value() || !is_policy_device(*device) ||
         !at::autocast::is_autocast_enabled(*device)) {
@@ -194,7 +264,7 @@ class TraceRecorder {
 
   // A dtype that the caller asked for has the last word.
   static at::ScalarType runs_in(const c10::OperatorHandle& op, OpCategory category,
-                                c10::ArrayRef<const c10::IValue> inputs, c10::DeviceType device) {
+                                OpArguments inputs, c10::DeviceType device) {
     const auto dtype = optional_dtype_index(op.schema());
     const bool given = dtype.has_value() && *dtype < inputs.size() && inputs[*dtype].isInt();
     return given ? inputs[*dtype].toScalarType() : dtype_after_casts(category, inputs, device);

@@ -1,67 +1,27 @@
 /// \file
 /// The copies that a cache holds, least recently used last, within a bound of bytes. Not for
-/// several threads: see WeightStore.
+/// several threads: see WeightStore. And what ops were given so far, which tells what is worth
+/// holding.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
-#include <mezzo/autocast/detail/weight_cache/device_order.h>
-#include <mezzo/autocast/detail/weight_cache/weight_identity.h>
+#include <mezzo/autocast/detail/weight_cache/held_copy.h>
 #include <mezzo/base/version.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <list>
-#include <memory>
 #include <optional>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-inline std::int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.numel() * static_cast<std::int64_t>(tensor.element_size());
-}
-
-/// A weight and a dtype. A weight's address stays its own while an entry knows the weight.
-struct CopyKey {
-  const c10::TensorImpl* weight;
-  at::ScalarType dtype;
-
-  CopyKey(const at::Tensor& tensor, at::ScalarType to)
-      : weight(tensor.unsafeGetTensorImpl()), dtype(to) {}
-  bool operator==(const CopyKey&) const = default;
-};
-
-struct HeldCopy {
-  CopyKey key;
-  WeightIdentity weight;  ///< as it was when the copy was made
-  at::Tensor copy;
-  std::uint64_t made = 0;  ///< counts up through all copies that a store makes
-  std::uint64_t used = 0;  ///< counts up through all uses of a HeldCopies
-  std::int64_t bytes = 0;  ///< of the copy, when it was put into a HeldCopies
-  bool forgotten = false;  ///< somebody said that it is not current
-  bool fixed = false;      ///< at an address that others know: never moved, never evicted
-  /// Of the copy, while it has the weight's values; none for a tensor from outside, which may share
-  /// its version with others.
-  std::optional<std::int64_t> copy_version = {};
-  /// For a copy that does not outlive a backward pass: raised when one went through it.
-  std::shared_ptr<std::atomic<bool>> passed = {};
-  DeviceOrder order = {};
-
-  /// Whether it has the weight's present values, for a reader who has been here `since`.
-  bool is_current(const at::Tensor& now, std::uint64_t since) const {
-    const bool outdated =
-        passed != nullptr && (made <= since || passed->load(std::memory_order_relaxed));
-    const bool overwritten = copy_version.has_value() && *copy_version != copy._version();
-    return !forgotten && !outdated && !overwritten && weight.is_current(now);
-  }
-};
 
 class HeldCopies {
  public:
@@ -92,15 +52,22 @@ class HeldCopies {
     return std::move(out.front());
   }
 
-  /// Makes room and puts an entry in. What no longer has a place comes back, to be destroyed when
-  /// no lock is held: the least recently used, or the entry itself where it exceeds the bound
-  /// alone.
-  List insert(HeldCopy entry) {
-    List out;
+  /// Makes room and puts an entry in. Copies of dead weights go first, where enough uses have
+  /// passed to make the search worth it; then the least recently used, or the entry itself where it
+  /// exceeds the bound alone. Returns how many living ones had to go. What goes is put into `out`,
+  /// to be destroyed when no lock is held.
+  std::int64_t insert(HeldCopy entry, bool is_new, List& out) {
     entry.bytes = bytes_of(entry.copy);
+    if (is_new) {
+      ++uses_since_search_;
+      new_bytes_ += entry.bytes;
+    }
+    const bool is_full = bytes_ > max_bytes_ - entry.bytes;
+    if (is_full && uses_since_search_ > size() / 8) remove_dead(out);
+    remove_dead_if_due(out);
     if (entry.bytes > max_bytes_ && !entry.fixed) {
       out.push_back(std::move(entry));
-      return out;
+      return 1;
     }
     List& list = list_of(entry);
     list.push_front(std::move(entry));
@@ -108,16 +75,29 @@ class HeldCopies {
     by_weight_.emplace(list.front().key.weight, list.begin());
     bytes_ += list.front().bytes;
     fixed_bytes_ += list.front().fixed ? list.front().bytes : 0;
-    while (bytes_ > max_bytes_ && !(lasting_.empty() && passing_.empty())) {
+    std::int64_t evicted = 0;
+    for (; bytes_ > max_bytes_ && !(lasting_.empty() && passing_.empty()); ++evicted) {
       move(least_recently_used(), out);
     }
-    return out;
+    return evicted;
+  }
+
+  /// Counts a use. A look at all copies is worth its time after half as many uses, or when a
+  /// quarter of the memory is new: so it costs each use a constant, and the dead do not hold much
+  /// for long.
+  void count_use() { ++uses_since_search_; }
+  void remove_dead_if_due(List& out) {
+    if (uses_since_search_ > size() / 2 || new_bytes_ > bytes_ / 4) remove_dead(out);
+  }
+  void remove_dead(List& out) {
+    uses_since_search_ = 0;
+    new_bytes_ = 0;
+    remove_if([](const HeldCopy& entry) { return entry.weight.is_dead(); }, out);
   }
 
   /// Takes out the entries for which `gone` holds.
   template <class Predicate>
-  List remove_if(Predicate gone) {
-    List out;
+  void remove_if(Predicate gone, List& out) {
     for (List* list : {&passing_, &lasting_, &fixed_}) {
       for (auto entry = list->begin(); entry != list->end();) {
         const auto next = std::next(entry);
@@ -127,22 +107,16 @@ class HeldCopies {
         entry = next;
       }
     }
-    return out;
   }
 
   /// Takes out the copies that do not outlive a backward pass, in time proportional to their
   /// number.
-  List remove_passing() {
-    List out;
-    while (!passing_.empty()) {
-      move(passing_.begin(), out);
-    }
-    return out;
+  void remove_passing(List& out) {
+    while (!passing_.empty()) move(passing_.begin(), out);
   }
 
   /// Forgets the copies of one weight: out go those that nobody else knows.
-  List forget(const c10::TensorImpl* weight) {
-    List out;
+  void forget(const c10::TensorImpl* weight, List& out) {
     const auto [first, last] = by_weight_.equal_range(weight);
     for (auto found = first; found != last;) {
       const auto entry = (found++)->second;  // before its place goes
@@ -151,15 +125,13 @@ class HeldCopies {
         move(entry, out);
       }
     }
-    return out;
   }
 
-  List forget_all() {
-    List out = remove_if([](const HeldCopy& entry) { return !entry.fixed; });
+  void forget_all(List& out) {
+    remove_if([](const HeldCopy& entry) { return !entry.fixed; }, out);
     for (auto& entry : fixed_) {
       entry.forgotten = true;
     }
-    return out;
   }
 
   /// Of all fixed copies but that of `key`.
@@ -206,10 +178,49 @@ class HeldCopies {
   std::int64_t bytes_ = 0;
   std::int64_t fixed_bytes_ = 0;
   std::uint64_t uses_ = 0;
+  std::size_t uses_since_search_ = 0;  // for copies of dead weights
+  std::int64_t new_bytes_ = 0;         // since then
   List passing_;  // copies that do not outlive a backward pass; the most recently used first
   List lasting_;
   List fixed_;
   Positions by_weight_;
+};
+
+/// What ops were given so far. Guesses, which cost a cast or a copy when wrong: the address of what
+/// died may be another tensor's by now.
+class SeenTensors {
+ public:
+  /// Whether an op was given this tensor, as it is now, already once: a weight comes back, an
+  /// activation is gone.
+  bool comes_back(const at::Tensor& tensor) {
+    static constexpr std::size_t kMostCandidates = 4096;
+    const std::pair now(tensor.const_data_ptr(), tensor._version());
+    const auto [found, first] = candidates_.try_emplace(tensor.unsafeGetTensorImpl(), now);
+    if (!first && found->second == now) {
+      candidates_.erase(found);
+      return true;
+    }
+    found->second = now;
+    if (candidates_.size() > kMostCandidates) {
+      candidates_.clear();
+    }
+    return false;
+  }
+
+  /// Notes that an op asked for a copy of a weight.
+  void ask_for(const at::Tensor& weight, at::ScalarType dtype) {
+    static constexpr std::size_t kMost = 65536;
+    if (asked_for_.size() >= kMost) asked_for_.clear();  // of dead weights; the others come again
+    asked_for_.emplace(weight.unsafeGetTensorImpl(), dtype);
+  }
+
+  bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const {
+    return asked_for_.count({weight.unsafeGetTensorImpl(), dtype}) != 0;
+  }
+
+ private:
+  std::unordered_map<const void*, std::pair<const void*, std::int64_t>> candidates_;
+  std::set<std::pair<const c10::TensorImpl*, at::ScalarType>> asked_for_;
 };
 
 }  // namespace detail

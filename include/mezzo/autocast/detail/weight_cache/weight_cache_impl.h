@@ -3,7 +3,9 @@
 #pragma once
 
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/detail/weight_cache/cached_ops.h>
+#include <mezzo/autocast/detail/in_force.h>
+#include <mezzo/autocast/detail/weight_cache/caching_kernel.h>
+#include <mezzo/autocast/detail/weight_cache/weight_store.h>
 #include <mezzo/autocast/weight_cache.h>
 
 #include <cstdint>
@@ -145,7 +147,6 @@ class WeightCache::Shared final : public detail::CacheOwner,
 inline WeightCache::WeightCache(WeightCacheOptions options) {
   TORCH_CHECK(options.max_bytes >= 0, "max_bytes: ", options.max_bytes,
               " is negative; give a bound in bytes, or leave it out for none");
-  detail::cache_weights_of_ops();
   shared_ = std::make_shared<Shared>(options);
 }
 
@@ -206,6 +207,11 @@ inline void WeightCache::reset_statistics() const {
 inline const WeightCacheOptions& WeightCache::options() const { return shared_->options(); }
 
 inline WeightCache::operator WeightCacheRef() const { return WeightCacheRef(shared_); }
+
+inline WeightCache install_op_overrides(WeightCache cache) {
+  detail::install_cache_kernels();
+  return cache;
+}
 
 inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics) {
   return stream << "weight cache: " << statistics.hits << " hits, " << statistics.casts

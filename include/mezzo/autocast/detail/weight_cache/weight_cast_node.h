@@ -7,7 +7,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/DimVector.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/detail/autograd_node.h>
+#include <mezzo/autocast/detail/autograd_node.h>
 #include <mezzo/base/version.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>

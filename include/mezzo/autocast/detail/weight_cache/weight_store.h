@@ -3,14 +3,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/weight_cache/held_copies.h>
-#include <mezzo/autocast/detail/weight_cache/seen_tensors.h>
-#include <mezzo/autocast/detail/weight_cache/thread_caches.h>
-#include <mezzo/autocast/detail/weight_cache/unseen_writes.h>
+#include <mezzo/autocast/detail/weight_cache/held_copy.h>
 #include <mezzo/autocast/detail/weight_cache/weight_cache_statistics.h>
 #include <mezzo/autocast/detail/weight_cache/weight_cast_node.h>
 #include <mezzo/autocast/detail/weight_cache/weight_identity.h>
@@ -19,7 +16,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -27,37 +23,14 @@
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
 namespace detail {
-
-/// For as long as it exists, what is computed is a plain tensor: without a graph, and with a
-/// version also where the caller is in inference mode.
-class PlainTensors {
- public:
-  PlainTensors() {
-    if (c10::InferenceMode::is_enabled()) {
-      outside_inference_.emplace(false);
-    }
-    no_grad_.emplace();
-  }
-
- private:
-  std::optional<c10::InferenceMode> outside_inference_;
-  std::optional<at::NoGradGuard> no_grad_;
-};
-
-/// Bytes that a cast of `weight` to `dtype` reads and writes.
-inline std::int64_t cast_bytes(const at::Tensor& weight, at::ScalarType dtype) {
-  return weight.numel() *
-         static_cast<std::int64_t>(weight.element_size() + c10::elementSize(dtype));
-}
 
 class WeightStore final : public WeightCasts {
  public:
   WeightStore(std::int64_t max_bytes, bool keep_trainable)
       : keep_trainable_(keep_trainable), held_(max_bytes) {}
 
-  at::Tensor lower(const at::Tensor& tensor, at::ScalarType dtype, Place place,
+  at::Tensor lower(const at::Tensor& tensor, at::ScalarType dtype, ArgumentRole role,
                    std::uint64_t since) override {
     const auto shown = shown_by(tensor);
     const at::Tensor& weight = *shown;
@@ -68,10 +41,7 @@ class WeightStore final : public WeightCasts {
     const Wanted wanted{weight, dtype, since, trainable, trainable && c10::GradMode::is_enabled()};
     Use use = find(wanted);
     if (!use.copy.defined()) {
-      if (!is_worth_holding(wanted, place)) {
-        return tensor.to(dtype);
-      }
-      if (!trainable && !is_settled(weight)) {
+      if (!is_worth_holding(wanted, role) || (!trainable && !is_settled(weight))) {
         return tensor.to(dtype);
       }
       use = find_or_cast(wanted, /*fixed=*/false);
@@ -89,11 +59,9 @@ class WeightStore final : public WeightCasts {
   void leave() noexcept override {
     HeldCopies::List out;  // dies after the lock
     const std::lock_guard lock(mutex_);
-    if (--readers_ == 0) {
-      out = held_.remove_passing();
-    }
-    ++uses_;
-    drop_dead_if_due(out);
+    if (--readers_ == 0) held_.remove_passing(out);
+    held_.count_use();
+    held_.remove_dead_if_due(out);
   }
 
   /// The copy of `weight`, current, in memory that is the same at every call.
@@ -147,13 +115,13 @@ class WeightStore final : public WeightCasts {
     HeldCopies::List out;
     const std::lock_guard lock(mutex_);
     ++forgets_;
-    out = weight == nullptr ? held_.forget_all() : held_.forget(weight);
+    weight == nullptr ? held_.forget_all(out) : held_.forget(weight, out);
   }
 
   WeightCacheStatistics statistics() {
     HeldCopies::List out;
     const std::lock_guard lock(mutex_);
-    drop_dead(out);
+    held_.remove_dead(out);
     WeightCacheStatistics now = counts_;
     now.bytes_held = held_.bytes();
     now.copies_held = static_cast<std::int64_t>(held_.size());
@@ -184,11 +152,9 @@ class WeightStore final : public WeightCasts {
 
   Use find(const Wanted& wanted) {
     const std::lock_guard lock(mutex_);
-    ++uses_;
+    held_.count_use();
     HeldCopy* entry = find_current(wanted);
-    if (entry == nullptr) {
-      return {};
-    }
+    if (entry == nullptr) return {};
     entry->order.about_to_read(entry->copy);
     count_hit(cast_bytes(wanted.weight, wanted.dtype));
     return use_of(*entry, wanted);
@@ -232,11 +198,7 @@ class WeightStore final : public WeightCasts {
     std::optional<HeldCopy> old;  // what is replaced
     const auto& [weight, dtype, since, trainable, with_graph] = wanted;
     const std::lock_guard refresh(refresh_);
-    if (!fixed) {
-      if (Use use = find(wanted); use.copy.defined()) {
-        return use;
-      }
-    }
+    if (Use use = fixed ? Use() : find(wanted); use.copy.defined()) return use;
     std::uint64_t forgets = 0;
     {
       const std::lock_guard lock(mutex_);
@@ -278,23 +240,7 @@ class WeightStore final : public WeightCasts {
   }
 
   HeldCopy renewed(const at::Tensor& weight, at::ScalarType dtype, std::optional<HeldCopy>& old) {
-    WeightIdentity identity(weight);  // before the cast: what is written meanwhile is not in it
-    const PlainTensors plain;
-    HeldCopy entry{.key = CopyKey(weight, dtype), .weight = std::move(identity), .copy = {}};
-    const bool from_outside =
-        old.has_value() && may_be_rewritten(*old, weight) && !old->copy_version.has_value();
-    if (old.has_value() && may_be_rewritten(*old, weight)) {
-      old->copy.copy_(weight);
-      old->order.written(old->copy);
-      entry.copy = std::move(old->copy);
-      entry.order = std::move(old->order);
-    } else {
-      entry.copy = weight.to(dtype);
-      entry.order.written(entry.copy);
-    }
-    if (!from_outside) {
-      entry.copy_version = entry.copy._version();
-    }
+    HeldCopy entry = cast_again(weight, dtype, old);
     const std::lock_guard lock(mutex_);
     entry.made = ++made_;
     ++counts_.casts;
@@ -302,60 +248,15 @@ class WeightStore final : public WeightCasts {
     return entry;
   }
 
-  /// A copy that a graph still needs is left to it, unless its place is promised: then the write
-  /// shows in its version, and the graph's backward throws.
-  static bool may_be_rewritten(const HeldCopy& old, const at::Tensor& weight) {
-    if (!fits(old.copy, weight)) {
-      return false;
-    }
-    const bool unused = old.copy.use_count() == 1 && old.copy.storage().use_count() == 1 &&
-                        !old.order.read_elsewhere() && !old.order.written_elsewhere(old.copy);
-    return old.fixed || unused;
-  }
-
-  static bool fits(const at::Tensor& copy, const at::Tensor& weight) {
-    return is_laid_out_as(copy, weight) && copy.device() == weight.device();
-  }
-
-  /// Evicts copies of dead weights first, if enough uses have passed to make the search worth it.
   void insert(HeldCopy entry, bool is_new, HeldCopies::List& out) {
-    const std::int64_t bytes = bytes_of(entry.copy);
-    if (is_new) {
-      ++uses_;
-      new_bytes_ += bytes;
-    }
-    const bool is_full = held_.bytes() > held_.max_bytes() - bytes;
-    if (is_full && uses_ > held_.size() / 8) {
-      drop_dead(out);
-    }
-    drop_dead_if_due(out);
-    auto evicted = held_.insert(std::move(entry));
-    if (!evicted.empty()) {
-      counts_.evicted += static_cast<std::int64_t>(evicted.size());
-      out.splice(out.end(), evicted);
-    }
-  }
-
-  /// A look at all copies is worth its time after half as many uses, or when a quarter of the
-  /// memory is new: so it costs each use a constant, and the dead do not hold much for long.
-  void drop_dead_if_due(HeldCopies::List& out) {
-    if (uses_ > held_.size() / 2 || new_bytes_ > held_.bytes() / 4) {
-      drop_dead(out);
-    }
-  }
-
-  void drop_dead(HeldCopies::List& out) {
-    uses_ = 0;
-    new_bytes_ = 0;
-    auto dead = held_.remove_if([](const HeldCopy& entry) { return entry.weight.is_dead(); });
-    out.splice(out.end(), dead);
+    counts_.evicted += held_.insert(std::move(entry), is_new, out);
   }
 
   /// Before anything changes, so that what is published stays so when this throws.
   void check_room(const CopyKey& key, std::int64_t bytes, HeldCopies::List& out) {
     std::int64_t fixed = held_.fixed_bytes_beside(key);
     if (fixed > held_.max_bytes() - bytes) {
-      drop_dead(out);
+      held_.remove_dead(out);
       fixed = held_.fixed_bytes_beside(key);
     }
     TORCH_CHECK(fixed <= held_.max_bytes() - bytes,
@@ -366,11 +267,11 @@ class WeightStore final : public WeightCasts {
 
   /// A guess that costs a cast when wrong, and nothing else. The first use of a weight finds no
   /// copy, and comes by here.
-  bool is_worth_holding(const Wanted& wanted, Place place) {
+  bool is_worth_holding(const Wanted& wanted, ArgumentRole role) {
     const std::lock_guard lock(mutex_);
     const bool is_weight = wanted.trainable ||
-                           (place == Place::weight && !wanted.weight.is_view()) ||
-                           (place != Place::left && seen_.comes_back(wanted.weight));
+                           (role == ArgumentRole::weight && !wanted.weight.is_view()) ||
+                           (role != ArgumentRole::left_factor && seen_.comes_back(wanted.weight));
     if (is_weight) {
       seen_.ask_for(wanted.weight, wanted.dtype);
     }
@@ -391,8 +292,6 @@ class WeightStore final : public WeightCasts {
   std::uint64_t forgets_ = 0;  // so that a copy that is being renewed is forgotten too
   int readers_ = 0;            // threads in regions
   WeightCacheStatistics counts_;
-  std::size_t uses_ = 0;        // since the last look for dead weights
-  std::int64_t new_bytes_ = 0;  // since then
   SeenTensors seen_;
 };
 

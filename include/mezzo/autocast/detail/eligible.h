@@ -5,7 +5,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <mezzo/autocast/detail/in_force.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/base/version.h>
+
+#include <optional>
 
 namespace at::autocast {
 
@@ -25,6 +29,16 @@ inline bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
   }
   return device == c10::DeviceType::CPU ? tensor.is_cpu() || tensor.is_mkldnn()
                                         : tensor.is_cuda() || tensor.is_xla();
+}
+
+/// The device whose autocast, enabled in this thread, may cast this tensor, if there is one.
+inline std::optional<c10::DeviceType> casting_device(const at::Tensor& tensor) {
+  for (const auto device : kPolicyDevices) {
+    if (is_eligible(tensor, device) && at::autocast::is_autocast_enabled(device)) {
+      return device;
+    }
+  }
+  return std::nullopt;
 }
 
 /// The dtype that holds every value of both; half and bfloat16 meet in float32.

@@ -2,7 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/autocast_setting.h>
 
 #include <fstream>
 #include <optional>
@@ -131,7 +131,7 @@ TEST(Recommended, PicksBFloat16OnACpuWithInstructionsForItAndSaysWhich) {
 TEST(Recommended, LeavesAutocastOffWhereTheCpuWouldEmulateIt) {
   const AutocastSetting avx512 = recommend_cpu(avx512_without_bf16());
   EXPECT_FALSE(avx512.enabled);
-  EXPECT_TRUE(mezzo::autocast_accepts(torch::kCPU, avx512.dtype)) << "a guard must take it";
+  EXPECT_TRUE(mezzo::autocast_accepts(torch::kCPU, *avx512.dtype)) << "a guard must take it";
   EXPECT_EQ(
       avx512.reason,
       "float32 (autocast off): this CPU has no bfloat16 instructions; autocast would be about "

@@ -23,7 +23,7 @@ struct AutocastOff {
 
 /// Whether autocast would convert `tensor` in a thread where its keys `active` are on: floating
 /// point on a device with autocast, double left alone.
-inline bool is_eligible(const at::Tensor& tensor, c10::DispatchKeySet active) {
+inline bool is_converted(const at::Tensor& tensor, c10::DispatchKeySet active) {
   return tensor.defined() && tensor.is_floating_point() &&
          tensor.scalar_type() != at::ScalarType::Double && tensor.key_set().has_any(active);
 }
@@ -31,20 +31,6 @@ inline bool is_eligible(const at::Tensor& tensor, c10::DispatchKeySet active) {
 /// The autocast keys, one a device type, that are on in this thread.
 inline c10::DispatchKeySet active_autocast_keys() {
   return c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_;
-}
-
-/// `value` itself where it cannot hold tensors, otherwise a copy with its tensors converted.
-template <class T>
-decltype(auto) converted(T&& value, at::ScalarType dtype, c10::DispatchKeySet active) {
-  if constexpr (carries_tensors<T>()) {
-    auto copy = owned(std::forward<T>(value));
-    for_each_tensor(copy, [&](at::Tensor& tensor) {
-      if (is_eligible(tensor, active)) tensor = tensor.to(dtype);
-    });
-    return copy;
-  } else {
-    return static_cast<T&&>(value);
-  }
 }
 
 /// An AutocastState in the form that `ctx->saved_data` takes.
@@ -67,7 +53,10 @@ struct CastFunction : torch::autograd::Function<CastFunction<T, CastInputs>> {
       const auto active = active_autocast_keys();
       const AutocastOff off;
       save_state(ctx);
-      return T::forward(ctx, converted(std::forward<Args>(args), CastInputs, active)...);
+      const auto convert = [active](const at::Tensor& tensor) {
+        return is_converted(tensor, active) ? tensor.to(CastInputs) : tensor;
+      };
+      return T::forward(ctx, map_tensors(std::forward<Args>(args), convert)...);
     }
   }
 

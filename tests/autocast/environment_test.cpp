@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/autocast_setting.h>
 
 #include <cstdlib>
 #include <optional>

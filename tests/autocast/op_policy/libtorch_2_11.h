@@ -1,16 +1,16 @@
 /// \file
-/// The op lists of libtorch 2.11, sorted by name. A test compares them with CUDA's macros, with
-/// what a probe of every kernel finds, and with the outputs of the ops themselves.
+/// The op lists of libtorch 2.11, sorted by name, read from its sources: what a probe of its
+/// kernels must find.
 #pragma once
 
-#include <mezzo/autocast/detail/op_policy/category.h>
-#include <mezzo/base/version.h>
+#include <mezzo/autocast/op_category.h>
 
 #include <array>
 #include <string_view>
 
-namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
+namespace op_policy_test {
+
+using mezzo::OpCategory;
 
 struct ListedOp {
   std::string_view name;
@@ -277,5 +277,4 @@ inline constexpr std::array<ListedOp, 125> kCudaOpsOf2_11 = {{
     {"aten::vdot", OpCategory::promote},
 }};
 
-}  // namespace detail
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+}  // namespace op_policy_test

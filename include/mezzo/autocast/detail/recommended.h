@@ -1,22 +1,32 @@
 /// \file
-/// From what the hardware can do to a setting and the sentence that explains it.
+/// From what the hardware can do, or MEZZO_AUTOCAST asks for, to a setting and the sentence that
+/// explains it.
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/detail/compute_capability.h>
-#include <mezzo/base/detail/cpu_features.h>
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/base/detail/hardware.h>
 #include <torch/cuda.h>
 
+#include <cstdlib>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+inline void check_has_autocast(c10::DeviceType device) {
+  TORCH_CHECK(default_autocast_dtype(device) != at::ScalarType::Undefined,
+              "device: no autocast on ", device, "; use cpu or cuda");
+}
+
 inline AutocastSetting autocast_off(c10::DeviceType device, const std::string& why) {
-  return {.device = device, .enabled = false, .reason = "float32 (autocast off): " + why};
+  return {.device = device,
+          .dtype = default_autocast_dtype(device),
+          .enabled = false,
+          .reason = "float32 (autocast off): " + why};
 }
 
 /// What emulation costs, measured on a six-layer encoder of width 384 with two cores.
@@ -89,13 +99,59 @@ inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
   return capability;
 }
 
+inline constexpr const char* kAutocastVariable = "MEZZO_AUTOCAST";
+
+/// The dtype that the user named, with a word of warning where this CPU only emulates it.
+inline AutocastSetting asked_for(c10::DeviceType device, at::ScalarType dtype,
+                                 std::string_view value, const CpuFeatures& cpu) {
+  const bool half = dtype == at::ScalarType::Half;
+  const char* name = half ? "float16" : "bfloat16";
+  std::string reason = std::string(name) + ": " + kAutocastVariable + "=" + std::string(value);
+  const bool native = half ? cpu.fp16() : cpu.bf16();
+  if (device == c10::DeviceType::CPU && cpu.known && !native) {
+    reason += ", though " + lack_of_instructions(cpu, name) + "; expect it to be " +
+              cost_of_emulation(cpu, dtype);
+  }
+  return {.device = device, .dtype = dtype, .reason = reason};
+}
+
+inline AutocastSetting parse_autocast(std::string_view value, c10::Device device,
+                                      const CpuFeatures& cpu) {
+  if (value == "off") {
+    return autocast_off(device.type(), std::string(kAutocastVariable) + "=off");
+  }
+  if (value == "auto") {
+    return recommended(device);
+  }
+  TORCH_CHECK(value == "bf16" || value == "fp16", kAutocastVariable, "=", value,
+              " is not a known value; use off, bf16, fp16 or auto");
+  return asked_for(device.type(), value == "bf16" ? at::ScalarType::BFloat16 : at::ScalarType::Half,
+                   value, cpu);
+}
+
 }  // namespace detail
 
 inline AutocastSetting recommended(c10::Device device) {
-  TORCH_CHECK(default_autocast_dtype(device.type()) != at::ScalarType::Undefined,
-              "device: no autocast on ", device.type(), "; use cpu or cuda");
+  detail::check_has_autocast(device.type());
   return device.is_cpu() ? detail::recommend_cpu(detail::cpu_features())
                          : detail::recommend_cuda(detail::compute_capability(device));
+}
+
+inline AutocastSetting autocast_from_env(c10::Device device, const AutocastSetting& when_unset) {
+  detail::check_has_autocast(device.type());
+  const char* value = std::getenv(detail::kAutocastVariable);
+  if (value == nullptr || *value == '\0') {
+    return when_unset;
+  }
+  return detail::parse_autocast(value, device, detail::cpu_features());
+}
+
+inline AutocastSetting autocast_from_env(c10::Device device) {
+  const bool half = default_autocast_dtype(device.type()) == at::ScalarType::Half;
+  return autocast_from_env(device, {.device = device.type(),
+                                    .dtype = default_autocast_dtype(device.type()),
+                                    .reason = half ? "float16: the default on CUDA"
+                                                   : "bfloat16: the default on the CPU"});
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

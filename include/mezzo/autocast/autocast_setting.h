@@ -1,0 +1,181 @@
+/// \file
+/// What a region of autocast consists of, as one value; and which one to choose: libtorch's
+/// defaults, what this hardware does natively, and what the user's environment asks for. Nothing
+/// here acts by itself; mezzo/autocast/autocast.h does.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <mezzo/base/version.h>
+
+#include <concepts>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+class OpPolicy;
+class WeightCache;
+
+namespace detail {
+class CacheOwner;
+class CacheScope;
+class PolicyEdits;
+class PolicyScope;
+}  // namespace detail
+
+/// The dtype that libtorch's autocast lowers to when nobody says otherwise: half on CUDA, bfloat16
+/// on the CPU. `Undefined` for a device type that mezzo has no autocast for.
+constexpr at::ScalarType default_autocast_dtype(c10::DeviceType device) {
+  switch (device) {
+    case c10::DeviceType::CPU:
+      return at::ScalarType::BFloat16;
+    case c10::DeviceType::CUDA:
+      return at::ScalarType::Half;
+    default:
+      return at::ScalarType::Undefined;
+  }
+}
+
+/// True where libtorch's autocast on `device` can lower to `dtype`: half and bfloat16, on the CPU
+/// and on CUDA. It says nothing about speed; `recommended` does.
+constexpr bool autocast_accepts(c10::DeviceType device, at::ScalarType dtype) {
+  const bool lower_precision = dtype == at::ScalarType::Half || dtype == at::ScalarType::BFloat16;
+  return lower_precision && default_autocast_dtype(device) != at::ScalarType::Undefined;
+}
+
+/// An OpPolicy (op_policy.h) as settings hold it: a handle that shares the policy's edits. An
+/// OpPolicy converts to it, so that guards need not include op_policy.h, which takes four seconds
+/// to compile.
+class PolicyRef {
+ public:
+  /// No policy: the surrounding region's stays in force.
+  PolicyRef() = default;
+  bool empty() const noexcept { return edits_ == nullptr; }
+
+ private:
+  friend OpPolicy;
+  friend detail::PolicyScope;
+  explicit PolicyRef(std::shared_ptr<const detail::PolicyEdits> edits) noexcept
+      : edits_(std::move(edits)) {}
+
+  std::shared_ptr<const detail::PolicyEdits> edits_;
+};
+
+/// A WeightCache (weight_cache.h) as settings hold it: a handle that shares what the cache holds. A
+/// WeightCache converts to it.
+class WeightCacheRef {
+ public:
+  /// No cache: the surrounding region's stays in force.
+  WeightCacheRef() = default;
+  bool empty() const noexcept { return owner_ == nullptr; }
+
+ private:
+  friend WeightCache;
+  friend detail::CacheScope;
+  explicit WeightCacheRef(std::shared_ptr<detail::CacheOwner> owner) noexcept
+      : owner_(std::move(owner)) {}
+
+  std::shared_ptr<detail::CacheOwner> owner_;
+};
+
+/// What keeps the low-precision copies of weights, so that a weight that is used twice is cast
+/// once: `true` or `false`, for libtorch's cache on or off, or a WeightCache.
+///
+/// libtorch has one such cache a process, keyed by the weight alone, which lasts until the
+/// outermost region of the thread ends. Switch it off where weights change inside a region, where a
+/// `NoGradGuard` comes and goes inside it (a copy made without gradients would be reused with
+/// them), or where threads run the same weights in different dtypes. Or give the region a
+/// WeightCache, which has none of these traps and takes the place of libtorch's.
+class AutocastCache {
+ public:
+  /// As where the region is entered: what the surrounding region or
+  /// `at::autocast::set_autocast_cache_enabled` said, and libtorch's in a thread where nobody did.
+  AutocastCache() = default;
+
+  /// libtorch's cache on or off. Off turns a surrounding region's WeightCache off too, for this
+  /// region and those inside it; on leaves a surrounding WeightCache in force.
+  AutocastCache(std::same_as<bool> auto enabled) : enabled_(enabled) {}
+
+  /// A WeightCache. An empty WeightCacheRef says nothing.
+  template <std::convertible_to<WeightCacheRef> Cache>
+  AutocastCache(const Cache& cache) : weight_cache_(cache) {}
+
+  /// Whether libtorch's cache was asked for, if anybody said so.
+  std::optional<bool> enabled() const noexcept { return enabled_; }
+  const WeightCacheRef& weight_cache() const noexcept { return weight_cache_; }
+
+ private:
+  std::optional<bool> enabled_;
+  WeightCacheRef weight_cache_;
+};
+
+/// All that a region of autocast can be told. Guards, wrapped callables and modules take it:
+///
+///     mezzo::AutocastGuard autocast({.device = torch::kCUDA, .dtype = torch::kBFloat16});
+///     mezzo::Autocast<torch::kCPU> autocast({.cache = cache, .policy = policy});
+///
+/// Making one checks nothing; who takes it validates it.
+struct AutocastSetting {
+  /// The CPU or CUDA. AutocastGuard and the like need it; `Autocast<torch::kCUDA>` has it in its
+  /// type.
+  std::optional<c10::DeviceType> device = std::nullopt;
+
+  /// What the lowered ops compute in: half or bfloat16. None: default_autocast_dtype(device), also
+  /// inside a region of another dtype (an inner `torch.autocast` in Python inherits that).
+  ///
+  /// Half on the CPU wants a processor with instructions for it. oneDNN refuses torch::nn::LSTM in
+  /// half without them ("could not create a primitive descriptor for the LSTM"), in Python too; the
+  /// policy `OpPolicy().deny("aten::mkldnn_rnn_layer")` runs LSTMs in float32.
+  std::optional<at::ScalarType> dtype = std::nullopt;
+
+  /// False makes the region run in full precision, also inside an enabled one. Tensors that the
+  /// surrounding region lowered stay as they are: cast them (`x.to(torch::kFloat)`) before use.
+  bool enabled = true;
+
+  /// What keeps the casts of weights: `true`, `false` or a WeightCache.
+  AutocastCache cache = {};
+
+  /// Edits to the op lists: an OpPolicy, on top of the surrounding region's where regions nest. Its
+  /// ops must have been installed: install_op_overrides (op_policy.h).
+  PolicyRef policy = {};
+
+  /// One sentence on why, for a log line. No guard reads it.
+  std::string reason = {};
+};
+
+/// The setting that this machine runs natively, and why (`.reason`):
+/// - CPU: bfloat16 with avx512_bf16 or amx_bf16, else autocast off.
+/// - CUDA: bfloat16 from compute capability 8.0, float16 (with a GradScaler) from 7.0, else off.
+///
+/// The environment variable `MEZZO_AUTOCAST` changes nothing here, set or not:
+/// `autocast_from_env(device, recommended(device))` asks it first.
+///
+/// On a CPU, emulated bfloat16 is slower than float32: a six-layer encoder took 2 to 2.5 times as
+/// long on AVX-512, 15 times on AVX2. float16 is never picked there: it needs a loss scale and took
+/// 13 to 40 times as long without instructions of its own. oneDNN computes these ops, so its
+/// `ONEDNN_MAX_CPU_ISA` is honoured, and avx_ne_convert alone, which converts but does not
+/// multiply, is not enough.
+///
+/// `device` may be a bare type, `torch::kCUDA`, which means the current device. No host sync; reads
+/// CPUID and two environment variables, or asks the CUDA driver. Any thread.
+/// \throws c10::Error for a device type without autocast, and for a CUDA index that does not exist
+inline AutocastSetting recommended(c10::Device device);
+
+/// The setting that the environment variable `MEZZO_AUTOCAST` asks for: `off`, `bf16`, `fp16`, or
+/// `auto`, which is `recommended(device)`. **Unset or empty** means `when_unset`, and in the short
+/// form autocast on, in the device's default dtype, whether this machine is fast at it or not.
+///
+/// It is what `TF_ENABLE_AUTO_MIXED_PRECISION` is in TensorFlow, and only code that calls this
+/// function honours it. `.reason` warns when the hardware emulates what was asked for. Call it
+/// before other threads use setenv.
+/// \throws c10::Error that lists the values, for any other
+inline AutocastSetting autocast_from_env(c10::Device device);
+inline AutocastSetting autocast_from_env(c10::Device device, const AutocastSetting& when_unset);
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/autocast/detail/recommended.h>

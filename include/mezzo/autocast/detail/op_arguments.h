@@ -1,0 +1,46 @@
+/// \file
+/// The boxed arguments of an op: as at::RecordFunction carries them into a start callback, and the
+/// tensors among them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <mezzo/autocast/detail/private_member.h>
+#include <mezzo/base/version.h>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+using OpArguments = c10::ArrayRef<const c10::IValue>;
+
+struct RecordedInputsMember {
+  friend constexpr auto private_member(RecordedInputsMember);
+};
+template struct PrivateMember<RecordedInputsMember, &at::RecordFunction::inputs_>;
+
+/// RecordFunction::inputs() asserts, in units compiled without NDEBUG, a flag that only a libtorch
+/// compiled without NDEBUG ever sets: it throws in every debug build against a release libtorch.
+/// This reads the member without asking.
+inline OpArguments recorded_inputs(const at::RecordFunction& function) {
+  return function.*private_member(RecordedInputsMember());
+}
+
+/// Calls `visit` with every tensor among the arguments, those in lists included.
+template <class Visit>
+void for_each_tensor(OpArguments arguments, const Visit& visit) {
+  for (const auto& argument : arguments) {
+    if (argument.isTensor()) {
+      visit(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      for (const at::Tensor& tensor : argument.toTensorVector()) visit(tensor);
+    } else if (argument.isOptionalTensorList()) {
+      for (const auto& tensor : argument.toOptionalTensorVector()) {
+        if (tensor.has_value()) visit(*tensor);
+      }
+    }
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,26 @@
+/// \file
+/// A private data member of libtorch's, where nothing public tells the same. Two are read so, and
+/// each reader says why: RecordFunction's inputs (op_arguments.h) and the number of tensors that
+/// share a version (weight_identity.h).
+#pragma once
+
+#include <mezzo/base/version.h>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// An explicit instantiation may name a private member, and defines the function that hands out the
+/// pointer to it:
+///
+///     struct SizeMember {
+///       friend constexpr auto private_member(SizeMember);
+///     };
+///     template struct PrivateMember<SizeMember, &Theirs::size_>;
+///     ... theirs.*private_member(SizeMember()) ...
+template <class Tag, auto Member>
+struct PrivateMember {
+  friend constexpr auto private_member(Tag) { return Member; }
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,173 @@
+/// \file
+/// A low-precision copy of a weight: whether it has the weight's present values, and how it gets
+/// them again.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/Stream.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <mezzo/autocast/detail/weight_cache/weight_identity.h>
+#include <mezzo/base/version.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Order between the stream that wrote a copy and the streams that read it. Nothing to do on a CPU.
+class DeviceOrder {
+ public:
+  /// The current stream has written `copy`.
+  void written(const at::Tensor& copy) {
+    if (copy.is_cpu()) {
+      return;
+    }
+    writer_ = current_stream(copy);
+    event_.emplace(copy.device().type());
+    event_->record(*writer_);
+  }
+
+  /// Before the current stream reads `copy`: makes it wait for the writer, and the allocator for
+  /// it.
+  void about_to_read(const at::Tensor& copy) {
+    if (!writer_.has_value()) {
+      return;
+    }
+    const c10::Stream reader = current_stream(copy);
+    if (reader != *writer_) {
+      event_->block(reader);
+      copy.record_stream(reader);
+      read_elsewhere_ = true;
+    }
+  }
+
+  /// Whether a new write by the writer's stream could overtake a read.
+  bool read_elsewhere() const { return read_elsewhere_; }
+
+  /// Whether the current stream is not the one that wrote.
+  bool written_elsewhere(const at::Tensor& copy) const {
+    return writer_.has_value() && current_stream(copy) != *writer_;
+  }
+
+ private:
+  static c10::Stream current_stream(const at::Tensor& copy) {
+    return c10::impl::VirtualGuardImpl(copy.device().type()).getStream(copy.device());
+  }
+
+  std::optional<c10::Stream> writer_;
+  std::optional<c10::Event> event_;
+  bool read_elsewhere_ = false;
+};
+
+inline std::int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.numel() * static_cast<std::int64_t>(tensor.element_size());
+}
+
+/// A weight and a dtype. A weight's address stays its own while an entry knows the weight.
+struct CopyKey {
+  const c10::TensorImpl* weight;
+  at::ScalarType dtype;
+
+  CopyKey(const at::Tensor& tensor, at::ScalarType to)
+      : weight(tensor.unsafeGetTensorImpl()), dtype(to) {}
+  bool operator==(const CopyKey&) const = default;
+};
+
+struct HeldCopy {
+  CopyKey key;
+  WeightIdentity weight;  ///< as it was when the copy was made
+  at::Tensor copy;
+  std::uint64_t made = 0;  ///< counts up through all copies that a store makes
+  std::uint64_t used = 0;  ///< counts up through all uses of a HeldCopies
+  std::int64_t bytes = 0;  ///< of the copy, when it was put into a HeldCopies
+  bool forgotten = false;  ///< somebody said that it is not current
+  bool fixed = false;      ///< at an address that others know: never moved, never evicted
+  /// Of the copy, while it has the weight's values; none for a tensor from outside, which may share
+  /// its version with others.
+  std::optional<std::int64_t> copy_version = {};
+  /// For a copy that does not outlive a backward pass: raised when one went through it.
+  std::shared_ptr<std::atomic<bool>> passed = {};
+  DeviceOrder order = {};
+
+  /// Whether it has the weight's present values, for a reader who has been here `since`.
+  bool is_current(const at::Tensor& now, std::uint64_t since) const {
+    const bool outdated =
+        passed != nullptr && (made <= since || passed->load(std::memory_order_relaxed));
+    const bool overwritten = copy_version.has_value() && *copy_version != copy._version();
+    return !forgotten && !outdated && !overwritten && weight.is_current(now);
+  }
+};
+
+/// For as long as it exists, what is computed is a plain tensor: without a graph, and with a
+/// version also where the caller is in inference mode.
+class PlainTensors {
+ public:
+  PlainTensors() {
+    if (c10::InferenceMode::is_enabled()) {
+      outside_inference_.emplace(false);
+    }
+    no_grad_.emplace();
+  }
+
+ private:
+  std::optional<c10::InferenceMode> outside_inference_;
+  std::optional<at::NoGradGuard> no_grad_;
+};
+
+/// Bytes that a cast of `weight` to `dtype` reads and writes.
+inline std::int64_t cast_bytes(const at::Tensor& weight, at::ScalarType dtype) {
+  return weight.numel() *
+         static_cast<std::int64_t>(weight.element_size() + c10::elementSize(dtype));
+}
+
+/// Whether `copy` is what a cast of `weight` would be, but for its values.
+inline bool fits(const at::Tensor& copy, const at::Tensor& weight) {
+  return is_laid_out_as(copy, weight) && copy.device() == weight.device();
+}
+
+/// Whether a copy may be given new values in its place. One that a graph still needs is left to it,
+/// unless its place is promised: then the write shows in its version, and the graph's backward
+/// throws.
+inline bool may_be_rewritten(const HeldCopy& old, const at::Tensor& weight) {
+  if (!fits(old.copy, weight)) {
+    return false;
+  }
+  const bool unused = old.copy.use_count() == 1 && old.copy.storage().use_count() == 1 &&
+                      !old.order.read_elsewhere() && !old.order.written_elsewhere(old.copy);
+  return old.fixed || unused;
+}
+
+/// A copy with the weight's present values, in the memory of `old` where that may be.
+inline HeldCopy cast_again(const at::Tensor& weight, at::ScalarType dtype,
+                           std::optional<HeldCopy>& old) {
+  WeightIdentity identity(weight);  // before the cast: what is written meanwhile is not in it
+  const PlainTensors plain;
+  HeldCopy entry{.key = CopyKey(weight, dtype), .weight = std::move(identity), .copy = {}};
+  const bool rewrites = old.has_value() && may_be_rewritten(*old, weight);
+  const bool from_outside = rewrites && !old->copy_version.has_value();
+  if (rewrites) {
+    old->copy.copy_(weight);
+    old->order.written(old->copy);
+    entry.copy = std::move(old->copy);
+    entry.order = std::move(old->order);
+  } else {
+    entry.copy = weight.to(dtype);
+    entry.order.written(entry.copy);
+  }
+  if (!from_outside) {
+    entry.copy_version = entry.copy._version();
+  }
+  return entry;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
