@@ -29,11 +29,12 @@ torch::Device find_device(const std::string& name, int index) {
   return {torch::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
-void bound_compiled_kernels() {
-  // A step on one length takes about 18. Compiling them anew for another takes too little to be seen
-  // beside the step.
-  constexpr const char* kKernels = "32";
-  setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kKernels, /*overwrite=*/0);
+void set_library_defaults() {
+  // A step on one length takes about 18 kernels. Compiling them anew for another length takes too
+  // little to be seen beside the step.
+  setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32", /*overwrite=*/0);
+  // In place of 300,000; threads that never look (OMP_WAIT_POLICY=passive) are woken for each op.
+  if (std::getenv("OMP_WAIT_POLICY") == nullptr) setenv("GOMP_SPINCOUNT", "10000", 0);
 }
 
 int cores_of_this_process() {

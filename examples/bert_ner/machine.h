@@ -20,9 +20,14 @@ torch::Device find_device(const std::string& name, int index = 0);
 /// each then takes its part of the cores, unless OMP_NUM_THREADS says otherwise.
 void set_threads(int threads, int processes = 1);
 
-/// Bounds the kernels that oneDNN keeps, a MiB each, unless ONEDNN_PRIMITIVE_CACHE_CAPACITY is set:
-/// its own bound is 1,024, which a training run on a few lengths fills. Call it before the first op.
-void bound_compiled_kernels();
+/// Sets two variables that libraries read from the environment, unless the user did. Call it before
+/// the first op and before other threads run.
+/// - ONEDNN_PRIMITIVE_CACHE_CAPACITY, the kernels that oneDNN keeps, a MiB each. Its own bound is
+///   1,024, which batches of a few lengths fill.
+/// - GOMP_SPINCOUNT, how often libgomp's threads look before they sleep. Its own 300,000 times
+///   waste the cores that they wait for, where another program has some. libgomp reads it when it is
+///   loaded, so that it holds in processes that this one starts: the rows of the table.
+void set_library_defaults();
 
 /// Cores that this process may run on.
 int cores_of_this_process();

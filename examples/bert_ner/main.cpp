@@ -147,7 +147,7 @@ void run(const std::vector<std::string>& arguments, Ranks& ranks) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bert_ner::bound_compiled_kernels();
+  bert_ner::set_library_defaults();
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error that says which file
   Ranks ranks;
   try {
