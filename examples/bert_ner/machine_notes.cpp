@@ -23,18 +23,20 @@ std::string note_on_threads(const MachineFacts& facts) {
                             : facts.omp_num_threads.empty()
                                 ? "OMP_NUM_THREADS is not set"
                                 : "OMP_NUM_THREADS=" + facts.omp_num_threads;
-  const auto text = counted(facts.threads, "thread") + " on " + counted(facts.cores, "core") + " (" +
-                    cause + "): ";
+  const auto text = counted(facts.threads, "thread") + " on " + counted(facts.cores, "core") +
+                    " (" + cause + "): ";
   if (facts.threads > facts.cores) {
     return text + "threads wait for one another, and the speeds say little; set it to " +
            std::to_string(facts.cores) + " or less.";
   }
   if (facts.threads < facts.cores) {
-    return text + "speeds are those of a part of this machine; more threads are faster in all rows, "
-                  "and change a score by rounding.";
+    return text +
+           "speeds are those of a part of this machine; more threads are faster in all rows, "
+           "and change a score by rounding.";
   }
-  return text + "speeds are those of the whole machine; another number of threads adds up in "
-                "another order, and changes a score by rounding.";
+  return text +
+         "speeds are those of the whole machine; another number of threads adds up in "
+         "another order, and changes a score by rounding.";
 }
 
 std::string note_on_autocast(const MachineFacts& facts) {
@@ -50,10 +52,12 @@ std::string note_on_autocast(const MachineFacts& facts) {
                                 : " (MEZZO_AUTOCAST=" + facts.mezzo_autocast + ")";
   if (is_fast) return rows + cause + ", for which this machine has instructions.";
   if (facts.amp.device == torch::kCUDA && facts.recommended.enabled) {
-    return rows + cause + "; this machine would also be fast in " + describe(facts.recommended) + ".";
+    return rows + cause + "; this machine would also be fast in " + describe(facts.recommended) +
+           ".";
   }
-  return rows + cause + ", which this machine emulates: their speed says nothing of mixed precision, "
-                        "their scores and memory do. " +
+  return rows + cause +
+         ", which this machine emulates: their speed says nothing of mixed precision, "
+         "their scores and memory do. " +
          (facts.recommended.enabled ? facts.amp.reason : facts.recommended.reason) + ".";
 }
 

@@ -24,7 +24,8 @@ MemoryMap parse_smaps(std::istream& smaps) {
       std::string offset, device, inode, path;
       words >> offset >> device >> inode >> path;
       const bool is_file = path.starts_with('/');
-      const bool is_code = second.size() > 2 && second[2] == 'x' && !path.starts_with('[');
+      const bool is_code =
+          second.size() > 2 && second[2] == 'x' && path != "[vdso]" && path != "[vsyscall]";
       cause = is_file ? &map.files : is_code ? &map.kernels : &map.rest;
     }
   }
@@ -45,8 +46,9 @@ MemoryMap memory_map() {
 
 std::string format_memory_map(const MemoryMap& map, int64_t tensors, int64_t peak) {
   constexpr double kMebibyte = 1024.0 * 1024.0;
-  std::string text = "| memory between steps                            |  MiB |\n"
-                     "|-------------------------------------------------|-----:|\n";
+  std::string text =
+      "| memory between steps                            |  MiB |\n"
+      "|-------------------------------------------------|-----:|\n";
   const auto line = [&](const char* cause, int64_t bytes) {
     text += formatted("| %-47s | %4.0f |\n", cause, static_cast<double>(bytes) / kMebibyte);
   };

@@ -78,8 +78,8 @@ class Run {
   int64_t saved_at_ = -1, scored_at_ = -1;  ///< steps
   CoreTime trained_;                        ///< by the cores that this process has
   std::optional<StepProfile> profile_;
-  int64_t profiled_from_ = 0;               ///< steps
-  Score score_;                             ///< the last one
+  int64_t profiled_from_ = 0;  ///< steps
+  Score score_;                ///< the last one
   std::map<std::string, Score> scores_by_type_;
 };
 

@@ -13,7 +13,7 @@ namespace bert_ner {
 
 /// What a run measured.
 struct RunResult {
-  std::string name;          ///< "fp32", "amp no scale", "bf16 + split master", ...
+  std::string name;  ///< "fp32", "amp no scale", "bf16 + split master", ...
   uint64_t seed = 0;
   std::string autocast;      ///< "off", "bfloat16" or "float16"
   double learning_rate = 0;  ///< the schedule's highest

@@ -32,7 +32,8 @@ bool is_tensor(Inputs inputs, std::size_t index) {
 
 /// Where the two matrices of a product stand among its inputs; none for other ops.
 std::optional<std::size_t> first_matrix(std::string_view name) {
-  constexpr std::array<std::string_view, 3> kBare = {"aten::mm", "aten::bmm", "aten::mkldnn_linear"};
+  constexpr std::array<std::string_view, 3> kBare = {"aten::mm", "aten::bmm",
+                                                     "aten::mkldnn_linear"};
   constexpr std::array<std::string_view, 2> kAdding = {"aten::addmm", "aten::baddbmm"};
   const auto is = [&](std::string_view one) { return name == one; };
   if (std::ranges::any_of(kBare, is)) return 0;
@@ -193,9 +194,10 @@ std::string format_step_times(const StepTimes& times, int64_t steps) {
   for (const auto& [dtype, operations] : times.operations) {
     const double a_step = operations / static_cast<double>(steps);
     const double peak = peak_operations_per_second(dtype);
-    text += formatted("matrix products in %s: %.2f GFLOP a step, %.2f ms at this machine's %.0f "
-                      "GFLOP/s\n",
-                      c10::toString(dtype), a_step / 1e9, 1e3 * a_step / peak, peak / 1e9);
+    text += formatted(
+        "matrix products in %s: %.2f GFLOP a step, %.2f ms at this machine's %.0f "
+        "GFLOP/s\n",
+        c10::toString(dtype), a_step / 1e9, 1e3 * a_step / peak, peak / 1e9);
   }
   return text;
 }

@@ -25,8 +25,8 @@ struct StepTimes {
 };
 
 /// Times every op of this thread, from its construction until `stop`. An op's time is its own,
-/// without that of the ops that it calls. Backward counts: on the CPU libtorch runs it in the thread
-/// that calls it. A GPU's ops return before they are done, and are not measured so.
+/// without that of the ops that it calls. Backward counts: on the CPU libtorch runs it in the
+/// thread that calls it. A GPU's ops return before they are done, and are not measured so.
 class StepProfile {
  public:
   StepProfile();
@@ -53,8 +53,8 @@ double matrix_operations(std::string_view name, c10::ArrayRef<c10::IValue> input
 /// fraction of a second.
 double peak_operations_per_second(at::ScalarType dtype);
 
-/// A table of milliseconds a step: a line for each kind of op, the costliest first, and a column for
-/// each phase. Below it what the matrix products would take at this machine's peak, which is
+/// A table of milliseconds a step: a line for each kind of op, the costliest first, and a column
+/// for each phase. Below it what the matrix products would take at this machine's peak, which is
 /// measured here.
 std::string format_step_times(const StepTimes& times, int64_t steps);
 

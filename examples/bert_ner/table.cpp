@@ -46,8 +46,8 @@ double mean_relative_speed(const TableRow& row, const TableRow& first) {
 }
 
 double mebibytes(const TableRow& row) {
-  return static_cast<double>(std::ranges::max(row, {}, &RunResult::peak_memory_bytes)
-                                 .peak_memory_bytes) /
+  return static_cast<double>(
+             std::ranges::max(row, {}, &RunResult::peak_memory_bytes).peak_memory_bytes) /
          kMebibyte;
 }
 
@@ -187,10 +187,11 @@ std::optional<std::string> reading_note(std::span<const TableRow> rows) {
   const std::string chance =
       first.size() > 1 ? "Rows whose scores overlap are equally good."
                        : "Scores of one seed differ by .02 or so by chance: --seeds 3 shows it.";
-  return formatted("Read: \"%s\" trains fastest, at %.2f times the speed of %s; \"%s\" needs the "
-                   "least memory, %.0f MiB for %.0f. ",
-                   fastest.front().name.c_str(), speed(fastest), first.front().name.c_str(),
-                   smallest.front().name.c_str(), mebibytes(smallest), mebibytes(first)) +
+  return formatted(
+             "Read: \"%s\" trains fastest, at %.2f times the speed of %s; \"%s\" needs the "
+             "least memory, %.0f MiB for %.0f. ",
+             fastest.front().name.c_str(), speed(fastest), first.front().name.c_str(),
+             smallest.front().name.c_str(), mebibytes(smallest), mebibytes(first)) +
          chance;
 }
 
@@ -203,14 +204,10 @@ nlohmann::json table_json(std::span<const TableRow> rows, std::span<const std::s
     if (row.size() > 1) entry["runs"] = row;
     list.push_back(std::move(entry));
   }
-  return {{"rows", std::move(list)},
-          {"notes", std::vector(notes.begin(), notes.end())},
-          {"device", options.device},
-          {"threads", at::get_num_threads()},
-          {"ranks", ranks},
-          {"model", options.model},
-          {"data", options.data},
-          {"training", options.training}};
+  return {{"rows", std::move(list)},  {"notes", std::vector(notes.begin(), notes.end())},
+          {"device", options.device}, {"threads", at::get_num_threads()},
+          {"ranks", ranks},           {"model", options.model},
+          {"data", options.data},     {"training", options.training}};
 }
 
 std::string slow_autocast_warning(const RunOptions& options) {

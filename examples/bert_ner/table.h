@@ -18,14 +18,16 @@ namespace bert_ner {
 /// A row of the table: the runs in one precision, with one seed each.
 using TableRow = std::vector<RunResult>;
 
-/// The rows that a table of this device has: float16 where the amp rows compute in another dtype and
+/// The rows that a table of this device has: float16 where the amp rows compute in another dtype
+/// and
 /// the device has instructions for it. \throws InputError where the device is not there
 std::vector<Precision> table_precisions(const RunOptions& options);
 
-/// name | initial learning rate | F1 | P | R | peak memory | bytes a parameter | tokens/s | relative
-/// speed | skipped steps | loss scale, as a Markdown table. Of several seeds the scores are means,
-/// with the lowest and the highest; speeds are means, memory is the most, steps are added up. Speed
-/// is training tokens a second, the relative one that of the first row's run with the same seed.
+/// name | initial learning rate | F1 | P | R | peak memory | bytes a parameter | tokens/s |
+/// relative speed | skipped steps | loss scale, as a Markdown table. Of several seeds the scores
+/// are means, with the lowest and the highest; speeds are means, memory is the most, steps are
+/// added up. Speed is training tokens a second, the relative one that of the first row's run with
+/// the same seed.
 std::string format_table(std::span<const TableRow> rows);
 
 /// What to read from a table of several rows, in a sentence or two; else nothing.
@@ -45,9 +47,9 @@ struct RowFailed {
   int status;  ///< that it ended with
 };
 
-/// Runs every row and seed, each in a process of its own, since the peak memory of one process would
-/// be that of its largest run. \param arguments this program's own, which these processes get too,
-/// plus their --precision and --seed. They end with this process.
+/// Runs every row and seed, each in a process of its own, since the peak memory of one process
+/// would be that of its largest run. \param arguments this program's own, which these processes get
+/// too, plus their --precision and --seed. They end with this process.
 /// \throws RowFailed if one of them fails; it has said why on standard error
 /// \throws std::runtime_error if one of them is ended by a signal
 std::vector<TableRow> run_rows(const RunOptions& options,

@@ -118,7 +118,8 @@ int64_t Trainer::bytes_held() const {
     const auto found = states.find(parameter.unsafeGetTensorImpl());
     if (found == states.end()) continue;
     auto& state = static_cast<mezzo::optim::AdamWParamState&>(*found->second);
-    for (const auto& tensor : {state.exp_avg(), state.exp_avg_sq(), state.lower_half()}) add(tensor);
+    for (const auto& tensor : {state.exp_avg(), state.exp_avg_sq(), state.lower_half()})
+      add(tensor);
   }
   return bytes;
 }

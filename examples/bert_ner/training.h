@@ -46,9 +46,9 @@ struct StepReport {
 /// train as one process would: every batch is shared among them.
 class Trainer {
  public:
-  /// \param model is cast where `options.precision` stores it in bfloat16; \param class_weights one a
-  /// label; \param steps_per_epoch scales the schedule; \param ranks all of them make their Trainers
-  /// together, with the model's weights of the first
+  /// \param model is cast where `options.precision` stores it in bfloat16; \param class_weights one
+  /// a label; \param steps_per_epoch scales the schedule; \param ranks all of them make their
+  /// Trainers together, with the model's weights of the first
   Trainer(BertForTokenClassification model, const TrainingOptions& options,
           mezzo::AutocastSetting precision, std::vector<double> class_weights,
           int64_t steps_per_epoch, const Ranks& ranks = {});

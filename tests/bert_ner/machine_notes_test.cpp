@@ -39,8 +39,9 @@ TEST(MachineNotes, SayWhoChoseTheThreads) {
 TEST(MachineNotes, SayWhatAutocastMeansForTheAmpRows) {
   auto facts = usual_facts();
   const auto note = [&] { return machine_notes(facts).at(1); };
-  EXPECT_EQ(note(), "The amp rows compute in bfloat16 (MEZZO_AUTOCAST is not set), for which this "
-                    "machine has instructions.");
+  EXPECT_EQ(note(),
+            "The amp rows compute in bfloat16 (MEZZO_AUTOCAST is not set), for which this "
+            "machine has instructions.");
   facts.recommended = {.device = torch::kCPU,
                        .enabled = false,
                        .reason = "float32 (autocast off): this CPU has no bfloat16 instructions"};
@@ -49,8 +50,9 @@ TEST(MachineNotes, SayWhatAutocastMeansForTheAmpRows) {
                                 "this CPU has no bfloat16 instructions."));
   facts.mezzo_autocast = "off";
   facts.amp.enabled = false;
-  EXPECT_EQ(note(), "MEZZO_AUTOCAST=off: autocast is off in the amp rows, which compute what fp32 "
-                    "does.");
+  EXPECT_EQ(note(),
+            "MEZZO_AUTOCAST=off: autocast is off in the amp rows, which compute what fp32 "
+            "does.");
 }
 
 TEST(MachineNotes, SayThatFloat16IsEmulatedWhereBfloat16IsNot) {

@@ -6,8 +6,8 @@
 namespace bert_ner {
 namespace {
 
-using testing::ContainsRegex;
 using testing::Contains;
+using testing::ContainsRegex;
 using testing::Key;
 
 TEST(StepProfile, TellsOpsByKindAndPhase) {
@@ -61,7 +61,8 @@ TEST(StepProfile, SeesNothingOnceItIsStopped) {
 }
 
 TEST(StepProfile, CountsTheOperationsOfEachProduct) {
-  const c10::IValue left = torch::ones({3, 4}), right = torch::ones({4, 5}), bias = torch::ones({5});
+  const c10::IValue left = torch::ones({3, 4}), right = torch::ones({4, 5}),
+                    bias = torch::ones({5});
   EXPECT_EQ(matrix_operations("aten::mm", std::vector{left, right}), 2 * 3 * 4 * 5);
   EXPECT_EQ(matrix_operations("aten::addmm", std::vector{bias, left, right}), 2 * 3 * 4 * 5);
   const c10::IValue lefts = torch::ones({2, 3, 4}), rights = torch::ones({2, 4, 5});
@@ -76,13 +77,14 @@ TEST(StepProfile, IsPrintedAStepWithTheCostliestFirst) {
   times.milliseconds["outside of ops"] = {{"optimizer", 50}};
   times.operations[torch::kFloat32] = 1e9;
   const auto text = format_step_times(times, 10);
-  EXPECT_THAT(text, ContainsRegex("matrix products +\\| +4.00 \\| +8.00 \\| +0.00 \\| +0.00 \\| +"
-                                  "12.00 \\| +60% \\|\n"
-                                  "\\| outside of ops +\\| [^\n]* 5.00 \\| +25% \\|\n"
-                                  "\\| casts +\\| +1.00 \\| +2.00 [^\n]*\n"
-                                  "\\| all +\\| +5.00 \\| +10.00 \\| +5.00 \\| +0.00 \\| +20.00 \\| "
-                                  "+100% \\|\n"
-                                  "matrix products in Float: 0.10 GFLOP a step, "));
+  EXPECT_THAT(text,
+              ContainsRegex("matrix products +\\| +4.00 \\| +8.00 \\| +0.00 \\| +0.00 \\| +"
+                            "12.00 \\| +60% \\|\n"
+                            "\\| outside of ops +\\| [^\n]* 5.00 \\| +25% \\|\n"
+                            "\\| casts +\\| +1.00 \\| +2.00 [^\n]*\n"
+                            "\\| all +\\| +5.00 \\| +10.00 \\| +5.00 \\| +0.00 \\| +20.00 \\| "
+                            "+100% \\|\n"
+                            "matrix products in Float: 0.10 GFLOP a step, "));
   EXPECT_GT(peak_operations_per_second(torch::kFloat32), 1e9);
 }
 

@@ -56,7 +56,8 @@ TEST(Table, HasAColumnForScoresMemorySpeedAndScale) {
   const std::vector<TableRow> rows{{fp32_result()}, {fp16_result()}};
   EXPECT_EQ(
       format_table(rows),
-      "| name               | initial learning rate |    F1 |     P |     R | peak memory | bytes a "
+      "| name               | initial learning rate |    F1 |     P |     R | peak memory | bytes "
+      "a "
       "parameter | tokens/s | relative speed | skipped steps | loss scale |\n"
       "|--------------------|----------------------:|------:|------:|------:|------------:|--------"
       "----------:|---------:|---------------:|--------------:|-----------:|\n"
