@@ -19,8 +19,8 @@ struct MachineFacts {
   int threads = 1;                     ///< of this process
   int cores = 1;                       ///< that it may use
   bool chose_threads = false;          ///< by --threads
-  std::string omp_num_threads;         ///< OMP_NUM_THREADS; empty where it is not set
-  std::string mezzo_autocast;          ///< MEZZO_AUTOCAST, in the same way
+  std::string omp_num_threads = {};    ///< OMP_NUM_THREADS; empty where it is not set
+  std::string mezzo_autocast = {};     ///< MEZZO_AUTOCAST, in the same way
   mezzo::AutocastSetting amp;          ///< what the amp rows compute in
   mezzo::AutocastSetting recommended;  ///< what this machine computes fast, and why
 };

@@ -10,7 +10,7 @@
 namespace bert_ner {
 namespace {
 
-constexpr int64_t kKibibyte = 1024, kMebibyte = 1024 * kKibibyte;
+constexpr int64_t kKib = 1024, kMib = 1024 * kKib;
 
 TEST(MemoryMap, TellsFilesFromCompiledKernelsAndTheRest) {
   std::istringstream smaps(
@@ -29,30 +29,30 @@ TEST(MemoryMap, TellsFilesFromCompiledKernelsAndTheRest) {
       "7f04-7f05 r--p 00000000 fe:00 99   /a folder/model.safetensors\n"
       "Rss:  80 kB\n");
   const auto map = parse_smaps(smaps);
-  EXPECT_EQ(map.files, 90 * kKibibyte);
-  EXPECT_EQ(map.kernels, 23 * kKibibyte);  // oneDNN makes parts of malloc's heap executable
-  EXPECT_EQ(map.rest, 44 * kKibibyte);
+  EXPECT_EQ(map.files, 90 * kKib);
+  EXPECT_EQ(map.kernels, 23 * kKib);  // oneDNN makes parts of malloc's heap executable
+  EXPECT_EQ(map.rest, 44 * kKib);
 }
 
 TEST(MemoryMap, OfThisProcessGrowsByWhatIsAllocated) {
   const auto before = memory_map();
-  constexpr std::size_t kBytes = 64 * kMebibyte;
+  constexpr std::size_t kBytes = 64 * kMib;
   void* const block = std::malloc(kBytes);
   std::memset(block, 1, kBytes);
   const auto after = memory_map();
   std::free(block);
-  EXPECT_GT(before.files, kMebibyte);
-  EXPECT_NEAR(static_cast<double>(after.in_use - before.in_use), kBytes, kMebibyte);
-  EXPECT_NEAR(static_cast<double>(after.total() - before.total()), kBytes, 4 * kMebibyte);
+  EXPECT_GT(before.files, kMib);
+  EXPECT_NEAR(static_cast<double>(after.in_use - before.in_use), kBytes, kMib);
+  EXPECT_NEAR(static_cast<double>(after.total() - before.total()), kBytes, 4 * kMib);
 }
 
 TEST(MemoryMap, IsPrintedWithTheTensorsApart) {
-  const MemoryMap map{.files = 200 * kMebibyte,
-                      .kernels = 30 * kMebibyte,
-                      .in_use = 300 * kMebibyte,
-                      .free = 50 * kMebibyte,
-                      .rest = kMebibyte};
-  const auto text = format_memory_map(map, 270 * kMebibyte, 640 * kMebibyte);
+  const MemoryMap map{.files = 200 * kMib,
+                      .kernels = 30 * kMib,
+                      .in_use = 300 * kMib,
+                      .free = 50 * kMib,
+                      .rest = kMib};
+  const auto text = format_memory_map(map, 270 * kMib, 640 * kMib);
   EXPECT_THAT(text, testing::HasSubstr("weights and the optimizer's state               |  270 |\n"
                                        "| other objects"));
   EXPECT_THAT(text, testing::ContainsRegex("other objects[^\n]* +30 \\|\n"));
