@@ -175,6 +175,10 @@ RunResult Run::execute() {
     if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
   });
   train(progress);
+  if (options().profile && profiled_from_ == 0) {
+    std::cerr << "note: nothing to profile: --profile begins after " << kStepsBeforeProfile
+              << " steps, and this run has no more" << std::endl;
+  }
   if (!options().save.empty() && saved_at_ != trainer_.position.steps) save(progress);
   if (!inputs_.test.empty()) {
     score(inputs_.data.test, inputs_.test);
@@ -207,7 +211,11 @@ void Run::train(Progress& progress) {
 
 bool Run::after_step(const StepReport& report, Progress& progress) {
   progress.on_step(report, trainer_.position);
-  if (options().profile && trainer_.position.steps == kStepsBeforeProfile) begin_profile();
+  const bool more_follow = trainer_.position.group < inputs_.epoch_steps && !stopped_early();
+  if (options().profile && profiled_from_ == 0 && more_follow &&
+      trainer_.position.steps >= kStepsBeforeProfile) {
+    begin_profile();
+  }
   if (options().save_every > 0 && trainer_.position.steps % options().save_every == 0) {
     save(progress);
     progress.restart_clock();

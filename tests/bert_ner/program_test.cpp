@@ -96,6 +96,8 @@ TEST_F(Program, SaysWhereTheTimeAndTheMemoryGo) {
                     HasSubstr("GFLOP a step"), HasSubstr("| weights and the optimizer's state"),
                     HasSubstr("| peak ")));
   EXPECT_THAT(outcome.out, StartsWith("| name "));
+  const auto few_steps = run(training({"--precision", "amp", "--profile", "--max-steps", "3"}));
+  EXPECT_THAT(few_steps.err, HasSubstr("note: nothing to profile: --profile begins after 20"));
 }
 
 TEST_F(Program, LabelsTextWithWhatItSaved) {
