@@ -52,7 +52,7 @@ struct Batch {
 
 struct Padding {
   int64_t id;            ///< [PAD]
-  int64_t multiple = 1;  ///< lengths are rounded up to it: 8 keeps tensor cores busy
+  int64_t multiple = 1;  ///< lengths are rounded up to it: tensor cores want 8, a CPU few lengths
 };
 
 /// One of several parts of a batch, as many as there are ranks.

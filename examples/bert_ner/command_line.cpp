@@ -74,15 +74,19 @@ void add_run_flags(CLI::App& app, RunOptions& run) {
   app.add_option("--json", run.json, "write the results to this file (-: standard output)")
       ->check(a_path())
       ->take_last();
+  app.add_flag("--profile", run.profile,
+               "say on standard error where the time of a step and the memory go");
   app.add_flag("--quiet", run.quiet, "no progress on standard error");
 }
 
 /// Flags that decide a run's outcome; a resumed run has them from its checkpoint.
 void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
-  static const std::map<std::string, Precision> kPrecisions{
-      {"fp32", Precision::fp32},
-      {"amp-no-scale", Precision::amp_no_scale},
-      {"amp", Precision::amp}};
+  std::map<std::string, Precision> precisions;
+  std::string flags;
+  for (const auto one : all_precisions()) {
+    precisions.emplace(flag_of(one), one);
+    flags += (flags.empty() ? "" : ", ") + flag_of(one);
+  }
   auto& data = run.data;
   auto& training = run.training;
   app.add_option("--model", run.model, "Hugging Face BERT folder")->check(a_path());
@@ -99,12 +103,16 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
   app.add_option("--held-out", data.held_out, "part of --data that is kept for the scores")
       ->check(between(0.0, 1.0))
       ->needs("--data");
-  app.add_option("--precision", precision, "one run only: fp32, amp-no-scale or amp")
-      ->transform(CLI::CheckedTransformer(kPrecisions))
+  app.add_option("--precision", precision, "one run only: " + flags)
+      ->transform(CLI::CheckedTransformer(precisions))
       ->option_text("TEXT")
       ->take_last();
   app.add_option("--seed", training.seed, "of split, order, classifier and dropout")
-      ->check(a_seed());
+      ->check(a_seed())
+      ->take_last();
+  app.add_option("--seeds", run.seeds, "runs of each row, with this many seeds from --seed on")
+      ->check(between(1, 1000))
+      ->take_last();
   app.add_option("--epochs", training.epochs)->check(at_least_1());
   app.add_option("--batch-size", training.batch_size)->check(at_least_1());
   app.add_option("--accumulate", training.accumulate, "batches a step")->check(at_least_1());
@@ -164,6 +172,11 @@ void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& r
           "--data: name a CoNLL file, or give --train and --valid");
   require(app.count("--precision") > 0 || run.save.empty(),
           "--save: keeps one run; choose it with --precision amp, amp-no-scale or fp32");
+  require(app.count("--precision") == 0 || run.seeds == 1,
+          "--seeds: compares rows; leave --precision out, or give one --seed");
+  require(run.save.empty() || !stores_bfloat16(run.training.precision),
+          "--save: cannot keep what these optimizers keep beside parameters of bfloat16; use "
+          "--precision amp, amp-no-scale, fp16 or fp32");
 }
 
 }  // namespace
@@ -177,7 +190,7 @@ Request parse_command_line(const std::vector<std::string>& arguments) {
   RunOptions run;
   PredictOptions predict;
   CLI::App app(
-      "Fine-tunes BERT for named entities in three precisions and prints how they compare;\n"
+      "Fine-tunes BERT for named entities in several precisions and prints how they compare;\n"
       "with --precision, in one.",
       "bert_ner");
   app.option_defaults()->always_capture_default();

@@ -16,7 +16,7 @@ struct HelpRequest {
   std::string text;
 };
 
-/// All three precisions, one after the other. `arguments` are this program's own.
+/// All precisions, one after the other. `arguments` are this program's own.
 struct TableRequest {
   RunOptions options;
   std::vector<std::string> arguments;

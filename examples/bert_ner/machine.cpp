@@ -1,16 +1,19 @@
 #include "machine.h"
 
 #include <ATen/DeviceAccelerator.h>
+#include <ATen/cpu/Utils.h>
 #include <malloc.h>
 #include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 #include "input_error.h"
 
@@ -26,19 +29,55 @@ torch::Device find_device(const std::string& name, int index) {
   return {torch::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
+void set_library_defaults() {
+  // A step on one length takes about 18 kernels. Compiling them anew for another length takes too
+  // little to be seen beside the step.
+  setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32", /*overwrite=*/0);
+  // In place of 300,000; threads that never look (OMP_WAIT_POLICY=passive) are woken for each op.
+  if (std::getenv("OMP_WAIT_POLICY") == nullptr) setenv("GOMP_SPINCOUNT", "10000", 0);
+}
+
+int cores_of_this_process() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return CPU_COUNT(&allowed);
+  return static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+bool has_float16(torch::Device device) {
+  if (!device.is_cpu()) return true;
+  const auto can = at::cpu::get_cpu_capabilities();
+  const auto found = can.find("avx512_fp16");
+  return found != can.end() && found->second.isBool() && found->second.toBool();
+}
+
 void set_threads(int threads, int processes) {
   if (threads > 0) return at::set_num_threads(threads);
   if (processes == 1 || std::getenv("OMP_NUM_THREADS") != nullptr) return;
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  const bool is_known = sched_getaffinity(0, sizeof allowed, &allowed) == 0;
-  const auto cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / processes;
+  const auto part = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / processes;
   // mpirun may have bound this process to fewer than its part.
-  at::set_num_threads(std::max(1, is_known ? std::min(cores, CPU_COUNT(&allowed)) : cores));
+  at::set_num_threads(std::max(1, std::min(part, cores_of_this_process())));
+}
+
+CoreTime core_time() {
+  constexpr double kNanosecond = 1e-9;
+  CoreTime time;
+  std::error_code none;  // threads that end meanwhile have no file any more
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", none)) {
+    std::ifstream file(task.path() / "schedstat");
+    double ran = 0, waited = 0;
+    if (!(file >> ran >> waited)) continue;
+    time.ran += ran * kNanosecond;
+    time.waited += waited * kNanosecond;
+  }
+  return time;
 }
 
 mezzo::AutocastSetting setting_for(Precision precision, torch::Device device) {
-  if (precision == Precision::fp32) return {.device = device.type(), .enabled = false};
+  if (precision == Precision::fp32 || stores_bfloat16(precision)) {
+    return {.device = device.type(), .enabled = false};
+  }
+  if (precision == Precision::fp16) return {.device = device.type(), .dtype = torch::kFloat16};
   return mezzo::autocast_from_env(device);
 }
 

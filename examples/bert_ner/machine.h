@@ -20,12 +20,41 @@ torch::Device find_device(const std::string& name, int index = 0);
 /// each then takes its part of the cores, unless OMP_NUM_THREADS says otherwise.
 void set_threads(int threads, int processes = 1);
 
+/// Sets two variables that libraries read from the environment, unless the user did. Call it before
+/// the first op and before other threads run.
+/// - ONEDNN_PRIMITIVE_CACHE_CAPACITY, how many kernels oneDNN keeps. Its own bound is 1,024, which
+///   batches of many lengths fill, with a quarter of a MiB each and more.
+/// - GOMP_SPINCOUNT, how often libgomp's threads look before they sleep. Its own 300,000 times
+///   waste the cores that they wait for, where another program has some. libgomp reads it when it is
+///   loaded, so that it holds in processes that this one starts: the rows of the table.
+void set_library_defaults();
+
+/// Cores that this process may run on.
+int cores_of_this_process();
+
+/// Whether this device multiplies float16 with instructions of its own.
+bool has_float16(torch::Device device);
+
 /// What autocast does in a row of the table. `MEZZO_AUTOCAST` (off, bf16, fp16, auto) has the last
 /// word on those that use it; otherwise the device's default, bfloat16 on CPU and float16 on CUDA.
 mezzo::AutocastSetting setting_for(Precision precision, torch::Device device);
 
 /// "off", "bfloat16", "float16"
 std::string describe(const mezzo::AutocastSetting& setting);
+
+/// How long this process's threads have run, and how long they waited for a core that others had.
+struct CoreTime {
+  double ran = 0, waited = 0;  ///< seconds, all threads that still run added up
+  CoreTime plus(const CoreTime& other) const {
+    return {.ran = ran + other.ran, .waited = waited + other.waited};
+  }
+  CoreTime since(const CoreTime& before) const {
+    return {.ran = ran - before.ran, .waited = waited - before.waited};
+  }
+  /// The part of the time in which a thread had work that it waited; 0 where nothing is known.
+  double waited_part() const { return ran + waited > 0 ? waited / (ran + waited) : 0; }
+};
+CoreTime core_time();
 
 /// The most memory this process has held: on the CPU its resident set, libraries and mapped files
 /// included; on CUDA what libtorch's allocator gave out to tensors.

@@ -17,6 +17,7 @@
 #include "failure.h"
 #include "input_error.h"
 #include "machine.h"
+#include "machine_notes.h"
 #include "predict.h"
 #include "ranks.h"
 #include "run.h"
@@ -44,7 +45,7 @@ class Results {
     });
   }
 
-  void write(const std::vector<bert_ner::RunResult>& rows) {
+  void write(const std::vector<bert_ner::TableRow>& rows) {
     ranks_.together([&] {
       if (ranks_.is_first()) write_here(rows);
     });
@@ -53,13 +54,33 @@ class Results {
  private:
   static constexpr const char* kStandardOutput = "-";
 
-  void write_here(const std::vector<bert_ner::RunResult>& rows) {
-    const std::string json = bert_ner::table_json(rows, options_, ranks_.size()).dump(2) + "\n";
-    std::cout << (options_.json == kStandardOutput ? json : bert_ner::format_table(rows))
-              << std::flush;
+  void write_here(const std::vector<bert_ner::TableRow>& rows) {
+    const auto notes = notes_on(rows);
+    const std::string json =
+        bert_ner::table_json(rows, notes, options_, ranks_.size()).dump(2) + "\n";
+    if (options_.json == kStandardOutput) {
+      std::cout << json;
+    } else {
+      std::cout << bert_ner::format_table(rows) << "\n";
+      for (const auto& note : notes) std::cout << note << "\n";
+    }
+    std::cout << std::flush;
     if (!file_) return;
     file_->write(json);
     static_cast<void>(file_->commit());
+  }
+
+  /// What to read from the rows, and what the machine means for them.
+  std::vector<std::string> notes_on(const std::vector<bert_ner::TableRow>& rows) const {
+    std::vector<std::string> notes;
+    if (auto note = bert_ner::reading_note(rows)) notes.push_back(*std::move(note));
+    for (auto& note : bert_ner::machine_notes(bert_ner::machine_facts(options_))) {
+      notes.push_back(std::move(note));
+    }
+    std::vector<bert_ner::RunResult> runs;
+    for (const auto& row : rows) runs.insert(runs.end(), row.begin(), row.end());
+    if (auto note = bert_ner::busy_note(runs)) notes.push_back(*std::move(note));
+    return notes;
   }
 
   Ranks ranks_;
@@ -69,7 +90,7 @@ class Results {
 
 void run_one(const bert_ner::RunOptions& options, const Ranks& ranks) {
   Results results(options, ranks);
-  results.write({bert_ner::run_training(options, ranks)});
+  results.write({{bert_ner::run_training(options, ranks)}});
 }
 
 void run_table(const bert_ner::TableRequest& request, const Ranks& ranks) {
@@ -79,7 +100,7 @@ void run_table(const bert_ner::TableRequest& request, const Ranks& ranks) {
   const auto warning = bert_ner::slow_autocast_warning(request.options);
   if (!warning.empty() && ranks.is_first()) std::cerr << "note: " << warning << std::endl;
   results.write(ranks.is_distributed() ? bert_ner::run_rows(request.options, ranks)
-                                       : bert_ner::run_rows(request.arguments));
+                                       : bert_ner::run_rows(request.options, request.arguments));
 }
 
 void require_standard_output() {
@@ -126,6 +147,7 @@ void run(const std::vector<std::string>& arguments, Ranks& ranks) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  bert_ner::set_library_defaults();
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error that says which file
   Ranks ranks;
   try {

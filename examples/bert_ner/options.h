@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -12,14 +13,25 @@ namespace bert_ner {
 /// The rows of the table.
 enum class Precision {
   fp32,
-  amp_no_scale,  ///< autocast, the loss as it is
-  amp            ///< autocast and a dynamic loss scale
+  amp_no_scale,       ///< autocast, the loss as it is
+  amp,                ///< autocast and a dynamic loss scale
+  bf16_split_master,  ///< parameters of bfloat16, completed to floats in the optimizer
+  bf16_stochastic,    ///< parameters and moments of bfloat16, rounded at random
+  fp16                ///< autocast to float16 and a dynamic loss scale
 };
 
-/// "fp32", "amp-no-scale", "amp": what --precision takes.
+/// All of them, in the table's order.
+std::span<const Precision> all_precisions();
+
+/// "fp32", "amp-no-scale", "amp", "bf16-split-master", ...: what --precision takes.
 const std::string& flag_of(Precision precision);
-/// "fp32", "amp no scale", "amp dynamic scale": what the table says.
+/// "fp32", "amp no scale", "bf16 + split master", ...: what the table says.
 const std::string& title_of(Precision precision);
+
+/// Whether the loss is multiplied by a dynamic loss scale.
+bool scales_loss(Precision precision);
+/// Whether the model's parameters are of bfloat16; autocast is off then.
+bool stores_bfloat16(Precision precision);
 
 /// Where the sentences are: one file that is split, or a file for each part.
 struct DataOptions {
@@ -53,6 +65,8 @@ struct RunOptions {
   std::string save, resume;    ///< folders of checkpoints
   int64_t save_every = 0;      ///< steps; 0: only at the end
   std::string json;            ///< a file for the results
+  int seeds = 1;               ///< runs of each row, with `training.seed` and those after it
+  bool profile = false;        ///< say where the time of a step and the memory go
   bool quiet = false;          ///< no progress
 };
 

@@ -13,9 +13,11 @@
 #include "formatted.h"
 #include "input_error.h"
 #include "machine.h"
+#include "memory_map.h"
 #include "model_files.h"
 #include "progress.h"
 #include "run_inputs.h"
+#include "step_profile.h"
 #include "tagging.h"
 #include "training.h"
 
@@ -23,6 +25,7 @@ namespace bert_ner {
 namespace {
 
 constexpr int64_t kScoringBatchSize = 32;
+constexpr int64_t kStepsBeforeProfile = 20;  // the first ones compile kernels and make state
 
 std::string score_text(const Score& score) {
   return formatted("F1 %.3f  P %.3f  R %.3f  (%lld entities, %lld found, %lld right)", score.f1,
@@ -61,6 +64,8 @@ class Run {
   void train(Progress& progress);
   bool after_step(const StepReport& report, Progress& progress);
   void save(Progress& progress);
+  void begin_profile();
+  void show_profile();
   void score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples);
   RunResult result(const Progress& progress) const;
 
@@ -80,7 +85,10 @@ class Run {
   std::vector<std::string> passed_over_;  ///< in the model, and not needed
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;  ///< steps
-  Score score_;                             ///< the last one
+  CoreTime trained_;                        ///< by the cores that this process has
+  std::optional<StepProfile> profile_;
+  int64_t profiled_from_ = 0;  ///< steps
+  Score score_;                ///< the last one
   std::map<std::string, Score> scores_by_type_;
 };
 
@@ -174,6 +182,10 @@ RunResult Run::execute() {
     if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
   });
   train(progress);
+  if (options().profile && profiled_from_ == 0) {
+    std::cerr << "note: nothing to profile: --profile begins after " << kStepsBeforeProfile
+              << " steps, and this run has no more" << std::endl;
+  }
   if (!options().save.empty() && saved_at_ != trainer_.position.steps) save(progress);
   if (!inputs_.test.empty()) {
     score(inputs_.data.test, inputs_.test);
@@ -191,10 +203,13 @@ void Run::train(Progress& progress) {
   const auto& training = options().training;
   while (trainer_.position.epoch < training.epochs && !stopped_early()) {
     const auto epoch = trainer_.position.epoch;
+    const auto before = core_time();
     progress.restart_clock();
     trainer_.train_epoch(inputs_.train, shuffled(inputs_.batches, training.seed, epoch),
                          inputs_.padding(), inputs_.config.max_position_embeddings,
                          [&](const StepReport& report) { return after_step(report, progress); });
+    trained_ = trained_.plus(core_time().since(before));
+    if (profile_) show_profile();
     if (trainer_.position.epoch == epoch) return;  // stopped within the epoch
     score(inputs_.data.valid, inputs_.valid);
     progress.say("epoch " + std::to_string(trainer_.position.epoch) + ": " + score_text(score_));
@@ -203,11 +218,34 @@ void Run::train(Progress& progress) {
 
 bool Run::after_step(const StepReport& report, Progress& progress) {
   progress.on_step(report, trainer_.position);
+  const bool more_follow = trainer_.position.group < inputs_.epoch_steps && !stopped_early();
+  if (options().profile && profiled_from_ == 0 && more_follow &&
+      trainer_.position.steps >= kStepsBeforeProfile) {
+    begin_profile();
+  }
   if (options().save_every > 0 && trainer_.position.steps % options().save_every == 0) {
     save(progress);
     progress.restart_clock();
   }
   return !stopped_early();
+}
+
+void Run::begin_profile() {
+  profiled_from_ = trainer_.position.steps;
+  profile_.emplace();
+}
+
+/// On standard error, also of a quiet run: it was asked for.
+void Run::show_profile() {
+  const auto times = profile_->stop();
+  profile_.reset();
+  const auto steps = trainer_.position.steps - profiled_from_;
+  const auto map = memory_map();  // before the products that are timed below add to it
+  const auto peak = peak_memory_bytes(inputs_.device);
+  std::cerr << title_of(options().training.precision) << ", " << steps << " steps, "
+            << at::get_num_threads() << " threads\n"
+            << format_step_times(times, steps)
+            << format_memory_map(map, trainer_.bytes_held(), peak) << std::flush;
 }
 
 void Run::save(Progress& progress) {
@@ -242,17 +280,20 @@ void Run::score(const std::vector<Sentence>& sentences, const std::vector<Exampl
 RunResult Run::result(const Progress& progress) const {
   const double seconds = progress.seconds();
   return {.name = title_of(options().training.precision),
+          .seed = options().training.seed,
           .autocast = describe(inputs_.precision),
           .learning_rate = options().training.learning_rate,
           .f1 = score_.f1,
           .precision = score_.precision,
           .recall = score_.recall,
           .peak_memory_bytes = ranks_.largest(peak_memory_bytes(inputs_.device)),
+          .bytes_a_parameter = trainer_.bytes_a_parameter(),
           .tokens_per_second = seconds > 0 ? static_cast<double>(progress.tokens()) / seconds : 0.0,
           .train_seconds = seconds,
           .steps = trainer_.position.steps,
           .skipped_steps = skipped_steps(),
-          .loss_scale = trainer_.scaler.get_scale()};
+          .loss_scale = trainer_.scaler.get_scale(),
+          .waited_part = trained_.waited_part()};
 }
 
 }  // namespace

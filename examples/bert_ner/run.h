@@ -1,5 +1,5 @@
 /// \file
-/// One row of the table: a whole run in one precision, from files to scores.
+/// A whole run in one precision, from files to scores.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +13,23 @@ namespace bert_ner {
 
 /// What a run measured.
 struct RunResult {
-  std::string name;          ///< "fp32", "amp no scale", "amp dynamic scale"
+  std::string name;  ///< "fp32", "amp no scale", "bf16 + split master", ...
+  uint64_t seed = 0;
   std::string autocast;      ///< "off", "bfloat16" or "float16"
   double learning_rate = 0;  ///< the schedule's highest
   double f1 = 0, precision = 0, recall = 0;
   int64_t peak_memory_bytes = 0;  ///< of the rank that had most
+  double bytes_a_parameter = 0;   ///< see Trainer
   double tokens_per_second = 0;   ///< of training alone; padding does not count
   double train_seconds = 0;
   int64_t steps = 0, skipped_steps = 0;
-  double loss_scale = 1;  ///< at the end
+  double loss_scale = 1;   ///< at the end
+  double waited_part = 0;  ///< of training: see CoreTime, 0 on a machine that does nothing else
 };
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunResult, name, autocast, learning_rate, f1, precision, recall,
-                                   peak_memory_bytes, tokens_per_second, train_seconds, steps,
-                                   skipped_steps, loss_scale)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunResult, name, seed, autocast, learning_rate, f1, precision,
+                                   recall, peak_memory_bytes, bytes_a_parameter, tokens_per_second,
+                                   train_seconds, steps, skipped_steps, loss_scale, waited_part)
 
 /// The options as the run will have them: paths to the model and the data are absolute, and what
 /// decides the outcome of a resumed run comes from its checkpoint. \throws InputError

@@ -11,7 +11,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kTensorCoreMultiple = 8;
+/// Lengths of batches are rounded up to it. Tensor cores want 8; on a CPU oneDNN compiles and keeps
+/// kernels for each length: of the README's tweets 10 in place of 54, for 11 % more padding.
+constexpr int64_t kLengthMultiple = 8;
 
 std::string absolute(const std::string& path) {
   return path.empty() ? path : fs::absolute(path).lexically_normal().string();
@@ -89,7 +91,7 @@ RunInputs::RunInputs(const RunOrigin& origin, int gpu)
 }
 
 Padding RunInputs::padding() const {
-  return {tokenizer.pad_id(), device.is_cuda() ? kTensorCoreMultiple : 1};
+  return {tokenizer.pad_id(), kLengthMultiple};
 }
 
 }  // namespace bert_ner

@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <filesystem>
+#include <functional>
 #include <stdexcept>
 #include <system_error>
 
@@ -22,23 +23,57 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kColumns = 7;
-constexpr std::array kRows = {Precision::fp32, Precision::amp_no_scale, Precision::amp};
+constexpr std::size_t kColumns = 11;
+constexpr double kMebibyte = 1024.0 * 1024.0;
 using Cells = std::array<std::string, kColumns>;
 
-double relative_speed(const RunResult& row, const RunResult& first) {
-  return first.tokens_per_second > 0 ? row.tokens_per_second / first.tokens_per_second : 0.0;
+double relative_speed(const RunResult& run, const RunResult& first) {
+  return first.tokens_per_second > 0 ? run.tokens_per_second / first.tokens_per_second : 0.0;
 }
 
-Cells cells_of(const RunResult& row, const RunResult& first) {
-  constexpr double kMebibyte = 1024.0 * 1024.0;
-  return {row.name,
-          formatted("%g", row.learning_rate),
-          formatted("%.3f", row.f1),
-          formatted("%.3f", row.precision),
-          formatted("%.3f", row.recall),
-          formatted("%.0f MiB", static_cast<double>(row.peak_memory_bytes) / kMebibyte),
-          formatted("%.2f", relative_speed(row, first))};
+/// Of what `of` makes of each run.
+template <class Of>
+double mean(const TableRow& row, Of of) {
+  double sum = 0;
+  for (const auto& run : row) sum += std::invoke(of, run);
+  return sum / static_cast<double>(row.size());
+}
+
+double mean_relative_speed(const TableRow& row, const TableRow& first) {
+  double sum = 0;
+  for (std::size_t i = 0; i < row.size(); ++i) sum += relative_speed(row[i], first[i]);
+  return sum / static_cast<double>(row.size());
+}
+
+double mebibytes(const TableRow& row) {
+  return static_cast<double>(
+             std::ranges::max(row, {}, &RunResult::peak_memory_bytes).peak_memory_bytes) /
+         kMebibyte;
+}
+
+/// "0.495", or of several seeds "0.479 (0.460-0.499)".
+std::string score_cell(const TableRow& row, double RunResult::*score) {
+  const auto text = formatted("%.3f", mean(row, score));
+  if (row.size() == 1) return text;
+  const auto [lowest, highest] = std::ranges::minmax(row, {}, score);
+  return text + formatted(" (%.3f-%.3f)", lowest.*score, highest.*score);
+}
+
+Cells cells_of(const TableRow& row, const TableRow& first) {
+  const auto& run = row.front();
+  int64_t skipped = 0;
+  for (const auto& one : row) skipped += one.skipped_steps;
+  return {run.name,
+          formatted("%g", run.learning_rate),
+          score_cell(row, &RunResult::f1),
+          score_cell(row, &RunResult::precision),
+          score_cell(row, &RunResult::recall),
+          formatted("%.0f MiB", mebibytes(row)),
+          formatted("%.1f", run.bytes_a_parameter),
+          formatted("%.0f", mean(row, &RunResult::tokens_per_second)),
+          formatted("%.2f", mean_relative_speed(row, first)),
+          std::to_string(skipped),
+          formatted("%g", run.loss_scale)};
 }
 
 [[noreturn]] void fail(const char* what) {
@@ -106,9 +141,22 @@ class Row {
 
 }  // namespace
 
-std::string format_table(std::span<const RunResult> rows) {
-  std::vector<Cells> lines{
-      {"name", "initial learning rate", "F1", "P", "R", "peak memory", "relative speed"}};
+std::vector<Precision> table_precisions(const RunOptions& options) {
+  const auto device = find_device(options.device);
+  const auto amp = setting_for(Precision::amp, device);
+  const bool amp_is_float16 = amp.enabled && amp.dtype == torch::kFloat16;
+  std::vector<Precision> precisions;
+  for (const auto precision : all_precisions()) {
+    if (precision == Precision::fp16 && (amp_is_float16 || !has_float16(device))) continue;
+    precisions.push_back(precision);
+  }
+  return precisions;
+}
+
+std::string format_table(std::span<const TableRow> rows) {
+  std::vector<Cells> lines{{"name", "initial learning rate", "F1", "P", "R", "peak memory",
+                            "bytes a parameter", "tokens/s", "relative speed", "skipped steps",
+                            "loss scale"}};
   for (const auto& row : rows) lines.push_back(cells_of(row, rows.front()));
   std::array<std::size_t, kColumns> widths{};
   for (const auto& line : lines) {
@@ -130,17 +178,36 @@ std::string format_table(std::span<const RunResult> rows) {
   return text;
 }
 
-nlohmann::json table_json(std::span<const RunResult> rows, const RunOptions& options, int ranks) {
+std::optional<std::string> reading_note(std::span<const TableRow> rows) {
+  if (rows.size() < 2) return std::nullopt;
+  const auto& first = rows.front();
+  const auto speed = [&](const TableRow& row) { return mean_relative_speed(row, first); };
+  const auto& fastest = *std::ranges::max_element(rows, {}, speed);
+  const auto& smallest = *std::ranges::min_element(rows, {}, mebibytes);
+  const std::string chance =
+      first.size() > 1 ? "Rows whose scores overlap are equally good."
+                       : "Scores of one seed differ by .02 or so by chance: --seeds 3 shows it.";
+  return formatted(
+             "Read: \"%s\" trains fastest, at %.2f times the speed of %s; \"%s\" needs the "
+             "least memory, %.0f MiB for %.0f. ",
+             fastest.front().name.c_str(), speed(fastest), first.front().name.c_str(),
+             smallest.front().name.c_str(), mebibytes(smallest), mebibytes(first)) +
+         chance;
+}
+
+nlohmann::json table_json(std::span<const TableRow> rows, std::span<const std::string> notes,
+                          const RunOptions& options, int ranks) {
   nlohmann::json list = nlohmann::json::array();
   for (const auto& row : rows) {
-    nlohmann::json entry = row;
-    entry["relative_speed"] = relative_speed(row, rows.front());
+    nlohmann::json entry = row.front();
+    entry["relative_speed"] = mean_relative_speed(row, rows.front());
+    if (row.size() > 1) entry["runs"] = row;
     list.push_back(std::move(entry));
   }
-  return {{"rows", std::move(list)},          {"device", options.device},
-          {"threads", at::get_num_threads()}, {"ranks", ranks},
-          {"model", options.model},           {"data", options.data},
-          {"training", options.training}};
+  return {{"rows", std::move(list)},  {"notes", std::vector(notes.begin(), notes.end())},
+          {"device", options.device}, {"threads", at::get_num_threads()},
+          {"ranks", ranks},           {"model", options.model},
+          {"data", options.data},     {"training", options.training}};
 }
 
 std::string slow_autocast_warning(const RunOptions& options) {
@@ -151,35 +218,55 @@ std::string slow_autocast_warning(const RunOptions& options) {
   return native.reason;
 }
 
-std::vector<RunResult> run_rows(const std::vector<std::string>& arguments) {
-  std::vector<RunResult> rows;
-  for (const auto precision : kRows) {
-    auto row_arguments = arguments;
-    row_arguments.insert(row_arguments.end(), {"--precision", flag_of(precision), "--json", "-"});
-    const Row row(row_arguments);
-    const auto results = row.read_all();
-    const int status = row.wait();
-    const auto name = "the run of " + title_of(precision);
-    if (WIFSIGNALED(status)) {
-      throw std::runtime_error(name + " was ended by signal " + std::to_string(WTERMSIG(status)) +
-                               "; run it alone with --precision " + flag_of(precision));
+namespace {
+
+RunResult run_in_its_process(std::vector<std::string> arguments, Precision precision,
+                             uint64_t seed) {
+  arguments.insert(arguments.end(), {"--precision", flag_of(precision), "--seed",
+                                     std::to_string(seed), "--seeds", "1", "--json", "-"});
+  const Row row(arguments);
+  const auto results = row.read_all();
+  const int status = row.wait();
+  const auto name = "the run of " + title_of(precision);
+  if (WIFSIGNALED(status)) {
+    throw std::runtime_error(name + " was ended by signal " + std::to_string(WTERMSIG(status)) +
+                             "; run it alone with --precision " + flag_of(precision));
+  }
+  if (WEXITSTATUS(status) != 0) throw RowFailed{WEXITSTATUS(status)};
+  return parse_json(results, name).at("rows").at(0).get<RunResult>();
+}
+
+/// Seed by seed, so that what else the machine does meets all rows.
+template <class Run>
+std::vector<TableRow> run_each(const RunOptions& options, Run run) {
+  const auto precisions = table_precisions(options);
+  std::vector<TableRow> rows(precisions.size());
+  for (int i = 0; i < options.seeds; ++i) {
+    for (std::size_t row = 0; row < rows.size(); ++row) {
+      rows[row].push_back(run(precisions[row], options.training.seed + static_cast<uint64_t>(i)));
     }
-    if (WEXITSTATUS(status) != 0) throw RowFailed{WEXITSTATUS(status)};
-    rows.push_back(parse_json(results, name).at("rows").at(0).get<RunResult>());
   }
   return rows;
 }
 
-std::vector<RunResult> run_rows(const RunOptions& options, const Ranks& ranks) {
-  std::vector<RunResult> rows;
+}  // namespace
+
+std::vector<TableRow> run_rows(const RunOptions& options,
+                               const std::vector<std::string>& arguments) {
+  return run_each(options, [&](Precision precision, uint64_t seed) {
+    return run_in_its_process(arguments, precision, seed);
+  });
+}
+
+std::vector<TableRow> run_rows(const RunOptions& options, const Ranks& ranks) {
   auto row_options = options;
-  for (const auto precision : kRows) {
+  return run_each(options, [&](Precision precision, uint64_t seed) {
     row_options.training.precision = precision;
+    row_options.training.seed = seed;
     ranks.together(
         [&] { restart_peak_memory(find_device(options.device, ranks.place_on_this_machine())); });
-    rows.push_back(run_training(row_options, ranks));
-  }
-  return rows;
+    return run_training(row_options, ranks);
+  });
 }
 
 }  // namespace bert_ner

@@ -1,10 +1,11 @@
 /// \file
-/// The three runs side by side.
+/// The runs of all precisions side by side.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -14,32 +15,49 @@
 
 namespace bert_ner {
 
-/// name | initial learning rate | F1 | P | R | peak memory | relative speed, as a Markdown table.
-/// The speed is training tokens a second, relative to the first row's.
-std::string format_table(std::span<const RunResult> rows);
+/// A row of the table: the runs in one precision, with one seed each.
+using TableRow = std::vector<RunResult>;
 
-/// The same for programs: an array of rows, each with its relative_speed, and what they ran on.
-nlohmann::json table_json(std::span<const RunResult> rows, const RunOptions& options, int ranks);
+/// The rows that a table of this device has: float16 where the amp rows compute in another dtype
+/// and
+/// the device has instructions for it. \throws InputError where the device is not there
+std::vector<Precision> table_precisions(const RunOptions& options);
+
+/// name | initial learning rate | F1 | P | R | peak memory | bytes a parameter | tokens/s |
+/// relative speed | skipped steps | loss scale, as a Markdown table. Of several seeds the scores
+/// are means, with the lowest and the highest; speeds are means, memory is the most, steps are
+/// added up. Speed is training tokens a second, the relative one that of the first row's run with
+/// the same seed.
+std::string format_table(std::span<const TableRow> rows);
+
+/// What to read from a table of several rows, in a sentence or two; else nothing.
+std::optional<std::string> reading_note(std::span<const TableRow> rows);
+
+/// The same for programs: an array of rows, each of the first seed's run with its relative_speed
+/// and, where there are several seeds, all its runs; the notes; and what they ran on.
+nlohmann::json table_json(std::span<const TableRow> rows, std::span<const std::string> notes,
+                          const RunOptions& options, int ranks);
 
 /// A warning where autocast will be slower than float32 on this machine, with the reason; else
 /// empty. The speed column will then disappoint, so it is said before the runs begin.
 std::string slow_autocast_warning(const RunOptions& options);
 
-/// One of the three runs failed, and has said why on standard error.
+/// One of the runs failed, and has said why on standard error.
 struct RowFailed {
   int status;  ///< that it ended with
 };
 
-/// Runs fp32, amp no scale and amp dynamic scale, each in a process of its own, since the peak
-/// memory of one process would be that of its largest run. \param arguments this program's own,
-/// which the three processes get too, plus their --precision. They end with this process.
+/// Runs every row and seed, each in a process of its own, since the peak memory of one process
+/// would be that of its largest run. \param arguments this program's own, which these processes get
+/// too, plus their --precision and --seed. They end with this process.
 /// \throws RowFailed if one of them fails; it has said why on standard error
 /// \throws std::runtime_error if one of them is ended by a signal
-std::vector<RunResult> run_rows(const std::vector<std::string>& arguments);
+std::vector<TableRow> run_rows(const RunOptions& options,
+                               const std::vector<std::string>& arguments);
 
-/// The same three runs of all ranks together, one after the other in these processes: MPI starts
+/// The same runs of all ranks together, one after the other in these processes: MPI starts
 /// once a process. What a row left behind counts into the next one's peak memory.
 /// \throws as run_training
-std::vector<RunResult> run_rows(const RunOptions& options, const Ranks& ranks);
+std::vector<TableRow> run_rows(const RunOptions& options, const Ranks& ranks);
 
 }  // namespace bert_ner

@@ -1,5 +1,6 @@
 #include "training.h"
 
+#include <ATen/record_function.h>
 #include <mezzo/distributed/data_parallel.h>
 
 #include <algorithm>
@@ -10,6 +11,22 @@
 namespace bert_ner {
 namespace {
 
+mezzo::optim::WeightStorage weight_storage_of(Precision precision) {
+  switch (precision) {
+    case Precision::bf16_split_master:
+      return mezzo::optim::WeightStorage::split_master;
+    case Precision::bf16_stochastic:
+      return mezzo::optim::WeightStorage::stochastic;
+    default:
+      return mezzo::optim::WeightStorage::plain;
+  }
+}
+
+BertForTokenClassification stored_as(Precision precision, BertForTokenClassification model) {
+  if (stores_bfloat16(precision)) model->to(torch::kBFloat16);
+  return model;
+}
+
 /// Weights are decayed, biases and layer norms are not.
 mezzo::optim::AdamW make_optimizer(const BertForTokenClassification& model,
                                    mezzo::GradBuckets* buckets, const TrainingOptions& options) {
@@ -19,7 +36,9 @@ mezzo::optim::AdamW make_optimizer(const BertForTokenClassification& model,
   }
   const auto group = [&](std::vector<torch::Tensor> parameters, double weight_decay) {
     auto adamw = std::make_unique<mezzo::optim::AdamWOptions>(options.learning_rate);
-    adamw->weight_decay(weight_decay);
+    adamw->weight_decay(weight_decay)
+        .weight_storage(weight_storage_of(options.precision))
+        .seed(options.seed);
     return torch::optim::OptimizerParamGroup(std::move(parameters), std::move(adamw));
   };
   std::vector groups{group(std::move(decayed), options.weight_decay), group(std::move(others), 0)};
@@ -73,25 +92,56 @@ Trainer::~Trainer() = default;
 Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
                  mezzo::AutocastSetting precision, std::vector<double> class_weights,
                  int64_t epoch_steps, const Ranks& ranks)
-    : model(std::move(trained_model)),
+    : model(stored_as(options.precision, std::move(trained_model))),
       all_ranks_(ranks.is_distributed() ? std::make_unique<AllRanks>(model, *ranks.communicator())
                                         : nullptr),
       optimizer(make_optimizer(model, all_ranks_ ? &all_ranks_->buckets() : nullptr, options)),
       schedule(optimizer, learning_rate_curve(options, epoch_steps)),
-      scaler(mezzo::GradScalerOptions().enabled(options.precision == Precision::amp)),
+      scaler(mezzo::GradScalerOptions().enabled(scales_loss(options.precision))),
       options_(options),
       precision_(std::move(precision)),
       ranks_(ranks),
       class_weights_(std::move(class_weights)),
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
-      device_(model->parameters().front().device()) {}
+      device_(model->parameters().front().device()) {
+  if (precision_.enabled) optimizer.publish_to(weights_, precision_.dtype);
+}
+
+int64_t Trainer::bytes_held() const {
+  int64_t bytes = weights_.statistics().bytes_held;
+  const auto add = [&](const torch::Tensor& tensor) {
+    if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
+  };
+  const auto& states = optimizer.state();
+  for (const auto& parameter : model->parameters()) {
+    add(parameter);
+    const auto found = states.find(parameter.unsafeGetTensorImpl());
+    if (found == states.end()) continue;
+    auto& state = static_cast<mezzo::optim::AdamWParamState&>(*found->second);
+    for (const auto& tensor : {state.exp_avg(), state.exp_avg_sq(), state.lower_half()})
+      add(tensor);
+  }
+  return bytes;
+}
+
+double Trainer::bytes_a_parameter() const {
+  double bytes = static_cast<double>(bytes_held()), parameters = 0;
+  for (const auto& parameter : model->parameters()) {
+    bytes += static_cast<double>(parameter.nbytes());  // a gradient has the parameter's dtype
+    parameters += static_cast<double>(parameter.numel());
+  }
+  return bytes / parameters;
+}
 
 /// This rank's share of the batch's mean; the ranks' shares add up to it.
 torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
-  mezzo::AutocastGuard autocast(precision_);  // forward and loss in low precision where it pays
+  RECORD_USER_SCOPE("forward");  // for --profile, and for libtorch's own profiler
+  // Forward and loss in low precision where it pays, with the copies of weights that steps publish.
+  mezzo::AutocastGuard autocast(precision_, weights_);
   const auto& [ids, mask, labels, tokens] = micro_batch.batch;
   const auto logits = all_ranks_ ? (*all_ranks_)(ids, mask) : model(ids, mask);
-  return criterion_(logits.flatten(0, 1), labels.flatten()) / micro_batch.label_weight;
+  return criterion_(logits.flatten(0, 1).to(torch::kFloat32), labels.flatten()) /
+         micro_batch.label_weight;
 }
 
 StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
@@ -103,11 +153,15 @@ StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
     std::optional<mezzo::GradBuckets::NoSync> no_sync;  // until the last
     if (all_ranks_ && &micro_batch != &micro_batches.back()) no_sync.emplace(all_ranks_->buckets());
     const auto loss = loss_of(micro_batch);
-    scaler.scale(loss / parts).backward();
+    {
+      RECORD_USER_SCOPE("backward");
+      scaler.scale(loss / parts).backward();
+    }
     loss_sum += loss.detach();
     tokens += micro_batch.batch.tokens;
   }
   auto loss_of_all = ranks_.begin_sum(loss_sum);  // under the step
+  RECORD_USER_SCOPE("optimizer");
   // Unscales, clips and steps, unless there is an inf or a NaN.
   auto result = scaler.step(optimizer, {.max_norm = options_.max_grad_norm});
   scaler.update();

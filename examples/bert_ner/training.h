@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -45,8 +46,9 @@ struct StepReport {
 /// train as one process would: every batch is shared among them.
 class Trainer {
  public:
-  /// \param class_weights one a label; \param steps_per_epoch scales the schedule; \param ranks all
-  /// of them make their Trainers together, with the model's weights of the first
+  /// \param model is cast where `options.precision` stores it in bfloat16; \param class_weights one
+  /// a label; \param steps_per_epoch scales the schedule; \param ranks all of them make their
+  /// Trainers together, with the model's weights of the first
   Trainer(BertForTokenClassification model, const TrainingOptions& options,
           mezzo::AutocastSetting precision, std::vector<double> class_weights,
           int64_t steps_per_epoch, const Ranks& ranks = {});
@@ -58,6 +60,12 @@ class Trainer {
   /// \param on_step is called after each step and answers whether to go on.
   void train_epoch(std::span<const Example> examples, const BatchList& batches, Padding padding,
                    int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
+
+  /// Bytes of what lives on between steps: parameters, the optimizer's state, and the copies of
+  /// weights that autocast reads.
+  int64_t bytes_held() const;
+  /// The same with a gradient, for one parameter, of all in the mean.
+  double bytes_a_parameter() const;
 
   BertForTokenClassification model;
 
@@ -77,6 +85,7 @@ class Trainer {
 
   TrainingOptions options_;
   mezzo::AutocastSetting precision_;
+  mezzo::WeightCache weights_;  ///< copies that autocast reads, written by the optimizer
   Ranks ranks_;
   std::vector<double> class_weights_;
   torch::nn::CrossEntropyLoss criterion_;

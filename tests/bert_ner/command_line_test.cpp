@@ -45,6 +45,22 @@ TEST(CommandLine, APrecisionAsksForOneRun) {
   EXPECT_EQ(run->training.dropout, 0.25);
 }
 
+TEST(CommandLine, KnowsEveryPrecisionByItsFlag) {
+  for (const auto precision : all_precisions()) {
+    const auto request = parse_command_line(with_files({"--precision", flag_of(precision)}));
+    EXPECT_EQ(std::get<RunOptions>(request).training.precision, precision);
+    EXPECT_EQ(nlohmann::json(flag_of(precision)).get<Precision>(), precision);
+  }
+}
+
+TEST(CommandLine, TakesTheSeedThatTheTableAppendsForItsRows) {
+  const auto request = parse_command_line(with_files(
+      {"--seed", "5", "--seeds", "3", "--precision", "amp", "--seed", "7", "--seeds", "1"}));
+  EXPECT_EQ(std::get<RunOptions>(request).training.seed, 7U);
+  EXPECT_EQ(std::get<TableRequest>(parse_command_line(with_files({"--seeds", "3"}))).options.seeds,
+            3);
+}
+
 TEST(CommandLine, TakesAResumeWithoutTheFlagsOfTheRun) {
   const auto request = parse_command_line({"--resume", "r", "--save", "r", "--max-steps", "9"});
   const auto* run = std::get_if<RunOptions>(&request);
@@ -107,6 +123,9 @@ TEST(CommandLine, ImpossibleFlagsAreUsageErrorsOfOneLine) {
       {{"--model", "m", "--data", "b\xff"}, "argument 4, after --data, is not UTF-8"},
       {with_files({"--precision", "fp8"}), "--precision"},
       {with_files({"--device", "tpu"}), "--device"},
+      {with_files({"--seeds", "0"}), "--seeds: 0 is no number from 1"},
+      {with_files({"--precision", "amp", "--seeds", "3"}), "--seeds: compares rows"},
+      {with_files({"--precision", "bf16-stochastic", "--save", "s"}), "--save: cannot keep"},
       {with_files({"--save", "s"}), "--save: keeps one run; choose it with --precision"},
       {with_files({"--precision", "amp", "--save-every", "5"}), "--save-every requires --save"},
       {with_files({"--no-such-flag"}), "--no-such-flag"},

@@ -43,20 +43,30 @@ class Program : public test::ProgramRuns {
   }
 };
 
-TEST_F(Program, PrintsATableOfThreeRowsEachFromAProcessOfItsOwn) {
+TEST_F(Program, PrintsATableOfAllPrecisionsEachFromAProcessOfItsOwn) {
   const auto json = scratch_ / "results.json";
   const auto outcome =
       run(training({"--learning-rate", "0.01", "--quiet", "--json", json.string()}));
   ASSERT_EQ(outcome.status, 0) << outcome.err;
   EXPECT_THAT(outcome.out,
               MatchesRegex("\\| name +\\| initial learning rate \\| +F1 \\| +P \\| +R \\| "
-                           "peak memory \\| relative speed \\|\n"
+                           "peak memory \\| bytes a parameter \\| tokens/s \\| relative speed \\| "
+                           "skipped steps \\| loss scale \\|\n"
                            "\\|[-:|]+\\|\n"
-                           "\\| fp32 +\\| +0\\.01 \\| [^\n]* MiB \\| +1\\.00 \\|\n"
-                           "\\| amp no scale +\\| +0\\.01 \\| [^\n]*\n"
-                           "\\| amp dynamic scale +\\| +0\\.01 \\| [^\n]*\n"));
+                           "\\| fp32 +\\| +0\\.01 \\| [^\n]* MiB \\| +16\\.0 \\| +[0-9]+ \\| "
+                           "+1\\.00 \\| +0 \\| +1 \\|\n"
+                           "\\| amp no scale +\\| +0\\.01 \\| [^\n]* 1 \\|\n"
+                           "\\| amp dynamic scale +\\| +0\\.01 \\| [^\n]* 65536 \\|\n"
+                           "\\| bf16 . split master +\\| [^\n]* +14\\.0 \\| [^\n]*\n"
+                           "\\| bf16 . stochastic rounding +\\| [^\n]* +8\\.0 \\| [^\n]*\n"
+                           "(\\| fp16 dynamic scale +\\| [^\n]*\n)?"
+                           "\n"
+                           "Read: [^\n]+\n"
+                           "1 thread on [0-9]+ cores? .OMP_NUM_THREADS=1.: [^\n]+\n"
+                           "The amp rows compute in bfloat16 [^\n]+\n"
+                           "(The machine was busy: [^\n]+\n)?"));
   const auto results = read_json(json);
-  ASSERT_EQ(results.at("rows").size(), 3U);
+  ASSERT_GE(results.at("rows").size(), 5U);
   EXPECT_EQ(results.at("rows")[0].at("autocast"), "off");
   EXPECT_EQ(results.at("rows")[2].at("loss_scale"), 65536.0);
   for (const auto& row : results.at("rows")) {
@@ -64,6 +74,30 @@ TEST_F(Program, PrintsATableOfThreeRowsEachFromAProcessOfItsOwn) {
     EXPECT_GT(row.at("peak_memory_bytes").get<double>(), 50e6);
     EXPECT_GT(row.at("tokens_per_second").get<double>(), 0);
   }
+}
+
+TEST_F(Program, RunsEachRowWithAllSeeds) {
+  const auto outcome =
+      run(training({"--max-steps", "2", "--seed", "5", "--seeds", "2", "--quiet", "--json", "-"}));
+  ASSERT_EQ(outcome.status, 0) << outcome.err;
+  for (const auto& row : nlohmann::json::parse(outcome.out).at("rows")) {
+    ASSERT_EQ(row.at("runs").size(), 2U);
+    EXPECT_EQ(row.at("runs").at(0).at("seed"), 5);
+    EXPECT_EQ(row.at("runs").at(1).at("seed"), 6);
+    EXPECT_EQ(row.at("runs").at(1).at("steps"), 2);
+  }
+}
+
+TEST_F(Program, SaysWhereTheTimeAndTheMemoryGo) {
+  const auto outcome = run(training({"--precision", "amp", "--profile", "--quiet"}));
+  ASSERT_EQ(outcome.status, 0) << outcome.err;
+  EXPECT_THAT(outcome.err,
+              AllOf(StartsWith("amp dynamic scale, "), HasSubstr("\n| matrix products "),
+                    HasSubstr("GFLOP a step"), HasSubstr("| weights and the optimizer's state"),
+                    HasSubstr("| peak ")));
+  EXPECT_THAT(outcome.out, StartsWith("| name "));
+  const auto few_steps = run(training({"--precision", "amp", "--profile", "--max-steps", "3"}));
+  EXPECT_THAT(few_steps.err, HasSubstr("note: nothing to profile: --profile begins after 20"));
 }
 
 TEST_F(Program, LabelsTextWithWhatItSaved) {

@@ -83,6 +83,32 @@ TEST(Training, LearnsInEveryPrecision) {
   }
 }
 
+TEST(Training, LearnsWithParametersOfBfloat16) {
+  for (const auto precision : {Precision::bf16_split_master, Precision::bf16_stochastic}) {
+    TinyTraining run(tiny_options(precision));
+    EXPECT_EQ(run.trainer->model->classifier->weight.scalar_type(), torch::kBFloat16);
+    const auto losses = run.train();
+    EXPECT_GT(losses.front(), 1.0) << flag_of(precision);
+    EXPECT_LT(losses.back(), 0.6) << flag_of(precision);
+  }
+}
+
+TEST(Training, HoldsWhatEachPrecisionNeedsForAParameter) {
+  const auto bytes_of = [](Precision precision, bool autocast) {
+    auto options = tiny_options(precision);
+    options.epochs = 1;
+    TinyTraining run(options, {.device = torch::kCPU, .enabled = autocast});
+    run.train();
+    return run.trainer->bytes_a_parameter();
+  };
+  EXPECT_EQ(bytes_of(Precision::fp32, false), 16);
+  EXPECT_EQ(bytes_of(Precision::bf16_split_master, false), 14);
+  EXPECT_EQ(bytes_of(Precision::bf16_stochastic, false), 8);
+  // And 2 for the copies of what linear layers read: not of embeddings and layer norms.
+  EXPECT_GT(bytes_of(Precision::amp, true), 16.5);
+  EXPECT_LT(bytes_of(Precision::amp, true), 18);
+}
+
 TEST(Training, SkipsStepsThatOverflowAndLearnsOn) {
   // Sixteen-bit floats end at 65504: this scale overflows until it has been halved often enough.
   TinyTraining run(tiny_options(Precision::amp), {.device = torch::kCPU, .dtype = torch::kFloat16});

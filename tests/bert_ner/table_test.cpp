@@ -1,0 +1,125 @@
+#include "table.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "machine.h"
+
+namespace bert_ner {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Not;
+
+constexpr int64_t kMebibyte = 1 << 20;
+
+RunResult fp32_result() {
+  return {.name = "fp32",
+          .seed = 1,
+          .autocast = "off",
+          .learning_rate = 4e-4,
+          .f1 = 0.5,
+          .precision = 0.6,
+          .recall = 0.4,
+          .peak_memory_bytes = 600 * kMebibyte,
+          .bytes_a_parameter = 16,
+          .tokens_per_second = 1000,
+          .steps = 240};
+}
+
+RunResult fp16_result() {
+  auto result = fp32_result();
+  result.name = "fp16 dynamic scale";
+  result.f1 = 0.45;
+  result.peak_memory_bytes = 500 * kMebibyte;
+  result.bytes_a_parameter = 16.94;
+  result.tokens_per_second = 1500;
+  result.skipped_steps = 3;
+  result.loss_scale = 8192;
+  return result;
+}
+
+/// The seeds that follow.
+RunResult with_seed(RunResult result, uint64_t seed, double f1, double tokens_per_second) {
+  result.seed = seed;
+  result.f1 = f1;
+  result.tokens_per_second = tokens_per_second;
+  return result;
+}
+
+TEST(Table, HasAColumnForScoresMemorySpeedAndScale) {
+  const std::vector<TableRow> rows{{fp32_result()}, {fp16_result()}};
+  EXPECT_EQ(
+      format_table(rows),
+      "| name               | initial learning rate |    F1 |     P |     R | peak memory | bytes "
+      "a "
+      "parameter | tokens/s | relative speed | skipped steps | loss scale |\n"
+      "|--------------------|----------------------:|------:|------:|------:|------------:|--------"
+      "----------:|---------:|---------------:|--------------:|-----------:|\n"
+      "| fp32               |                0.0004 | 0.500 | 0.600 | 0.400 |     600 MiB |        "
+      "     16.0 |     1000 |           1.00 |             0 |          1 |\n"
+      "| fp16 dynamic scale |                0.0004 | 0.450 | 0.600 | 0.400 |     500 MiB |        "
+      "     16.9 |     1500 |           1.50 |             3 |       8192 |\n");
+}
+
+TEST(Table, OfSeveralSeedsHasMeansAndSpreads) {
+  auto larger = with_seed(fp16_result(), 2, 0.51, 4000);
+  larger.peak_memory_bytes = 700 * kMebibyte;
+  const std::vector<TableRow> rows{{fp32_result(), with_seed(fp32_result(), 2, 0.54, 2000)},
+                                   {fp16_result(), larger}};
+  const auto text = format_table(rows);
+  EXPECT_THAT(text, HasSubstr("| 0.520 (0.500-0.540) |"));
+  EXPECT_THAT(text, HasSubstr("| 0.480 (0.450-0.510) |"));
+  EXPECT_THAT(text, HasSubstr("|     700 MiB |"));
+  EXPECT_THAT(text, HasSubstr("|     2750 |           1.75 |             6 |"));
+}
+
+TEST(Table, SaysWhatToReadFromIt) {
+  const std::vector<TableRow> rows{{fp32_result()}, {fp16_result()}};
+  const auto note = reading_note(rows).value();
+  EXPECT_THAT(note, HasSubstr("\"fp16 dynamic scale\" trains fastest, at 1.50 times the speed"));
+  EXPECT_THAT(note, HasSubstr("needs the least memory, 500 MiB for 600"));
+  EXPECT_THAT(note, HasSubstr("--seeds"));
+  EXPECT_FALSE(reading_note(std::vector<TableRow>{{fp32_result()}}));
+
+  const std::vector<TableRow> twice{{fp32_result(), fp32_result()}, {fp16_result(), fp16_result()}};
+  EXPECT_THAT(reading_note(twice).value(), Not(HasSubstr("--seeds")));
+}
+
+TEST(Table, ForProgramsHasAllRunsOfSeveralSeeds) {
+  const std::vector<TableRow> rows{{fp32_result()}, {fp16_result()}};
+  const std::vector<std::string> notes{"a note"};
+  const auto one = table_json(rows, notes, RunOptions(), 1);
+  EXPECT_EQ(one.at("notes").at(0), "a note");
+  EXPECT_EQ(one.at("rows").at(1).at("skipped_steps"), 3);
+  EXPECT_EQ(one.at("rows").at(1).at("relative_speed"), 1.5);
+  EXPECT_FALSE(one.at("rows").at(1).contains("runs"));
+
+  const std::vector<TableRow> twice{{fp32_result(), with_seed(fp32_result(), 2, 0.54, 2000)}};
+  const auto runs = table_json(twice, notes, RunOptions(), 1).at("rows").at(0).at("runs");
+  ASSERT_EQ(runs.size(), 2U);
+  EXPECT_EQ(runs.at(1).at("seed"), 2);
+  EXPECT_EQ(runs.at(1).at("f1"), 0.54);
+}
+
+TEST(Table, HasNoSecondRowOfFloat16) {
+  const auto rows_under = [](const char* autocast) {
+    setenv("MEZZO_AUTOCAST", autocast, 1);
+    auto rows = table_precisions(RunOptions());
+    unsetenv("MEZZO_AUTOCAST");
+    return rows;
+  };
+  EXPECT_THAT(rows_under("fp16"),
+              ElementsAre(Precision::fp32, Precision::amp_no_scale, Precision::amp,
+                          Precision::bf16_split_master, Precision::bf16_stochastic));
+  EXPECT_THAT(rows_under("bf16"),
+              testing::Contains(Precision::fp16).Times(has_float16(torch::kCPU) ? 1 : 0));
+}
+
+}  // namespace
+}  // namespace bert_ner
