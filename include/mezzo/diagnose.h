@@ -2,4 +2,5 @@
 /// What a machine and a model make of a precision.
 #pragma once
 
-#include <mezzo/diagnose/gemm_times.h>  // IWYU pragma: export
+#include <mezzo/diagnose/compare_precisions.h>  // IWYU pragma: export
+#include <mezzo/diagnose/gemm_times.h>          // IWYU pragma: export
