@@ -4,3 +4,6 @@
 
 #include <mezzo/diagnose/compare_precisions.h>  // IWYU pragma: export
 #include <mezzo/diagnose/gemm_times.h>          // IWYU pragma: export
+#include <mezzo/diagnose/run_report.h>          // IWYU pragma: export
+#include <mezzo/diagnose/telemetry.h>           // IWYU pragma: export
+#include <mezzo/diagnose/telemetry_files.h>     // IWYU pragma: export

@@ -35,7 +35,9 @@ struct PrecisionSetting {
   OpPolicy policy = {};  ///< edits to autocast's op lists
   /// How float32 matrices are multiplied. With another than HIGHEST cuDNN may use TF32 too.
   at::Float32MatmulPrecision float32 = at::Float32MatmulPrecision::HIGHEST;
-  /// What floating parameters and buffers are cast to, as by `model->to(dtype)`. Unset: as they are
+  /// What weights are cast to. Without autocast all floating parameters and buffers, as by
+  /// `model->to(dtype)`. With autocast those of two dimensions or more: norms and biases stay in
+  /// float32, as Apex's O2 keeps batch norms. Unset: as they are.
   std::optional<at::ScalarType> weights = std::nullopt;
   /// How the optimizer keeps weights of 16 bits from step to step.
   optim::WeightStorage weight_storage = optim::WeightStorage::plain;

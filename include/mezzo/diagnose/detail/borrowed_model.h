@@ -14,7 +14,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
 
-#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -56,12 +56,14 @@ class BorrowedModel {
   BorrowedModel(const BorrowedModel&) = delete;
   BorrowedModel& operator=(const BorrowedModel&) = delete;
 
-  /// Fresh copies of what the model held, those of floating dtypes cast to `dtype`; no gradients.
-  void reset(std::optional<at::ScalarType> dtype) {
+  /// Fresh copies of what the model held, those of a floating dtype and at least so many dimensions
+  /// cast to `dtype`; no gradients.
+  void reset(std::optional<at::ScalarType> dtype, int64_t dimensions = 0) {
     drop_copies();
     const at::NoGradGuard no_grad;
     for (Lent& lent : all_) {
-      const bool casts = dtype.has_value() && lent.value.is_floating_point();
+      const bool casts =
+          dtype.has_value() && lent.value.is_floating_point() && lent.value.dim() >= dimensions;
       lent.tensor.set_data(lent.value.to(casts ? *dtype : lent.value.scalar_type(),
                                          /*non_blocking=*/false, /*copy=*/true));
     }

@@ -131,7 +131,7 @@ class PrecisionBench {
   void train(PrecisionRow& row) {
     model_.drop_copies();
     memory_.restart();
-    model_.reset(row.setting.weights);
+    lend(row.setting);
     GradScaler scaler(row.setting.loss_scale);
     scaler.on_skip(nullptr);
     optim::AdamW optimizer(
@@ -159,7 +159,7 @@ class PrecisionBench {
   /// Ops of a forward pass that autocast runs in low precision and a policy can name.
   std::vector<std::string> low_precision_ops(const PrecisionSetting& setting) {
     std::vector<std::string> ops;
-    model_.reset(setting.weights);
+    lend(setting);
     const at::NoGradGuard no_grad;
     const CastTrace trace;
     loss_under(setting, 0);
@@ -194,8 +194,12 @@ class PrecisionBench {
   }
 
  private:
+  void lend(const PrecisionSetting& setting) {
+    model_.reset(setting.weights, setting.autocast.has_value() ? 2 : 0);
+  }
+
   GradientSums compare(const PrecisionSetting& setting, std::size_t batch) {
-    model_.reset(setting.weights);
+    lend(setting);
     LossScaleState state = setting.loss_scale.initial_state();
     for (;;) {
       GradientSums sums(gradients(setting, batch, state.scale), reference_[batch]);
