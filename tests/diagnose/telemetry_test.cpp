@@ -5,6 +5,7 @@
 #include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/diagnose/telemetry_files.h>
+#include <mezzo/diagnose/underflow.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 #include <support/scratch.h>
@@ -168,6 +169,12 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
                              .ops = {{"aten::mm", 0.001}}});
   comparison.rows.push_back({.setting = {.name = "fp16"}, .failure = "no kernel for \"Half\""});
   report.add(comparison);
+  mezzo::UnderflowReport exponents(torch::kHalf);
+  torch::manual_seed(1);
+  exponents.add("layer <1>", torch::randn({4096}) * 1e-3);
+  exponents.add("layer 2", torch::randn({4096}) * 1e-8);
+  exponents.add("layer 3", torch::randn({4096}) * 1e4);
+  report.add(exponents);
   report.save(folder + "/run.html");
 
   EXPECT_THAT(
@@ -182,7 +189,9 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   EXPECT_THAT(page, HasSubstr("<title>run &lt;1&gt; &amp; &quot;more&quot;</title>"));
   EXPECT_THAT(page, HasSubstr("<title>step 7 skipped</title>"));
   EXPECT_THAT(page, HasSubstr("bf16 &lt;autocast&gt;"));
-  EXPECT_THAT(page, Not(HasSubstr("nan")));
+  EXPECT_THAT(page, HasSubstr("<title>loss is -inf</title>"));
+  EXPECT_THAT(page, HasSubstr("layer &lt;1&gt;"));
+  EXPECT_THAT(page, Not(HasSubstr("Lnan")));
 }
 
 TEST(TelemetryFiles, EventRecordsAreThoseOfTensorFlow) {

@@ -1,7 +1,7 @@
 /// \file
 /// A run as one HTML page: the loss scale's staircase with skipped steps marked, loss, gradient
-/// norm, and a comparison of precisions. The page needs no network and no script, follows the
-/// reader's light or dark setting, and fits a phone.
+/// norm, exponents by layer, and a comparison of precisions. The page needs no network and no
+/// script, follows the reader's light or dark setting, and fits a phone.
 ///
 ///     mezzo::RunReport report("BERT on tweets, half");
 ///     telemetry.write_to(std::ref(report));
@@ -13,6 +13,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/compare_precisions.h>
 #include <mezzo/diagnose/telemetry.h>
+#include <mezzo/diagnose/underflow.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -32,6 +33,9 @@ class RunReport {
   void operator()(const TelemetryRecord& record);
 
   void add(PrecisionComparison comparison) { comparisons_.push_back(std::move(comparison)); }
+
+  /// The exponents of each layer's values against the type's range. Waits for the device.
+  void add(const UnderflowReport& report);
 
   /// The page as it stands.
   std::string html() const;
@@ -54,14 +58,15 @@ class RunReport {
   static constexpr std::size_t kMostPoints = 4096;
 
   void thin();
-  template <class Value>
-  auto curve(const Value& value) const;
+  std::string facts_html() const;
+  std::string charts_html() const;
 
   std::string title_;
   std::vector<Point> points_;
   std::int64_t steps_a_point_ = 1;
   TelemetryRecord last_;
   std::vector<PrecisionComparison> comparisons_;
+  std::string exponents_;  // as HTML
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -4,13 +4,13 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/compare_precisions.h>
+#include <mezzo/diagnose/detail/number_text.h>
 
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <cstdio>
 #include <iomanip>
 #include <ostream>
 #include <string>
@@ -18,13 +18,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// `value` in so many significant digits: "0.0123", "1.2e-05", "inf".
-inline std::string digits(double value, int significant = 3) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.*g", significant, value);
-  return text.data();
-}
 
 inline constexpr std::array<const char*, 7> kComparisonColumns = {
     "setting", "gradient error", "cosine", "loss diff", "skipped", "ms/step", "peak MiB"};

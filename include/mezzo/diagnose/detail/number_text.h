@@ -7,6 +7,7 @@
 
 #include <array>
 #include <charconv>
+#include <cstdio>
 #include <string>
 #include <string_view>
 
@@ -24,6 +25,13 @@ inline std::string number_text(double value) {
 /// The same as JSON, which has no number for what is not finite.
 inline std::string json_number(double value) {
   return nonfinite_bits(value) ? "\"" + number_text(value) + "\"" : number_text(value);
+}
+
+/// `value` in so many significant digits: "0.0123", "1.2e-05", "inf".
+inline std::string digits(double value, int significant = 3) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.*g", significant, value);
+  return text.data();
 }
 
 /// `text` as HTML shows it, also inside of an attribute.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/comparison_table.h>
@@ -10,6 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <fstream>
@@ -51,7 +53,9 @@ font-variant-numeric:tabular-nums}
 th,td{padding:.35rem .7rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
 th:first-child,td:first-child{text-align:left;padding-left:.3rem}th{color:var(--soft);font-weight:500}
 td.text{text-align:left;white-space:normal;min-width:16rem;color:var(--soft)}
-tr.proposed{background:var(--good)}p{margin:.7rem 0 0}pre{margin:.6rem 0 0;overflow-x:auto}
+.strip{width:100%;min-width:14rem;height:1.1rem}
+.bin{fill:var(--curve)}.lost{fill:var(--mark);fill-opacity:.16}.subnormal{fill:var(--mark);fill-opacity:.06}
+td.name,th.name{text-align:left}tr.proposed{background:var(--good)}p{margin:.7rem 0 0}pre{margin:.6rem 0 0;overflow-x:auto}
 )";
 
 inline std::string comparison_row_html(const PrecisionRow& row, bool is_proposed) {
@@ -74,7 +78,7 @@ inline std::string causes_html(const PrecisionRow& row) {
   std::ostringstream html;
   const auto add = [&](const char* what, const std::vector<PrecisionCause>& causes) {
     for (const PrecisionCause& cause : worst_causes(causes, row.single_batch_error, 5)) {
-      html << "<tr><td>" << html_text(row.setting.name) << "</td><td>" << what << " "
+      html << "<tr><td>" << html_text(row.setting.name) << "</td><td class=name>" << what << " "
            << html_text(cause.name) << "</td><td>" << digits(row.single_batch_error) << "</td><td>"
            << digits(cause.error_without) << "</td></tr>\n";
     }
@@ -101,7 +105,7 @@ inline std::string comparison_html(const PrecisionComparison& comparison) {
   if (!edits.empty()) html << "<pre>" << html_text(edits) << "</pre>";
   if (!causes.empty()) {
     html << "<h2 style='margin-top:1.2rem'>What costs accuracy</h2><div class=wide><table>"
-            "<tr><th>setting</th><th>in float32</th><th>gradient error</th><th>without "
+            "<tr><th>setting</th><th class=name>in float32</th><th>gradient error</th><th>without "
             "it</th></tr>\n"
          << causes << "</table></div>";
   }
@@ -109,7 +113,61 @@ inline std::string comparison_html(const PrecisionComparison& comparison) {
   return html.str();
 }
 
+/// From `first` to `last`, a bar for each exponent, darker where there are more values, over what
+/// the type loses, holds with fewer bits, and holds.
+inline std::string exponent_strip(const LayerExponents& layer, const ExponentRange& range,
+                                  int first, int last) {
+  std::ostringstream svg;
+  svg << "<svg class=strip viewBox='" << first << " 0 " << last - first + 1
+      << " 1' preserveAspectRatio=none>";
+  const auto rect = [&svg](const char* kind, int from, int to, double opacity) {
+    if (to <= from) return;
+    svg << "<rect class=" << kind << " x='" << from << "' width='" << to - from << "' height='1'";
+    if (opacity < 1) svg << " fill-opacity='" << digits(opacity, 2) << "'";
+    svg << "/>";
+  };
+  rect("lost", first, std::min(range.smallest - 1, last + 1), 1);
+  rect("subnormal", std::max(range.smallest - 1, first), std::min(range.normal, last + 1), 1);
+  rect("lost", std::max(range.largest + 1, first), last + 1, 1);
+  const auto most = *std::max_element(layer.histogram.begin(), layer.histogram.end());
+  for (std::size_t bin = 0; bin < layer.histogram.size(); ++bin) {
+    if (layer.histogram[bin] == 0) continue;
+    const int exponent = static_cast<int>(bin) + LayerExponents::kFirst;
+    const double share = static_cast<double>(layer.histogram[bin]) / static_cast<double>(most);
+    rect("bin", exponent, exponent + 1, 0.08 + 0.92 * std::sqrt(share));
+  }
+  svg << "</svg>";
+  return svg.str();
+}
+
+inline std::string exponents_html(const UnderflowReport& report) {
+  const ExponentRange range = report.range();
+  const LayerExponents all = report.total();
+  const int first = std::max(std::min(all.smallest().value_or(0), range.smallest - 4), -60);
+  const int last = std::min(std::max(all.largest().value_or(0), range.largest) + 1, 60);
+  std::ostringstream html;
+  html << "<section><h2>Exponents by layer, in " << dtype_name(report.dtype())
+       << "</h2><div class=wide><table><tr><th>layer</th><th>zero</th><th>lost</th>"
+          "<th>overflow</th><th><div class=x><span>2^"
+       << first << "</span><span>2^" << last << "</span></div></th></tr>\n";
+  for (const LayerExponents& layer : report.layers()) {
+    html << "<tr><td>" << html_text(layer.layer) << "</td>";
+    for (const double share : {layer.zero, layer.lost, layer.overflow + layer.non_finite}) {
+      html << "<td>" << digits(100 * share) << " %</td>";
+    }
+    html << "<td>" << exponent_strip(layer, range, first, last) << "</td></tr>\n";
+  }
+  html << "</table></div><p>Red ground: lost or overflowing in this type; faint: subnormal. Loss "
+          "scale "
+       << digits(report.options().loss_scale, 6) << ".</p></section>\n";
+  return html.str();
+}
+
 }  // namespace detail
+
+inline void RunReport::add(const UnderflowReport& report) {
+  exponents_ += detail::exponents_html(report);
+}
 
 inline void RunReport::Point::add(const Point& other) {
   last = other.last;
@@ -155,61 +213,60 @@ inline void RunReport::thin() {
   points_ = std::move(kept);
 }
 
-template <class Value>
-auto RunReport::curve(const Value& value) const {
-  std::vector<detail::CurvePoint> curve;
+inline std::string RunReport::facts_html() const {
+  std::int64_t skips = 0;
+  for (const Point& point : points_) skips += point.skips;
+  std::ostringstream html;
+  const auto fact = [&html](const char* name, const std::string& value) {
+    html << "<div><dt>" << name << "</dt><dd>" << value << "</dd></div>";
+  };
+  html << "<dl>";
+  fact("steps", std::to_string(points_.back().last - points_.front().first + 1));
+  fact("skipped", std::to_string(skips));
+  if (last_.loss) fact("last loss", detail::digits(*last_.loss, 4));
+  fact("loss scale", detail::digits(last_.scale, 6));
+  if (last_.tokens_per_second) fact("tokens/s", detail::digits(*last_.tokens_per_second, 4));
+  if (last_.memory_bytes) fact("MiB", detail::digits(*last_.memory_bytes / 1048576, 5));
+  html << "</dl>\n";
+  return html.str();
+}
+
+inline std::string RunReport::charts_html() const {
+  detail::Chart loss{.title = "loss"};
+  detail::Chart scale{.title = "loss scale", .logarithmic = true, .steps = true};
+  detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true};
   for (const Point& point : points_) {
-    curve.push_back({static_cast<double>(point.first), value(point)});
+    constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
+    const auto step = static_cast<double>(point.first);
+    const double mean = point.loss / static_cast<double>(point.losses);  // 0 / 0 is a gap
+    loss.points.push_back({step, mean});
+    if (point.losses > 0 && detail::nonfinite_bits(mean)) {
+      loss.marks.emplace_back(step, "loss is " + detail::number_text(mean));
+    }
+    scale.points.push_back({step, point.scale});
+    norm.points.push_back({step, point.norm < 0 ? kGap : point.norm});
+    if (point.skips == 0) continue;
+    scale.marks.emplace_back(step, "step " + std::to_string(point.last) + " skipped");
   }
-  return curve;
+  norm.marks = scale.marks;
+  if (!scale.marks.empty()) scale.title += "; red: a skipped step";
+  if (!loss.marks.empty()) loss.title += "; red: inf or NaN";
+  return "<div class=charts>\n" + detail::chart_html(loss) + detail::chart_html(scale) +
+         detail::chart_html(norm) + "</div>\n";
 }
 
 inline std::string RunReport::html() const {
-  constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
-  std::int64_t skips = 0;
-  std::vector<std::pair<double, std::string>> marks;
-  for (const Point& point : points_) {
-    if (point.skips == 0) continue;
-    skips += point.skips;
-    marks.emplace_back(point.first, "step " + std::to_string(point.last) + " skipped");
-  }
-  std::ostringstream page;
-  page << "<!doctype html>\n<html lang=en><meta charset=utf-8>"
-          "<meta name=viewport content='width=device-width,initial-scale=1'><title>"
-       << detail::html_text(title_) << "</title><style>" << detail::kReportStyle << "</style>\n<h1>"
-       << detail::html_text(title_) << "</h1>\n";
-  if (!points_.empty()) {
-    page << "<dl>";
-    const auto fact = [&page](const char* name, const std::string& value) {
-      page << "<div><dt>" << name << "</dt><dd>" << value << "</dd></div>";
-    };
-    fact("steps", std::to_string(points_.back().last - points_.front().first + 1));
-    fact("skipped", std::to_string(skips));
-    if (last_.loss) fact("last loss", detail::digits(*last_.loss, 4));
-    fact("loss scale", detail::digits(last_.scale, 6));
-    if (last_.tokens_per_second) fact("tokens/s", detail::digits(*last_.tokens_per_second, 4));
-    if (last_.memory_bytes) fact("MiB", detail::digits(*last_.memory_bytes / 1048576, 5));
-    page << "</dl>\n<div class=charts>\n";
-    page << detail::chart_html(
-        {.title = "loss", .points = curve([](const Point& point) {
-                            return point.losses > 0 ? point.loss / static_cast<double>(point.losses)
-                                                    : kGap;
-                          })});
-    page << detail::chart_html({.title = "loss scale; a red line is a skipped step",
-                                .points = curve([](const Point& point) { return point.scale; }),
-                                .marks = marks,
-                                .logarithmic = true,
-                                .steps = true});
-    page << detail::chart_html(
-        {.title = "gradient norm before clipping",
-         .points = curve([](const Point& point) { return point.norm < 0 ? kGap : point.norm; }),
-         .logarithmic = true});
-    page << "</div>\n";
-  }
+  const std::string title = detail::html_text(title_);
+  std::string page =
+      "<!doctype html>\n<html lang=en><meta charset=utf-8>"
+      "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
+      title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n";
+  if (!points_.empty()) page += facts_html() + charts_html();
+  page += exponents_;
   for (const PrecisionComparison& comparison : comparisons_) {
-    page << detail::comparison_html(comparison);
+    page += detail::comparison_html(comparison);
   }
-  return page.str();
+  return page;
 }
 
 inline void RunReport::save(const std::string& path) const {

@@ -5,7 +5,6 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/comparison_table.h>
 #include <mezzo/diagnose/detail/number_text.h>
 
 #include <algorithm>
@@ -28,7 +27,7 @@ struct CurvePoint {
 
 struct Chart {
   std::string title;
-  std::vector<CurvePoint> points;
+  std::vector<CurvePoint> points = {};
   std::vector<std::pair<double, std::string>> marks = {};  ///< vertical lines: where, and why
   bool logarithmic = false;  ///< by powers of two; then a y that is not positive is a gap
   bool steps = false;        ///< y holds until the next point
