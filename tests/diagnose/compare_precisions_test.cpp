@@ -209,6 +209,29 @@ TEST(ComparePrecisions, CountsSkippedStepsAndBacksOffBeforeItCompares) {
   EXPECT_LT(comparison.rows[1].gradient_error, 0.1);
 }
 
+TEST(ComparePrecisions, MultipliesAsTheSettingSaysInForwardAndBackward) {
+  torch::nn::Linear model(8, 4);
+  std::vector<at::Float32MatmulPrecision> seen;
+  const auto loss = [&seen](auto& net, const torch::Tensor& x) {
+    const auto note = [&seen] { seen.push_back(at::globalContext().float32MatmulPrecision()); };
+    note();
+    const torch::Tensor result = net->forward(x).sum();
+    result.register_hook([note](const torch::Tensor&) { note(); });
+    return result;
+  };
+  at::globalContext().setFloat32MatmulPrecision("high");
+  mezzo::compare_precisions(model, loss, batches_of(1), {{.name = "again"}});
+  EXPECT_THAT(seen, testing::Each(at::Float32MatmulPrecision::HIGHEST));
+  EXPECT_EQ(at::globalContext().float32MatmulPrecision(), at::Float32MatmulPrecision::HIGH);
+  at::globalContext().setFloat32MatmulPrecision("highest");
+  seen.clear();
+  mezzo::compare_precisions(model, loss, batches_of(1),
+                            {{.name = "tf32", .float32 = at::Float32MatmulPrecision::HIGH}});
+  ASSERT_EQ(seen.size(), 8) << "gradients and a step of two settings, forward and backward";
+  EXPECT_EQ(seen[3], at::Float32MatmulPrecision::HIGHEST);
+  EXPECT_EQ(seen[7], at::Float32MatmulPrecision::HIGH);
+}
+
 /// An op that loses nearly everything in low precision, between two that do not.
 struct Fragile : torch::nn::Module {
   Fragile() {

@@ -78,12 +78,13 @@ TEST(Underflow, HistogramCountsByPowersOfTwo) {
 }
 
 TEST(Underflow, SamplesEvenlyAndNotOneColumn) {
-  UnderflowReport report(torch::kHalf, {.samples = 1000});
+  UnderflowReport report(torch::kHalf, {.samples = 1024});
   const torch::Tensor columns = torch::exp2(torch::arange(16) - 8.0).repeat({4096, 1});
   report.add("layer", columns.t());  // not contiguous
   report.add("rows", columns);
   for (const LayerExponents& layer : report.layers()) {
-    EXPECT_NEAR(static_cast<double>(layer.sampled), 1000, 50);
+    EXPECT_LE(layer.sampled, 1024);
+    EXPECT_GE(layer.sampled, 900);
     EXPECT_EQ(layer.smallest(), -8);
     EXPECT_EQ(layer.largest(), 7);
     EXPECT_NEAR(static_cast<double>(layer.histogram[-LayerExponents::kFirst]), 1000 / 16.0, 10);

@@ -86,7 +86,7 @@ struct PrecisionRow {
   /// an inf or NaN in them, at every loss scale.
   double gradient_error = 0;
   double cosine = 1;                            ///< of the angle between the two vectors
-  std::vector<ParameterError> parameters = {};  ///< the largest share first
+  std::vector<ParameterError> parameters = {};  ///< the largest share first; none of float32
   std::vector<double> losses = {};              ///< of the steps that trained, one a batch
   double loss_difference = 0;  ///< mean |loss - loss32| / mean |loss32| over the steps
   double skipped = 0;          ///< share of steps that an inf or NaN skipped

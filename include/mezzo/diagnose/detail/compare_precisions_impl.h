@@ -22,7 +22,6 @@
 #include <iterator>
 #include <limits>
 #include <optional>
-#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -77,7 +76,6 @@ class RowMaker {
     PrecisionRow row{.setting = PrecisionBench::float32()};
     bench_.train(row);
     losses_ = row.losses;
-    for (std::size_t i = 0; i < bench_.parameters(); ++i) row.parameters.push_back({});
     return row;
   }
 

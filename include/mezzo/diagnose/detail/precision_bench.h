@@ -20,6 +20,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -139,6 +140,7 @@ class PrecisionBench {
         optim::AdamWOptions(learning_rate_).weight_storage(row.setting.weight_storage));
     std::vector<double> seconds;
     std::size_t skipped = 0;
+    const MatmulPrecisionGuard matmul_precision(matmul(row.setting));
     for (std::size_t batch = 0; batch < batches_; ++batch) {
       const auto begin = std::chrono::steady_clock::now();
       optimizer.zero_grad();
@@ -185,10 +187,10 @@ class PrecisionBench {
   /// The same with each module.
   std::vector<PrecisionCause> rank_modules(const PrecisionSetting& setting) {
     std::vector<PrecisionCause> causes;
+    const auto none_after = c10::make_scope_exit([this] { exact_ = nullptr; });
     for (const auto& [name, parameters] : owners_) {
       exact_ = &parameters;
       causes.push_back({name, single_batch_error(setting)});
-      exact_ = nullptr;
     }
     return sorted(std::move(causes));
   }
@@ -215,6 +217,7 @@ class PrecisionBench {
                                     float scale) {
     for (const auto& [name, parameter] : model_.trained()) parameter.mutable_grad() = at::Tensor();
     model_.rewind_random();
+    const MatmulPrecisionGuard matmul_precision(matmul(setting));
     (loss_under(setting, batch) * scale).backward();
     const at::NoGradGuard no_grad;
     std::vector<at::Tensor> all;
@@ -231,9 +234,13 @@ class PrecisionBench {
     return all;
   }
 
-  at::Tensor loss_under(const PrecisionSetting& setting, std::size_t batch) {
+  /// For a forward pass and its backward pass.
+  static MatmulPrecisionOptions matmul(const PrecisionSetting& setting) {
     const bool exact = setting.float32 == at::Float32MatmulPrecision::HIGHEST;
-    const MatmulPrecisionGuard matmul({.float32 = setting.float32, .cudnn_tf32 = !exact});
+    return {.float32 = setting.float32, .cudnn_tf32 = !exact};
+  }
+
+  at::Tensor loss_under(const PrecisionSetting& setting, std::size_t batch) {
     const AutocastGuard region(
         AutocastSetting{.device = device_.type(),
                         .dtype = setting.autocast.value_or(default_autocast_dtype(device_.type())),

@@ -61,7 +61,7 @@ class ExponentCounts {
   /// An odd stride, so that it does not walk down one column of a matrix.
   static at::Tensor sampled(const at::Tensor& values, int64_t samples) {
     const at::Tensor flat = (values.is_sparse() ? values.to_dense() : values).reshape({-1});
-    const int64_t stride = flat.numel() <= samples ? 1 : (flat.numel() / samples) | 1;
+    const int64_t stride = ((flat.numel() + samples - 1) / samples) | 1;
     return flat.slice(0, 0, flat.numel(), stride).to(at::kFloat).contiguous();
   }
 
