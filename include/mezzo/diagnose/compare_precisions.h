@@ -136,9 +136,9 @@ inline std::ostream& operator<<(std::ostream& stream, const PrecisionComparison&
 /// afterwards what they were, to the bit, also when it throws; optimizers that hold the parameters
 /// do not notice. Meanwhile the model holds copies: 4 bytes a parameter more, and what AdamW takes.
 ///
-/// Waits for the device. No other thread may use the model, or multiply matrices, meanwhile
-/// (MatmulPrecisionGuard). With `rank_causes` policies name ops (see op_policy.h): call it before
-/// other threads run ops.
+/// Ask on a quiet machine. Waits for the device. No other thread may use the model, or multiply
+/// matrices, meanwhile (MatmulPrecisionGuard). With `rank_causes` policies name ops (see
+/// op_policy.h): call it before other threads run ops.
 /// \throws c10::Error for a model without parameters to train or of another dtype, for no batches,
 ///   for options out of range, inside an autocast region or inference mode, while GradBuckets,
 ///   DataParallel or other hooks stand on the parameters, and what float32 throws. What another
