@@ -232,25 +232,26 @@ TEST(ComparePrecisions, MultipliesAsTheSettingSaysInForwardAndBackward) {
   EXPECT_EQ(seen[7], at::Float32MatmulPrecision::HIGH);
 }
 
-/// An op that loses nearly everything in low precision, between two that do not.
+/// A product that loses nearly everything in low precision, or two, between layers that do not.
 struct Fragile : torch::nn::Module {
-  Fragile() {
+  explicit Fragile(bool has_two) : has_two_products(has_two) {
     first = register_module("first", torch::nn::Linear(8, 8));
     last = register_module("last", torch::nn::Linear(8, 4));
   }
   torch::Tensor forward(const torch::Tensor& x) {
-    const torch::Tensor hidden = first->forward(x);
-    // 1,000 swamps what bmm is given: bfloat16 keeps three digits.
-    const torch::Tensor large = (hidden.to(torch::kFloat) + 1000).unsqueeze(1);
-    const torch::Tensor swamped = torch::bmm(large, torch::eye(8).expand({x.size(0), 8, 8}));
-    return last->forward(torch::tanh(swamped.squeeze(1) - 1000));
+    // 1,000 swamps what is multiplied: bfloat16 keeps three digits.
+    torch::Tensor large = first->forward(x).to(torch::kFloat) + 1000;
+    large = torch::bmm(large.unsqueeze(0), torch::eye(8).unsqueeze(0)).squeeze(0);
+    if (has_two_products) large = torch::mm(large.to(torch::kFloat), torch::eye(8));
+    return last->forward(torch::tanh(large.to(torch::kFloat) - 1000));
   }
+  bool has_two_products;
   torch::nn::Linear first{nullptr}, last{nullptr};
 };
 
 TEST(ComparePrecisions, NamesTheOpThatCausesTheErrorAndProposesToDenyIt) {
   torch::manual_seed(8);
-  const auto model = std::make_shared<Fragile>();
+  const auto model = std::make_shared<Fragile>(false);
   auto comparison = mezzo::compare_precisions(model, kCrossEntropy, batches_of(3), {kBf16},
                                               {.max_gradient_error = 0.05});
   ASSERT_EQ(comparison.rows.size(), 3) << comparison;
@@ -271,6 +272,18 @@ TEST(ComparePrecisions, NamesTheOpThatCausesTheErrorAndProposesToDenyIt) {
   EXPECT_EQ(comparison.proposal().setting.name, "bf16 + policy") << "bf16 misses the bound";
   comparison.max_gradient_error = 1e9;
   EXPECT_EQ(comparison.proposal().setting.name, "bf16");
+}
+
+TEST(ComparePrecisions, KeepsAsManyOpsInFloat32AsTheBoundTakes) {
+  torch::manual_seed(8);
+  const auto model = std::make_shared<Fragile>(true);
+  const auto comparison = mezzo::compare_precisions(model, kCrossEntropy, batches_of(3), {kBf16},
+                                                    {.max_gradient_error = 0.05});
+  ASSERT_EQ(comparison.rows.size(), 3) << comparison;
+  EXPECT_LE(comparison.rows[2].gradient_error, 0.05);
+  const mezzo::OpPolicy& policy = comparison.rows[2].setting.policy;
+  EXPECT_EQ(policy.category("aten::bmm", torch::kCPU), mezzo::OpCategory::fp32);
+  EXPECT_EQ(policy.category("aten::mm", torch::kCPU), mezzo::OpCategory::fp32);
 }
 
 /// The loss looks at the small difference that the weight of `bad` makes, and bfloat16 rounds away.
