@@ -2,4 +2,9 @@
 /// What a machine and a model make of a precision.
 #pragma once
 
-#include <mezzo/diagnose/gemm_times.h>  // IWYU pragma: export
+#include <mezzo/diagnose/compare_precisions.h>  // IWYU pragma: export
+#include <mezzo/diagnose/gemm_times.h>          // IWYU pragma: export
+#include <mezzo/diagnose/run_report.h>          // IWYU pragma: export
+#include <mezzo/diagnose/telemetry.h>           // IWYU pragma: export
+#include <mezzo/diagnose/telemetry_files.h>     // IWYU pragma: export
+#include <mezzo/diagnose/underflow.h>           // IWYU pragma: export

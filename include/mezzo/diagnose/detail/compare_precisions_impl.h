@@ -1,0 +1,217 @@
+/// \file
+/// From settings to rows, and to the one that is proposed.
+#pragma once
+
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/precision.h>
+#include <mezzo/base/version.h>
+#include <mezzo/diagnose/compare_precisions.h>
+#include <mezzo/diagnose/detail/precision_bench.h>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <cmath>
+#include <concepts>
+#include <cstddef>
+#include <exception>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class Model>
+torch::nn::Module& module_of(Model& model) {
+  if constexpr (std::derived_from<std::remove_cvref_t<Model>, torch::nn::Module>) {
+    return model;
+  } else {
+    return *model;
+  }
+}
+
+inline void check_comparison(torch::nn::Module& model, std::size_t batches,
+                             const ComparisonOptions& options) {
+  TORCH_CHECK(options.max_gradient_error >= 0, "compare_precisions: max_gradient_error is ",
+              options.max_gradient_error, "; it should be at least 0");
+  TORCH_CHECK(options.gradient_batches > 0,
+              "compare_precisions: gradient_batches is 0; it should be at least 1");
+  TORCH_CHECK(options.learning_rate >= 0, "compare_precisions: learning_rate is ",
+              options.learning_rate, "; it should be at least 0");
+  TORCH_CHECK(batches > 0, "compare_precisions: there are no batches; give ten or more");
+  TORCH_CHECK(!c10::InferenceMode::is_enabled(),
+              "compare_precisions: it trains; call it outside of inference mode");
+  bool trains = false;
+  for (const auto& entry : model.named_parameters()) {
+    const at::Tensor& parameter = entry.value();
+    trains = trains || parameter.requires_grad();
+    TORCH_CHECK(parameter.scalar_type() == at::kFloat || parameter.scalar_type() == at::kDouble,
+                "compare_precisions: ", entry.key(), " is of ", parameter.scalar_type(),
+                "; give it the model in float32, and dtypes of weights in settings");
+    TORCH_CHECK(autocast_accepts(parameter.device().type(), at::kBFloat16),
+                "compare_precisions: ", entry.key(), " is on ", parameter.device(),
+                "; models on cpu and cuda can be compared");
+    TORCH_CHECK(!at::autocast::is_autocast_enabled(parameter.device().type()),
+                "compare_precisions: autocast is on; call it outside of Autocast regions, which it "
+                "enters itself");
+  }
+  TORCH_CHECK(trains, "compare_precisions: no parameter of the model requires grad");
+}
+
+/// float32's row, and those of other settings against it.
+class RowMaker {
+ public:
+  RowMaker(PrecisionBench& bench, const ComparisonOptions& options)
+      : bench_(bench), options_(options) {}
+
+  PrecisionRow reference() {
+    PrecisionRow row{.setting = PrecisionBench::float32()};
+    bench_.train(row);
+    losses_ = row.losses;
+    return row;
+  }
+
+  /// What the model throws becomes the row's failure.
+  PrecisionRow row_of(const PrecisionSetting& setting) {
+    PrecisionRow row{.setting = setting};
+    try {
+      const GradientSums sums = bench_.compare(setting);
+      take_errors(row, sums);
+      bench_.train(row);
+      row.loss_difference = difference_of(row.losses);
+      if (options_.rank_causes && setting.autocast.has_value()) rank(row);
+    } catch (const c10::Error& error) {
+      row.failure = error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      row.failure = error.what();
+    }
+    if (!row.failure.empty()) row.gradient_error = std::numeric_limits<double>::infinity();
+    return row;
+  }
+
+  /// The same setting with the costliest ops in float32, as few as bring the error under the bound.
+  std::optional<PrecisionRow> repair(const PrecisionRow& row) {
+    if (!row.failure.empty() || row.gradient_error <= options_.max_gradient_error) return {};
+    PrecisionSetting repaired = row.setting;
+    repaired.name += " + policy";
+    for (const PrecisionCause& op : row.ops) {
+      repaired.policy = repaired.policy.deny(op.name);
+      const GradientSums sums = bench_.compare(repaired);
+      if (sums.error() > options_.max_gradient_error) continue;
+      PrecisionRow repaired_row{.setting = repaired};
+      take_errors(repaired_row, sums);
+      bench_.train(repaired_row);
+      repaired_row.loss_difference = difference_of(repaired_row.losses);
+      return repaired_row;
+    }
+    return {};
+  }
+
+ private:
+  void take_errors(PrecisionRow& row, const GradientSums& sums) const {
+    row.gradient_error = sums.error();
+    row.cosine = sums.cosine();
+    for (std::size_t i = 0; i < bench_.parameters(); ++i) {
+      row.parameters.push_back(bench_.parameter_error(sums, i));
+    }
+    std::stable_sort(row.parameters.begin(), row.parameters.end(),
+                     [](const auto& a, const auto& b) { return a.share > b.share; });
+  }
+
+  void rank(PrecisionRow& row) {
+    row.single_batch_error = bench_.single_batch_error(row.setting);
+    row.ops = bench_.rank_ops(row.setting);
+    row.modules = bench_.rank_modules(row.setting);
+  }
+
+  double difference_of(const std::vector<double>& losses) const {
+    double difference = 0;
+    double size = 0;
+    for (std::size_t i = 0; i < losses.size(); ++i) {
+      difference += std::abs(losses[i] - losses_[i]);
+      size += std::abs(losses_[i]);
+    }
+    if (difference == 0) return 0;
+    const double relative = difference / size;
+    return nonfinite_bits(relative) ? std::numeric_limits<double>::infinity() : relative;
+  }
+
+  PrecisionBench& bench_;
+  const ComparisonOptions& options_;
+  std::vector<double> losses_;
+};
+
+inline PrecisionComparison compare_on(PrecisionBench& bench,
+                                      const std::vector<PrecisionSetting>& settings,
+                                      const ComparisonOptions& options) {
+  PrecisionComparison comparison{
+      .device = bench.device(), .max_gradient_error = options.max_gradient_error, .rows = {}};
+  RowMaker maker(bench, options);
+  comparison.rows.push_back(maker.reference());
+  for (const PrecisionSetting& setting : settings) {
+    comparison.rows.push_back(maker.row_of(setting));
+    auto repaired = maker.repair(comparison.rows.back());
+    if (repaired.has_value()) comparison.rows.push_back(*std::move(repaired));
+  }
+  return comparison;
+}
+
+}  // namespace detail
+
+inline std::vector<PrecisionSetting> candidate_precisions(c10::DeviceType device) {
+  const PrecisionSetting bf16{
+      .name = "bf16 weights", .autocast = at::kBFloat16, .weights = at::kBFloat16};
+  PrecisionSetting masters = bf16;
+  masters.name += " + masters";
+  masters.weight_storage = optim::WeightStorage::master;
+  PrecisionSetting stochastic = bf16;
+  stochastic.name += ", stochastic";
+  stochastic.weight_storage = optim::WeightStorage::stochastic;
+  std::vector<PrecisionSetting> all;
+  if (device == c10::DeviceType::CUDA) {
+    all.push_back({.name = "tf32", .float32 = at::Float32MatmulPrecision::HIGH});
+  }
+  all.push_back({.name = "bf16 autocast", .autocast = at::kBFloat16});
+  all.push_back(
+      {.name = "fp16 autocast", .autocast = at::kHalf, .loss_scale = LossScale::dynamic()});
+  all.push_back(std::move(masters));
+  all.push_back(std::move(stochastic));
+  return all;
+}
+
+inline const PrecisionRow& PrecisionComparison::proposal() const {
+  TORCH_CHECK(!rows.empty(), "PrecisionComparison: rows is empty; compare_precisions fills it");
+  const PrecisionRow* best = &rows.front();
+  for (const PrecisionRow& row : rows) {
+    const bool is_sound = row.failure.empty() && row.gradient_error <= max_gradient_error &&
+                          !detail::nonfinite_bits(row.loss_difference);
+    if (is_sound && row.step_seconds < best->step_seconds) best = &row;
+  }
+  return *best;
+}
+
+template <class Model, class Loss, class Batches>
+PrecisionComparison compare_precisions(Model&& model, const Loss& loss, const Batches& batches,
+                                       const std::vector<PrecisionSetting>& settings,
+                                       const ComparisonOptions& options) {
+  torch::nn::Module& module = detail::module_of(model);
+  const auto number =
+      static_cast<std::size_t>(std::distance(std::begin(batches), std::end(batches)));
+  detail::check_comparison(module, number, options);
+  const auto loss_of = [&](std::size_t batch) -> at::Tensor {
+    return loss(model, *std::next(std::begin(batches), static_cast<std::ptrdiff_t>(batch)));
+  };
+  detail::PrecisionBench bench(module, loss_of, number, options);
+  return detail::compare_on(
+      bench, settings.empty() ? candidate_precisions(bench.device().type()) : settings, options);
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

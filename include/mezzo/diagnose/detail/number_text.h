@@ -1,0 +1,62 @@
+/// \file
+/// Numbers and text in files that other programs read.
+#pragma once
+
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
+
+#include <array>
+#include <charconv>
+#include <cstdio>
+#include <string>
+#include <string_view>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// The shortest text that reads back as `value`; "nan", "inf" and "-inf" too. Knows no locale.
+inline std::string number_text(double value) {
+  std::array<char, 32> text{};
+  const auto end = std::to_chars(text.data(), text.data() + text.size(), value).ptr;
+  const std::string number(text.data(), end);
+  return number == "-nan" ? "nan" : number;
+}
+
+/// The same as JSON, which has no number for what is not finite.
+inline std::string json_number(double value) {
+  return nonfinite_bits(value) ? "\"" + number_text(value) + "\"" : number_text(value);
+}
+
+/// `value` in so many significant digits: "0.0123", "1.2e-05", "inf".
+inline std::string digits(double value, int significant = 3) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.*g", significant, value);
+  return text.data();
+}
+
+/// `text` as HTML shows it, also inside of an attribute.
+inline std::string html_text(std::string_view text) {
+  std::string html;
+  for (const char c : text) {
+    switch (c) {
+      case '&':
+        html += "&amp;";
+        break;
+      case '<':
+        html += "&lt;";
+        break;
+      case '>':
+        html += "&gt;";
+        break;
+      case '"':
+        html += "&quot;";
+        break;
+      default:
+        html += c;
+    }
+  }
+  return html;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

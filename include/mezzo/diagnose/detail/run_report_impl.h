@@ -1,0 +1,280 @@
+#pragma once
+
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/comparison_table.h>
+#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/svg_chart.h>
+#include <mezzo/diagnose/run_report.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <fstream>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline constexpr const char* kReportStyle = R"(
+:root{color-scheme:light dark;--ink:#1c2330;--soft:#5b6575;--line:#dfe3ea;--page:#f6f7f9;
+--card:#fff;--curve:#2458c5;--mark:#d2452f;--good:#e5f2e8}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e8ef;--soft:#98a2b3;--line:#323a48;--page:#12161d;
+--card:#1a202a;--curve:#79a6ff;--mark:#ff7d66;--good:#1d3527}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:1rem;max-width:70rem;background:var(--page);color:var(--ink);
+font:16px/1.45 system-ui,sans-serif}
+h1{font-size:1.4rem;margin:.2rem 0 1rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:0 0 .6rem}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.6rem;margin:0 0 1rem}
+dl div,figure,section{background:var(--card);border:1px solid var(--line);border-radius:.6rem}
+dl div{padding:.6rem .8rem}dt,figcaption,.x,.y{color:var(--soft)}dt{font-size:.85rem}
+dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
+figure,section{margin:0 0 1rem;padding:.8rem 1rem}.charts figure{margin:0}
+.charts{margin-bottom:1rem}figcaption{margin-bottom:.7rem}
+.chart{display:grid;grid-template-columns:4.6rem 1fr;font-size:.8rem;
+font-variant-numeric:tabular-nums}
+.y{position:relative}.y span{position:absolute;right:.5rem;transform:translateY(50%)}
+svg{width:100%;height:11rem;display:block;overflow:visible}
+.x{grid-column:2;display:flex;justify-content:space-between;margin-top:.35rem}
+path{fill:none;vector-effect:non-scaling-stroke}
+.grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-opacity:.7}
+.curve{stroke:var(--curve);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.9rem;
+font-variant-numeric:tabular-nums}
+th,td{padding:.35rem .7rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
+th:first-child,td:first-child{text-align:left;padding-left:.3rem}th{color:var(--soft);font-weight:500}
+td.text{text-align:left;white-space:normal;min-width:16rem;color:var(--soft)}
+.strip{width:100%;min-width:14rem;height:1.1rem}
+.bin{fill:var(--curve)}.lost{fill:var(--mark);fill-opacity:.16}.subnormal{fill:var(--mark);fill-opacity:.06}
+td.name,th.name{text-align:left}tr.proposed{background:var(--good)}p{margin:.7rem 0 0}pre{margin:.6rem 0 0;overflow-x:auto}
+)";
+
+inline std::string comparison_row_html(const PrecisionRow& row, bool is_proposed) {
+  std::ostringstream html;
+  html << (is_proposed ? "<tr class=proposed>" : "<tr>");
+  const auto cells = comparison_cells(row);
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    if (i > 0 && !row.failure.empty()) {
+      html << "<td class=text colspan=" << cells.size() - 1 << ">" << html_text(row.failure)
+           << "</td>";
+      break;
+    }
+    html << "<td>" << html_text(cells[i]) << "</td>";
+  }
+  html << "</tr>\n";
+  return html.str();
+}
+
+inline std::string causes_html(const PrecisionRow& row) {
+  std::ostringstream html;
+  const auto add = [&](const char* what, const std::vector<PrecisionCause>& causes) {
+    for (const PrecisionCause& cause : worst_causes(causes, row.single_batch_error, 5)) {
+      html << "<tr><td>" << html_text(row.setting.name) << "</td><td class=name>" << what << " "
+           << html_text(cause.name) << "</td><td>" << digits(row.single_batch_error) << "</td><td>"
+           << digits(cause.error_without) << "</td></tr>\n";
+    }
+  };
+  add("op", row.ops);
+  add("module", row.modules);
+  return html.str();
+}
+
+inline std::string comparison_html(const PrecisionComparison& comparison) {
+  std::ostringstream html;
+  html << "<section><h2>Precisions compared on " << comparison.device
+       << "</h2><div class=wide><table><tr>";
+  for (const char* column : kComparisonColumns) html << "<th>" << column << "</th>";
+  html << "</tr>\n";
+  std::string causes;
+  const PrecisionRow& proposal = comparison.proposal();
+  for (const PrecisionRow& row : comparison.rows) {
+    html << comparison_row_html(row, &row == &proposal);
+    causes += causes_html(row);
+  }
+  html << "</table></div><p>" << html_text(proposal_line(comparison)) << "</p>";
+  const std::string edits = proposal.setting.policy.to_string();
+  if (!edits.empty()) html << "<pre>" << html_text(edits) << "</pre>";
+  if (!causes.empty()) {
+    html << "<h2 style='margin-top:1.2rem'>What costs accuracy</h2><div class=wide><table>"
+            "<tr><th>setting</th><th class=name>in float32</th><th>gradient error</th><th>without "
+            "it</th></tr>\n"
+         << causes << "</table></div>";
+  }
+  html << "</section>\n";
+  return html.str();
+}
+
+/// From `first` to `last`, a bar for each exponent, darker where there are more values, over what
+/// the type loses, holds with fewer bits, and holds.
+inline std::string exponent_strip(const LayerExponents& layer, const ExponentRange& range,
+                                  int first, int last) {
+  std::ostringstream svg;
+  svg << "<svg class=strip viewBox='" << first << " 0 " << last - first + 1
+      << " 1' preserveAspectRatio=none>";
+  const auto rect = [&svg](const char* kind, int from, int to, double opacity) {
+    if (to <= from) return;
+    svg << "<rect class=" << kind << " x='" << from << "' width='" << to - from << "' height='1'";
+    if (opacity < 1) svg << " fill-opacity='" << digits(opacity, 2) << "'";
+    svg << "/>";
+  };
+  rect("lost", first, std::min(range.smallest - 1, last + 1), 1);
+  rect("subnormal", std::max(range.smallest - 1, first), std::min(range.normal, last + 1), 1);
+  rect("lost", std::max(range.largest + 1, first), last + 1, 1);
+  const auto most = *std::max_element(layer.histogram.begin(), layer.histogram.end());
+  for (std::size_t bin = 0; bin < layer.histogram.size(); ++bin) {
+    if (layer.histogram[bin] == 0) continue;
+    const int exponent = static_cast<int>(bin) + LayerExponents::kFirst;
+    const double share = static_cast<double>(layer.histogram[bin]) / static_cast<double>(most);
+    rect("bin", exponent, exponent + 1, 0.08 + 0.92 * std::sqrt(share));
+  }
+  svg << "</svg>";
+  return svg.str();
+}
+
+inline std::string exponents_html(const UnderflowReport& report) {
+  const ExponentRange range = report.range();
+  const LayerExponents all = report.total();
+  const int first = std::max(std::min(all.smallest().value_or(0), range.smallest - 4), -60);
+  const int last = std::min(std::max(all.largest().value_or(0), range.largest) + 1, 60);
+  std::ostringstream html;
+  html << "<section><h2>Exponents by layer, in " << dtype_name(report.dtype())
+       << "</h2><div class=wide><table><tr><th>layer</th><th>zero</th><th>lost</th>"
+          "<th>overflow</th><th><div class=x><span>2^"
+       << first << "</span><span>2^" << last << "</span></div></th></tr>\n";
+  for (const LayerExponents& layer : report.layers()) {
+    html << "<tr><td>" << html_text(layer.layer) << "</td>";
+    for (const double share : {layer.zero, layer.lost, layer.overflow + layer.non_finite}) {
+      html << "<td>" << digits(100 * share) << " %</td>";
+    }
+    html << "<td>" << exponent_strip(layer, range, first, last) << "</td></tr>\n";
+  }
+  html << "</table></div><p>Red ground: lost or overflowing in this type; faint: subnormal. Loss "
+          "scale "
+       << digits(report.options().loss_scale, 6) << ".</p></section>\n";
+  return html.str();
+}
+
+}  // namespace detail
+
+inline void RunReport::add(const UnderflowReport& report) {
+  exponents_ += detail::exponents_html(report);
+}
+
+inline void RunReport::Point::add(const Point& other) {
+  last = other.last;
+  loss += other.loss;
+  losses += other.losses;
+  scale = other.scale;
+  norm = std::max(norm, other.norm);
+  skips += other.skips;
+}
+
+inline void RunReport::operator()(const TelemetryRecord& record) {
+  Point point{.first = record.step,
+              .last = record.step,
+              .scale = record.scale,
+              .skips = record.skipped ? 1 : 0};
+  if (record.loss) {
+    point.loss = *record.loss;
+    point.losses = 1;
+  }
+  if (record.grad_norm && !record.skipped) point.norm = *record.grad_norm;
+  last_ = record;
+  const bool joins = !points_.empty() && record.step - points_.back().first < steps_a_point_ &&
+                     record.step >= points_.back().first;
+  if (joins) {
+    points_.back().add(point);
+  } else {
+    points_.push_back(point);
+  }
+  if (points_.size() > kMostPoints) thin();
+}
+
+inline void RunReport::thin() {
+  steps_a_point_ *= 2;
+  std::vector<Point> kept;
+  for (const Point& point : points_) {
+    const bool joins = !kept.empty() && point.last - kept.back().first < steps_a_point_;
+    if (joins) {
+      kept.back().add(point);
+    } else {
+      kept.push_back(point);
+    }
+  }
+  points_ = std::move(kept);
+}
+
+inline std::string RunReport::facts_html() const {
+  std::int64_t skips = 0;
+  for (const Point& point : points_) skips += point.skips;
+  std::ostringstream html;
+  const auto fact = [&html](const char* name, const std::string& value) {
+    html << "<div><dt>" << name << "</dt><dd>" << value << "</dd></div>";
+  };
+  html << "<dl>";
+  fact("steps", std::to_string(points_.back().last - points_.front().first + 1));
+  fact("skipped", std::to_string(skips));
+  if (last_.loss) fact("last loss", detail::digits(*last_.loss, 4));
+  fact("loss scale", detail::digits(last_.scale, 6));
+  if (last_.tokens_per_second) fact("tokens/s", detail::digits(*last_.tokens_per_second, 4));
+  if (last_.memory_bytes) fact("MiB", detail::digits(*last_.memory_bytes / 1048576, 5));
+  html << "</dl>\n";
+  return html.str();
+}
+
+inline std::string RunReport::charts_html() const {
+  detail::Chart loss{.title = "loss"};
+  detail::Chart scale{.title = "loss scale", .logarithmic = true, .steps = true};
+  detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true};
+  for (const Point& point : points_) {
+    constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
+    const auto step = static_cast<double>(point.first);
+    const double mean = point.loss / static_cast<double>(point.losses);  // 0 / 0 is a gap
+    loss.points.push_back({step, mean});
+    if (point.losses > 0 && detail::nonfinite_bits(mean)) {
+      loss.marks.emplace_back(step, "loss is " + detail::number_text(mean));
+    }
+    scale.points.push_back({step, point.scale});
+    norm.points.push_back({step, point.norm < 0 ? kGap : point.norm});
+    if (point.skips == 0) continue;
+    scale.marks.emplace_back(step, "step " + std::to_string(point.last) + " skipped");
+  }
+  norm.marks = scale.marks;
+  if (!scale.marks.empty()) scale.title += "; red: a skipped step";
+  if (!loss.marks.empty()) loss.title += "; red: inf or NaN";
+  return "<div class=charts>\n" + detail::chart_html(loss) + detail::chart_html(scale) +
+         detail::chart_html(norm) + "</div>\n";
+}
+
+inline std::string RunReport::html() const {
+  const std::string title = detail::html_text(title_);
+  std::string page =
+      "<!doctype html>\n<html lang=en><meta charset=utf-8>"
+      "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
+      title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n";
+  if (!points_.empty()) page += facts_html() + charts_html();
+  page += exponents_;
+  for (const PrecisionComparison& comparison : comparisons_) {
+    page += detail::comparison_html(comparison);
+  }
+  return page;
+}
+
+inline void RunReport::save(const std::string& path) const {
+  std::ofstream file(path, std::ios::trunc);
+  TORCH_CHECK(file.is_open(), path, ": cannot be written; does its folder exist?");
+  file << html();
+  file.close();
+  TORCH_CHECK(file.good(), path, ": could not be written; is the disk full?");
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,219 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/diagnose/run_report.h>
+#include <mezzo/diagnose/telemetry.h>
+#include <mezzo/diagnose/telemetry_files.h>
+#include <mezzo/diagnose/underflow.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include <support/scratch.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::StepOutcome;
+using mezzo::StepResult;
+using mezzo::Telemetry;
+using mezzo::TelemetryRecord;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+/// A step that a device has not decided yet.
+struct LateStep final : mezzo::StepSlot {
+  bool ready() const noexcept override { return there; }
+  const StepOutcome& outcome() override {
+    if (!there) ++waits;
+    return known;
+  }
+  bool there = false;
+  int waits = 0;
+  StepOutcome known{.ran = true, .scale = 8, .grad_norm = 2.0};
+};
+
+auto into(std::vector<TelemetryRecord>& records) {
+  return [&records](const TelemetryRecord& record) { records.push_back(record); };
+}
+
+TEST(Telemetry, KeepsStepsUntilTheyAreReadyAndHandsThemOverInOrder) {
+  std::vector<TelemetryRecord> records;
+  Telemetry telemetry;
+  telemetry.write_to(into(records));
+  const auto late = std::make_shared<LateStep>();
+  telemetry.record(StepResult(late), torch::tensor(1.5));
+  telemetry.record(StepResult(StepOutcome{.ran = true}), torch::tensor(1.25));
+  EXPECT_TRUE(records.empty()) << "the second step waits for the first";
+  EXPECT_EQ(late->waits, 0);
+  late->there = true;
+  telemetry.record(StepResult(StepOutcome{.found_inf = true}), at::Tensor());
+  ASSERT_EQ(records.size(), 3);
+  EXPECT_EQ(late->waits, 0) << "nobody waited";
+  EXPECT_EQ(records[0].step, 1);
+  EXPECT_EQ(records[0].loss, 1.5);
+  EXPECT_EQ(records[0].scale, 8);
+  EXPECT_EQ(records[1].loss, 1.25);
+  EXPECT_FALSE(records[1].skipped);
+  EXPECT_TRUE(records[2].skipped);
+  EXPECT_EQ(records[2].loss, std::nullopt);
+}
+
+TEST(Telemetry, FlushAndTheDestructorWaitForTheRest) {
+  std::vector<TelemetryRecord> records;
+  const auto late = std::make_shared<LateStep>();
+  {
+    Telemetry telemetry(/*first_step=*/100);
+    telemetry.write_to(into(records));
+    telemetry.record(StepResult(late), torch::tensor(1.5));
+    telemetry.flush();
+    EXPECT_EQ(records.size(), 1);
+    EXPECT_GT(late->waits, 0);
+    telemetry.record(StepResult(late), torch::tensor(1.5));
+  }
+  ASSERT_EQ(records.size(), 2);
+  EXPECT_EQ(records[1].step, 101);
+}
+
+TEST(Telemetry, RecordsWhatARunOfTheScalerDid) {
+  std::vector<TelemetryRecord> records;
+  Telemetry telemetry;
+  telemetry.write_to(into(records));
+  torch::nn::Linear model(4, 4);
+  mezzo::GradScaler scaler(mezzo::LossScale::dynamic({.init_scale = 16}));
+  scaler.on_skip(nullptr);
+  mezzo::optim::AdamW optimizer(model->parameters());
+  for (const float factor : {1.0F, std::numeric_limits<float>::infinity(), 1.0F}) {
+    optimizer.zero_grad();
+    const torch::Tensor loss = model->forward(torch::ones({2, 4})).square().sum();
+    scaler.scale(loss * factor).backward();
+    const auto result = scaler.step(optimizer, {.max_norm = 0.5});
+    scaler.update();
+    telemetry.record(result, loss, {.max_norm = 0.5, .tokens = 10, .underflow = 0.25});
+  }
+  telemetry.flush();
+  ASSERT_EQ(records.size(), 3);
+  EXPECT_EQ(records[0].scale, 16);
+  EXPECT_EQ(records[2].scale, 8);
+  EXPECT_TRUE(records[1].skipped);
+  EXPECT_EQ(records[1].clip_ratio, std::nullopt);
+  EXPECT_NEAR(records[0].clip_ratio.value(), 0.5 / records[0].grad_norm.value(), 1e-4);
+  EXPECT_LT(records[0].clip_ratio.value(), 1);
+  EXPECT_EQ(records[0].tokens_per_second, std::nullopt) << "since when?";
+  EXPECT_GT(records[1].tokens_per_second.value(), 0);
+  EXPECT_EQ(records[1].underflow, 0.25);
+  EXPECT_GT(records[1].memory_bytes.value(), 1 << 20);
+  EXPECT_GT(records[0].wall_time, 1.7e9);
+}
+
+TEST(Telemetry, SaysWhatIsNoLossAndKeepsRecordsThatAWriterRefused) {
+  Telemetry telemetry;
+  const StepResult ran(StepOutcome{.ran = true});
+  EXPECT_THAT([&] { telemetry.record(ran, torch::ones({2})); },
+              ThrowsMessage<c10::Error>(HasSubstr("loss has 2 elements")));
+  EXPECT_THAT([] { mezzo::CsvFile("/no/such/folder/run.csv"); },
+              ThrowsMessage<c10::Error>(HasSubstr("/no/such/folder/run.csv: cannot be written")));
+  std::vector<TelemetryRecord> records;
+  telemetry.write_to(into(records));
+  telemetry.record(ran, torch::ones({1}));
+  ASSERT_EQ(records.size(), 1);
+  EXPECT_EQ(records[0].step, 1) << "what was refused took no number";
+}
+
+/// Forty steps of a scale that climbs and falls, and one loss of each kind that is no number.
+TelemetryRecord sample(int step) {
+  TelemetryRecord record;
+  record.step = step;
+  record.wall_time = 1.75e9 + step;
+  record.loss = 3 * std::exp(-step / 20.0) + 0.1 * std::sin(step);
+  if (step == 11) record.loss = std::numeric_limits<double>::quiet_NaN();
+  if (step == 12) record.loss = -std::numeric_limits<double>::infinity();
+  record.skipped = step % 13 == 7;
+  record.scale = std::exp2(16 - (step + 5) / 13);
+  if (!record.skipped) record.grad_norm = 1 + 0.5 * std::cos(step);
+  if (step > 1) record.tokens_per_second = 4096.5;
+  record.memory_bytes = 1e9;
+  return record;
+}
+
+TEST(TelemetryFiles, HoldWhatWasRecorded) {
+  // telemetry_files.py sets it, and reads what is written here with Python's own readers.
+  const char* const asked = std::getenv("MEZZO_TELEMETRY_FOLDER");
+  const test_support::Scratch scratch;
+  const std::string folder = asked != nullptr ? asked : scratch.path().string();
+  mezzo::RunReport report("run <1> & \"more\"");
+  {
+    mezzo::CsvFile csv(folder + "/run.csv");
+    mezzo::JsonLinesFile lines(folder + "/run.jsonl");
+    mezzo::TensorBoardFile events(folder + "/events");
+    for (int step = 1; step <= 40; ++step) {
+      csv(sample(step));
+      lines(sample(step));
+      events(sample(step));
+      report(sample(step));
+    }
+  }
+  mezzo::PrecisionComparison comparison;
+  comparison.max_gradient_error = 0.05;
+  comparison.rows.push_back({.setting = {.name = "float32"}, .step_seconds = 2});
+  comparison.rows.push_back({.setting = {.name = "bf16 <autocast>"},
+                             .gradient_error = 0.0123,
+                             .step_seconds = 1,
+                             .peak_bytes = 1 << 20,
+                             .single_batch_error = 0.02,
+                             .ops = {{"aten::mm", 0.001}}});
+  comparison.rows.push_back({.setting = {.name = "fp16"}, .failure = "no kernel for \"Half\""});
+  report.add(comparison);
+  mezzo::UnderflowReport exponents(torch::kHalf);
+  torch::manual_seed(1);
+  exponents.add("layer <1>", torch::randn({4096}) * 1e-3);
+  exponents.add("layer 2", torch::randn({4096}) * 1e-8);
+  exponents.add("layer 3", torch::randn({4096}) * 1e4);
+  report.add(exponents);
+  report.save(folder + "/run.html");
+
+  EXPECT_THAT(
+      test_support::bytes_of(folder + "/run.csv"),
+      testing::StartsWith("step,wall_time,loss,scale,skipped,grad_norm,clip_ratio,underflow,"
+                          "tokens_per_second,memory_bytes\n1,1750000001,"));
+  EXPECT_THAT(test_support::bytes_of(folder + "/run.csv"),
+              HasSubstr("\n11,1750000011,nan,32768,0,1.0022128489940254,,,4096.5,1e+09\n"));
+  EXPECT_THAT(test_support::bytes_of(folder + "/run.jsonl"),
+              HasSubstr("\"loss\":\"-inf\",\"scale\":32768"));
+  const std::string page = test_support::bytes_of(folder + "/run.html");
+  EXPECT_THAT(page, HasSubstr("<title>run &lt;1&gt; &amp; &quot;more&quot;</title>"));
+  EXPECT_THAT(page, HasSubstr("<title>step 7 skipped</title>"));
+  EXPECT_THAT(page, HasSubstr("bf16 &lt;autocast&gt;"));
+  EXPECT_THAT(page, HasSubstr("<title>loss is -inf</title>"));
+  EXPECT_THAT(page, HasSubstr("layer &lt;1&gt;"));
+  EXPECT_THAT(page, Not(HasSubstr("Lnan")));
+}
+
+TEST(TelemetryFiles, EventRecordsAreThoseOfTensorFlow) {
+  // RFC 3720, B.4, and the first record that tensorboard.summary writes.
+  EXPECT_EQ(mezzo::detail::crc32c(std::string(32, '\0')), 0x8A9136AAU);
+  EXPECT_EQ(mezzo::detail::crc32c("123456789"), 0xE3069283U);
+  EXPECT_EQ(mezzo::detail::varint(300), "\xAC\x02");
+}
+
+TEST(RunReport, ThinsALongRunAndLosesNoSkip) {
+  mezzo::RunReport report("long");
+  for (int step = 1; step <= 20000; ++step) {
+    TelemetryRecord record;
+    record.step = step;
+    record.loss = 1;
+    record.skipped = step % 1000 == 0;
+    report(record);
+  }
+  const std::string page = report.html();
+  EXPECT_THAT(page, HasSubstr("<dt>steps</dt><dd>20000</dd>"));
+  EXPECT_THAT(page, HasSubstr("<dt>skipped</dt><dd>20</dd>"));
+  EXPECT_LT(page.size(), 400000);
+}
+
+}  // namespace

@@ -1,0 +1,149 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/diagnose/underflow.h>
+
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::LayerExponents;
+using mezzo::UnderflowReport;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+const float kInf = std::numeric_limits<float>::infinity();
+
+float power(int exponent) { return std::ldexp(1.0F, exponent); }
+
+/// What casting to the type makes of values, counted one by one.
+LayerExponents by_casting(const torch::Tensor& values, at::ScalarType dtype,
+                          float smallest_normal) {
+  LayerExponents counted;
+  counted.sampled = values.numel();
+  const auto share = [&](const torch::Tensor& mask) {
+    return mask.sum().item<double>() / static_cast<double>(values.numel());
+  };
+  const torch::Tensor cast = values.to(dtype).to(torch::kFloat);
+  counted.zero = share(values == 0);
+  counted.lost = share((values != 0) & (cast == 0));
+  counted.subnormal = share((cast != 0) & (values.abs() < smallest_normal));
+  counted.overflow = share(values.isfinite() & ~cast.isfinite());
+  counted.non_finite = share(~values.isfinite());
+  return counted;
+}
+
+class UnderflowOf : public testing::TestWithParam<at::ScalarType> {};
+
+TEST_P(UnderflowOf, SharesAreThoseThatACastLoses) {
+  torch::manual_seed(2);
+  torch::Tensor values =
+      torch::exp2(torch::rand({5000}) * 250 - 130) * (torch::randn({5000}).sign());
+  values.index_put_({torch::indexing::Slice(0, 100)}, 0);
+  values.index_put_({torch::indexing::Slice(100, 130)}, kInf);
+  values.index_put_({torch::indexing::Slice(130, 150)}, std::nanf(""));
+  UnderflowReport report(GetParam());
+  report.add("layer", values);
+  const LayerExponents layer = report.layers().at(0);
+  const float normal = power(mezzo::ExponentRange::of(GetParam()).normal);
+  const LayerExponents expected = by_casting(values, GetParam(), normal);
+  EXPECT_EQ(layer.sampled, 5000);
+  EXPECT_DOUBLE_EQ(layer.zero, 0.02);
+  EXPECT_NEAR(layer.lost, expected.lost, 1e-9);
+  EXPECT_NEAR(layer.subnormal, expected.subnormal, 1e-9);
+  EXPECT_NEAR(layer.overflow, expected.overflow, 1e-9);
+  EXPECT_DOUBLE_EQ(layer.non_finite, 0.01);
+  EXPECT_GT(layer.subnormal, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, UnderflowOf, testing::Values(torch::kHalf, torch::kBFloat16),
+                         [](const auto& dtype) { return std::string(c10::toString(dtype.param)); });
+
+TEST(Underflow, HistogramCountsByPowersOfTwo) {
+  UnderflowReport report(torch::kHalf);
+  report.add("layer", torch::tensor({power(-20), -1.5F * power(-20), power(3), 0.0F}));
+  report.add("layer", torch::tensor({7.9F, 8.1F}, torch::kDouble));
+  const LayerExponents layer = report.layers().at(0);
+  EXPECT_EQ(layer.histogram[-20 - LayerExponents::kFirst], 2);
+  EXPECT_EQ(layer.histogram[2 - LayerExponents::kFirst], 1);
+  EXPECT_EQ(layer.histogram[3 - LayerExponents::kFirst], 2);
+  EXPECT_EQ(layer.smallest(), -20);
+  EXPECT_EQ(layer.largest(), 3);
+  EXPECT_EQ(layer.sampled, 6);
+}
+
+TEST(Underflow, SamplesEvenlyAndNotOneColumn) {
+  UnderflowReport report(torch::kHalf, {.samples = 1024});
+  const torch::Tensor columns = torch::exp2(torch::arange(16) - 8.0).repeat({4096, 1});
+  report.add("layer", columns.t());  // not contiguous
+  report.add("rows", columns);
+  for (const LayerExponents& layer : report.layers()) {
+    EXPECT_LE(layer.sampled, 1024);
+    EXPECT_GE(layer.sampled, 900);
+    EXPECT_EQ(layer.smallest(), -8);
+    EXPECT_EQ(layer.largest(), 7);
+    EXPECT_NEAR(static_cast<double>(layer.histogram[-LayerExponents::kFirst]), 1000 / 16.0, 10);
+  }
+}
+
+TEST(Underflow, TakesGradientsOfAModelAndOfActivationsByLayer) {
+  torch::nn::Sequential model;
+  model->push_back("first", torch::nn::Linear(4, 8));
+  model->push_back("unused", torch::nn::Linear(4, 4));
+  model->push_back("last", torch::nn::Linear(8, 2));
+  const auto first = model->ptr<torch::nn::LinearImpl>(0);
+  const auto last = model->ptr<torch::nn::LinearImpl>(2);
+  UnderflowReport report(torch::kHalf, {.loss_scale = 4});
+  const torch::Tensor hidden = first->forward(torch::ones({3, 4}));
+  report.add_gradient_of("hidden", hidden);
+  last->forward(hidden).sum().backward();
+  report.add_gradients(*model);
+  const auto layers = report.layers();
+  ASSERT_EQ(layers.size(), 3);
+  EXPECT_EQ(layers[0].layer, "hidden");
+  EXPECT_EQ(layers[0].sampled, 24);
+  EXPECT_EQ(layers[1].layer, "first");
+  EXPECT_EQ(layers[1].sampled, 40);
+  EXPECT_EQ(layers[2].layer, "last");
+  EXPECT_EQ(report.total().sampled, 24 + 40 + 18);
+}
+
+TEST(Underflow, SuggestsTheScaleThatUsesTheRange) {
+  UnderflowReport report(torch::kHalf, {.loss_scale = 64});
+  report.add("layer", torch::tensor({power(-3), power(-25) * 1.5F, power(-30), 0.0F}));
+  EXPECT_DOUBLE_EQ(report.lost(), 1.0 / 3) << "of what is not zero";
+  // The largest, 2^-3, may grow to 2^12: three doublings below the 2^15 of half's largest.
+  EXPECT_EQ(mezzo::suggest_loss_scale(report), 64 * power(15));
+  EXPECT_EQ(mezzo::suggest_loss_scale(report, 5), 64 * power(13));
+  std::ostringstream text;
+  text << report;
+  EXPECT_THAT(text.str(), HasSubstr("could change by 2^18 before"));
+  EXPECT_THAT(text.str(), HasSubstr("values in float16, 2^-24 to 2^15"));
+
+  UnderflowReport small(torch::kHalf, {.loss_scale = 1024});
+  small.add("layer", torch::tensor({power(-30)}));
+  EXPECT_EQ(mezzo::suggest_loss_scale(small), power(24)) << "Apex's ceiling";
+  report.add("layer", torch::tensor({kInf}));
+  EXPECT_EQ(mezzo::suggest_loss_scale(report), 32);
+}
+
+TEST(Underflow, SaysWhatItCannotCount) {
+  EXPECT_THAT([] { UnderflowReport report(torch::kInt); },
+              ThrowsMessage<c10::Error>(HasSubstr("dtype is Int")));
+  EXPECT_THAT([] { UnderflowReport(torch::kHalf, {.loss_scale = 0}); },
+              ThrowsMessage<c10::Error>(HasSubstr("loss_scale is 0")));
+  UnderflowReport report(torch::kHalf);
+  EXPECT_THAT([&] { mezzo::suggest_loss_scale(report); },
+              ThrowsMessage<c10::Error>(HasSubstr("no value but zeros")));
+  EXPECT_THAT([&] { report.add("ids", torch::zeros({2}, torch::kLong)); },
+              ThrowsMessage<c10::Error>(HasSubstr("ids is of Long")));
+  EXPECT_THAT([&] { report.add_gradient_of("input", torch::zeros({2})); },
+              ThrowsMessage<c10::Error>(HasSubstr("input requires no grad")));
+}
+
+}  // namespace
