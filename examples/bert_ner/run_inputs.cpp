@@ -90,8 +90,6 @@ RunInputs::RunInputs(const RunOrigin& origin, int gpu)
   if (origin.saved) check_record(origin, *this);
 }
 
-Padding RunInputs::padding() const {
-  return {tokenizer.pad_id(), kLengthMultiple};
-}
+Padding RunInputs::padding() const { return {tokenizer.pad_id(), kLengthMultiple}; }
 
 }  // namespace bert_ner

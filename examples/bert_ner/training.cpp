@@ -104,7 +104,8 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
       class_weights_(std::move(class_weights)),
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
       device_(model->parameters().front().device()) {
-  if (precision_.enabled) optimizer.publish_to(weights_, precision_.dtype);
+  precision_.cache = weights_;
+  if (precision_.enabled) optimizer.publish_to(weights_, precision_.dtype.value());
 }
 
 int64_t Trainer::bytes_held() const {
@@ -137,7 +138,7 @@ double Trainer::bytes_a_parameter() const {
 torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
   RECORD_USER_SCOPE("forward");  // for --profile, and for libtorch's own profiler
   // Forward and loss in low precision where it pays, with the copies of weights that steps publish.
-  mezzo::AutocastGuard autocast(precision_, weights_);
+  mezzo::AutocastGuard autocast(precision_);
   const auto& [ids, mask, labels, tokens] = micro_batch.batch;
   const auto logits = all_ranks_ ? (*all_ranks_)(ids, mask) : model(ids, mask);
   return criterion_(logits.flatten(0, 1).to(torch::kFloat32), labels.flatten()) /

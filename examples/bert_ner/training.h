@@ -85,7 +85,8 @@ class Trainer {
 
   TrainingOptions options_;
   mezzo::AutocastSetting precision_;
-  mezzo::WeightCache weights_;  ///< copies that autocast reads, written by the optimizer
+  /// Copies of the weights that autocast reads, written by the optimizer.
+  mezzo::WeightCache weights_ = mezzo::install_op_overrides(mezzo::WeightCache());
   Ranks ranks_;
   std::vector<double> class_weights_;
   torch::nn::CrossEntropyLoss criterion_;

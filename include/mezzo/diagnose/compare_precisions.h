@@ -6,7 +6,8 @@
 ///     auto comparison = mezzo::compare_precisions(model, loss, batches);
 ///     std::cout << comparison;                                   // a table, and what costs most
 ///     std::ofstream("policy.txt") << comparison.proposal().setting.policy;
-///     auto policy = mezzo::OpPolicy::from_file("policy.txt");    // in the training program
+///     // in the training program:
+///     auto policy = mezzo::install_op_overrides(mezzo::OpPolicy::from_file("policy.txt"));
 #pragma once
 
 #include <c10/core/Device.h>
@@ -137,8 +138,8 @@ inline std::ostream& operator<<(std::ostream& stream, const PrecisionComparison&
 /// do not notice. Meanwhile the model holds copies: 4 bytes a parameter more, and what AdamW takes.
 ///
 /// Ask on a quiet machine. Waits for the device. No other thread may use the model, or multiply
-/// matrices, meanwhile (MatmulPrecisionGuard). With `rank_causes` policies name ops (see
-/// op_policy.h): call it before other threads run ops.
+/// matrices, meanwhile (MatmulPrecisionGuard). With `rank_causes` it installs overrides of the ops
+/// that it tries (see install_op_overrides): call it before other threads run ops.
 /// \throws c10::Error for a model without parameters to train or of another dtype, for no batches,
 ///   for options out of range, inside an autocast region or inference mode, while GradBuckets,
 ///   DataParallel or other hooks stand on the parameters, and what float32 throws. What another

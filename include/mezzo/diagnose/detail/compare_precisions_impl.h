@@ -103,7 +103,7 @@ class RowMaker {
     PrecisionSetting repaired = row.setting;
     repaired.name += " + policy";
     for (const PrecisionCause& op : row.ops) {
-      repaired.policy = repaired.policy.deny(op.name);
+      repaired.policy = install_op_overrides(repaired.policy.deny(op.name));
       const GradientSums sums = bench_.compare(repaired);
       if (sums.error() > options_.max_gradient_error) continue;
       PrecisionRow repaired_row{.setting = repaired};

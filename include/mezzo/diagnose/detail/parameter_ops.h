@@ -8,7 +8,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/StorageImpl.h>
-#include <mezzo/autocast/detail/op_policy/recorded_inputs.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/version.h>
 #include <torch/nn/module.h>
 

@@ -178,7 +178,7 @@ class PrecisionBench {
     std::vector<PrecisionCause> causes;
     for (const std::string& op : low_precision_ops(setting)) {
       PrecisionSetting without = setting;
-      without.policy = setting.policy.deny(op);
+      without.policy = install_op_overrides(setting.policy.deny(op));
       causes.push_back({op, single_batch_error(without)});
     }
     return sorted(std::move(causes));
@@ -242,10 +242,10 @@ class PrecisionBench {
 
   at::Tensor loss_under(const PrecisionSetting& setting, std::size_t batch) {
     const AutocastGuard region(
-        AutocastSetting{.device = device_.type(),
-                        .dtype = setting.autocast.value_or(default_autocast_dtype(device_.type())),
-                        .enabled = setting.autocast.has_value()},
-        setting.policy);
+        {.device = device_.type(),
+         .dtype = setting.autocast.value_or(default_autocast_dtype(device_.type())),
+         .enabled = setting.autocast.has_value(),
+         .policy = setting.policy});
     std::optional<Float32ForParameters> module_in_float32;
     if (exact_ != nullptr) module_in_float32.emplace(device_.type(), *exact_);
     at::Tensor loss = loss_(batch);
