@@ -93,7 +93,7 @@ def main():
             shutil.copytree(source / "include", copy)
             (copy / file.relative_to(source / "include")).write_text(text)
             compile_changed = unit["command"].replace(str(source / "include"), str(copy)).replace(
-                f" -o {output}", f" -o {folder}/kernels.o") + SANITIZED.get(name, "")
+                f" -o {output}", f" -o {folder}/kernels.o") + " -w" + SANITIZED.get(name, "")
             subprocess.run(compile_changed, shell=True, cwd=unit["directory"], check=True, capture_output=True)
             linked = link.replace(output, f"{folder}/kernels.o").replace(
                 f" -o {program}", SANITIZED.get(name, "") + f" -o {folder}/program")
