@@ -102,7 +102,9 @@ def main():
                 run = subprocess.run([f"{folder}/program", "--gtest_fail_fast"], timeout=600, capture_output=True,
                                      text=True, errors="replace",
                                      env=dict(os.environ, ASAN_OPTIONS="detect_leaks=0:protect_shadow_gap=0"))
-                last = re.findall(r"\[ RUN      \] (\S+)", run.stdout)
+                # Where it crashed, the last that began; those that fail_fast leaves out begin, too.
+                last = (re.findall(r"\[  FAILED  \] (\S+)", run.stdout)[:1] or
+                        re.findall(r"\[ RUN      \] (\S+)", run.stdout))
                 how = re.findall(r"AddressSanitizer: (\S+)", run.stderr)
                 noticed = f"{last[-1]}{' (' + how[0] + ')' if how else ''}" if run.returncode else ""
             except subprocess.TimeoutExpired:
