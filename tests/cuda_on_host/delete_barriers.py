@@ -93,7 +93,7 @@ def main():
             shutil.copytree(source / "include", copy)
             (copy / file.relative_to(source / "include")).write_text(text)
             compile_changed = unit["command"].replace(str(source / "include"), str(copy)).replace(
-                f" -o {output}", f" -o {folder}/kernels.o") + SANITIZED.get(name, "")
+                f" -o {output}", f" -o {folder}/kernels.o") + " -w" + SANITIZED.get(name, "")
             subprocess.run(compile_changed, shell=True, cwd=unit["directory"], check=True, capture_output=True)
             linked = link.replace(output, f"{folder}/kernels.o").replace(
                 f" -o {program}", SANITIZED.get(name, "") + f" -o {folder}/program")
@@ -102,7 +102,9 @@ def main():
                 run = subprocess.run([f"{folder}/program", "--gtest_fail_fast"], timeout=600, capture_output=True,
                                      text=True, errors="replace",
                                      env=dict(os.environ, ASAN_OPTIONS="detect_leaks=0:protect_shadow_gap=0"))
-                last = re.findall(r"\[ RUN      \] (\S+)", run.stdout)
+                # Where it crashed, the last that began; those that fail_fast leaves out begin, too.
+                last = (re.findall(r"\[  FAILED  \] (\S+)", run.stdout)[:1] or
+                        re.findall(r"\[ RUN      \] (\S+)", run.stdout))
                 how = re.findall(r"AddressSanitizer: (\S+)", run.stderr)
                 noticed = f"{last[-1]}{' (' + how[0] + ')' if how else ''}" if run.returncode else ""
             except subprocess.TimeoutExpired:
