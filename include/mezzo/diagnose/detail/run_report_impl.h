@@ -53,7 +53,7 @@ font-variant-numeric:tabular-nums}
 th,td{padding:.35rem .7rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
 th:first-child,td:first-child{text-align:left;padding-left:.3rem}th{color:var(--soft);font-weight:500}
 td.text{text-align:left;white-space:normal;min-width:16rem;color:var(--soft)}
-.strip{width:100%;min-width:14rem;height:1.1rem}
+.strip{width:100%;min-width:11rem;height:1.1rem;overflow:hidden}
 .bin{fill:var(--curve)}.lost{fill:var(--mark);fill-opacity:.16}.subnormal{fill:var(--mark);fill-opacity:.06}
 td.name,th.name{text-align:left}tr.proposed{background:var(--good)}p{margin:.7rem 0 0}pre{margin:.6rem 0 0;overflow-x:auto}
 )";
@@ -147,15 +147,16 @@ inline std::string exponents_html(const UnderflowReport& report) {
   const int last = std::min(std::max(all.largest().value_or(0), range.largest) + 1, 60);
   std::ostringstream html;
   html << "<section><h2>Exponents by layer, in " << dtype_name(report.dtype())
-       << "</h2><div class=wide><table><tr><th>layer</th><th>zero</th><th>lost</th>"
-          "<th>overflow</th><th><div class=x><span>2^"
-       << first << "</span><span>2^" << last << "</span></div></th></tr>\n";
+       << "</h2><div class=wide><table><tr><th>layer</th><th><div class=x><span>2^" << first
+       << "</span><span>2^" << last
+       << "</span></div></th><th>zero</th><th>lost</th><th>overflow</th></tr>\n";
   for (const LayerExponents& layer : report.layers()) {
-    html << "<tr><td>" << html_text(layer.layer) << "</td>";
+    html << "<tr><td>" << html_text(layer.layer) << "</td><td>"
+         << exponent_strip(layer, range, first, last) << "</td>";
     for (const double share : {layer.zero, layer.lost, layer.overflow + layer.non_finite}) {
       html << "<td>" << digits(100 * share) << " %</td>";
     }
-    html << "<td>" << exponent_strip(layer, range, first, last) << "</td></tr>\n";
+    html << "</tr>\n";
   }
   html << "</table></div><p>Red ground: lost or overflowing in this type; faint: subnormal. Loss "
           "scale "
