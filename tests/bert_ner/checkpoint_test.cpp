@@ -234,7 +234,9 @@ TEST_F(Checkpoint, IsRefusedForOtherData) {
 
 TEST_F(Checkpoint, IsRefusedForAnotherVocabulary) {
   const auto saved = one_step();
-  std::ofstream(saved / "vocab.txt", std::ios::app) << "more\n";
+  auto vocabulary = test::read_bytes(saved / "vocab.txt");
+  vocabulary.replace(vocabulary.find_last_not_of('\n'), 1, "~");  // of the last token
+  std::ofstream(saved / "vocab.txt") << vocabulary;
   EXPECT_THAT(error_of_resuming(saved), HasSubstr("had another config.json, vocab.txt"));
 }
 
