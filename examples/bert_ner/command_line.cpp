@@ -174,9 +174,6 @@ void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& r
           "--save: keeps one run; choose it with --precision amp, amp-no-scale or fp32");
   require(app.count("--precision") == 0 || run.seeds == 1,
           "--seeds: compares rows; leave --precision out, or give one --seed");
-  require(run.save.empty() || !stores_bfloat16(run.training.precision),
-          "--save: cannot keep what these optimizers keep beside parameters of bfloat16; use "
-          "--precision amp, amp-no-scale, fp16 or fp32");
 }
 
 }  // namespace

@@ -125,7 +125,6 @@ TEST(CommandLine, ImpossibleFlagsAreUsageErrorsOfOneLine) {
       {with_files({"--device", "tpu"}), "--device"},
       {with_files({"--seeds", "0"}), "--seeds: 0 is no number from 1"},
       {with_files({"--precision", "amp", "--seeds", "3"}), "--seeds: compares rows"},
-      {with_files({"--precision", "bf16-stochastic", "--save", "s"}), "--save: cannot keep"},
       {with_files({"--save", "s"}), "--save: keeps one run; choose it with --precision"},
       {with_files({"--precision", "amp", "--save-every", "5"}), "--save-every requires --save"},
       {with_files({"--no-such-flag"}), "--no-such-flag"},

@@ -151,6 +151,8 @@ class GradBuckets {
 /// See GradBuckets::no_sync. May outlive the buckets that gave it.
 class [[nodiscard]] GradBuckets::NoSync {
  public:
+  /// As `no_sync()`; for a guard in a std::optional, which is there for some micro-batches only.
+  explicit NoSync(GradBuckets& buckets) : NoSync(buckets.state_) {}
   ~NoSync() { buckets_->add_no_sync(-1); }
   NoSync(const NoSync&) = delete;
   NoSync& operator=(const NoSync&) = delete;
