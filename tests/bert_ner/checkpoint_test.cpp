@@ -138,6 +138,24 @@ TEST_F(Checkpoint, ARunResumesFromTheEndOfAnEpochToo) {
   expect_same_files(straight, resumed, "-step-12.pt");
 }
 
+TEST_F(Checkpoint, KeepsWhatOptimizersKeepBesideWeightsOfBfloat16) {
+  for (const auto precision : {Precision::bf16_split_master, Precision::bf16_stochastic}) {
+    const auto run = options(precision);
+    auto in_one_go = run;
+    in_one_go.save = folder(std::string(flag_of(precision)) + " straight").string();
+    run_training(in_one_go);
+    auto first = run;
+    first.save = folder(std::string(flag_of(precision)) + " resumed").string();
+    first.max_steps = 6;
+    run_training(first);
+    RunOptions second;
+    second.resume = second.save = first.save;
+    second.quiet = true;
+    run_training(second);
+    expect_same_files(in_one_go.save, second.save, "-step-12.pt");
+  }
+}
+
 TEST_F(Checkpoint, HoldsAScalerThatHasMoved) {
   auto run = options();
   run.save = folder("saved").string();
