@@ -27,6 +27,8 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+namespace detail {
+
 // The same questions asked of ATen's kernels, on devices for which mezzo has none of its own (CUDA
 // without the target mezzo::cuda).
 
@@ -116,6 +118,8 @@ inline AtenCounts count_with_aten(const std::vector<at::Tensor>& gradients,
   }
   return counts;
 }
+
+}  // namespace detail
 
 /// What one read of the gradients of one device gives; one-element tensors on that device. All is
 /// said of the gradients times inv_scale.
