@@ -23,8 +23,8 @@ namespace {
 using cuda_on_host::copies_of;
 using cuda_on_host::kDtypes;
 using cuda_on_host::same_bits;
-using mezzo::detail::GradientStatistics;
-using mezzo::detail::GradientSummary;
+using mezzo::GradientStatistics;
+using mezzo::GradientSummary;
 using mezzo::detail::TableMemory;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
