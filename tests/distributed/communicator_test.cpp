@@ -8,6 +8,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -99,6 +100,29 @@ TEST(Communicator, PassesEveryCallOn) {
 }
 
 // A backend sees none of them.
+/// What wraps a communicator by deriving from the handle instead of CommunicatorBackend.
+struct Counting : Communicator {
+  using Communicator::Communicator;
+  Work all_reduce(const at::Tensor& tensor, Reduction reduction) {
+    ++calls;
+    return Communicator::all_reduce(tensor, reduction);
+  }
+  int calls = 0;
+};
+
+struct Named : Communicator {
+  using Communicator::Communicator;
+  std::string name;
+};
+
+TEST(Communicator, IsNotMadeFromAHandleThatRedefinesACollective) {
+  static_assert(!std::is_constructible_v<Communicator, Counting>);
+  static_assert(!std::is_constructible_v<Communicator, Counting&>);
+  static_assert(!std::is_constructible_v<Communicator, const Counting&>);
+  static_assert(std::is_constructible_v<Communicator, Named&>);
+  static_assert(std::is_constructible_v<Communicator, Communicator&>);
+}
+
 TEST(Communicator, RefusesWrongArgumentsNamingTheRank) {
   std::vector<std::string> log;
   Communicator world = recorder(log);

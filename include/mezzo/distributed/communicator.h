@@ -9,14 +9,31 @@
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/work.h>  // IWYU pragma: export
 
+#include <concepts>
 #include <cstdint>
 #include <memory>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+class Communicator;
+
 namespace detail {
 class CollectiveLog;
 struct CollectiveCall;
+
+/// A member that `Handle` inherits is Communicator's, and has Communicator in its type.
+template <class Handle>
+concept InheritsCollectives = requires {
+  requires std::same_as<decltype(&Handle::all_reduce),
+                        Work (Communicator::*)(const at::Tensor&, Reduction)>;
+  requires std::same_as<decltype(&Handle::broadcast),
+                        Work (Communicator::*)(const at::Tensor&, int)>;
+  requires std::same_as<decltype(&Handle::all_gather),
+                        Work (Communicator::*)(const at::Tensor&, const at::Tensor&)>;
+  requires std::same_as<decltype(&Handle::reduce_scatter),
+                        Work (Communicator::*)(const at::Tensor&, const at::Tensor&, Reduction)>;
+  requires std::same_as<decltype(&Handle::barrier), Work (Communicator::*)()>;
+};
 }  // namespace detail
 
 /// One transport's collectives, which a new communicator derives from. It does what `Communicator`
@@ -53,6 +70,12 @@ class Communicator {
  public:
   /// \throws c10::Error if `backend` is null
   explicit Communicator(std::shared_ptr<CommunicatorBackend> backend);
+
+  /// A class that derives from this one and redefines a collective would be copied without it:
+  /// derive from CommunicatorBackend instead.
+  template <std::derived_from<Communicator> Handle>
+  requires(!detail::InheritsCollectives<Handle>) Communicator(const Handle&)
+  = delete;
 
   int rank() const { return backend_->rank(); }
   int size() const { return backend_->size(); }

@@ -102,7 +102,8 @@ TEST_F(CheckpointArguments, GoToEveryKindOfCallable) {
   expect_gradient(mezzo::activation_checkpoint(doubled, x_), 2);
   expect_gradient(mezzo::activation_checkpoint(Scale{3}, x_), 3);
   expect_gradient(mezzo::activation_checkpoint(&Scale::by, Scale{3}, x_, 2.0), 6);
-  expect_gradient(mezzo::activation_checkpoint(&Scale::by, std::make_shared<Scale>(3), x_, 2.0), 6);
+  expect_gradient(
+      mezzo::activation_checkpoint(&Scale::by, std::make_shared<Scale>(Scale{3}), x_, 2.0), 6);
   expect_gradient(
       mezzo::activation_checkpoint(
           [owned = std::make_unique<int>(7)](const Tensor& x) { return x * *owned; }, x_),

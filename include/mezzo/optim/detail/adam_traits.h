@@ -72,9 +72,9 @@ struct AdamTraits : OptimizerTraits<Options, State> {
   static void check_for_aten(const Options&) {}
   static void aten_step(const Options& options, const AtenLists& lists,
                         const AtenVerdict& verdict) {
-    const auto [beta1, beta2] = options.betas();
-    const auto& [means, squares, largest] = lists.moments;
     const auto call = [&](auto step, auto lr) {
+      const auto [beta1, beta2] = options.betas();
+      const auto& [means, squares, largest] = lists.moments;
       step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, beta1,
            beta2, options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false,
            verdict.grad_scale, verdict.found_inf);

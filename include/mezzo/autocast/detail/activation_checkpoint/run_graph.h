@@ -199,13 +199,13 @@ class TemporaryEdges {
       if (!wanted[i]) set_edge(*boundary()[i].source, boundary()[i].index, {});
     }
     std::unordered_set<const torch::autograd::Node*> idle;
-    for (auto* node : graph_.nodes | std::views::reverse) {
+    for (auto node = graph_.nodes.rbegin(); node != graph_.nodes.rend(); ++node) {
       bool leads_on = false;
-      for (std::size_t i = 0; i < node->num_outputs(); ++i) {
-        if (idle.contains(node->next_edge(i).function.get())) set_edge(*node, i, {});
-        leads_on = leads_on || node->next_edge(i).is_valid();
+      for (std::size_t i = 0; i < (*node)->num_outputs(); ++i) {
+        if (idle.contains((*node)->next_edge(i).function.get())) set_edge(**node, i, {});
+        leads_on = leads_on || (*node)->next_edge(i).is_valid();
       }
-      if (!leads_on) idle.insert(node);
+      if (!leads_on) idle.insert(*node);
     }
   }
 
