@@ -287,9 +287,9 @@ TEST_P(SummaryOfDtype, AgreesWithWhatAtensKernelsSay) {
       gradients[0][1][3] = bad;
       const auto own =
           mezzo::detail::gradient_statistics(gradients, torch::full({1}, inv_scale), torch::kHalf);
-      const auto aten = mezzo::summarize_with_aten(gradients, torch::full({1}, inv_scale));
-      const auto counts = mezzo::count_with_aten(gradients, torch::full({1}, inv_scale),
-                                                 mezzo::detail::underflow_of(torch::kHalf));
+      const auto aten = mezzo::detail::summarize_with_aten(gradients, torch::full({1}, inv_scale));
+      const auto counts = mezzo::detail::count_with_aten(gradients, torch::full({1}, inv_scale),
+                                                         mezzo::detail::underflow_of(torch::kHalf));
       EXPECT_EQ(aten.found_inf.item<float>(), own.summary.found_inf.item<float>());
       expect_near(aten.sum_of_squares.item<double>(), own.summary.sum_of_squares.item<double>());
       EXPECT_TRUE(torch::allclose(aten.max_abs, own.summary.max_abs, 1e-6, 0, true));
@@ -322,7 +322,7 @@ TEST(GradientSummary, OfNothingIsZero) {
     EXPECT_EQ(summary.found_inf.item<float>(), 0);
     EXPECT_EQ(summary.sum_of_squares.item<double>(), 0);
     EXPECT_EQ(summary.max_abs.item<double>(), 0);
-    const auto aten = mezzo::summarize_with_aten(nothing, inv_scale);
+    const auto aten = mezzo::detail::summarize_with_aten(nothing, inv_scale);
     EXPECT_EQ(aten.found_inf.item<float>(), 0);
     EXPECT_EQ(aten.sum_of_squares.item<double>(), 0);
     const auto statistics =
