@@ -28,7 +28,7 @@ struct Float32Entry {
 };
 
 /// All of the table, parents before children.
-inline constexpr std::array<Float32Entry, 9> kFloat32Entrys = {
+inline constexpr std::array<Float32Entry, 9> kFloat32Entries = {
     {{at::Float32Backend::GENERIC, at::Float32Op::ALL},
      {at::Float32Backend::CUDA, at::Float32Op::ALL},
      {at::Float32Backend::MKLDNN, at::Float32Op::ALL},
@@ -39,11 +39,11 @@ inline constexpr std::array<Float32Entry, 9> kFloat32Entrys = {
      {at::Float32Backend::MKLDNN, at::Float32Op::CONV},
      {at::Float32Backend::MKLDNN, at::Float32Op::RNN}}};
 
-using Float32Table = std::array<at::Float32Precision, kFloat32Entrys.size()>;
+using Float32Table = std::array<at::Float32Precision, kFloat32Entries.size()>;
 
 inline void write_float32_table(at::Context& context, const Float32Table& table) {
   for (std::size_t i = 0; i < table.size(); ++i) {
-    context.setFloat32Precision(kFloat32Entrys[i].backend, kFloat32Entrys[i].op, table[i]);
+    context.setFloat32Precision(kFloat32Entries[i].backend, kFloat32Entries[i].op, table[i]);
   }
 }
 
@@ -51,7 +51,7 @@ inline void write_float32_table(at::Context& context, const Float32Table& table)
 inline Float32Table take_float32_table(at::Context& context) {
   Float32Table table{};
   for (std::size_t i = 0; i < table.size(); ++i) {
-    const auto [backend, op] = kFloat32Entrys[i];
+    const auto [backend, op] = kFloat32Entries[i];
     table[i] = context.float32Precision(backend, op);
     context.setFloat32Precision(backend, op, at::Float32Precision::NONE);
   }
