@@ -209,16 +209,21 @@ void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWPa
 /// What the archive holds is what the optimizer alone would have written: no state more or less,
 /// each of the parameter's shape, strides and dtype.
 TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
-  Communicator ranks = world();
+  const FirstRanks group(sizes().back());  // of three, averages would be rounded
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
-    Model model = fresh_model(dtype), alone = fresh_model(dtype), other = fresh_model(dtype);
-    ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, options, kSmallBuckets);
+    Model alone = fresh_model(dtype), other = fresh_model(dtype);
+    std::string archive;
+    if (group.has_this()) {
+      Model model = fresh_model(dtype);
+      ShardedOptimizer<AdamW> sharded(model->parameters(), group.ranks(), options, kSmallBuckets);
+      train(model, sharded, 0, 3);
+      archive = archive_of(sharded);
+    }
     AdamW whole(alone->parameters(), options);
-    train(model, sharded, 0, 3);
     train(alone, whole, 0, 3);
     AdamW loaded(other->parameters(), AdamWOptions(1.));
-    load_archive(loaded, from_rank_0(archive_of(sharded)));
+    load_archive(loaded, from_rank_0(archive));
     ASSERT_EQ(loaded.state().size(), whole.state().size());
     EXPECT_EQ(static_cast<AdamWOptions&>(loaded.param_groups()[0].options()).lr(), 0.01);
     for (std::size_t i = 0; i < alone->parameters().size(); ++i) {

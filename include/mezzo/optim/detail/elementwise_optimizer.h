@@ -126,7 +126,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   using Many = std::vector<One>;
 
   /// Who takes part in a step, and with what: all is looked up and checked before anything is
-  /// written. It serves one step, that of the report that it was made for.
+  /// written. It serves one step, that of the report that it was made for, unless what it points to
+  /// has been replaced meanwhile.
   struct Plan {
     std::uint64_t number = 0;        ///< of the report; 0: there is none
     std::vector<Options> options{};  ///< of the groups, as the step takes them
@@ -173,6 +174,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   std::vector<at::Tensor> own_parameters() const;
   std::vector<std::pair<const at::Tensor*, std::size_t>> parameter_lists() const;
   void make_plan(bool of_masters);
+  bool is_planned(const GradientReport& report) const;
   void plan_parameter(const at::Tensor& parameter, std::uint64_t number, const Options& options,
                       bool of_masters);
   at::Tensor master_gradient(const at::Tensor& parameter) const;

@@ -107,6 +107,26 @@ void ElementwiseOptimizer<Traits>::make_plan(bool of_masters) {
   }
 }
 
+/// Whether the plan was made for `report`, and all that it points to is still there.
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::is_planned(const GradientReport& report) const {
+  if (report.plan == 0 || report.plan != plan_.number) return false;
+  if (plan_.groups != parameter_lists()) return false;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (!(plan_.options[group] == options_of(group))) return false;
+  }
+  const auto is_current = [&](const One& one) {
+    const at::Tensor& gradient = one.parameter->grad();
+    if (!report.of_masters && !gradient.is_same(one.gradient)) return false;
+    if (one.state == nullptr) return true;
+    const auto state = state_.find(one.parameter->unsafeGetTensorImpl());
+    return state != state_.end() && state->second.get() == one.state;
+  };
+  return std::all_of(plan_.devices.begin(), plan_.devices.end(), [&](const auto& device) {
+    return std::all_of(device.participants.begin(), device.participants.end(), is_current);
+  });
+}
+
 template <class Traits>
 void ElementwiseOptimizer<Traits>::plan_parameter(const at::Tensor& parameter, std::uint64_t number,
                                                   const Options& options, bool of_masters) {
