@@ -310,9 +310,10 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
   Communicator ranks = world();
   Model model, alone;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
-  AdamW whole(alone->parameters(), AdamWOptions(0.01));
+  ShardedOptimizer<AdamW> undisturbed(alone->parameters(), ranks, AdamWOptions(0.01),
+                                      kSmallBuckets);
   train(model, optimizer, 0, 2);
-  train(alone, whole, 0, 2);
+  train(alone, undisturbed, 0, 2);
   const at::Tensor other = torch::zeros({3}).requires_grad_();
   AdamW of_another_model({other}, AdamWOptions(0.5));
   EXPECT_THAT(error_of([&] { load_archive(optimizer, archive_of(of_another_model)); }),
@@ -332,7 +333,7 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
               HasSubstr("ema_decay is 0.5"));
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
   train(model, optimizer, 2, 4);
-  train(alone, whole, 2, 4);
+  train(alone, undisturbed, 2, 4);
   sharded_test::expect_equal(model, alone, "as if nothing had been");
 }
 

@@ -132,6 +132,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
     std::uint64_t number = 0;        ///< of the report; 0: there is none
     std::vector<Options> options{};  ///< of the groups, as the step takes them
     std::vector<std::pair<const at::Tensor*, std::size_t>> groups{};  ///< where their lists lie
+    std::size_t states = 0;                                           ///< how many there were
     std::vector<DeviceParticipants<Traits>> devices{};
     std::vector<Bystander> bystanders{};
     bool has_inference = false;  ///< a parameter is an inference tensor
