@@ -221,6 +221,10 @@ TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
   optimizer.step();
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(wanted));
   weight.sum().backward();
+  const mezzo::GradientReport report = optimizer.report(torch::ones({}));
+  optimizer.apply(report);
+  EXPECT_THAT(error_of([&] { optimizer.apply(report); }), HasSubstr(wanted)) << "it serves one";
+  weight.sum().backward();
   {
     const auto too_late = optimizer.no_sync();
     weight.sum().backward();
@@ -228,7 +232,7 @@ TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(wanted));
   optimizer.zero_grad();
   optimizer.step();
-  EXPECT_EQ(optimizer.applied_steps(), 1) << "there was nothing to step with";
+  EXPECT_EQ(optimizer.applied_steps(), 2) << "there was nothing to step with";
 }
 
 TEST(ShardedTraining, ClosuresRunOnce) {

@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <limits>
+#include <sstream>
 #include <vector>
 
 namespace {
@@ -75,6 +76,37 @@ TEST(GradientReport, ServesOneStepAndTheOptimizerAsItIs) {
   x.mutable_grad() = torch::full({1}, 8.0F);
   optimizer.apply(report);
   EXPECT_EQ(x.item<float>(), -2.0F) << "the gradient as it is now";
+}
+
+TEST(GradientReport, TakesWhatWasReplacedSinceAsItIsNow) {
+  const auto x = reported({4});
+  SGD optimizer({x}, SGDOptions(1.0));
+  const auto of_another_rate = optimizer.report(inverse());
+  optimizer.param_groups()[0].options().set_lr(0.5);
+  optimizer.apply(of_another_rate);
+  EXPECT_EQ(x.item<float>(), 0.5F);
+  const auto of_another_gradient = optimizer.report(inverse());
+  x.mutable_grad() = torch::full({1}, 8.0F);
+  optimizer.apply(of_another_gradient);
+  EXPECT_EQ(x.item<float>(), -0.5F);
+  const auto of_none = optimizer.report(inverse());
+  x.mutable_grad() = torch::Tensor();
+  optimizer.apply(of_none);
+  EXPECT_EQ(x.item<float>(), -0.5F);
+}
+
+TEST(GradientReport, StepsTheStateThatWasLoadedSince) {
+  const auto x = reported({4});
+  AdamW optimizer({x}, AdamWOptions(0.1));
+  optimizer.step();
+  std::stringstream file;
+  torch::save(optimizer, file);
+  optimizer.step();
+  const auto report = optimizer.report(inverse());
+  torch::load(optimizer, file);
+  optimizer.apply(report);
+  EXPECT_EQ(static_cast<mezzo::optim::AdamWParamState&>(*optimizer.state().begin()->second).step(),
+            2);
 }
 
 TEST(GradientReport, TellsOfHalfThatNoMasterWidens) {

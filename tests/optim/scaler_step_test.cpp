@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
@@ -357,6 +358,69 @@ TEST(ScalerStepWithOptions, ClipsSparseGradientsToo) {
   x.mutable_grad() = torch::sparse_coo_tensor(torch::tensor({{1, 1, 3}}), values, {4});
   EXPECT_TRUE(scaler.step(sgd, {.max_norm = 1.0}).ran());  // 3 at place 1, 4 at place 3
   EXPECT_TRUE(torch::allclose(x, torch::tensor({0.0F, -0.6F, 0.0F, -0.8F})));
+}
+
+/// A gradient of double that is scaled by 4, for an optimizer whose step subtracts gradients.
+torch::Tensor double_parameter() {
+  const auto x = torch::zeros({3}, torch::kDouble).requires_grad_();
+  x.mutable_grad() = torch::tensor({3.0, 4.0, 12.0}, torch::kDouble) * 4;
+  return x;
+}
+
+TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
+  const auto ours = double_parameter(), theirs = double_parameter();
+  mezzo::optim::SGD fused({ours}, mezzo::optim::SGDOptions(1.0));
+  torch::optim::SGD plain({theirs}, torch::optim::SGDOptions(1.0));
+  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  (void)scaler.scale(torch::zeros({}));
+  scaler.step(fused, {.max_norm = 1.0});
+  scaler.step(plain, {.max_norm = 1.0});
+  const double coefficient = 1.0 / (13.0 + 1e-6);
+  EXPECT_NEAR(ours[2].item<double>(), -12.0 * coefficient, 1e-15);
+  EXPECT_NEAR(theirs[2].item<double>(), -12.0 * coefficient, 1e-15);
+}
+
+TEST(ScalerStepWithOptions, SkipsThoughTheGradientsHaveGoneSinceTheInfWasFound) {
+  const auto x = torch::ones({1}).requires_grad_(), frozen = torch::ones({1});
+  mezzo::optim::SGD optimizer({x, frozen}, mezzo::optim::SGDOptions(1.0).ema_decay(0.5));
+  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  (void)scaler.scale(torch::zeros({}));
+  x.mutable_grad() = torch::full({1}, 4.0F);
+  scaler.step(optimizer, {});
+  scaler.update();
+  EXPECT_EQ(optimizer.average_of(x).item<float>(), 0.5F);
+  x.mutable_grad()[0] = kInfinity;
+  scaler.unscale_(optimizer);
+  optimizer.zero_grad();
+  frozen.fill_(3);
+  EXPECT_FALSE(scaler.step(optimizer, {}).ran());
+  scaler.update();
+  EXPECT_EQ(optimizer.average_of(x).item<float>(), 0.5F);
+  EXPECT_EQ(optimizer.average_of(frozen).item<float>(), 1.0F);
+  EXPECT_EQ(scaler.get_scale(), 2.0);
+}
+
+/// Of an optimizer whose gradients went between the last unscale and the step.
+template <class Optimizer, class Options>
+void expect_to_step_without_gradients(const Options& options) {
+  for (const float gradient : {4.0F, float{kInfinity}}) {
+    const auto x = torch::ones({1}).requires_grad_();
+    Optimizer optimizer({x}, options);
+    GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    (void)scaler.scale(torch::zeros({}));
+    x.mutable_grad() = torch::full({1}, gradient);
+    scaler.unscale_(optimizer);
+    const std::vector<torch::Tensor> found = scaler.release(optimizer);
+    optimizer.zero_grad();
+    scaler.adopt(optimizer, found);
+    EXPECT_EQ(scaler.step(optimizer, {}).ran(), gradient == 4.0F);
+    EXPECT_EQ(x.item<float>(), 1.0F);
+  }
+}
+
+TEST(ScalerStepWithOptions, TakesAnAdoptedOptimizerWhoseGradientsHaveGone) {
+  expect_to_step_without_gradients<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1.0));
+  expect_to_step_without_gradients<torch::optim::SGD>(torch::optim::SGDOptions(1.0));
 }
 
 }  // namespace

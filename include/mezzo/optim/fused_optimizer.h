@@ -58,8 +58,10 @@ class FusedOptimizer : public OptimizerInterface {
 
   /// The step. `report` says what to multiply gradients by and whether to step at all: one that
   /// this optimizer has just made, or one that names all devices with gradients and their factors.
-  /// It serves one step, and the state stays as it is until then. A skipped step leaves parameters,
-  /// moments and counts as they were, bit for bit.
+  /// It serves one step, of the gradients that it read. Options and gradients that were replaced
+  /// since, and states that were loaded or cleared, are taken as they are now; a single state is
+  /// not to be replaced in between. A skipped step leaves parameters, moments and counts as they
+  /// were, bit for bit.
   /// Runs on the current streams; waits for a device only where parameters lie on several.
   /// \throws c10::Error if a gradient is sparse, or of a dtype wider than its parameter's
   virtual void apply(const GradientReport& report, const StepOptions& options = {}) = 0;

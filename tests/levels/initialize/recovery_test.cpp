@@ -150,6 +150,16 @@ TEST(AmpRecovery, GivesMicroBatchesUpWithAnOrdinaryZeroGradToo) {
   }
 }
 
+TEST(AmpRecovery, StepsThoughAnOrdinaryZeroGradTookAllGradients) {
+  for (const OptLevel& level : {OptLevel::O0(), OptLevel::O1()}) {  // masters keep theirs
+    Solo solo(level);
+    solo.pass(0.25);
+    solo.sgd.zero_grad();
+    solo.amp.step(solo.sgd);
+    EXPECT_EQ(weight_of(solo.model), 1.0F) << level.name();
+  }
+}
+
 TEST(AmpRecovery, RefusesItsCallsWithinABackwardPassAndGoesOn) {
   Solo solo(OptLevel::O2());
   Amp& amp = solo.amp;

@@ -222,7 +222,7 @@ void ShardedOptimizer<OptimizerType>::apply(const GradientReport& report,
   TORCH_CHECK(!publishes(),
               "ShardedOptimizer: it writes no copies of weights for a WeightCache, of which it "
               "makes a part alone; call stop_publishing(), and regions cast as ever");
-  if (report.plan == 0) prepare();
+  if (report.plan == 0 || !exchange_->has_summed()) prepare();  // which throws for a report used up
   const GradientReport own = report.devices.empty() ? average_of_sums() : report;
   inner_->apply(own, options);
   weights_.gather();

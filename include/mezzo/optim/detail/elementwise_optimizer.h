@@ -126,11 +126,13 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   using Many = std::vector<One>;
 
   /// Who takes part in a step, and with what: all is looked up and checked before anything is
-  /// written. It serves one step, that of the report that it was made for.
+  /// written. It serves one step, that of the report that it was made for, unless what it points to
+  /// has been replaced meanwhile.
   struct Plan {
     std::uint64_t number = 0;        ///< of the report; 0: there is none
     std::vector<Options> options{};  ///< of the groups, as the step takes them
     std::vector<std::pair<const at::Tensor*, std::size_t>> groups{};  ///< where their lists lie
+    std::size_t states = 0;                                           ///< how many there were
     std::vector<DeviceParticipants<Traits>> devices{};
     std::vector<Bystander> bystanders{};
     bool has_inference = false;  ///< a parameter is an inference tensor
@@ -173,6 +175,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   std::vector<at::Tensor> own_parameters() const;
   std::vector<std::pair<const at::Tensor*, std::size_t>> parameter_lists() const;
   void make_plan(bool of_masters);
+  bool is_planned(const GradientReport& report) const;
   void plan_parameter(const at::Tensor& parameter, std::uint64_t number, const Options& options,
                       bool of_masters);
   at::Tensor master_gradient(const at::Tensor& parameter) const;

@@ -87,6 +87,7 @@ void ElementwiseOptimizer<Traits>::make_plan(bool of_masters) {
   const c10::NoGradGuard no_grad;
   plan_.clear();
   plan_.groups = parameter_lists();
+  plan_.states = state_.size();
   plan_.options.reserve(param_groups_.size());
   std::uint64_t number = 0;
   seen_.begin();
@@ -105,6 +106,29 @@ void ElementwiseOptimizer<Traits>::make_plan(bool of_masters) {
     plan_.clear();
     throw;
   }
+}
+
+/// Whether the plan was made for `report`, and what it points to is still there. Of states the
+/// number and one are looked at: a file or clear() replaces all, and looking each up takes longer
+/// than the rest of this.
+template <class Traits>
+bool ElementwiseOptimizer<Traits>::is_planned(const GradientReport& report) const {
+  if (report.plan == 0 || report.plan != plan_.number) return false;
+  if (plan_.groups != parameter_lists() || plan_.states != state_.size()) return false;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (!(plan_.options[group] == options_of(group))) return false;
+  }
+  bool has_seen_state = false;
+  const auto is_current = [&](const One& one) {
+    const at::Tensor& gradient = one.parameter->grad();
+    if (!report.of_masters && !gradient.is_same(one.gradient)) return false;
+    if (one.state == nullptr || std::exchange(has_seen_state, true)) return true;
+    const auto state = state_.find(one.parameter->unsafeGetTensorImpl());
+    return state != state_.end() && state->second.get() == one.state;
+  };
+  return std::all_of(plan_.devices.begin(), plan_.devices.end(), [&](const auto& device) {
+    return std::all_of(device.participants.begin(), device.participants.end(), is_current);
+  });
 }
 
 template <class Traits>

@@ -37,7 +37,7 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::apply_with(const GradientReport& report,
                                               const StepOptions& options, bool with_aten) {
   try {
-    if (report.plan == 0 || report.plan != plan_.number || plan_.groups != parameter_lists()) {
+    if (!is_planned(report)) {
       follow_parameters(/*reattaches=*/false);
       make_plan(report.of_masters);
     }

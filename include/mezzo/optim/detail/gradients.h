@@ -165,11 +165,13 @@ class StepTaker {
     LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
       if (factor == 1.0) return;
       const NoGraphGuard no_graph;
-      // As float, which is what unscaling multiplies by.
-      const auto multiplier = static_cast<double>(static_cast<float>(factor));
+      // As float, which is what mezzo's kernels multiply by, but for doubles.
+      const auto as_float = static_cast<double>(static_cast<float>(factor));
       for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
         const at::Tensor& own = parameter.grad();
-        if (own.defined()) all_.push_back({parameter, own, own.mul(multiplier)});
+        if (!own.defined()) return;
+        const double multiplier = own.scalar_type() == at::kDouble ? factor : as_float;
+        all_.push_back({parameter, own, own.mul(multiplier)});
       });
       for (Lent& one : all_) {
         one.parameter.mutable_grad() = one.multiplied;

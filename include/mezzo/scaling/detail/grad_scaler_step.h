@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/scaling/detail/grad_scaler_impl.h>
@@ -151,6 +152,12 @@ inline GradientReport GradScaler::report_into(detail::OptimizerRecord& record,
   TORCH_CHECK(was_unscaled || allow_fp16_gradients_ || !report.has_bare_half,
               detail::kHalfGradients);
   if (!was_unscaled) record.found_inf.clear();
+  if (report.devices.empty() &&
+      !record.checks().empty()) {  // they have gone since they were checked
+    DeviceGradientReport& none = report.devices.emplace_back();
+    none.inv_scale = inv_scale;
+    detail::note(detail::summarize_gradients({}, inv_scale), none);
+  }
   for (const DeviceGradientReport& one : report.devices) {
     const at::Tensor found = counts ? one.found_inf : at::zeros_like(one.found_inf);
     detail::add_check(record.found_inf, detail::beyond(record.found_elsewhere, found));
