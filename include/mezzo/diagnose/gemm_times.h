@@ -9,7 +9,6 @@
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/recorder.h>
 
 #include <compare>
 #include <cstdint>
