@@ -146,7 +146,7 @@ class Telemetry {
   Telemetry& operator=(const Telemetry&) = delete;
 
   /// `writer` gets all records that are not handed over yet. A file (telemetry_files.h), a
-  /// `std::ref` to a RunReport (run_report.h), or any callable.
+  /// DivergenceWatch, a `std::ref` to a RunReport (run_report.h), or any callable.
   void write_to(Writer writer) { writers_.push_back(std::move(writer)); }
 
   /// Notes a step. `loss` has one element, is not scaled, and is only read; undefined: no loss.
