@@ -40,22 +40,23 @@ struct Patient : torch::nn::Module {
   at::Tensor mask = register_buffer("mask", torch::zeros({4}));
 };
 
-DivergenceOptions into(std::vector<Divergence>& heard) {
+DivergenceOptions told_to(std::vector<Divergence>& heard) {
   return {.callback = [&heard](const Divergence& divergence) { heard.push_back(divergence); }};
 }
 
-TelemetryRecord step(std::int64_t number, double loss, bool skipped = false, double scale = 1024) {
+TelemetryRecord step_record(std::int64_t number, double loss, bool skipped = false,
+                            double scale = 1024) {
   return {.step = number, .loss = loss, .scale = scale, .skipped = skipped};
 }
 
 /// What a watch says about `patient` at a step with this loss, the first having had 1.
 Divergence diagnosed(const Patient& patient, double loss) {
   std::vector<Divergence> heard;
-  DivergenceOptions options = into(heard);
+  DivergenceOptions options = told_to(heard);
   options.skips_in_a_row = 1;
   DivergenceWatch watch(patient, options);
-  watch(step(1, 1.0));
-  watch(step(2, loss, /*skipped=*/true));
+  watch(step_record(1, 1.0));
+  watch(step_record(2, loss, /*skipped=*/true));
   EXPECT_EQ(heard.size(), 1);
   return heard.empty() ? Divergence() : heard.front();
 }
@@ -63,12 +64,12 @@ Divergence diagnosed(const Patient& patient, double loss) {
 TEST(DivergenceWatch, HearsSkipsInARowOnceInAThousandSteps) {
   const Patient patient;
   std::vector<Divergence> heard;
-  DivergenceWatch watch(patient, into(heard));
-  for (std::int64_t i = 1; i <= 9; ++i) watch(step(i, 1.0, true));
-  watch(step(10, 1.0));
-  for (std::int64_t i = 11; i <= 19; ++i) watch(step(i, 1.0, true));
+  DivergenceWatch watch(patient, told_to(heard));
+  for (std::int64_t i = 1; i <= 9; ++i) watch(step_record(i, 1.0, true));
+  watch(step_record(10, 1.0));
+  for (std::int64_t i = 11; i <= 19; ++i) watch(step_record(i, 1.0, true));
   EXPECT_TRUE(heard.empty()) << "never ten in a row";
-  for (std::int64_t i = 20; i <= 2500; ++i) watch(step(i, 1.0, true));
+  for (std::int64_t i = 20; i <= 2500; ++i) watch(step_record(i, 1.0, true));
   ASSERT_EQ(heard.size(), 3);
   EXPECT_EQ(heard[0].record.step, 20);
   EXPECT_EQ(heard[0].skips, 10);
@@ -78,16 +79,16 @@ TEST(DivergenceWatch, HearsSkipsInARowOnceInAThousandSteps) {
 TEST(DivergenceWatch, HearsAScaleAtItsFloorAndALossThatIsNotFinite) {
   const Patient patient;
   std::vector<Divergence> heard;
-  DivergenceWatch at_floor(patient, into(heard));
-  at_floor(step(1, 1.0, false, 0.5));
+  DivergenceWatch at_floor(patient, told_to(heard));
+  at_floor(step_record(1, 1.0, false, 0.5));
   EXPECT_TRUE(heard.empty()) << "that step ran";
-  at_floor(step(2, 1.0, true, 0.5));
+  at_floor(step_record(2, 1.0, true, 0.5));
   EXPECT_EQ(heard.size(), 1);
-  DivergenceWatch of_loss(patient, into(heard));
-  of_loss(step(1, 1.0));
+  DivergenceWatch of_loss(patient, told_to(heard));
+  of_loss(step_record(1, 1.0));
   of_loss({.step = 2, .skipped = true});
   EXPECT_EQ(heard.size(), 1) << "no loss was recorded";
-  of_loss(step(3, kInfiniteLoss));
+  of_loss(step_record(3, kInfiniteLoss));
   ASSERT_EQ(heard.size(), 2);
   EXPECT_EQ(heard[1].cause, DivergenceCause::loss_not_finite);
 }
@@ -112,12 +113,12 @@ TEST(DivergenceWatch, BlamesTheRateWhereTheLossRoseOrTheWeightsGrew) {
   EXPECT_THAT(rose.message(), AllOf(HasSubstr("from 1 to 40"), HasSubstr("a tenth")));
 
   std::vector<Divergence> heard;
-  DivergenceWatch watch(patient, into(heard));
+  DivergenceWatch watch(patient, told_to(heard));
   {
     const torch::NoGradGuard no_grad;
     for (const at::Tensor& parameter : patient.parameters()) parameter.mul_(20);
   }
-  watch(step(1, kInfiniteLoss));
+  watch(step_record(1, kInfiniteLoss));
   ASSERT_EQ(heard.size(), 1);
   EXPECT_EQ(heard[0].cause, DivergenceCause::learning_rate);
   EXPECT_EQ(heard[0].evidence.find("the loss"), std::string::npos) << "it was never finite";
@@ -163,9 +164,9 @@ TEST(DivergenceWatch, WritesTheDiagnosisWhereNobodyListens) {
   const Patient patient;
   testing::internal::CaptureStderr();
   DivergenceWatch watch(patient);
-  watch(step(1, 1.0));
-  watch(step(2, kInfiniteLoss));
-  watch(step(3, kInfiniteLoss));
+  watch(step_record(1, 1.0));
+  watch(step_record(2, kInfiniteLoss));
+  watch(step_record(3, kInfiniteLoss));
   const std::string written = testing::internal::GetCapturedStderr();
   EXPECT_THAT(written, HasSubstr("Training diverges (step 2;"));
   EXPECT_EQ(written.find("step 3"), std::string::npos);
@@ -184,7 +185,7 @@ TEST(DivergenceWatch, FindsTheRateOfARunThatCollapses) {
   std::vector<Divergence> heard;
   {
     mezzo::Telemetry telemetry;
-    telemetry.write_to(DivergenceWatch(*model, into(heard)));
+    telemetry.write_to(DivergenceWatch(*model, told_to(heard)));
     for (int i = 0; i < 40; ++i) {
       optimizer.zero_grad();
       const at::Tensor loss = model->forward(inputs).sub(1).square().mean();

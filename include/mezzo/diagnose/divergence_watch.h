@@ -16,7 +16,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -32,6 +31,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -82,7 +82,8 @@ struct DivergenceOptions {
 /// several each rank watches its own loss; one that stops alone leaves the others waiting.
 class DivergenceWatch {
  public:
-  /// Keeps the parameters and buffers, not the model. Reads the weights once.
+  /// Keeps the parameters and buffers, not the model. Reads the weights once, which
+  /// waits for the device.
   /// \throws c10::Error unless skips_in_a_row is positive
   explicit DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options = {});
 
@@ -96,7 +97,7 @@ class DivergenceWatch {
 
   DivergenceOptions options_;
   NamedParameters parameters_, buffers_;
-  at::Tensor first_norm_;                         // of all weights, when the watch was made
+  double first_norm_;                             // of all weights, when the watch was made
   std::optional<double> first_loss_, last_loss_;  // that were finite
   std::int64_t skips_ = 0;
   std::int64_t quiet_until_ = 0;  // a step
@@ -104,13 +105,11 @@ class DivergenceWatch {
 
 namespace detail {
 
-/// The 2-norm of all as one vector, on the first one's device.
-inline at::Tensor norm_of_all(const NamedParameters& tensors) {
-  at::Tensor squares = at::zeros({}, at::kDouble);
-  for (const auto& [name, tensor] : tensors) {
-    squares = squares.to(tensor.device()) + norm_of(tensor.detach()).square();
-  }
-  return squares.sqrt();
+/// The 2-norm of all as one vector.
+inline double norm_of_all(const NamedParameters& tensors) {
+  std::vector<at::Tensor> norms;
+  for (const auto& [name, tensor] : tensors) norms.push_back(norm_of(tensor.detach()));
+  return norms.empty() ? 0 : stacked_on_host(std::move(norms)).norm().item<double>();
 }
 
 /// What to do, by cause.
@@ -134,7 +133,9 @@ inline std::string Divergence::message() const {
 }
 
 inline DivergenceWatch::DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options)
-    : options_(std::move(options)), parameters_(name_parameters(model)) {
+    : options_(std::move(options)),
+      parameters_(name_parameters(model)),
+      first_norm_(detail::norm_of_all(parameters_)) {
   TORCH_CHECK(options_.skips_in_a_row > 0, "DivergenceWatch: skips_in_a_row is ",
               options_.skips_in_a_row, "; it should be positive");
   for (const auto& entry : model.named_buffers()) {
@@ -142,7 +143,6 @@ inline DivergenceWatch::DivergenceWatch(const torch::nn::Module& model, Divergen
       buffers_.emplace_back(entry.key(), entry.value());
     }
   }
-  first_norm_ = detail::norm_of_all(parameters_);
 }
 
 inline void DivergenceWatch::operator()(const TelemetryRecord& record) {
@@ -193,13 +193,12 @@ inline bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
 }
 
 inline bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
-  const double before = first_norm_.item<double>();
-  const double now = detail::norm_of_all(parameters_).item<double>();
+  const double now = detail::norm_of_all(parameters_);
   const bool loss_rose = first_loss_ && *last_loss_ > 2 * std::abs(*first_loss_);
-  if (!loss_rose && !(now > 10 * before)) return false;
+  if (!loss_rose && !(now > 10 * first_norm_)) return false;
   divergence.cause = DivergenceCause::learning_rate;
   divergence.evidence = c10::str("since the start the norm of all weights went from ",
-                                 detail::digits(before), " to ", detail::digits(now));
+                                 detail::digits(first_norm_), " to ", detail::digits(now));
   if (first_loss_) {
     divergence.evidence +=
         c10::str(" and the loss, while it was finite, from ", detail::digits(*first_loss_), " to ",
