@@ -18,7 +18,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/norm.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <c10/util/StringUtil.h>
