@@ -152,4 +152,3 @@ PrecisionComparison compare_precisions(Model&& model, const Loss& loss, const Ba
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #include <mezzo/diagnose/detail/compare_precisions_impl.h>  // IWYU pragma: export
-#include <mezzo/diagnose/detail/comparison_table.h>         // IWYU pragma: export

@@ -10,13 +10,22 @@
 ///     report.save("run.html");
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/compare_precisions.h>
+#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/report_html.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/diagnose/underflow.h>
 
+#include <c10/util/Exception.h>
+
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <fstream>
+#include <limits>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,6 +78,116 @@ class RunReport {
   std::string exponents_;  // as HTML
 };
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+inline void RunReport::add(const UnderflowReport& report) {
+  exponents_ += detail::exponents_html(report);
+}
 
-#include <mezzo/diagnose/detail/run_report_impl.h>  // IWYU pragma: export
+inline void RunReport::Point::add(const Point& other) {
+  last = other.last;
+  loss += other.loss;
+  losses += other.losses;
+  scale = other.scale;
+  norm = std::max(norm, other.norm);
+  skips += other.skips;
+}
+
+inline void RunReport::operator()(const TelemetryRecord& record) {
+  Point point{.first = record.step,
+              .last = record.step,
+              .scale = record.scale,
+              .skips = record.skipped ? 1 : 0};
+  if (record.loss) {
+    point.loss = *record.loss;
+    point.losses = 1;
+  }
+  if (record.grad_norm && !record.skipped) point.norm = *record.grad_norm;
+  last_ = record;
+  const bool joins = !points_.empty() && record.step - points_.back().first < steps_a_point_ &&
+                     record.step >= points_.back().first;
+  if (joins) {
+    points_.back().add(point);
+  } else {
+    points_.push_back(point);
+  }
+  if (points_.size() > kMostPoints) thin();
+}
+
+inline void RunReport::thin() {
+  steps_a_point_ *= 2;
+  std::vector<Point> kept;
+  for (const Point& point : points_) {
+    const bool joins = !kept.empty() && point.last - kept.back().first < steps_a_point_;
+    if (joins) {
+      kept.back().add(point);
+    } else {
+      kept.push_back(point);
+    }
+  }
+  points_ = std::move(kept);
+}
+
+inline std::string RunReport::facts_html() const {
+  std::int64_t skips = 0;
+  for (const Point& point : points_) skips += point.skips;
+  std::ostringstream html;
+  const auto fact = [&html](const char* name, const std::string& value) {
+    html << "<div><dt>" << name << "</dt><dd>" << value << "</dd></div>";
+  };
+  html << "<dl>";
+  fact("steps", std::to_string(points_.back().last - points_.front().first + 1));
+  fact("skipped", std::to_string(skips));
+  if (last_.loss) fact("last loss", detail::digits(*last_.loss, 4));
+  fact("loss scale", detail::digits(last_.scale, 6));
+  if (last_.tokens_per_second) fact("tokens/s", detail::digits(*last_.tokens_per_second, 4));
+  if (last_.memory_bytes) fact("MiB", detail::digits(*last_.memory_bytes / 1048576, 5));
+  html << "</dl>\n";
+  return html.str();
+}
+
+inline std::string RunReport::charts_html() const {
+  detail::Chart loss{.title = "loss"};
+  detail::Chart scale{.title = "loss scale", .logarithmic = true, .steps = true};
+  detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true};
+  for (const Point& point : points_) {
+    constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
+    const auto step = static_cast<double>(point.first);
+    const double mean = point.loss / static_cast<double>(point.losses);  // 0 / 0 is a gap
+    loss.points.push_back({step, mean});
+    if (point.losses > 0 && detail::nonfinite_bits(mean)) {
+      loss.marks.emplace_back(step, "loss is " + detail::number_text(mean));
+    }
+    scale.points.push_back({step, point.scale});
+    norm.points.push_back({step, point.norm < 0 ? kGap : point.norm});
+    if (point.skips == 0) continue;
+    scale.marks.emplace_back(step, "step " + std::to_string(point.last) + " skipped");
+  }
+  norm.marks = scale.marks;
+  if (!scale.marks.empty()) scale.title += "; red: a skipped step";
+  if (!loss.marks.empty()) loss.title += "; red: inf or NaN";
+  return "<div class=charts>\n" + detail::chart_html(loss) + detail::chart_html(scale) +
+         detail::chart_html(norm) + "</div>\n";
+}
+
+inline std::string RunReport::html() const {
+  const std::string title = detail::html_text(title_);
+  std::string page =
+      "<!doctype html>\n<html lang=en><meta charset=utf-8>"
+      "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
+      title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n";
+  if (!points_.empty()) page += facts_html() + charts_html();
+  page += exponents_;
+  for (const PrecisionComparison& comparison : comparisons_) {
+    page += detail::comparison_html(comparison);
+  }
+  return page;
+}
+
+inline void RunReport::save(const std::string& path) const {
+  std::ofstream file(path, std::ios::trunc);
+  TORCH_CHECK(file.is_open(), path, ": cannot be written; does its folder exist?");
+  file << html();
+  file.close();
+  TORCH_CHECK(file.good(), path, ": could not be written; is the disk full?");
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -14,23 +14,84 @@
 ///     report.save("run.html");
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/late_number.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
+#include <bit>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A tensor of one element on its way to the host. The copy overwrites a NaN that no arithmetic
+/// makes, so its arrival shows without a question to the device.
+class LateNumber {
+ public:
+  explicit LateNumber(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    TORCH_CHECK(tensor.numel() == 1, "Telemetry::record: loss has ", tensor.numel(),
+                " elements; give its mean or sum");
+    const at::Tensor number = tensor.detach().reshape({}).to(at::kFloat);
+    if (number.is_cpu()) {
+      value_ = number.item<float>();
+      return;
+    }
+    const c10::InferenceMode no_inference(false);
+    device_ = number.device();
+    host_ = at::empty({}, at::TensorOptions(at::kFloat).pinned_memory(true));
+    *host_.mutable_data_ptr<float>() = std::bit_cast<float>(kNotThere);
+    host_.copy_(number, /*non_blocking=*/true);
+  }
+
+  bool ready() {
+    if (!host_.defined()) return true;
+    const std::atomic_ref<std::uint32_t> bits(*static_cast<std::uint32_t*>(host_.data_ptr()));
+    return bits.load(std::memory_order_acquire) != kNotThere;
+  }
+
+  /// None of an undefined tensor. May wait for the device.
+  std::optional<double> value() {
+    if (host_.defined()) {
+      if (!ready())
+        c10::impl::VirtualGuardImpl(device_->type()).synchronizeDevice(device_->index());
+      value_ = *host_.const_data_ptr<float>();
+      host_ = at::Tensor();
+    }
+    return value_;
+  }
+
+ private:
+  static constexpr std::uint32_t kNotThere = 0x7FC5EED5U;
+
+  at::Tensor host_;
+  std::optional<at::Device> device_;
+  std::optional<double> value_;
+};
+
+}  // namespace detail
 
 /// What is known of one step, once it is. What nobody told or measured is unset.
 struct TelemetryRecord {
@@ -85,7 +146,7 @@ class Telemetry {
   Telemetry& operator=(const Telemetry&) = delete;
 
   /// `writer` gets all records that are not handed over yet. A file (telemetry_files.h), a
-  /// `std::ref` to a RunReport (run_report.h), or any callable.
+  /// DivergenceWatch, a `std::ref` to a RunReport (run_report.h), or any callable.
   void write_to(Writer writer) { writers_.push_back(std::move(writer)); }
 
   /// Notes a step. `loss` has one element, is not scaled, and is only read; undefined: no loss.
@@ -111,7 +172,75 @@ class Telemetry {
   std::deque<Pending> pending_;
   std::vector<Writer> writers_;
 };
+namespace detail {
+
+inline std::optional<double> memory_in_use(const at::Tensor& loss) {
+  if (!loss.defined()) return std::nullopt;
+  if (loss.is_cuda()) {
+    const auto stats =
+        at::getDeviceAllocator(loss.device().type())->getDeviceStats(loss.device().index());
+    constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    return static_cast<double>(stats.allocated_bytes[kAll].peak);
+  }
+  std::FILE* const file = std::fopen("/proc/self/statm", "r");
+  if (file == nullptr) return std::nullopt;
+  long all = 0;
+  long resident = 0;
+  const bool is_read = std::fscanf(file, "%ld %ld", &all, &resident) == 2;
+  std::fclose(file);
+  if (!is_read) return std::nullopt;
+  return static_cast<double>(resident) * static_cast<double>(::sysconf(_SC_PAGESIZE));
+}
+
+}  // namespace detail
+
+inline Telemetry::~Telemetry() {
+  try {
+    flush();
+  } catch (const std::exception& error) {
+    TORCH_WARN("Telemetry: the last records were not written: ", error.what());
+  }
+}
+
+inline void Telemetry::record(const StepResult& result, const at::Tensor& loss,
+                              const TelemetryStep& step) {
+  const auto now = std::chrono::steady_clock::now();
+  TelemetryRecord record;
+  record.wall_time =
+      std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+  record.underflow = step.underflow;
+  record.memory_bytes = detail::memory_in_use(loss);
+  if (step.tokens > 0 && last_call_.has_value()) {
+    const std::chrono::duration<double> passed = now - *last_call_;
+    record.tokens_per_second = static_cast<double>(step.tokens) / passed.count();
+  }
+  last_call_ = now;
+  detail::LateNumber late_loss(loss);
+  record.step = next_step_++;
+  pending_.push_back({record, result, std::move(late_loss), step.max_norm});
+  deliver(/*waits=*/false);
+}
+
+inline void Telemetry::deliver(bool waits) {
+  while (!pending_.empty()) {
+    Pending& first = pending_.front();
+    if (!waits && !(first.result.ready() && first.loss.ready())) return;
+    const TelemetryRecord record = finished(first);
+    pending_.pop_front();  // also where a writer throws
+    for (const Writer& writer : writers_) writer(record);
+  }
+}
+
+inline TelemetryRecord Telemetry::finished(Pending& pending) {
+  TelemetryRecord record = pending.record;
+  record.loss = pending.loss.value();
+  record.scale = pending.result.scale();
+  record.skipped = !pending.result.ran();
+  record.grad_norm = pending.result.grad_norm();
+  if (record.grad_norm && !record.skipped && !detail::is_positive_infinity(pending.max_norm)) {
+    record.clip_ratio = std::min(1.0, pending.max_norm / (*record.grad_norm + 1e-6));
+  }
+  return record;
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#include <mezzo/diagnose/detail/telemetry_impl.h>  // IWYU pragma: export

@@ -1,5 +1,5 @@
 /// \file
-/// From a model's products to their times, and these as a table.
+/// From a model's products to their times.
 #pragma once
 
 #include <ATen/Context.h>
@@ -10,8 +10,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/matmul_precision.h>
 #include <mezzo/diagnose/gemm_times.h>
@@ -19,18 +20,120 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
-#include <iomanip>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <ostream>
-#include <sstream>
-#include <string>
+#include <string_view>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Notes the matrix products of a thread while it lives.
+class GemmRecorder {
+ public:
+  GemmRecorder() {
+    TORCH_CHECK(listener() == nullptr,
+                "benchmark_gemms: this thread is within another benchmark_gemms");
+    listener() = this;
+    callback_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&GemmRecorder::start, &GemmRecorder::end)
+            .needsInputs(true)
+            .scopes({at::RecordScope::FUNCTION}));
+  }
+  ~GemmRecorder() { stop(); }
+  GemmRecorder(const GemmRecorder&) = delete;
+  GemmRecorder& operator=(const GemmRecorder&) = delete;
+
+  void stop() {
+    if (listener() != this) return;
+    at::removeCallback(callback_);
+    listener() = nullptr;
+  }
+
+  /// The products by shape, and how many there were of each.
+  const std::map<GemmShape, int64_t>& calls() const noexcept { return calls_; }
+
+  /// Where all of them ran.
+  c10::Device device() const {
+    TORCH_CHECK(!devices_.empty(),
+                "benchmark_gemms: the model came to no product by mm, addmm, bmm or baddbmm");
+    const c10::Device device = devices_.front();
+    TORCH_CHECK(devices_.size() == 1, "benchmark_gemms: the model multiplies on ", device,
+                " and on ", devices_.back(), "; time its parts one by one");
+    TORCH_CHECK(device.is_cpu() || device.is_cuda(), "benchmark_gemms: the model multiplies on ",
+                device, "; it can be timed on cpu and cuda");
+    return device;
+  }
+
+ private:
+  struct Context final : at::ObserverContext {
+    bool is_gemm = false;
+  };
+
+  static GemmRecorder*& listener() {
+    static thread_local GemmRecorder* active = nullptr;
+    return active;
+  }
+
+  /// Which argument is the left factor; the right one follows it.
+  static std::optional<std::size_t> left_factor(std::string_view op) {
+    if (op == "aten::mm" || op == "aten::bmm") return 0;
+    if (op == "aten::addmm" || op == "aten::baddbmm") return 1;
+    return std::nullopt;
+  }
+
+  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
+    auto context = std::make_unique<Context>();
+    if (listener() != nullptr) context->is_gemm = listener()->enter(function);
+    return context;
+  }
+
+  static void end(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
+    const bool is_gemm = context != nullptr && static_cast<Context*>(context)->is_gemm;
+    if (listener() != nullptr && is_gemm) --listener()->depth_;
+  }
+
+  bool enter(const at::RecordFunction& function) {
+    const auto name = function.operator_name();
+    if (!name) return false;
+    const auto left = left_factor(name->name);
+    const OpArguments inputs = recorded_inputs(function);
+    if (!left || inputs.size() < *left + 2) return false;
+    // Under autocast the op calls itself with the cast factors.
+    if (depth_++ == 0) note(inputs[*left], inputs[*left + 1]);
+    return true;
+  }
+
+  void note(const c10::IValue& a, const c10::IValue& b) {
+    if (!a.isTensor() || !b.isTensor()) return;
+    const at::Tensor& left = a.toTensor();
+    const at::Tensor& right = b.toTensor();
+    if (!left.is_floating_point() || left.numel() == 0 || right.numel() == 0) return;
+    ++calls_[{.batch = left.dim() == 3 ? left.size(0) : 1,
+              .m = left.size(-2),
+              .n = right.size(-1),
+              .k = left.size(-1),
+              .a_transposed = is_transposed(left),
+              .b_transposed = is_transposed(right)}];
+    if (std::find(devices_.begin(), devices_.end(), left.device()) == devices_.end()) {
+      devices_.push_back(left.device());
+    }
+  }
+
+  static bool is_transposed(const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && tensor.stride(-2) == 1 && tensor.stride(-1) != 1 &&
+           tensor.size(-1) > 1;
+  }
+
+  std::map<GemmShape, int64_t> calls_;
+  std::vector<c10::Device> devices_;
+  int depth_ = 0;
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
+};
 
 class GemmStopwatch {
  public:
@@ -113,47 +216,15 @@ class GemmStopwatch {
   at::Generator generator_;
 };
 
-inline GemmShape shape_of(const RecordedGemm& gemm) {
-  const auto& [a, b, device] = gemm;
-  const bool batched = a.sizes.size() == 3;
-  return {.batch = batched ? a.sizes[0] : 1,
-          .m = a.sizes[batched ? 1 : 0],
-          .n = b.sizes[batched ? 2 : 1],
-          .k = a.sizes[batched ? 2 : 1],
-          .a_transposed = a.transposed,
-          .b_transposed = b.transposed};
-}
-
-inline std::vector<GemmRow> rows_of(const std::vector<RecordedGemm>& gemms) {
-  std::map<GemmShape, int64_t> calls;
-  for (const RecordedGemm& gemm : gemms) ++calls[shape_of(gemm)];
-  std::vector<GemmRow> rows;
-  for (const auto& [shape, count] : calls) {
-    rows.push_back({.shape = shape, .calls = count, .as_is = {}, .padded = std::nullopt});
-  }
-  return rows;
-}
-
-inline c10::Device device_of(const std::vector<RecordedGemm>& gemms) {
-  TORCH_CHECK(!gemms.empty(),
-              "benchmark_gemms: the model came to no product by mm, addmm, bmm or baddbmm");
-  const c10::Device device = gemms.front().device;
-  for (const RecordedGemm& gemm : gemms) {
-    TORCH_CHECK(gemm.device == device, "benchmark_gemms: the model multiplies on ", device,
-                " and on ", gemm.device, "; time its parts one by one");
-  }
-  TORCH_CHECK(device.is_cpu() || device.is_cuda(), "benchmark_gemms: the model multiplies on ",
-              device, "; it can be timed on cpu and cuda");
-  return device;
-}
-
-inline GemmTimes timed(const std::vector<RecordedGemm>& gemms, const GemmTimingOptions& options) {
+inline GemmTimes timed(const GemmRecorder& recorder, const GemmTimingOptions& options) {
   const at::NoGradGuard no_grad;
-  GemmTimes times{.device = device_of(gemms), .rows = rows_of(gemms)};
+  GemmTimes times{.device = recorder.device(), .rows = {}};
   const GemmStopwatch stopwatch(times.device, options.seconds);
-  for (GemmRow& row : times.rows) {
-    row.as_is = stopwatch.time(row.shape);
-    if (row.shape.padded() != row.shape) row.padded = stopwatch.time(row.shape.padded());
+  for (const auto& [shape, calls] : recorder.calls()) {
+    GemmRow row{
+        .shape = shape, .calls = calls, .as_is = stopwatch.time(shape), .padded = std::nullopt};
+    if (shape.padded() != shape) row.padded = stopwatch.time(shape.padded());
+    times.rows.push_back(row);
   }
   std::stable_sort(times.rows.begin(), times.rows.end(), [](const GemmRow& a, const GemmRow& b) {
     return a.as_is.float32 * static_cast<double>(a.calls) >
@@ -162,90 +233,24 @@ inline GemmTimes timed(const std::vector<RecordedGemm>& gemms, const GemmTimingO
   return times;
 }
 
-/// A line of the table.
-inline std::string gemm_line(const std::string& calls, const std::string& shape,
-                             const GemmMicroseconds& times) {
-  std::ostringstream line;
-  const auto number = [&line](std::optional<double> value) {
-    line << std::setw(12);
-    if (value) {
-      line << std::fixed << std::setprecision(1) << *value;
-    } else {
-      line << "-";
-    }
-  };
-  line << std::setw(6) << calls << "  " << std::left << std::setw(40) << shape << std::right;
-  number(times.float32);
-  number(times.tf32);
-  number(times.float16);
-  number(times.bfloat16);
-  line << "\n";
-  return line.str();
-}
-
-inline void add_calls(GemmMicroseconds& sum, const GemmMicroseconds& times, int64_t calls) {
-  const auto count = static_cast<double>(calls);
-  sum.float32 += count * times.float32;
-  if (times.tf32) sum.tf32 = sum.tf32.value_or(0) + count * *times.tf32;
-  sum.float16 += count * times.float16;
-  sum.bfloat16 += count * times.bfloat16;
-}
-
 }  // namespace detail
-
-inline GemmShape GemmShape::padded() const {
-  const auto up = [](int64_t size) { return (size + 7) / 8 * 8; };
-  GemmShape shape = *this;
-  shape.m = up(m);
-  shape.n = up(n);
-  shape.k = up(k);
-  return shape;
-}
-
-inline std::string GemmShape::to_string() const {
-  const std::string product =
-      c10::str(m, " x ", k, a_transposed ? " T" : "", " . ", k, " x ", n, b_transposed ? " T" : "");
-  return batch == 1 ? product : c10::str(batch, " x (", product, ")");
-}
-
-inline std::ostream& operator<<(std::ostream& stream, const GemmTimes& times) {
-  GemmMicroseconds as_is, padded;
-  bool any_padded = false;
-  stream << "matrix products on " << times.device << ", microseconds a call\n"
-         << " calls  " << std::left << std::setw(40) << "shape" << std::right << std::setw(12)
-         << "float32" << std::setw(12) << "tf32" << std::setw(12) << "float16" << std::setw(12)
-         << "bfloat16"
-         << "\n";
-  for (const GemmRow& row : times.rows) {
-    stream << detail::gemm_line(std::to_string(row.calls), row.shape.to_string(), row.as_is);
-    detail::add_calls(as_is, row.as_is, row.calls);
-    detail::add_calls(padded, row.padded.value_or(row.as_is), row.calls);
-    if (!row.padded) continue;
-    any_padded = true;
-    stream << detail::gemm_line("", "  padded: " + row.shape.padded().to_string(), *row.padded);
-  }
-  stream << detail::gemm_line("", "all calls", as_is);
-  if (any_padded) stream << detail::gemm_line("", "all calls, padded", padded);
-  return stream;
-}
 
 template <class Model, class Sample>
 GemmTimes benchmark_gemms(Model&& model, const Sample& sample, const GemmTimingOptions& options) {
   TORCH_CHECK(options.seconds > 0 && !detail::nonfinite_bits(options.seconds),
               "benchmark_gemms: seconds is ", options.seconds,
               "; it should be positive and finite");
-  std::vector<detail::RecordedGemm> gemms;
+  detail::GemmRecorder recorder;
   {
     const at::NoGradGuard no_grad;
-    const detail::GemmRecorder recorder;
     if constexpr (requires { model->forward(sample); }) {
       model->forward(sample);
     } else {
       model(sample);
     }
-    gemms = recorder.gemms();
   }
-  return detail::timed(gemms, options);
+  recorder.stop();
+  return detail::timed(recorder, options);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <charconv>
+#include <cstddef>
 #include <cstdio>
 #include <string>
 #include <string_view>
@@ -27,11 +28,17 @@ inline std::string json_number(double value) {
   return nonfinite_bits(value) ? "\"" + number_text(value) + "\"" : number_text(value);
 }
 
-/// `value` in so many significant digits: "0.0123", "1.2e-05", "inf".
+/// `value` in so many significant digits: "0.0123", "1.2e-05", "inf", "nan".
 inline std::string digits(double value, int significant = 3) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%.*g", significant, value);
-  return text.data();
+  return std::string_view(text.data()) == "-nan" ? "nan" : text.data();
+}
+
+/// Of a parameter's name: the module that it belongs to, "(model)" for the model itself.
+inline std::string layer_name(const std::string& parameter) {
+  const std::size_t dot = parameter.rfind('.');
+  return dot == std::string::npos ? "(model)" : parameter.substr(0, dot);
 }
 
 /// `text` as HTML shows it, also inside of an attribute.

@@ -7,9 +7,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/matmul_precision.h>
 #include <mezzo/diagnose/compare_precisions.h>
-#include <mezzo/diagnose/detail/borrowed_model.h>
-#include <mezzo/diagnose/detail/parameter_ops.h>
-#include <mezzo/diagnose/detail/peak_memory.h>
+#include <mezzo/diagnose/detail/bench_scopes.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 

@@ -3,7 +3,6 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
-#include <mezzo/diagnose/detail/parameter_ops.h>
 #include <mezzo/diagnose/underflow.h>
 
 #include <ATen/core/Tensor.h>
@@ -148,8 +147,8 @@ inline void UnderflowReport::add(const std::string& layer, const at::Tensor& val
 }
 
 inline void UnderflowReport::add_gradients(torch::nn::Module& model) {
-  for (const auto& [name, parameters] : detail::parameter_owners(model)) {
-    for (const at::Tensor& parameter : parameters) add(name, parameter.grad());
+  for (const auto& entry : model.named_parameters()) {
+    add(detail::layer_name(entry.key()), entry.value().grad());
   }
 }
 

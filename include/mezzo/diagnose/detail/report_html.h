@@ -1,21 +1,20 @@
+/// \file
+/// The parts of a RunReport's page: its style, charts and tables.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/comparison_table.h>
+#include <mezzo/diagnose/compare_precisions.h>
 #include <mezzo/diagnose/detail/number_text.h>
-#include <mezzo/diagnose/detail/svg_chart.h>
-#include <mezzo/diagnose/run_report.h>
-
-#include <c10/util/Exception.h>
+#include <mezzo/diagnose/underflow.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <fstream>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -164,118 +163,127 @@ inline std::string exponents_html(const UnderflowReport& report) {
   return html.str();
 }
 
-}  // namespace detail
+// A curve as inline SVG. Only lines are in the SVG, which stretches to the page's width; text is
+// HTML beside it, and stays readable on a phone.
 
-inline void RunReport::add(const UnderflowReport& report) {
-  exponents_ += detail::exponents_html(report);
-}
+struct CurvePoint {
+  double x = 0;
+  double y = 0;  ///< what is not finite is a gap
+};
 
-inline void RunReport::Point::add(const Point& other) {
-  last = other.last;
-  loss += other.loss;
-  losses += other.losses;
-  scale = other.scale;
-  norm = std::max(norm, other.norm);
-  skips += other.skips;
-}
+struct Chart {
+  std::string title;
+  std::vector<CurvePoint> points = {};
+  std::vector<std::pair<double, std::string>> marks = {};  ///< vertical lines: where, and why
+  bool logarithmic = false;  ///< by powers of two; then a y that is not positive is a gap
+  bool steps = false;        ///< y holds until the next point
+};
 
-inline void RunReport::operator()(const TelemetryRecord& record) {
-  Point point{.first = record.step,
-              .last = record.step,
-              .scale = record.scale,
-              .skips = record.skipped ? 1 : 0};
-  if (record.loss) {
-    point.loss = *record.loss;
-    point.losses = 1;
-  }
-  if (record.grad_norm && !record.skipped) point.norm = *record.grad_norm;
-  last_ = record;
-  const bool joins = !points_.empty() && record.step - points_.back().first < steps_a_point_ &&
-                     record.step >= points_.back().first;
-  if (joins) {
-    points_.back().add(point);
-  } else {
-    points_.push_back(point);
-  }
-  if (points_.size() > kMostPoints) thin();
-}
-
-inline void RunReport::thin() {
-  steps_a_point_ *= 2;
-  std::vector<Point> kept;
-  for (const Point& point : points_) {
-    const bool joins = !kept.empty() && point.last - kept.back().first < steps_a_point_;
-    if (joins) {
-      kept.back().add(point);
-    } else {
-      kept.push_back(point);
+/// The y axis of a chart: from its values to 0 (below) to 100 (above), with lines at round numbers.
+class ValueAxis {
+ public:
+  explicit ValueAxis(const Chart& chart) : logarithmic_(chart.logarithmic) {
+    low_ = std::numeric_limits<double>::max();
+    high_ = std::numeric_limits<double>::lowest();
+    for (const CurvePoint& point : chart.points) {
+      const double y = scaled(point.y);
+      if (nonfinite_bits(y)) continue;
+      low_ = std::min(low_, y);
+      high_ = std::max(high_, y);
     }
+    if (low_ > high_) low_ = high_ = 0;
+    step_ = round_step((high_ - low_) / 3);
+    low_ = std::floor(low_ / step_) * step_;
+    high_ = std::max(std::ceil(high_ / step_) * step_, low_ + step_);
   }
-  points_ = std::move(kept);
+
+  std::optional<double> position(double value) const {
+    const double y = scaled(value);
+    if (nonfinite_bits(y)) return std::nullopt;
+    return 100 * (y - low_) / (high_ - low_);
+  }
+
+  /// Where lines are, and what they say, from below.
+  std::vector<std::pair<double, std::string>> lines() const {
+    std::vector<std::pair<double, std::string>> lines;
+    const auto number = static_cast<int>(std::lround((high_ - low_) / step_));
+    for (int i = 0; i <= number; ++i) {
+      const double y = low_ + i * step_;
+      lines.emplace_back(100.0 * i / number, digits(logarithmic_ ? std::exp2(y) : y, 5));
+    }
+    return lines;
+  }
+
+ private:
+  double scaled(double value) const { return logarithmic_ ? std::log2(value) : value; }
+
+  /// The next of 1, 2, 5, 10, ...; of powers of two whole ones.
+  double round_step(double step) const {
+    if (logarithmic_) return std::max(1.0, std::ceil(step));
+    if (!(step > 0)) return 1;
+    const double power = std::pow(10, std::floor(std::log10(step)));
+    for (const double factor : {1, 2, 5}) {
+      if (step <= factor * power) return factor * power;
+    }
+    return 10 * power;
+  }
+
+  bool logarithmic_;
+  double low_, high_, step_;
+};
+
+/// The curve's path in a square of 100 by 100, which has y downwards.
+inline std::string curve_path(const Chart& chart, const ValueAxis& axis, double first,
+                              double width) {
+  std::string path;
+  bool is_drawing = false;
+  std::string before;
+  for (const CurvePoint& point : chart.points) {
+    const auto y = axis.position(point.y);
+    if (!y) {
+      is_drawing = false;
+      continue;
+    }
+    const std::string place = digits(100 * (point.x - first) / width, 6);
+    const std::string height = digits(100 - *y, 5);
+    if (is_drawing && chart.steps) path += "L" + place + " " + before;
+    path += (is_drawing ? "L" : "M") + place + " " + height;
+    if (!is_drawing) path += "h0";  // a lone point is seen, since ends of lines are round
+    is_drawing = true;
+    before = height;
+  }
+  return path;
 }
 
-inline std::string RunReport::facts_html() const {
-  std::int64_t skips = 0;
-  for (const Point& point : points_) skips += point.skips;
+/// The chart as a figure; of no points a sentence.
+inline std::string chart_html(const Chart& chart) {
   std::ostringstream html;
-  const auto fact = [&html](const char* name, const std::string& value) {
-    html << "<div><dt>" << name << "</dt><dd>" << value << "</dd></div>";
-  };
-  html << "<dl>";
-  fact("steps", std::to_string(points_.back().last - points_.front().first + 1));
-  fact("skipped", std::to_string(skips));
-  if (last_.loss) fact("last loss", detail::digits(*last_.loss, 4));
-  fact("loss scale", detail::digits(last_.scale, 6));
-  if (last_.tokens_per_second) fact("tokens/s", detail::digits(*last_.tokens_per_second, 4));
-  if (last_.memory_bytes) fact("MiB", detail::digits(*last_.memory_bytes / 1048576, 5));
-  html << "</dl>\n";
+  html << "<figure><figcaption>" << html_text(chart.title) << "</figcaption>";
+  if (chart.points.empty()) {
+    html << "<p>Nothing was recorded.</p></figure>\n";
+    return html.str();
+  }
+  const double first = chart.points.front().x;
+  const double width = std::max(chart.points.back().x - first, 1.0);
+  const ValueAxis axis(chart);
+  html << "<div class=chart><div class=y>";
+  for (const auto& [height, text] : axis.lines()) {
+    html << "<span style='bottom:" << digits(height, 4) << "%'>" << text << "</span>";
+  }
+  html << "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='"
+       << html_text(chart.title) << "'>";
+  for (const auto& [height, text] : axis.lines()) {
+    html << "<path class=grid d='M0 " << digits(100 - height, 4) << "H100'/>";
+  }
+  for (const auto& [where, why] : chart.marks) {
+    html << "<path class=mark d='M" << digits(100 * (where - first) / width, 6) << " 0V100'><title>"
+         << html_text(why) << "</title></path>";
+  }
+  html << "<path class=curve d='" << curve_path(chart, axis, first, width) << "'/></svg>";
+  html << "<div class=x><span>step " << digits(first, 10) << "</span><span>"
+       << digits(chart.points.back().x, 10) << "</span></div></div></figure>\n";
   return html.str();
 }
 
-inline std::string RunReport::charts_html() const {
-  detail::Chart loss{.title = "loss"};
-  detail::Chart scale{.title = "loss scale", .logarithmic = true, .steps = true};
-  detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true};
-  for (const Point& point : points_) {
-    constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
-    const auto step = static_cast<double>(point.first);
-    const double mean = point.loss / static_cast<double>(point.losses);  // 0 / 0 is a gap
-    loss.points.push_back({step, mean});
-    if (point.losses > 0 && detail::nonfinite_bits(mean)) {
-      loss.marks.emplace_back(step, "loss is " + detail::number_text(mean));
-    }
-    scale.points.push_back({step, point.scale});
-    norm.points.push_back({step, point.norm < 0 ? kGap : point.norm});
-    if (point.skips == 0) continue;
-    scale.marks.emplace_back(step, "step " + std::to_string(point.last) + " skipped");
-  }
-  norm.marks = scale.marks;
-  if (!scale.marks.empty()) scale.title += "; red: a skipped step";
-  if (!loss.marks.empty()) loss.title += "; red: inf or NaN";
-  return "<div class=charts>\n" + detail::chart_html(loss) + detail::chart_html(scale) +
-         detail::chart_html(norm) + "</div>\n";
-}
-
-inline std::string RunReport::html() const {
-  const std::string title = detail::html_text(title_);
-  std::string page =
-      "<!doctype html>\n<html lang=en><meta charset=utf-8>"
-      "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
-      title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n";
-  if (!points_.empty()) page += facts_html() + charts_html();
-  page += exponents_;
-  for (const PrecisionComparison& comparison : comparisons_) {
-    page += detail::comparison_html(comparison);
-  }
-  return page;
-}
-
-inline void RunReport::save(const std::string& path) const {
-  std::ofstream file(path, std::ios::trunc);
-  TORCH_CHECK(file.is_open(), path, ": cannot be written; does its folder exist?");
-  file << html();
-  file.close();
-  TORCH_CHECK(file.good(), path, ": could not be written; is the disk full?");
-}
-
+}  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,49 @@
+// A learning rate that is too high, in half: activations overflow, every step is skipped, and the
+// loss scale falls and falls. Shows what mezzo says about it, and stops the run.
+// Exits with 1 if the run was not stopped.
+#include <mezzo/diagnose/divergence_watch.h>
+#include <mezzo/diagnose/overflow_report.h>
+#include <mezzo/diagnose/telemetry.h>
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <iostream>
+
+int main() {
+  torch::manual_seed(0);
+  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::ReLU(),
+                              torch::nn::Linear(64, 64), torch::nn::ReLU(),
+                              torch::nn::Linear(64, 4));
+  model->to(device);
+  const torch::Tensor inputs = torch::randn({256, 16}, device);
+  const torch::Tensor labels = inputs.slice(1, 0, 4).argmax(1);
+
+  mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(30.0));
+  mezzo::GradScaler scaler;
+  scaler.on_skip(mezzo::OverflowReport(*model));  // which gradients were inf or NaN
+  mezzo::Telemetry telemetry;
+  telemetry.write_to(  // is the run lost, and why?
+      mezzo::DivergenceWatch(*model, {.policy = mezzo::DivergencePolicy::stop}));
+
+  try {
+    for (int step = 1; step <= 100; ++step) {
+      optimizer.zero_grad();
+      torch::Tensor loss;
+      {
+        const mezzo::AutocastGuard autocast({.device = device.type(), .dtype = torch::kHalf});
+        loss = torch::nn::functional::cross_entropy(model->forward(inputs), labels);
+      }
+      scaler.scale(loss).backward();
+      const auto result = scaler.step(optimizer);
+      scaler.update();
+      telemetry.record(result, loss);
+    }
+    telemetry.flush();
+  } catch (const c10::Error& error) {
+    std::cout << error.what_without_backtrace() << "\n";
+    return 0;
+  }
+  std::cout << "the run was not stopped\n";
+  return 1;
+}

@@ -1,0 +1,275 @@
+/// \file
+/// What PrecisionBench puts round a model while it runs: copies in place of its memory, single
+/// modules in float32, and a count of bytes.
+#pragma once
+
+#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/version.h>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/Device.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
+#include <torch/nn/module.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Lends a model other memory, and at the end gives it back its own: parameters and buffers, their
+/// versions and gradients, and the default random generators, to the bit. Whoever knows a parameter
+/// by its address, its memory or its version, as optimizers do, sees nothing of it.
+class BorrowedModel {
+ public:
+  explicit BorrowedModel(torch::nn::Module& model) {
+    std::unordered_set<const c10::TensorImpl*> seen;  // tied weights have several names
+    for (const auto& entry : model.named_parameters()) {
+      if (seen.insert(entry.value().unsafeGetTensorImpl()).second) borrow(entry, true);
+    }
+    for (const auto& entry : model.named_buffers()) {
+      if (seen.insert(entry.value().unsafeGetTensorImpl()).second) borrow(entry, false);
+    }
+    for (const at::Generator& generator : default_generators(CudaDevices::in_use)) {
+      random_.emplace_back(generator, state_of(generator));
+    }
+    for (const Lent& lent : all_) {
+      torch::autograd::impl::set_version_counter(lent.tensor, c10::VariableVersion(0));
+    }
+  }
+
+  ~BorrowedModel() {
+    drop_copies();
+    for (Lent& lent : all_) {
+      lent.tensor.mutable_grad() = std::move(lent.gradient);
+      torch::autograd::impl::set_version_counter(lent.tensor, lent.version);
+    }
+    rewind_random();
+  }
+  BorrowedModel(const BorrowedModel&) = delete;
+  BorrowedModel& operator=(const BorrowedModel&) = delete;
+
+  /// Fresh copies of what the model held, those of a floating dtype and at least so many dimensions
+  /// cast to `dtype`; no gradients.
+  void reset(std::optional<at::ScalarType> dtype, int64_t dimensions = 0) {
+    drop_copies();
+    const at::NoGradGuard no_grad;
+    for (Lent& lent : all_) {
+      const bool casts =
+          dtype.has_value() && lent.value.is_floating_point() && lent.value.dim() >= dimensions;
+      lent.tensor.set_data(lent.value.to(casts ? *dtype : lent.value.scalar_type(),
+                                         /*non_blocking=*/false, /*copy=*/true));
+    }
+    rewind_random();
+  }
+
+  /// The model's own memory again, which is not to be written; no gradients.
+  void drop_copies() {
+    const at::NoGradGuard no_grad;
+    for (Lent& lent : all_) {
+      lent.tensor.mutable_grad() = at::Tensor();
+      lent.tensor.set_data(lent.value);
+    }
+  }
+
+  void rewind_random() const {
+    for (const auto& [generator, state] : random_) set_state(generator, state);
+  }
+
+  /// The parameters that require grad, in the model's order.
+  const std::vector<std::pair<std::string, at::Tensor>>& trained() const { return trained_; }
+
+ private:
+  struct Lent {
+    at::Tensor tensor;  // the model's own
+    at::Tensor value;   // its memory
+    at::Tensor gradient;
+    c10::VariableVersion version;
+  };
+
+  template <class Entry>
+  void borrow(const Entry& entry, bool is_parameter) {
+    const at::Tensor& tensor = entry.value();
+    if (!tensor.defined()) return;
+    TORCH_CHECK(!tensor.is_inference(), "compare_precisions: ", entry.key(),
+                " was made in inference mode; make the model outside of it");
+    if (is_parameter && tensor.requires_grad()) {
+      refuse_hooks(entry.key(), tensor);
+      trained_.emplace_back(entry.key(), tensor);
+    }
+    all_.push_back({tensor, tensor.variable_data(), tensor.grad(),
+                    torch::autograd::impl::version_counter(tensor)});
+  }
+
+  /// They would take the copies' gradients for the model's.
+  static void refuse_hooks(const std::string& name, const at::Tensor& tensor) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor);
+    TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr &&
+                    (accumulator == nullptr || accumulator->post_hooks().empty()),
+                "compare_precisions: a hook waits for the gradient of ", name,
+                "; call it before GradBuckets, DataParallel or DistributedDataParallel are made");
+  }
+
+  std::vector<Lent> all_;
+  std::vector<std::pair<std::string, at::Tensor>> trained_;
+  std::vector<std::pair<at::Generator, at::Tensor>> random_;
+};
+
+/// The modules that have parameters of their own, by name, with those parameters. The model itself
+/// is called "(model)".
+inline std::vector<std::pair<std::string, std::vector<at::Tensor>>> parameter_owners(
+    torch::nn::Module& model) {
+  std::vector<std::pair<std::string, std::vector<at::Tensor>>> owners;
+  const auto add = [&owners](std::string name, torch::nn::Module& module) {
+    auto own = module.parameters(/*recurse=*/false);
+    if (!own.empty()) owners.emplace_back(std::move(name), std::move(own));
+  };
+  add("(model)", model);
+  for (const auto& entry : model.named_modules("", /*include_self=*/false)) {
+    add(entry.key(), *entry.value());
+  }
+  return owners;
+}
+
+/// While it lives, ops of this thread that read one of some parameters and that autocast would run
+/// in low precision run in float32. Autocast's kernels ask for the dtype when they are called, so
+/// it is another during such an op.
+class Float32ForParameters {
+ public:
+  Float32ForParameters(c10::DeviceType device, const std::vector<at::Tensor>& parameters)
+      : device_(device) {
+    for (const at::Tensor& parameter : parameters) {
+      if (parameter.has_storage()) memory_.insert(parameter.storage().unsafeGetStorageImpl());
+    }
+    active() = this;
+    callback_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&Float32ForParameters::start, &Float32ForParameters::end)
+            .needsInputs(true)
+            .scopes({at::RecordScope::FUNCTION}));
+  }
+  ~Float32ForParameters() {
+    at::removeCallback(callback_);
+    active() = nullptr;
+  }
+  Float32ForParameters(const Float32ForParameters&) = delete;
+  Float32ForParameters& operator=(const Float32ForParameters&) = delete;
+
+ private:
+  struct Context final : at::ObserverContext {
+    bool switched = false;
+    at::ScalarType dtype = at::ScalarType::Undefined;
+  };
+
+  static Float32ForParameters*& active() {
+    static thread_local Float32ForParameters* scope = nullptr;
+    return scope;
+  }
+
+  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
+    auto context = std::make_unique<Context>();
+    const Float32ForParameters* const scope = active();
+    if (scope == nullptr || !scope->reads_one(function)) return context;
+    context->switched = true;
+    context->dtype = at::autocast::get_autocast_dtype(scope->device_);
+    at::autocast::set_autocast_dtype(scope->device_, at::kFloat);
+    return context;
+  }
+
+  static void end(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
+    const auto* const started = static_cast<Context*>(context);
+    if (active() == nullptr || started == nullptr || !started->switched) return;
+    at::autocast::set_autocast_dtype(active()->device_, started->dtype);
+  }
+
+  bool reads_one(const at::RecordFunction& function) const {
+    for (const c10::IValue& input : recorded_inputs(function)) {
+      if (!input.isTensor()) continue;
+      const at::Tensor& tensor = input.toTensor();
+      if (tensor.defined() && tensor.has_storage() &&
+          memory_.contains(tensor.storage().unsafeGetStorageImpl())) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  c10::DeviceType device_;
+  std::unordered_set<const c10::StorageImpl*> memory_;  // which a view, such as weight.t(), shares
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
+};
+
+/// The most bytes at a time that this thread, and the backward passes that it starts, took from
+/// libtorch's allocators, on all devices, beyond those in use at `restart`. Takes the profiler's
+/// place, to which allocators report; where that is taken there is no number. The CPU's allocator
+/// writes a warning when memory goes that came before this object, so it lives long.
+class PeakMemory {
+ public:
+  PeakMemory() {
+    constexpr auto kPlace = c10::DebugInfoKind::PROFILER_STATE;
+    if (c10::ThreadLocalDebugInfo::get(kPlace) != nullptr) return;
+    counter_ = std::make_shared<Counter>();
+    guard_.emplace(kPlace, counter_);
+  }
+
+  void restart() {
+    if (counter_ == nullptr) return;
+    counter_->live = 0;
+    counter_->peak = 0;
+  }
+
+  std::optional<int64_t> bytes() const {
+    if (counter_ == nullptr) return std::nullopt;
+    return counter_->peak.load();
+  }
+
+ private:
+  /// A profiler, since that is what libtorch takes it for, which profiles nothing.
+  struct Counter final : torch::profiler::impl::ProfilerStateBase {
+    using Base = torch::profiler::impl::ProfilerStateBase;
+
+    Counter()
+        : Base(torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::Disabled,
+                                                     /*report_input_shapes=*/false,
+                                                     /*profile_memory=*/true)) {}
+
+    torch::profiler::impl::ActiveProfilerType profilerType() override {
+      return torch::profiler::impl::ActiveProfilerType::NONE;
+    }
+
+    void reportMemoryUsage(void* /*memory*/, int64_t size, std::size_t /*allocated*/,
+                           std::size_t /*reserved*/, c10::Device /*device*/) override {
+      const int64_t now = live.fetch_add(size) + size;
+      int64_t most = peak.load();
+      while (now > most && !peak.compare_exchange_weak(most, now)) {
+      }
+    }
+
+    std::atomic<int64_t> live = 0;
+    std::atomic<int64_t> peak = 0;
+  };
+
+  std::shared_ptr<Counter> counter_;
+  std::optional<c10::DebugInfoGuard> guard_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,194 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/diagnose/overflow_report.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::find_overflow;
+using mezzo::Overflow;
+using mezzo::OverflowReport;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+/// Three layers, each with gradients of 1.
+torch::nn::Sequential with_gradients() {
+  torch::nn::Sequential model(torch::nn::Linear(4, 3), torch::nn::Linear(3, 3),
+                              torch::nn::Linear(3, 2));
+  for (const at::Tensor& parameter : model->parameters()) {
+    parameter.mutable_grad() = torch::ones_like(parameter);
+  }
+  return model;
+}
+
+at::Tensor gradient_of(torch::nn::Sequential& model, const std::string& name) {
+  return model->named_parameters()[name].grad();
+}
+
+/// Ends a step whose gradients are those that `model` has, at this scale.
+void skip_a_step(mezzo::GradScaler& scaler, torch::nn::Sequential& model,
+                 const mezzo::StepOptions& options = {}) {
+  static_cast<void>(scaler.scale(torch::ones({})));
+  mezzo::optim::SGD optimizer(model->parameters(), 0.1);
+  ASSERT_FALSE(scaler.step(optimizer, options).ran());
+  scaler.update();
+}
+
+TEST(OverflowReport, WritesTheLineOfTheScalerAndOneOfCause) {
+  torch::nn::Sequential model = with_gradients();
+  gradient_of(model, "1.weight")[2][1] = kNan;
+  gradient_of(model, "1.weight")[1][2] = -kInf;
+  gradient_of(model, "0.bias")[0] = kInf;
+  std::ostringstream out;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(OverflowReport(*model, {.stream = &out}));
+  skip_a_step(scaler, model);
+  EXPECT_EQ(out.str(),
+            "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+            "  1.weight and 1 more, in 2 of 3 layers: 1.weight has 1 inf and 1 NaN in 9 gradients, "
+            "the first, -inf, at [1, 2], made by the backward pass; the largest norm without these "
+            "is 3.74, of layer 0\n");
+}
+
+TEST(OverflowReport, SaysNothingAndReadsNothingUntilAStepIsSkipped) {
+  torch::nn::Sequential model = with_gradients();
+  int heard = 0;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(
+      OverflowReport(*model, {.stream = nullptr, .callback = [&](const Overflow&) { ++heard; }}));
+  mezzo::optim::SGD optimizer(model->parameters(), 0.1);
+  static_cast<void>(scaler.scale(torch::ones({})));
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  scaler.update();
+  EXPECT_EQ(heard, 0);
+  gradient_of(model, "2.bias")[0] = kInf;
+  skip_a_step(scaler, model);
+  EXPECT_EQ(heard, 1);
+}
+
+TEST(OverflowReport, TellsTheCallbackNamesCountsAndNorms) {
+  torch::nn::Sequential model = with_gradients();
+  gradient_of(model, "1.bias").fill_(kInf);
+  gradient_of(model, "0.weight")[0][3] = kNan;
+  const at::Tensor before = gradient_of(model, "0.weight").clone();
+  Overflow heard;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(
+      OverflowReport(*model, {.callback = [&](const Overflow& overflow) { heard = overflow; }}));
+  skip_a_step(scaler, model);
+  EXPECT_EQ(heard.step.scale, 65536);
+  ASSERT_EQ(heard.parameters.size(), 2) << "the nearest to the loss first";
+  EXPECT_EQ(heard.parameters[0].name, "1.bias");
+  EXPECT_EQ(heard.parameters[0].infs, 3);
+  EXPECT_EQ(heard.parameters[0].nans, 0);
+  EXPECT_EQ(heard.parameters[1].name, "0.weight");
+  EXPECT_EQ(heard.parameters[1].elements, 12);
+  EXPECT_EQ(heard.parameters[1].nans, 1);
+  EXPECT_THAT(heard.parameters[1].first, ElementsAre(0, 3));
+  EXPECT_THAT(heard.overflowed_layers(), ElementsAre("1", "0"));
+  ASSERT_EQ(heard.layers.size(), 3);
+  EXPECT_EQ(heard.layers[2].layer, "2");
+  EXPECT_FLOAT_EQ(static_cast<float>(heard.layers[0].norm), std::sqrt(14.0F)) << "without the NaN";
+  EXPECT_DOUBLE_EQ(heard.layers[1].norm, 3);
+  EXPECT_TRUE(
+      torch::equal(gradient_of(model, "0.weight").view(torch::kInt), before.view(torch::kInt)));
+}
+
+TEST(OverflowReport, TellsWhatUnscalingMadeFromWhatTheBackwardPassMade) {
+  torch::nn::Sequential model = with_gradients();
+  gradient_of(model, "1.weight")[0][1] = 1e38F;
+  const Overflow overflow = find_overflow(mezzo::name_parameters(*model), 0.125);
+  ASSERT_EQ(overflow.parameters.size(), 1);
+  EXPECT_TRUE(overflow.parameters[0].by_unscaling);
+  EXPECT_THAT(overflow.parameters[0].first, ElementsAre(0, 1));
+  EXPECT_THAT(overflow.cause(), HasSubstr("made by dividing by a loss scale"));
+  EXPECT_TRUE(find_overflow(mezzo::name_parameters(*model), 8).parameters.empty());
+  gradient_of(model, "1.bias")[0] = kInf;
+  const Overflow both = find_overflow(mezzo::name_parameters(*model), 0.125);
+  ASSERT_EQ(both.parameters.size(), 1);
+  EXPECT_FALSE(both.parameters[0].by_unscaling);
+}
+
+TEST(OverflowReport, ReadsHalfLargeDoubleSparseAndStridedGradients) {
+  const auto parameter = [](const at::Tensor& gradient) {
+    const at::Tensor values =
+        torch::zeros(gradient.sizes(), gradient.options().layout(at::kStrided));
+    values.mutable_grad() = gradient;
+    return values;
+  };
+  const at::Tensor strided = torch::zeros({2, 3}).t();
+  strided[2][0] = kInf;
+  const at::Tensor sparse = torch::sparse_coo_tensor(
+      torch::tensor({{5L, 2L}}), torch::tensor({{1.0F, kNan}, {1.0F, 1.0F}}), {9, 2});
+  const Overflow overflow =
+      find_overflow({{"half", parameter(torch::full({300}, 6e4, at::kHalf))},
+                     {"double", parameter(torch::full({2}, 1e300, at::kDouble))},
+                     {"large", parameter(torch::full({2}, 3e38F))},
+                     {"none", torch::zeros({2})},
+                     {"strided", parameter(strided)},
+                     {"sparse", parameter(sparse)}});
+  ASSERT_EQ(overflow.parameters.size(), 2);
+  EXPECT_EQ(overflow.parameters[0].name, "sparse");
+  EXPECT_EQ(overflow.parameters[0].elements, 4);
+  EXPECT_THAT(overflow.parameters[0].first, ElementsAre(5, 1));
+  EXPECT_THAT(overflow.parameters[1].first, ElementsAre(2, 0));
+}
+
+TEST(OverflowReport, SaysWhereThereIsNothingToSeeAnyMore) {
+  torch::nn::Sequential model = with_gradients();
+  gradient_of(model, "1.weight")[0][1] = kInf;
+  std::ostringstream out;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(OverflowReport(*model, {.stream = &out}));
+  skip_a_step(scaler, model, {.zero_grad = true});
+  EXPECT_THAT(out.str(), HasSubstr("no gradient is inf or NaN now: they were set to zero"));
+}
+
+TEST(OverflowReport, WritesOnRankZeroAlone) {
+  torch::nn::Sequential model = with_gradients();
+  gradient_of(model, "1.weight")[0][1] = kInf;
+  std::ostringstream first, second;
+  int heard = 0;
+  OverflowReport(*model, {.stream = &first, .rank = 0})({.scale = 2});
+  OverflowReport(*model, {.stream = &second,
+                          .callback = [&](const Overflow& overflow) { heard = *overflow.rank; },
+                          .rank = 3})({.scale = 2});
+  EXPECT_THAT(first.str(), HasSubstr("\n  rank 0: 1.weight, in 1 of 3 layers"));
+  EXPECT_EQ(second.str(), "");
+  EXPECT_EQ(heard, 3);
+}
+
+TEST(OverflowReport, TellsRarelyOfAScaleThatStays) {
+  torch::nn::Sequential model = with_gradients();
+  int heard = 0;
+  OverflowReport report(*model, {.stream = nullptr, .callback = [&](const Overflow&) { ++heard; }});
+  for (int skip = 0; skip < 2000; ++skip) report({.scale = 1, .next_scale = 1});
+  EXPECT_EQ(heard, 5) << "the first three, the 1000th and the 2000th";
+  report({.scale = 1, .next_scale = 0.5});
+  EXPECT_EQ(heard, 6);
+}
+
+TEST(OverflowReport, NamesTiedWeightsOnce) {
+  struct Tied : torch::nn::Module {
+    Tied() {
+      register_module("in", in);
+      register_parameter("out", in->weight);
+    }
+    torch::nn::Embedding in{3, 2};
+  } model;
+  EXPECT_EQ(mezzo::name_parameters(model).size(), 1);
+}
+
+}  // namespace
