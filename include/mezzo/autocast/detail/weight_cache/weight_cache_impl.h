@@ -20,30 +20,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The owners that hold something for a thread, which tells them when it ends.
-class HoldersForThread {
- public:
-  ~HoldersForThread() {
-    has_ended_ = true;
-    for (const auto& each : holders_) {
-      if (const auto holder = each.lock()) holder->forget_this_thread();
-    }
-  }
-
-  /// After the end, where static objects of the main thread are, what is held stays until the
-  /// owner goes.
-  static void add(const std::weak_ptr<CacheOwner>& holder) {
-    if (has_ended_) return;
-    static thread_local HoldersForThread own;
-    std::erase_if(own.holders_, [](const auto& each) { return each.expired(); });
-    own.holders_.push_back(holder);
-  }
-
- private:
-  static inline thread_local bool has_ended_ = false;
-  std::vector<std::weak_ptr<CacheOwner>> holders_;
-};
-
 inline void check_can_be_held(const at::Tensor& weight) {
   TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter");
   TORCH_CHECK(weight.is_floating_point(), "weight: ", weight.scalar_type(),
@@ -84,13 +60,14 @@ class WeightCache::Shared final : public detail::CacheOwner,
                                   public std::enable_shared_from_this<WeightCache::Shared> {
  public:
   explicit Shared(const WeightCacheOptions& options)
-      : options_(options), for_all_(options.max_bytes, options.keep_trainable) {}
+      : CacheOwner([](CacheOwner& owner) -> std::shared_ptr<detail::WeightCasts> {
+          return static_cast<Shared&>(owner).store_of_this_thread();
+        }),
+        options_(options),
+        for_all_(options.max_bytes, options.keep_trainable) {}
 
-  std::shared_ptr<detail::WeightCasts> casts_of_this_thread() override {
-    return store_of_this_thread();
-  }
-
-  void forget_this_thread() noexcept override {
+  /// The calling thread ends.
+  void forget_this_thread() noexcept {
     std::shared_ptr<detail::WeightStore> own;  // dies after the lock
     const std::lock_guard lock(mutex_);
     if (const auto found = by_thread_.find(std::this_thread::get_id()); found != by_thread_.end()) {
@@ -110,7 +87,7 @@ class WeightCache::Shared final : public detail::CacheOwner,
     auto& own = by_thread_[std::this_thread::get_id()];
     if (own == nullptr) {
       own = std::make_shared<detail::WeightStore>(options_.max_bytes, options_.keep_trainable);
-      detail::HoldersForThread::add(weak_from_this());
+      HoldersForThread::add(weak_from_this());
     }
     return own;
   }
@@ -138,6 +115,30 @@ class WeightCache::Shared final : public detail::CacheOwner,
   const WeightCacheOptions& options() const { return options_; }
 
  private:
+  /// The caches that hold something for a thread, which tells them when it ends.
+  class HoldersForThread {
+   public:
+    ~HoldersForThread() {
+      has_ended_ = true;
+      for (const auto& each : holders_) {
+        if (const auto holder = each.lock()) holder->forget_this_thread();
+      }
+    }
+
+    /// After the end, where static objects of the main thread are, what is held stays until the
+    /// cache goes.
+    static void add(const std::weak_ptr<Shared>& holder) {
+      if (has_ended_) return;
+      static thread_local HoldersForThread own;
+      std::erase_if(own.holders_, [](const auto& each) { return each.expired(); });
+      own.holders_.push_back(holder);
+    }
+
+   private:
+    static inline thread_local bool has_ended_ = false;
+    std::vector<std::weak_ptr<Shared>> holders_;
+  };
+
   WeightCacheOptions options_;
   detail::WeightStore for_all_;
   std::mutex mutex_;
