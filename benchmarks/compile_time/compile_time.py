@@ -16,7 +16,7 @@ import typing
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-LIBRARY = [ROOT / "include/mezzo/optim/compiled" / f"{name}.cpp" for name in ("adam", "gradients", "lamb", "lion_and_sgd")]
+LIBRARY = sorted((ROOT / "include/mezzo").glob("*/compiled/*.cpp"))
 DEFINITIONS = ["-DUSE_C10D_GLOO", "-DUSE_DISTRIBUTED", "-DUSE_RPC", "-DUSE_TENSORPIPE"]  # as libtorch's package gives them
 
 
@@ -36,6 +36,7 @@ LINES = (
     Line("torch/torch.h, unused", (("torch_only.cpp", ()),)),
     Line("autocast/autocast.h and scaling/grad_scaler.h, unused", (("autocast_and_scaler.cpp", ()),)),
     Line("mezzo.h, unused", (("mezzo_unused.cpp", ()),)),
+    Line("mezzo.h, unused, mezzo::compiled", (("mezzo_unused.cpp", ()),), is_compiled=True),
     Line("libtorch's loop", (("torch_loop.cpp", ()),), has_loop=True),
     Line("README's loop", (("loop.cpp", ()),), has_loop=True),
     Line("two units of it", (("loop.cpp", ()), ("loop.cpp", ("-Dtrain=train_too",))), has_loop=True),

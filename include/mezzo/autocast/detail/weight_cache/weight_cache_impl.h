@@ -145,25 +145,26 @@ class WeightCache::Shared final : public detail::CacheOwner,
   std::map<std::thread::id, std::shared_ptr<detail::WeightStore>> by_thread_;
 };
 
-inline WeightCache::WeightCache(WeightCacheOptions options) {
+MEZZO_INLINE WeightCache::WeightCache(WeightCacheOptions options) {
   TORCH_CHECK(options.max_bytes >= 0, "max_bytes: ", options.max_bytes,
               " is negative; give a bound in bytes, or leave it out for none");
   shared_ = std::make_shared<Shared>(options);
 }
 
-inline at::Tensor WeightCache::buffer_for(const at::Tensor& weight, at::ScalarType dtype) const {
+MEZZO_INLINE at::Tensor WeightCache::buffer_for(const at::Tensor& weight,
+                                                at::ScalarType dtype) const {
   detail::check_can_be_held(weight);
   detail::check_low_precision(weight, dtype, "dtype");
   return shared_->store().fixed_copy(weight, dtype);
 }
 
-inline void WeightCache::publish(const at::Tensor& weight, const at::Tensor& copy) const {
+MEZZO_INLINE void WeightCache::publish(const at::Tensor& weight, const at::Tensor& copy) const {
   detail::check_can_be_held(weight);
   detail::check_copy(weight, copy);
   shared_->store().publish(weight, copy);
 }
 
-inline bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) const {
+MEZZO_INLINE bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) const {
   if (!weight.defined()) {
     return false;
   }
@@ -171,21 +172,21 @@ inline bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) c
   return detail::can_be_held(*shown) && shared_->store().holds(*shown, dtype, shared_->since());
 }
 
-inline bool WeightCache::is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const {
+MEZZO_INLINE bool WeightCache::is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const {
   return weight.defined() && shared_->store().is_asked_for(weight, dtype);
 }
 
-inline void WeightCache::forget(const at::Tensor& weight) const {
+MEZZO_INLINE void WeightCache::forget(const at::Tensor& weight) const {
   TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter, or call clear()");
   const auto shown = detail::shown_by(weight);
   for (auto& store : shared_->stores()) store->forget(shown->unsafeGetTensorImpl());
 }
 
-inline void WeightCache::clear() const {
+MEZZO_INLINE void WeightCache::clear() const {
   for (auto& store : shared_->stores()) store->forget(nullptr);
 }
 
-inline WeightCacheStatistics WeightCache::statistics() const {
+MEZZO_INLINE WeightCacheStatistics WeightCache::statistics() const {
   WeightCacheStatistics sum;
   for (auto& store : shared_->stores()) {
     const auto each = store->statistics();
@@ -201,20 +202,21 @@ inline WeightCacheStatistics WeightCache::statistics() const {
   return sum;
 }
 
-inline void WeightCache::reset_statistics() const {
+MEZZO_INLINE void WeightCache::reset_statistics() const {
   for (auto& store : shared_->stores()) store->reset_statistics();
 }
 
-inline const WeightCacheOptions& WeightCache::options() const { return shared_->options(); }
+MEZZO_INLINE const WeightCacheOptions& WeightCache::options() const { return shared_->options(); }
 
-inline WeightCache::operator WeightCacheRef() const { return WeightCacheRef(shared_); }
+MEZZO_INLINE WeightCache::operator WeightCacheRef() const { return WeightCacheRef(shared_); }
 
-inline WeightCache install_op_overrides(WeightCache cache) {
+MEZZO_INLINE WeightCache install_op_overrides(WeightCache cache) {
   detail::install_cache_kernels();
   return cache;
 }
 
-inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics) {
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream,
+                                      const WeightCacheStatistics& statistics) {
   return stream << "weight cache: " << statistics.hits << " hits, " << statistics.casts
                 << " casts, " << statistics.published << " published, " << statistics.evicted
                 << " evicted; " << statistics.bytes_saved << " bytes saved, "
