@@ -1,10 +1,12 @@
-# mezzo::compiled: mezzo::mezzo and its loops over gradients and parameters, compiled once for programs of many units
+# mezzo::compiled: mezzo::mezzo with its loops over gradients and parameters, and functions, compiled once for programs of many units
 # (mezzo/optim/compiled.h). mezzo::compiled_cuda: the same of mezzo::cuda. Neither is built unless something links it.
 
 # mezzo_add_compiled(NAME MEZZO FOLDER): a static library NAME of MEZZO's loops, from the headers in FOLDER.
 function(mezzo_add_compiled name mezzo include_folder)
-  set(sources adam.cpp gradients.cpp lamb.cpp lion_and_sgd.cpp)
-  list(TRANSFORM sources PREPEND "${include_folder}/mezzo/optim/compiled/")
+  set(sources autocast/compiled/policies_and_caches.cpp optim/compiled/adam.cpp optim/compiled/gradients.cpp
+      optim/compiled/lamb.cpp optim/compiled/lion_and_sgd.cpp optim/compiled/master_weights.cpp
+      scaling/compiled/grad_scaler.cpp)
+  list(TRANSFORM sources PREPEND "${include_folder}/mezzo/")
   add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})
   target_link_libraries(${name} PUBLIC ${mezzo})
   target_compile_definitions(${name} PUBLIC MEZZO_COMPILED)

@@ -39,13 +39,13 @@ struct CastExplanation {
   std::string reason;                  ///< all of this as one sentence
 };
 
-inline std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation);
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation);
 
 /// Says what would become of `op` on these inputs under the autocast state and policy of the
 /// calling thread; runs nothing. A name without overload means the one that takes so many tensors,
 /// and of several the one that autocast lists. Scalars and dtypes are taken as not given.
 /// \throws c10::Error for an unknown op, and for tensors on a device without op lists
-inline CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs);
+MEZZO_INLINE CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs);
 
 /// One line of a trace: equal calls in one scope, added up.
 struct CastRecord {
@@ -85,8 +85,10 @@ class CastTrace {
 };
 
 /// The records as a table with a total.
-inline std::ostream& operator<<(std::ostream& stream, const CastTrace& trace);
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastTrace& trace);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/autocast/detail/op_policy/cast_trace_impl.h>
+#endif

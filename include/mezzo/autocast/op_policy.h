@@ -57,7 +57,7 @@ class OpList {
   std::vector<OpEntry> entries_;
 };
 
-inline std::ostream& operator<<(std::ostream& stream, const OpList& list);
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpList& list);
 
 /// Every op that autocast knows on `device`, with its category, as the installed libtorch and
 /// whoever else registered autocast kernels have it, before any policy. The kernels are probed:
@@ -67,7 +67,7 @@ inline std::ostream& operator<<(std::ostream& stream, const OpList& list);
 ///
 /// Any thread. Some milliseconds, the first time some tens.
 /// \throws c10::Error for a device type other than CPU and CUDA
-inline OpList autocast_op_lists(c10::DeviceType device);
+MEZZO_INLINE OpList autocast_op_lists(c10::DeviceType device);
 
 /// Edits to the op lists: an immutable value. Each method returns a new policy with one more edit;
 /// a later edit of an op replaces the earlier. Given to a guard, it holds in that scope and thread,
@@ -155,7 +155,7 @@ class OpPolicy {
   std::shared_ptr<const detail::PolicyEdits> edits_;
 };
 
-inline std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
 
 /// Lets regions use `policy`, and every policy that gives the same ops the same categories: puts a
 /// kernel of mezzo's in front of libtorch's, in the dispatcher's table, for each op that the policy
@@ -172,8 +172,10 @@ inline std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
 ///
 /// Several policies that meet in nested regions are installed one by one. A WeightCache has an
 /// install_op_overrides of its own (weight_cache.h).
-inline OpPolicy install_op_overrides(OpPolicy policy);
+MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/autocast/detail/op_policy/op_policy_impl.h>
+#endif

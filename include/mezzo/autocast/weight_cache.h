@@ -105,7 +105,8 @@ struct WeightCacheOptions {
 // WeightCacheStatistics, with counts of casts and hits and their bytes: see
 // detail/weight_cache/weight_cache_statistics.h.
 
-inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics);
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream,
+                                      const WeightCacheStatistics& statistics);
 
 /// A handle: copies of it share what it holds, which lives as long as a handle or a region does.
 /// Any thread may call any method, as far as `weight` itself may be read and written then. A use
@@ -176,8 +177,10 @@ class WeightCache {
 ///     const auto cache = mezzo::install_op_overrides(mezzo::WeightCache());
 ///
 /// OpPolicy has an install_op_overrides of its own (op_policy.h).
-inline WeightCache install_op_overrides(WeightCache cache);
+MEZZO_INLINE WeightCache install_op_overrides(WeightCache cache);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/autocast/detail/weight_cache/weight_cache_impl.h>
+#endif

@@ -14,3 +14,15 @@
 #else
 #define MEZZO_ABI_NAMESPACE v0
 #endif
+
+// A program of many units can have mezzo's functions compiled once, in the target mezzo::compiled
+// (mezzo/optim/compiled.h), which defines MEZZO_COMPILED for all that link it. Its units leave the
+// definitions that are no templates to it: what is marked MEZZO_INLINE is an ordinary function
+// then, and elsewhere an inline one. A library that holds kernels for CUDA serves no units without,
+// nor the reverse: their namespaces differ.
+#if defined(MEZZO_COMPILED) && (!defined(MEZZO_WITH_CUDA) || defined(MEZZO_COMPILED_WITH_CUDA))
+#define MEZZO_LEFT_TO_LIBRARY
+#define MEZZO_INLINE
+#else
+#define MEZZO_INLINE inline
+#endif

@@ -54,7 +54,7 @@ class FusedOptimizer : public OptimizerInterface {
   /// on other devices it is copied there. Writes nothing, except that a sparse gradient is
   /// coalesced; no host sync, except to coalesce. `of_masters`: see GradientReport.
   /// \throws c10::Error if a gradient is one that `apply` does not take
-  virtual GradientReport report(const at::Tensor& inv_scale, bool of_masters = false);
+  virtual inline GradientReport report(const at::Tensor& inv_scale, bool of_masters = false);
 
   /// The step. `report` says what to multiply gradients by and whether to step at all: one that
   /// this optimizer has just made, or one that names all devices with gradients and their factors.

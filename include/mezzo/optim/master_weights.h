@@ -94,12 +94,12 @@ class MasterWeights : public optim::FusedOptimizer {
 
   /// Without a scaler: calls `closure` once, if there is one, then steps; returns what the closure
   /// returned. \throws c10::Error between `GradScaler::unscale_` and `GradScaler::step`
-  inline at::Tensor step(LossClosure closure = nullptr) override;
+  MEZZO_INLINE at::Tensor step(LossClosure closure = nullptr) override;
 
   /// As GradScaler calls it. Waits for the device that says whether to step.
   /// \throws c10::Error, and what the inner optimizer's step throws
-  inline GradientReport report(const at::Tensor& inv_scale, bool of_masters = false) override;
-  inline void apply(const GradientReport& report, const StepOptions& options = {}) override;
+  MEZZO_INLINE GradientReport report(const at::Tensor& inv_scale, bool of_masters = false) override;
+  MEZZO_INLINE void apply(const GradientReport& report, const StepOptions& options = {}) override;
 
   /// The inner optimizer's. As an Optimizer this object has groups with the same options; its
   /// `state()` holds the masters, and `optimizer().state()` what the inner one keeps. \throws c10::Error where groups that were added at both have a parameter in common
@@ -109,26 +109,26 @@ class MasterWeights : public optim::FusedOptimizer {
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   void enable_master_weights() override {}  // it always trains masters
-  inline bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
-  inline at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
+  MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
+  MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
 
   /// `torch::save(optimizer, path)`: what the inner optimizer saves, the masters in float, and the
   /// number of applied steps. With the model's own file it is all that training goes on from.
-  inline void save(torch::serialize::OutputArchive& archive) const override;
+  MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
 
   /// `torch::load(optimizer, path)`, over an inner optimizer of the same kind and groups: the next
   /// step is to the bit the one that would have come after `save`. Load the model too, before or
   /// after: what a parameter holds counts (see above).
   /// \throws c10::Error, and changes nothing, for a file of something else (the inner optimizer's
   ///   own file among them), or with groups or masters of other sizes
-  inline void load(torch::serialize::InputArchive& archive) override;
+  MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
 
  private:
   struct Participant;
 
   static constexpr const char* kName = "MasterWeights";
 
-  inline void follow_groups() override;
+  MEZZO_INLINE void follow_groups() override;
   void follow_parameters();
   at::Tensor find_master(const at::Tensor& parameter) const;
   at::Tensor settled_master(const at::Tensor& parameter);
@@ -158,5 +158,7 @@ std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/optim/detail/master_weights_file.h>  // IWYU pragma: export
 #include <mezzo/optim/detail/master_weights_impl.h>  // IWYU pragma: export
+#endif

@@ -268,9 +268,12 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#include <mezzo/scaling/detail/grad_scaler_templates.h>  // IWYU pragma: export
+#ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/scaling/detail/grad_scaler_impl.h>   // IWYU pragma: export
 #include <mezzo/scaling/detail/grad_scaler_state.h>  // IWYU pragma: export
 #include <mezzo/scaling/detail/grad_scaler_step.h>   // IWYU pragma: export
+#endif
 
 #ifdef MEZZO_COMPILED
 #include <mezzo/kernels/compiled_loops.h>  // IWYU pragma: keep

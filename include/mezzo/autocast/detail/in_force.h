@@ -199,18 +199,24 @@ class WeightCasts {
   ~WeightCasts() = default;
 };
 
-/// What the handles of one WeightCache share.
+/// What the handles of one WeightCache share. A function pointer where a virtual function would do:
+/// g++ takes every class that it knows for the possible target of a virtual call, and would compile
+/// the weight cache into each unit that has a region.
 class CacheOwner {
  public:
-  CacheOwner() = default;
   CacheOwner(const CacheOwner&) = delete;
   CacheOwner& operator=(const CacheOwner&) = delete;
-  virtual ~CacheOwner() = default;
 
-  virtual std::shared_ptr<WeightCasts> casts_of_this_thread() = 0;
+  std::shared_ptr<WeightCasts> casts_of_this_thread() { return casts_of_this_thread_(*this); }
 
-  /// The calling thread ends.
-  virtual void forget_this_thread() noexcept = 0;
+ protected:
+  using CastsOfThisThread = std::shared_ptr<WeightCasts> (*)(CacheOwner&);
+
+  explicit CacheOwner(CastsOfThisThread casts) : casts_of_this_thread_(casts) {}
+  ~CacheOwner() = default;  // by who made it: a shared_ptr knows how
+
+ private:
+  CastsOfThisThread casts_of_this_thread_;
 };
 
 /// The cache in force for one device; none as a rule.

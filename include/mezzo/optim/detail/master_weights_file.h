@@ -102,7 +102,7 @@ inline void load_whole(torch::serialize::InputArchive& archive,
 
 }  // namespace detail
 
-inline void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
+MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
   groups_.settle();
   const detail::MasterLayout layout(inner_->param_groups());
@@ -120,7 +120,7 @@ inline void MasterWeights::save(torch::serialize::OutputArchive& archive) const 
   archive.write("optimizer", inner);
 }
 
-inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
+MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   const c10::NoGradGuard no_grad;
   follow_groups();
   const detail::MasterLayout layout(inner_->param_groups());

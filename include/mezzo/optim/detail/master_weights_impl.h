@@ -71,7 +71,7 @@ struct MasterWeights::Participant {
   at::Tensor gradient;
 };
 
-inline MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer)
+MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer)
     : FusedOptimizer(std::vector<torch::optim::OptimizerParamGroup>(), /*defaults=*/nullptr),
       inner_(&optimizer),
       groups_(param_groups_, defaults_, optimizer) {
@@ -85,40 +85,43 @@ inline MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer)
   follow_groups();
 }
 
-inline std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() {
+MEZZO_INLINE std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() {
   follow_groups();
   return inner_->param_groups();
 }
-inline const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() const {
+MEZZO_INLINE const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups()
+    const {
   groups_.settle();
   return inner_->param_groups();
 }
 
-inline void MasterWeights::zero_grad(bool set_to_none) {
+MEZZO_INLINE void MasterWeights::zero_grad(bool set_to_none) {
   follow_groups();
   inner_->zero_grad(set_to_none);
 }
 
-inline void MasterWeights::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+MEZZO_INLINE void MasterWeights::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   follow_groups();
   inner_->add_param_group(group);
   follow_groups();
 }
 
-inline void MasterWeights::follow_groups() {
+MEZZO_INLINE void MasterWeights::follow_groups() {
   groups_.settle();
   follow_parameters();
 }
 
-inline bool MasterWeights::keeps_master(std::size_t /*group*/, const at::Tensor& parameter) const {
+MEZZO_INLINE bool MasterWeights::keeps_master(std::size_t /*group*/,
+                                              const at::Tensor& parameter) const {
   return detail::is_low_precision(parameter);
 }
 
-inline at::Tensor MasterWeights::master_param(std::size_t group, const at::Tensor& parameter) {
+MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
+                                                    const at::Tensor& parameter) {
   return keeps_master(group, parameter) ? settled_master(parameter) : parameter;
 }
 
-inline at::Tensor MasterWeights::step(LossClosure closure) {
+MEZZO_INLINE at::Tensor MasterWeights::step(LossClosure closure) {
   at::Tensor loss;
   if (closure) {
     const c10::AutoGradMode enable_grad(true);
@@ -134,12 +137,12 @@ inline at::Tensor MasterWeights::step(LossClosure closure) {
   return loss;
 }
 
-inline GradientReport MasterWeights::report(const at::Tensor& inv_scale, bool of_masters) {
+MEZZO_INLINE GradientReport MasterWeights::report(const at::Tensor& inv_scale, bool of_masters) {
   follow_groups();
   return FusedOptimizer::report(inv_scale, of_masters);
 }
 
-inline void MasterWeights::apply(const GradientReport& report, const StepOptions& options) {
+MEZZO_INLINE void MasterWeights::apply(const GradientReport& report, const StepOptions& options) {
   const c10::NoGradGuard no_grad;
   follow_groups();
   const std::optional<double> factor = detail::factor_on_host(report, options.max_norm);
@@ -151,7 +154,7 @@ inline void MasterWeights::apply(const GradientReport& report, const StepOptions
   if (options.zero_grad) detail::zero_gradients(*this);
 }
 
-inline std::vector<MasterWeights::Participant> MasterWeights::participants(bool of_masters) {
+MEZZO_INLINE std::vector<MasterWeights::Participant> MasterWeights::participants(bool of_masters) {
   std::vector<Participant> all;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& parameter : group.params()) {
@@ -169,14 +172,14 @@ inline std::vector<MasterWeights::Participant> MasterWeights::participants(bool 
 }
 
 /// Undefined where none was made.
-inline at::Tensor MasterWeights::find_master(const at::Tensor& parameter) const {
+MEZZO_INLINE at::Tensor MasterWeights::find_master(const at::Tensor& parameter) const {
   const auto found = state_.find(parameter.unsafeGetTensorImpl());
   return found == state_.end() ? at::Tensor()
                                : static_cast<detail::MasterState&>(*found->second).master();
 }
 
 /// In agreement with the parameter as it is now; made if there is none.
-inline at::Tensor MasterWeights::settled_master(const at::Tensor& parameter) {
+MEZZO_INLINE at::Tensor MasterWeights::settled_master(const at::Tensor& parameter) {
   const c10::NoGradGuard no_grad;
   auto& state =
       detail::own_state<detail::MasterState>(state_[parameter.unsafeGetTensorImpl()], kName);
@@ -188,7 +191,7 @@ inline at::Tensor MasterWeights::settled_master(const at::Tensor& parameter) {
 }
 
 /// Looks at the parameters of 16 bits when they are others, or more, than they were.
-inline void MasterWeights::follow_parameters() {
+MEZZO_INLINE void MasterWeights::follow_parameters() {
   std::vector<at::Tensor> low_precision;
   for (const auto& group : param_groups_) {
     for (const at::Tensor& parameter : group.params()) {
@@ -212,7 +215,7 @@ inline void MasterWeights::follow_parameters() {
   state_ = std::move(left);
 }
 
-inline void MasterWeights::step_inner(const std::vector<Participant>& all, double factor) {
+MEZZO_INLINE void MasterWeights::step_inner(const std::vector<Participant>& all, double factor) {
   {
     detail::ParameterSwap parameter_swap(*inner_);
     std::vector<std::pair<at::Tensor, at::Tensor>> with_master;
@@ -234,7 +237,7 @@ inline void MasterWeights::step_inner(const std::vector<Participant>& all, doubl
 }
 
 /// Parameters become their masters, rounded to nearest.
-inline void MasterWeights::finish(const std::vector<Participant>& all) {
+MEZZO_INLINE void MasterWeights::finish(const std::vector<Participant>& all) {
   const c10::NoGradGuard no_grad;
   for (const Participant& one : all) {
     if (one.master.defined()) {
@@ -248,7 +251,7 @@ inline void MasterWeights::finish(const std::vector<Participant>& all) {
   }
 }
 
-inline std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) {
+MEZZO_INLINE std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) {
   const detail::StepTaker taker(optimizer);
   std::vector<at::Tensor> all;
   detail::for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {

@@ -46,7 +46,7 @@ inline void tell_of_skip(const SkippedStep& skipped) {
 
 }  // namespace detail
 
-inline GradScaler::GradScaler(const GradScalerOptions& options)
+MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
     : rule_(options.rule()),
       initial_state_(rule_.initial_state()),
       enabled_(options.enabled()),
@@ -55,16 +55,7 @@ inline GradScaler::GradScaler(const GradScalerOptions& options)
       loss_id_(options.loss_id()),
       on_skip_(&detail::tell_of_skip) {}
 
-template <class Outputs>
-std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
-  if (!enabled_) return outputs;
-  return detail::scaled_outputs(outputs, [this](const at::Tensor& output) -> at::Tensor {
-    const at::Tensor& scale = scale_on(output.device());
-    return rule_.kind() == LossScaleKind::none ? output : output.mul(scale);
-  });
-}
-
-inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+MEZZO_INLINE void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const detail::StepTaker taker(optimizer);
   taker.check_unscale();
   if (!enabled_) return hand_to_masters(taker);
@@ -76,7 +67,8 @@ inline void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   unscale_into(taker);
 }
 
-inline std::vector<at::Tensor> GradScaler::unscaled_parameters(torch::optim::Optimizer& optimizer) {
+MEZZO_INLINE std::vector<at::Tensor> GradScaler::unscaled_parameters(
+    torch::optim::Optimizer& optimizer) {
   const detail::StepTaker taker(optimizer);
   const detail::OptimizerRecord* record = records_.find(optimizer);
   const bool is_done = record != nullptr && (!enabled_ || record->stage == detail::Stage::unscaled);
@@ -87,14 +79,14 @@ inline std::vector<at::Tensor> GradScaler::unscaled_parameters(torch::optim::Opt
 }
 
 /// Of a disabled scaler: whoever clips the gradients of the masters finds them there all the same.
-inline void GradScaler::hand_to_masters(const detail::StepTaker& taker) {
+MEZZO_INLINE void GradScaler::hand_to_masters(const detail::StepTaker& taker) {
   if (taker.fused() == nullptr) return;
   detail::MasterGradients masters(taker);
   if (!masters.empty()) records_.of(taker.optimizer()).masters = std::move(masters);
 }
 
 /// In place, or onto masters.
-inline detail::OptimizerRecord& GradScaler::unscale_into(const detail::StepTaker& taker) {
+MEZZO_INLINE detail::OptimizerRecord& GradScaler::unscale_into(const detail::StepTaker& taker) {
   c10::NoGradGuard no_grad;
   detail::OptimizerRecord& record = records_.of(taker.optimizer());
   detail::for_each_parameter(
@@ -121,14 +113,14 @@ inline detail::OptimizerRecord& GradScaler::unscale_into(const detail::StepTaker
   return record;
 }
 
-inline void GradScaler::update() {
+MEZZO_INLINE void GradScaler::update() {
   if (!enabled_) return records_.clear();
   require_scale("update");
   advance_scale();
   finish_iteration();
 }
 
-inline void GradScaler::update(double new_scale) {
+MEZZO_INLINE void GradScaler::update(double new_scale) {
   if (!enabled_) return records_.clear();
   require_scale("update");
   check_new_scale(new_scale);
@@ -136,7 +128,7 @@ inline void GradScaler::update(double new_scale) {
   finish_iteration();
 }
 
-inline void GradScaler::update(const at::Tensor& new_scale) {
+MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
   if (!enabled_) return records_.clear();
   require_scale("update");
   TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
@@ -148,13 +140,13 @@ inline void GradScaler::update(const at::Tensor& new_scale) {
   finish_iteration();
 }
 
-inline void GradScaler::check_new_scale(double new_scale) const {
+MEZZO_INLINE void GradScaler::check_new_scale(double new_scale) const {
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
   const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
   detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
 }
 
-inline void GradScaler::advance_scale() {
+MEZZO_INLINE void GradScaler::advance_scale() {
   const std::vector<at::Tensor> checks = records_.found_inf();
   TORCH_CHECK(!checks.empty(), "No inf checks were recorded prior to update.");
   c10::NoGradGuard no_grad;
@@ -164,7 +156,7 @@ inline void GradScaler::advance_scale() {
   scale_.advance(rule_, detail::sum_on(device, floats));
 }
 
-inline void GradScaler::finish_iteration() {
+MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
   clip_watch_.poll();
   const auto readbacks = std::exchange(readbacks_, {});
@@ -188,7 +180,7 @@ inline void GradScaler::finish_iteration() {
   pending_lines_.poll(tell);
 }
 
-inline void GradScaler::require_scale(const char* call) const {
+MEZZO_INLINE void GradScaler::require_scale(const char* call) const {
   TORCH_CHECK(
       scale_.defined(), "Attempted ", call,
       " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
@@ -196,12 +188,12 @@ inline void GradScaler::require_scale(const char* call) const {
       "scale is made with the first tensor that is scaled");
 }
 
-inline const at::Tensor& GradScaler::scale_on(at::Device device) {
+MEZZO_INLINE const at::Tensor& GradScaler::scale_on(at::Device device) {
   if (!scale_.defined()) create_scale(device);
   return scale_.on(device);
 }
 
-inline void GradScaler::create_scale(at::Device device) {
+MEZZO_INLINE void GradScaler::create_scale(at::Device device) {
   detail::require_update_kernel(rule_, device);
   scale_ = detail::DeviceScale(initial_state_, device);
 }

@@ -12,11 +12,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline constexpr std::array<std::string_view, 5> kTorchStateKeys{
-    "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"};
-inline constexpr std::array<std::string_view, 5> kMezzoStateKeys{
-    "min_scale", "max_scale", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
-
 /// Reads a state dictionary, with a default for keys that torch.amp does not write.
 class StateReader {
  public:
@@ -51,37 +46,37 @@ class StateReader {
 
 }  // namespace detail
 
-inline double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
+MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
-inline GradScalerOptions GradScaler::dynamic_options(const char* option) const {
+MEZZO_INLINE GradScalerOptions GradScaler::dynamic_options(const char* option) const {
   TORCH_CHECK(rule_.kind() == LossScaleKind::dynamic, option,
               " belongs to a dynamic loss scale, and this scaler's is constant; make it with "
               "loss_scale(LossScaleKind::dynamic)");
   return GradScalerOptions(rule_);
 }
 
-inline void GradScaler::set_growth_factor(double growth_factor) {
+MEZZO_INLINE void GradScaler::set_growth_factor(double growth_factor) {
   rule_ = dynamic_options("growth_factor").growth_factor(growth_factor).rule();
 }
 
-inline void GradScaler::set_backoff_factor(double backoff_factor) {
+MEZZO_INLINE void GradScaler::set_backoff_factor(double backoff_factor) {
   rule_ = dynamic_options("backoff_factor").backoff_factor(backoff_factor).rule();
 }
 
-inline void GradScaler::set_growth_interval(int64_t growth_interval) {
+MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
   rule_ = dynamic_options("growth_interval").growth_interval(growth_interval).rule();
 }
 
-inline LossScaleState GradScaler::read_state() const {
+MEZZO_INLINE LossScaleState GradScaler::read_state() const {
   return scale_.defined() ? scale_.read() : initial_state_;
 }
 
-inline void GradScaler::write_state(const LossScaleState& state) {
+MEZZO_INLINE void GradScaler::write_state(const LossScaleState& state) {
   initial_state_ = state;
   if (scale_.defined()) scale_.write(state);
 }
 
-inline GradScaler::StateDict GradScaler::state_dict() const {
+MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
   if (!enabled_) return {};
   const LossScaleState state = read_state();
   return {{"scale", state.scale},
@@ -96,7 +91,7 @@ inline GradScaler::StateDict GradScaler::state_dict() const {
           {"_loss_scale_kind", static_cast<double>(rule_.kind())}};
 }
 
-inline void GradScaler::load_state_dict(const StateDict& state) {
+MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   if (!enabled_) return;
   TORCH_CHECK(!state.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
@@ -123,37 +118,6 @@ inline void GradScaler::load_state_dict(const StateDict& state) {
   if (scale_.defined()) detail::require_update_kernel(rule, scale_.original().device());
   rule_ = rule;
   write_state(next);
-}
-
-// The archives' headers take 14 s to compile, so that these are templates: who saves or loads has
-// included them anyway.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const GradScaler& scaler) {
-  TORCH_CHECK(
-      scaler.records_.empty(),
-      "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-      "end after scaler.update(). In C++: torch::save(scaler, path) after update()");
-  for (const auto& [key, value] : scaler.state_dict()) {
-    archive.write(key, at::scalar_tensor(value, at::kDouble), /*is_buffer=*/true);
-  }
-  return archive;
-}
-
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, GradScaler& scaler) {
-  GradScaler::StateDict state;
-  const auto read = [&](std::string_view name) {
-    const std::string key(name);
-    at::Tensor value;
-    if (archive.try_read(key, value, /*is_buffer=*/true))
-      state[key] = value.template item<double>();
-  };
-  for (const std::string_view key : detail::kTorchStateKeys) read(key);
-  for (const std::string_view key : detail::kMezzoStateKeys) read(key);
-  scaler.load_state_dict(state);
-  return archive;
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

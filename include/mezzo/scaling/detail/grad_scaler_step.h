@@ -24,43 +24,8 @@
 // GradScaler::step: the stage is checked, the optimizer reports its gradients, the step is decided,
 // and the optimizer applies the report.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
-
-template <class Argument>
-inline constexpr bool kMayBeClosure = std::is_convertible_v<const std::remove_cvref_t<Argument>&,
-                                                            torch::optim::Optimizer::LossClosure>;
-
-/// Of an argument of `optimizer.step`; no closure, said aloud, is not one.
-template <class Argument>
-bool is_closure(const Argument& argument) {
-  if constexpr (kMayBeClosure<Argument>) {
-    return torch::optim::Optimizer::LossClosure(argument) != nullptr;
-  } else {
-    return false;
-  }
-}
-
-}  // namespace detail
-
-template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
-requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
-           ...)) StepResult GradScaler::step(OptimizerType& optimizer, Args&&... args) {
-  const auto call_step = [&]() -> at::Tensor {
-    return optimizer.step(std::forward<Args>(args)...);
-  };
-  const bool has_closure = (detail::is_closure(args) || ...);
-  const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
-  const detail::StepTaker taker(optimizer);
-  if (!enabled_) {
-    if (is_bare && records_.find(optimizer) != nullptr) return step(optimizer, StepOptions{});
-    return StepResult(StepOutcome{.ran = true, .value = call_step()});
-  }
-  TORCH_CHECK(!has_closure, "Closure use is not currently supported if GradScaler is enabled.");
-  if (is_bare && taker.fused() != nullptr) return step_on_device(taker, {});
-  return step_on_host(taker, {}, call_step);
-}
-
-inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
+MEZZO_INLINE StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
+                                         const StepOptions& options) {
   detail::check_step_options(options);
   const c10::NoGradGuard no_grad;
   const detail::StepTaker taker(optimizer);
@@ -75,7 +40,7 @@ inline StepResult GradScaler::step(torch::optim::Optimizer& optimizer, const Ste
   return result;
 }
 
-inline detail::OptimizerRecord& GradScaler::record_to_step(
+MEZZO_INLINE detail::OptimizerRecord& GradScaler::record_to_step(
     const torch::optim::Optimizer& optimizer) {
   require_scale("step");
   detail::OptimizerRecord& record = records_.of(optimizer);
@@ -85,7 +50,7 @@ inline detail::OptimizerRecord& GradScaler::record_to_step(
 }
 
 /// For the line about it, unless the scale of another loss was the cause.
-inline void GradScaler::note_skip(const detail::OptimizerRecord& record, float scale) {
+MEZZO_INLINE void GradScaler::note_skip(const detail::OptimizerRecord& record, float scale) {
   const auto is_set = [](const at::Tensor& found) { return found.item<float>() != 0.0F; };
   const bool is_own = record.found_elsewhere.empty() ||
                       std::any_of(record.found_inf.begin(), record.found_inf.end(), is_set);
@@ -93,7 +58,7 @@ inline void GradScaler::note_skip(const detail::OptimizerRecord& record, float s
 }
 
 /// The same where the device knows.
-inline void GradScaler::post_line(const std::vector<at::Tensor>& found_inf) {
+MEZZO_INLINE void GradScaler::post_line(const std::vector<at::Tensor>& found_inf) {
   const at::Tensor& scale = scale_.original();
   const std::shared_ptr<detail::AsyncReadback> readback =
       readback_pool_.readback_for(scale.device());
@@ -102,12 +67,12 @@ inline void GradScaler::post_line(const std::vector<at::Tensor>& found_inf) {
   readbacks_.push_back(readback);
 }
 
-inline bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {
+MEZZO_INLINE bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {
   const detail::OptimizerRecord* const record = records_.find(optimizer);
   return record != nullptr && record->stage == detail::Stage::unscaled;
 }
 
-inline std::vector<at::Tensor> GradScaler::release(const torch::optim::Optimizer& optimizer) {
+MEZZO_INLINE std::vector<at::Tensor> GradScaler::release(const torch::optim::Optimizer& optimizer) {
   detail::OptimizerRecord* const record = records_.find(optimizer);
   if (!enabled_ || record == nullptr) return {};
   const c10::NoGradGuard no_grad;
@@ -125,8 +90,8 @@ inline std::vector<at::Tensor> GradScaler::release(const torch::optim::Optimizer
   return found;
 }
 
-inline void GradScaler::adopt(torch::optim::Optimizer& optimizer,
-                              std::vector<at::Tensor> found_inf) {
+MEZZO_INLINE void GradScaler::adopt(torch::optim::Optimizer& optimizer,
+                                    std::vector<at::Tensor> found_inf) {
   const detail::StepTaker taker(optimizer);
   if (!enabled_) return;
   require_scale("adopt");
@@ -137,15 +102,15 @@ inline void GradScaler::adopt(torch::optim::Optimizer& optimizer,
   record.found_elsewhere = std::move(found_inf);
 }
 
-inline void GradScaler::finish_step(detail::OptimizerRecord& record) {
+MEZZO_INLINE void GradScaler::finish_step(detail::OptimizerRecord& record) {
   record.stage = detail::Stage::stepped;
   record.masters.drop();
 }
 
 /// One read of the gradients. What it finds joins what `unscale_` noted, if it `counts`; a check
 /// that found what others had found before it says nothing about this scale.
-inline GradientReport GradScaler::report_into(detail::OptimizerRecord& record,
-                                              const detail::StepTaker& taker, bool counts) {
+MEZZO_INLINE GradientReport GradScaler::report_into(detail::OptimizerRecord& record,
+                                                    const detail::StepTaker& taker, bool counts) {
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale_.original()) : scale_.inverse();
   GradientReport report = taker.report(inv_scale, !record.masters.empty());
@@ -168,8 +133,8 @@ inline GradientReport GradScaler::report_into(detail::OptimizerRecord& record,
 }
 
 /// An optimizer that decides by itself, on the device where it is one.
-inline StepResult GradScaler::step_on_device(const detail::StepTaker& taker,
-                                             const StepOptions& options) {
+MEZZO_INLINE StepResult GradScaler::step_on_device(const detail::StepTaker& taker,
+                                                   const StepOptions& options) {
   const c10::NoGradGuard no_grad;
   const void* const optimizer = &taker.optimizer();
   detail::OptimizerRecord& record = record_to_step(taker.optimizer());
@@ -204,9 +169,9 @@ inline StepResult GradScaler::step_on_device(const detail::StepTaker& taker,
 
 /// Any other optimizer, or arguments of its own: the host decides. `torch_step` is torch.amp's
 /// step, which unscales where the gradients lie; null for one that leaves them as they are.
-inline StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
-                                           const StepOptions& options,
-                                           const StepFunction& torch_step) {
+MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
+                                                 const StepOptions& options,
+                                                 const StepFunction& torch_step) {
   detail::OptimizerRecord& record = record_to_step(taker.optimizer());
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const bool unscales_here = torch_step != nullptr && !was_unscaled;

@@ -69,7 +69,7 @@ inline const char* to_text(CastDecider decider) {
 
 }  // namespace detail
 
-inline CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs) {
+MEZZO_INLINE CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs) {
   const std::vector<c10::IValue> values(inputs.begin(), inputs.end());
   const detail::OpArguments arguments(values.data(), values.size());
   const auto device = detail::first_device(arguments).value_or(c10::DeviceType::CPU);
@@ -90,13 +90,13 @@ inline CastExplanation explain(std::string_view op, const std::vector<at::Tensor
   return call;
 }
 
-inline std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation) {
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation) {
   return stream << explanation.reason;
 }
 
-inline CastTrace::CastTrace() = default;
+MEZZO_INLINE CastTrace::CastTrace() = default;
 
-inline std::vector<CastRecord> CastTrace::records() const {
+MEZZO_INLINE std::vector<CastRecord> CastTrace::records() const {
   std::vector<CastRecord> records;
   for (const auto& [call, cost] : recorder_.calls()) {
     records.push_back({call.scope, call.op, call.device,
@@ -110,14 +110,14 @@ inline std::vector<CastRecord> CastTrace::records() const {
   return records;
 }
 
-inline std::int64_t CastTrace::total_bytes() const {
+MEZZO_INLINE std::int64_t CastTrace::total_bytes() const {
   const auto& calls = recorder_.calls();
   return std::accumulate(
       calls.begin(), calls.end(), std::int64_t{0},
       [](std::int64_t sum, const auto& call) { return sum + call.second.bytes; });
 }
 
-inline std::ostream& operator<<(std::ostream& stream, const CastTrace& trace) {
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastTrace& trace) {
   const auto records = trace.records();
   std::vector<std::array<std::string, 10>> rows = {{"cast bytes", "casts", "cache hits", "calls",
                                                     "op", "inputs", "runs in", "category", "by",

@@ -87,20 +87,20 @@ inline OpPolicy parse_policy(std::istream& text, const std::string& source) {
 
 }  // namespace detail
 
-inline std::size_t OpList::count(OpCategory category) const {
+MEZZO_INLINE std::size_t OpList::count(OpCategory category) const {
   return static_cast<std::size_t>(
       std::count_if(entries_.begin(), entries_.end(),
                     [category](const OpEntry& entry) { return entry.category == category; }));
 }
 
-inline OpCategory OpList::category(std::string_view name) const {
+MEZZO_INLINE OpCategory OpList::category(std::string_view name) const {
   const auto entry =
       std::lower_bound(entries_.begin(), entries_.end(), name,
                        [](const OpEntry& e, std::string_view wanted) { return e.name < wanted; });
   return entry != entries_.end() && entry->name == name ? entry->category : OpCategory::fallthrough;
 }
 
-inline std::ostream& operator<<(std::ostream& stream, const OpList& list) {
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpList& list) {
   std::size_t width = 0;
   for (const auto& entry : list.entries()) {
     width = std::max(width, entry.name.size());
@@ -113,7 +113,7 @@ inline std::ostream& operator<<(std::ostream& stream, const OpList& list) {
   return stream;
 }
 
-inline OpList autocast_op_lists(c10::DeviceType device) {
+MEZZO_INLINE OpList autocast_op_lists(c10::DeviceType device) {
   const auto key = detail::autocast_key(device);
   std::vector<OpEntry> entries;
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNamesForDispatchKey(key)) {
@@ -131,7 +131,7 @@ inline OpList autocast_op_lists(c10::DeviceType device) {
   return {device, std::move(entries)};
 }
 
-inline OpPolicy OpPolicy::set(std::string_view op, OpCategory category) const {
+MEZZO_INLINE OpPolicy OpPolicy::set(std::string_view op, OpCategory category) const {
   auto edits = empty() ? std::make_shared<detail::PolicyEdits>()
                        : std::make_shared<detail::PolicyEdits>(*edits_);
   for (const auto& overload : detail::find_ops(op)) {
@@ -141,21 +141,23 @@ inline OpPolicy OpPolicy::set(std::string_view op, OpCategory category) const {
   return OpPolicy(std::move(edits));
 }
 
-inline OpPolicy OpPolicy::allow(std::string_view op) const {
+MEZZO_INLINE OpPolicy OpPolicy::allow(std::string_view op) const {
   return set(op, OpCategory::lower_precision);
 }
 
-inline OpPolicy OpPolicy::deny(std::string_view op) const { return set(op, OpCategory::fp32); }
+MEZZO_INLINE OpPolicy OpPolicy::deny(std::string_view op) const {
+  return set(op, OpCategory::fp32);
+}
 
-inline OpPolicy OpPolicy::promote(std::string_view op) const {
+MEZZO_INLINE OpPolicy OpPolicy::promote(std::string_view op) const {
   return set(op, OpCategory::promote);
 }
 
-inline OpPolicy OpPolicy::ignore(std::string_view op) const {
+MEZZO_INLINE OpPolicy OpPolicy::ignore(std::string_view op) const {
   return set(op, OpCategory::fallthrough);
 }
 
-inline OpPolicy OpPolicy::allow_banned(std::string_view op) const {
+MEZZO_INLINE OpPolicy OpPolicy::allow_banned(std::string_view op) const {
   bool banned = false;
   for (const auto& overload : detail::find_ops(op)) {
     for (const auto device : detail::kPolicyDevices) {
@@ -167,18 +169,18 @@ inline OpPolicy OpPolicy::allow_banned(std::string_view op) const {
   return set(op, OpCategory::fp32);
 }
 
-inline OpPolicy OpPolicy::with(const OpPolicy& other) const {
+MEZZO_INLINE OpPolicy OpPolicy::with(const OpPolicy& other) const {
   return OpPolicy(detail::PolicyEdits::nest(edits_, other.edits_));
 }
 
-inline OpCategory OpPolicy::category(std::string_view op, c10::DeviceType device) const {
+MEZZO_INLINE OpCategory OpPolicy::category(std::string_view op, c10::DeviceType device) const {
   const auto handle = detail::find_ops(op).front();
   const auto* known = detail::override_registry().find(handle);
   const auto edit = known != nullptr && !empty() ? edits_->find(known->slot) : std::nullopt;
   return edit.has_value() ? *edit : detail::override_registry().registered(handle, device);
 }
 
-inline std::vector<OpEntry> OpPolicy::edits() const {
+MEZZO_INLINE std::vector<OpEntry> OpPolicy::edits() const {
   std::vector<OpEntry> entries;
   if (empty()) return entries;
   edits_->for_each([&](const auto& edit) { entries.push_back({edit.op->name, edit.category}); });
@@ -187,7 +189,7 @@ inline std::vector<OpEntry> OpPolicy::edits() const {
   return entries;
 }
 
-inline OpPolicy OpPolicy::like(c10::DeviceType device) {
+MEZZO_INLINE OpPolicy OpPolicy::like(c10::DeviceType device) {
   const OpList wanted = autocast_op_lists(device);
   std::set<std::string> names;
   for (const auto each : detail::kPolicyDevices) {
@@ -209,11 +211,11 @@ inline OpPolicy OpPolicy::like(c10::DeviceType device) {
   return policy;
 }
 
-inline OpPolicy OpPolicy::cuda_like() { return like(c10::DeviceType::CUDA); }
+MEZZO_INLINE OpPolicy OpPolicy::cuda_like() { return like(c10::DeviceType::CUDA); }
 
-inline OpPolicy OpPolicy::cpu_like() { return like(c10::DeviceType::CPU); }
+MEZZO_INLINE OpPolicy OpPolicy::cpu_like() { return like(c10::DeviceType::CPU); }
 
-inline OpPolicy install_op_overrides(OpPolicy policy) {
+MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy) {
   if (!policy.empty()) {
     policy.edits_->for_each(
         [](const auto& edit) { detail::override_registry().install(*edit.op, edit.category); });
@@ -221,12 +223,12 @@ inline OpPolicy install_op_overrides(OpPolicy policy) {
   return policy;
 }
 
-inline OpPolicy OpPolicy::parse(std::string_view text) {
+MEZZO_INLINE OpPolicy OpPolicy::parse(std::string_view text) {
   std::istringstream stream{std::string(text)};
   return detail::parse_policy(stream, "op policy");
 }
 
-inline OpPolicy OpPolicy::from_file(const std::string& path) {
+MEZZO_INLINE OpPolicy OpPolicy::from_file(const std::string& path) {
   std::ifstream file(path);
   TORCH_CHECK(file.is_open(), path, ": cannot be opened; an op policy is a readable text file");
   OpPolicy policy = detail::parse_policy(file, path);
@@ -234,7 +236,7 @@ inline OpPolicy OpPolicy::from_file(const std::string& path) {
   return policy;
 }
 
-inline std::string OpPolicy::to_string() const {
+MEZZO_INLINE std::string OpPolicy::to_string() const {
   std::string text;
   for (const auto& [name, category] : edits()) {
     text += std::string(mezzo::to_string(category)) + " " + name + "\n";
@@ -242,7 +244,7 @@ inline std::string OpPolicy::to_string() const {
   return text;
 }
 
-inline std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy) {
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy) {
   return stream << policy.to_string();
 }
 

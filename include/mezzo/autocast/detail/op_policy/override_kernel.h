@@ -52,13 +52,14 @@ inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArgument
   }
 }
 
-/// `cache` is the weight cache that may hold the result, if one does.
+/// `cache` is the weight cache that may hold the result, if one does and the argument's `role` is
+/// not other.
 inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device,
-                          const ThreadCache& cache) {
+                          const ThreadCache& cache, ArgumentRole role) {
+  const bool asks = cache.casts != nullptr && role != ArgumentRole::other;
   const auto cast = [&](const at::Tensor& tensor) {
-    const bool ask = cache.casts != nullptr && is_eligible(tensor, device);
-    return ask && tensor.scalar_type() != dtype
-               ? cache.casts->lower(tensor, dtype, ArgumentRole::right_factor, cache.since)
+    return asks && is_eligible(tensor, device) && tensor.scalar_type() != dtype
+               ? cache.casts->lower(tensor, dtype, role, cache.since)
                : at::autocast::cached_cast(dtype, tensor, device);
   };
   if (argument.isTensor()) {
@@ -169,7 +170,7 @@ class OverrideKernel final : public c10::OperatorKernel {
       const ThreadCache cache =
           category == OpCategory::lower_precision ? thread_caches()[device_index_] : ThreadCache();
       std::for_each(arguments, arguments + arity_, [&](c10::IValue& argument) {
-        cast_argument(argument, *dtype, device_, cache);
+        cast_argument(argument, *dtype, device_, cache, ArgumentRole::right_factor);
       });
     } else if (category == OpCategory::fp32_set_opt_dtype) {
       set_dtype(arguments);

@@ -20,30 +20,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The owners that hold something for a thread, which tells them when it ends.
-class HoldersForThread {
- public:
-  ~HoldersForThread() {
-    has_ended_ = true;
-    for (const auto& each : holders_) {
-      if (const auto holder = each.lock()) holder->forget_this_thread();
-    }
-  }
-
-  /// After the end, where static objects of the main thread are, what is held stays until the
-  /// owner goes.
-  static void add(const std::weak_ptr<CacheOwner>& holder) {
-    if (has_ended_) return;
-    static thread_local HoldersForThread own;
-    std::erase_if(own.holders_, [](const auto& each) { return each.expired(); });
-    own.holders_.push_back(holder);
-  }
-
- private:
-  static inline thread_local bool has_ended_ = false;
-  std::vector<std::weak_ptr<CacheOwner>> holders_;
-};
-
 inline void check_can_be_held(const at::Tensor& weight) {
   TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter");
   TORCH_CHECK(weight.is_floating_point(), "weight: ", weight.scalar_type(),
@@ -84,13 +60,14 @@ class WeightCache::Shared final : public detail::CacheOwner,
                                   public std::enable_shared_from_this<WeightCache::Shared> {
  public:
   explicit Shared(const WeightCacheOptions& options)
-      : options_(options), for_all_(options.max_bytes, options.keep_trainable) {}
+      : CacheOwner([](CacheOwner& owner) -> std::shared_ptr<detail::WeightCasts> {
+          return static_cast<Shared&>(owner).store_of_this_thread();
+        }),
+        options_(options),
+        for_all_(options.max_bytes, options.keep_trainable) {}
 
-  std::shared_ptr<detail::WeightCasts> casts_of_this_thread() override {
-    return store_of_this_thread();
-  }
-
-  void forget_this_thread() noexcept override {
+  /// The calling thread ends.
+  void forget_this_thread() noexcept {
     std::shared_ptr<detail::WeightStore> own;  // dies after the lock
     const std::lock_guard lock(mutex_);
     if (const auto found = by_thread_.find(std::this_thread::get_id()); found != by_thread_.end()) {
@@ -110,7 +87,7 @@ class WeightCache::Shared final : public detail::CacheOwner,
     auto& own = by_thread_[std::this_thread::get_id()];
     if (own == nullptr) {
       own = std::make_shared<detail::WeightStore>(options_.max_bytes, options_.keep_trainable);
-      detail::HoldersForThread::add(weak_from_this());
+      HoldersForThread::add(weak_from_this());
     }
     return own;
   }
@@ -138,31 +115,56 @@ class WeightCache::Shared final : public detail::CacheOwner,
   const WeightCacheOptions& options() const { return options_; }
 
  private:
+  /// The caches that hold something for a thread, which tells them when it ends.
+  class HoldersForThread {
+   public:
+    ~HoldersForThread() {
+      has_ended_ = true;
+      for (const auto& each : holders_) {
+        if (const auto holder = each.lock()) holder->forget_this_thread();
+      }
+    }
+
+    /// After the end, where static objects of the main thread are, what is held stays until the
+    /// cache goes.
+    static void add(const std::weak_ptr<Shared>& holder) {
+      if (has_ended_) return;
+      static thread_local HoldersForThread own;
+      std::erase_if(own.holders_, [](const auto& each) { return each.expired(); });
+      own.holders_.push_back(holder);
+    }
+
+   private:
+    static inline thread_local bool has_ended_ = false;
+    std::vector<std::weak_ptr<Shared>> holders_;
+  };
+
   WeightCacheOptions options_;
   detail::WeightStore for_all_;
   std::mutex mutex_;
   std::map<std::thread::id, std::shared_ptr<detail::WeightStore>> by_thread_;
 };
 
-inline WeightCache::WeightCache(WeightCacheOptions options) {
+MEZZO_INLINE WeightCache::WeightCache(WeightCacheOptions options) {
   TORCH_CHECK(options.max_bytes >= 0, "max_bytes: ", options.max_bytes,
               " is negative; give a bound in bytes, or leave it out for none");
   shared_ = std::make_shared<Shared>(options);
 }
 
-inline at::Tensor WeightCache::buffer_for(const at::Tensor& weight, at::ScalarType dtype) const {
+MEZZO_INLINE at::Tensor WeightCache::buffer_for(const at::Tensor& weight,
+                                                at::ScalarType dtype) const {
   detail::check_can_be_held(weight);
   detail::check_low_precision(weight, dtype, "dtype");
   return shared_->store().fixed_copy(weight, dtype);
 }
 
-inline void WeightCache::publish(const at::Tensor& weight, const at::Tensor& copy) const {
+MEZZO_INLINE void WeightCache::publish(const at::Tensor& weight, const at::Tensor& copy) const {
   detail::check_can_be_held(weight);
   detail::check_copy(weight, copy);
   shared_->store().publish(weight, copy);
 }
 
-inline bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) const {
+MEZZO_INLINE bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) const {
   if (!weight.defined()) {
     return false;
   }
@@ -170,21 +172,21 @@ inline bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) c
   return detail::can_be_held(*shown) && shared_->store().holds(*shown, dtype, shared_->since());
 }
 
-inline bool WeightCache::is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const {
+MEZZO_INLINE bool WeightCache::is_asked_for(const at::Tensor& weight, at::ScalarType dtype) const {
   return weight.defined() && shared_->store().is_asked_for(weight, dtype);
 }
 
-inline void WeightCache::forget(const at::Tensor& weight) const {
+MEZZO_INLINE void WeightCache::forget(const at::Tensor& weight) const {
   TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter, or call clear()");
   const auto shown = detail::shown_by(weight);
   for (auto& store : shared_->stores()) store->forget(shown->unsafeGetTensorImpl());
 }
 
-inline void WeightCache::clear() const {
+MEZZO_INLINE void WeightCache::clear() const {
   for (auto& store : shared_->stores()) store->forget(nullptr);
 }
 
-inline WeightCacheStatistics WeightCache::statistics() const {
+MEZZO_INLINE WeightCacheStatistics WeightCache::statistics() const {
   WeightCacheStatistics sum;
   for (auto& store : shared_->stores()) {
     const auto each = store->statistics();
@@ -200,20 +202,21 @@ inline WeightCacheStatistics WeightCache::statistics() const {
   return sum;
 }
 
-inline void WeightCache::reset_statistics() const {
+MEZZO_INLINE void WeightCache::reset_statistics() const {
   for (auto& store : shared_->stores()) store->reset_statistics();
 }
 
-inline const WeightCacheOptions& WeightCache::options() const { return shared_->options(); }
+MEZZO_INLINE const WeightCacheOptions& WeightCache::options() const { return shared_->options(); }
 
-inline WeightCache::operator WeightCacheRef() const { return WeightCacheRef(shared_); }
+MEZZO_INLINE WeightCache::operator WeightCacheRef() const { return WeightCacheRef(shared_); }
 
-inline WeightCache install_op_overrides(WeightCache cache) {
+MEZZO_INLINE WeightCache install_op_overrides(WeightCache cache) {
   detail::install_cache_kernels();
   return cache;
 }
 
-inline std::ostream& operator<<(std::ostream& stream, const WeightCacheStatistics& statistics) {
+MEZZO_INLINE std::ostream& operator<<(std::ostream& stream,
+                                      const WeightCacheStatistics& statistics) {
   return stream << "weight cache: " << statistics.hits << " hits, " << statistics.casts
                 << " casts, " << statistics.published << " published, " << statistics.evicted
                 << " evicted; " << statistics.bytes_saved << " bytes saved, "

@@ -1,0 +1,9 @@
+// Op policies, cast traces and weight caches, compiled once: see mezzo/optim/compiled.h.
+#include <mezzo/autocast/cast_trace.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
+
+// What their users leave to this.
+#include <mezzo/autocast/detail/op_policy/cast_trace_impl.h>
+#include <mezzo/autocast/detail/op_policy/op_policy_impl.h>
+#include <mezzo/autocast/detail/weight_cache/weight_cache_impl.h>

@@ -1,0 +1,7 @@
+// GradScaler, compiled once: see mezzo/optim/compiled.h.
+#include <mezzo/scaling/grad_scaler.h>
+
+// What their users leave to this.
+#include <mezzo/scaling/detail/grad_scaler_impl.h>
+#include <mezzo/scaling/detail/grad_scaler_state.h>
+#include <mezzo/scaling/detail/grad_scaler_step.h>
