@@ -96,9 +96,7 @@ class LossScaleOptimizer {
     return LossScale::dynamic(
         {.init_scale = options.initial_scale, .growth_interval = options.dynamic_growth_steps});
   }
-  bool is_counted_by_inner() const {
-    return detail::as_fused(*inner_) != nullptr;
-  }
+  bool is_counted_by_inner() const { return detail::as_fused(*inner_) != nullptr; }
 
   torch::optim::Optimizer* inner_;
   LossScaleOptimizerOptions options_;
