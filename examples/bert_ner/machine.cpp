@@ -81,9 +81,13 @@ mezzo::AutocastSetting setting_for(Precision precision, torch::Device device) {
   return mezzo::autocast_from_env(device);
 }
 
+torch::Dtype dtype_of(const mezzo::AutocastSetting& setting) {
+  return setting.dtype.value_or(mezzo::default_autocast_dtype(setting.device.value()));
+}
+
 std::string describe(const mezzo::AutocastSetting& setting) {
   if (!setting.enabled) return "off";
-  return setting.dtype == torch::kBFloat16 ? "bfloat16" : "float16";
+  return dtype_of(setting) == torch::kBFloat16 ? "bfloat16" : "float16";
 }
 
 int64_t peak_memory_bytes(torch::Device device) {

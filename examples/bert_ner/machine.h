@@ -42,6 +42,9 @@ mezzo::AutocastSetting setting_for(Precision precision, torch::Device device);
 /// "off", "bfloat16", "float16"
 std::string describe(const mezzo::AutocastSetting& setting);
 
+/// What its ops compute in: what it says, or the device's default.
+torch::Dtype dtype_of(const mezzo::AutocastSetting& setting);
+
 /// How long this process's threads have run, and how long they waited for a core that others had.
 struct CoreTime {
   double ran = 0, waited = 0;  ///< seconds, all threads that still run added up

@@ -45,7 +45,8 @@ std::string note_on_autocast(const MachineFacts& facts) {
     return "MEZZO_AUTOCAST=" + facts.mezzo_autocast +
            ": autocast is off in the amp rows, which compute what fp32 does.";
   }
-  const bool is_fast = facts.recommended.enabled && facts.recommended.dtype == facts.amp.dtype;
+  const bool is_fast =
+      facts.recommended.enabled && dtype_of(facts.recommended) == dtype_of(facts.amp);
   const std::string rows = "The amp rows compute in " + dtype;
   const std::string cause = facts.mezzo_autocast.empty()
                                 ? " (MEZZO_AUTOCAST is not set)"

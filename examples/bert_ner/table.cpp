@@ -144,7 +144,7 @@ class Row {
 std::vector<Precision> table_precisions(const RunOptions& options) {
   const auto device = find_device(options.device);
   const auto amp = setting_for(Precision::amp, device);
-  const bool amp_is_float16 = amp.enabled && amp.dtype == torch::kFloat16;
+  const bool amp_is_float16 = amp.enabled && dtype_of(amp) == torch::kFloat16;
   std::vector<Precision> precisions;
   for (const auto precision : all_precisions()) {
     if (precision == Precision::fp16 && (amp_is_float16 || !has_float16(device))) continue;

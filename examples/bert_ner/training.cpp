@@ -1,5 +1,7 @@
 #include "training.h"
 
+#include "machine.h"
+
 #include <ATen/record_function.h>
 #include <mezzo/distributed/data_parallel.h>
 
@@ -105,7 +107,7 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
       device_(model->parameters().front().device()) {
   precision_.cache = weights_;
-  if (precision_.enabled) optimizer.publish_to(weights_, precision_.dtype.value());
+  if (precision_.enabled) optimizer.publish_to(weights_, dtype_of(precision_));
 }
 
 int64_t Trainer::bytes_held() const {

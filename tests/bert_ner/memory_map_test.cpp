@@ -2,9 +2,8 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <sstream>
 
 namespace bert_ner {
@@ -37,10 +36,8 @@ TEST(MemoryMap, TellsFilesFromCompiledKernelsAndTheRest) {
 TEST(MemoryMap, OfThisProcessGrowsByWhatIsAllocated) {
   const auto before = memory_map();
   constexpr std::size_t kBytes = 64 * kMib;
-  void* const block = std::malloc(kBytes);
-  std::memset(block, 1, kBytes);
+  const auto block = torch::ones({static_cast<int64_t>(kBytes)}, torch::kByte);
   const auto after = memory_map();
-  std::free(block);
   EXPECT_GT(before.files, kMib);
   EXPECT_NEAR(static_cast<double>(after.in_use - before.in_use), kBytes, kMib);
   EXPECT_NEAR(static_cast<double>(after.total() - before.total()), kBytes, 4 * kMib);

@@ -8,7 +8,7 @@
 #include <mezzo/diagnose/underflow.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
-#include <support/scratch.h>
+#include "../support/scratch.h"
 
 #include <cmath>
 #include <cstdlib>
