@@ -52,7 +52,7 @@ TEST(ComparePrecisions, FindsNoDifferenceBetweenFloat32AndItself) {
   ASSERT_EQ(comparison.rows.size(), 2);
   const PrecisionRow& again = comparison.rows[1];
   EXPECT_EQ(again.gradient_error, 0) << "weights, batches and dropout are the same";
-  EXPECT_EQ(again.cosine, 1);
+  EXPECT_DOUBLE_EQ(again.cosine, 1);
   EXPECT_EQ(again.loss_difference, 0);
   EXPECT_EQ(again.losses, comparison.rows[0].losses);
   EXPECT_EQ(again.losses.size(), 3);

@@ -244,7 +244,8 @@ class Gradients : public testing::TestWithParam<Model> {
     torch::manual_seed(3);
     parameters_ = GetParam().parameters();
   }
-  mezzo::WeightCache cache_{{.keep_trainable = true}};
+  mezzo::WeightCache cache_ =
+      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
   Tensors parameters_;
 };
 

@@ -34,7 +34,9 @@ constexpr int64_t kUnits = 3;
 class RandomProgram {
  public:
   RandomProgram(std::uint32_t seed, mezzo::WeightCacheOptions options)
-      : keeps_trainable_(options.keep_trainable), cache_(options), random_(seed) {
+      : keeps_trainable_(options.keep_trainable),
+        cache_(mezzo::install_op_overrides(mezzo::WeightCache(options))),
+        random_(seed) {
     torch::manual_seed(seed);
     for (int i = 0; i < 3; ++i) modules_.emplace_back(kUnits, kUnits);
     std::vector<Tensor> weights;
@@ -154,7 +156,7 @@ class RandomProgram {
   }
 
   bool keeps_trainable_;
-  mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
+  mezzo::WeightCache cache_;
   std::mt19937 random_;
   std::vector<torch::nn::Linear> modules_;
   std::vector<std::unique_ptr<torch::optim::Optimizer>> optimizers_;
