@@ -2,7 +2,7 @@
 /// What the machine and its settings mean for the numbers of the table, a sentence each.
 #pragma once
 
-#include <mezzo/base/precision.h>
+#include <mezzo/autocast/autocast_setting.h>
 
 #include <optional>
 #include <span>
