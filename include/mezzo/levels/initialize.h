@@ -143,10 +143,10 @@ class Amp {
   /// float32 master, where it has one, or the parameter. See mezzo::master_params.
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
 
-  /// What steps in the place of an optimizer: a MasterWeights around it, where `step` needs float32
-  /// masters that it has not by itself; or the optimizer. Save and load this one:
+  /// What steps an optimizer: a MasterWeights around it, where `step` needs float32 masters that it
+  /// has not by itself; or the optimizer. Save and load this one:
   /// `torch::save(amp.optimizer(sgd), path)`.
-  torch::optim::Optimizer& optimizer(torch::optim::Optimizer& given);
+  AnyOptimizer& optimizer(torch::optim::Optimizer& given);
 
   const OptLevel& level() const noexcept { return level_; }
   bool is_enabled() const noexcept { return enabled_; }

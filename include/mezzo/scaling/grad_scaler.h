@@ -105,19 +105,20 @@ class GradScaler {
   /// gradients to masters.
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
   ///   for fp16 gradients of parameters without a master (see `allow_fp16_gradients`)
-  void unscale_(torch::optim::Optimizer& optimizer);
+  void unscale_(AnyOptimizer optimizer);
 
   /// Calls `unscale_` unless that has been done in this iteration; gives the tensors whose
   /// gradients the step will take, and which may be clipped now: parameters that have one, masters
   /// in place of those that keep one. \throws c10::Error as `unscale_` does
-  std::vector<at::Tensor> unscaled_parameters(torch::optim::Optimizer& optimizer);
+  std::vector<at::Tensor> unscaled_parameters(AnyOptimizer optimizer);
 
   /// torch.amp's: calls `unscale_` unless that has been done, so that `.grad` loses the scale, then
   /// `optimizer.step(args...)` unless an inf or NaN was found. Waits for the device to know which;
   /// with an optimizer of mezzo's, and no arguments, it is the step below with no options. \throws c10::Error when called twice in an iteration, before any `scale`, when no
   ///   parameter has a gradient, or when given a closure while enabled
-  template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
-  requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> || ...)) StepResult
+  template <class OptimizerType, class... Args>
+  requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
+           !(std::same_as<std::remove_cvref_t<Args>, StepOptions> || ...)) StepResult
       step(OptimizerType& optimizer, Args&&... args);
 
   /// The same in fewer passes, and with clipping: `scaler.step(optimizer, {.max_norm = 1.0})`.
@@ -132,11 +133,11 @@ class GradScaler {
   /// After `unscale_` gradients are checked once more (see `recheck`) and not unscaled again. A
   /// disabled scaler clips, sets to zero and steps whatever the gradients are.
   /// \throws c10::Error as above, or unless max_norm is positive
-  StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options);
+  StepResult step(AnyOptimizer optimizer, const StepOptions& options);
 
   /// Whether `optimizer`'s gradients have lost the scale since the last `update`: by `unscale_`, or
   /// by a `step(optimizer)` that called it and then threw. False when disabled.
-  bool is_unscaled(const torch::optim::Optimizer& optimizer) const;
+  bool is_unscaled(AnyOptimizer optimizer) const;
 
   /// For an optimizer whose gradients come from several losses, each with a scale or a backward
   /// pass of its own; mezzo::Amp (initialize.h) does all this. Forgets `optimizer`, whatever was
@@ -144,12 +145,12 @@ class GradScaler {
   /// of masters too) are the caller's to set aside and add up. What was found counts for this
   /// scaler's next scale all the same, and is returned: one float of one element a device, not 0
   /// where there was an inf or NaN. No host sync on a device.
-  std::vector<at::Tensor> release(const torch::optim::Optimizer& optimizer);
+  std::vector<at::Tensor> release(AnyOptimizer optimizer);
 
   /// Then, before `step`: takes `optimizer` over with gradients that carry no scale any more, and
   /// with what scalers `release`d about them. Its step is skipped if one of `found_inf` is set,
   /// which leaves this scaler's scale alone.
-  void adopt(torch::optim::Optimizer& optimizer, std::vector<at::Tensor> found_inf);
+  void adopt(AnyOptimizer optimizer, std::vector<at::Tensor> found_inf);
 
   /// Ends the iteration: the next scale, from what the checks found; forgets the optimizers.
   /// No host sync, unless a step was skipped and a callback wants to know the new scale.

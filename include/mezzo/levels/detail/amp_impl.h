@@ -196,7 +196,7 @@ inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOption
   const bool is_direct = !passes.unscaled_by().has_value();
   if (!is_direct && passes.scaled_by()) unscale(passes);
   const std::size_t loss = is_direct ? *passes.scaled_by() : *passes.unscaled_by();
-  torch::optim::Optimizer& stepper = passes.stepper();
+  const AnyOptimizer stepper = passes.stepper();
   const auto take_back = [&] {
     if (passes.take_back(scalers_[loss], stepper)) losses_[loss].was_checked = true;
   };
@@ -246,7 +246,7 @@ inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optim
   return mezzo::master_params(passes_of(optimizer).stepper());
 }
 
-inline torch::optim::Optimizer& Amp::optimizer(torch::optim::Optimizer& given) {
+inline AnyOptimizer& Amp::optimizer(torch::optim::Optimizer& given) {
   return passes_of(given).stepper();
 }
 

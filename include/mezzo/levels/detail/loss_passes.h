@@ -46,11 +46,13 @@ inline at::Tensor kept_gradient(const at::Tensor& gradient) {
 /// What is known of an optimizer that was given to initialize, between its steps.
 class OptimizerPasses {
  public:
-  OptimizerPasses(torch::optim::Optimizer& given, bool wants_masters) : given_(&given) {
+  OptimizerPasses(torch::optim::Optimizer& given, bool wants_masters)
+      : given_(&given), stepper_(given) {
     if (!wants_masters) return;
     auto* const fused = as_fused(given);
     if (fused == nullptr) {
       adapter_ = std::make_unique<MasterWeights>(given);
+      stepper_ = AnyOptimizer(*adapter_);
     } else {
       fused->enable_master_weights();
       keeps_own_masters_ = true;
@@ -59,12 +61,10 @@ class OptimizerPasses {
 
   const torch::optim::Optimizer& given() const noexcept { return *given_; }
 
-  /// What steps, with its param groups as the given one's are now.
-  torch::optim::Optimizer& stepper() {
-    torch::optim::Optimizer& optimizer = adapter_ != nullptr ? *adapter_ : *given_;
-    const StepTaker taker(optimizer);  // follows the given one's groups
-    if (keeps_own_masters_) taker.fused()->enable_master_weights();  // groups that are new
-    return optimizer;
+  /// What steps.
+  AnyOptimizer& stepper() {
+    if (keeps_own_masters_) as_fused(stepper_)->enable_master_weights();  // groups that are new
+    return stepper_;
   }
 
   bool awaits_step() const noexcept { return scaled_by_.has_value() || unscaled_by_.has_value(); }
@@ -99,7 +99,7 @@ class OptimizerPasses {
   /// Takes the scale off what has come since, and adds what was set aside. Returns whether there
   /// was a gradient to check.
   bool unscale(GradScaler& scaler) {
-    torch::optim::Optimizer& optimizer = stepper();
+    const AnyOptimizer optimizer = stepper();
     scaler.unscale_(optimizer);
     const bool is_checked = take_back(scaler, optimizer);
     add_what_was_set_aside();
@@ -108,7 +108,7 @@ class OptimizerPasses {
 
   /// From `scaler`, which knows nothing of `optimizer`, the stepper, from here on; before or after
   /// its step, one that threw too. Returns whether it has checked a gradient.
-  bool take_back(GradScaler& scaler, const torch::optim::Optimizer& optimizer) {
+  bool take_back(GradScaler& scaler, AnyOptimizer optimizer) {
     if (scaled_by_ && scaler.is_unscaled(optimizer)) {
       unscaled_by_ = std::exchange(scaled_by_, std::nullopt);
     }
@@ -127,7 +127,7 @@ class OptimizerPasses {
     for (const Held& held : everything_held()) {
       if (!held.gradient_is_own()) held.holder.mutable_grad() = at::Tensor();
     }
-    stepper().zero_grad(set_to_none);
+    given_->zero_grad(set_to_none);
   }
 
   void forget() {
@@ -148,10 +148,9 @@ class OptimizerPasses {
   };
 
   std::vector<Held> everything_held() {
-    torch::optim::Optimizer& optimizer = stepper();
-    const StepTaker taker(optimizer);
+    const StepTaker taker(stepper());
     std::vector<Held> all;
-    for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+    for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
       const bool has_master = taker.keeps_master(group, parameter);
       all.push_back({parameter, has_master ? taker.master_param(group, parameter) : parameter});
     });
@@ -212,6 +211,7 @@ class OptimizerPasses {
 
   torch::optim::Optimizer* given_;
   std::unique_ptr<MasterWeights> adapter_;
+  AnyOptimizer stepper_;
   bool keeps_own_masters_ = false;
   std::optional<std::size_t> scaled_by_;    // the loss whose scale the gradients carry
   std::optional<std::size_t> unscaled_by_;  // the loss whose scale was taken off last
