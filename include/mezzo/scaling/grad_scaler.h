@@ -37,6 +37,11 @@ class OutputArchive;
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+class LossScaleOptimizer;
+namespace detail {
+class LossPasses;
+}  // namespace detail
+
 /// Multiplies the loss so that small gradients survive in fp16, divides the gradients again, and
 /// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words
 /// of their errors are those of `torch.amp.GradScaler`:
@@ -139,19 +144,6 @@ class GradScaler {
   /// by a `step(optimizer)` that called it and then threw. False when disabled.
   bool is_unscaled(AnyOptimizer optimizer) const;
 
-  /// For an optimizer whose gradients come from several losses, each with a scale or a backward
-  /// pass of its own; mezzo::Amp (initialize.h) does all this. Forgets `optimizer`, whatever was
-  /// called for it: it may be unscaled again after the next backward pass, and its gradients (those
-  /// of masters too) are the caller's to set aside and add up. What was found counts for this
-  /// scaler's next scale all the same, and is returned: one float of one element a device, not 0
-  /// where there was an inf or NaN. No host sync on a device.
-  std::vector<at::Tensor> release(AnyOptimizer optimizer);
-
-  /// Then, before `step`: takes `optimizer` over with gradients that carry no scale any more, and
-  /// with what scalers `release`d about them. Its step is skipped if one of `found_inf` is set,
-  /// which leaves this scaler's scale alone.
-  void adopt(AnyOptimizer optimizer, std::vector<at::Tensor> found_inf);
-
   /// Ends the iteration: the next scale, from what the checks found; forgets the optimizers.
   /// No host sync, unless a step was skipped and a callback wants to know the new scale.
   /// \throws c10::Error if no optimizer was checked since the last `update`
@@ -210,6 +202,24 @@ class GradScaler {
 
  private:
   using StepFunction = std::function<at::Tensor()>;
+
+  // Where several losses, each with a scaler, become one step (detail/loss_passes.h).
+  friend class detail::LossPasses;
+  friend class LossScaleOptimizer;
+
+  /// Forgets `optimizer`, whatever was called for it: it may be unscaled again after the next
+  /// backward pass, and its gradients (those of masters too) are the caller's to set aside and add
+  /// up. What was found counts for this scaler's next scale all the same, and is returned: one
+  /// float of one element a device, not 0 where there was an inf or NaN. No host sync on a device.
+  std::vector<at::Tensor> release(AnyOptimizer optimizer);
+
+  /// Then, before `step`: takes `optimizer` over with gradients that carry no scale any more, and
+  /// with what scalers `release`d about them. Its step is skipped if one of `found_inf` is set,
+  /// which leaves this scaler's scale alone.
+  void adopt(AnyOptimizer optimizer, std::vector<at::Tensor> found_inf);
+
+  /// Whether `update` has something to move the scale by.
+  bool has_checks() const { return !records_.found_inf().empty(); }
 
   detail::OptimizerRecord& record_to_step(const torch::optim::Optimizer& optimizer);
   detail::OptimizerRecord& unscale_into(const detail::StepTaker& taker);
