@@ -162,7 +162,7 @@ struct Mastered {
     state.add("schedule", schedule);
   }
   void step(float scale_of_loss) {
-    optimizer.zero_grad();
+    adamw.zero_grad();
     const torch::Tensor loss = model->forward(torch::ones({1, 4}, torch::kHalf)).sum();
     scaler.scale(loss * scale_of_loss).backward();
     const auto result = scaler.step(optimizer);

@@ -59,9 +59,13 @@ struct Training {
   AveragedNet net;
   GradBuckets* buckets = nullptr;
   torch::optim::Optimizer* optimizer = nullptr;
+  std::shared_ptr<mezzo::MasterWeights> masters;  // where the loop wants some
   std::vector<double> norms;
 
   GradBuckets::NoSync no_sync() { return buckets->no_sync(); }
+  mezzo::AnyOptimizer stepper() const {
+    return masters != nullptr ? mezzo::AnyOptimizer(*masters) : mezzo::AnyOptimizer(*optimizer);
+  }
   void note(const mezzo::StepResult& result) { norms.push_back(result.grad_norm().value_or(-1)); }
 };
 
@@ -139,14 +143,14 @@ Loop scaled_loop(const std::function<void(Training&, GradScaler&)>& step,
 }
 
 void step_and_clip(Training& training, GradScaler& scaler) {
-  training.note(scaler.step(*training.optimizer, {.max_norm = 0.5}));
+  training.note(scaler.step(training.stepper(), {.max_norm = 0.5}));
 }
 
 void unscale_clip_and_step(Training& training, GradScaler& scaler) {
-  scaler.unscale_(*training.optimizer);
-  training.norms.push_back(
-      torch::nn::utils::clip_grad_norm_(mezzo::master_params(*training.optimizer), 0.5));
-  scaler.step(*training.optimizer);
+  mezzo::AnyOptimizer optimizer = training.stepper();
+  scaler.unscale_(optimizer);
+  training.norms.push_back(torch::nn::utils::clip_grad_norm_(mezzo::master_params(optimizer), 0.5));
+  scaler.step(optimizer);
 }
 
 const GradScalerOptions kDisabled = GradScalerOptions().enabled(false);
@@ -393,28 +397,24 @@ TEST(GradientsAreAverages, OnTheirWayToMasterWeights) {
     for (const auto& step : {step_and_clip, unscale_clip_and_step}) {
       const Loop loop = scaled_loop(step, GradScalerOptions().init_scale(16));
       expect_as_alone(on_buckets<mezzo::optim::SGD>(with_masters), loop, dtype);
-      const MakeOptimizer adapter = [](GradBuckets* buckets, AveragedNet& net) {
-        struct Adapted : mezzo::MasterWeights {
-          Adapted(GradBuckets* b, std::unique_ptr<Beside<torch::optim::SGD>> own)
-              : MasterWeights(*own), inner(std::move(own)) {
-            (void)b;
-          }
-          std::unique_ptr<Beside<torch::optim::SGD>> inner;
-        };
-        return std::make_unique<Adapted>(
-            buckets, std::make_unique<Beside<torch::optim::SGD>>(buckets, net->parameters(), 1e-2));
+      const MakeOptimizer inner = [](GradBuckets* buckets, AveragedNet& net) {
+        return std::make_unique<Beside<torch::optim::SGD>>(buckets, net->parameters(), 1e-2);
       };
-      expect_as_alone(adapter, loop, dtype);
-      expect_as_alone(
-          adapter,
-          [](Training& training) {
-            for (int64_t i = 0; i < 3; ++i) {
-              training.net->zero_grad();
-              loss_of(training.net, i).backward();
-              training.optimizer->step();
-            }
-          },
-          dtype);
+      const auto around = [](const Loop& of_masters) -> Loop {
+        return [of_masters](Training& training) {
+          training.masters = std::make_shared<mezzo::MasterWeights>(*training.optimizer);
+          of_masters(training);
+        };
+      };
+      expect_as_alone(inner, around(loop), dtype);
+      const Loop without_scaler = [](Training& training) {
+        for (int64_t i = 0; i < 3; ++i) {
+          training.net->zero_grad();
+          loss_of(training.net, i).backward();
+          training.stepper().step();
+        }
+      };
+      expect_as_alone(inner, around(without_scaler), dtype);
     }
   }
 }

@@ -9,21 +9,22 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
-#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
+
+#include "../support/owned_optimizer.h"
 
 namespace {
 
-using torch::optim::Optimizer;
-using Make = std::function<std::unique_ptr<Optimizer>(const std::vector<torch::Tensor>&)>;
+using test_support::OwnedOptimizer;
+using Make = std::function<OwnedOptimizer(const std::vector<torch::Tensor>&)>;
 
 /// Steps as on a device for which mezzo has no kernel.
 template <class Fused>
@@ -35,21 +36,10 @@ class ThroughAten : public Fused {
   }
 };
 
-/// Owns what it wraps.
-class OwnedMasters : public mezzo::MasterWeights {
- public:
-  explicit OwnedMasters(std::unique_ptr<Optimizer> inner)
-      : MasterWeights(*inner), inner_(std::move(inner)) {}
-  ~OwnedMasters() override = default;
-
- private:
-  std::unique_ptr<Optimizer> inner_;
-};
-
 template <class Own, class Options>
 Make make(Options options) {
-  return [options](const std::vector<torch::Tensor>& parameters) -> std::unique_ptr<Optimizer> {
-    return std::make_unique<Own>(parameters, options);
+  return [options](const std::vector<torch::Tensor>& parameters) {
+    return OwnedOptimizer(std::make_unique<Own>(parameters, options), /*with_masters=*/false);
   };
 }
 
@@ -63,8 +53,9 @@ std::vector<LeftGradientsCase> all_optimizers() {
   using namespace mezzo::optim;
   const auto master = WeightStorage::master;
   const Make masters = [](const std::vector<torch::Tensor>& parameters) {
-    return std::make_unique<OwnedMasters>(
-        std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1)));
+    return OwnedOptimizer(
+        std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.1)),
+        /*with_masters=*/true);
   };
   return {
       {"AdamW", make<AdamW>(AdamWOptions(0.1))},
@@ -92,7 +83,7 @@ class LeftGradients : public testing::TestWithParam<LeftGradientsCase> {
     for (const int64_t size : {5, 300}) {
       parameters_.push_back(torch::randn({size}).to(GetParam().dtype).requires_grad_());
     }
-    optimizer_ = GetParam().make(parameters_);
+    optimizer_.emplace(GetParam().make(parameters_));
   }
 
   /// What the parameters' gradients are after a step, which begins with `first` in the first place.
@@ -106,7 +97,7 @@ class LeftGradients : public testing::TestWithParam<LeftGradientsCase> {
       before.push_back(parameter.grad().clone());
       weights.push_back(parameter.detach().clone());
     }
-    const bool ran = scaler_.step(*optimizer_, options).ran();
+    const bool ran = scaler_.step(optimizer_->any(), options).ran();
     scaler_.update(48.0);
     EXPECT_EQ(ran, first == 1.0F);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -119,7 +110,7 @@ class LeftGradients : public testing::TestWithParam<LeftGradientsCase> {
 
   mezzo::GradScaler scaler_{mezzo::GradScalerOptions().init_scale(48)};
   std::vector<torch::Tensor> parameters_;
-  std::unique_ptr<Optimizer> optimizer_;
+  std::optional<OwnedOptimizer> optimizer_;
 };
 
 TEST_P(LeftGradients, AreWhatTheyWereOrZeroOnRequest) {

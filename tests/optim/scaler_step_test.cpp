@@ -400,27 +400,4 @@ TEST(ScalerStepWithOptions, SkipsThoughTheGradientsHaveGoneSinceTheInfWasFound) 
   EXPECT_EQ(scaler.get_scale(), 2.0);
 }
 
-/// Of an optimizer whose gradients went between the last unscale and the step.
-template <class Optimizer, class Options>
-void expect_to_step_without_gradients(const Options& options) {
-  for (const float gradient : {4.0F, float{kInfinity}}) {
-    const auto x = torch::ones({1}).requires_grad_();
-    Optimizer optimizer({x}, options);
-    GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(4));
-    (void)scaler.scale(torch::zeros({}));
-    x.mutable_grad() = torch::full({1}, gradient);
-    scaler.unscale_(optimizer);
-    const std::vector<torch::Tensor> found = scaler.release(optimizer);
-    optimizer.zero_grad();
-    scaler.adopt(optimizer, found);
-    EXPECT_EQ(scaler.step(optimizer, {}).ran(), gradient == 4.0F);
-    EXPECT_EQ(x.item<float>(), 1.0F);
-  }
-}
-
-TEST(ScalerStepWithOptions, TakesAnAdoptedOptimizerWhoseGradientsHaveGone) {
-  expect_to_step_without_gradients<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1.0));
-  expect_to_step_without_gradients<torch::optim::SGD>(torch::optim::SGDOptions(1.0));
-}
-
 }  // namespace

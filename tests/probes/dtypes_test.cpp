@@ -60,15 +60,15 @@ TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
   mezzo::MasterWeights masters(inner);
   torch::optim::SGD plain({x, odd_}, 1.0);
   auto scaler = quiet_scaler({});
-  for (torch::optim::Optimizer* optimizer :
-       std::initializer_list<torch::optim::Optimizer*>{&fused, &masters, &plain}) {
+  for (mezzo::AnyOptimizer optimizer :
+       std::initializer_list<mezzo::AnyOptimizer>{fused, masters, plain}) {
     test_support::set_gradient(x, {1});
     const Tensor before = x.detach().clone();
-    EXPECT_TRUE(scaler.step(*optimizer, {.max_norm = 1.0}).ran());
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0}).ran());
     EXPECT_FALSE(torch::equal(x, before));
     std::stringstream file;
-    torch::save(*optimizer, file);
-    torch::load(*optimizer, file);
+    torch::save(optimizer, file);
+    torch::load(optimizer, file);
   }
   EXPECT_TRUE(torch::equal(values_of(odd_), values_));
 }

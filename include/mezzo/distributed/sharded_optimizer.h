@@ -121,7 +121,7 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
 /// those; after one, and after a backward pass that threw, the ranks are no longer in step. Neither
 /// copied nor moved. One thread at a time.
 template <class OptimizerType>
-class ShardedOptimizer : public optim::FusedOptimizer {
+class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOptimizer {
   static_assert(detail::StepsElementByElement<OptimizerType>,
                 "ShardedOptimizer takes mezzo's AdamW, Adam, SGD and Lion. LAMB's steps are as "
                 "long as the whole parameter, of which a rank has only a part.");
@@ -141,6 +141,8 @@ class ShardedOptimizer : public optim::FusedOptimizer {
   ~ShardedOptimizer() override;
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
+
+  torch::optim::Optimizer& optimizer() noexcept override { return *this; }
 
   /// Calls `closure` once, if there is one, then steps; returns what the closure returned.
   /// \throws c10::Error as `apply` does

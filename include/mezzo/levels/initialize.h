@@ -7,9 +7,10 @@
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/detail/amp_models.h>
-#include <mezzo/levels/detail/loss_passes.h>
 #include <mezzo/levels/opt_level.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/step_result.h>
+#include <mezzo/scaling/detail/loss_passes.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
@@ -143,14 +144,14 @@ class Amp {
   /// float32 master, where it has one, or the parameter. See mezzo::master_params.
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
 
-  /// What steps in the place of an optimizer: a MasterWeights around it, where `step` needs float32
-  /// masters that it has not by itself; or the optimizer. Save and load this one:
+  /// What steps an optimizer: a MasterWeights around it, where `step` needs float32 masters that it
+  /// has not by itself; or the optimizer. Save and load this one:
   /// `torch::save(amp.optimizer(sgd), path)`.
-  torch::optim::Optimizer& optimizer(torch::optim::Optimizer& given);
+  AnyOptimizer& optimizer(torch::optim::Optimizer& given);
 
   const OptLevel& level() const noexcept { return level_; }
   bool is_enabled() const noexcept { return enabled_; }
-  int64_t num_losses() const noexcept { return static_cast<int64_t>(scalers_.size()); }
+  int64_t num_losses() const noexcept { return static_cast<int64_t>(passes_.losses()); }
 
   /// The scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
   /// `on_skip(callback)`. Its other calls are Amp's to make. \throws c10::Error out of range
@@ -167,21 +168,20 @@ class Amp {
   void load_state_dict(const StateDict& state);
 
  private:
-  struct Loss {                                     // what one loss_id's iteration knows
-    std::vector<torch::optim::Optimizer*> waiting;  // scaled for, and not stepped yet
-    std::vector<torch::optim::Optimizer*> stepped;
-    bool was_checked = false;
+  /// An optimizer that was given, and what steps it.
+  struct Given {
+    Given(torch::optim::Optimizer& given, bool wants_masters);
+    torch::optim::Optimizer* optimizer;
+    std::unique_ptr<MasterWeights> masters;
+    AnyOptimizer stepper;
+    bool keeps_own_masters;
   };
 
-  detail::OptimizerPasses& passes_of(const torch::optim::Optimizer& optimizer);
+  Given& given(const torch::optim::Optimizer& optimizer);
   std::size_t checked_loss(int64_t loss_id) const;
   at::Tensor begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
                         const ScaleLossOptions& options);
-  void end_pass(const OptimizerList& optimizers, const ScaleLossOptions& options);
   void refuse_within_backward(const char* call) const;
-  void unscale(detail::OptimizerPasses& passes);
-  void finish(torch::optim::Optimizer& optimizer);
-  void end_iteration(std::size_t loss);
   void require_between_iterations(const char* call) const;
 
   OptLevel level_;
@@ -191,9 +191,8 @@ class Amp {
   PolicyRef policy_;
   WeightCacheRef weight_cache_;
   std::vector<detail::AmpModel> models_;
-  std::vector<detail::OptimizerPasses> passes_;  // one an optimizer
-  std::vector<GradScaler> scalers_;              // one a loss_id
-  std::vector<Loss> losses_;
+  std::vector<Given> given_;
+  detail::LossPasses passes_;
   bool is_in_backward_ = false;
 };
 

@@ -43,20 +43,19 @@ struct LossScaleOptimizerOptions {
 class LossScaleOptimizer {
  public:
   /// \throws c10::Error unless initial_scale is positive and dynamic_growth_steps at least 1
-  explicit LossScaleOptimizer(torch::optim::Optimizer& inner,
-                              const LossScaleOptimizerOptions& options = {})
-      : inner_(&inner), options_(options), scaler_(scaler_options(options)) {}
+  explicit LossScaleOptimizer(AnyOptimizer inner, const LossScaleOptimizerOptions& options = {})
+      : inner_(inner), options_(options), scaler_(scaler_options(options)) {}
 
   /// Keras's scale_loss, for a tensor or a nest of them; see GradScaler::scale.
   template <class Outputs>
   [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs) {
-    if (std::exchange(threw_, false)) (void)scaler_.release(*inner_);
+    if (std::exchange(threw_, false)) (void)scaler_.release(inner_);
     return scaler_.scale(outputs);
   }
 
   /// Optional, to look at or clip true gradients before `step`: TensorFlow's
   /// get_unscaled_gradients. See GradScaler::unscale_, and master_params for half weights.
-  void unscale_() { scaler_.unscale_(*inner_); }
+  void unscale_() { scaler_.unscale_(inner_); }
 
   /// Keras's apply: unscales, checks, steps unless a gradient is inf or NaN, and moves the scale.
   /// Where the inner optimizer's step throws, so does this; it may be called again, or, after
@@ -64,20 +63,19 @@ class LossScaleOptimizer {
   /// \throws c10::Error if no loss was scaled, or no parameter has a gradient
   StepResult step(const StepOptions& options = {}) {
     threw_ = true;
-    StepResult result = scaler_.step(*inner_, options);
+    StepResult result = scaler_.step(inner_, options);
     threw_ = false;
     scaler_.update();
     if (!is_counted_by_inner() && result.ran()) ++iterations_;
     return result;
   }
 
-  void zero_grad(bool set_to_none = true) { inner_->zero_grad(set_to_none); }
+  void zero_grad(bool set_to_none = true) { inner_.optimizer().zero_grad(set_to_none); }
 
   /// How many steps were applied: skipped ones do not count. With an optimizer of mezzo's the
   /// device counts them, and this waits for it.
   int64_t iterations() const {
-    const auto* const fused = detail::as_fused(*inner_);
-    return fused != nullptr ? fused->applied_steps() : iterations_;
+    return is_counted_by_inner() ? inner_.mezzos()->applied_steps() : iterations_;
   }
 
   /// Keras's dynamic_scale: the present one. Waits for the device.
@@ -86,7 +84,7 @@ class LossScaleOptimizer {
   int64_t dynamic_growth_steps() const noexcept { return options_.dynamic_growth_steps; }
   bool dynamic() const noexcept { return options_.dynamic; }
 
-  torch::optim::Optimizer& inner_optimizer() noexcept { return *inner_; }
+  torch::optim::Optimizer& inner_optimizer() noexcept { return inner_.optimizer(); }
   /// For on_skip, state_dict and its like.
   GradScaler& scaler() noexcept { return scaler_; }
 
@@ -96,9 +94,9 @@ class LossScaleOptimizer {
     return LossScale::dynamic(
         {.init_scale = options.initial_scale, .growth_interval = options.dynamic_growth_steps});
   }
-  bool is_counted_by_inner() const { return detail::as_fused(*inner_) != nullptr; }
+  bool is_counted_by_inner() const { return inner_.mezzos() != nullptr; }
 
-  torch::optim::Optimizer* inner_;
+  AnyOptimizer inner_;
   LossScaleOptimizerOptions options_;
   GradScaler scaler_;
   int64_t iterations_ = 0;
@@ -114,7 +112,7 @@ class LossScaleOptimizer {
 
 /// `LossScaleOptimizer(optimizer, options)`. Its name is TensorFlow's, which also rewrote the
 /// graph: here that is the mezzo::Autocast around the forward pass.
-inline LossScaleOptimizer enable_mixed_precision(torch::optim::Optimizer& optimizer,
+inline LossScaleOptimizer enable_mixed_precision(AnyOptimizer optimizer,
                                                  const LossScaleOptimizerOptions& options = {}) {
   return LossScaleOptimizer(optimizer, options);
 }
@@ -126,7 +124,7 @@ template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const LossScaleOptimizer& optimizer) {
   Archive inner(archive.compilation_unit());
-  optimizer.inner_->save(inner);
+  optimizer.inner_.save(inner);
   archive.write("inner_optimizer", inner);
   Archive scaler(archive.compilation_unit());
   scaler << optimizer.scaler_;
@@ -147,7 +145,7 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   TORCH_CHECK(is_whole,
               "LossScaleOptimizer: the archive holds something else; save it with "
               "torch::save(optimizer, path)");
-  optimizer.inner_->load(inner);
+  optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();
   return archive;

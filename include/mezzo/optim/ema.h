@@ -118,7 +118,7 @@ class [[nodiscard]] EmaScope {
  public:
   /// The averages of one of mezzo's optimizers with `ema_decay`. Before the first step they are the
   /// weights. \throws c10::Error if it keeps none
-  explicit EmaScope(const optim::OptimizerInterface& optimizer);
+  explicit EmaScope(const torch::optim::Optimizer& optimizer);
   explicit EmaScope(const Ema& ema);
   ~EmaScope();
   EmaScope(const EmaScope&) = delete;

@@ -40,15 +40,10 @@ struct StepOptions {
 
 namespace optim {
 
-/// An optimizer that does all of a training step's last part in one pass over its memory: unscale,
-/// clip, update, set to zero. It decides on the device whether to step, so that the host need not
-/// know.
-///
-/// Derived classes keep libtorch's ways: param groups, `state()`, closures, torch::save.
+/// What does all of a training step's last part in one pass over its memory: unscale, clip, update,
+/// set to zero. It decides on the device whether to step, so that the host need not know.
 class FusedOptimizer : public OptimizerInterface {
  public:
-  using OptimizerInterface::OptimizerInterface;
-
   /// One read of the gradients, or none where the optimizer stands on buckets that were read during
   /// backward (GradBuckets::summarize). `inv_scale` is a float of one element; where gradients lie
   /// on other devices it is copied there. Writes nothing, except that a sparse gradient is
@@ -126,9 +121,6 @@ class FusedOptimizer : public OptimizerInterface {
   /// Called before gradients are unscaled where they lie, be it for clipping alone.
   /// \throws c10::Error where that cannot be right, and says what to do instead
   virtual void check_unscale() const {}
-
-  /// Called before param groups are read: an optimizer whose groups are another's follows those.
-  virtual void follow_groups() {}
 
   bool publishes() const noexcept { return copy_for_ != nullptr; }
   at::ScalarType published_dtype() const noexcept { return published_dtype_; }

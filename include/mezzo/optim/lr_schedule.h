@@ -79,7 +79,8 @@ struct PolynomialCurve {
 ///     scaler.update();
 ///     schedule.step(result);
 ///
-/// **With an optimizer of mezzo's** the constructor hands it the whole curve as a table
+/// **With an optimizer of mezzo's, or a MasterWeights,** the constructor hands it the whole curve
+/// as a table
 /// (`set_lr_factors`, 8 bytes a step). Whoever decides whether a step is applied, the device on a
 /// GPU, counts it and looks the factor up; `step` has nothing left to do and never waits, and
 /// captured CUDA graphs follow the schedule. The groups' `lr` stays as you set it. The position is
@@ -99,7 +100,7 @@ class LrSchedule {
   /// Sets the rates of the first step.
   /// \throws c10::Error if the curve refuses its numbers; with an optimizer of mezzo's also if the
   ///   curve is longer than 2^24 - 1 steps, beyond which no device counts
-  LrSchedule(torch::optim::Optimizer& optimizer, Curve curve);
+  LrSchedule(AnyOptimizer optimizer, Curve curve);
   LrSchedule(LrSchedule&&) noexcept = default;
   LrSchedule& operator=(LrSchedule&&) noexcept = default;
   LrSchedule(const LrSchedule&) = delete;  // two would move the same rates
@@ -133,8 +134,7 @@ class LrSchedule {
   void set_lrs();
   void restore(int64_t applied_steps, const std::vector<double>& base_lrs);
 
-  torch::optim::Optimizer* optimizer_;
-  optim::OptimizerInterface* mezzos_;  // the same, where it is mezzo's
+  AnyOptimizer optimizer_;
   Curve curve_;
   int64_t applied_steps_ = 0;     // not counted where the optimizer does
   std::vector<double> base_lrs_;  // not kept where the groups' lr is the base

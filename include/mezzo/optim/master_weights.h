@@ -4,7 +4,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/shared_groups.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
 
@@ -12,6 +11,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
+#include <unordered_map>
 #include <vector>
 
 namespace torch::serialize {
@@ -26,17 +26,23 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// \code
 ///   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-///   mezzo::MasterWeights optimizer(sgd);
+///   mezzo::MasterWeights masters(sgd);
 ///   for (auto& batch : *loader) {
-///     optimizer.zero_grad();
+///     sgd.zero_grad();
 ///     scaler.scale(loss_of(model, batch)).backward();
-///     scaler.step(optimizer, {.max_norm = 1.0});
+///     scaler.step(masters, {.max_norm = 1.0});
 ///     scaler.update();
 ///   }
 /// \endcode
 ///
 /// mezzo's own optimizers do without: `options.weight_storage(WeightStorage::master)` trains
 /// masters in their one pass.
+///
+/// **It is no optimizer**, it steps one: groups, options, rates and `zero_grad` are those of `sgd`,
+/// and libtorch's schedulers stand on that. What takes an AnyOptimizer (GradScaler, clipping,
+/// mezzo::LrSchedule, TrainingState) takes this. An LrSchedule on this object multiplies the rate
+/// for the time of a step, by the number of applied steps. Groups and parameters may be added to
+/// the inner optimizer, and taken from it, at any time.
 ///
 /// **A step** lends the inner optimizer a float master in place of each parameter of 16 bits that
 /// has a gradient, with the gradient in float, unscaled and clipped in one multiplication; lets it
@@ -50,19 +56,6 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// parameters, and it can step or be saved alone. It must outlive this object. Nothing of it is
 /// patched; if its step throws, groups, gradients and the keys of the state are put back, and what
 /// it had trained until then counts.
-///
-/// **Options** (the groups', and the defaults) are one set of objects that the groups of both hold:
-/// what is written at one of the two, through a `torch::optim::Optimizer&` as well, is read at the
-/// other at once. So libtorch's schedulers stand on either, or one on each, and make the rates that
-/// they make on one optimizer. A mezzo::LrSchedule on this object multiplies the rate for the time
-/// of a step, by the number of applied steps.
-///
-/// **Groups**, their parameters and options replaced by `set_options`, may be changed at either
-/// optimizer. The other follows at the next step, GradScaler::unscale_, or call of this class's
-/// `param_groups()`, `zero_grad()`, `save` or `load`, and so do the defaults of an inner optimizer
-/// that was assigned. Until then leave the same groups of the other, and their options, alone: they
-/// may be gone. Where options were replaced or groups removed through this object and nothing
-/// followed, the inner optimizer follows at the end of this object.
 ///
 /// **Writing to a parameter** between steps counts (a model loaded, averaged weights swapped in):
 /// where an element is no longer what its master was rounded to, the master begins anew from it.
@@ -84,39 +77,34 @@ class MasterWeights : public optim::FusedOptimizer {
   /// \throws c10::Error for torch::optim::LBFGS, for an optimizer of mezzo's, which keeps masters
   ///   itself, and for a parameter of 16 bits that is given twice or shares another's memory
   explicit MasterWeights(torch::optim::Optimizer& optimizer);
-
-  /// The optimizer that steps.
-  torch::optim::Optimizer& optimizer() noexcept { return *inner_; }
-  const torch::optim::Optimizer& optimizer() const noexcept { return *inner_; }
+  MasterWeights(const MasterWeights&) = delete;
+  MasterWeights& operator=(const MasterWeights&) = delete;
 
   // Declared inline, all: the first virtual function that is not would bring the vtable, and all
   // that it refers to, into every unit.
 
+  /// The one that was given, which steps.
+  torch::optim::Optimizer& optimizer() noexcept override { return *inner_; }
+
   /// Without a scaler: calls `closure` once, if there is one, then steps; returns what the closure
-  /// returned. \throws c10::Error between `GradScaler::unscale_` and `GradScaler::step`
-  MEZZO_INLINE at::Tensor step(LossClosure closure = nullptr) override;
+  /// returned. \throws c10::Error between `GradScaler::unscale_` and `GradScaler::step`, and as the
+  ///   constructor does where the parameters are others by now
+  MEZZO_INLINE at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override;
 
   /// As GradScaler calls it. Waits for the device that says whether to step.
-  /// \throws c10::Error, and what the inner optimizer's step throws
+  /// \throws c10::Error as above, and what the inner optimizer's step throws
   MEZZO_INLINE GradientReport report(const at::Tensor& inv_scale, bool of_masters = false) override;
   MEZZO_INLINE void apply(const GradientReport& report, const StepOptions& options = {}) override;
-
-  /// The inner optimizer's. As an Optimizer this object has groups with the same options; its
-  /// `state()` holds the masters, and `optimizer().state()` what the inner one keeps. \throws c10::Error where groups that were added at both have a parameter in common
-  std::vector<torch::optim::OptimizerParamGroup>& param_groups();
-  const std::vector<torch::optim::OptimizerParamGroup>& param_groups() const;
-  void zero_grad(bool set_to_none = true);
-  void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
   void enable_master_weights() override {}  // it always trains masters
   MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
 
-  /// `torch::save(optimizer, path)`: what the inner optimizer saves, the masters in float, and the
+  /// `torch::save(masters, path)`: what the inner optimizer saves, the masters in float, and the
   /// number of applied steps. With the model's own file it is all that training goes on from.
   MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// `torch::load(optimizer, path)`, over an inner optimizer of the same kind and groups: the next
+  /// `torch::load(masters, path)`, over an inner optimizer of the same kind and groups: the next
   /// step is to the bit the one that would have come after `save`. Load the model too, before or
   /// after: what a parameter holds counts (see above).
   /// \throws c10::Error, and changes nothing, for a file of something else (the inner optimizer's
@@ -125,10 +113,13 @@ class MasterWeights : public optim::FusedOptimizer {
 
  private:
   struct Participant;
+  struct Kept {
+    at::Tensor parameter;  // held, so that its address cannot come to name another tensor
+    at::Tensor master;
+  };
 
   static constexpr const char* kName = "MasterWeights";
 
-  MEZZO_INLINE void follow_groups() override;
   void follow_parameters();
   at::Tensor find_master(const at::Tensor& parameter) const;
   at::Tensor settled_master(const at::Tensor& parameter);
@@ -137,8 +128,8 @@ class MasterWeights : public optim::FusedOptimizer {
   void finish(const std::vector<Participant>& all);
 
   torch::optim::Optimizer* inner_;
-  mutable detail::SharedGroups groups_;  // settled where they are read, by `save` as well
-  detail::SeenParameters seen_;          // of 16 bits
+  std::unordered_map<const c10::TensorImpl*, Kept> masters_;
+  detail::SeenParameters seen_;  // of 16 bits
 };
 
 /// The tensors that `optimizer` trains, in the order of its groups: for each parameter its float
@@ -154,7 +145,7 @@ class MasterWeights : public optim::FusedOptimizer {
 /// tensors from step to step, until the parameter moves to another device; read them, and write
 /// their gradients, but set weights at the parameter.
 /// \throws c10::Error for a parameter of WeightStorage::split_master, which has no such tensor
-std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
+std::vector<at::Tensor> master_params(AnyOptimizer optimizer);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

@@ -1,6 +1,6 @@
 /// \file
-/// What schedules and averages know of mezzo's optimizers: how many steps were applied, the table
-/// that learning rates follow, and the averages of weights. Brings no kernels.
+/// What is known of mezzo's optimizers (how many steps were applied, the table that learning rates
+/// follow, the averages of weights), and a reference to any optimizer. Brings no kernels.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
@@ -13,20 +13,38 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// An optimizer that counts the steps that were applied where it is decided whether one is: on the
-/// host for parameters on the CPU, elsewhere on the device. Every optimizer of mezzo's is one
-/// (FusedOptimizer).
-class OptimizerInterface : public torch::optim::Optimizer {
+/// What counts the steps that were applied where it is decided whether one is: on the host for
+/// parameters on the CPU, elsewhere on the device. mezzo's optimizers are a
+/// torch::optim::Optimizer and this; a MasterWeights is this alone, and steps an optimizer of
+/// somebody else's.
+class OptimizerInterface {
  public:
-  using Optimizer::Optimizer;
+  OptimizerInterface() = default;
+  OptimizerInterface(const OptimizerInterface&) = default;
+  OptimizerInterface& operator=(const OptimizerInterface&) = default;
+  virtual ~OptimizerInterface() = default;
+
+  /// The one whose groups are trained: itself, or the one that a MasterWeights steps.
+  virtual torch::optim::Optimizer& optimizer() noexcept = 0;
+
+  /// As a torch::optim::Optimizer's.
+  virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) = 0;
+  virtual void save(torch::serialize::OutputArchive& archive) const = 0;
+  virtual void load(torch::serialize::InputArchive& archive) = 0;
 
   /// A schedule as a table (mezzo/optim/lr_schedule.h makes it from a curve): after n applied steps
   /// the next one multiplies each group's lr by factors[n], and by the last factor from there on.
@@ -97,4 +115,63 @@ class OptimizerInterface : public torch::optim::Optimizer {
 };
 
 }  // namespace optim
+
+namespace detail {
+
+/// A MasterWeights, or a class of yours that steps an optimizer and is none.
+template <class T>
+concept StepsAnother = std::derived_from<T, optim::OptimizerInterface> &&
+    !std::derived_from<T, torch::optim::Optimizer>;
+
+}  // namespace detail
+
+/// A reference to any optimizer: what GradScaler, clipping and schedules take. Pass an optimizer of
+/// torch::optim or your own, one of mezzo's, or a MasterWeights; it must outlive the reference.
+class AnyOptimizer {
+ public:
+  AnyOptimizer(torch::optim::Optimizer& optimizer)  // NOLINT(google-explicit-constructor)
+      : optimizer_(&optimizer), mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)) {}
+  template <detail::StepsAnother T>
+  AnyOptimizer(T& stepper)  // NOLINT(google-explicit-constructor)
+      : optimizer_(&stepper.optimizer()), mezzos_(&stepper) {}
+
+  /// Whose groups and gradients they are; of a MasterWeights the optimizer that it steps.
+  torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
+  /// What counts the steps; null where it is not mezzo's.
+  optim::OptimizerInterface* mezzos() const noexcept { return mezzos_; }
+
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) const {
+    return mezzos_ != nullptr ? mezzos_->step(std::move(closure))
+                              : optimizer_->step(std::move(closure));
+  }
+  void save(torch::serialize::OutputArchive& archive) const {
+    mezzos_ != nullptr ? mezzos_->save(archive) : optimizer_->save(archive);
+  }
+  void load(torch::serialize::InputArchive& archive) const {
+    mezzos_ != nullptr ? mezzos_->load(archive) : optimizer_->load(archive);
+  }
+
+ private:
+  torch::optim::Optimizer* optimizer_;
+  optim::OptimizerInterface* mezzos_;
+};
+
+/// `torch::save(optimizer, path)` and `torch::load(optimizer, path)` for a reference, and for a
+/// MasterWeights (include <torch/serialize.h>).
+template <class Archive, class T>
+requires std::same_as<Archive, torch::serialize::OutputArchive> &&
+    (std::same_as<T, AnyOptimizer> || detail::StepsAnother<T>)Archive&
+    operator<<(Archive& archive, const T& optimizer) {
+  optimizer.save(archive);
+  return archive;
+}
+
+template <class Archive, class T>
+requires std::same_as<Archive, torch::serialize::InputArchive> &&
+    (std::same_as<T, AnyOptimizer> || detail::StepsAnother<T>)Archive&
+    operator>>(Archive& archive, T& optimizer) {
+  optimizer.load(archive);
+  return archive;
+}
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

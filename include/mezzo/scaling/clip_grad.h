@@ -41,7 +41,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// rounded to half, both unlike torch's. A disabled scaler clips as if it were not there.
 /// Source: torch.nn.utils.clip_grad_norm_; the coefficient is min(1, max_norm / (norm + 1e-6)).
 /// \throws c10::Error as `unscale_` does, after `step`, or if max_norm or norm_type is out of range
-at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double max_norm,
+at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, double max_norm,
                            double norm_type = 2.0, bool error_if_nonfinite = false);
 
 /// Clamps every element of the gradients of `optimizer` to [-clip_value, clip_value], in place,
@@ -49,7 +49,7 @@ at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimize
 /// it: `scaler.step` skips. No host sync (but to coalesce sparse gradients). A disabled scaler
 /// clips as if it were not there. Source: torch.nn.utils.clip_grad_value_.
 /// \throws c10::Error as `unscale_` does, after `step`, or unless clip_value is positive
-void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double clip_value);
+void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double clip_value);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

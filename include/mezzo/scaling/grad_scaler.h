@@ -37,6 +37,11 @@ class OutputArchive;
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+class LossScaleOptimizer;
+namespace detail {
+class LossPasses;
+}  // namespace detail
+
 /// Multiplies the loss so that small gradients survive in fp16, divides the gradients again, and
 /// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words
 /// of their errors are those of `torch.amp.GradScaler`:
@@ -105,19 +110,20 @@ class GradScaler {
   /// gradients to masters.
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
   ///   for fp16 gradients of parameters without a master (see `allow_fp16_gradients`)
-  void unscale_(torch::optim::Optimizer& optimizer);
+  void unscale_(AnyOptimizer optimizer);
 
   /// Calls `unscale_` unless that has been done in this iteration; gives the tensors whose
   /// gradients the step will take, and which may be clipped now: parameters that have one, masters
   /// in place of those that keep one. \throws c10::Error as `unscale_` does
-  std::vector<at::Tensor> unscaled_parameters(torch::optim::Optimizer& optimizer);
+  std::vector<at::Tensor> unscaled_parameters(AnyOptimizer optimizer);
 
   /// torch.amp's: calls `unscale_` unless that has been done, so that `.grad` loses the scale, then
   /// `optimizer.step(args...)` unless an inf or NaN was found. Waits for the device to know which;
   /// with an optimizer of mezzo's, and no arguments, it is the step below with no options. \throws c10::Error when called twice in an iteration, before any `scale`, when no
   ///   parameter has a gradient, or when given a closure while enabled
-  template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
-  requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> || ...)) StepResult
+  template <class OptimizerType, class... Args>
+  requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
+           !(std::same_as<std::remove_cvref_t<Args>, StepOptions> || ...)) StepResult
       step(OptimizerType& optimizer, Args&&... args);
 
   /// The same in fewer passes, and with clipping: `scaler.step(optimizer, {.max_norm = 1.0})`.
@@ -132,24 +138,11 @@ class GradScaler {
   /// After `unscale_` gradients are checked once more (see `recheck`) and not unscaled again. A
   /// disabled scaler clips, sets to zero and steps whatever the gradients are.
   /// \throws c10::Error as above, or unless max_norm is positive
-  StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options);
+  StepResult step(AnyOptimizer optimizer, const StepOptions& options);
 
   /// Whether `optimizer`'s gradients have lost the scale since the last `update`: by `unscale_`, or
   /// by a `step(optimizer)` that called it and then threw. False when disabled.
-  bool is_unscaled(const torch::optim::Optimizer& optimizer) const;
-
-  /// For an optimizer whose gradients come from several losses, each with a scale or a backward
-  /// pass of its own; mezzo::Amp (initialize.h) does all this. Forgets `optimizer`, whatever was
-  /// called for it: it may be unscaled again after the next backward pass, and its gradients (those
-  /// of masters too) are the caller's to set aside and add up. What was found counts for this
-  /// scaler's next scale all the same, and is returned: one float of one element a device, not 0
-  /// where there was an inf or NaN. No host sync on a device.
-  std::vector<at::Tensor> release(const torch::optim::Optimizer& optimizer);
-
-  /// Then, before `step`: takes `optimizer` over with gradients that carry no scale any more, and
-  /// with what scalers `release`d about them. Its step is skipped if one of `found_inf` is set,
-  /// which leaves this scaler's scale alone.
-  void adopt(torch::optim::Optimizer& optimizer, std::vector<at::Tensor> found_inf);
+  bool is_unscaled(AnyOptimizer optimizer) const;
 
   /// Ends the iteration: the next scale, from what the checks found; forgets the optimizers.
   /// No host sync, unless a step was skipped and a callback wants to know the new scale.
@@ -209,6 +202,24 @@ class GradScaler {
 
  private:
   using StepFunction = std::function<at::Tensor()>;
+
+  // Where several losses, each with a scaler, become one step (detail/loss_passes.h).
+  friend class detail::LossPasses;
+  friend class LossScaleOptimizer;
+
+  /// Forgets `optimizer`, whatever was called for it: it may be unscaled again after the next
+  /// backward pass, and its gradients (those of masters too) are the caller's to set aside and add
+  /// up. What was found counts for this scaler's next scale all the same, and is returned: one
+  /// float of one element a device, not 0 where there was an inf or NaN. No host sync on a device.
+  std::vector<at::Tensor> release(AnyOptimizer optimizer);
+
+  /// Then, before `step`: takes `optimizer` over with gradients that carry no scale any more, and
+  /// with what scalers `release`d about them. Its step is skipped if one of `found_inf` is set,
+  /// which leaves this scaler's scale alone.
+  void adopt(AnyOptimizer optimizer, std::vector<at::Tensor> found_inf);
+
+  /// Whether `update` has something to move the scale by.
+  bool has_checks() const { return !records_.found_inf().empty(); }
 
   detail::OptimizerRecord& record_to_step(const torch::optim::Optimizer& optimizer);
   detail::OptimizerRecord& unscale_into(const detail::StepTaker& taker);

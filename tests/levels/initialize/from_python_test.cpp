@@ -176,7 +176,7 @@ TEST_F(FromPython, ApexIsWrittenAsTheTableSays) {
   EXPECT_TRUE(amp.step(optimizer).ran());
   amp.zero_grad(of_other);
   amp.load_state_dict(amp.state_dict());
-  EXPECT_EQ(&amp.optimizer(optimizer), &optimizer);
+  EXPECT_EQ(&amp.optimizer(optimizer).optimizer(), &optimizer);
   EXPECT_EQ(amp.scaler(0).get_scale(), 1);
   std::stringstream file;
   torch::save(amp, file);

@@ -424,7 +424,7 @@ TEST(Initialize, DoesNothingWhenItIsNotEnabled) {
     scaled.backward();
   });
   EXPECT_TRUE(amp.step(optimizer).ran());
-  EXPECT_EQ(&amp.optimizer(optimizer), &optimizer);
+  EXPECT_EQ(&amp.optimizer(optimizer).optimizer(), &optimizer);
   EXPECT_TRUE(amp.state_dict().empty());
 }
 

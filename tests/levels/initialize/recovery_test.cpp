@@ -160,6 +160,25 @@ TEST(AmpRecovery, StepsThoughAnOrdinaryZeroGradTookAllGradients) {
   }
 }
 
+/// Of an optimizer whose gradients went between the last unscale and the step.
+template <class Optimizer, class Options>
+void expect_to_step_without_gradients(const Options& options) {
+  for (const double factor : {0.25, kNoLimit}) {
+    Vector model;
+    Optimizer optimizer(model->parameters(), options);
+    Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O0()), kQuiet);
+    amp.scale_loss(amp(model, filled(factor)), optimizer);
+    optimizer.zero_grad();
+    EXPECT_EQ(amp.step(optimizer).ran(), factor == 0.25);
+    EXPECT_EQ(weight_of(model), 1.0F);
+  }
+}
+
+TEST(AmpRecovery, TakesOrSkipsAStepWhoseGradientsHaveGoneAsTheyWereFound) {
+  expect_to_step_without_gradients<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1.0));
+  expect_to_step_without_gradients<torch::optim::SGD>(torch::optim::SGDOptions(1.0));
+}
+
 TEST(AmpRecovery, RefusesItsCallsWithinABackwardPassAndGoesOn) {
   Solo solo(OptLevel::O2());
   Amp& amp = solo.amp;

@@ -288,32 +288,31 @@ TEST(MasterWeightsStep, UndefinedGradientsAreLeftOut) {
   EXPECT_FALSE(same_bits(model.parameters[0], before[0]));
 }
 
-TEST(MasterWeightsStep, TakesGroupsAndRatesFromEitherOfTheTwo) {
+TEST(MasterWeightsStep, TakesGroupsAndRatesFromTheInnerOptimizer) {
   const auto make = [] { return torch::zeros({2}, torch::kHalf).requires_grad_(); };
   const Tensors all{make(), make(), make()};
   torch::optim::SGD inner({all[0]}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  torch::optim::Optimizer& base = optimizer;
   inner.add_param_group(torch::optim::OptimizerParamGroup({all[1]}));
   GradScaler scaler = quiet_scaler();
-  base.add_param_group(torch::optim::OptimizerParamGroup({all[2]}));
+  inner.add_param_group(torch::optim::OptimizerParamGroup({all[2]}));
   const auto step = [&] {
     for (const auto& x : all) x.mutable_grad() = torch::full_like(x, kScale);
-    scaler.step(base, {.zero_grad = true});
+    scaler.step(optimizer, {.zero_grad = true});
     scaler.update();
   };
   step();
   EXPECT_EQ(inner.param_groups().size(), 3U);
   for (const auto& x : all) EXPECT_EQ(x[0].item<float>(), -1.0F);
   inner.param_groups()[0].options().set_lr(2.0);
-  base.param_groups()[1].options().set_lr(3.0);
-  optimizer.param_groups()[2].options().set_lr(4.0);
+  inner.param_groups()[1].options().set_lr(3.0);
+  inner.param_groups()[2].options().set_lr(4.0);
   step();
   step();
   EXPECT_EQ(all[0][0].item<float>(), -5.0F);
   EXPECT_EQ(all[1][0].item<float>(), -7.0F);
   EXPECT_EQ(all[2][0].item<float>(), -9.0F);
-  optimizer.zero_grad();
+  inner.zero_grad();
   for (const auto& x : all) EXPECT_FALSE(x.grad().defined());
 }
 
@@ -334,7 +333,7 @@ TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
   }
   EXPECT_EQ(ours.lrs(), std::vector<double>{4.0});
   optimizer.set_lr_factors({});
-  torch::optim::StepLR theirs(optimizer, /*step_size=*/1, /*gamma=*/0.5);
+  torch::optim::StepLR theirs(inner, /*step_size=*/1, /*gamma=*/0.5);
   theirs.step();  // halves the rate at its second step
   theirs.step();
   x.mutable_grad() = torch::full_like(x, -1);
@@ -350,7 +349,7 @@ TEST(MasterWeightsStep, CallsAClosureOnceWithGradients) {
   const torch::NoGradGuard no_grad;
   const auto loss = optimizer.step([&] {
     ++calls;
-    optimizer.zero_grad();
+    inner.zero_grad();
     auto squared = (x * x).sum();
     squared.backward();
     return squared;

@@ -13,47 +13,39 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
+#include "../../support/owned_optimizer.h"
 #include "master_model.h"
 
 #include <cmath>
 #include <memory>
-#include <optional>
 #include <sstream>
 #include <string>
 
 namespace {
 
 using namespace master_weights_test;
+using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using mezzo::master_params;
-using mezzo::MasterWeights;
 using mezzo::StepOptions;
 using mezzo::optim::WeightStorage;
+using test_support::OwnedOptimizer;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-/// An optimizer that keeps masters, whoever it is.
-struct Keeper {
-  std::unique_ptr<torch::optim::Optimizer> inner;  // null where the optimizer does it alone
-  std::unique_ptr<torch::optim::Optimizer> optimizer;
-};
-using MakeKeeper = std::function<Keeper(const Groups&)>;
+using MakeKeeper = std::function<OwnedOptimizer(const Groups&)>;
 
 template <class Optimizer, class Options>
 MakeKeeper ours(Options options) {
   options.weight_storage(WeightStorage::master);
   return [options](const Groups& groups) {
-    return Keeper{nullptr, std::make_unique<Optimizer>(groups, options)};
+    return OwnedOptimizer(std::make_unique<Optimizer>(groups, options), /*with_masters=*/false);
   };
 }
 
 MakeKeeper adapter(const MakeOptimizer& make) {
-  return [make](const Groups& groups) {
-    Keeper keeper{make(groups), nullptr};
-    keeper.optimizer = std::make_unique<MasterWeights>(*keeper.inner);
-    return keeper;
-  };
+  return [make](const Groups& groups) { return OwnedOptimizer(make(groups), true); };
 }
 
 std::vector<MakeKeeper> keepers() {
@@ -71,13 +63,14 @@ std::vector<MakeKeeper> keepers() {
 template <class Step>
 Model trained(torch::ScalarType dtype, const MakeKeeper& make, const Step& step) {
   const Model model(dtype);
-  const Keeper keeper = make(model.groups());
+  const OwnedOptimizer keeper = make(model.groups());
+  AnyOptimizer optimizer = keeper.any();
   GradScaler scaler = quiet_scaler();
   for (int number = 0; number < 7; ++number) {
     model.set_gradients(number, scaler.get_scale());
     if (number == 3) model.parameters[2].mutable_grad()[2][1] = kInfinity;
     const auto before = copies_of(model.gradients());
-    step(scaler, *keeper.optimizer);
+    step(scaler, optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
       if (model.parameters[i].scalar_type() == torch::kFloat) continue;
       EXPECT_TRUE(same_bits(model.gradients()[i], before[i])) << i;
@@ -85,7 +78,7 @@ Model trained(torch::ScalarType dtype, const MakeKeeper& make, const Step& step)
     scaler.update();
   }
   Model all = model;
-  for (const auto& master : master_params(*keeper.optimizer)) {
+  for (const auto& master : master_params(optimizer)) {
     EXPECT_EQ(master.scalar_type(), torch::kFloat);
     all.parameters.push_back(master);
   }
@@ -138,14 +131,13 @@ TEST_P(UnscaledOfDtype, AreClippedInTheStepToo) {
 /// One parameter of half, one of float, with masters of mezzo's SGD or of the adapter's.
 class Unscaled : public testing::TestWithParam<bool> {
  protected:
-  Unscaled() {
-    if (GetParam()) {
-      optimizer_ = std::make_unique<mezzo::optim::SGD>(
-          Tensors{x_, y_}, mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::master));
-    } else {
-      inner_.emplace(Tensors{x_, y_}, torch::optim::SGDOptions(1.0));
-      optimizer_ = std::make_unique<MasterWeights>(*inner_);
+  static OwnedOptimizer owned(const Tensors& parameters) {
+    if (!GetParam()) {
+      const torch::optim::SGDOptions options(1.0);
+      return {std::make_unique<torch::optim::SGD>(parameters, options), /*with_masters=*/true};
     }
+    const auto options = mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::master);
+    return {std::make_unique<mezzo::optim::SGD>(parameters, options), /*with_masters=*/false};
   }
 
   void set_gradients(float value, double scale = kScale) {
@@ -153,13 +145,13 @@ class Unscaled : public testing::TestWithParam<bool> {
       parameter.mutable_grad() = torch::full({2}, value * scale).to(parameter.scalar_type());
     }
   }
-  torch::Tensor master() { return master_params(*optimizer_)[0]; }
+  torch::Tensor master() { return master_params(optimizer_)[0]; }
   float value() { return master()[0].item<float>(); }
 
   torch::Tensor x_ = torch::zeros({2}, torch::kHalf).requires_grad_();
   torch::Tensor y_ = torch::zeros({2}).requires_grad_();
-  std::optional<torch::optim::SGD> inner_;
-  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  OwnedOptimizer owned_ = owned({x_, y_});
+  AnyOptimizer optimizer_ = owned_.any();
   GradScaler scaler_ = quiet_scaler();
 };
 INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one) {
@@ -169,13 +161,13 @@ INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one)
 TEST_P(Unscaled, GradientsStandAtTheMastersInFloatAndTheModelsStayAsTheyAre) {
   set_gradients(3);
   const auto gradient = x_.grad();
-  scaler_.unscale_(*optimizer_);
+  scaler_.unscale_(optimizer_);
   EXPECT_TRUE(same_bits(master().grad(), torch::full({2}, 3.0F)));
   EXPECT_TRUE(x_.grad().is_same(gradient));
   EXPECT_EQ(x_.grad()[0].item<float>(), 3 * kScale);
   EXPECT_TRUE(same_bits(y_.grad(), torch::full({2}, 3.0F)));
-  EXPECT_TRUE(master_params(*optimizer_)[1].is_same(y_));
-  EXPECT_TRUE(scaler_.step(*optimizer_).ran());
+  EXPECT_TRUE(master_params(optimizer_)[1].is_same(y_));
+  EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), -3.0F);
   EXPECT_EQ(y_[0].item<float>(), -3.0F);
   EXPECT_FALSE(master().grad().defined());
@@ -185,19 +177,19 @@ TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
   GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(0x1p16));
   x_.mutable_grad() = torch::full({2}, 0x1p-20F).to(torch::kHalf);
   ASSERT_EQ((x_.grad() / 65536)[0].item<float>(), 0.0F);
-  scaler.unscale_(*optimizer_);
+  scaler.unscale_(optimizer_);
   EXPECT_EQ(master().grad()[0].item<float>(), 0x1p-36F);
-  scaler.step(*optimizer_);
+  scaler.step(optimizer_);
   EXPECT_EQ(value(), -0x1p-36F);
 }
 
 TEST_P(Unscaled, WhatIsClippedIsWhatTheStepTakes) {
   set_gradients(3);
   y_.mutable_grad() = torch::zeros({2});
-  scaler_.unscale_(*optimizer_);
-  const double norm = torch::nn::utils::clip_grad_norm_(master_params(*optimizer_), 1.0);
+  scaler_.unscale_(optimizer_);
+  const double norm = torch::nn::utils::clip_grad_norm_(master_params(optimizer_), 1.0);
   EXPECT_NEAR(norm, std::sqrt(18.0), 1e-6);
-  const auto result = scaler_.step(*optimizer_, {.zero_grad = true});
+  const auto result = scaler_.step(optimizer_, {.zero_grad = true});
   EXPECT_NEAR(result.grad_norm().value(), 1.0, 1e-6);
   EXPECT_NEAR(value(), -std::sqrt(0.5), 1e-6);
   EXPECT_EQ(x_.grad().count_nonzero().item<int64_t>(), 0) << "the model's are cleared";
@@ -205,8 +197,8 @@ TEST_P(Unscaled, WhatIsClippedIsWhatTheStepTakes) {
 
 TEST_P(Unscaled, AnInfSkipsAndIsForgotten) {
   set_gradients(kInfinity);
-  scaler_.unscale_(*optimizer_);
-  const auto result = scaler_.step(*optimizer_, {.zero_grad = true});
+  scaler_.unscale_(optimizer_);
+  const auto result = scaler_.step(optimizer_, {.zero_grad = true});
   EXPECT_FALSE(result.ran());
   EXPECT_EQ(value(), 0.0F);
   EXPECT_FALSE(master().grad().defined());
@@ -219,79 +211,79 @@ TEST_P(Unscaled, AreCheckedOnceMoreUnlessToldNotTo) {
   for (const bool recheck : {true, false}) {
     GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(kScale).recheck(recheck));
     set_gradients(3);
-    scaler.unscale_(*optimizer_);
+    scaler.unscale_(optimizer_);
     master().mutable_grad()[0] = kInfinity;  // broken by the user
-    EXPECT_EQ(scaler.step(*optimizer_).ran(), !recheck);
+    EXPECT_EQ(scaler.step(optimizer_).ran(), !recheck);
     scaler.update();
   }
 }
 
 TEST_P(Unscaled, AreSkippedForAnInfThatTheUserThenHid) {
   set_gradients(kInfinity);
-  scaler_.unscale_(*optimizer_);
-  for (const auto& master : master_params(*optimizer_)) {
+  scaler_.unscale_(optimizer_);
+  for (const auto& master : master_params(optimizer_)) {
     master.mutable_grad() = torch::ones({2});
   }
-  EXPECT_FALSE(scaler_.step(*optimizer_).ran());
+  EXPECT_FALSE(scaler_.step(optimizer_).ran());
 }
 
 TEST_P(Unscaled, ANewIterationNeverTakesAnOlderOnesGradients) {
   set_gradients(3);
-  scaler_.unscale_(*optimizer_);
+  scaler_.unscale_(optimizer_);
   scaler_.update();  // without a step
   EXPECT_FALSE(master().grad().defined());
   set_gradients(5);
-  scaler_.step(*optimizer_);
+  scaler_.step(optimizer_);
   scaler_.update();
   EXPECT_EQ(value(), -5.0F);
   set_gradients(7);
   {
     GradScaler lost = quiet_scaler();
-    lost.unscale_(*optimizer_);
+    lost.unscale_(optimizer_);
   }
   EXPECT_FALSE(master().grad().defined()) << "a scaler that is gone leaves none either";
   master().mutable_grad() = torch::full({2}, 100.0F);  // the user's own, before the iteration
   set_gradients(1);
-  scaler_.step(*optimizer_);
+  scaler_.step(optimizer_);
   EXPECT_EQ(value(), -6.0F) << "was not unscaled in this iteration";
 }
 
 TEST_P(Unscaled, AStepWithoutTheScalerIsRefusedAndTakesNoScaledGradient) {
   set_gradients(3);
-  scaler_.unscale_(*optimizer_);
-  EXPECT_THAT([&] { optimizer_->step(); },
+  scaler_.unscale_(optimizer_);
+  EXPECT_THAT([&] { optimizer_.step(); },
               ThrowsMessage<c10::Error>(HasSubstr("step with scaler.step(optimizer)")));
   EXPECT_EQ(value(), 0.0F);
   scaler_.update();
   set_gradients(3, 1.0);
-  optimizer_->step();
+  optimizer_.step();
   EXPECT_EQ(value(), -3.0F);
 }
 
 TEST_P(Unscaled, KeepTheOrderOfCalls) {
   set_gradients(3);
-  scaler_.unscale_(*optimizer_);
-  EXPECT_THAT([&] { scaler_.unscale_(*optimizer_); },
+  scaler_.unscale_(optimizer_);
+  EXPECT_THAT([&] { scaler_.unscale_(optimizer_); },
               ThrowsMessage<c10::Error>(HasSubstr("unscale_() has already been called")));
   EXPECT_TRUE(same_bits(master().grad(), torch::full({2}, 3.0F)));
-  scaler_.step(*optimizer_, nullptr);  // no closure, said aloud
+  scaler_.step(optimizer_, nullptr);  // no closure, said aloud
   EXPECT_EQ(value(), -3.0F);
-  EXPECT_THAT([&] { scaler_.unscale_(*optimizer_); },
+  EXPECT_THAT([&] { scaler_.unscale_(optimizer_); },
               ThrowsMessage<c10::Error>(HasSubstr("unscale_() is being called after step().")));
 }
 
 TEST_P(Unscaled, OutliveTheModelsGradientsAndMissingOnesStayMissing) {
   set_gradients(3);
   y_.mutable_grad() = torch::Tensor();
-  scaler_.unscale_(*optimizer_);
-  optimizer_->zero_grad();
-  EXPECT_TRUE(scaler_.step(*optimizer_).ran());
+  scaler_.unscale_(optimizer_);
+  optimizer_.optimizer().zero_grad();
+  EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), -3.0F);
   scaler_.update();
   x_.mutable_grad() = torch::Tensor();
   y_.mutable_grad() = torch::full({2}, 1024.0F);
-  scaler_.unscale_(*optimizer_);
-  EXPECT_TRUE(scaler_.step(*optimizer_).ran());
+  scaler_.unscale_(optimizer_);
+  EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), -3.0F);
   EXPECT_EQ(y_[0].item<float>(), -1.0F);
 }
@@ -302,33 +294,33 @@ TEST_P(Unscaled, ADisabledScalerHandsGradientsToMastersToo) {
     const float before = value();
     set_gradients(3, 1.0);
     y_.mutable_grad() = torch::zeros({2});
-    disabled.unscale_(*optimizer_);
-    torch::nn::utils::clip_grad_norm_(master_params(*optimizer_), max_norm);
+    disabled.unscale_(optimizer_);
+    torch::nn::utils::clip_grad_norm_(master_params(optimizer_), max_norm);
     if (max_norm == 1.0F) {
-      disabled.step(*optimizer_);
+      disabled.step(optimizer_);
     } else {
-      disabled.step(*optimizer_, {.max_norm = 0.5});
+      disabled.step(optimizer_, {.max_norm = 0.5});
     }
     EXPECT_NEAR(value() - before, (max_norm == 1.0F ? -1 : -0.5) * std::sqrt(0.5), 1e-6);
     disabled.update();
   }
   set_gradients(3, 1.0);
-  disabled.unscale_(*optimizer_);
+  disabled.unscale_(optimizer_);
   disabled.update();
   const float before = value();
   set_gradients(5, 1.0);
-  disabled.step(*optimizer_);
+  disabled.step(optimizer_);
   EXPECT_EQ(value() - before, -5.0F);
 }
 
 TEST_P(Unscaled, WhatIsWrittenToTheParameterBeforeTheStepCounts) {
   set_gradients(3);
-  scaler_.unscale_(*optimizer_);
+  scaler_.unscale_(optimizer_);
   {
     const torch::NoGradGuard no_grad;
     x_.fill_(10.0);
   }
-  EXPECT_TRUE(scaler_.step(*optimizer_).ran());
+  EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), 7.0F);
 }
 
@@ -387,18 +379,19 @@ TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
 TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
   for (const MakeKeeper& make : {keepers().front(), keepers().back()}) {
     const Model model(torch::kHalf);
-    const Keeper keeper = make(model.groups());
-    const Tensors before = master_params(*keeper.optimizer);
+    const OwnedOptimizer keeper = make(model.groups());
+    AnyOptimizer optimizer = keeper.any();
+    const Tensors before = master_params(optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
       EXPECT_TRUE(same_bits(before[i], model.parameters[i].to(torch::kFloat))) << i;
     }
     GradScaler scaler = quiet_scaler();
     for (int step = 0; step < 3; ++step) {
       model.set_gradients(step);
-      scaler.step(*keeper.optimizer);
+      scaler.step(optimizer);
       scaler.update();
     }
-    const Tensors after = master_params(*keeper.optimizer);
+    const Tensors after = master_params(optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(after[i].is_same(before[i])) << i;
   }
 }

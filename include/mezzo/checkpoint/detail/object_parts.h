@@ -4,6 +4,7 @@
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
+#include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
@@ -39,7 +40,7 @@ concept HoldsModule = requires(T& holder) {
 };
 
 template <class T>
-concept IsOptimizer = std::derived_from<T, torch::optim::Optimizer>;
+concept IsOptimizer = std::convertible_to<T&, AnyOptimizer>;
 
 template <class T>
 concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
@@ -93,12 +94,12 @@ class ObjectPart final : public ArchivePart {
 
 class OptimizerPart final : public ArchivePart {
  public:
-  explicit OptimizerPart(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
+  explicit OptimizerPart(AnyOptimizer optimizer) : optimizer_(optimizer) {}
   const char* kind() const override { return "optimizer"; }
 
   /// A split master is the parameter and the rest of it: an average with that rest would be none.
   void check_savable() const override {
-    for (const auto& group : optimizer_.param_groups()) {
+    for (const auto& group : optimizer_.optimizer().param_groups()) {
       for (const at::Tensor& parameter : group.params())
         check_not_averaged("a parameter", parameter);
     }
@@ -110,12 +111,14 @@ class OptimizerPart final : public ArchivePart {
     optimizer_.save(archive);
   }
   void take(torch::serialize::InputArchive& archive) const override {
-    optimizer_.state().clear();  // of what the file has no state there is none; load would keep it
+    optimizer_.optimizer()
+        .state()
+        .clear();  // of what the file has no state there is none; load would keep it
     optimizer_.load(archive);
   }
 
  private:
-  torch::optim::Optimizer& optimizer_;
+  AnyOptimizer optimizer_;
 };
 
 /// What libtorch writes from a module, but cannot read into one: anything but dense memory as it

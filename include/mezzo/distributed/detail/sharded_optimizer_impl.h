@@ -21,7 +21,7 @@ template <class OptimizerType>
 ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, Communicator communicator,
     const Options& defaults, const ShardedOptimizerOptions& options)
-    : FusedOptimizer(groups, std::make_unique<Options>(defaults)),
+    : Optimizer(groups, std::make_unique<Options>(defaults)),
       communicator_(std::move(communicator)),
       buckets_(detail::start_groups_alike(param_groups_, communicator_),
                GradBucketsOptions()

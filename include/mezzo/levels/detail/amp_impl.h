@@ -1,5 +1,5 @@
 /// \file
-/// Amp: how models are called, how passes of losses become steps, and its state in files.
+/// Amp: how models are called, what steps an optimizer, and its state in files.
 #pragma once
 
 #include <mezzo/levels/detail/amp_models.h>
@@ -27,11 +27,6 @@ inline void check_initialize_options(const InitializeOptions& options, const Opt
               " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
   TORCH_CHECK(level.uses_op_lists() || options.weight_cache.empty(), "weight_cache: the level ",
               level.name(), " has no region that would read it; use O1, or leave it out");
-}
-
-inline bool contains(const std::vector<torch::optim::Optimizer*>& list,
-                     const torch::optim::Optimizer* optimizer) {
-  return std::find(list.begin(), list.end(), optimizer) != list.end();
 }
 
 inline std::string loss_scaler_key(std::size_t loss) {
@@ -66,17 +61,17 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   detail::check_initialize_options(options, level);
   if (enabled_) detail::check_models_and_optimizers(models, optimizers, level);
   for (torch::optim::Optimizer* optimizer : optimizers.optimizers()) {
-    passes_.emplace_back(*optimizer, enabled_ && level.master_weights());
+    given_.emplace_back(*optimizer, enabled_ && level.master_weights());
+    passes_.add_optimizer(given_.back().stepper);
   }
   for (int64_t i = 0; i < options.num_losses; ++i) {
     const bool keeps_half = level.cast_model_type() == at::kHalf && !level.master_weights();
-    scalers_.emplace_back(GradScalerOptions(level.loss_scale())
-                              .enabled(enabled_)
-                              .allow_fp16_gradients(keeps_half)
-                              .loss_id(i));
-    if (options.verbosity < 1) scalers_.back().on_skip(nullptr);
+    passes_.add_loss(GradScalerOptions(level.loss_scale())
+                         .enabled(enabled_)
+                         .allow_fp16_gradients(keeps_half)
+                         .loss_id(i));
+    if (options.verbosity < 1) scaler(i).on_skip(nullptr);
   }
-  losses_.resize(scalers_.size());
   if (enabled_) {
     if (options.verbosity >= 1) std::cout << level.describe() << std::flush;
     input_dtype_ = level.cast_model_type();
@@ -129,10 +124,10 @@ void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
     const auto backward_ends = c10::make_scope_exit([this] { is_in_backward_ = false; });
     std::forward<Backward>(backward)(scaled);
   } catch (...) {
-    for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).give_pass_up();
+    passes_.give_up(optimizers.optimizers());
     throw;
   }
-  end_pass(optimizers, options);
+  if (enabled_ && !options.delay_unscale) passes_.unscale(optimizers.optimizers());
 }
 
 inline void Amp::refuse_within_backward(const char* call) const {
@@ -148,115 +143,55 @@ inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const OptimizerList& o
               "scale_loss: loss is undefined; give the tensor that the criterion returned");
   TORCH_CHECK(!optimizers.optimizers().empty(),
               "scale_loss: name the optimizers that the loss is for, one or several in braces");
-  for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer);
+  for (const auto* optimizer : optimizers.optimizers()) given(*optimizer);
   if (!enabled_) return loss;
   detail::refuse_shared_parameters(optimizers);
-  Loss& iteration = losses_[id];
-  for (const auto* optimizer : optimizers.optimizers()) {
-    if (detail::contains(iteration.stepped, optimizer)) end_iteration(id);
-  }
-  for (const auto* optimizer : optimizers.optimizers()) {
-    detail::OptimizerPasses& passes = passes_of(*optimizer);
-    if (passes.scaled_by().value_or(id) != id) unscale(passes);
-  }
-  const bool is_low = detail::is_low_precision(loss.scalar_type());
-  const at::Tensor scaled = scalers_[id].scale(is_low ? loss.to(at::kFloat) : loss);
-  for (auto* optimizer : optimizers.optimizers()) {  // after all that may throw
-    passes_of(*optimizer).expect_gradients_of(id);
-    if (!detail::contains(iteration.waiting, optimizer)) iteration.waiting.push_back(optimizer);
-  }
-  return scaled;
-}
-
-inline void Amp::end_pass(const OptimizerList& optimizers, const ScaleLossOptions& options) {
-  if (!enabled_ || options.delay_unscale) return;
-  std::vector<at::Tensor> found;  // wherever it shows, it is the loss that overflowed
-  for (const auto* optimizer : optimizers.optimizers()) {
-    detail::OptimizerPasses& passes = passes_of(*optimizer);
-    const auto known = static_cast<std::ptrdiff_t>(passes.found_inf().size());
-    unscale(passes);
-    found.insert(found.end(), passes.found_inf().begin() + known, passes.found_inf().end());
-  }
-  if (optimizers.optimizers().size() == 1) return;
-  for (const auto* optimizer : optimizers.optimizers()) passes_of(*optimizer).hear_of(found);
-}
-
-inline void Amp::unscale(detail::OptimizerPasses& passes) {
-  const std::size_t loss = *passes.scaled_by();
-  if (passes.unscale(scalers_[loss])) losses_[loss].was_checked = true;
+  return passes_.begin(id, loss, optimizers.optimizers());
 }
 
 inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
   refuse_within_backward("step");
-  detail::OptimizerPasses& passes = passes_of(optimizer);
-  if (!enabled_) return scalers_.front().step(passes.stepper(), options);
-  TORCH_CHECK(passes.awaits_step(),
+  const AnyOptimizer stepper = given(optimizer).stepper;
+  if (!enabled_) return scaler().step(stepper, options);
+  TORCH_CHECK(passes_.awaits_step(optimizer),
               "step: no loss was scaled for this optimizer since its last step; call "
               "amp.scale_loss(loss, optimizer), which runs backward, before each amp.step");
-  const bool is_direct = !passes.unscaled_by().has_value();
-  if (!is_direct && passes.scaled_by()) unscale(passes);
-  const std::size_t loss = is_direct ? *passes.scaled_by() : *passes.unscaled_by();
-  torch::optim::Optimizer& stepper = passes.stepper();
-  const auto take_back = [&] {
-    if (passes.take_back(scalers_[loss], stepper)) losses_[loss].was_checked = true;
-  };
-  if (!is_direct) scalers_[loss].adopt(stepper, passes.found_inf());
-  try {
-    StepResult result = scalers_[loss].step(stepper, options);
-    take_back();
-    finish(optimizer);
-    return result;
-  } catch (...) {
-    take_back();
-    throw;
-  }
+  return passes_.step(optimizer, options);
 }
 
 inline void Amp::zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none) {
   refuse_within_backward("zero_grad");
-  detail::OptimizerPasses& passes = passes_of(optimizer);
-  passes.clear_gradients(set_to_none);
-  finish(optimizer);
-}
-
-/// The optimizer waits for nothing any more; losses that waited for it alone move their scale.
-inline void Amp::finish(torch::optim::Optimizer& optimizer) {
-  passes_of(optimizer).forget();
-  for (Loss& iteration : losses_) {
-    if (std::erase(iteration.waiting, &optimizer) != 0) iteration.stepped.push_back(&optimizer);
-  }
-  for (std::size_t id = 0; id < losses_.size(); ++id) {
-    const Loss& iteration = losses_[id];
-    if (detail::contains(iteration.stepped, &optimizer) && iteration.waiting.empty()) {
-      end_iteration(id);
-    }
-  }
-}
-
-/// Gradients that carry a scale lose it before the scale moves.
-inline void Amp::end_iteration(std::size_t loss) {
-  for (detail::OptimizerPasses& passes : passes_) {
-    if (passes.scaled_by() == loss) unscale(passes);
-  }
-  const Loss ended = std::exchange(losses_[loss], {});
-  if (ended.was_checked) scalers_[loss].update();  // a callback about a skip may throw
+  given(optimizer);
+  passes_.zero_grad(optimizer, set_to_none);
 }
 
 inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optimizer) {
-  return mezzo::master_params(passes_of(optimizer).stepper());
+  return mezzo::master_params(given(optimizer).stepper);
 }
 
-inline torch::optim::Optimizer& Amp::optimizer(torch::optim::Optimizer& given) {
-  return passes_of(given).stepper();
+inline AnyOptimizer& Amp::optimizer(torch::optim::Optimizer& optimizer) {
+  return given(optimizer).stepper;
 }
 
-inline GradScaler& Amp::scaler(int64_t loss_id) { return scalers_[checked_loss(loss_id)]; }
+inline GradScaler& Amp::scaler(int64_t loss_id) { return passes_.scaler(checked_loss(loss_id)); }
 
-inline detail::OptimizerPasses& Amp::passes_of(const torch::optim::Optimizer& optimizer) {
-  const auto found = std::find_if(passes_.begin(), passes_.end(), [&](const auto& passes) {
-    return &passes.given() == &optimizer;
-  });
-  TORCH_CHECK(found != passes_.end(),
+inline Amp::Given::Given(torch::optim::Optimizer& given, bool wants_masters)
+    : optimizer(&given),
+      stepper(given),
+      keeps_own_masters(wants_masters && detail::as_fused(given) != nullptr) {
+  if (!wants_masters || keeps_own_masters) return;
+  masters = std::make_unique<MasterWeights>(given);
+  stepper = AnyOptimizer(*masters);
+}
+
+/// With masters for groups that are new.
+inline Amp::Given& Amp::given(const torch::optim::Optimizer& optimizer) {
+  Given* found = nullptr;
+  for (Given& one : given_) {
+    if (one.keeps_own_masters) detail::as_fused(one.stepper)->enable_master_weights();
+    if (one.optimizer == &optimizer) found = &one;
+  }
+  TORCH_CHECK(found != nullptr,
               "optimizer: it was not given to mezzo::initialize; name the object that was");
   return *found;
 }
@@ -269,9 +204,7 @@ inline std::size_t Amp::checked_loss(int64_t loss_id) const {
 }
 
 inline void Amp::require_between_iterations(const char* call) const {
-  TORCH_CHECK(std::none_of(passes_.begin(), passes_.end(),
-                           [](const auto& passes) { return passes.awaits_step(); }),
-              call,
+  TORCH_CHECK(!passes_.any_awaits_step(), call,
               ": a loss was scaled for an optimizer that has not stepped yet; call it after "
               "amp.step, or amp.zero_grad to give the gradients up");
 }
@@ -280,8 +213,8 @@ inline Amp::StateDict Amp::state_dict() const {
   require_between_iterations("state_dict");
   StateDict all;
   if (!enabled_) return all;
-  for (std::size_t i = 0; i < scalers_.size(); ++i) {
-    GradScaler::StateDict entry = scalers_[i].state_dict();
+  for (std::size_t i = 0; i < passes_.losses(); ++i) {
+    GradScaler::StateDict entry = passes_.scaler(i).state_dict();
     entry["loss_scale"] = entry.at("scale");
     entry["unskipped"] = entry.at("_growth_tracker");
     all[detail::loss_scaler_key(i)] = std::move(entry);
@@ -292,20 +225,21 @@ inline Amp::StateDict Amp::state_dict() const {
 inline void Amp::load_state_dict(const StateDict& state) {
   if (!enabled_) return;
   require_between_iterations("load_state_dict");
-  TORCH_CHECK(state.size() == scalers_.size(), "load_state_dict: state_dict contains ",
-              state.size(), " entries, while ", scalers_.size(),
+  TORCH_CHECK(state.size() == passes_.losses(), "load_state_dict: state_dict contains ",
+              state.size(), " entries, while ", passes_.losses(),
               " loss_scalers are used; give mezzo::initialize the num_losses that was saved");
   std::vector<GradScaler> loaded;
-  for (std::size_t i = 0; i < scalers_.size(); ++i) {
+  for (std::size_t i = 0; i < passes_.losses(); ++i) {
     const std::string key = detail::loss_scaler_key(i);
     const auto entry = state.find(key);
     TORCH_CHECK(entry != state.end(), "load_state_dict: state_dict lacks \"", key, "\"");
-    GradScaler trial(GradScalerOptions(scalers_[i].rule()));
-    trial.load_state_dict(detail::full_scaler_state(key, entry->second, scalers_[i].state_dict()));
+    GradScaler trial(GradScalerOptions(passes_.scaler(i).rule()));
+    trial.load_state_dict(
+        detail::full_scaler_state(key, entry->second, passes_.scaler(i).state_dict()));
     loaded.push_back(std::move(trial));
   }
-  for (std::size_t i = 0; i < scalers_.size(); ++i) {
-    scalers_[i].load_state_dict(loaded[i].state_dict());
+  for (std::size_t i = 0; i < passes_.losses(); ++i) {
+    passes_.scaler(i).load_state_dict(loaded[i].state_dict());
   }
 }
 

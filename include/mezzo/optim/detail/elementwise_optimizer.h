@@ -46,7 +46,7 @@ namespace detail {
 ///   kAtenHasIt, and if so check_for_aten(options), which refuses what ATen cannot do, and
 ///   aten_step(options, lists, verdict); and cuda_step, with variant(options) (cuda_launch.h).
 template <class Traits>
-class ElementwiseOptimizer : public optim::FusedOptimizer {
+class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::FusedOptimizer {
  public:
   using Options = typename Traits::Options;
   using State = typename Traits::State;
@@ -55,7 +55,7 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
   // instantiate all this in every unit that sees them.
   explicit ElementwiseOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                 const Options& defaults = {})
-      : FusedOptimizer(groups, std::make_unique<Options>(defaults)) {
+      : Optimizer(groups, std::make_unique<Options>(defaults)) {
     check_options(defaults);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       check_options(options_of(group));
@@ -71,6 +71,8 @@ class ElementwiseOptimizer : public optim::FusedOptimizer {
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
     buckets_ = shared(buckets);
   }
+
+  torch::optim::Optimizer& optimizer() noexcept override { return *this; }
 
   at::Tensor step(LossClosure closure = nullptr) override {
     at::Tensor loss;

@@ -93,14 +93,15 @@ inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& av
   updates_ = updates;
 }
 
-inline EmaScope::EmaScope(const optim::OptimizerInterface& optimizer) {
-  TORCH_CHECK(optimizer.keeps_averages(),
+inline EmaScope::EmaScope(const torch::optim::Optimizer& optimizer) {
+  const auto* const mezzos = dynamic_cast<const optim::OptimizerInterface*>(&optimizer);
+  TORCH_CHECK(mezzos != nullptr && mezzos->keeps_averages(),
               "EmaScope: this optimizer keeps no average; set ema_decay in its options, or keep "
               "one beside it with mezzo::Ema");
   std::vector<std::pair<at::Tensor, at::Tensor>> averages;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
-      averages.emplace_back(parameter, optimizer.average_of(parameter));
+      averages.emplace_back(parameter, mezzos->average_of(parameter));
     }
   }
   put_in(averages);

@@ -21,12 +21,10 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// mezzo's optimizer that `optimizer` is; null for any other. The one place that asks.
-template <class Optimizer>
-auto* as_fused(Optimizer& optimizer) {
-  using Fused = std::conditional_t<std::is_const_v<Optimizer>, const optim::FusedOptimizer,
-                                   optim::FusedOptimizer>;
-  return dynamic_cast<Fused*>(&optimizer);
+/// What steps by a report, where `optimizer` is mezzo's; null for any other. The one place that
+/// asks.
+inline optim::FusedOptimizer* as_fused(AnyOptimizer optimizer) {
+  return dynamic_cast<optim::FusedOptimizer*>(optimizer.mezzos());
 }
 
 /// Calls `visit(group number, parameter)` for all parameters of `optimizer`, in order.
@@ -109,10 +107,8 @@ inline void read_gradients(std::vector<DeviceGradientReport>& devices, const at:
 /// A step of any optimizer. One that cannot read a report gets it applied for the time of its step.
 class StepTaker {
  public:
-  explicit StepTaker(torch::optim::Optimizer& optimizer)
-      : optimizer_(&optimizer), fused_(as_fused(optimizer)) {
-    if (fused_ != nullptr) fused_->follow_groups();
-  }
+  explicit StepTaker(AnyOptimizer optimizer)
+      : optimizer_(&optimizer.optimizer()), fused_(as_fused(optimizer)) {}
 
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
   /// Null where it is not mezzo's.

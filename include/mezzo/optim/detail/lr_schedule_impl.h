@@ -91,12 +91,10 @@ inline double PolynomialCurve::factor(int64_t applied_steps) const {
 }
 
 template <LrCurve Curve>
-LrSchedule<Curve>::LrSchedule(torch::optim::Optimizer& optimizer, Curve curve)
-    : optimizer_(&optimizer),
-      mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)),
-      curve_(std::move(curve)) {
-  if (mezzos_ != nullptr) {
-    mezzos_->set_lr_factors(detail::lr_factors(curve_));
+LrSchedule<Curve>::LrSchedule(AnyOptimizer optimizer, Curve curve)
+    : optimizer_(optimizer), curve_(std::move(curve)) {
+  if (optimizer_.mezzos() != nullptr) {
+    optimizer_.mezzos()->set_lr_factors(detail::lr_factors(curve_));
   } else {
     set_lrs();
   }
@@ -104,27 +102,27 @@ LrSchedule<Curve>::LrSchedule(torch::optim::Optimizer& optimizer, Curve curve)
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step(const StepResult& result) {
-  if (mezzos_ != nullptr) return;
+  if (optimizer_.mezzos() != nullptr) return;
   if (result.ran()) ++applied_steps_;
   set_lrs();
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step() {
-  if (mezzos_ != nullptr) return;
+  if (optimizer_.mezzos() != nullptr) return;
   ++applied_steps_;
   set_lrs();
 }
 
 template <LrCurve Curve>
 int64_t LrSchedule<Curve>::applied_steps() const {
-  return mezzos_ != nullptr ? mezzos_->applied_steps() : applied_steps_;
+  return optimizer_.mezzos() != nullptr ? optimizer_.mezzos()->applied_steps() : applied_steps_;
 }
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::lrs() const {
-  std::vector<double> lrs = detail::lrs_of_groups(*optimizer_);
-  if (mezzos_ != nullptr) {
+  std::vector<double> lrs = detail::lrs_of_groups(optimizer_.optimizer());
+  if (optimizer_.mezzos() != nullptr) {
     const double factor = curve_.factor(applied_steps());
     for (double& lr : lrs) lr *= factor;
   }
@@ -133,15 +131,15 @@ std::vector<double> LrSchedule<Curve>::lrs() const {
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::base_lrs() const {
-  return mezzos_ != nullptr ? detail::lrs_of_groups(*optimizer_) : base_lrs_;
+  return optimizer_.mezzos() != nullptr ? detail::lrs_of_groups(optimizer_.optimizer()) : base_lrs_;
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
   TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
               "; it should be at least 0");
-  if (mezzos_ != nullptr) {
-    mezzos_->set_applied_steps(applied_steps);
+  if (optimizer_.mezzos() != nullptr) {
+    optimizer_.mezzos()->set_applied_steps(applied_steps);
     return;
   }
   applied_steps_ = applied_steps;
@@ -150,7 +148,7 @@ void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::add_new_groups() {
-  const auto& groups = optimizer_->param_groups();
+  const auto& groups = optimizer_.optimizer().param_groups();
   for (std::size_t i = base_lrs_.size(); i < groups.size(); ++i) {
     base_lrs_.push_back(groups[i].options().get_lr());
   }
@@ -160,7 +158,7 @@ template <LrCurve Curve>
 void LrSchedule<Curve>::set_lrs() {
   const double factor = curve_.factor(applied_steps_);
   add_new_groups();
-  auto& groups = optimizer_->param_groups();
+  auto& groups = optimizer_.optimizer().param_groups();
   for (std::size_t i = 0; i < groups.size(); ++i) {
     groups[i].options().set_lr(base_lrs_[i] * factor);
   }
@@ -168,7 +166,7 @@ void LrSchedule<Curve>::set_lrs() {
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>& base_lrs) {
-  auto& groups = optimizer_->param_groups();
+  auto& groups = optimizer_.optimizer().param_groups();
   TORCH_CHECK(applied_steps >= 0, "The archive of a schedule has ", applied_steps,
               " applied steps; it is damaged");
   TORCH_CHECK(base_lrs.size() == groups.size(), "The archive of a schedule has ", base_lrs.size(),
@@ -178,9 +176,10 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
     TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the rate ", lr,
                 "; it is damaged");
   }
-  if (mezzos_ != nullptr) {
-    TORCH_CHECK(applied_steps == mezzos_->applied_steps(), "The archive of a schedule has ",
-                applied_steps, " applied steps, and this optimizer has ", mezzos_->applied_steps(),
+  if (optimizer_.mezzos() != nullptr) {
+    TORCH_CHECK(applied_steps == optimizer_.mezzos()->applied_steps(),
+                "The archive of a schedule has ", applied_steps,
+                " applied steps, and this optimizer has ", optimizer_.mezzos()->applied_steps(),
                 "; it counts them itself, so load the file that it was saved to first");
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(base_lrs[i]);
     return;

@@ -11,7 +11,6 @@
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -51,7 +50,7 @@ inline void check_file(torch::serialize::InputArchive& archive, const MasterLayo
   TORCH_CHECK(
       archive.try_read(kMasterWeightsKey, format),
       "MasterWeights: the archive holds no masters; it is that of an optimizer alone, which "
-      "torch::load(optimizer.optimizer(), path) reads, or of something else");
+      "torch::load(masters.optimizer(), path) reads, or of something else");
   TORCH_CHECK(format.isInt() && format.toInt() == kMasterWeightsFormat,
               "MasterWeights: the archive has a format that this version does not know; it is a "
               "newer one's, or damaged");
@@ -104,7 +103,6 @@ inline void load_whole(torch::serialize::InputArchive& archive,
 
 MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
-  groups_.settle();
   const detail::MasterLayout layout(inner_->param_groups());
   archive.write(detail::kMasterWeightsKey, c10::IValue(detail::kMasterWeightsFormat));
   archive.write("group_sizes", c10::IValue(layout.group_sizes));
@@ -122,7 +120,6 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
 
 MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   const c10::NoGradGuard no_grad;
-  follow_groups();
   const detail::MasterLayout layout(inner_->param_groups());
   detail::check_file(archive, layout);
   auto masters = detail::read_masters(archive, layout);
@@ -130,21 +127,12 @@ MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   torch::serialize::InputArchive inner;
   TORCH_CHECK(archive.try_read("optimizer", inner),
               "MasterWeights: the archive lacks the inner optimizer; it is damaged");
-  try {
-    detail::load_whole(inner, *inner_);
-  } catch (...) {
-    follow_groups();
-    throw;
-  }
-  state_.clear();
-  for (auto& [parameter, master] : masters) {
-    auto state = std::make_unique<detail::MasterState>();
-    state->parameter = parameter;
-    state->master() = std::move(master);  // the next step compares it with the parameter
-    state_[parameter.unsafeGetTensorImpl()] = std::move(state);
+  detail::load_whole(inner, *inner_);
+  masters_.clear();
+  for (auto& [parameter, master] : masters) {  // the next step compares it with the parameter
+    masters_[parameter.unsafeGetTensorImpl()] = {parameter, std::move(master)};
   }
   applied_count().set(applied);
-  follow_groups();
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -3,7 +3,6 @@
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/kept_weights.h>
-#include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/detail/parameter_swap.h>
 #include <mezzo/optim/master_weights.h>
 
@@ -13,7 +12,6 @@
 #include <torch/optim/lbfgs.h>
 
 #include <cmath>
-#include <memory>
 #include <optional>
 #include <utility>
 
@@ -42,26 +40,6 @@ inline at::Tensor multiplied(const at::Tensor& gradient, double factor) {
   return factor == 1.0 ? wide : wide.mul(factor);
 }
 
-/// The master of a parameter, in the optimizer's state. It has no stamp of when the two last
-/// agreed, so that they are compared at each step: an optimizer of libtorch's that steps alone
-/// writes through `data()`, which bumps no version.
-struct MasterState final : torch::optim::OptimizerParamState {
-  using LibtorchState = OptimizerParamState;  // there is no other's to take over
-
-  std::unique_ptr<OptimizerParamState> clone() const override {
-    return std::make_unique<MasterState>(*this);
-  }
-  at::Tensor& master() noexcept { return master_; }
-  at::Tensor& lower_half() noexcept { return no_lower_half_; }
-  WriteStamp& stamp() noexcept { return no_stamp_; }
-
-  at::Tensor parameter{};  ///< held, so that its address cannot come to name another tensor
-
- private:
-  at::Tensor master_, no_lower_half_;
-  WriteStamp no_stamp_;
-};
-
 }  // namespace detail
 
 /// A parameter with a gradient.
@@ -71,10 +49,7 @@ struct MasterWeights::Participant {
   at::Tensor gradient;
 };
 
-MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer)
-    : FusedOptimizer(std::vector<torch::optim::OptimizerParamGroup>(), /*defaults=*/nullptr),
-      inner_(&optimizer),
-      groups_(param_groups_, defaults_, optimizer) {
+MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : inner_(&optimizer) {
   TORCH_CHECK(dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr,
               "MasterWeights: torch::optim::LBFGS calls its closure several times in a step, each "
               "time with other weights, of which the model would have to know; train the model in "
@@ -82,32 +57,6 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer)
   TORCH_CHECK(detail::as_fused(optimizer) == nullptr,
               "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: set "
               "weight_storage(WeightStorage::master) in its options instead");
-  follow_groups();
-}
-
-MEZZO_INLINE std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups() {
-  follow_groups();
-  return inner_->param_groups();
-}
-MEZZO_INLINE const std::vector<torch::optim::OptimizerParamGroup>& MasterWeights::param_groups()
-    const {
-  groups_.settle();
-  return inner_->param_groups();
-}
-
-MEZZO_INLINE void MasterWeights::zero_grad(bool set_to_none) {
-  follow_groups();
-  inner_->zero_grad(set_to_none);
-}
-
-MEZZO_INLINE void MasterWeights::add_param_group(const torch::optim::OptimizerParamGroup& group) {
-  follow_groups();
-  inner_->add_param_group(group);
-  follow_groups();
-}
-
-MEZZO_INLINE void MasterWeights::follow_groups() {
-  groups_.settle();
   follow_parameters();
 }
 
@@ -121,42 +70,37 @@ MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
   return keeps_master(group, parameter) ? settled_master(parameter) : parameter;
 }
 
-MEZZO_INLINE at::Tensor MasterWeights::step(LossClosure closure) {
+MEZZO_INLINE at::Tensor MasterWeights::step(torch::optim::Optimizer::LossClosure closure) {
   at::Tensor loss;
   if (closure) {
     const c10::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  follow_groups();
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& parameter : group.params()) {
-      detail::refuse_unscaled_master(find_master(parameter), kName);
-    }
-  }
+  for (const auto& [parameter, kept] : masters_) detail::refuse_unscaled_master(kept.master, kName);
   apply({});
   return loss;
 }
 
 MEZZO_INLINE GradientReport MasterWeights::report(const at::Tensor& inv_scale, bool of_masters) {
-  follow_groups();
+  follow_parameters();
   return FusedOptimizer::report(inv_scale, of_masters);
 }
 
 MEZZO_INLINE void MasterWeights::apply(const GradientReport& report, const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  follow_groups();
+  follow_parameters();
   const std::optional<double> factor = detail::factor_on_host(report, options.max_norm);
   if (factor) {
     const std::vector<Participant> all = participants(report.of_masters);
     step_inner(all, *factor);
     if (!all.empty()) applied_count().set(applied_steps() + 1);
   }
-  if (options.zero_grad) detail::zero_gradients(*this);
+  if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
 MEZZO_INLINE std::vector<MasterWeights::Participant> MasterWeights::participants(bool of_masters) {
   std::vector<Participant> all;
-  for (const auto& group : param_groups_) {
+  for (const auto& group : inner_->param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       const bool has_master = detail::is_low_precision(parameter);
       at::Tensor gradient = parameter.grad();
@@ -173,27 +117,31 @@ MEZZO_INLINE std::vector<MasterWeights::Participant> MasterWeights::participants
 
 /// Undefined where none was made.
 MEZZO_INLINE at::Tensor MasterWeights::find_master(const at::Tensor& parameter) const {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  return found == state_.end() ? at::Tensor()
-                               : static_cast<detail::MasterState&>(*found->second).master();
+  const auto found = masters_.find(parameter.unsafeGetTensorImpl());
+  return found == masters_.end() ? at::Tensor() : found->second.master;
 }
 
-/// In agreement with the parameter as it is now; made if there is none.
+/// In agreement with the parameter as it is now; made if there is none. The two are compared at
+/// each step: an optimizer of libtorch's that steps alone writes through `data()`, which bumps no
+/// version.
 MEZZO_INLINE at::Tensor MasterWeights::settled_master(const at::Tensor& parameter) {
   const c10::NoGradGuard no_grad;
-  auto& state =
-      detail::own_state<detail::MasterState>(state_[parameter.unsafeGetTensorImpl()], kName);
-  state.parameter = parameter;
-  detail::check_shape_of(state.master(), "a master", parameter, kName);
-  detail::settle_master(parameter, state);
-  state.master().set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
-  return state.master();
+  Kept& kept = masters_[parameter.unsafeGetTensorImpl()];
+  kept.parameter = parameter;
+  detail::check_shape_of(kept.master, "a master", parameter, kName);
+  if (kept.master.defined()) {
+    detail::follow_writes(parameter, kept.master);
+  } else {
+    kept.master = parameter.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  }
+  kept.master.set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
+  return kept.master;
 }
 
 /// Looks at the parameters of 16 bits when they are others, or more, than they were.
 MEZZO_INLINE void MasterWeights::follow_parameters() {
   std::vector<at::Tensor> low_precision;
-  for (const auto& group : param_groups_) {
+  for (const auto& group : inner_->param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       if (detail::is_low_precision(parameter)) low_precision.push_back(parameter);
     }
@@ -207,12 +155,12 @@ MEZZO_INLINE void MasterWeights::follow_parameters() {
     seen_.forget();
     throw;
   }
-  decltype(state_) left;
+  decltype(masters_) left;
   for (const at::Tensor& parameter : low_precision) {
-    const auto found = state_.find(parameter.unsafeGetTensorImpl());
-    if (found != state_.end()) left[found->first] = std::move(found->second);
+    const auto found = masters_.find(parameter.unsafeGetTensorImpl());
+    if (found != masters_.end()) left.insert(std::move(*found));
   }
-  state_ = std::move(left);
+  masters_ = std::move(left);
 }
 
 MEZZO_INLINE void MasterWeights::step_inner(const std::vector<Participant>& all, double factor) {
@@ -251,12 +199,13 @@ MEZZO_INLINE void MasterWeights::finish(const std::vector<Participant>& all) {
   }
 }
 
-MEZZO_INLINE std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer) {
+MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
   const detail::StepTaker taker(optimizer);
   std::vector<at::Tensor> all;
-  detail::for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
-    all.push_back(taker.master_param(group, parameter));
-  });
+  detail::for_each_parameter(taker.optimizer(),
+                             [&](std::size_t group, const at::Tensor& parameter) {
+                               all.push_back(taker.master_param(group, parameter));
+                             });
   return all;
 }
 

@@ -27,7 +27,7 @@ namespace detail {
 
 /// What clipping reads and multiplies: the gradients that the step will take, unscaled.
 inline std::vector<DeviceGradientReport> gradients_to_clip(GradScaler& scaler,
-                                                           torch::optim::Optimizer& optimizer) {
+                                                           AnyOptimizer optimizer) {
   const std::vector<at::Tensor> parameters = scaler.unscaled_parameters(optimizer);
   const c10::NoGradGuard no_grad;
   return gradients_by_device(parameters);
@@ -113,8 +113,8 @@ inline void clamp_to(const std::vector<at::Tensor>& gradients, double limit) {
 
 }  // namespace detail
 
-inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
-                                  double max_norm, double norm_type, bool error_if_nonfinite) {
+inline at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, double max_norm,
+                                  double norm_type, bool error_if_nonfinite) {
   detail::check_norm_arguments(max_norm, norm_type);
   const c10::NoGradGuard no_grad;
   const std::vector<DeviceGradientReport> gradients = detail::gradients_to_clip(scaler, optimizer);
@@ -127,8 +127,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   return detail::has_double(gradients) ? norm : norm.to(at::kFloat);
 }
 
-inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
-                             double clip_value) {
+inline void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double clip_value) {
   TORCH_CHECK(clip_value > 0, "clip_value is ", clip_value, "; it should be positive");
   const c10::NoGradGuard no_grad;
   for (const DeviceGradientReport& one : detail::gradients_to_clip(scaler, optimizer)) {

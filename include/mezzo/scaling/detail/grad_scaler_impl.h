@@ -55,25 +55,24 @@ MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
       loss_id_(options.loss_id()),
       on_skip_(&detail::tell_of_skip) {}
 
-MEZZO_INLINE void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
   const detail::StepTaker taker(optimizer);
   taker.check_unscale();
   if (!enabled_) return hand_to_masters(taker);
   require_scale("unscale_");
-  const detail::Stage stage = records_.of(optimizer).stage;
+  const detail::Stage stage = records_.of(taker.optimizer()).stage;
   TORCH_CHECK(stage != detail::Stage::unscaled,
               "unscale_() has already been called on this optimizer since the last update().");
   TORCH_CHECK(stage != detail::Stage::stepped, "unscale_() is being called after step().");
   unscale_into(taker);
 }
 
-MEZZO_INLINE std::vector<at::Tensor> GradScaler::unscaled_parameters(
-    torch::optim::Optimizer& optimizer) {
+MEZZO_INLINE std::vector<at::Tensor> GradScaler::unscaled_parameters(AnyOptimizer optimizer) {
   const detail::StepTaker taker(optimizer);
-  const detail::OptimizerRecord* record = records_.find(optimizer);
+  const detail::OptimizerRecord* record = records_.find(taker.optimizer());
   const bool is_done = record != nullptr && (!enabled_ || record->stage == detail::Stage::unscaled);
   if (!is_done) unscale_(optimizer);
-  record = records_.find(optimizer);
+  record = records_.find(taker.optimizer());
   const detail::MasterGradients none;
   return (record != nullptr ? record->masters : none).holders(taker);
 }

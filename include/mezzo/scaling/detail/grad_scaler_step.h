@@ -24,8 +24,7 @@
 // GradScaler::step: the stage is checked, the optimizer reports its gradients, the step is decided,
 // and the optimizer applies the report.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-MEZZO_INLINE StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
-                                         const StepOptions& options) {
+MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
   detail::check_step_options(options);
   const c10::NoGradGuard no_grad;
   const detail::StepTaker taker(optimizer);
@@ -33,10 +32,10 @@ MEZZO_INLINE StepResult GradScaler::step(torch::optim::Optimizer& optimizer,
     return taker.fused() != nullptr ? step_on_device(taker, options)
                                     : step_on_host(taker, options, /*torch_step=*/nullptr);
   }
-  const detail::OptimizerRecord* const record = records_.find(optimizer);
+  const detail::OptimizerRecord* const record = records_.find(taker.optimizer());
   const bool of_masters = record != nullptr && !record->masters.empty();
   StepResult result = detail::step_without_scale(taker, of_masters, options, readback_pool_);
-  records_.forget(optimizer);
+  records_.forget(taker.optimizer());
   return result;
 }
 
@@ -67,19 +66,19 @@ MEZZO_INLINE void GradScaler::post_line(const std::vector<at::Tensor>& found_inf
   readbacks_.push_back(readback);
 }
 
-MEZZO_INLINE bool GradScaler::is_unscaled(const torch::optim::Optimizer& optimizer) const {
-  const detail::OptimizerRecord* const record = records_.find(optimizer);
+MEZZO_INLINE bool GradScaler::is_unscaled(AnyOptimizer optimizer) const {
+  const detail::OptimizerRecord* const record = records_.find(optimizer.optimizer());
   return record != nullptr && record->stage == detail::Stage::unscaled;
 }
 
-MEZZO_INLINE std::vector<at::Tensor> GradScaler::release(const torch::optim::Optimizer& optimizer) {
-  detail::OptimizerRecord* const record = records_.find(optimizer);
+MEZZO_INLINE std::vector<at::Tensor> GradScaler::release(AnyOptimizer optimizer) {
+  detail::OptimizerRecord* const record = records_.find(optimizer.optimizer());
   if (!enabled_ || record == nullptr) return {};
   const c10::NoGradGuard no_grad;
   const std::vector<at::Tensor> found = record->found_inf;
   const bool is_told_by_step = record->stage != detail::Stage::unscaled;
   record->masters.leave();
-  records_.release(optimizer);
+  records_.release(optimizer.optimizer());
   if (found.empty() || is_told_by_step) return found;
   const at::Tensor& scale = scale_.original();
   if (!scale.is_cpu()) {
@@ -90,13 +89,12 @@ MEZZO_INLINE std::vector<at::Tensor> GradScaler::release(const torch::optim::Opt
   return found;
 }
 
-MEZZO_INLINE void GradScaler::adopt(torch::optim::Optimizer& optimizer,
-                                    std::vector<at::Tensor> found_inf) {
+MEZZO_INLINE void GradScaler::adopt(AnyOptimizer optimizer, std::vector<at::Tensor> found_inf) {
   const detail::StepTaker taker(optimizer);
   if (!enabled_) return;
   require_scale("adopt");
-  records_.forget(optimizer);
-  detail::OptimizerRecord& record = records_.of(optimizer);
+  records_.forget(taker.optimizer());
+  detail::OptimizerRecord& record = records_.of(taker.optimizer());
   record.masters = detail::MasterGradients::standing(taker);
   record.stage = detail::Stage::unscaled;
   record.found_elsewhere = std::move(found_inf);

@@ -50,8 +50,9 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   });
 }
 
-template <std::derived_from<torch::optim::Optimizer> OptimizerType, class... Args>
-requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
+template <class OptimizerType, class... Args>
+requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
+         !(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
            ...)) StepResult GradScaler::step(OptimizerType& optimizer, Args&&... args) {
   const auto call_step = [&]() -> at::Tensor {
     return optimizer.step(std::forward<Args>(args)...);
@@ -60,7 +61,8 @@ requires(!(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
   const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
   const detail::StepTaker taker(optimizer);
   if (!enabled_) {
-    if (is_bare && records_.find(optimizer) != nullptr) return step(optimizer, StepOptions{});
+    if (is_bare && records_.find(taker.optimizer()) != nullptr)
+      return step(optimizer, StepOptions{});
     return StepResult(StepOutcome{.ran = true, .value = call_step()});
   }
   TORCH_CHECK(!has_closure, "Closure use is not currently supported if GradScaler is enabled.");

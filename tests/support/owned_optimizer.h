@@ -1,0 +1,25 @@
+#pragma once
+
+#include <mezzo/optim/master_weights.h>
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <utility>
+
+namespace test_support {
+
+/// An optimizer, or a MasterWeights together with the one that it steps.
+struct OwnedOptimizer {
+  std::unique_ptr<torch::optim::Optimizer> inner;
+  std::unique_ptr<mezzo::MasterWeights> masters;  // null where `inner` steps itself
+
+  OwnedOptimizer(std::unique_ptr<torch::optim::Optimizer> optimizer, bool with_masters)
+      : inner(std::move(optimizer)),
+        masters(with_masters ? std::make_unique<mezzo::MasterWeights>(*inner) : nullptr) {}
+
+  mezzo::AnyOptimizer any() const {
+    return masters != nullptr ? mezzo::AnyOptimizer(*masters) : mezzo::AnyOptimizer(*inner);
+  }
+};
+
+}  // namespace test_support
