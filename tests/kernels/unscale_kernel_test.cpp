@@ -43,6 +43,10 @@ class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
     return (values.to(wide) * inv_scale).to(dtype());
   }
 
+  bool unscale(void* data, int64_t count, float inv_scale) const {
+    return loops_.unscale(data, data, count, inv_scale);
+  }
+
   mezzo::detail::UnscaleLoops loops_{};
 };
 
@@ -51,7 +55,7 @@ TEST_P(UnscaleLoop, MultipliesEveryElementForEveryTail) {
   for (int64_t count = 0; count <= 70; ++count) {
     auto values = random(count);
     const auto expected = product(values, 0.3F);
-    EXPECT_FALSE(loops_.unscale(values.data_ptr(), count, 0.3F)) << count;
+    EXPECT_FALSE(unscale(values.data_ptr(), count, 0.3F)) << count;
     EXPECT_TRUE(torch::equal(values, expected)) << count;
   }
 }
@@ -65,7 +69,7 @@ TEST_P(UnscaleLoop, TakesMemoryAtAnyByteAndTouchesNothingElse) {
   for (std::size_t offset = 0; offset < 65; ++offset) {
     std::vector<char> memory(bytes + 130, 'm');
     std::memcpy(memory.data() + offset, values.data_ptr(), bytes);
-    loops_.unscale(memory.data() + offset, kCount, 0.125F);
+    unscale(memory.data() + offset, kCount, 0.125F);
     EXPECT_EQ(std::memcmp(memory.data() + offset, expected.data_ptr(), bytes), 0) << offset;
     for (std::size_t i = 0; i < memory.size(); ++i) {
       const bool is_outside = i < offset || i >= offset + bytes;
@@ -83,7 +87,7 @@ TEST_P(UnscaleLoop, FindsOneBadElementAtEveryPlace) {
       auto values = torch::ones({kCount}, dtype());
       values[place] = bad;
       EXPECT_TRUE(loops_.check(values.const_data_ptr(), kCount)) << bad << " at " << place;
-      EXPECT_TRUE(loops_.unscale(values.data_ptr(), kCount, 0.5F)) << bad << " at " << place;
+      EXPECT_TRUE(unscale(values.data_ptr(), kCount, 0.5F)) << bad << " at " << place;
     }
   }
 }
@@ -98,7 +102,7 @@ TEST_P(UnscaleLoop, FindsNothingInTheLargestAndSmallestFiniteValues) {
                     .repeat({11});
   const auto before = values.clone();
   EXPECT_FALSE(loops_.check(values.const_data_ptr(), values.numel()));
-  EXPECT_FALSE(loops_.unscale(values.data_ptr(), values.numel(), 1.0F));
+  EXPECT_FALSE(unscale(values.data_ptr(), values.numel(), 1.0F));
   EXPECT_TRUE(torch::equal(values, before));
 }
 
@@ -107,9 +111,9 @@ TEST_P(UnscaleLoop, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
   const bool is_double = dtype() == torch::kDouble;
   auto values = torch::zeros({21}, dtype());
   values[20] = dtype() == torch::kHalf ? 6e4 : is_double ? 1e300 : 1e30;
-  EXPECT_TRUE(loops_.unscale(values.data_ptr(), 21, 1e20F));
+  EXPECT_TRUE(unscale(values.data_ptr(), 21, 1e20F));
   auto zeros = torch::zeros({21}, dtype());
-  EXPECT_TRUE(loops_.unscale(zeros.data_ptr(), 21, kInfinity));
+  EXPECT_TRUE(unscale(zeros.data_ptr(), 21, kInfinity));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -296,6 +300,47 @@ TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
   const auto before = gradient._version();
   EXPECT_FALSE(mezzo::detail::unscale_cpu_({gradient}, 1.0F));
   EXPECT_EQ(gradient._version(), before);
+}
+
+TEST(MultiplyGradients, MakesNewTensorsOfTheBitsThatAtenMakes) {
+  torch::manual_seed(4);
+  for (const double factor : {1.0 / 48, 3.7}) {
+    std::vector<torch::Tensor> gradients;
+    for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16}) {
+      const auto random = (torch::randn({40, 70}) * 100).to(dtype);
+      gradients.push_back(random);
+      gradients.push_back(random.t());
+      gradients.push_back(random.slice(1, 0, 70, 3));
+      gradients.push_back(random[0][0].expand({5}));
+      gradients.push_back(torch::_neg_view(random));
+      gradients.push_back(random.slice(0, 0, 2).to_sparse());
+      gradients.push_back(torch::empty({0}, dtype));
+    }
+    std::vector<torch::Tensor> before;
+    for (const auto& gradient : gradients) before.push_back(gradient.clone());
+    const auto products = mezzo::detail::multiply_gradients(gradients, factor);
+    EXPECT_FALSE(products.found_inf);
+    ASSERT_EQ(products.tensors.size(), gradients.size());
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      const bool is_double = gradients[i].scalar_type() == torch::kDouble;
+      const double rounded = is_double ? factor : static_cast<double>(static_cast<float>(factor));
+      const auto expected = gradients[i].mul(rounded);
+      EXPECT_EQ(products.tensors[i].scalar_type(), expected.scalar_type());
+      EXPECT_TRUE(products.tensors[i].to_dense().equal(expected.to_dense())) << i;
+      EXPECT_TRUE(gradients[i].to_dense().equal(before[i].to_dense())) << i << " was written";
+    }
+    EXPECT_EQ(products.tensors[1].strides(), gradients[1].strides());
+  }
+}
+
+TEST(MultiplyGradients, FindsAnInfThatRoundingToItsDtypeMakes) {
+  const auto half = torch::full({3}, 30000, torch::kHalf);
+  const auto spaced = torch::full({3, 2}, 30000, torch::kHalf).select(1, 0);
+  for (const auto& gradient : {half, spaced, half.to_sparse()}) {
+    EXPECT_FALSE(mezzo::detail::multiply_gradients({gradient}, 2.0).found_inf);
+    EXPECT_TRUE(mezzo::detail::multiply_gradients({gradient}, 4.0).found_inf);
+    EXPECT_FALSE(mezzo::detail::multiply_gradients({gradient.to(torch::kFloat)}, 4.0).found_inf);
+  }
 }
 
 // How the CUDA kernel cuts its tensors, walked on the host.

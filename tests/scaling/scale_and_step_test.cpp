@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <optional>
 #include <string>
@@ -256,6 +257,29 @@ TEST(GradScaler, FindsAnInfThatUnscalingItselfMakes) {
   set_gradient(x, {1e30F});
   EXPECT_FALSE(scaler.step(optimizer).ran());
   EXPECT_EQ(x.item<float>(), 1.0F);
+}
+
+// Divided by a scale below 1 it overflows in half and not in float, which is what the check
+// computes in.
+TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
+  for (const bool zero_grad : {false, true}) {
+    for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
+      auto scaler = quiet_scaler(
+          GradScalerOptions().init_scale(0.25).allow_fp16_gradients(true).min_scale(0.0625));
+      const auto x = torch::ones({3}, torch::dtype(torch::kHalf).requires_grad(true));
+      auto optimizer = sgd({x});
+      (void)scaler.scale(torch::zeros({}));
+      x.mutable_grad() = torch::full({3}, 30000, torch::kHalf);
+      const auto result = scaler.step(optimizer, {.max_norm = max_norm, .zero_grad = zero_grad});
+      EXPECT_FALSE(result.ran());
+      EXPECT_TRUE(result.found_inf());
+      EXPECT_FALSE(result.value().has_value());
+      EXPECT_TRUE(x.equal(torch::ones({3}, torch::kHalf)));
+      EXPECT_EQ(x.grad()[0].item<float>(), zero_grad ? 0.0F : 30000.0F);
+      scaler.update();
+      EXPECT_EQ(scaler.get_scale(), 0.125);
+    }
+  }
 }
 
 TEST(GradScaler, ChecksOnceMoreAfterAnExplicitUnscale) {

@@ -8,7 +8,6 @@
 
 #include <c10/core/GradMode.h>
 #include <mezzo/autocast/detail/activation_checkpoint/checkpoint_node.h>
-#include <mezzo/autocast/detail/activation_checkpoint/checkpointed_call.h>
 #include <mezzo/base/version.h>
 
 #include <concepts>

@@ -4,10 +4,16 @@
 
 #include <mezzo/base/version.h>
 
+#include <c10/util/Exception.h>
+
+#include <charconv>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -53,6 +59,184 @@ struct ProcessGroupEnvironment {
   static std::optional<std::string> from_env(const char* name);
 };
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+namespace detail {
 
-#include <mezzo/distributed/detail/process_group_environment_impl.h>  // IWYU pragma: export
+/// The variables in which a launcher says the same things.
+struct LauncherVariables {
+  const char* launcher;
+  const char* rank;
+  const char* world_size;
+  const char* local_rank;
+};
+
+inline constexpr LauncherVariables kTorchrun{"torchrun or Kubernetes", "RANK", "WORLD_SIZE",
+                                             "LOCAL_RANK"};
+inline constexpr LauncherVariables kOpenMpi{"Open MPI", "OMPI_COMM_WORLD_RANK",
+                                            "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"};
+inline constexpr LauncherVariables kSlurm{"SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"};
+
+/// Reads variables and names the one that is wrong.
+class LaunchReader {
+ public:
+  using Variables = ProcessGroupEnvironment::Variables;
+
+  explicit LaunchReader(const Variables& variables) : variables_(variables) {}
+
+  /// Set, and not empty: batch scripts clear variables by setting them to nothing.
+  std::optional<std::string> find(const char* name) const {
+    std::optional<std::string> value = variables_(name);
+    return value && !value->empty() ? value : std::nullopt;
+  }
+
+  /// SLURM tells a shell in an allocation the number of tasks too; only tasks have a rank.
+  bool speaks(const LauncherVariables& launcher) const {
+    return find(launcher.rank) ||
+           (launcher.launcher != kSlurm.launcher && find(launcher.world_size));
+  }
+
+  std::string text(const char* name, const char* launcher) const {
+    const std::optional<std::string> value = find(name);
+    TORCH_CHECK(value, "ProcessGroupEnvironment: ", launcher, " started this process, but ", name,
+                " is not set");
+    return *value;
+  }
+
+  int64_t number(const char* name, const char* launcher, int64_t from, int64_t to) const {
+    const std::string value = text(name, launcher);
+    int64_t number = 0;
+    const char* const end = value.data() + value.size();
+    const auto [read_to, error] = std::from_chars(value.data(), end, number);
+    TORCH_CHECK(error == std::errc() && read_to == end && number >= from && number <= to,
+                "ProcessGroupEnvironment: ", name, " must be a number from ", from, " to ", to,
+                ", but is \"", value, "\"");
+    return number;
+  }
+
+  /// Rank, world size and local rank.
+  ProcessGroupEnvironment ranks(const LauncherVariables& from, bool local_rank_needed) const {
+    constexpr int kMost = std::numeric_limits<int>::max();
+    ProcessGroupEnvironment environment;
+    environment.world_size = static_cast<int>(number(from.world_size, from.launcher, 1, kMost));
+    const int last = environment.world_size - 1;
+    environment.rank = static_cast<int>(number(from.rank, from.launcher, 0, last));
+    if (local_rank_needed || find(from.local_rank)) {
+      environment.local_rank = static_cast<int>(number(from.local_rank, from.launcher, 0, last));
+    }
+    return environment;
+  }
+
+  std::uint16_t port(const char* launcher) const {
+    return static_cast<std::uint16_t>(number("MASTER_PORT", launcher, 1, 65535));
+  }
+
+ private:
+  const Variables& variables_;
+};
+
+/// The first host of a list as SLURM writes it: "gpu[003-006,9],cpu1" begins with gpu003.
+inline std::string first_host(std::string_view list) {
+  std::string host;
+  for (std::size_t i = 0; i < list.size() && list[i] != ','; ++i) {
+    if (list[i] != '[') {
+      host += list[i];
+      continue;
+    }
+    const std::size_t close = list.find(']', i);
+    const std::size_t end = list.find_first_of("-,]", i);
+    TORCH_CHECK(close != std::string_view::npos && end > i + 1,
+                "ProcessGroupEnvironment: cannot read the node list \"", std::string(list),
+                "\"; set MASTER_ADDR to the host of rank 0");
+    host += list.substr(i + 1, end - i - 1);
+    i = close;
+  }
+  TORCH_CHECK(!host.empty(), "ProcessGroupEnvironment: the node list \"", std::string(list),
+              "\" begins with no host; set MASTER_ADDR to the host of rank 0");
+  return host;
+}
+
+/// RANK in a process of mpirun's may be what the shell had set for all of them.
+inline void check_that_launchers_agree(const LaunchReader& reader,
+                                       const ProcessGroupEnvironment& environment) {
+  if (!reader.speaks(kOpenMpi) || reader.find("TORCHELASTIC_RUN_ID")) return;
+  const ProcessGroupEnvironment other = reader.ranks(kOpenMpi, false);
+  TORCH_CHECK(environment.rank == other.rank && environment.world_size == other.world_size,
+              "ProcessGroupEnvironment: RANK and WORLD_SIZE say rank ", environment.rank, " of ",
+              environment.world_size, ", but OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE rank ",
+              other.rank, " of ", other.world_size,
+              "; unset the former, or those of Open MPI if it only started another launcher");
+}
+
+inline void find_master_of_open_mpi(const LaunchReader& reader,
+                                    ProcessGroupEnvironment& environment) {
+  const char* const launcher = kOpenMpi.launcher;
+  if (const auto address = reader.find("MASTER_ADDR")) {
+    environment.master_addr = *address;
+  } else {
+    const int64_t here =
+        reader.number("OMPI_COMM_WORLD_LOCAL_SIZE", launcher, 1, environment.world_size);
+    TORCH_CHECK(here == environment.world_size, "ProcessGroupEnvironment: Open MPI runs ", here,
+                " of ", environment.world_size,
+                " ranks on this machine, so MASTER_ADDR must say where rank 0 is: mpirun -x "
+                "MASTER_ADDR=host ...");
+    environment.master_addr = "127.0.0.1";
+  }
+  environment.master_port = reader.find("MASTER_PORT") ? reader.port(launcher) : 29500;
+}
+
+inline void find_master_of_slurm(const LaunchReader& reader, ProcessGroupEnvironment& environment) {
+  const char* const launcher = kSlurm.launcher;
+  if (const auto address = reader.find("MASTER_ADDR")) {
+    environment.master_addr = *address;
+  } else {
+    const bool step = reader.find("SLURM_STEP_NODELIST").has_value();
+    environment.master_addr =
+        first_host(reader.text(step ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST", launcher));
+  }
+  if (reader.find("MASTER_PORT")) {
+    environment.master_port = reader.port(launcher);
+  } else {
+    // Jobs that share a machine meet at different ports, below those that systems give away.
+    const int64_t job =
+        reader.number("SLURM_JOB_ID", launcher, 0, std::numeric_limits<int64_t>::max());
+    environment.master_port = static_cast<std::uint16_t>(12000 + job % 20000);
+  }
+}
+
+}  // namespace detail
+
+inline std::optional<std::string> ProcessGroupEnvironment::from_env(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+}
+
+inline bool ProcessGroupEnvironment::is_launched(const Variables& variables) {
+  const detail::LaunchReader reader(variables);
+  return reader.speaks(detail::kTorchrun) || reader.speaks(detail::kOpenMpi) ||
+         reader.speaks(detail::kSlurm);
+}
+
+inline ProcessGroupEnvironment ProcessGroupEnvironment::read(const Variables& variables) {
+  const detail::LaunchReader reader(variables);
+  ProcessGroupEnvironment environment;
+  if (reader.speaks(detail::kTorchrun)) {
+    const char* const launcher = detail::kTorchrun.launcher;
+    environment = reader.ranks(detail::kTorchrun, false);
+    environment.master_addr = reader.text("MASTER_ADDR", launcher);
+    environment.master_port = reader.port(launcher);
+    detail::check_that_launchers_agree(reader, environment);
+  } else if (reader.speaks(detail::kOpenMpi)) {
+    environment = reader.ranks(detail::kOpenMpi, true);
+    detail::find_master_of_open_mpi(reader, environment);
+  } else if (reader.speaks(detail::kSlurm)) {
+    environment = reader.ranks(detail::kSlurm, true);
+    detail::find_master_of_slurm(reader, environment);
+  } else {
+    TORCH_CHECK(false,
+                "ProcessGroupEnvironment: no launcher has started this process; start it with "
+                "torchrun, mpirun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+                "MASTER_PORT");
+  }
+  return environment;
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -14,9 +14,9 @@
 //
 //   template <class Element, class Lanes>
 //   struct UnscaleKernel {
-//     C10_ALWAYS_INLINE static bool run(void* data, int64_t count, float inv_scale);
+//     C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double scale);
 //   };
-//   bool (*unscale)(void*, int64_t, float) = cpu_kernel<UnscaleKernel, float>(best_isa());
+//   bool (*unscale)(const void*, void*, int64_t, double) = cpu_kernel<UnscaleKernel, float>(best_isa());
 //
 // `run` and all that it calls are C10_ALWAYS_INLINE, or they would be compiled for the caller's
 // target; its arguments are no vectors. The lanes are those of the first type, ScalarLanes<Element>

@@ -17,16 +17,19 @@ inline void check_writable(const std::vector<at::Tensor>& gradients) {
   for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
 }
 
-/// Gradients as memory that a kernel can walk: each tensor's values are exactly its numel()
-/// elements from data_ptr on, in whatever order. What has gaps or no memory, or is
-/// negative by a bit, is copied.
+/// Whether a tensor's values are exactly its numel() elements from data_ptr on, in whatever order.
+inline bool is_dense_memory(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && !tensor.is_neg() && !tensor.is_conj() &&
+         !tensor._is_zerotensor();
+}
+
+/// Gradients as memory that a kernel can walk: what has gaps or no memory, or is negative by a
+/// bit, is copied.
 class DenseGradients {
  public:
   explicit DenseGradients(const std::vector<at::Tensor>& gradients) : tensors_(gradients) {
     for (at::Tensor& tensor : tensors_) {
-      const bool is_dense = tensor.is_non_overlapping_and_dense() && !tensor.is_neg() &&
-                            !tensor.is_conj() && !tensor._is_zerotensor();
-      if (is_dense) continue;
+      if (is_dense_memory(tensor)) continue;
       at::Tensor copy = tensor.clone(at::MemoryFormat::Contiguous);
       copies_.emplace_back(std::exchange(tensor, copy), copy);
     }

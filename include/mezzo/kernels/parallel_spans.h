@@ -46,6 +46,7 @@ struct Span {
   int64_t count;
   int64_t element_size;
   Loops loops;
+  char* result = nullptr;  ///< where a kernel that does not write in place writes
 };
 
 /// A part of the work: stretches that together have about as many elements as those of other parts.
@@ -71,8 +72,10 @@ std::vector<Part<Loops>> equal_parts(const std::vector<Span<Loops>>& spans, int6
         room = part_size;
       }
       const int64_t count = std::min(room, span.count - begin);
-      parts.back().spans.push_back(
-          {span.data + begin * span.element_size, count, span.element_size, span.loops});
+      Span<Loops>& cut = parts.back().spans.emplace_back(span);
+      cut.data += begin * span.element_size;
+      cut.count = count;
+      if (cut.result != nullptr) cut.result += begin * span.element_size;
       begin += count;
       room -= count;
     }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/parallel_spans.h>
@@ -8,10 +9,16 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -20,18 +27,14 @@ namespace detail {
 /// Below this many elements a thread of its own costs more than it brings.
 inline constexpr int64_t kUnscaleGrain = 32768;
 
-/// Runs `work` over all gradients, on several threads; true if it returned true for any stretch.
-/// With kWrites a copy-on-write tensor gets memory of its own first; otherwise it stays shared.
-template <bool kWrites, class Work>
-bool any_span(const DenseGradients& gradients, const Work& work) {
-  std::vector<Span<UnscaleLoops>> spans;
-  for (const at::Tensor& tensor : gradients.tensors()) {
-    void* const data =
-        kWrites ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-    spans.push_back({static_cast<char*>(data), tensor.numel(),
-                     static_cast<int64_t>(tensor.element_size()),
-                     unscale_loops(tensor.scalar_type(), best_isa())});
-  }
+inline Span<UnscaleLoops> unscale_span(const at::Tensor& tensor, void* data) {
+  return {static_cast<char*>(data), tensor.numel(), static_cast<int64_t>(tensor.element_size()),
+          unscale_loops(tensor.scalar_type(), best_isa())};
+}
+
+/// Runs `work` over all memory, on several threads; true if it returned true for any stretch.
+template <class Work>
+bool any_span(const std::vector<Span<UnscaleLoops>>& spans, const Work& work) {
   auto parts = equal_parts(spans, kUnscaleGrain);
   parallel_for_each(parts, [&](Part<UnscaleLoops>& part) {
     bool found = false;
@@ -45,7 +48,12 @@ bool any_span(const DenseGradients& gradients, const Work& work) {
 
 /// Whether any gradient has an inf or NaN. CPU tensors of any of the four floating dtypes.
 inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
-  return any_span<false>(DenseGradients(gradients), [](const Span<UnscaleLoops>& span) {
+  const DenseGradients dense(gradients);
+  std::vector<Span<UnscaleLoops>> spans;
+  for (const at::Tensor& tensor : dense.tensors()) {  // a copy-on-write tensor stays shared
+    spans.push_back(unscale_span(tensor, const_cast<void*>(tensor.const_data_ptr())));
+  }
+  return any_span(spans, [](const Span<UnscaleLoops>& span) {
     return span.loops.check(span.data, span.count);
   });
 }
@@ -55,8 +63,12 @@ inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
 inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
   if (inv_scale == 1.0F) return any_nonfinite_cpu(gradients);
   const DenseGradients dense(gradients);
-  const bool found = any_span<true>(dense, [&](const Span<UnscaleLoops>& span) {
-    return span.loops.unscale(span.data, span.count, inv_scale);
+  std::vector<Span<UnscaleLoops>> spans;
+  for (const at::Tensor& tensor : dense.tensors()) {
+    spans.push_back(unscale_span(tensor, tensor.mutable_data_ptr()));
+  }
+  const bool found = any_span(spans, [&](const Span<UnscaleLoops>& span) {
+    return span.loops.unscale(span.data, span.data, span.count, inv_scale);
   });
   dense.written();
   return found;
@@ -131,6 +143,70 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
 #endif
   unscale_with_aten_(gradients, found_inf, inv_scale);
   check_(gradients, found_inf);
+}
+
+/// Gradients times a factor, as new tensors.
+struct GradientProducts {
+  std::vector<at::Tensor> tensors{};  ///< in the order of the gradients
+  bool found_inf = false;             ///< whether one of them is inf or NaN
+};
+
+/// Products of ATen's kernels: of other devices, of sparse gradients, and of those with gaps.
+/// `others` are the gradients' numbers. A factor of at most 1 makes no inf of a finite gradient, so
+/// that nothing is read for it, and the host does not wait.
+inline void multiply_with_aten(const std::vector<at::Tensor>& gradients,
+                               std::vector<std::size_t> others, double factor,
+                               GradientProducts& products) {
+  while (!others.empty()) {
+    const at::Tensor& first = gradients[others.front()];
+    const auto rest = std::stable_partition(others.begin(), others.end(), [&](std::size_t i) {
+      return gradients[i].scalar_type() == first.scalar_type() &&
+             gradients[i].device() == first.device();
+    });
+    std::vector<at::Tensor> alike;
+    for (auto i = others.begin(); i != rest; ++i) alike.push_back(gradients[*i]);
+    const bool is_double = first.scalar_type() == at::kDouble;
+    std::vector<at::Tensor> made = at::_foreach_mul(
+        alike, is_double ? factor : static_cast<double>(static_cast<float>(factor)));
+    for (std::size_t i = 0; i < made.size(); ++i) products.tensors[others[i]] = made[i];
+    if (!(factor <= 1.0)) {
+      for (at::Tensor& one : made) {
+        if (one.is_sparse()) one = one._values();
+      }
+      at::Tensor found = at::zeros({}, first.options().dtype(at::kFloat).layout(at::kStrided));
+      check_(made, found);
+      products.found_inf |= found.item<float>() != 0.0F;
+    }
+    others.erase(others.begin(), rest);
+  }
+}
+
+/// Each gradient times `factor`, which all but doubles take as a float: one sweep over those on the
+/// CPU. The products of dense gradients keep their strides.
+inline GradientProducts multiply_gradients(const std::vector<at::Tensor>& gradients,
+                                           double factor) {
+  const NoGraphGuard no_graph;
+  GradientProducts products;
+  products.tensors.resize(gradients.size());
+  std::vector<Span<UnscaleLoops>> spans;
+  std::vector<std::size_t> others;
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const at::Tensor& gradient = gradients[i];
+    if (gradient.layout() != at::kStrided || !has_cpu_loops(gradient.device()) ||
+        !is_dense_memory(gradient)) {
+      others.push_back(i);
+      continue;
+    }
+    at::Tensor& product = products.tensors[i] = at::empty_like(gradient);
+    auto& span =
+        spans.emplace_back(unscale_span(gradient, const_cast<void*>(gradient.const_data_ptr())));
+    span.result = static_cast<char*>(product.mutable_data_ptr());
+  }
+  products.found_inf = any_span(spans, [&](const Span<UnscaleLoops>& span) {
+    return span.loops.unscale(span.data, span.result, span.count, factor);
+  });
+  multiply_with_aten(gradients, std::move(others), factor, products);
+  return products;
 }
 
 }  // namespace detail

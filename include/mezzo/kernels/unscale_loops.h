@@ -15,7 +15,8 @@ namespace detail {
 
 /// Whole vectors of [begin, count): returns where it stopped, and adds to `found` what it saw.
 template <class Lanes>
-C10_ALWAYS_INLINE int64_t unscale_lanes(typename Lanes::Format::Stored* data, int64_t begin,
+C10_ALWAYS_INLINE int64_t unscale_lanes(const typename Lanes::Format::Stored* from,
+                                        typename Lanes::Format::Stored* to, int64_t begin,
                                         int64_t count, typename Lanes::Format::Value inv_scale,
                                         bool& found) {
   UnscaleElement<typename Lanes::Format, typename Lanes::Value> unscale;
@@ -24,9 +25,9 @@ C10_ALWAYS_INLINE int64_t unscale_lanes(typename Lanes::Format::Stored* data, in
   int64_t i = begin;
   for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
     typename Lanes::Bits bits;
-    Lanes::load(data + i, bits);
+    Lanes::load(from + i, bits);
     unscale(bits, nonfinite);
-    Lanes::store(bits, data + i);
+    Lanes::store(bits, to + i);
   }
   found |= Lanes::any(nonfinite);
   return i;
@@ -47,14 +48,17 @@ C10_ALWAYS_INLINE int64_t check_lanes(const typename Lanes::Format::Stored* data
   return i;
 }
 
-/// `count` elements at `data`, of any alignment: scaled in place; true if one became inf or NaN.
+/// `count` elements, of any alignment: those at `from` times `inv_scale` go to `to`, which may be
+/// the same place; true if one became inf or NaN. All but double round `inv_scale` to float.
 template <class Element, class Lanes>
 struct UnscaleKernel {
-  C10_ALWAYS_INLINE static bool run(void* data, int64_t count, float inv_scale) {
-    auto* stored = static_cast<typename Lanes::Format::Stored*>(data);
+  C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double inv_scale) {
+    const auto* source = static_cast<const typename Lanes::Format::Stored*>(from);
+    auto* target = static_cast<typename Lanes::Format::Stored*>(to);
+    const auto factor = static_cast<typename Lanes::Format::Value>(inv_scale);
     bool found = false;
-    const int64_t done = unscale_lanes<Lanes>(stored, 0, count, inv_scale, found);
-    unscale_lanes<ScalarLanes<Element>>(stored, done, count, inv_scale, found);
+    const int64_t done = unscale_lanes<Lanes>(source, target, 0, count, factor, found);
+    unscale_lanes<ScalarLanes<Element>>(source, target, done, count, factor, found);
     return found;
   }
 };
@@ -73,7 +77,7 @@ struct CheckKernel {
 
 /// The loops for one dtype and one instruction set.
 struct UnscaleLoops {
-  bool (*unscale)(void* data, int64_t count, float inv_scale);
+  bool (*unscale)(const void* from, void* to, int64_t count, double inv_scale);
   bool (*check)(const void* data, int64_t count);
 };
 

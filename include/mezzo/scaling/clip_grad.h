@@ -3,11 +3,30 @@
 /// for the gradients of an optimizer that a GradScaler looks after.
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/unscale.h>
+#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_clamp_max.h>
+#include <ATen/ops/_foreach_clamp_min.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+
+#include <limits>
+#include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -51,6 +70,116 @@ at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, double ma
 /// \throws c10::Error as `unscale_` does, after `step`, or unless clip_value is positive
 void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double clip_value);
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+namespace detail {
 
-#include <mezzo/scaling/detail/clip_grad_impl.h>  // IWYU pragma: export
+/// What clipping reads and multiplies: the gradients that the step will take, unscaled.
+inline std::vector<DeviceGradientReport> gradients_to_clip(GradScaler& scaler,
+                                                           AnyOptimizer optimizer) {
+  const std::vector<at::Tensor> parameters = scaler.unscaled_parameters(optimizer);
+  const c10::NoGradGuard no_grad;
+  return gradients_by_device(parameters);
+}
+
+inline bool has_double(const std::vector<DeviceGradientReport>& all) {
+  for (const DeviceGradientReport& device : all) {
+    for (const at::Tensor& gradient : device.gradients) {
+      if (gradient.scalar_type() == at::kDouble) return true;
+    }
+  }
+  return false;
+}
+
+/// The norm of all gradients of one device; double, where the device has it.
+inline at::Tensor norm_on_device(const std::vector<at::Tensor>& gradients, double norm_type) {
+  const at::Device device = gradients.front().device();
+  const auto options = at::TensorOptions().device(device);
+  if (norm_type == 2.0) {
+    const at::Tensor one = at::ones({}, options.dtype(at::kFloat));
+    return summarize_gradients(gradients, one).sum_of_squares.sqrt();
+  }
+  const at::ScalarType wide = device.is_mps() ? at::kFloat : at::kDouble;
+  std::vector<at::Tensor> tensors = gradients;
+  std::erase_if(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; });
+  if (tensors.empty()) return at::zeros({}, options.dtype(wide));
+  return at::linalg_vector_norm(foreach_norms(std::move(tensors), norm_type, wide), norm_type);
+}
+
+/// The norm of all, on the first device. Does not wait, unless for a device to tell the CPU.
+inline at::Tensor total_norm(const std::vector<DeviceGradientReport>& all, double norm_type) {
+  const at::Device device = all.front().gradients.front().device();
+  std::vector<at::Tensor> norms;
+  for (const DeviceGradientReport& one : all) {
+    norms.push_back(on_device(norm_on_device(one.gradients, norm_type), device));
+  }
+  return norms.size() == 1 ? norms.front() : at::linalg_vector_norm(at::stack(norms), norm_type);
+}
+
+/// Multiplies each gradient once, in place: doubles by the coefficient as it is, others by the
+/// nearest float.
+inline void multiply_by(const std::vector<DeviceGradientReport>& all,
+                        const at::Tensor& coefficient) {
+  const at::Tensor as_float = coefficient.to(at::kFloat);
+  for (const DeviceGradientReport& one : all) {
+    check_unscalable(one.gradients, on_device(as_float, one.gradients.front().device()));
+  }
+  for (const DeviceGradientReport& one : all) {
+    const at::Device device = one.gradients.front().device();
+    std::vector<at::Tensor> doubles, others;
+    for (const at::Tensor& gradient : one.gradients) {
+      (gradient.scalar_type() == at::kDouble ? doubles : others).push_back(gradient);
+    }
+    if (!doubles.empty()) at::_foreach_mul_(each_once(doubles), on_device(coefficient, device));
+    const at::Tensor factor = on_device(as_float, device);
+    at::Tensor unread = at::zeros_like(factor);
+    if (!others.empty()) unscale_and_check_(others, unread, factor);
+  }
+}
+
+inline void check_norm_arguments(double max_norm, double norm_type) {
+  TORCH_CHECK(max_norm >= 0, "max_norm is ", max_norm,
+              "; it should be at least 0, and infinite to measure the norm without clipping");
+  TORCH_CHECK(norm_type > 0, "norm_type is ", norm_type,
+              "; it should be positive, and infinite for the largest magnitude");
+}
+
+inline void require_finite(const at::Tensor& norm, double norm_type) {
+  TORCH_CHECK(!nonfinite_bits(norm.item<double>()), "The total norm of order ", norm_type,
+              " for gradients from `parameters` is non-finite, so it cannot be clipped. Leave "
+              "error_if_nonfinite at false to go on; GradScaler::step then skips this step");
+}
+
+/// Each element into [-limit, limit]; NaN stays NaN.
+inline void clamp_to(const std::vector<at::Tensor>& gradients, double limit) {
+  if (gradients.front().is_cpu()) {  // where there is no foreach kernel, one pass beats two
+    for (at::Tensor gradient : gradients) gradient.clamp_(-limit, limit);
+    return;
+  }
+  at::_foreach_clamp_min_(gradients, -limit);
+  at::_foreach_clamp_max_(gradients, limit);
+}
+
+}  // namespace detail
+
+inline at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, double max_norm,
+                                  double norm_type, bool error_if_nonfinite) {
+  detail::check_norm_arguments(max_norm, norm_type);
+  const c10::NoGradGuard no_grad;
+  const std::vector<DeviceGradientReport> gradients = detail::gradients_to_clip(scaler, optimizer);
+  if (gradients.empty()) return at::zeros({}, at::kFloat);
+  const at::Tensor norm = detail::total_norm(gradients, norm_type);
+  if (error_if_nonfinite) detail::require_finite(norm, norm_type);
+  if (max_norm != std::numeric_limits<double>::infinity()) {
+    detail::multiply_by(gradients, norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0));
+  }
+  return detail::has_double(gradients) ? norm : norm.to(at::kFloat);
+}
+
+inline void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double clip_value) {
+  TORCH_CHECK(clip_value > 0, "clip_value is ", clip_value, "; it should be positive");
+  const c10::NoGradGuard no_grad;
+  for (const DeviceGradientReport& one : detail::gradients_to_clip(scaler, optimizer)) {
+    detail::clamp_to(one.gradients, clip_value);
+  }
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

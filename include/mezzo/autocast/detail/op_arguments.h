@@ -6,7 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
-#include <mezzo/autocast/detail/private_member.h>
+#include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/version.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

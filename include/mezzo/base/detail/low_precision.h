@@ -16,5 +16,10 @@ inline bool is_low_precision(const at::Tensor& tensor) {
   return is_low_precision(tensor.scalar_type());
 }
 
+/// What keeps a weight in full: float, or double for double.
+inline at::ScalarType wide_dtype(const at::Tensor& weight) {
+  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 
@@ -19,22 +20,26 @@
 
 // libtorch's archives as dicts that Python reads, and back. What an archive holds lies in a private
 // member. The public way out of it, save_to, writes TorchScript with a copy of every tensor, which
-// neither torch.load(weights_only=True) nor a person can read. An explicit instantiation may name a
-// private member ([temp.spec]/6), so that is how the member is reached.
+// neither torch.load(weights_only=True) nor a person can read.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-torch::jit::Module& module_in(torch::serialize::OutputArchive& archive);
-torch::jit::Module& module_in(torch::serialize::InputArchive& archive);
-
-template <class Archive, torch::jit::Module Archive::*kMember>
-struct ArchiveModule {
-  friend torch::jit::Module& module_in(Archive& archive) { return archive.*kMember; }
+struct WrittenModule {
+  friend constexpr auto private_member(WrittenModule);
 };
-template struct ArchiveModule<torch::serialize::OutputArchive,
-                              &torch::serialize::OutputArchive::module_>;
-template struct ArchiveModule<torch::serialize::InputArchive,
-                              &torch::serialize::InputArchive::module_>;
+template struct PrivateMember<WrittenModule, &torch::serialize::OutputArchive::module_>;
+
+struct ReadModule {
+  friend constexpr auto private_member(ReadModule);
+};
+template struct PrivateMember<ReadModule, &torch::serialize::InputArchive::module_>;
+
+inline torch::jit::Module& module_in(torch::serialize::OutputArchive& archive) {
+  return archive.*private_member(WrittenModule());
+}
+inline torch::jit::Module& module_in(torch::serialize::InputArchive& archive) {
+  return archive.*private_member(ReadModule());
+}
 
 /// `value` without the element types of its lists and dicts, which Python would not understand.
 inline c10::IValue without_types(const c10::IValue& value) {

@@ -5,6 +5,7 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/matmul_precision.h>
 #include <mezzo/diagnose/compare_precisions.h>
 #include <mezzo/diagnose/detail/bench_scopes.h>
@@ -221,7 +222,7 @@ class PrecisionBench {
     std::vector<at::Tensor> all;
     for (const auto& [name, parameter] : model_.trained()) {
       const at::Tensor& gradient = parameter.grad();
-      const auto wide = parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      const at::ScalarType wide = wide_dtype(parameter);
       if (!gradient.defined()) {
         all.push_back(at::zeros_like(parameter, at::TensorOptions(wide)));
         continue;

@@ -3,7 +3,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/detail/wide_dtype.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/sharded_optimizer.h>

@@ -12,7 +12,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/autograd_function.h>
-#include <mezzo/base/detail/wide_dtype.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/sync_batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>

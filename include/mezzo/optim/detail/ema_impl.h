@@ -4,7 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/detail/wide_dtype.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/move_average.h>
 #include <mezzo/optim/ema.h>

@@ -3,6 +3,7 @@
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/gradient_report.h>
 
@@ -11,7 +12,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
-#include <functional>
+#include <cstdint>
 #include <type_traits>
 #include <unordered_set>
 #include <utility>
@@ -104,7 +105,52 @@ inline void read_gradients(std::vector<DeviceGradientReport>& devices, const at:
   }
 }
 
-/// A step of any optimizer. One that cannot read a report gets it applied for the time of its step.
+/// The gradients of an optimizer that cannot read a report, for the time of its step: each is one
+/// of its own, multiplied by `factor`. What the optimizer itself makes of a gradient stays.
+class LentGradients {
+ public:
+  LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
+    if (factor == 1.0) return;
+    std::vector<at::Tensor> gradients;
+    for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+      if (!parameter.grad().defined()) return;
+      gradients.push_back(parameter.grad());
+      all_.push_back({parameter, parameter.grad()});
+    });
+    GradientProducts products = multiply_gradients(gradients, factor);
+    found_inf_ = products.found_inf;
+    for (std::size_t i = 0; i < all_.size(); ++i) {
+      Lent& one = all_[i];
+      one.product = std::move(products.tensors[i]);
+      one.parameter.mutable_grad() = one.product;
+      one.version = one.product._version();
+    }
+  }
+  ~LentGradients() {
+    for (const Lent& one : all_) {
+      const at::Tensor& now = one.parameter.grad();
+      const bool is_as_lent = now.is_same(one.product) && now._version() == one.version;
+      if (is_as_lent) one.parameter.mutable_grad() = one.own;
+    }
+  }
+  LentGradients(const LentGradients&) = delete;
+  LentGradients& operator=(const LentGradients&) = delete;
+
+  /// Whether a product is inf or NaN. In half and bfloat16 it can be where in float, in which a
+  /// report looks, it is finite: if `factor` is above 1.
+  bool found_inf() const noexcept { return found_inf_; }
+
+ private:
+  struct Lent {
+    at::Tensor parameter, own;
+    at::Tensor product{};
+    int64_t version = 0;
+  };
+  std::vector<Lent> all_;  // of a parameter that is given twice the last is lent
+  bool found_inf_ = false;
+};
+
+/// How an optimizer's gradients are read, whichever kind it is.
 class StepTaker {
  public:
   explicit StepTaker(AnyOptimizer optimizer)
@@ -148,50 +194,7 @@ class StepTaker {
     return report;
   }
 
-  /// Of an optimizer that is not mezzo's, whose step is `step`: for its time each gradient is one
-  /// of its own, multiplied by `factor`. What the optimizer itself makes of a gradient stays.
-  at::Tensor step_with(double factor, const std::function<at::Tensor()>& step) const {
-    const LentGradients lent(*optimizer_, factor);
-    return step();
-  }
-
  private:
-  class LentGradients {
-   public:
-    LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
-      if (factor == 1.0) return;
-      const NoGraphGuard no_graph;
-      // As float, which is what mezzo's kernels multiply by, but for doubles.
-      const auto as_float = static_cast<double>(static_cast<float>(factor));
-      for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
-        const at::Tensor& own = parameter.grad();
-        if (!own.defined()) return;
-        const double multiplier = own.scalar_type() == at::kDouble ? factor : as_float;
-        all_.push_back({parameter, own, own.mul(multiplier)});
-      });
-      for (Lent& one : all_) {
-        one.parameter.mutable_grad() = one.multiplied;
-        one.version = one.multiplied._version();
-      }
-    }
-    ~LentGradients() {
-      for (const Lent& one : all_) {
-        const at::Tensor& now = one.parameter.grad();
-        const bool is_as_lent = now.is_same(one.multiplied) && now._version() == one.version;
-        if (is_as_lent) one.parameter.mutable_grad() = one.own;
-      }
-    }
-    LentGradients(const LentGradients&) = delete;
-    LentGradients& operator=(const LentGradients&) = delete;
-
-   private:
-    struct Lent {
-      at::Tensor parameter, own, multiplied;
-      int64_t version = 0;
-    };
-    std::vector<Lent> all_;  // of a parameter that is given twice the last is lent
-  };
-
   torch::optim::Optimizer* optimizer_;
   optim::FusedOptimizer* fused_;
 };

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/wide_dtype.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/move_average.h>

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/wide_dtype.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>

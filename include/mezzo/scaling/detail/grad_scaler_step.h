@@ -7,6 +7,7 @@
 #include <mezzo/scaling/detail/step_facts.h>
 #include <mezzo/scaling/grad_scaler.h>
 
+#include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -165,14 +166,32 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(const detail::StepTaker& take
   return StepResult(std::make_shared<detail::DeviceStepSlot>(readback));
 }
 
+/// Of an optimizer that is not mezzo's: with gradients times `factor` for its time. Skipped after
+/// all, and told to `record`, where multiplying makes an inf.
+MEZZO_INLINE void GradScaler::step_with_products(torch::optim::Optimizer& optimizer, double factor,
+                                                 detail::OptimizerRecord& record,
+                                                 StepOutcome& outcome) {
+  const detail::LentGradients lent(optimizer, factor);
+  const bool is_unscaled = record.stage == detail::Stage::unscaled;  // what there is was looked at
+  if (is_unscaled || !lent.found_inf()) {
+    outcome.value = optimizer.step();
+    return;
+  }
+  outcome = {
+      .ran = false, .found_inf = true, .scale = outcome.scale, .grad_norm = outcome.grad_norm};
+  detail::add_check(record.found_inf, at::ones({}, scale_.original().options()));
+}
+
 /// Any other optimizer, or arguments of its own: the host decides. `torch_step` is torch.amp's
-/// step, which unscales where the gradients lie; null for one that leaves them as they are.
+/// step, which unscales where the gradients lie; null for one that leaves them as they are or, on
+/// request, zero.
 MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
                                                  const StepOptions& options,
                                                  const StepFunction& torch_step) {
   detail::OptimizerRecord& record = record_to_step(taker.optimizer());
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
-  const bool unscales_here = torch_step != nullptr && !was_unscaled;
+  const bool unscales_here =
+      !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
   if (unscales_here) unscale_into(taker);
   TORCH_CHECK(torch_step == nullptr || record.masters.empty(),
               "step(optimizer, arguments...): the optimizer's gradients were unscaled onto its "
@@ -192,16 +211,15 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
   }
   StepOutcome outcome = known.outcome();
   if (!detail::clips(options)) outcome.grad_norm = std::nullopt;  // not known in all steps
-  if (!outcome.ran) {
-    note_skip(record, known.scale);
-  } else if (torch_step != nullptr) {
+  if (outcome.ran && torch_step != nullptr) {
     outcome.value = torch_step();
-  } else {
-    const double inverse = was_unscaled ? 1.0 : detail::inverse_scale(known.scale);
+  } else if (outcome.ran) {
+    const bool is_unscaled = was_unscaled || unscales_here;
+    const double inverse = is_unscaled ? 1.0 : detail::inverse_scale(known.scale);
     const double coefficient = detail::clip_coefficient(known.sum_of_squares, options.max_norm);
-    outcome.value =
-        taker.step_with(inverse * coefficient, [&] { return taker.optimizer().step(); });
+    step_with_products(taker.optimizer(), inverse * coefficient, record, outcome);
   }
+  if (!outcome.ran) note_skip(record, known.scale);
   finish_step(record);
   if (options.zero_grad) detail::zero_gradients(taker.optimizer());
   return StepResult(std::move(outcome));

@@ -149,7 +149,10 @@ inline StepResult step_without_scale(const StepTaker& taker, bool of_masters,
     factor = clip_coefficient(sum_of_squares, options.max_norm);
     outcome.grad_norm = std::sqrt(sum_of_squares);
   }
-  outcome.value = taker.step_with(factor, [&] { return taker.optimizer().step(); });
+  {
+    const LentGradients lent(taker.optimizer(), factor);
+    outcome.value = taker.optimizer().step();
+  }
   if (options.zero_grad) zero_gradients(taker.optimizer());
   return StepResult(std::move(outcome));
 }

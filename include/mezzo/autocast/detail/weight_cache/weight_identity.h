@@ -11,7 +11,7 @@
 #include <c10/util/MaybeOwned.h>
 #include <c10/util/intrusive_ptr.h>
 #include <mezzo/autocast/detail/autograd_node.h>
-#include <mezzo/autocast/detail/private_member.h>
+#include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <torch/csrc/autograd/function.h>

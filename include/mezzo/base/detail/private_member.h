@@ -1,7 +1,7 @@
 /// \file
-/// A private data member of libtorch's, where nothing public tells the same. Two are read so, and
-/// each reader says why: RecordFunction's inputs (op_arguments.h) and the number of tensors that
-/// share a version (weight_identity.h).
+/// A private data member of libtorch's, where nothing public tells the same. Three are read so, and
+/// each reader says why: RecordFunction's inputs (op_arguments.h), the number of tensors that share
+/// a version (weight_identity.h) and what an archive holds (archive_value.h).
 #pragma once
 
 #include <mezzo/base/version.h>
