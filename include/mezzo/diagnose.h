@@ -4,6 +4,7 @@
 
 #include <mezzo/diagnose/compare_precisions.h>  // IWYU pragma: export
 #include <mezzo/diagnose/divergence_watch.h>    // IWYU pragma: export
+#include <mezzo/diagnose/doctor.h>              // IWYU pragma: export
 #include <mezzo/diagnose/gemm_times.h>          // IWYU pragma: export
 #include <mezzo/diagnose/overflow_report.h>     // IWYU pragma: export
 #include <mezzo/diagnose/run_report.h>          // IWYU pragma: export
