@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -57,87 +58,6 @@ inline const char* cpp_name(c10::DeviceType device) {
 /// "float16, which ends at 65504"
 inline std::string end_of(at::ScalarType dtype) {
   return c10::str(dtype_name(dtype), ", which ends at ", dtype == at::kHalf ? "65504" : "3.39e+38");
-}
-
-inline std::string start_of(at::ScalarType dtype) {
-  return c10::str(dtype_name(dtype), ", whose smallest number is ",
-                  dtype == at::kHalf ? "6e-08" : "9.2e-41");
-}
-
-/// One constant under the eyes of a dtype.
-class JudgedConstant {
- public:
-  JudgedConstant(const SeenConstant& seen, at::ScalarType low, c10::DeviceType device)
-      : seen_(seen), low_(low), device_(device), name_(short_name(seen.op)) {}
-
-  DoctorFinding finding() const {
-    DoctorFinding finding{.topic = FindingTopic::range};
-    const std::string what = name_ + " with " + digits(seen_.value);
-    const bool is_large = overflows(seen_.value, at::kHalf);
-    if (!overflows(seen_.value, low_) && !vanishes(seen_.value, low_)) {
-      finding.reason = c10::str(what, " holds in ", dtype_name(low_), "; float16 would make it ",
-                                is_large ? "inf" : "0");
-    } else if (seen_.dtype != low_) {
-      finding.reason = c10::str(what, " computes in ", dtype_name(seen_.dtype), " here; ",
-                                dtype_name(low_), " would make it ", is_large ? "inf" : "0");
-    } else if (is_large) {
-      finding.severity = FindingSeverity::error;
-      finding.reason = what + " computes in " + end_of(low_) + ": it throws, or makes inf and NaN";
-      finding.remedy = remedy_of_large();
-    } else if (adds_in_float32()) {
-      finding.reason = c10::str(what, ": the op adds it in float32, where it holds, but ",
-                                dtype_name(low_), " inputs have no variance so small to guard");
-      finding.remedy = ".eps(1e-5)  // of the layer's options";
-    } else {
-      finding.severity = FindingSeverity::warning;
-      finding.reason =
-          what + " computes in " + start_of(low_) + ": it becomes 0 and guards nothing";
-      finding.remedy = "x / norm.clamp_min(1e-6)  // or any eps of 6e-08 and more";
-    }
-    return finding;
-  }
-
- private:
-  bool adds_in_float32() const {
-    return name_.find("norm") != std::string::npos && name_ != "norm";
-  }
-
-  std::string remedy_of_large() const {
-    if (seen_.value < 0) {
-      return "scores.masked_fill(mask, -std::numeric_limits<float>::infinity());";
-    }
-    return c10::str("mezzo::AutocastGuard exact({.device = ", cpp_name(device_),
-                    ", .enabled = false});  // around it, with x.to(torch::kFloat)");
-  }
-
-  const SeenConstant& seen_;
-  at::ScalarType low_;
-  c10::DeviceType device_;
-  std::string name_;
-};
-
-/// Constants of one value and one verdict are one finding.
-inline void add_constants(Diagnosis& diagnosis, const std::vector<SeenConstant>& constants) {
-  std::vector<std::pair<DoctorFinding, std::vector<std::string>>> found;
-  std::vector<double> values;
-  for (const SeenConstant& seen : constants) {
-    const DoctorFinding finding =
-        JudgedConstant(seen, diagnosis.dtype, diagnosis.device.type()).finding();
-    std::size_t i = 0;
-    while (i < found.size() &&
-           !(values[i] == seen.value && found[i].first.severity == finding.severity)) {
-      ++i;
-    }
-    if (i == found.size()) {
-      found.emplace_back(finding, std::vector<std::string>());
-      values.push_back(seen.value);
-    }
-    add_name(found[i].second, seen.module);
-  }
-  for (auto& [finding, modules] : found) {
-    finding.where = some_of(modules);
-    diagnosis.findings.push_back(std::move(finding));
-  }
 }
 
 /// What the elements of a tensor are in a dtype.
@@ -247,6 +167,14 @@ inline void add_weight_casts(Diagnosis& diagnosis, const std::vector<SeenWeight>
   diagnosis.findings.push_back(std::move(finding));
 }
 
+/// Whether an op that autocast does not list computes in the wider dtype of its inputs. Those that
+/// write into their first input stay in its dtype, and norms take weights of another.
+inline bool promotes(const std::string& op) {
+  constexpr std::array<std::string_view, 10> names = {
+      "add", "sub", "rsub", "mul", "div", "where", "maximum", "minimum", "addcmul", "lerp"};
+  return std::find(names.begin(), names.end(), short_name(op)) != names.end();
+}
+
 /// Ops that autocast, or a float32 input beside a low one, makes run in float32.
 inline void add_float32_ops(Diagnosis& diagnosis, const std::vector<CastRecord>& records) {
   struct Cost {
@@ -261,9 +189,8 @@ inline void add_float32_ops(Diagnosis& diagnosis, const std::vector<CastRecord>&
     const bool was_low = std::find(inputs.begin(), inputs.end(), diagnosis.dtype) != inputs.end();
     const bool is_mixed =
         record.category == OpCategory::fallthrough || record.category == OpCategory::promote;
-    // x += y stays in the dtype of x.
-    const bool is_in_place = short_name(record.op).ends_with('_');
-    if (record.runs_in != at::kFloat || !was_low || (is_mixed && is_in_place)) continue;
+    if (record.runs_in != at::kFloat || !was_low) continue;
+    if (record.category == OpCategory::fallthrough && !promotes(record.op)) continue;
     Cost& cost = costs[record.op];
     cost.calls += record.calls;
     cost.bytes += record.bytes;

@@ -233,8 +233,9 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
   TORCH_CHECK(module != nullptr, "diagnose: the model is an empty holder; construct it first");
   detail::DoctorCase one =
       detail::case_of(*module, options.dtype.value_or(default_autocast_dtype(device.type())));
-  detail::for_each_tensor(sample,
-                          [&one](const at::Tensor& tensor) { one.inputs.push_back(tensor); });
+  detail::for_each_tensor(sample, [&one](const at::Tensor& tensor) {
+    if (tensor.defined()) one.inputs.push_back(tensor);
+  });
   one.forward = [&module, &sample, batch = one.batch()](bool half) {
     if (!half) return detail::outputs_of(*module, sample);
     return detail::outputs_of(*module, detail::map_tensors(sample, [batch](const at::Tensor& x) {

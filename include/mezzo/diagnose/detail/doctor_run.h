@@ -6,9 +6,9 @@
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/diagnose/detail/bench_scopes.h>
+#include <mezzo/diagnose/detail/doctor_constants.h>
 #include <mezzo/diagnose/detail/doctor_findings.h>
 #include <mezzo/diagnose/detail/doctor_machine.h>
-#include <mezzo/diagnose/detail/doctor_script.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
 #include <mezzo/diagnose/doctor.h>
 
@@ -101,7 +101,7 @@ class Doctor {
     examine_values();
     std::vector<SeenConstant> constants = case_.constants;
     found_.memory = kept_weights();
-    if (case_.forward != nullptr && runs_in_float32()) examine_forward(constants);
+    if (case_.forward != nullptr) examine_forward(constants);
     add_constants(found_, constants);
     std::stable_sort(found_.findings.begin(), found_.findings.end(),
                      [](const auto& a, const auto& b) { return a.severity > b.severity; });
@@ -152,13 +152,9 @@ class Doctor {
   }
 
   /// Whether the model is fine without low precision; if not there is nothing to compare with.
-  bool runs_in_float32() {
-    const Outcome outcome = run(std::nullopt);
-    if (!outcome.thrown.empty()) {
-      tell_forward("the forward pass throws in float32 already: " + outcome.thrown,
-                   "model->forward(sample);  // alone, until it runs");
-      return false;
-    }
+  bool runs_in_float32(std::vector<SeenConstant>& constants) {
+    const Outcome outcome = first_run(std::nullopt, constants);
+    if (!outcome.thrown.empty()) return false;
     if (!outcome.finite) {
       tell_forward("the output has inf or NaN in float32 already: precision is not the cause",
                    "torch::log(x.clamp_min(1e-6));  // look for a log of 0, a division by 0");
@@ -169,8 +165,9 @@ class Doctor {
   }
 
   void examine_forward(std::vector<SeenConstant>& constants) {
+    if (!runs_in_float32(constants)) return;
     // The first run fills caches; what the second one does, every later one does.
-    const Outcome first = first_run();
+    const Outcome first = first_run(found_.dtype, constants);
     if (first.thrown.empty()) {
       if (!first.finite && exact_is_finite_) {
         tell_forward(c10::str("the output has inf or NaN under autocast to ",
@@ -184,18 +181,21 @@ class Doctor {
     }
   }
 
-  Outcome first_run() {
+  /// If it throws, where, and with which constants before that.
+  Outcome first_run(std::optional<at::ScalarType> low, std::vector<SeenConstant>& constants) {
     const DoctorTrace ops(case_.parameters);
-    Outcome outcome = run(found_.dtype);
+    Outcome outcome = run(low);
     if (outcome.thrown.empty()) return outcome;
     const std::string op = full_name(ops.last_op());
-    const bool writes = ops.last_op().name.ends_with('_');  // which no policy can name
-    tell_forward(c10::str("the forward pass throws under autocast to ", dtype_name(found_.dtype),
-                          ", in ", op, ": ", outcome.thrown),
-                 writes ? c10::str("mezzo::AutocastGuard exact({.device = ",
-                                   cpp_name(found_.device.type()), ", .enabled = false});")
-                        : "mezzo::install_op_overrides(mezzo::OpPolicy().deny(\"" + op + "\"));",
+    const std::string when =
+        low ? c10::str("under autocast to ", dtype_name(*low)) : "in float32 already";
+    const bool is_policys = low && !ops.last_op().name.ends_with('_');  // others it cannot name
+    tell_forward(c10::str("the forward pass throws ", when, ", in ", op, ": ", outcome.thrown),
+                 is_policys ? "mezzo::install_op_overrides(mezzo::OpPolicy().deny(\"" + op + "\"));"
+                            : c10::str("mezzo::AutocastGuard exact({.device = ",
+                                       cpp_name(found_.device.type()), ", .enabled = false});"),
                  ops.place());
+    if (!low) constants = with_modules_of(constants, ops.constants());
     return outcome;
   }
 

@@ -262,13 +262,15 @@ class DoctorTrace {
           category == OpCategory::fp32_set_opt_dtype || category == OpCategory::fp32_append_dtype;
       target = sets_dtype ? at::kFloat : cast_target(category, inputs, *device);
     }
-    std::optional<at::ScalarType> dtype;
+    std::optional<at::ScalarType> dtype, of_scalars;  // tensors without dimensions give way
     for_each_tensor(inputs, [&](const at::Tensor& tensor) {
-      if (!tensor.defined() || !tensor.is_floating_point() || tensor.dim() == 0) return;
+      const bool is_number = tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      if (!tensor.defined() || !tensor.is_floating_point() || is_number) return;
       const auto own = target && is_eligible(tensor, *device) ? *target : tensor.scalar_type();
-      dtype = dtype ? c10::promoteTypes(*dtype, own) : own;
+      auto& known = tensor.dim() == 0 ? of_scalars : dtype;
+      known = known ? c10::promoteTypes(*known, own) : own;
     });
-    return dtype;
+    return dtype ? dtype : of_scalars;
   }
 
   template <class T>
