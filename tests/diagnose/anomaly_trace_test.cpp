@@ -1,8 +1,8 @@
 #include <torch/torch.h>
 
+#include <ATen/ThreadLocalState.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <ATen/ThreadLocalState.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -85,7 +85,8 @@ TEST(AnomalyTrace, TellsAnOverflowOfTheLossScaleFromOneOfTheModel) {
     model->named_parameters()["2.weight"].fill_(30);
   }
   for (const double scale : {2048.0, 1.0}) {
-    const double factor = scale == 1 ? 2048 : 1;  // the same gradients, for which no scale is to blame
+    const double factor =
+        scale == 1 ? 2048 : 1;  // the same gradients, for which no scale is to blame
     AnomalyTrace trace(*model, {.loss_scale = [&] { return scale; }});
     backward_in_half(model, scale * factor);
     const std::vector<Anomaly> anomalies = trace.anomalies();

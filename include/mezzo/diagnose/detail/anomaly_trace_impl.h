@@ -63,8 +63,9 @@ inline std::string cause_text(const Anomaly& anomaly) {
                       dtype == "float32" ? ": keep what it reads smaller"
                                          : ": run this op in float32, or use bfloat16");
     case AnomalyCause::model:
-      return wide + " does not hold it either: look for a log or a division of 0, an exp, or a "
-                    "root of 0 in the backward pass";
+      return wide +
+             " does not hold it either: look for a log or a division of 0, an exp, or a "
+             "root of 0 in the backward pass";
     case AnomalyCause::unknown:
       break;
   }
