@@ -12,12 +12,18 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -30,7 +36,9 @@ class AnomalyJudge {
   static constexpr std::size_t kMostAnomalies = 4;
 
   AnomalyJudge(const torch::nn::Module& model, AnomalyTraceOptions options)
-      : parameters_(name_parameters(model)), options_(std::move(options)) {}
+      : parameters_(name_parameters(model)), options_(std::move(options)) {
+    note_old_gradients(model);
+  }
 
   const std::vector<Anomaly>& anomalies() const { return anomalies_; }
   const std::deque<AnomalyFrame>& frames() const { return frames_; }
@@ -52,6 +60,9 @@ class AnomalyJudge {
     if (!computes(op.handle) || !std::any_of(outputs.begin(), outputs.end(), is_readable)) return;
     AnomalyFrame frame = frame_of(op, node);
     frame.outputs = value_ranges(outputs);
+    if (const auto scalar = lost_scalar(op, frame.outputs[0].dtype)) {
+      lost_scalars_.note(outputs[0], *scalar);
+    }
     if (all_finite(frame.outputs)) {
       keep(std::move(frame));
     } else {
@@ -95,6 +106,33 @@ class AnomalyJudge {
             .reads_module = op.reads_module};
   }
 
+  /// What the step before left in `.grad` is no anomaly of this one.
+  void note_old_gradients(const torch::nn::Module& model) {
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : model.parameters()) gradients.push_back(parameter.grad());
+    const std::vector<ValueRange> ranges = value_ranges(gradients);
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
+    }
+  }
+
+  /// An eps that was added, or clamped to, and that the dtype rounds to 0.
+  static std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype) {
+    constexpr std::array<std::string_view, 8> kOps = {
+        "aten::add",   "aten::add_",   "aten::sub",       "aten::sub_",
+        "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_"};
+    if (std::find(kOps.begin(), kOps.end(), op.name()) == kOps.end()) return std::nullopt;
+    for (const c10::IValue& input : op.inputs) {
+      if (!input.isDouble() || input.toDouble() == 0) continue;
+      const auto value = static_cast<float>(input.toDouble());
+      const bool is_lost =
+          (dtype == at::kHalf && static_cast<float>(c10::Half(value)) == 0) ||
+          (dtype == at::kBFloat16 && static_cast<float>(c10::BFloat16(value)) == 0);
+      if (is_lost) return input.toDouble();
+    }
+    return std::nullopt;
+  }
+
   void keep(AnomalyFrame frame) {
     if (!anomalies_.empty() || options_.frames == 0) return;
     if (frames_.size() == options_.frames) frames_.pop_front();
@@ -125,6 +163,9 @@ class AnomalyJudge {
       return;
     }
     anomaly.frame = std::move(frame);
+    for (const at::Tensor& tensor : read) {
+      if (const double* const lost = lost_scalars_.find(tensor)) anomaly.lost_scalar = *lost;
+    }
     if (!arrived(read, anomaly)) find_cause(op, anomaly);
     add(std::move(anomaly));
   }
@@ -205,6 +246,7 @@ class AnomalyJudge {
   ParameterMemory parameters_;
   AnomalyTraceOptions options_;
   KnownMemory<Memory> memory_;
+  KnownMemory<double> lost_scalars_;  // what an op read that its dtype does not hold
   std::deque<AnomalyFrame> frames_;
   std::vector<Anomaly> anomalies_;
 };

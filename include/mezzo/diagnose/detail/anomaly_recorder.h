@@ -177,7 +177,8 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
     const std::scoped_lock lock(mutex_);
     op.inputs.assign(inputs.begin(), inputs.end());
     op.is_read.assign(inputs.size(), true);
-    if (op.handle.schema().is_mutable()) keep_overwritten(op);
+    const c10::FunctionSchema& schema = op.handle.schema();
+    if (schema.is_mutable() && schema.arguments().size() == inputs.size()) keep_overwritten(op);
     find_module(op, inputs, node);
     if (sequence >= 0 && node == nullptr) made_by_[sequence] = {op.module, op.reads_module};
   }
