@@ -1,8 +1,8 @@
 #include <torch/torch.h>
 
+#include <ATen/ThreadLocalState.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <ATen/ThreadLocalState.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -65,7 +65,7 @@ TEST(AnomalyTrace, NamesTheOpTheModuleAndTheRangesOfAForwardOverflowInHalf) {
   EXPECT_EQ(first.cause, AnomalyCause::low_precision);
   EXPECT_EQ(first.wide_dtype, torch::kFloat);
   EXPECT_GT(first.wide_outputs[0].largest, 65504);
-  EXPECT_THAT(first.message(), HasSubstr("float32 holds it"));
+  EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to"));
 }
 
 /// The gradient of the second layer's input, 300 times the scale, is too large for half.
@@ -85,7 +85,8 @@ TEST(AnomalyTrace, TellsAnOverflowOfTheLossScaleFromOneOfTheModel) {
     model->named_parameters()["2.weight"].fill_(30);
   }
   for (const double scale : {2048.0, 1.0}) {
-    const double factor = scale == 1 ? 2048 : 1;  // the same gradients, for which no scale is to blame
+    const double factor =
+        scale == 1 ? 2048 : 1;  // the same gradients, for which no scale is to blame
     AnomalyTrace trace(*model, {.loss_scale = [&] { return scale; }});
     backward_in_half(model, scale * factor);
     const std::vector<Anomaly> anomalies = trace.anomalies();
@@ -100,7 +101,8 @@ TEST(AnomalyTrace, TellsAnOverflowOfTheLossScaleFromOneOfTheModel) {
         << trace;
     EXPECT_NEAR(anomalies[0].wide_outputs[0].largest, 2048 * 60, 1);
     if (scale > 1) {
-      EXPECT_THAT(anomalies[0].message(), HasSubstr("would hold without the loss scale of 2048"));
+      EXPECT_THAT(anomalies[0].message(),
+                  HasSubstr("float16 would hold it without the loss scale of 2048"));
     }
   }
 }
@@ -121,7 +123,7 @@ TEST(AnomalyTrace, KeepsTheFramesBeforeTheFirstAnomalyAndCallsWhatSpreadsNone) {
   EXPECT_EQ(anomalies[0].frame.outputs[0].negative_infs, 1);
   EXPECT_THAT(anomalies[0].message(),
               testing::StartsWith("rank 3, forward pass: aten::log, after 2 made float32 [] 1 inf. "
-                                  "It read float32 [] 0 to 0. float64 does not hold it"));
+                                  "It read float32 [] 0 to 0. In float64 it is not finite"));
   const std::vector<AnomalyFrame> frames = trace.frames();
   ASSERT_THAT(frames, SizeIs(2)) << trace;
   EXPECT_EQ(frames[1].op, "aten::mul");
@@ -156,7 +158,7 @@ TEST(AnomalyTrace, NamesAParameterThatWasNotFiniteBefore) {
   ASSERT_THAT(anomalies, SizeIs(1)) << trace;
   EXPECT_EQ(anomalies[0].cause, AnomalyCause::arrived);
   EXPECT_EQ(anomalies[0].frame.module, "2");
-  EXPECT_THAT(anomalies[0].message(), HasSubstr("the parameter 2.weight is not finite"));
+  EXPECT_THAT(anomalies[0].message(), HasSubstr("The parameter 2.weight is not finite"));
 }
 
 TEST(AnomalyTrace, NamesABatchThatWasNotFiniteBefore) {
@@ -183,6 +185,34 @@ TEST(AnomalyTrace, TakesTheMaskOfAttentionForNoAnomaly) {
   ASSERT_THAT(trace.anomalies(), SizeIs(1)) << "a row that is masked whole";
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::_softmax");
   EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::model);
+}
+
+TEST(AnomalyTrace, NamesAnEpsThatHalfRoundsToZero) {
+  auto model = traced_model();
+  for (const double eps : {1e-12, 1e-6}) {
+    AnomalyTrace trace(*model);
+    const torch::Tensor values = torch::zeros({3, 4}, torch::kHalf);
+    values / (values.square() + eps);
+    if (eps > 1e-8) {
+      EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
+      continue;
+    }
+    ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+    EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::div");
+    EXPECT_EQ(trace.anomalies()[0].lost_scalar, eps);
+    EXPECT_THAT(trace.anomalies()[0].message(),
+                HasSubstr("An input was made with 1e-12, which float16 rounds to 0"));
+  }
+}
+
+TEST(AnomalyTrace, TakesGradientsOfTheStepBeforeForNoAnomaly) {
+  auto model = traced_model();
+  model->forward(torch::full({3, 4}, kInfinity)).sum().backward();
+  AnomalyTrace trace(*model);
+  for (const auto& parameter : model->parameters()) parameter.grad().norm();
+  model->zero_grad(/*set_to_none=*/false);
+  model->forward(torch::ones({3, 4})).sum().backward();
+  EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
 }
 
 TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
@@ -298,6 +328,15 @@ TEST(AnomalyWatch, WakesAfterSkipsInARowAndTellsOfOneStep) {
   EXPECT_EQ(heard, 1);
   EXPECT_THAT(out.str(), testing::StartsWith("Traced a step after 2 skipped in a row: forward "
                                              "pass: aten::div, after 2 made"));
+  std::ostringstream other;
+  mezzo::AnomalyWatch third(*model, {.skips_in_a_row = 1, .trace = {.rank = 3}, .stream = &other});
+  mezzo::TelemetryRecord record;
+  record.skipped = true;
+  third(record);
+  model->forward(torch::ones({3, 4})).sum().backward();
+  third(record);
+  EXPECT_EQ(other.str(), "") << "a rank that found nothing";
+  EXPECT_FALSE(at::hasThreadLocalCallbacks());
   EXPECT_THAT([&] { mezzo::AnomalyWatch(*model, {.skips_in_a_row = 0}); },
               testing::ThrowsMessage<c10::Error>(HasSubstr("skips_in_a_row is 0")));
 }

@@ -91,6 +91,8 @@ struct Anomaly {
   std::optional<at::ScalarType> wide_dtype = std::nullopt;
   std::vector<ValueRange> wide_outputs = {};
   double loss_scale = 1;  ///< at that time; 1 in the forward pass
+  /// An eps that was added to an input, or that it was clamped to, and that its dtype rounds to 0.
+  std::optional<double> lost_scalar = std::nullopt;
   std::optional<int> rank = std::nullopt;
 
   /// All of this as one line.
@@ -156,11 +158,9 @@ struct AnomalyWatchOptions {
 
 /// A writer for a Telemetry. When steps were skipped in a row it puts an AnomalyTrace round the
 /// next step, up to the next record after a backward pass, and tells what that found; in 1000 steps
-/// once at most. Sleeping it costs a comparison a step. In a job of several it writes on each rank
-/// that found something: the rank where it began says how, the others that it `arrived`.
-///
-/// A step that goes well is told too, as one without anomaly: then skips do not come from each
-/// batch, or from what no op writes.
+/// once at most. Sleeping it costs a comparison a step. A step that goes well is told too, as one
+/// without anomaly: then skips do not come from each batch, or from what no op writes. In a job of
+/// several a rank other than 0 writes only where it found something.
 class AnomalyWatch {
  public:
   /// Keeps the parameters of `model`, which has to live as long as the watch.

@@ -47,28 +47,33 @@ inline std::string cause_text(const Anomaly& anomaly) {
     case AnomalyCause::arrived:
       for (const ValueRange& input : anomaly.inputs) {
         if (!input.is_finite() && !input.parameter.empty()) {
-          return "the parameter " + input.parameter +
+          return "The parameter " + input.parameter +
                  " is not finite: no step repairs it, load a checkpoint from before";
         }
       }
-      return "an input is not finite, and no op that was watched made it: look at the batch, at "
+      return "An input is not finite, and no op that was watched made it: look at the batch, at "
              "constants and buffers, and at what was computed before the trace";
     case AnomalyCause::loss_scale:
-      return c10::str(wide, " gives up to ", digits(largest), ", which ", dtype,
-                      " would hold without the loss scale of ", digits(anomaly.loss_scale, 6),
-                      ": the scaler lowers it, nothing is wrong with the model");
+      return c10::str("In ", wide, " it is finite, up to ", digits(largest), ", and ", dtype,
+                      " would hold it without the loss scale of ", digits(anomaly.loss_scale, 6),
+                      ": the scaler lowers that, nothing is wrong with the model");
     case AnomalyCause::low_precision:
-      return c10::str(wide, " holds it, up to ", digits(largest),
-                      anomaly.loss_scale > 1 ? " with the loss scale, too large without it" : "",
-                      dtype == "float32" ? ": keep what it reads smaller"
-                                         : ": run this op in float32, or use bfloat16");
+      return c10::str("In ", wide, " it is finite, up to ", digits(largest),
+                      anomaly.loss_scale > 1 ? ", too large even without the loss scale: " : ": ",
+                      dtype == "float32" ? "keep what it reads smaller"
+                                         : "run this op in float32, or use bfloat16");
     case AnomalyCause::model:
-      return wide + " does not hold it either: look for a log or a division of 0, an exp, or a "
-                    "root of 0 in the backward pass";
+      if (anomaly.lost_scalar) {
+        return c10::str("An input was made with ", digits(*anomaly.lost_scalar), ", which ", dtype,
+                        " rounds to 0: take an eps that it holds, or float32");
+      }
+      return "In " + wide +
+             " it is not finite either: look for a log or a division of 0, an exp, or a root of 0 "
+             "in the backward pass";
     case AnomalyCause::unknown:
       break;
   }
-  return "the op could not be run again in " + wide;
+  return "It could not be run again in " + wide;
 }
 
 }  // namespace detail
@@ -152,7 +157,8 @@ inline void AnomalyWatch::operator()(const TelemetryRecord& record) {
 }
 
 inline void AnomalyWatch::tell(const AnomalyTrace& trace) const {
-  if (options_.stream != nullptr) {
+  const bool is_first = options_.trace.rank.value_or(0) == 0;
+  if (options_.stream != nullptr && (is_first || !trace.anomalies().empty())) {
     std::ostringstream text;
     text << "Traced a step after " << options_.skips_in_a_row << " skipped in a row: " << trace;
     *options_.stream << text.str() << std::flush;

@@ -54,14 +54,15 @@ inline at::Tensor magnitudes(const at::Tensor& tensor) {
 inline void count_non_finite(const at::Tensor& tensor, ValueRange& range) {
   const at::Tensor values = magnitudes(tensor);
   const at::Tensor is_finite = values.isfinite();
-  const at::Tensor negative =
-      tensor.is_complex() ? values.ne(values) : (tensor.is_sparse() ? tensor._values() : tensor) < 0;
+  const at::Tensor negative = tensor.is_complex()
+                                  ? values.ne(values)
+                                  : (tensor.is_sparse() ? tensor._values() : tensor) < 0;
   constexpr double kInf = std::numeric_limits<double>::infinity();
-  const at::Tensor known = stacked_on_host(
-      {values.isinf().sum().to(at::kDouble), values.isnan().sum().to(at::kDouble),
-       values.isinf().logical_and(negative).sum().to(at::kDouble),
-       at::where(is_finite, values, kInf).min().to(at::kDouble),
-       at::where(is_finite, values, 0.0).max().to(at::kDouble)});
+  const at::Tensor known =
+      stacked_on_host({values.isinf().sum().to(at::kDouble), values.isnan().sum().to(at::kDouble),
+                       values.isinf().logical_and(negative).sum().to(at::kDouble),
+                       at::where(is_finite, values, kInf).min().to(at::kDouble),
+                       at::where(is_finite, values, 0.0).max().to(at::kDouble)});
   const double* const number = known.const_data_ptr<double>();
   range.infs = static_cast<std::int64_t>(number[0]);
   range.nans = static_cast<std::int64_t>(number[1]);
