@@ -74,6 +74,8 @@ void add_run_flags(CLI::App& app, RunOptions& run) {
   app.add_option("--json", run.json, "write the results to this file (-: standard output)")
       ->check(a_path())
       ->take_last();
+  app.add_option("--report", run.report, "write loss, loss scale and norm as an HTML page")
+      ->check(a_path());
   app.add_flag("--profile", run.profile,
                "say on standard error where the time of a step and the memory go");
   app.add_flag("--quiet", run.quiet, "no progress on standard error");
@@ -172,6 +174,8 @@ void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& r
           "--data: name a CoNLL file, or give --train and --valid");
   require(app.count("--precision") > 0 || run.save.empty(),
           "--save: keeps one run; choose it with --precision amp, amp-no-scale or fp32");
+  require(app.count("--precision") > 0 || run.report.empty(),
+          "--report: shows one run; choose it with --precision amp, amp-no-scale or fp32");
   require(app.count("--precision") == 0 || run.seeds == 1,
           "--seeds: compares rows; leave --precision out, or give one --seed");
 }

@@ -65,6 +65,7 @@ struct RunOptions {
   std::string save, resume;    ///< folders of checkpoints
   int64_t save_every = 0;      ///< steps; 0: only at the end
   std::string json;            ///< a file for the results
+  std::string report;          ///< a file for the run as an HTML page
   int seeds = 1;               ///< runs of each row, with `training.seed` and those after it
   bool profile = false;        ///< say where the time of a step and the memory go
   bool quiet = false;          ///< no progress

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint.h"
+#include "doctor.h"
 #include "formatted.h"
 #include "input_error.h"
 #include "machine.h"
@@ -17,6 +18,7 @@
 #include "model_files.h"
 #include "progress.h"
 #include "run_inputs.h"
+#include "run_page.h"
 #include "step_profile.h"
 #include "tagging.h"
 #include "training.h"
@@ -60,7 +62,7 @@ class Run {
  private:
   BertForTokenClassification load_model();
   void check_alike() const;
-  void introduce(Progress& progress) const;
+  void introduce(Progress& progress);
   void train(Progress& progress);
   bool after_step(const StepReport& report, Progress& progress);
   void save(Progress& progress);
@@ -86,6 +88,7 @@ class Run {
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;  ///< steps
   CoreTime trained_;                        ///< by the cores that this process has
+  std::optional<RunPage> page_;             ///< of the first rank, if it was asked for
   std::optional<StepProfile> profile_;
   int64_t profiled_from_ = 0;  ///< steps
   Score score_;                ///< the last one
@@ -155,7 +158,7 @@ void Run::check_alike() const {
   });
 }
 
-void Run::introduce(Progress& progress) const {
+void Run::introduce(Progress& progress) {
   const auto& data = inputs_.data;
   progress.say(title_of(options().training.precision) + ": autocast " +
                describe(inputs_.precision) + ", " + std::to_string(data.train.size()) +
@@ -168,6 +171,11 @@ void Run::introduce(Progress& progress) const {
   if (!to_guess.empty()) {
     progress.say("note: no sentence to learn from has " + joined(to_guess));
   }
+  const bool is_row = options().json == "-";  // of a table, whose memory is measured
+  if (options().quiet || is_row || !ranks_.is_first()) return;
+  const auto batch = collate(inputs_.train, inputs_.batches.back(), inputs_.padding(),
+                             inputs_.config.max_position_embeddings, inputs_.device);
+  for (const auto& warning : doctors_warnings(trainer_, batch)) progress.say("doctor: " + warning);
 }
 
 RunResult Run::execute() {
@@ -180,6 +188,12 @@ RunResult Run::execute() {
   introduce(progress);
   ranks_.together([&] {
     if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
+    if (!options().report.empty() && ranks_.is_first()) {
+      page_.emplace(options().report,
+                    "BERT, " + title_of(options().training.precision) + " (autocast " +
+                        describe(inputs_.precision) + ")",
+                    trainer_.position.steps + 1);
+    }
   });
   train(progress);
   if (options().profile && profiled_from_ == 0) {
@@ -196,6 +210,7 @@ RunResult Run::execute() {
     progress.say("  " + type + ": " + score_text(type_score));
   }
   trainer_.scaler.on_skip(nullptr);
+  if (page_) page_->write();
   return result(progress);
 }
 
@@ -218,6 +233,7 @@ void Run::train(Progress& progress) {
 
 bool Run::after_step(const StepReport& report, Progress& progress) {
   progress.on_step(report, trainer_.position);
+  if (page_) page_->on_step(report, options().training.max_grad_norm);
   const bool more_follow = trainer_.position.group < inputs_.epoch_steps && !stopped_early();
   if (options().profile && profiled_from_ == 0 && more_follow &&
       trainer_.position.steps >= kStepsBeforeProfile) {

@@ -61,6 +61,9 @@ class Trainer {
   void train_epoch(std::span<const Example> examples, const BatchList& batches, Padding padding,
                    int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
 
+  /// What the forward pass runs in, with the cache that steps write weights to.
+  const mezzo::AutocastSetting& autocast() const { return precision_; }
+
   /// Bytes of what lives on between steps: parameters, the optimizer's state, and the copies of
   /// weights that autocast reads.
   int64_t bytes_held() const;

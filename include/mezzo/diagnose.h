@@ -2,8 +2,10 @@
 /// What a machine and a model make of a precision.
 #pragma once
 
+#include <mezzo/diagnose/anomaly_trace.h>       // IWYU pragma: export
 #include <mezzo/diagnose/compare_precisions.h>  // IWYU pragma: export
 #include <mezzo/diagnose/divergence_watch.h>    // IWYU pragma: export
+#include <mezzo/diagnose/doctor.h>              // IWYU pragma: export
 #include <mezzo/diagnose/gemm_times.h>          // IWYU pragma: export
 #include <mezzo/diagnose/overflow_report.h>     // IWYU pragma: export
 #include <mezzo/diagnose/run_report.h>          // IWYU pragma: export

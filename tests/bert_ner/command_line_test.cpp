@@ -126,6 +126,7 @@ TEST(CommandLine, ImpossibleFlagsAreUsageErrorsOfOneLine) {
       {with_files({"--seeds", "0"}), "--seeds: 0 is no number from 1"},
       {with_files({"--precision", "amp", "--seeds", "3"}), "--seeds: compares rows"},
       {with_files({"--save", "s"}), "--save: keeps one run; choose it with --precision"},
+      {with_files({"--report", "r.html"}), "--report: shows one run; choose it with --precision"},
       {with_files({"--precision", "amp", "--save-every", "5"}), "--save-every requires --save"},
       {with_files({"--no-such-flag"}), "--no-such-flag"},
       {with_files({"--seed"}), "--seed"}};

@@ -11,6 +11,9 @@
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
 #include <thread>
 
 #include "checkpoint.h"
@@ -98,6 +101,21 @@ TEST_F(Program, SaysWhereTheTimeAndTheMemoryGo) {
   EXPECT_THAT(outcome.out, StartsWith("| name "));
   const auto few_steps = run(training({"--precision", "amp", "--profile", "--max-steps", "3"}));
   EXPECT_THAT(few_steps.err, HasSubstr("note: nothing to profile: --profile begins after 20"));
+}
+
+TEST_F(Program, WritesTheRunAsAPage) {
+  const auto page = scratch_ / "run.html";
+  const auto outcome = run(
+      training({"--precision", "amp", "--max-steps", "5", "--quiet", "--report", page.string()}));
+  ASSERT_EQ(outcome.status, 0) << outcome.err;
+  std::ifstream file(page);
+  const std::string html{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_THAT(html, AllOf(StartsWith("<!doctype html>"),
+                          HasSubstr("<h1>BERT, amp dynamic scale (autocast bfloat16)</h1>"),
+                          HasSubstr("<dt>steps</dt><dd>5</dd>"), HasSubstr("<svg"),
+                          HasSubstr("loss scale"), HasSubstr("gradient norm before clipping")));
+  const auto nowhere = run(training({"--precision", "amp", "--report", "no/such/folder/run.html"}));
+  expect_failure(nowhere, 1, {"no/such/folder", "cannot be created"});
 }
 
 TEST_F(Program, LabelsTextWithWhatItSaved) {

@@ -2,12 +2,14 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -168,6 +170,48 @@ TEST(OverflowReport, WritesOnRankZeroAlone) {
   EXPECT_THAT(first.str(), HasSubstr("\n  rank 0: 1.weight, in 1 of 3 layers"));
   EXPECT_EQ(second.str(), "");
   EXPECT_EQ(heard, 3);
+}
+
+TEST(OverflowReport, SaysWhichRanksOwnGradientsItWas) {
+  // Two ranks, and the average of their gradients as DataParallel leaves it in both.
+  std::ostringstream first, second;
+  std::optional<std::vector<std::string>> own;
+  torch::nn::Sequential here = with_gradients(), there = with_gradients();
+  {
+    OverflowReport zero(*here, {.stream = &first, .rank = 0, .own_gradients = true});
+    OverflowReport three(*there, {.stream = &second,
+                                  .callback = [&](const Overflow& overflow) { own = overflow.own; },
+                                  .rank = 3,
+                                  .own_gradients = true});
+    const auto step = [&](float factor) {
+      here->zero_grad();
+      there->zero_grad();
+      here->forward(torch::ones({2, 4})).sum().backward();
+      (there->forward(torch::ones({2, 4})).sum() * factor).backward();
+      for (const auto& entry : here->named_parameters()) {
+        entry.value().mutable_grad() += gradient_of(there, entry.key());
+        gradient_of(there, entry.key()).copy_(entry.value().grad());
+      }
+      zero({.scale = 2});
+      three({.scale = 2});
+    };
+    step(kInf);
+    EXPECT_THAT(first.str(),
+                HasSubstr("\n  rank 0: its own gradients were finite; 2.bias and 5 more"));
+    EXPECT_THAT(second.str(), HasSubstr("\n  rank 3: it began here, in its own gradients of 2.bias "
+                                        "and 5 more; 2.bias and 5 more"));
+    EXPECT_EQ(own.value().size(), 6);
+    second.str("");
+    step(1);
+    EXPECT_EQ(second.str(), "") << "what was told is forgotten";
+    EXPECT_THAT(own.value(), testing::IsEmpty());
+  }
+  here->zero_grad();
+  const mezzo::AnomalyTrace trace(*here, {.frames = 1000});
+  here->forward(torch::ones({2, 4})).sum().backward();
+  for (const mezzo::AnomalyFrame& frame : trace.frames()) {
+    EXPECT_NE(frame.op, "aten::add_") << "a hook that did not go with its report";
+  }
 }
 
 TEST(OverflowReport, TellsRarelyOfAScaleThatStays) {

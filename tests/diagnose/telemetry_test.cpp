@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/diagnose/telemetry_files.h>
@@ -36,6 +37,16 @@ struct LateStep final : mezzo::StepSlot {
   bool there = false;
   int waits = 0;
   StepOutcome known{.ran = true, .scale = 8, .grad_norm = 2.0};
+};
+
+/// The warnings of this thread while it lives.
+class HeardWarnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { all.push_back(warning.msg()); }
+  std::vector<std::string> all;
+
+ private:
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
 };
 
 auto into(std::vector<TelemetryRecord>& records) {
@@ -78,6 +89,29 @@ TEST(Telemetry, FlushAndTheDestructorWaitForTheRest) {
   }
   ASSERT_EQ(records.size(), 2);
   EXPECT_EQ(records[1].step, 101);
+}
+
+TEST(Telemetry, DropsTheEarliestStepBehindAResultThatNeverComesAndSaysSo) {
+  std::vector<TelemetryRecord> records;
+  HeardWarnings warnings;
+  Telemetry telemetry(/*first_step=*/1, /*most_pending=*/3);
+  telemetry.write_to(into(records));
+  const auto never = std::make_shared<LateStep>();
+  telemetry.record(StepResult(never), torch::tensor(1.0));
+  const StepResult ran(StepOutcome{.ran = true});
+  for (int step = 2; step <= 3; ++step) telemetry.record(ran, torch::tensor(2.0));
+  EXPECT_TRUE(records.empty());
+  EXPECT_EQ(telemetry.dropped(), 0);
+  telemetry.record(ran, torch::tensor(2.0));
+  EXPECT_EQ(telemetry.dropped(), 1);
+  ASSERT_EQ(records.size(), 3) << "what it held up";
+  EXPECT_EQ(records[0].step, 2);
+  EXPECT_EQ(never->waits, 0);
+  EXPECT_THAT(warnings.all, testing::ElementsAre(HasSubstr("step 1 is dropped, 1 so far")));
+  for (int step = 5; step <= 1100; ++step) telemetry.record(StepResult(never), at::Tensor());
+  EXPECT_EQ(telemetry.dropped(), 1094) << "three are kept";
+  EXPECT_THAT(warnings.all, testing::SizeIs(2)) << "the first and the 1001st";
+  EXPECT_THAT([] { Telemetry(1, 0); }, ThrowsMessage<c10::Error>(HasSubstr("most_pending is 0")));
 }
 
 TEST(Telemetry, RecordsWhatARunOfTheScalerDid) {
@@ -141,6 +175,20 @@ TelemetryRecord sample(int step) {
   return record;
 }
 
+void add_overflows(mezzo::RunReport& report) {
+  torch::nn::Linear layer(3, 2);
+  for (const at::Tensor& parameter : layer->parameters()) {
+    parameter.mutable_grad() = torch::ones_like(parameter);
+  }
+  layer->weight.mutable_grad()[1][2] = -std::numeric_limits<float>::infinity();
+  for (int skip = 0; skip < 45; ++skip) {
+    mezzo::Overflow overflow = mezzo::find_overflow({{"head.<weight>", layer->weight}});
+    overflow.step.scale = static_cast<float>(skip);
+    report.add(overflow);
+  }
+  report.add(mezzo::find_overflow({}));
+}
+
 TEST(TelemetryFiles, HoldWhatWasRecorded) {
   // telemetry_files.py sets it, and reads what is written here with Python's own readers.
   const char* const asked = std::getenv("MEZZO_TELEMETRY_FOLDER");
@@ -175,6 +223,7 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   exponents.add("layer 2", torch::randn({4096}) * 1e-8);
   exponents.add("layer 3", torch::randn({4096}) * 1e4);
   report.add(exponents);
+  add_overflows(report);
   report.save(folder + "/run.html");
 
   EXPECT_THAT(
@@ -192,6 +241,12 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   EXPECT_THAT(page, HasSubstr("<title>loss is -inf</title>"));
   EXPECT_THAT(page, HasSubstr("layer &lt;1&gt;"));
   EXPECT_THAT(page, Not(HasSubstr("Lnan")));
+  EXPECT_THAT(page, HasSubstr("<tr><td>41</td><td>19</td><td class=name>head.&lt;weight&gt;</td>"
+                              "<td>-inf at [1, 2]</td><td>1</td><td>0</td><td>1 of 1</td>"));
+  EXPECT_THAT(page, Not(HasSubstr("<td>25</td><td class=name>"))) << "the middle is left out";
+  EXPECT_THAT(page, HasSubstr("<td>44</td><td class=name>"));
+  EXPECT_THAT(page, HasSubstr("<td class=text colspan=6>no gradient is inf or NaN now"));
+  EXPECT_THAT(page, HasSubstr("The first and the last 20 of 46."));
 }
 
 TEST(TelemetryFiles, EventRecordsAreThoseOfTensorFlow) {

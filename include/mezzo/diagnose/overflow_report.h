@@ -11,28 +11,18 @@
 ///       the first, inf, at [0, 17], made by the backward pass; ...
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/scaling/grad_scaler_options.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
-#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <iostream>
-#include <limits>
+#include <memory>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -68,6 +58,9 @@ struct LayerNorm {
 struct Overflow {
   SkippedStep step = {};
   std::optional<int> rank = std::nullopt;  ///< of the process, where it was told
+  /// The parameters whose gradient of this rank alone was inf or NaN, before ranks were averaged,
+  /// since the last report; unset unless OverflowReportOptions::own_gradients asks for it.
+  std::optional<std::vector<std::string>> own = std::nullopt;
   /// The one that the model registers last comes first. A backward pass comes from there, so that
   /// it is most often where the inf or NaN began.
   std::vector<OverflowedParameter> parameters = {};
@@ -91,7 +84,16 @@ struct OverflowReportOptions {
   /// Of this process in a job of several: lines are written on rank 0 alone, and name it; the
   /// callback hears on all.
   std::optional<int> rank = std::nullopt;
+  /// To know which rank it was. Ranks that average their gradients all have the same ones in
+  /// `.grad`; with this, hooks look at each gradient before, which costs one more read of the
+  /// gradients a step, and no host sync. Then a rank whose own gradients were inf or NaN writes
+  /// too, whichever it is.
+  bool own_gradients = false;
 };
+
+namespace detail {
+class OwnGradients;
+}
 
 /// For `GradScaler::on_skip`. Costs nothing until a step is skipped, and then a find_overflow. Of
 /// steps that are skipped at the same scale again and again it tells the first three and then every
@@ -106,190 +108,22 @@ struct OverflowReportOptions {
 ///       if (!result.ran()) std::cerr << mezzo::find_overflow(names, result.scale()).cause();
 ///
 ///   `ran()` waits for the device;
-/// - ranks that average their gradients all have the same ones: an inf of one rank is in all, and
-///   which rank's it was is not to be seen. A DivergenceWatch on each sees that rank's own loss.
+/// - ranks that average their gradients all have the same ones: an inf of one rank is in all. Which
+///   rank's it was, OverflowReportOptions::own_gradients says, and an AnomalyWatch on each rank.
 class OverflowReport {
  public:
   /// Keeps the parameters, not the model. Those that are registered later are not seen.
-  explicit OverflowReport(const torch::nn::Module& model, OverflowReportOptions options = {})
-      : parameters_(name_parameters(model)), options_(std::move(options)) {}
+  explicit OverflowReport(const torch::nn::Module& model, OverflowReportOptions options = {});
 
   void operator()(const SkippedStep& step);
 
  private:
   NamedParameters parameters_;
+  std::shared_ptr<detail::OwnGradients> own_;  // null unless it is asked for
   OverflowReportOptions options_;
   std::int64_t skips_at_scale_ = 0;
 };
 
-namespace detail {
-
-/// The gradient of one parameter, and what is known of it.
-struct SeenGradient {
-  const std::string* name;
-  at::Tensor gradient;  // as the parameter has it
-  at::Tensor values;    // of a sparse one the rows that it has
-  double norm = 0;
-};
-
-/// The 2-norm, in a type that holds it where `values` are of 16 bits.
-inline at::Tensor norm_of(const at::Tensor& values) {
-  const auto wide = values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return values.norm(2, wide).to(at::kDouble);
-}
-
-/// Tensors of equal sizes, on any devices, as one on the host.
-inline at::Tensor stacked_on_host(std::vector<at::Tensor> tensors) {
-  for (at::Tensor& tensor : tensors) tensor = tensor.to(tensors.front().device());
-  return at::stack(tensors).cpu();
-}
-
-inline std::vector<SeenGradient> seen_gradients(const NamedParameters& parameters) {
-  std::vector<SeenGradient> seen;
-  std::vector<at::Tensor> norms;
-  for (const auto& [name, parameter] : parameters) {
-    at::Tensor gradient = parameter.grad();
-    if (!gradient.defined()) continue;
-    if (gradient.is_sparse()) gradient = gradient.coalesce();
-    const at::Tensor values = gradient.is_sparse() ? gradient.values() : gradient;
-    if (values.numel() == 0) continue;
-    norms.push_back(norm_of(values));
-    seen.push_back({.name = &name, .gradient = gradient, .values = values});
-  }
-  if (seen.empty()) return seen;
-  const at::Tensor known = stacked_on_host(std::move(norms));
-  for (std::size_t i = 0; i < seen.size(); ++i) seen[i].norm = known.const_data_ptr<double>()[i];
-  return seen;
-}
-
-inline std::vector<std::int64_t> index_of(const SeenGradient& seen, std::int64_t position) {
-  std::vector<std::int64_t> index(static_cast<std::size_t>(seen.values.dim()));
-  for (std::size_t i = index.size(); i-- > 0;) {
-    const std::int64_t size = seen.values.size(static_cast<std::int64_t>(i));
-    index[i] = position % size;
-    position /= size;
-  }
-  if (!seen.gradient.is_sparse()) return index;
-  const at::Tensor row = seen.gradient.indices().select(1, index.front()).cpu();
-  index.erase(index.begin());
-  index.insert(index.begin(), row.const_data_ptr<int64_t>(),
-               row.const_data_ptr<int64_t>() + row.numel());
-  return index;
-}
-
-/// Counts what is inf or NaN in `seen` times `factor`, and sets the norm to that of the rest.
-inline OverflowedParameter count_overflow(SeenGradient& seen, double factor) {
-  const auto wide = seen.values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  at::Tensor values = seen.values.to(wide).flatten();
-  if (factor != 1) values = values.mul(factor);
-  const at::Tensor is_bad = values.isfinite().logical_not();
-  const at::Tensor first = is_bad.to(at::kByte).argmax();
-  const at::Tensor rest = at::where(is_bad, 0.0, values.to(at::kDouble));
-  const at::Tensor known = stacked_on_host(
-      {values.isinf().sum().to(at::kDouble), values.isnan().sum().to(at::kDouble),
-       first.to(at::kDouble), values.index_select(0, first.reshape({1}))[0].to(at::kDouble),
-       norm_of(rest)});
-  const double* const number = known.const_data_ptr<double>();
-  seen.norm = number[4] / factor;
-  return {.name = *seen.name,
-          .elements = values.numel(),
-          .infs = static_cast<std::int64_t>(number[0]),
-          .nans = static_cast<std::int64_t>(number[1]),
-          .first = index_of(seen, static_cast<std::int64_t>(number[2])),
-          .value = number[3]};
-}
-
-/// Those of which a gradient times `factor` is not finite.
-inline std::vector<OverflowedParameter> overflowed(std::vector<SeenGradient>& all, double factor) {
-  std::vector<OverflowedParameter> found;
-  for (SeenGradient& seen : all) {
-    const double norm = seen.norm * factor;  // never less than its largest element
-    if (!nonfinite_bits(norm) && norm < std::numeric_limits<float>::max() / 2) continue;
-    OverflowedParameter parameter = count_overflow(seen, factor);
-    parameter.by_unscaling = factor != 1;
-    if (parameter.infs + parameter.nans > 0) found.push_back(std::move(parameter));
-  }
-  std::reverse(found.begin(), found.end());
-  return found;
-}
-
-/// The parameters of a layer follow each other.
-inline std::vector<LayerNorm> layer_norms(const std::vector<SeenGradient>& all) {
-  std::vector<LayerNorm> layers;
-  for (const SeenGradient& seen : all) {
-    const std::string layer = layer_name(*seen.name);
-    if (layers.empty() || layers.back().layer != layer) layers.push_back({.layer = layer});
-    layers.back().norm = std::hypot(layers.back().norm, seen.norm);
-  }
-  return layers;
-}
-
-}  // namespace detail
-
-inline NamedParameters name_parameters(const torch::nn::Module& model) {
-  NamedParameters parameters;
-  std::unordered_set<const c10::TensorImpl*> known;  // tied weights have several names
-  for (const auto& entry : model.named_parameters()) {
-    if (!entry.value().defined() || !entry.value().is_floating_point()) continue;
-    if (!known.insert(entry.value().unsafeGetTensorImpl()).second) continue;
-    parameters.emplace_back(entry.key(), entry.value());
-  }
-  return parameters;
-}
-
-inline Overflow find_overflow(const NamedParameters& parameters, double loss_scale) {
-  const at::NoGradGuard no_grad;
-  std::vector<detail::SeenGradient> all = detail::seen_gradients(parameters);
-  Overflow overflow{.parameters = detail::overflowed(all, 1)};
-  if (overflow.parameters.empty() && loss_scale < 1) {
-    overflow.parameters = detail::overflowed(all, 1 / loss_scale);
-  }
-  overflow.layers = detail::layer_norms(all);
-  return overflow;
-}
-
-inline std::vector<std::string> Overflow::overflowed_layers() const {
-  std::vector<std::string> names;
-  for (const OverflowedParameter& parameter : parameters) {
-    std::string name = detail::layer_name(parameter.name);
-    if (names.empty() || names.back() != name) names.push_back(std::move(name));
-  }
-  return names;
-}
-
-inline std::string Overflow::cause() const {
-  const std::string where = rank ? c10::str("rank ", *rank, ": ") : std::string();
-  if (parameters.empty()) {
-    return where +
-           "no gradient is inf or NaN now: they were set to zero with the step, or are a later "
-           "step's, as on a device; call find_overflow after the step, before they are cleared";
-  }
-  const OverflowedParameter& first = parameters.front();
-  const std::size_t others = parameters.size() - 1;
-  const LayerNorm& largest = *std::max_element(
-      layers.begin(), layers.end(), [](const auto& a, const auto& b) { return a.norm < b.norm; });
-  return c10::str(
-      where, first.name, others > 0 ? c10::str(" and ", others, " more") : "", ", in ",
-      overflowed_layers().size(), " of ", layers.size(), " layers: ", first.name, " has ",
-      first.infs, " inf and ", first.nans, " NaN in ", first.elements, " gradients, the first, ",
-      detail::number_text(first.value), ", at [", c10::Join(", ", first.first), "], ",
-      first.by_unscaling ? "made by dividing by a loss scale below 1" : "made by the backward pass",
-      "; the largest norm without these is ", detail::digits(largest.norm), ", of layer ",
-      largest.layer);
-}
-
-inline void OverflowReport::operator()(const SkippedStep& step) {
-  constexpr std::int64_t kAtFirst = 3;
-  constexpr std::int64_t kRarely = 1000;
-  skips_at_scale_ = step.scale == step.next_scale ? skips_at_scale_ + 1 : 0;
-  if (skips_at_scale_ > kAtFirst && skips_at_scale_ % kRarely != 0) return;
-  const bool writes = options_.stream != nullptr && options_.rank.value_or(0) == 0;
-  if (!writes && !options_.callback) return;
-  Overflow overflow = find_overflow(parameters_, step.scale);
-  overflow.step = step;
-  overflow.rank = options_.rank;
-  if (writes) *options_.stream << step.message() + "\n  " + overflow.cause() + "\n" << std::flush;
-  if (options_.callback) options_.callback(overflow);
-}
-
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/diagnose/detail/overflow_report_impl.h>  // IWYU pragma: export

@@ -1,10 +1,13 @@
 /// \file
 /// A run as one HTML page: the loss scale's staircase with skipped steps marked, loss, gradient
-/// norm, exponents by layer, and a comparison of precisions. The page needs no network and no
-/// script, follows the reader's light or dark setting, and fits a phone.
+/// norm, overflows, exponents by layer, and a comparison of precisions. The page needs no network
+/// and no script, follows the reader's light or dark setting, and fits a phone.
 ///
 ///     mezzo::RunReport report("BERT on tweets, half");
 ///     telemetry.write_to(std::ref(report));
+///     scaler.on_skip(mezzo::OverflowReport(*model, {.callback = [&](const mezzo::Overflow& found) {
+///                                            report.add(found);
+///                                          }}));
 ///     ...                                    // train
 ///     telemetry.flush();
 ///     report.save("run.html");
@@ -12,9 +15,12 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/compare_precisions.h>
 #include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/report_chart.h>
 #include <mezzo/diagnose/detail/report_html.h>
+#include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/diagnose/underflow.h>
 
@@ -43,6 +49,12 @@ class RunReport {
 
   void add(PrecisionComparison comparison) { comparisons_.push_back(std::move(comparison)); }
 
+  /// A row of the overflow table, which holds the first 20 and the last 20.
+  void add(const Overflow& overflow);
+
+  /// Where an inf or NaN began: its lines as text.
+  void add(const AnomalyTrace& trace);
+
   /// The exponents of each layer's values against the type's range. Waits for the device.
   void add(const UnderflowReport& report);
 
@@ -65,6 +77,7 @@ class RunReport {
   };
 
   static constexpr std::size_t kMostPoints = 4096;
+  static constexpr std::size_t kMostOverflows = 40;
 
   void thin();
   std::string facts_html() const;
@@ -75,11 +88,29 @@ class RunReport {
   std::int64_t steps_a_point_ = 1;
   TelemetryRecord last_;
   std::vector<PrecisionComparison> comparisons_;
-  std::string exponents_;  // as HTML
+  std::int64_t overflows_ = 0;
+  std::vector<std::string> overflow_rows_;  // as HTML, as are these
+  std::string anomalies_;
+  std::string exponents_;
 };
 
 inline void RunReport::add(const UnderflowReport& report) {
   exponents_ += detail::exponents_html(report);
+}
+
+inline void RunReport::add(const Overflow& overflow) {
+  ++overflows_;
+  if (overflow_rows_.size() == kMostOverflows) {
+    overflow_rows_.erase(overflow_rows_.begin() + kMostOverflows / 2);
+  }
+  overflow_rows_.push_back(detail::overflow_row_html(overflow, last_.step + 1));
+}
+
+inline void RunReport::add(const AnomalyTrace& trace) {
+  std::ostringstream text;
+  text << trace;
+  anomalies_ += "<section><h2>Where it began</h2><pre>" + detail::html_text(text.str()) +
+                "</pre></section>\n";
 }
 
 inline void RunReport::Point::add(const Point& other) {
@@ -175,7 +206,8 @@ inline std::string RunReport::html() const {
       "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
       title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n";
   if (!points_.empty()) page += facts_html() + charts_html();
-  page += exponents_;
+  if (overflows_ > 0) page += detail::overflows_html(overflow_rows_, overflows_);
+  page += anomalies_ + exponents_;
   for (const PrecisionComparison& comparison : comparisons_) {
     page += detail::comparison_html(comparison);
   }

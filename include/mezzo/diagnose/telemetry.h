@@ -132,13 +132,18 @@ struct TelemetryStep {
 /// at the next `record`, so records come some steps late where a device decides, and nothing waits
 /// until `flush`. A step costs some microseconds on the host, and on a device one copy of the loss.
 ///
+/// At most `most_pending` steps are kept. When one more comes, the earliest, which holds up the
+/// others, is dropped: a warning (TORCH_WARN) names it, the first time and then each 1000th, and
+/// writers never hear of it.
+///
 /// One thread at a time. Writers are called from `record`, `flush` and the destructor.
 class Telemetry {
  public:
   using Writer = std::function<void(const TelemetryRecord&)>;
 
   /// \param first_step  the number of the first recorded step: more than 1 in a resumed run
-  explicit Telemetry(std::int64_t first_step = 1) : next_step_(first_step) {}
+  /// \throws c10::Error unless most_pending is positive
+  explicit Telemetry(std::int64_t first_step = 1, std::size_t most_pending = 1024);
 
   /// Hands over what is left, as `flush` does. What a writer throws here becomes a warning.
   ~Telemetry();
@@ -156,6 +161,9 @@ class Telemetry {
   /// Waits for the device, and hands over all that was recorded.
   void flush() { deliver(/*waits=*/true); }
 
+  /// How many steps were dropped, because their result did not come.
+  std::int64_t dropped() const noexcept { return dropped_; }
+
  private:
   struct Pending {
     TelemetryRecord record;
@@ -165,9 +173,12 @@ class Telemetry {
   };
 
   void deliver(bool waits);
+  void drop_first();
   static TelemetryRecord finished(Pending& pending);
 
   std::int64_t next_step_;
+  std::size_t most_pending_;
+  std::int64_t dropped_ = 0;
   std::optional<std::chrono::steady_clock::time_point> last_call_;
   std::deque<Pending> pending_;
   std::vector<Writer> writers_;
@@ -194,6 +205,11 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
 
 }  // namespace detail
 
+inline Telemetry::Telemetry(std::int64_t first_step, std::size_t most_pending)
+    : next_step_(first_step), most_pending_(most_pending) {
+  TORCH_CHECK(most_pending > 0, "Telemetry: most_pending is 0; it should be positive");
+}
+
 inline Telemetry::~Telemetry() {
   try {
     flush();
@@ -219,6 +235,19 @@ inline void Telemetry::record(const StepResult& result, const at::Tensor& loss,
   record.step = next_step_++;
   pending_.push_back({record, result, std::move(late_loss), step.max_norm});
   deliver(/*waits=*/false);
+  if (pending_.size() <= most_pending_) return;
+  drop_first();
+  deliver(/*waits=*/false);
+}
+
+inline void Telemetry::drop_first() {
+  constexpr std::int64_t kRarely = 1000;
+  if (dropped_++ % kRarely == 0) {
+    TORCH_WARN("Telemetry: step ", pending_.front().record.step, " is dropped, ", dropped_,
+               " so far: its result did not come in the ", most_pending_,
+               " steps since; is the step's StepSlot ever filled?");
+  }
+  pending_.pop_front();
 }
 
 inline void Telemetry::deliver(bool waits) {

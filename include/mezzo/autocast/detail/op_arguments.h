@@ -9,6 +9,8 @@
 #include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/version.h>
 
+#include <algorithm>
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -21,9 +23,11 @@ template struct PrivateMember<RecordedInputsMember, &at::RecordFunction::inputs_
 
 /// RecordFunction::inputs() asserts, in units compiled without NDEBUG, a flag that only a libtorch
 /// compiled without NDEBUG ever sets: it throws in every debug build against a release libtorch.
-/// This reads the member without asking.
+/// This reads the member without asking. TorchScript's interpreter records its whole stack, whose
+/// last values are the op's arguments.
 inline OpArguments recorded_inputs(const at::RecordFunction& function) {
-  return function.*private_member(RecordedInputsMember());
+  const OpArguments stack = function.*private_member(RecordedInputsMember());
+  return stack.slice(stack.size() - std::min(stack.size(), function.num_inputs()));
 }
 
 /// Calls `visit` with every tensor among the arguments, those in lists included.

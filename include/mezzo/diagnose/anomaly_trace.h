@@ -1,0 +1,184 @@
+/// \file
+/// Where did the inf or NaN begin? Watches every op of a step, forward and backward:
+///
+///     mezzo::AnomalyTrace trace(*model, {.loss_scale = [&] { return scaler.get_scale(); }});
+///     scaler.scale(criterion(model->forward(x), y)).backward();
+///     std::cerr << trace;                              // one step, on request
+///
+/// or by itself, once three steps in a row were skipped:
+///
+///     telemetry.write_to(mezzo::AnomalyWatch(*model, {.skips_in_a_row = 3}));
+///
+/// It names the op that made the first inf or NaN, with the ranges of what the op read, its module
+/// and its autograd node; says whether a wider type would have held the result, and whether the
+/// loss scale alone is to blame; and prints the ops before it with their ranges, as Hugging Face's
+/// DebugUnderflowOverflow does in Python.
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/diagnose/overflow_report.h>
+#include <mezzo/diagnose/telemetry.h>
+
+#include <c10/core/ScalarType.h>
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What one tensor holds.
+struct ValueRange {
+  std::string parameter = {};  ///< its name, where the tensor is one, or autocast's copy of one
+  /// Undefined of what holds no floating numbers, which is not read.
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  std::vector<std::int64_t> sizes = {};
+  double smallest = 0;  ///< magnitude of those that are finite; 0 where there are none
+  double largest = 0;
+  std::int64_t infs = 0;  ///< of either sign
+  std::int64_t negative_infs = 0;
+  std::int64_t nans = 0;
+
+  bool is_finite() const { return infs + nans == 0; }
+  /// "encoder.weight float16 [8, 4] 0.001 to 3.2, 1 inf".
+  std::string to_string() const;
+};
+
+/// One op that ran.
+struct AnomalyFrame {
+  std::string op = {};      ///< "aten::addmm"
+  std::string caller = {};  ///< the op that the program called, if that is another: "aten::linear"
+  /// The autograd node in whose backward pass the op ran: "AddmmBackward0"; empty in the forward
+  /// pass.
+  std::string node = {};
+  /// The module, by its name in the model, whose parameters the op reads; of an op that reads none
+  /// the last one before it. In the backward pass that of the op that made the node. Empty where no
+  /// parameter was read yet.
+  std::string module = {};
+  bool reads_module = false;  ///< whether the op itself reads a parameter of `module`
+  std::vector<ValueRange> outputs = {};
+
+  bool is_backward() const { return !node.empty(); }
+  /// "aten::addmm (in aten::linear), in encoder.fc".
+  std::string place() const;
+};
+
+enum class AnomalyCause : std::uint8_t {
+  /// An input was inf or NaN, and no op that was watched made it: a parameter, the batch, a
+  /// constant.
+  arrived,
+  /// In the backward pass, and the dtype would have held the result without the loss scale: the
+  /// scaler lowers it, and nothing is wrong with the model.
+  loss_scale,
+  low_precision,  ///< the op's dtype does not hold the result; float32 does
+  model,          ///< a wider type gives an inf or NaN too, or a gradient too large for the dtype
+  unknown,        ///< the op could not be run again
+};
+
+/// An op whose result has an inf or NaN that was not in what it read.
+struct Anomaly {
+  AnomalyFrame frame = {};
+  std::vector<ValueRange> inputs = {};  ///< before the op ran
+  AnomalyCause cause = AnomalyCause::unknown;
+  /// The dtype in which the op ran again, float32 or, of an op in float32, float64; and what the
+  /// result was then.
+  std::optional<at::ScalarType> wide_dtype = std::nullopt;
+  std::vector<ValueRange> wide_outputs = {};
+  double loss_scale = 1;  ///< at that time; 1 in the forward pass
+  /// An eps that was added to an input, or that it was clamped to, and that its dtype rounds to 0.
+  std::optional<double> lost_scalar = std::nullopt;
+  std::optional<int> rank = std::nullopt;
+
+  /// All of this as one line.
+  std::string message() const;
+};
+
+struct AnomalyTraceOptions {
+  std::size_t frames = 20;  ///< how many ops before the first anomaly are kept
+  /// Asked when a backward pass makes an inf or NaN: `[&] { return scaler.get_scale(); }`. Without
+  /// it loss_scale is never named as a cause.
+  std::function<double()> loss_scale = {};
+  std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
+};
+
+namespace detail {
+class AnomalyRecorder;
+}
+
+/// While it exists, reads what each op of the creating thread returns, and of the backward passes
+/// of what that thread computed, on whatever thread autograd runs them. -inf that the program asks
+/// for by a scalar (the mask of attention) is no anomaly, nor where it is carried on.
+///
+/// A debugging tool: a read of every result, on a device a host sync an op, and a copy of what an
+/// op overwrites. Not for a thread that captures a CUDA graph. Results, gradients and random
+/// numbers stay what they were. Nothing is installed before and after: then it costs nothing.
+///
+/// It sees ops that go through libtorch's dispatcher. What a kernel of another library or a
+/// collective writes shows when the next op reads it, as `arrived`. Modules are known by their
+/// parameters' memory: one without parameters goes by the name of the one before it, and copies in
+/// a WeightCache that were made before the trace are not recognised. Ask it, and destroy it, in the
+/// thread that made it.
+class AnomalyTrace {
+ public:
+  /// Keeps the parameters, not the model. \throws c10::Error if the thread has one already
+  explicit AnomalyTrace(const torch::nn::Module& model, AnomalyTraceOptions options = {});
+  ~AnomalyTrace();
+  AnomalyTrace(const AnomalyTrace&) = delete;
+  AnomalyTrace& operator=(const AnomalyTrace&) = delete;
+
+  /// Those so far, the first first, four at most: what spreads from one is none. After four nothing
+  /// is read any more.
+  std::vector<Anomaly> anomalies() const;
+
+  /// The last ops before the first anomaly, or so far, the earliest first. Views are left out.
+  std::vector<AnomalyFrame> frames() const;
+
+  /// Whether a backward pass has run a node since this object was made.
+  bool saw_backward() const;
+
+ private:
+  std::shared_ptr<detail::AnomalyRecorder> recorder_;
+};
+
+/// The anomalies, a line each, and the frames before the first as a table.
+std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace);
+
+struct AnomalyWatchOptions {
+  std::int64_t skips_in_a_row = 3;  ///< so many wake it
+  AnomalyTraceOptions trace = {};
+  std::ostream* stream = &std::cerr;  ///< gets the trace; null: nothing. Lives as long as the watch
+  std::function<void(const AnomalyTrace&)> callback = {};
+};
+
+/// A writer for a Telemetry. When steps were skipped in a row it puts an AnomalyTrace round the
+/// next step, up to the next record after a backward pass, and tells what that found; in 1000 steps
+/// once at most. Sleeping it costs a comparison a step. A step that goes well is told too, as one
+/// without anomaly: then skips do not come from each batch, or from what no op writes. In a job of
+/// several a rank other than 0 writes only where it found something.
+class AnomalyWatch {
+ public:
+  /// Keeps the parameters of `model`, which has to live as long as the watch.
+  /// \throws c10::Error unless skips_in_a_row is positive
+  explicit AnomalyWatch(const torch::nn::Module& model, AnomalyWatchOptions options = {});
+
+  void operator()(const TelemetryRecord& record);
+
+ private:
+  void tell(const AnomalyTrace& trace) const;
+
+  const torch::nn::Module* model_;
+  AnomalyWatchOptions options_;
+  std::int64_t skips_ = 0;
+  std::int64_t quiet_until_ = 0;         // a step
+  std::shared_ptr<AnomalyTrace> trace_;  // of the step under way
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/diagnose/detail/anomaly_trace_impl.h>  // IWYU pragma: export

@@ -1,0 +1,255 @@
+/// \file
+/// Which op made an inf or NaN, and why.
+#pragma once
+
+#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
+#include <mezzo/diagnose/anomaly_trace.h>
+#include <mezzo/diagnose/detail/value_range.h>
+#include <mezzo/diagnose/detail/watched_ops.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Takes what ops and nodes return, in their order.
+class AnomalyJudge {
+ public:
+  static constexpr std::size_t kMostAnomalies = 4;
+
+  AnomalyJudge(const torch::nn::Module& model, AnomalyTraceOptions options)
+      : parameters_(name_parameters(model)), options_(std::move(options)) {
+    note_old_gradients(model);
+  }
+
+  const std::vector<Anomaly>& anomalies() const { return anomalies_; }
+  const std::deque<AnomalyFrame>& frames() const { return frames_; }
+  std::string parameter_of(const at::Tensor& tensor) const { return parameters_.name_of(tensor); }
+
+  /// A copy of which all is known that is known of the original.
+  at::Tensor copied(const at::Tensor& tensor) {
+    at::Tensor copy = tensor.clone();
+    if (const Memory* const known = memory_.find(tensor)) memory_.note(copy, *known);
+    parameters_.note_copy(tensor, copy);
+    return copy;
+  }
+
+  /// What `op` returned, in this node.
+  void take(const OpenOp& op, const OpenNode* node, const std::vector<at::Tensor>& outputs) {
+    if (is_copy(op) && outputs.size() == 1) {
+      parameters_.note_copy(op.inputs[0].toTensor(), outputs[0]);
+    }
+    if (!computes(op.handle) || !std::any_of(outputs.begin(), outputs.end(), is_readable)) return;
+    AnomalyFrame frame = frame_of(op, node);
+    frame.outputs = value_ranges(outputs);
+    if (const auto scalar = lost_scalar(op, frame.outputs[0].dtype)) {
+      lost_scalars_.note(outputs[0], *scalar);
+    }
+    if (all_finite(frame.outputs)) {
+      keep(std::move(frame));
+    } else {
+      judge(op, frame, outputs);
+    }
+  }
+
+  /// What came into a node.
+  void take(const OpenNode& node, const std::vector<at::Tensor>& gradients) {
+    const std::vector<ValueRange> ranges = value_ranges(gradients);
+    bool is_new = false;
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      if (ranges[i].is_finite() || is_bad(gradients[i])) continue;
+      is_new = true;
+      memory_.note(gradients[i], Memory::bad);
+    }
+    if (!is_new) return;
+    AnomalyFrame frame{.op = node.name,
+                       .node = node.name,
+                       .module = node.module,
+                       .reads_module = node.reads_module,
+                       .outputs = ranges};
+    add({.frame = std::move(frame), .inputs = ranges, .cause = AnomalyCause::arrived});
+  }
+
+ private:
+  enum class Memory : std::uint8_t {
+    bad,     // an anomaly, or what it spread to
+    masked,  // holds -inf that the program asked for
+  };
+
+  static AnomalyFrame frame_of(const OpenOp& op, const OpenNode* node) {
+    const OpenOp* outermost = &op;
+    while (outermost->outer != nullptr) outermost = outermost->outer;
+    const std::string& name = op.name();
+    const std::string& caller = outermost->name();
+    return {.op = name,
+            .caller = caller == name ? std::string() : caller,
+            .node = node != nullptr ? node->name : std::string(),
+            .module = op.module,
+            .reads_module = op.reads_module};
+  }
+
+  /// What the step before left in `.grad` is no anomaly of this one.
+  void note_old_gradients(const torch::nn::Module& model) {
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : model.parameters()) gradients.push_back(parameter.grad());
+    const std::vector<ValueRange> ranges = value_ranges(gradients);
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
+    }
+  }
+
+  /// An eps that was added, or clamped to, and that the dtype rounds to 0.
+  static std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype) {
+    constexpr std::array<std::string_view, 8> kOps = {
+        "aten::add",   "aten::add_",   "aten::sub",       "aten::sub_",
+        "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_"};
+    if (std::find(kOps.begin(), kOps.end(), op.name()) == kOps.end()) return std::nullopt;
+    for (const c10::IValue& input : op.inputs) {
+      if (!input.isDouble() || input.toDouble() == 0) continue;
+      const auto value = static_cast<float>(input.toDouble());
+      const bool is_lost =
+          (dtype == at::kHalf && static_cast<float>(c10::Half(value)) == 0) ||
+          (dtype == at::kBFloat16 && static_cast<float>(c10::BFloat16(value)) == 0);
+      if (is_lost) return input.toDouble();
+    }
+    return std::nullopt;
+  }
+
+  void keep(AnomalyFrame frame) {
+    if (!anomalies_.empty() || options_.frames == 0) return;
+    if (frames_.size() == options_.frames) frames_.pop_front();
+    frames_.push_back(std::move(frame));
+  }
+
+  /// Whether what is not finite began here.
+  void judge(const OpenOp& op, AnomalyFrame& frame, const std::vector<at::Tensor>& outputs) {
+    const std::vector<at::Tensor> read = tensors_read(op);
+    const auto bad = [this](const at::Tensor& tensor) { return is_bad(tensor); };
+    Anomaly anomaly;
+    auto memory = Memory::bad;
+    const bool spreads = std::any_of(read.begin(), read.end(), bad) ||
+                         std::any_of(outputs.begin(), outputs.end(), bad);
+    if (!spreads) {
+      anomaly.inputs = value_ranges(read);
+      for (std::size_t i = 0; i < read.size(); ++i) {
+        anomaly.inputs[i].parameter = parameter_of(read[i]);
+      }
+      if (is_asked_for(op, frame.outputs, anomaly.inputs)) memory = Memory::masked;
+    }
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (!frame.outputs[i].is_finite()) memory_.note(outputs[i], memory);
+    }
+    if (spreads) return;
+    if (memory == Memory::masked) {
+      keep(std::move(frame));
+      return;
+    }
+    anomaly.frame = std::move(frame);
+    for (const at::Tensor& tensor : read) {
+      if (const double* const lost = lost_scalars_.find(tensor)) anomaly.lost_scalar = *lost;
+    }
+    if (!arrived(read, anomaly)) find_cause(op, anomaly);
+    add(std::move(anomaly));
+  }
+
+  static std::vector<at::Tensor> tensors_read(const OpenOp& op) {
+    std::vector<at::Tensor> read;
+    for (std::size_t i = 0; i < op.inputs.size(); ++i) {
+      if (!op.is_read[i]) continue;
+      for_each_tensor(OpArguments(&op.inputs[i], 1), [&](const at::Tensor& tensor) {
+        if (is_readable(tensor)) read.push_back(tensor);
+      });
+    }
+    return read;
+  }
+
+  /// Whether an input was not finite already, other than by a mask.
+  bool arrived(const std::vector<at::Tensor>& read, Anomaly& anomaly) {
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      const bool is_mask = memory_.find(read[i]) != nullptr;  // bad ones do not come here
+      if (anomaly.inputs[i].is_finite() || is_mask) continue;
+      anomaly.cause = AnomalyCause::arrived;
+      memory_.note(read[i], Memory::bad);
+    }
+    return anomaly.cause == AnomalyCause::arrived;
+  }
+
+  /// Whether there is nothing but -inf, which came as a scalar or is carried on.
+  static bool is_asked_for(const OpenOp& op, const std::vector<ValueRange>& outputs,
+                           const std::vector<ValueRange>& inputs) {
+    const auto is_mask = [](const ValueRange& range) {
+      return range.nans == 0 && range.infs == range.negative_infs;
+    };
+    if (!std::all_of(outputs.begin(), outputs.end(), is_mask)) return false;
+    bool is_told = false;
+    for (const c10::IValue& input : op.inputs) {
+      const double value = input.isDouble() ? input.toDouble() : 0;
+      is_told = is_told || (nonfinite_bits(value) && value < 0);
+    }
+    for (const ValueRange& input : inputs) {
+      if (!is_mask(input) || (!input.is_finite() && !input.parameter.empty())) return false;
+      is_told = is_told || !input.is_finite();
+    }
+    return is_told;
+  }
+
+  void find_cause(const OpenOp& op, Anomaly& anomaly) const {
+    const auto bad = std::find_if(anomaly.frame.outputs.begin(), anomaly.frame.outputs.end(),
+                                  [](const ValueRange& range) { return !range.is_finite(); });
+    const at::ScalarType wide = wider_dtype(bad->dtype);
+    auto outputs = run_again(op.handle, op.inputs, wide);
+    if (!outputs.has_value()) return;
+    anomaly.wide_dtype = wide;
+    anomaly.wide_outputs = std::move(*outputs);
+    if (!all_finite(anomaly.wide_outputs)) {
+      anomaly.cause = AnomalyCause::model;
+      return;
+    }
+    anomaly.cause = AnomalyCause::low_precision;
+    if (!anomaly.frame.is_backward() || options_.loss_scale == nullptr) return;
+    anomaly.loss_scale = options_.loss_scale();
+    double largest = 0;
+    for (const ValueRange& range : anomaly.wide_outputs) largest = std::max(largest, range.largest);
+    if (anomaly.loss_scale > 1 && largest / anomaly.loss_scale <= largest_of(bad->dtype)) {
+      anomaly.cause = AnomalyCause::loss_scale;
+    }
+  }
+
+  void add(Anomaly anomaly) {
+    anomaly.rank = options_.rank;
+    anomalies_.push_back(std::move(anomaly));
+  }
+
+  bool is_bad(const at::Tensor& tensor) const {
+    const Memory* const known = memory_.find(tensor);
+    return known != nullptr && *known == Memory::bad;
+  }
+
+  ParameterMemory parameters_;
+  AnomalyTraceOptions options_;
+  KnownMemory<Memory> memory_;
+  KnownMemory<double> lost_scalars_;  // what an op read that its dtype does not hold
+  std::deque<AnomalyFrame> frames_;
+  std::vector<Anomaly> anomalies_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,259 @@
+/// \file
+/// From what was seen to sentences: the doctor's findings on values, casts, ops and sizes.
+#pragma once
+
+#include <mezzo/autocast/cast_trace.h>
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/diagnose/detail/doctor_trace.h>
+#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/doctor.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/where.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// "a, b, c and 4 more"
+inline std::string some_of(const std::vector<std::string>& names) {
+  constexpr std::size_t kShown = 3;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    text += (i == 0 ? "" : ", ") + names[i];
+  }
+  return names.size() > kShown ? c10::str(text, " and ", names.size() - kShown, " more") : text;
+}
+
+inline void add_name(std::vector<std::string>& names, const std::string& name) {
+  if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+}
+
+/// "12.3 MiB"
+inline std::string bytes_text(std::int64_t bytes) {
+  constexpr std::array<const char*, 4> units = {" B", " KiB", " MiB", " GiB"};
+  std::size_t unit = 0;
+  auto number = static_cast<double>(bytes);
+  for (; number >= 1000 && unit + 1 < units.size(); ++unit) number /= 1024;
+  return digits(number) + units.at(unit);
+}
+
+inline const char* cpp_name(c10::DeviceType device) {
+  return device == c10::DeviceType::CPU ? "torch::kCPU" : "torch::kCUDA";
+}
+
+/// "float16, which ends at 65504"
+inline std::string end_of(at::ScalarType dtype) {
+  return c10::str(dtype_name(dtype), ", which ends at ", dtype == at::kHalf ? "65504" : "3.39e+38");
+}
+
+/// What the elements of a tensor are in a dtype.
+struct ValueCounts {
+  std::int64_t nans = 0;
+  std::int64_t infs = 0;
+  double largest = 0;     ///< magnitude, of those that are finite
+  double lost_share = 0;  ///< of those that are not zero
+
+  ValueCounts(const at::Tensor& tensor, at::ScalarType low) {
+    const auto wide = tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::Tensor values = tensor.detach().to(wide).abs();
+    if (values.numel() == 0) return;
+    const at::Tensor finite = values.isfinite();
+    const at::Tensor rest = at::where(finite, values, at::zeros({}, values.options()));
+    nans = values.isnan().sum().item<std::int64_t>();
+    infs = values.numel() - finite.sum().item<std::int64_t>() - nans;
+    largest = rest.max().item<double>();
+    const auto used = static_cast<double>(rest.count_nonzero().item<std::int64_t>());
+    const auto kept = static_cast<double>(rest.to(low).count_nonzero().item<std::int64_t>());
+    if (used > 0) lost_share = (used - kept) / used;
+  }
+};
+
+/// Tensors of a kind ("parameter", "buffer", "input") whose values a dtype does not hold.
+class JudgedTensors {
+ public:
+  JudgedTensors(const char* kind, bool is_cast) : kind_(kind), is_cast_(is_cast) {}
+
+  void add(const std::string& name, const at::Tensor& tensor, at::ScalarType low) {
+    if (!tensor.defined() || !tensor.is_floating_point()) return;
+    const ValueCounts counts(tensor, low);
+    // A mask of -inf is fine; a weight of inf is not.
+    if (counts.nans > 0 || (is_cast_ && counts.infs > 0)) bad_.push_back(name);
+    if (overflows(counts.largest, low)) {
+      large_.push_back(name);
+      largest_ = std::max(largest_, counts.largest);
+    }
+    constexpr double kNoticeable = 0.01;
+    if (is_cast_ && counts.lost_share > kNoticeable) {
+      lost_.push_back(name);
+      most_lost_ = std::max(most_lost_, counts.lost_share);
+    }
+  }
+
+  void tell(Diagnosis& diagnosis) const {
+    if (!bad_.empty()) {
+      diagnosis.findings.push_back({.severity = FindingSeverity::error,
+                                    .topic = FindingTopic::range,
+                                    .where = some_of(bad_),
+                                    .reason = c10::str("this ", kind_, " holds inf or NaN already"),
+                                    .remedy = "torch::load(model, \"earlier.pt\");"});
+    }
+    if (!large_.empty()) {
+      diagnosis.findings.push_back(
+          {.severity = is_cast_ ? FindingSeverity::error : FindingSeverity::warning,
+           .topic = FindingTopic::range,
+           .where = some_of(large_),
+           .reason = c10::str("this ", kind_, " holds ", digits(largest_), " in magnitude, beyond ",
+                              end_of(diagnosis.dtype), ": a cast makes it inf"),
+           .remedy =
+               "mask.clamp_min(-65504.0);  // or -inf, or bfloat16, whose range is float32's"});
+    }
+    if (!lost_.empty()) {
+      diagnosis.findings.push_back(
+          {.severity = most_lost_ > 0.1 ? FindingSeverity::warning : FindingSeverity::note,
+           .topic = FindingTopic::range,
+           .where = some_of(lost_),
+           .reason =
+               c10::str("a cast to ", dtype_name(diagnosis.dtype), " makes up to ",
+                        digits(100 * most_lost_, 2), " % of the values of this ", kind_, " 0"),
+           .remedy = c10::str(
+               "mezzo::AutocastGuard autocast({.device = ", cpp_name(diagnosis.device.type()),
+               ", .dtype = torch::kBFloat16});")});
+    }
+  }
+
+ private:
+  const char* kind_;
+  bool is_cast_;
+  std::vector<std::string> bad_, large_, lost_;
+  double largest_ = 0, most_lost_ = 0;
+};
+
+inline void add_weight_casts(Diagnosis& diagnosis, const std::vector<SeenWeight>& weights) {
+  std::int64_t cast = 0, again = 0, bytes = 0;
+  std::vector<std::string> names;
+  for (const SeenWeight& weight : weights) {
+    if (weight.casts == 0) continue;
+    ++cast;
+    bytes += weight.bytes;
+    if (weight.casts == 1) continue;
+    ++again;
+    names.push_back(weight.name);
+  }
+  if (cast == 0) return;
+  DoctorFinding finding{.severity = again > 0 ? FindingSeverity::warning : FindingSeverity::note,
+                        .topic = FindingTopic::weight_casts,
+                        .where = again > 0 ? some_of(names) : "(model)"};
+  finding.reason = c10::str(cast, " of ", weights.size(), " parameters are cast to ",
+                            dtype_name(diagnosis.dtype), " in every forward pass, ",
+                            bytes_text(bytes), " read and written");
+  if (again > 0) finding.reason += c10::str("; ", again, " of them more than once");
+  finding.remedy = "optimizer.publish_to(cache, " +
+                   std::string(diagnosis.dtype == at::kHalf ? "torch::kHalf" : "torch::kBFloat16") +
+                   ");  // cache = mezzo::install_op_overrides(mezzo::WeightCache())";
+  diagnosis.findings.push_back(std::move(finding));
+}
+
+/// Whether an op that autocast does not list computes in the wider dtype of its inputs. Those that
+/// write into their first input stay in its dtype, and norms take weights of another.
+inline bool promotes(const std::string& op) {
+  constexpr std::array<std::string_view, 10> names = {
+      "add", "sub", "rsub", "mul", "div", "where", "maximum", "minimum", "addcmul", "lerp"};
+  return std::find(names.begin(), names.end(), short_name(op)) != names.end();
+}
+
+/// Ops that autocast, or a float32 input beside a low one, makes run in float32.
+inline void add_float32_ops(Diagnosis& diagnosis, const std::vector<CastRecord>& records) {
+  struct Cost {
+    std::int64_t calls = 0, bytes = 0;
+    bool is_mixed = false;
+  };
+  std::map<std::string, Cost> costs;
+  std::int64_t all_bytes = 0;
+  for (const CastRecord& record : records) {
+    all_bytes += record.bytes;
+    const auto& inputs = record.inputs;
+    const bool was_low = std::find(inputs.begin(), inputs.end(), diagnosis.dtype) != inputs.end();
+    const bool is_mixed =
+        record.category == OpCategory::fallthrough || record.category == OpCategory::promote;
+    if (record.runs_in != at::kFloat || !was_low) continue;
+    if (record.category == OpCategory::fallthrough && !promotes(record.op)) continue;
+    Cost& cost = costs[record.op];
+    cost.calls += record.calls;
+    cost.bytes += record.bytes;
+    cost.is_mixed = is_mixed;
+  }
+  for (const auto& [op, cost] : costs) {
+    DoctorFinding finding{.topic = FindingTopic::float32_ops, .where = op};
+    finding.reason =
+        c10::str("runs in float32, ", cost.calls, cost.calls == 1 ? " call" : " calls");
+    if (cost.is_mixed) {
+      finding.reason +=
+          c10::str(": one of its inputs is float32, the other ", dtype_name(diagnosis.dtype));
+      finding.remedy = "x + y.to(x.scalar_type());  // where low precision is enough";
+    } else {
+      const double share =
+          all_bytes > 0 ? static_cast<double>(cost.bytes) / static_cast<double>(all_bytes) : 0;
+      finding.reason += c10::str("; its casts read and write ", bytes_text(cost.bytes), ", ",
+                                 digits(100 * share, 2), " % of all casts");
+      finding.remedy = "mezzo::install_op_overrides(mezzo::OpPolicy().allow(\"" + op +
+                       "\"));  // where its range is enough";
+    }
+    diagnosis.findings.push_back(std::move(finding));
+  }
+}
+
+/// Products with a weight by its sizes, and others by the size that is awkward.
+inline void add_dimensions(Diagnosis& diagnosis, const std::vector<SeenProduct>& products) {
+  std::map<std::pair<std::int64_t, std::int64_t>, std::vector<std::string>> by_weight;
+  std::map<std::int64_t, std::vector<std::string>> by_length;
+  for (const SeenProduct& product : products) {
+    const bool is_weight = product.n % 8 != 0 || product.k % 8 != 0;
+    if (product.is_of_weight && is_weight) {
+      add_name(by_weight[{product.k, product.n}], product.module);
+      continue;
+    }
+    for (const std::int64_t size : {product.m, product.n, product.k}) {
+      if (size % 8 != 0) add_name(by_length[size], product.module);
+    }
+  }
+  const auto up = [](std::int64_t size) { return (size + 7) / 8 * 8; };
+  const bool is_cuda = diagnosis.device.is_cuda();
+  const auto add = [&](const std::vector<std::string>& modules, const std::string& what,
+                       std::string remedy) {
+    diagnosis.findings.push_back(
+        {.severity = is_cuda ? FindingSeverity::warning : FindingSeverity::note,
+         .topic = FindingTopic::dimensions,
+         .where = some_of(modules),
+         .reason =
+             c10::str(what, ": ", is_cuda ? "" : "a GPU's ", "tensor cores take multiples of 8"),
+         .remedy = std::move(remedy)});
+  };
+  for (const auto& [size, modules] : by_weight) {
+    const auto [k, n] = size;
+    const std::string rest = n % 8 == 0 ? "" : c10::str("  // use .slice(-1, 0, ", n, ")");
+    add(modules, c10::str("its weight is ", k, " x ", n),
+        c10::str("torch::nn::Linear(", up(k), ", ", up(n), ");", rest));
+  }
+  for (const auto& [length, modules] : by_length) {
+    add(modules, c10::str("a product has a size of ", length),
+        c10::str("torch::constant_pad_nd(x, {0, 0, 0, ", up(length) - length,
+                 "});  // or batches and lengths of multiples of 8"));
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,270 @@
+/// \file
+/// From a model and a sample to a DoctorCase, and from a Diagnosis to a report.
+#pragma once
+
+#include <mezzo/diagnose/detail/doctor_run.h>
+#include <mezzo/diagnose/doctor.h>
+
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/instancenorm.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <iomanip>
+#include <memory>
+#include <ostream>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Those of a floating dtype, each once.
+class NamedOnce {
+ public:
+  void add(const std::string& name, const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_floating_point()) return;
+    if (known_.insert(tensor.unsafeGetTensorImpl()).second) tensors.emplace_back(name, tensor);
+  }
+
+  NamedTensors tensors;
+
+ private:
+  std::unordered_set<const c10::TensorImpl*> known_;  // tied weights have several names
+};
+
+/// The eps of a layer of libtorch's that has one.
+template <class... Layers>
+void add_eps(const std::string& name, const torch::nn::Module& module, const char* op,
+             std::vector<SeenConstant>& constants, at::ScalarType low) {
+  const auto add = [&](const auto* layer) {
+    if (layer == nullptr || !SeenConstant::is_worth_noting(layer->options.eps())) return;
+    constants.push_back({.op = op,
+                         .module = name,
+                         .value = layer->options.eps(),
+                         .dtype = low,
+                         .is_of_layer = true});
+  };
+  (add(module.as<Layers>()), ...);
+}
+
+inline void add_eps_of(const std::string& name, const torch::nn::Module& module,
+                       std::vector<SeenConstant>& constants, at::ScalarType low) {
+  namespace nn = torch::nn;
+  add_eps<nn::LayerNorm>(name, module, "layer_norm", constants, low);
+  add_eps<nn::GroupNorm>(name, module, "group_norm", constants, low);
+  add_eps<nn::BatchNorm1d, nn::BatchNorm2d, nn::BatchNorm3d>(name, module, "batch_norm", constants,
+                                                             low);
+  add_eps<nn::InstanceNorm1d, nn::InstanceNorm2d, nn::InstanceNorm3d>(name, module, "instance_norm",
+                                                                      constants, low);
+}
+
+inline DoctorCase case_of(const torch::nn::Module& model, at::ScalarType low) {
+  DoctorCase one;
+  NamedOnce parameters, buffers;
+  for (const auto& entry : model.named_parameters()) parameters.add(entry.key(), entry.value());
+  for (const auto& entry : model.named_buffers()) buffers.add(entry.key(), entry.value());
+  one.parameters = std::move(parameters.tensors);
+  one.buffers = std::move(buffers.tensors);
+  add_eps_of("(model)", model, one.constants, low);
+  for (const auto& entry : model.named_modules("", /*include_self=*/false)) {
+    add_eps_of(entry.key(), *entry.value(), one.constants, low);
+  }
+  return one;
+}
+
+inline DoctorCase case_of(const torch::jit::Module& model, c10::DeviceType device,
+                          at::ScalarType low) {
+  DoctorCase one;
+  NamedOnce parameters, buffers;
+  for (const auto& entry : model.named_parameters()) parameters.add(entry.name, entry.value);
+  for (const auto& entry : model.named_buffers()) buffers.add(entry.name, entry.value);
+  one.parameters = std::move(parameters.tensors);
+  one.buffers = std::move(buffers.tensors);
+  one.constants = ScriptConstants(model, device, low).found();
+  return one;
+}
+
+/// The first half of a batch; a tensor with another first dimension as it is.
+inline at::Tensor first_half(const at::Tensor& tensor, std::int64_t batch) {
+  const bool has_rows = tensor.defined() && tensor.dim() > 0 && tensor.size(0) == batch;
+  return has_rows ? tensor.narrow(0, 0, batch / 2) : tensor;
+}
+
+template <class T>
+inline constexpr bool kIsTuple = false;
+template <class... T>
+inline constexpr bool kIsTuple<std::tuple<T...>> = true;
+
+template <class Module, class Sample>
+std::vector<at::Tensor> outputs_of(Module& module, const Sample& sample) {
+  const auto call = [&module](const auto&... arguments) { return module.forward(arguments...); };
+  std::vector<at::Tensor> outputs;
+  const auto keep = [&outputs](const at::Tensor& tensor) { outputs.push_back(tensor); };
+  if constexpr (kIsTuple<Sample>) {
+    auto result = std::apply(call, sample);
+    for_each_tensor(result, keep);
+  } else {
+    auto result = call(sample);
+    for_each_tensor(result, keep);
+  }
+  return outputs;
+}
+
+inline std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
+  std::vector<at::Tensor> tensors;
+  value.visit([&tensors](const c10::IValue& inner) {
+    if (inner.isTensor()) tensors.push_back(inner.toTensor());
+    return false;
+  });
+  return tensors;
+}
+
+/// Breaks `text` before column 100; lines but the first begin at `indent`.
+inline void write_wrapped(std::ostream& stream, const std::string& text, std::size_t column,
+                          std::size_t indent) {
+  constexpr std::size_t kWidth = 100;
+  std::istringstream words(text);
+  bool is_first = true;
+  for (std::string word; words >> word; is_first = false) {
+    if (!is_first && column + 1 + word.size() > kWidth) {
+      stream << "\n" << std::string(indent, ' ');
+      column = indent;
+    } else if (!is_first) {
+      stream << ' ';
+      ++column;
+    }
+    stream << word;
+    column += word.size();
+  }
+  stream << "\n";
+}
+
+inline void write_finding(std::ostream& stream, const DoctorFinding& finding) {
+  constexpr std::size_t kIndent = 11;
+  stream << "  " << std::left << std::setw(kIndent - 2) << to_string(finding.severity)
+         << std::right;
+  write_wrapped(stream, finding.where + ": " + finding.reason, kIndent, kIndent);
+  if (finding.remedy.empty()) return;
+  stream << std::string(kIndent, ' ') << "> " << finding.remedy << "\n";  // to copy: not broken
+}
+
+inline void write_speeds(std::ostream& stream, const std::vector<DtypeSpeed>& speeds) {
+  if (speeds.empty()) return;
+  stream << "\nmatrix products on this machine\n";
+  for (const DtypeSpeed& speed : speeds) {
+    stream << "  " << std::left << std::setw(10) << speed.name << std::right << std::setw(10)
+           << digits(speed.gflops) << " GFLOP/s" << std::setw(8)
+           << digits(speed.gflops / speeds.front().gflops, 2) << " x float32   "
+           << (speed.native ? "native" : "emulated") << "\n";
+  }
+}
+
+inline void write_memory(std::ostream& stream, const Diagnosis& diagnosis) {
+  stream << "\nmemory with AdamW; " << bytes_text(diagnosis.free_bytes) << " are free\n"
+         << "  " << std::left << std::setw(20) << "weights" << std::right << std::setw(18)
+         << "bytes/parameter" << std::setw(14) << "all" << std::setw(14) << "a row" << std::setw(16)
+         << "largest batch"
+         << "\n";
+  for (const PolicyMemory& row : diagnosis.memory) {
+    const auto number = [](const auto& value, const auto& text) {
+      return value ? text(*value) : std::string("-");
+    };
+    stream << "  " << std::left << std::setw(20) << row.name << std::right << std::setw(18)
+           << digits(row.bytes_a_parameter) << std::setw(14) << bytes_text(row.bytes)
+           << std::setw(14) << number(row.bytes_a_sample, bytes_text) << std::setw(16)
+           << number(row.largest_batch, [](std::int64_t rows) { return std::to_string(rows); })
+           << "\n";
+  }
+}
+
+}  // namespace detail
+
+inline std::string_view to_string(FindingSeverity severity) {
+  constexpr std::array<std::string_view, 3> names = {"note", "warning", "error"};
+  return names.at(static_cast<std::size_t>(severity));
+}
+
+inline std::string_view to_string(FindingTopic topic) {
+  constexpr std::array<std::string_view, 7> names = {
+      "forward", "range", "hardware", "weight_casts", "float32_ops", "dimensions", "threads"};
+  return names.at(static_cast<std::size_t>(topic));
+}
+
+inline int Diagnosis::exit_status() const {
+  int status = 0;
+  for (const DoctorFinding& finding : findings) {
+    status = std::max(status, static_cast<int>(finding.severity));
+  }
+  return status;
+}
+
+inline std::ostream& operator<<(std::ostream& stream, const Diagnosis& diagnosis) {
+  std::array<int, 3> counts{};
+  for (const DoctorFinding& finding : diagnosis.findings) {
+    ++counts.at(static_cast<std::size_t>(finding.severity));
+  }
+  const auto counted = [](int count, const char* what) {
+    return c10::str(count, ' ', what, count == 1 ? "" : "s");
+  };
+  stream << "mezzo's doctor: " << diagnosis.parameters << " parameters on " << diagnosis.device
+         << ", looked at for " << detail::dtype_name(diagnosis.dtype) << ": "
+         << counted(counts[2], "error") << ", " << counted(counts[1], "warning") << ", "
+         << counted(counts[0], "note") << "\n";
+  if (!diagnosis.findings.empty()) stream << "\n";
+  for (const DoctorFinding& finding : diagnosis.findings) detail::write_finding(stream, finding);
+  detail::write_speeds(stream, diagnosis.speeds);
+  detail::write_memory(stream, diagnosis);
+  return stream;
+}
+
+template <DoctorsModel Model, class Sample>
+Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
+                   const DoctorOptions& options) {
+  const auto module = detail::module_pointer(model);
+  TORCH_CHECK(module != nullptr, "diagnose: the model is an empty holder; construct it first");
+  detail::DoctorCase one =
+      detail::case_of(*module, options.dtype.value_or(default_autocast_dtype(device.type())));
+  detail::for_each_tensor(sample, [&one](const at::Tensor& tensor) {
+    if (tensor.defined()) one.inputs.push_back(tensor);
+  });
+  one.forward = [&module, &sample, batch = one.batch()](bool half) {
+    if (!half) return detail::outputs_of(*module, sample);
+    return detail::outputs_of(*module, detail::map_tensors(sample, [batch](const at::Tensor& x) {
+      return detail::first_half(x, batch);
+    }));
+  };
+  return detail::Doctor(std::move(one), device, options).examine();
+}
+
+inline Diagnosis diagnose(torch::jit::Module model, std::vector<c10::IValue> sample,
+                          c10::Device device, const DoctorOptions& options) {
+  // What the interpreter runs is then the graph's own ops, and not what a second run fuses.
+  const torch::jit::GraphOptimizerEnabledGuard as_written(false);
+  detail::check_has_autocast(device.type());
+  detail::DoctorCase one = detail::case_of(
+      model, device.type(), options.dtype.value_or(default_autocast_dtype(device.type())));
+  for (const c10::IValue& argument : sample) {
+    for (const at::Tensor& tensor : detail::tensors_in(argument)) one.inputs.push_back(tensor);
+  }
+  if (!sample.empty()) {
+    one.forward = [&model, &sample, batch = one.batch()](bool half) {
+      std::vector<c10::IValue> arguments = sample;
+      for (c10::IValue& argument : arguments) {
+        if (half && argument.isTensor()) argument = detail::first_half(argument.toTensor(), batch);
+      }
+      return detail::tensors_in(model.forward(std::move(arguments)));
+    };
+  }
+  return detail::Doctor(std::move(one), device, options).examine();
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

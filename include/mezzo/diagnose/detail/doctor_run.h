@@ -1,0 +1,277 @@
+/// \file
+/// Runs a model under the doctor's eyes.
+#pragma once
+
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/cast_trace.h>
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/diagnose/detail/bench_scopes.h>
+#include <mezzo/diagnose/detail/doctor_constants.h>
+#include <mezzo/diagnose/detail/doctor_findings.h>
+#include <mezzo/diagnose/detail/doctor_machine.h>
+#include <mezzo/diagnose/detail/doctor_trace.h>
+#include <mezzo/diagnose/doctor.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A model as the doctor takes it, whatever it was.
+struct DoctorCase {
+  NamedTensors parameters, buffers;
+  std::vector<at::Tensor> inputs;       ///< the sample's tensors
+  std::vector<SeenConstant> constants;  ///< that are known without a run
+  /// Runs the sample, or the first half of its rows, and gives the outputs; null: there is none.
+  std::function<std::vector<at::Tensor>(bool half)> forward;
+
+  std::int64_t batch() const {
+    return inputs.empty() || inputs.front().dim() == 0 ? 0 : inputs.front().size(0);
+  }
+};
+
+/// Puts buffers and random generators back.
+class KeptBuffers {
+ public:
+  explicit KeptBuffers(const NamedTensors& buffers) {
+    for (const auto& [name, buffer] : buffers) kept_.emplace_back(buffer, buffer.detach().clone());
+    for (const at::Generator& generator : default_generators(CudaDevices::in_use)) {
+      random_.emplace_back(generator, state_of(generator));
+    }
+  }
+  ~KeptBuffers() { rewind(); }
+  KeptBuffers(const KeptBuffers&) = delete;
+  KeptBuffers& operator=(const KeptBuffers&) = delete;
+
+  void rewind() const {
+    const at::NoGradGuard no_grad;
+    for (const auto& [buffer, value] : kept_) buffer.copy_(value);
+    for (const auto& [generator, state] : random_) set_state(generator, state);
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
+  std::vector<std::pair<at::Generator, at::Tensor>> random_;
+};
+
+/// The sentence that matters of what a model threw.
+inline std::string first_line(const std::exception& thrown) {
+  const auto* const error = dynamic_cast<const c10::Error*>(&thrown);
+  std::string text = error != nullptr ? error->what_without_backtrace() : thrown.what();
+  const std::size_t cause = text.rfind("RuntimeError: ");  // TorchScript tells its stack first
+  if (cause != std::string::npos) text = text.substr(cause + 14);
+  return text.substr(0, text.find('\n'));
+}
+
+class Doctor {
+ public:
+  Doctor(DoctorCase one, c10::Device device, const DoctorOptions& options)
+      : case_(std::move(one)),
+        options_(options),
+        found_{.device = device,
+               .dtype = options.dtype.value_or(default_autocast_dtype(device.type()))} {
+    check_has_autocast(device.type());
+    TORCH_CHECK(autocast_accepts(device.type(), found_.dtype), "diagnose: dtype is ", found_.dtype,
+                "; use torch::kHalf or torch::kBFloat16");
+    TORCH_CHECK(!at::autocast::is_autocast_enabled(device.type()),
+                "diagnose: call it outside of Autocast regions, it opens its own");
+    TORCH_CHECK(!case_.parameters.empty(), "diagnose: the model has no parameters");
+    for (const auto& [name, parameter] : case_.parameters) {
+      TORCH_CHECK(parameter.device().type() == device.type(), "diagnose: parameter ", name,
+                  " is on ", parameter.device(), " and device is ", device,
+                  "; call model->to(device) first");
+      found_.parameters += parameter.numel();
+    }
+  }
+
+  Diagnosis examine() {
+    examine_machine(found_, options_.measure);
+    examine_values();
+    std::vector<SeenConstant> constants = case_.constants;
+    found_.memory = kept_weights();
+    if (case_.forward != nullptr) examine_forward(constants);
+    add_constants(found_, constants);
+    std::stable_sort(found_.findings.begin(), found_.findings.end(),
+                     [](const auto& a, const auto& b) { return a.severity > b.severity; });
+    return std::move(found_);
+  }
+
+ private:
+  /// What a forward pass came to.
+  struct Outcome {
+    std::string thrown;
+    bool finite = true;
+    std::optional<std::int64_t> bytes;
+  };
+
+  void examine_values() {
+    const at::NoGradGuard no_grad;
+    JudgedTensors parameters("parameter", true), buffers("buffer", false), inputs("input", false);
+    for (const auto& [name, tensor] : case_.parameters) parameters.add(name, tensor, found_.dtype);
+    for (const auto& [name, tensor] : case_.buffers) buffers.add(name, tensor, found_.dtype);
+    for (std::size_t i = 0; i < case_.inputs.size(); ++i) {
+      inputs.add(c10::str("input ", i), case_.inputs[i], found_.dtype);
+    }
+    for (const JudgedTensors* judged : {&parameters, &buffers, &inputs}) judged->tell(found_);
+  }
+
+  Outcome run(std::optional<at::ScalarType> low, bool half = false) {
+    Outcome outcome;
+    kept_.rewind();
+    memory_.restart();
+    try {
+      const AutocastGuard region({.device = found_.device.type(),
+                                  .dtype = low.value_or(found_.dtype),
+                                  .enabled = low.has_value(),
+                                  .cache = options_.cache,
+                                  .policy = options_.policy});
+      const std::vector<at::Tensor> outputs = case_.forward(half);
+      outcome.bytes = memory_.bytes();
+      const at::NoGradGuard no_grad;
+      for (const at::Tensor& output : outputs) {
+        if (output.defined() && output.is_floating_point()) {
+          outcome.finite &= output.isfinite().all().item<bool>();
+        }
+      }
+    } catch (const std::exception& thrown) {
+      outcome.thrown = first_line(thrown);
+    }
+    return outcome;
+  }
+
+  /// Whether the model is fine without low precision; if not there is nothing to compare with.
+  bool runs_in_float32(std::vector<SeenConstant>& constants) {
+    const Outcome outcome = first_run(std::nullopt, constants);
+    if (!outcome.thrown.empty()) return false;
+    if (!outcome.finite) {
+      tell_forward("the output has inf or NaN in float32 already: precision is not the cause",
+                   "torch::log(x.clamp_min(1e-6));  // look for a log of 0, a division by 0");
+    }
+    estimate_batch(outcome, std::nullopt, 0, 1);
+    exact_is_finite_ = outcome.finite;
+    return true;
+  }
+
+  void examine_forward(std::vector<SeenConstant>& constants) {
+    if (!runs_in_float32(constants)) return;
+    // The first run fills caches; what the second one does, every later one does.
+    const Outcome first = first_run(found_.dtype, constants);
+    if (first.thrown.empty()) {
+      if (!first.finite && exact_is_finite_) {
+        tell_forward(c10::str("the output has inf or NaN under autocast to ",
+                              dtype_name(found_.dtype), " and none in float32"),
+                     "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
+      }
+      estimate_batch(first, found_.dtype, 1, found_.memory.size());
+      trace(found_.dtype, constants);
+    } else if (found_.dtype == at::kHalf && run(at::kBFloat16).thrown.empty()) {
+      trace(at::kBFloat16, constants);  // which asks for the same casts, and gets to the end
+    }
+  }
+
+  /// If it throws, where, and with which constants before that.
+  Outcome first_run(std::optional<at::ScalarType> low, std::vector<SeenConstant>& constants) {
+    const DoctorTrace ops(case_.parameters);
+    Outcome outcome = run(low);
+    if (outcome.thrown.empty()) return outcome;
+    const std::string op = full_name(ops.last_op());
+    const std::string when =
+        low ? c10::str("under autocast to ", dtype_name(*low)) : "in float32 already";
+    const bool is_policys = low && !ops.last_op().name.ends_with('_');  // others it cannot name
+    tell_forward(c10::str("the forward pass throws ", when, ", in ", op, ": ", outcome.thrown),
+                 is_policys ? "mezzo::install_op_overrides(mezzo::OpPolicy().deny(\"" + op + "\"));"
+                            : c10::str("mezzo::AutocastGuard exact({.device = ",
+                                       cpp_name(found_.device.type()), ", .enabled = false});"),
+                 ops.place());
+    if (!low) constants = with_modules_of(constants, ops.constants());
+    return outcome;
+  }
+
+  void trace(at::ScalarType low, std::vector<SeenConstant>& constants) {
+    const CastTrace casts;
+    const DoctorTrace ops(case_.parameters);
+    run(low);
+    std::vector<SeenConstant> seen = ops.constants();
+    for (SeenConstant& constant : seen) {
+      if (constant.dtype == low) constant.dtype = found_.dtype;
+    }
+    constants = with_modules_of(constants, seen);
+    add_weight_casts(found_, ops.weights());
+    std::vector<CastRecord> records = casts.records();
+    for (CastRecord& record : records) {
+      std::replace(record.inputs.begin(), record.inputs.end(), low, found_.dtype);
+    }
+    add_float32_ops(found_, records);
+    add_dimensions(found_, ops.products());
+  }
+
+  void tell_forward(std::string reason, std::string remedy, std::string where = "(model)") {
+    found_.findings.push_back({.severity = FindingSeverity::error,
+                               .topic = FindingTopic::forward,
+                               .where = std::move(where),
+                               .reason = std::move(reason),
+                               .remedy = std::move(remedy)});
+  }
+
+  /// Ways to keep the weights, float32's first.
+  std::vector<PolicyMemory> kept_weights() const {
+    const std::string low(found_.dtype == at::kHalf ? "fp16" : "bf16");
+    std::vector<PolicyMemory> rows = {
+        {.name = "O0: float32", .bytes_a_parameter = 16},
+        {.name = "O1: autocast " + low, .bytes_a_parameter = 18},
+        {.name = "O2: " + low + " + masters", .bytes_a_parameter = 16},
+        {.name = "O3: " + low, .bytes_a_parameter = 8}};
+    if (found_.dtype == at::kBFloat16) {
+      rows.push_back({.name = "bf16 + split master", .bytes_a_parameter = 14});
+      rows.push_back({.name = "bf16, stochastic", .bytes_a_parameter = 8});
+    }
+    for (PolicyMemory& row : rows) {
+      row.bytes =
+          static_cast<std::int64_t>(row.bytes_a_parameter * static_cast<double>(found_.parameters));
+    }
+    return rows;
+  }
+
+  /// Of the rows [first, last), from what `whole` took and half of its batch takes.
+  void estimate_batch(const Outcome& whole, std::optional<at::ScalarType> low, std::size_t first,
+                      std::size_t last) {
+    const std::int64_t batch = case_.batch();
+    if (batch < 2 || !whole.bytes) return;
+    const Outcome half = run(low, /*half=*/true);
+    if (!half.thrown.empty() || !half.bytes) return;
+    const std::int64_t each = (*whole.bytes - *half.bytes) / (batch - batch / 2);
+    if (each <= 0) return;
+    std::int64_t own = 0;  // bytes that are not free because the weights are there
+    for (const auto& [name, parameter] : case_.parameters) {
+      own += static_cast<std::int64_t>(parameter.nbytes());
+    }
+    for (std::size_t i = first; i < last; ++i) {
+      PolicyMemory& row = found_.memory[i];
+      row.bytes_a_sample = each;
+      row.largest_batch = std::max<std::int64_t>(0, found_.free_bytes + own - row.bytes) / each;
+    }
+  }
+
+  DoctorCase case_;
+  DoctorOptions options_;
+  Diagnosis found_;
+  const at::AutoGradMode with_gradients_{true};  // which keep activations
+  PeakMemory memory_;
+  KeptBuffers kept_{case_.buffers};
+  bool exact_is_finite_ = true;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

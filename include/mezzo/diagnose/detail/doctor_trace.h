@@ -1,0 +1,294 @@
+/// \file
+/// What the ops of a forward pass tell the doctor: constants at the edge of a dtype, products of
+/// awkward sizes, and casts of weights.
+#pragma once
+
+#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_policy/trace_recorder.h>
+#include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/number_text.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Tensors with their names in a model.
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+/// A finite value as `dtype` holds it: inf where it is too large, 0 where it is too small.
+inline double rounded_to(double value, at::ScalarType dtype) {
+  const auto narrow = static_cast<float>(value);
+  if (dtype == at::kHalf) return static_cast<float>(c10::Half(narrow));
+  if (dtype == at::kBFloat16) return static_cast<float>(c10::BFloat16(narrow));
+  return dtype == at::kFloat ? narrow : value;
+}
+
+inline bool overflows(double value, at::ScalarType dtype) {
+  return !nonfinite_bits(value) && nonfinite_bits(rounded_to(value, dtype));
+}
+
+inline bool vanishes(double value, at::ScalarType dtype) {
+  return value != 0 && rounded_to(value, dtype) == 0;
+}
+
+/// "masked_fill" of "aten::masked_fill.Scalar"
+inline std::string short_name(const std::string& op) {
+  const std::size_t colons = op.rfind("::");
+  const std::string name = colons == std::string::npos ? op : op.substr(colons + 2);
+  return name.substr(0, name.find('.'));
+}
+
+/// A constant that half, the narrowest dtype, does not hold.
+struct SeenConstant {
+  std::string op;      ///< "aten::masked_fill.Scalar"; of an attribute its name
+  std::string module;  ///< where it is, as far as that is known
+  double value = 0;
+  at::ScalarType dtype = at::kFloat;  ///< that the op computes in
+  bool is_of_layer = false;           ///< an option of a layer of C++: its op alone reads it
+
+  bool operator==(const SeenConstant&) const = default;
+
+  static bool is_worth_noting(double value) {
+    return overflows(value, at::kHalf) || vanishes(value, at::kHalf);
+  }
+};
+
+/// A product with a size that is no multiple of 8.
+struct SeenProduct {
+  std::string module;
+  bool is_of_weight = false;  ///< whether the module's parameter is a factor, k x n
+  std::int64_t m = 0;         ///< rows; 8 of a convolution, which has none
+  std::int64_t n = 0;
+  std::int64_t k = 0;
+
+  bool operator==(const SeenProduct&) const = default;
+};
+
+/// Casts of one parameter.
+struct SeenWeight {
+  std::string name;
+  bool requires_grad = false;
+  std::int64_t casts = 0;
+  std::int64_t bytes = 0;  ///< read and written by them
+};
+
+/// Notes what this thread's ops do, while it lives. Modules of C++ have no hooks: an op belongs to
+/// the module whose parameter it reads, and one that reads none comes after the last that did.
+class DoctorTrace {
+ public:
+  explicit DoctorTrace(const NamedTensors& parameters) {
+    for (const auto& [name, parameter] : parameters) {
+      if (!parameter.has_storage()) continue;
+      known_.emplace(parameter.storage().unsafeGetStorageImpl(), weights_.size());
+      weights_.push_back({.name = name, .requires_grad = parameter.requires_grad()});
+    }
+    TORCH_CHECK(listener() == nullptr, "diagnose: this thread is within another diagnose");
+    listener() = this;
+    callback_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&DoctorTrace::start, &DoctorTrace::end)
+            .needsInputs(true)
+            .scopes({at::RecordScope::FUNCTION}));
+  }
+  ~DoctorTrace() {
+    at::removeCallback(callback_);
+    listener() = nullptr;
+  }
+  DoctorTrace(const DoctorTrace&) = delete;
+  DoctorTrace& operator=(const DoctorTrace&) = delete;
+
+  const std::vector<SeenConstant>& constants() const { return constants_; }
+  const std::vector<SeenProduct>& products() const { return products_; }
+  const std::vector<SeenWeight>& weights() const { return weights_; }
+
+  /// What is compared with inf or 0 in place of a constant comes out as it should.
+  static bool compares(std::string_view op) {
+    constexpr std::array<std::string_view, 6> names = {"aten::gt", "aten::ge", "aten::lt",
+                                                       "aten::le", "aten::eq", "aten::ne"};
+    return std::find(names.begin(), names.end(), op) != names.end();
+  }
+
+  /// The last op that the user called, and where: of a pass that threw the one that did.
+  const c10::OperatorName& last_op() const { return op_; }
+  std::string place() const {
+    if (owner_) return *owner_;
+    return last_ ? "after " + *last_ : "before the first layer";
+  }
+
+ private:
+  static DoctorTrace*& listener() {
+    static thread_local DoctorTrace* active = nullptr;
+    return active;
+  }
+
+  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
+    if (listener() != nullptr) listener()->enter(function);
+    return nullptr;
+  }
+
+  static void end(const at::RecordFunction& /*function*/, at::ObserverContext* /*context*/) {
+    if (listener() != nullptr) listener()->leave();
+  }
+
+  void enter(const at::RecordFunction& function) {
+    if (depth_++ == 0) owner_.reset();  // another op of the user's
+    const auto name = function.operator_name();
+    if (!name) return;
+    const OpArguments inputs = recorded_inputs(function);
+    note_owner(inputs);
+    if (depth_ == 1) op_ = *name;
+    if (name->name == "aten::_to_copy" && !inputs.empty()) note_cast(inputs[0]);
+    if (name->name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
+    note_product(name->name, inputs);
+    if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) note_constants(*op, inputs);
+  }
+
+  void leave() {
+    if (--depth_ < cast_depth_) cast_depth_ = 0;
+  }
+
+  std::optional<std::size_t> weight_in(const at::Tensor& tensor) const {
+    if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
+    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+    return found == known_.end() ? std::nullopt : std::optional(found->second);
+  }
+
+  void note_owner(OpArguments inputs) {
+    for_each_tensor(inputs, [this](const at::Tensor& tensor) {
+      if (const auto weight = weight_in(tensor)) {
+        owner_ = last_ = layer_name(weights_[*weight].name);
+      }
+    });
+  }
+
+  void note_cast(const c10::IValue& input) {
+    if (!input.isTensor()) return;
+    const auto weight = weight_in(input.toTensor());
+    if (!weight || cast_depth_ > 0) return;  // a cast is made of copies
+    cast_depth_ = depth_;
+    const at::Tensor& tensor = input.toTensor();
+    weights_[*weight].casts += 1;
+    weights_[*weight].bytes +=
+        tensor.numel() * static_cast<std::int64_t>(tensor.element_size() + 2);
+  }
+
+  void note_product(std::string_view op, OpArguments inputs) {
+    const bool adds = op == "aten::addmm" || op == "aten::baddbmm";
+    if (adds || op == "aten::mm" || op == "aten::bmm") {
+      note_factors(inputs[adds ? 1 : 0], inputs[adds ? 2 : 1]);
+    } else if (op == "aten::convolution") {
+      const at::Tensor& weight = inputs[1].toTensor();
+      note({.module = place(),
+            .is_of_weight = owner_.has_value(),
+            .m = 8,
+            .n = weight.size(0),
+            .k = weight.size(1)});
+    }
+  }
+
+  void note_factors(const c10::IValue& left, const c10::IValue& right) {
+    if (!left.isTensor() || !right.isTensor() || !left.toTensor().is_floating_point()) return;
+    note({.module = place(),
+          .is_of_weight = owner_.has_value(),
+          .m = left.toTensor().size(-2),
+          .n = right.toTensor().size(-1),
+          .k = left.toTensor().size(-1)});
+  }
+
+  void note(SeenProduct product) {
+    if (product.m % 8 == 0 && product.n % 8 == 0 && product.k % 8 == 0) return;
+    add_once(products_, std::move(product));
+  }
+
+  void note_constants(const c10::OperatorHandle& op, OpArguments inputs) {
+    if (compares(op.operator_name().name)) return;
+    const auto& arguments = op.schema().arguments();
+    for (std::size_t i = 0; i < std::min(arguments.size(), inputs.size()); ++i) {
+      const auto value = constant_in(inputs[i], arguments[i]);
+      if (!value || !SeenConstant::is_worth_noting(*value)) continue;
+      const auto dtype = computed_in(op, inputs);
+      if (!dtype) continue;
+      add_once(constants_, SeenConstant{.op = full_name(op_),  // the user's, whatever it is made of
+                                        .module = place(),
+                                        .value = *value,
+                                        .dtype = *dtype});
+    }
+  }
+
+  /// A number, or a tensor without dimensions on the CPU, which takes part as one.
+  static std::optional<double> constant_in(const c10::IValue& input,
+                                           const c10::Argument& argument) {
+    if (input.isDouble()) return input.toDouble();
+    if (input.isInt() && argument.type()->annotation_str().find("number") != std::string::npos) {
+      return static_cast<double>(input.toInt());
+    }
+    if (!input.isTensor() || !input.toTensor().defined()) return std::nullopt;
+    const at::Tensor& tensor = input.toTensor();
+    if (tensor.dim() != 0 || !tensor.is_cpu() || tensor.requires_grad()) return std::nullopt;
+    if (tensor.scalar_type() == at::kDouble) return *tensor.const_data_ptr<double>();
+    if (tensor.scalar_type() == at::kFloat) return *tensor.const_data_ptr<float>();
+    return std::nullopt;
+  }
+
+  /// The dtype in which the op meets its constants; none where it has no floating tensor.
+  static std::optional<at::ScalarType> computed_in(const c10::OperatorHandle& op,
+                                                   OpArguments inputs) {
+    const auto device = first_device(inputs);
+    if (!device) return std::nullopt;
+    std::optional<at::ScalarType> target;
+    if (is_policy_device(*device) && at::autocast::is_autocast_enabled(*device)) {
+      const OpCategory category = decided_category(op, *device).category;
+      const bool sets_dtype =
+          category == OpCategory::fp32_set_opt_dtype || category == OpCategory::fp32_append_dtype;
+      target = sets_dtype ? at::kFloat : cast_target(category, inputs, *device);
+    }
+    std::optional<at::ScalarType> dtype, of_scalars;  // tensors without dimensions give way
+    for_each_tensor(inputs, [&](const at::Tensor& tensor) {
+      const bool is_number = tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      if (!tensor.defined() || !tensor.is_floating_point() || is_number) return;
+      const auto own = target && is_eligible(tensor, *device) ? *target : tensor.scalar_type();
+      auto& known = tensor.dim() == 0 ? of_scalars : dtype;
+      known = known ? c10::promoteTypes(*known, own) : own;
+    });
+    return dtype ? dtype : of_scalars;
+  }
+
+  template <class T>
+  static void add_once(std::vector<T>& all, T one) {
+    if (std::find(all.begin(), all.end(), one) == all.end()) all.push_back(std::move(one));
+  }
+
+  std::unordered_map<const c10::StorageImpl*, std::size_t> known_;  // weight.t() shares it
+  std::vector<SeenWeight> weights_;
+  std::vector<SeenConstant> constants_;
+  std::vector<SeenProduct> products_;
+  std::optional<std::string> owner_;  // of the op that the user called
+  std::optional<std::string> last_;
+  c10::OperatorName op_{"", ""};
+  int depth_ = 0;
+  int cast_depth_ = 0;  // of the cast under way; 0: none
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,171 @@
+/// \file
+/// What tensors hold, and what an op would return in a wider type: for an AnomalyTrace.
+#pragma once
+
+#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
+#include <mezzo/diagnose/anomaly_trace.h>
+#include <mezzo/diagnose/overflow_report.h>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <ATen/ops/aminmax.h>
+#include <ATen/ops/where.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Whether a tensor has numbers that could be inf or NaN.
+inline bool is_readable(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_meta() || tensor.is_nested()) return false;
+  if (!tensor.is_floating_point() && !tensor.is_complex()) return false;
+  return tensor.is_sparse() ? tensor._nnz() > 0 : tensor.has_storage() && tensor.numel() > 0;
+}
+
+inline std::vector<at::Tensor> tensors_in(OpArguments values) {
+  std::vector<at::Tensor> tensors;
+  for_each_tensor(values, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  return tensors;
+}
+
+/// The magnitudes, in a type that has the functions below and holds them.
+inline at::Tensor magnitudes(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor;
+  const bool is_narrow = values.element_size() == 1;  // float8 has no arithmetic
+  return (is_narrow ? values.to(at::kFloat) : values).abs();
+}
+
+/// Counts what is not finite, and takes the range of the rest. A second read, of few tensors.
+inline void count_non_finite(const at::Tensor& tensor, ValueRange& range) {
+  const at::Tensor values = magnitudes(tensor);
+  const at::Tensor is_finite = values.isfinite();
+  const at::Tensor negative = tensor.is_complex()
+                                  ? values.ne(values)
+                                  : (tensor.is_sparse() ? tensor._values() : tensor) < 0;
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  const at::Tensor known =
+      stacked_on_host({values.isinf().sum().to(at::kDouble), values.isnan().sum().to(at::kDouble),
+                       values.isinf().logical_and(negative).sum().to(at::kDouble),
+                       at::where(is_finite, values, kInf).min().to(at::kDouble),
+                       at::where(is_finite, values, 0.0).max().to(at::kDouble)});
+  const double* const number = known.const_data_ptr<double>();
+  range.infs = static_cast<std::int64_t>(number[0]);
+  range.nans = static_cast<std::int64_t>(number[1]);
+  range.negative_infs = static_cast<std::int64_t>(number[2]);
+  range.smallest = nonfinite_bits(number[3]) ? 0 : number[3];
+  range.largest = number[4];
+}
+
+/// One range a tensor; those that are not readable have no sizes. Waits for the device once, and
+/// once more for each that is not finite.
+inline std::vector<ValueRange> value_ranges(const std::vector<at::Tensor>& tensors) {
+  std::vector<ValueRange> ranges(tensors.size());
+  std::vector<at::Tensor> ends;
+  for (const at::Tensor& tensor : tensors) {
+    if (!is_readable(tensor)) continue;
+    const auto [low, high] = at::aminmax(magnitudes(tensor));
+    ends.push_back(low.to(at::kDouble));
+    ends.push_back(high.to(at::kDouble));
+  }
+  if (ends.empty()) return ranges;
+  const at::Tensor known = stacked_on_host(std::move(ends));
+  const double* number = known.const_data_ptr<double>();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_readable(tensors[i])) continue;
+    ValueRange& range = ranges[i];
+    range.dtype = tensors[i].scalar_type();
+    range.sizes = tensors[i].sizes().vec();
+    range.smallest = *number++;
+    range.largest = *number++;
+    if (nonfinite_bits(range.largest)) count_non_finite(tensors[i], range);
+  }
+  return ranges;
+}
+
+inline bool all_finite(const std::vector<ValueRange>& ranges) {
+  for (const ValueRange& range : ranges) {
+    if (!range.is_finite()) return false;
+  }
+  return true;
+}
+
+/// The type that an op of this dtype runs again in.
+inline at::ScalarType wider_dtype(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline double largest_of(at::ScalarType dtype) {
+  double largest = std::numeric_limits<double>::max();
+  if (dtype == at::kHalf) largest = std::numeric_limits<c10::Half>::max();
+  if (dtype == at::kBFloat16) largest = std::numeric_limits<c10::BFloat16>::max();
+  if (dtype == at::kFloat) largest = std::numeric_limits<float>::max();
+  return largest;
+}
+
+/// An argument with its tensors copied in `wide`, and a dtype that it asks for widened.
+inline c10::IValue widened(const c10::IValue& value, const c10::Argument& argument,
+                           at::ScalarType wide) {
+  const auto copy = [wide](const at::Tensor& tensor) {
+    const bool widens = tensor.defined() && tensor.is_floating_point();
+    return widens ? tensor.detach().to(wide, /*non_blocking=*/false, /*copy=*/true) : tensor;
+  };
+  if (value.isTensor()) return copy(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(copy(tensor));
+    return list;
+  }
+  const c10::TypePtr& type = argument.real_type();
+  const auto* const optional = type->castRaw<c10::OptionalType>();
+  const c10::Type& inner = optional != nullptr ? *optional->getElementType() : *type;
+  const bool is_dtype = inner.kind() == c10::TypeKind::ScalarTypeType && value.isInt();
+  if (is_dtype && c10::isFloatingType(value.toScalarType())) return static_cast<int64_t>(wide);
+  return value;
+}
+
+/// What the op returns when it runs in `wide`, none where that cannot be tried. Random numbers are
+/// other ones, and those of the program stay as they were.
+inline std::optional<std::vector<ValueRange>> run_again(const c10::OperatorHandle& op,
+                                                        const std::vector<c10::IValue>& inputs,
+                                                        at::ScalarType wide) {
+  const c10::FunctionSchema& schema = op.schema();
+  const bool is_libtorchs = schema.name().starts_with("aten::");  // not a collective, say
+  if (!is_libtorchs || schema.arguments().size() != inputs.size()) return std::nullopt;
+  std::vector<std::pair<at::Generator, at::Tensor>> random;
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+    for (const at::Generator& generator : default_generators(CudaDevices::in_use)) {
+      random.emplace_back(generator, state_of(generator));
+    }
+  }
+  std::optional<std::vector<ValueRange>> ranges;
+  try {
+    torch::jit::Stack stack;
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      stack.push_back(widened(inputs[i], schema.arguments()[i], wide));
+    }
+    op.callBoxed(&stack);
+    const std::vector<at::Tensor> results = tensors_in(OpArguments(stack.data(), stack.size()));
+    if (!results.empty()) ranges = value_ranges(results);
+  } catch (const std::exception&) {  // an op that knows only the narrow type, say
+  }
+  for (const auto& [generator, state] : random) set_state(generator, state);
+  return ranges;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

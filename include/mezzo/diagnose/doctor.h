@@ -1,0 +1,142 @@
+/// \file
+/// What will low precision do to this model, on this machine? Looks at the hardware, the model's
+/// values and one traced forward pass, and says what to change, before a run is spent on it:
+///
+///     const auto diagnosis = mezzo::diagnose(model, batch.ids, torch::kCPU);
+///     std::cout << diagnosis;                            // a report for people
+///     return diagnosis.exit_status();                    // and a number for scripts
+///
+/// The command `mezzo-doctor model.pt` does it for a TorchScript file. docs/doctor.md has examples.
+#pragma once
+
+#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/model_list.h>
+#include <mezzo/base/version.h>
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/jit/api/module.h>
+
+#include <cstdint>
+#include <iosfwd>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+enum class FindingSeverity : std::uint8_t {
+  note,     ///< good to know
+  warning,  ///< costs speed, memory or digits
+  error,    ///< makes inf or NaN, or throws
+};
+
+/// "note", "warning", "error"
+std::string_view to_string(FindingSeverity severity);
+
+/// What a finding is about.
+enum class FindingTopic : std::uint8_t {
+  forward,       ///< the forward pass throws, or gives inf or NaN
+  range,         ///< a weight, buffer, input, constant or eps that the dtype does not hold
+  hardware,      ///< a dtype that this machine emulates, or is slow in
+  weight_casts,  ///< weights that autocast casts again and again
+  float32_ops,   ///< ops that run in float32 under autocast
+  dimensions,    ///< sizes that are no multiple of 8
+  threads,       ///< too many, too few, or a machine that is busy
+};
+
+/// "forward", "range", ...: the enumerator's own name.
+std::string_view to_string(FindingTopic topic);
+
+struct DoctorFinding {
+  FindingSeverity severity = FindingSeverity::note;
+  FindingTopic topic = FindingTopic::forward;
+  /// The module, parameter, buffer or op, by its name in the model; "after encoder.0" for an op
+  /// without parameters behind that module.
+  std::string where = {};
+  std::string reason = {};  ///< what was seen, with numbers, and why it matters
+  std::string remedy = {};  ///< a line of code; empty where there is nothing to do
+};
+
+/// How fast this machine multiplies matrices of a dtype.
+struct DtypeSpeed {
+  std::string name;     ///< "float32", "tf32", "bfloat16", "float16"
+  bool native = false;  ///< whether the hardware has instructions for it, as far as it tells
+  double gflops = 0;    ///< 10^9 additions and multiplications a second
+};
+
+/// What one way to keep the weights costs, with AdamW.
+struct PolicyMemory {
+  std::string name;
+  double bytes_a_parameter = 0;  ///< weight, gradient, optimizer state, copies that autocast reads
+  std::int64_t bytes = 0;        ///< of all parameters
+  /// What a forward pass keeps for the backward pass, for one row of the sample's first dimension.
+  std::optional<std::int64_t> bytes_a_sample = std::nullopt;
+  /// Rows that fit into the memory that is free now, beside the weights. An estimate: it knows
+  /// nothing of fragments and of what the loss takes.
+  std::optional<std::int64_t> largest_batch = std::nullopt;
+};
+
+/// All that was found.
+struct Diagnosis {
+  c10::Device device = c10::Device(c10::DeviceType::CPU);
+  at::ScalarType dtype = at::kBFloat16;  ///< that the model was looked at for
+  std::int64_t parameters = 0;           ///< elements of all parameters
+  std::int64_t free_bytes = 0;           ///< of the device's memory; of the CPU's what is available
+  std::vector<DtypeSpeed> speeds = {};   ///< float32 first; empty with `measure = false`
+  std::vector<PolicyMemory> memory = {};
+  std::vector<DoctorFinding> findings = {};  ///< the worst first
+
+  /// 0: nothing but notes. 1: a warning. 2: an error.
+  int exit_status() const;
+};
+
+/// A report for a terminal of 100 columns.
+inline std::ostream& operator<<(std::ostream& stream, const Diagnosis& diagnosis);
+
+struct DoctorOptions {
+  /// Half or bfloat16; unset: default_autocast_dtype(device).
+  std::optional<at::ScalarType> dtype = std::nullopt;
+  AutocastCache cache = {};  ///< as the training's regions have it
+  PolicyRef policy = {};     ///< likewise
+  bool measure = true;       ///< whether to time the hardware, which takes a second
+};
+
+/// A module holder, a std::shared_ptr to a torch::nn::Module, or a module that is a variable.
+template <class Model>
+concept DoctorsModel = detail::ModelHandle<std::remove_cvref_t<Model>> ||
+    detail::ModuleVariable<std::remove_reference_t<Model>>;
+
+/// Examines `model`: reads its parameters and buffers, runs `forward` on `sample` in float32 and
+/// under autocast, and on the first half of the rows, with gradients enabled but no backward pass.
+/// Nothing of it needs a GPU, and half can be examined on a CPU without instructions for it.
+///
+/// \param sample  what `forward` takes; a std::tuple where it takes several arguments. Its first
+///   tensor's first dimension counts as the batch
+/// \param device  where model and sample are
+///
+/// Parameters are only read; buffers and the default random generators are afterwards what they
+/// were. The model runs in the mode, `train()` or `eval()`, that it is in. What `forward` throws
+/// becomes a finding. Waits for the device. No other thread may use the model, or multiply
+/// matrices, meanwhile (MatmulPrecisionGuard).
+/// \throws c10::Error for a model without parameters or on another device, for a device or dtype
+///   that has no autocast, and inside of an autocast region
+template <DoctorsModel Model, class Sample>
+Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
+                   const DoctorOptions& options = {});
+
+/// The same for TorchScript, whose graph says more: constants are found with the name of the module
+/// that holds them.
+/// \param sample  the arguments of `forward`; none: nothing is run, and constants are judged by the
+///   op lists alone
+inline Diagnosis diagnose(torch::jit::Module model, std::vector<c10::IValue> sample,
+                          c10::Device device, const DoctorOptions& options = {});
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/diagnose/detail/doctor_impl.h>  // IWYU pragma: export

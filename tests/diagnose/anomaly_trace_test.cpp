@@ -1,0 +1,344 @@
+#include <torch/torch.h>
+
+#include <ATen/ThreadLocalState.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/diagnose/anomaly_trace.h>
+#include <mezzo/diagnose/telemetry.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using mezzo::Anomaly;
+using mezzo::AnomalyCause;
+using mezzo::AnomalyFrame;
+using mezzo::AnomalyTrace;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::SizeIs;
+
+using HalfAutocast = mezzo::Autocast<torch::kCPU, torch::kHalf>;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+/// Two layers with an activation between.
+torch::nn::Sequential traced_model() {
+  torch::manual_seed(0);
+  return torch::nn::Sequential(torch::nn::Linear(4, 8), torch::nn::ReLU(), torch::nn::Linear(8, 2));
+}
+
+TEST(AnomalyTrace, NamesTheOpTheModuleAndTheRangesOfAForwardOverflowInHalf) {
+  auto model = traced_model();
+  at::NoGradGuard no_grad;
+  model->named_parameters()["2.weight"].fill_(3e4);
+  AnomalyTrace trace(*model);
+  {
+    HalfAutocast autocast;
+    const auto& last = *model[2]->as<torch::nn::Linear>();
+    torch::linear(model[0]->as<torch::nn::Linear>()->forward(torch::full({3, 4}, 10.0F)),
+                  last.weight, last.bias);
+  }
+  const std::vector<Anomaly> anomalies = trace.anomalies();
+  ASSERT_THAT(anomalies, SizeIs(1)) << trace;
+  const Anomaly& first = anomalies[0];
+  EXPECT_EQ(first.frame.op, "aten::addmm");
+  EXPECT_EQ(first.frame.caller, "aten::linear");
+  EXPECT_EQ(first.frame.module, "2");
+  EXPECT_TRUE(first.frame.reads_module);
+  EXPECT_FALSE(first.frame.is_backward());
+  EXPECT_EQ(first.frame.outputs[0].dtype, torch::kHalf);
+  EXPECT_GT(first.frame.outputs[0].infs, 0);
+  ASSERT_THAT(first.inputs, SizeIs(3));
+  EXPECT_EQ(first.inputs[2].parameter, "2.weight");
+  EXPECT_NEAR(first.inputs[2].largest, 3e4, 20);
+  EXPECT_EQ(first.cause, AnomalyCause::low_precision);
+  EXPECT_EQ(first.wide_dtype, torch::kFloat);
+  EXPECT_GT(first.wide_outputs[0].largest, 65504);
+  EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to"));
+}
+
+/// The gradient of the second layer's input, 300 times the scale, is too large for half.
+void backward_in_half(torch::nn::Sequential& model, double scale) {
+  torch::Tensor loss;
+  {
+    HalfAutocast autocast;
+    loss = model->forward(torch::ones({3, 4})).to(torch::kFloat).sum();
+  }
+  (loss * scale).backward();
+}
+
+TEST(AnomalyTrace, TellsAnOverflowOfTheLossScaleFromOneOfTheModel) {
+  auto model = traced_model();
+  {
+    at::NoGradGuard no_grad;
+    model->named_parameters()["2.weight"].fill_(30);
+  }
+  for (const double scale : {2048.0, 1.0}) {
+    const double factor =
+        scale == 1 ? 2048 : 1;  // the same gradients, for which no scale is to blame
+    AnomalyTrace trace(*model, {.loss_scale = [&] { return scale; }});
+    backward_in_half(model, scale * factor);
+    const std::vector<Anomaly> anomalies = trace.anomalies();
+    ASSERT_FALSE(anomalies.empty()) << trace;
+    EXPECT_TRUE(anomalies[0].frame.is_backward());
+    EXPECT_EQ(anomalies[0].frame.op, "aten::mm");
+    EXPECT_EQ(anomalies[0].frame.node, "AddmmBackward0");
+    EXPECT_EQ(anomalies[0].frame.module, "2");
+    EXPECT_EQ(anomalies[0].loss_scale, scale);
+    EXPECT_EQ(anomalies[0].cause,
+              scale > 1 ? AnomalyCause::loss_scale : AnomalyCause::low_precision)
+        << trace;
+    EXPECT_NEAR(anomalies[0].wide_outputs[0].largest, 2048 * 60, 1);
+    if (scale > 1) {
+      EXPECT_THAT(anomalies[0].message(),
+                  HasSubstr("float16 would hold it without the loss scale of 2048"));
+    }
+  }
+}
+
+TEST(AnomalyTrace, KeepsTheFramesBeforeTheFirstAnomalyAndCallsWhatSpreadsNone) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model, {.frames = 2, .rank = 3});
+  torch::Tensor loss = model->forward(torch::ones({3, 4})).square().sum();
+  loss = (loss * 0).log() + loss;
+  loss.backward();
+  const std::vector<Anomaly> anomalies = trace.anomalies();
+  ASSERT_THAT(anomalies, SizeIs(2)) << trace;
+  EXPECT_EQ(anomalies[1].frame.node, "LogBackward0") << "1 / 0";
+  EXPECT_EQ(anomalies[0].frame.op, "aten::log");
+  EXPECT_EQ(anomalies[0].frame.module, "2");
+  EXPECT_FALSE(anomalies[0].frame.reads_module);
+  EXPECT_EQ(anomalies[0].cause, AnomalyCause::model) << "float64 has no log of 0 either";
+  EXPECT_EQ(anomalies[0].frame.outputs[0].negative_infs, 1);
+  EXPECT_THAT(anomalies[0].message(),
+              testing::StartsWith("rank 3, forward pass: aten::log, after 2 made float32 [] 1 inf. "
+                                  "It read float32 [] 0 to 0. In float64 it is not finite"));
+  const std::vector<AnomalyFrame> frames = trace.frames();
+  ASSERT_THAT(frames, SizeIs(2)) << trace;
+  EXPECT_EQ(frames[1].op, "aten::mul");
+  std::ostringstream text;
+  text << trace;
+  EXPECT_THAT(text.str(), HasSubstr("\nthe ops before the first, |x| from to:\n"));
+}
+
+TEST(AnomalyTrace, NamesTheModuleOfABackwardPassThatMakesNaN) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model);
+  const torch::Tensor hidden = model[0]->as<torch::nn::Linear>()->forward(torch::zeros({3, 4}));
+  (hidden - hidden.detach()).square().sum().sqrt().backward();  // 0 / 0
+  const std::vector<Anomaly> anomalies = trace.anomalies();
+  ASSERT_FALSE(anomalies.empty()) << trace;
+  EXPECT_TRUE(anomalies[0].frame.is_backward());
+  EXPECT_EQ(anomalies[0].frame.node, "SqrtBackward0");
+  EXPECT_EQ(anomalies[0].frame.module, "0");
+  EXPECT_EQ(anomalies[0].cause, AnomalyCause::model);
+}
+
+TEST(AnomalyTrace, NamesAParameterThatWasNotFiniteBefore) {
+  auto model = traced_model();
+  {
+    at::NoGradGuard no_grad;
+    model->named_parameters()["2.weight"][0][0] = -kInfinity;
+  }
+  AnomalyTrace trace(*model);
+  HalfAutocast autocast;
+  model->forward(torch::ones({3, 4})).sum().backward();
+  const std::vector<Anomaly> anomalies = trace.anomalies();
+  ASSERT_THAT(anomalies, SizeIs(1)) << trace;
+  EXPECT_EQ(anomalies[0].cause, AnomalyCause::arrived);
+  EXPECT_EQ(anomalies[0].frame.module, "2");
+  EXPECT_THAT(anomalies[0].message(), HasSubstr("The parameter 2.weight is not finite"));
+}
+
+TEST(AnomalyTrace, NamesABatchThatWasNotFiniteBefore) {
+  auto model = traced_model();
+  const torch::Tensor batch = torch::ones({3, 4});
+  batch[1][2] = kInfinity;
+  AnomalyTrace trace(*model);
+  model->forward(batch);
+  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::arrived);
+  EXPECT_THAT(trace.anomalies()[0].message(), HasSubstr("look at the batch"));
+}
+
+TEST(AnomalyTrace, TakesTheMaskOfAttentionForNoAnomaly) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model);
+  const torch::Tensor scores = torch::rand({4, 4});
+  const torch::Tensor mask = torch::full({4, 4}, -kInfinity).triu(1);
+  const torch::Tensor filled = scores.masked_fill(torch::eye(4) == 1, -kInfinity);
+  (scores + mask).softmax(-1);
+  filled.to(torch::kHalf).to(torch::kFloat).softmax(-1);
+  EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
+  torch::full({2, 2}, -kInfinity).softmax(-1);
+  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << "a row that is masked whole";
+  EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::_softmax");
+  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::model);
+}
+
+TEST(AnomalyTrace, NamesAnEpsThatHalfRoundsToZero) {
+  auto model = traced_model();
+  for (const double eps : {1e-12, 1e-6}) {
+    AnomalyTrace trace(*model);
+    const torch::Tensor values = torch::zeros({3, 4}, torch::kHalf);
+    values / (values.square() + eps);
+    if (eps > 1e-8) {
+      EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
+      continue;
+    }
+    ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+    EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::div");
+    EXPECT_EQ(trace.anomalies()[0].lost_scalar, eps);
+    EXPECT_THAT(trace.anomalies()[0].message(),
+                HasSubstr("An input was made with 1e-12, which float16 rounds to 0"));
+  }
+}
+
+TEST(AnomalyTrace, TakesGradientsOfTheStepBeforeForNoAnomaly) {
+  auto model = traced_model();
+  model->forward(torch::full({3, 4}, kInfinity)).sum().backward();
+  AnomalyTrace trace(*model);
+  for (const auto& parameter : model->parameters()) parameter.grad().norm();
+  model->zero_grad(/*set_to_none=*/false);
+  model->forward(torch::ones({3, 4})).sum().backward();
+  EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
+}
+
+TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model);
+  torch::full({2, 2}, -1e9).to(torch::kHalf);
+  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+  EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::_to_copy");
+  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::low_precision);
+  EXPECT_EQ(trace.anomalies()[0].wide_outputs[0].largest, 1e9);
+}
+
+TEST(AnomalyTrace, SeesWhatIsWrittenInPlaceAndReadsItAsItWasBefore) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model);
+  torch::Tensor values = torch::full({3}, 1e4, torch::kHalf);
+  values.mul_(50);
+  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+  EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::mul");
+  EXPECT_EQ(trace.anomalies()[0].frame.caller, "aten::mul_");
+  EXPECT_NEAR(trace.anomalies()[0].inputs[0].largest, 1e4, 10);
+  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::low_precision);
+  EXPECT_NEAR(trace.anomalies()[0].wide_outputs[0].largest, 5e5, 500);
+  values.add_(1);
+  EXPECT_THAT(trace.anomalies(), SizeIs(1)) << "it spreads";
+}
+
+TEST(AnomalyTrace, SeesAGradientThatNoOpMade) {
+  auto model = traced_model();
+  torch::Tensor bad = torch::ones({3, 2});
+  bad[2][1] = std::numeric_limits<float>::quiet_NaN();
+  AnomalyTrace trace(*model);
+  model->forward(torch::ones({3, 4})).backward(bad);
+  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::arrived);
+  EXPECT_EQ(trace.anomalies()[0].frame.module, "2");
+}
+
+TEST(AnomalyTrace, WatchesABackwardPassOnAThreadOfADevice) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model);
+  const torch::Tensor loss = model->forward(torch::ones({3, 4})).sum();
+  const torch::Tensor bad = (loss - loss.detach()).sqrt();
+  EXPECT_THAT(trace.anomalies(), IsEmpty());
+  EXPECT_FALSE(trace.saw_backward());
+  const at::ThreadLocalState state;  // as autograd hands it to its threads
+  std::thread([&] {
+    const at::ThreadLocalStateGuard guard(state);
+    bad.backward();
+  }).join();
+  EXPECT_TRUE(trace.saw_backward());
+  ASSERT_FALSE(trace.anomalies().empty()) << trace;
+  EXPECT_EQ(trace.anomalies()[0].frame.node, "SqrtBackward0");
+}
+
+TEST(AnomalyTrace, LeavesNumbersGradientsAndTheGeneratorAlone) {
+  auto model = traced_model();
+  const auto run = [&](bool is_watched) {
+    torch::manual_seed(7);
+    model->zero_grad();
+    std::optional<AnomalyTrace> trace;
+    if (is_watched) trace.emplace(*model);
+    torch::Tensor hidden = torch::dropout(model->forward(torch::ones({3, 4})), 0.5, true);
+    hidden = hidden + torch::dropout(hidden.to(torch::kHalf) * 60000, 0.9999, true).nan_to_num(0);
+    hidden.sum().backward();
+    std::vector<torch::Tensor> results{hidden, torch::rand({4})};
+    for (const auto& parameter : model->parameters()) results.push_back(parameter.grad().clone());
+    return results;
+  };
+  const auto plain = run(false);
+  const auto watched = run(true);
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(plain[i].equal(watched[i])) << i;
+}
+
+TEST(AnomalyTrace, IsNotThereBeforeAndAfter) {
+  auto model = traced_model();
+  ASSERT_FALSE(at::hasThreadLocalCallbacks());
+  {
+    AnomalyTrace trace(*model);
+    EXPECT_TRUE(at::hasThreadLocalCallbacks());
+    EXPECT_THAT([&] { AnomalyTrace second(*model); },
+                testing::ThrowsMessage<c10::Error>(HasSubstr("this thread has one already")));
+    EXPECT_TRUE(at::hasThreadLocalCallbacks());
+  }
+  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+}
+
+TEST(AnomalyWatch, WakesAfterSkipsInARowAndTellsOfOneStep) {
+  auto model = traced_model();
+  std::ostringstream out;
+  int heard = 0;
+  mezzo::Telemetry telemetry;
+  telemetry.write_to(mezzo::AnomalyWatch(
+      *model, {.skips_in_a_row = 2, .stream = &out, .callback = [&](const AnomalyTrace& trace) {
+                 ++heard;
+                 EXPECT_FALSE(trace.anomalies().empty());
+               }}));
+  mezzo::GradScaler scaler;
+  scaler.on_skip(nullptr);
+  mezzo::optim::SGD optimizer(model->parameters(), 0.1);
+  std::vector<int> watched;
+  for (int step = 1; step <= 8; ++step) {
+    if (at::hasThreadLocalCallbacks()) watched.push_back(step);
+    optimizer.zero_grad();
+    torch::Tensor loss = model->forward(torch::ones({3, 4})).square().sum();
+    if (step != 2) loss = loss / (loss - loss);
+    scaler.scale(loss).backward();
+    const auto result = scaler.step(optimizer);
+    scaler.update();
+    telemetry.record(result, loss);
+  }
+  EXPECT_THAT(watched, testing::ElementsAre(5)) << "skipped: 1, then 3 and 4";
+  EXPECT_EQ(heard, 1);
+  EXPECT_THAT(out.str(), testing::StartsWith("Traced a step after 2 skipped in a row: forward "
+                                             "pass: aten::div, after 2 made"));
+  std::ostringstream other;
+  mezzo::AnomalyWatch third(*model, {.skips_in_a_row = 1, .trace = {.rank = 3}, .stream = &other});
+  mezzo::TelemetryRecord record;
+  record.skipped = true;
+  third(record);
+  model->forward(torch::ones({3, 4})).sum().backward();
+  third(record);
+  EXPECT_EQ(other.str(), "") << "a rank that found nothing";
+  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_THAT([&] { mezzo::AnomalyWatch(*model, {.skips_in_a_row = 0}); },
+              testing::ThrowsMessage<c10::Error>(HasSubstr("skips_in_a_row is 0")));
+}
+
+}  // namespace

@@ -1,0 +1,43 @@
+/// What the blocks of docs/diagnosis.md share. See diagnosis_page.py.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <mezzo/diagnose.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
+#include "../support/scratch.h"
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <vector>
+
+/// A classifier with three batches, in a folder that goes with the test.
+class DiagnosisPage : public testing::Test {
+ protected:
+  struct Batch {
+    torch::Tensor x, y;
+  };
+
+  DiagnosisPage() {
+    torch::manual_seed(0);
+    for (int i = 0; i < 3; ++i) {
+      const torch::Tensor x = torch::randn({16, 8});
+      batches.push_back({x, x.slice(1, 0, 4).argmax(1)});
+    }
+    std::filesystem::current_path(scratch.path());
+  }
+  ~DiagnosisPage() override { std::filesystem::current_path(before); }
+
+  std::filesystem::path before = std::filesystem::current_path();
+  test_support::Scratch scratch;
+  torch::nn::Sequential model{torch::nn::Linear(8, 16), torch::nn::ReLU(),
+                              torch::nn::Linear(16, 4)};
+  mezzo::optim::AdamW optimizer{model->parameters()};
+  mezzo::GradScaler scaler;
+  torch::nn::CrossEntropyLoss criterion;
+  std::vector<Batch> batches;
+};

@@ -1,0 +1,109 @@
+#include <torch/script.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "../support/scratch.h"
+
+namespace {
+
+using testing::HasSubstr;
+
+/// mezzo-doctor, started by a shell.
+class DoctorCommand : public testing::Test {
+ protected:
+  struct Said {
+    int status = -1;
+    std::string out, err;
+  };
+
+  Said run(const std::string& arguments) const {
+    const std::string command = std::string("OMP_NUM_THREADS=1 ") + MEZZO_DOCTOR + " " + arguments +
+                                " > " + (scratch_.path() / "out").string() + " 2> " +
+                                (scratch_.path() / "err").string();
+    const int status = std::system(command.c_str());
+    return {.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1,
+            .out = test_support::bytes_of(scratch_.path() / "out"),
+            .err = test_support::bytes_of(scratch_.path() / "err")};
+  }
+
+  /// A TorchScript file whose one layer fills a mask with `fill`.
+  std::string model(const std::string& fill) const {
+    torch::jit::Module layer("Layer"), model("Model");
+    layer.register_parameter("weight", torch::ones({16, 16}), false);
+    layer.define("def forward(self, x):\n  y = torch.matmul(x, self.weight.t())\n" +
+                 ("  return y.masked_fill(y > 100, " + fill + ")\n"));
+    model.register_module("layer", layer);
+    model.define("def forward(self, x):\n  return self.layer.forward(x)\n");
+    const std::string path = (scratch_.path() / "model.pt").string();
+    model.save(path);
+    return path;
+  }
+
+  test_support::Scratch scratch_;
+};
+
+TEST_F(DoctorCommand, ReportsAndExitsByTheWorstFinding) {
+  const Said bad = run(model("-1e9") + " --input 8,16 --dtype fp16 --quick");
+  EXPECT_EQ(bad.status, 2) << bad.err;
+  EXPECT_THAT(bad.out, HasSubstr("  error    layer: masked_fill with -1e+09 computes in float16"));
+  const Said good = run(model("0.0") + " --input 8,16 --dtype bf16 --quick");
+  EXPECT_EQ(good.status, 0) << good.out << good.err;
+  EXPECT_THAT(good.out, HasSubstr("256 parameters on cpu, looked at for bfloat16: 0 errors"));
+}
+
+TEST_F(DoctorCommand, WritesJson) {
+  const Said said = run(model("-1e9") + " --input float32:8,16 --dtype fp16 --json");
+  EXPECT_EQ(said.status, 2);
+  const auto json = nlohmann::json::parse(said.out);
+  EXPECT_EQ(json.at("exit_status"), 2);
+  EXPECT_EQ(json.at("dtype"), "float16");
+  EXPECT_EQ(json.at("parameters"), 256);
+  EXPECT_GT(json.at("free_bytes"), 0);
+  EXPECT_EQ(json.at("findings").at(0).at("severity"), "error");
+  for (const auto& finding : json.at("findings")) {
+    for (const char* key : {"severity", "topic", "where", "reason", "remedy"}) {
+      EXPECT_TRUE(finding.at(key).is_string()) << key;
+    }
+  }
+  ASSERT_EQ(json.at("speeds").size(), 3);
+  EXPECT_EQ(json.at("speeds").at(0).at("dtype"), "float32");
+  EXPECT_EQ(json.at("memory").at(0).at("bytes"), 16 * 256);
+  EXPECT_TRUE(json.at("memory").at(1).at("largest_batch").is_null()) << "the pass in half threw";
+}
+
+TEST_F(DoctorCommand, TakesASampleThatTorchSaved) {
+  const auto path = (scratch_.path() / "batch.pt").string();
+  const auto bytes = torch::pickle_save(c10::ivalue::Tuple::create({torch::ones({8, 16})}));
+  test_support::put_bytes(path, {bytes.begin(), bytes.end()});
+  const Said said = run(model("0.0") + " --sample " + path + " --quick");
+  EXPECT_EQ(said.status, 0) << said.out << said.err;
+  EXPECT_EQ(said.out.find("Nothing was run"), std::string::npos);
+  EXPECT_THAT(run(model("0.0") + " --quick").out, HasSubstr("Nothing was run: give a sample"));
+}
+
+TEST_F(DoctorCommand, SaysWhatItCannotUse) {
+  const std::string path = model("0.0");
+  EXPECT_EQ(run("nowhere.pt").status, 3);
+  EXPECT_THAT(run("nowhere.pt").err, HasSubstr("nowhere.pt"));
+  test_support::put_bytes(scratch_.path() / "text.pt", "no TorchScript");
+  const Said text = run((scratch_.path() / "text.pt").string());
+  EXPECT_EQ(text.status, 3);
+  EXPECT_THAT(text.err, HasSubstr("mezzo-doctor: "));
+  const Said sizes = run(path + " --input 8x16");
+  EXPECT_EQ(sizes.status, 3);
+  EXPECT_THAT(sizes.err, HasSubstr("--input 8x16: give sizes like 8,128"));
+  EXPECT_THAT(run(path + " --input float8:8,16").err, HasSubstr("int64, int32 and bool"));
+  EXPECT_EQ(run("--help").status, 0);
+}
+
+}  // namespace

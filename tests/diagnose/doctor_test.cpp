@@ -1,0 +1,393 @@
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
+#include <mezzo/diagnose/doctor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../support/error_of.h"
+
+namespace {
+
+using mezzo::diagnose;
+using mezzo::Diagnosis;
+using mezzo::DoctorFinding;
+using mezzo::FindingSeverity;
+using mezzo::FindingTopic;
+using test_support::error_of;
+using testing::AllOf;
+using testing::Contains;
+using testing::Each;
+using testing::Field;
+using testing::HasSubstr;
+using testing::Not;
+
+const mezzo::DoctorOptions kInHalf{.dtype = torch::kHalf, .measure = false};
+const mezzo::DoctorOptions kInBfloat16{.dtype = torch::kBFloat16, .measure = false};
+
+auto finding(FindingSeverity severity, FindingTopic topic, const std::string& where,
+             const std::string& reason) {
+  return AllOf(Field("severity", &DoctorFinding::severity, severity),
+               Field("topic", &DoctorFinding::topic, topic),
+               Field("where", &DoctorFinding::where, where),
+               Field("reason", &DoctorFinding::reason, HasSubstr(reason)));
+}
+
+auto about(FindingTopic topic) { return Field("topic", &DoctorFinding::topic, topic); }
+
+/// One head of attention whose mask and eps are constants in `forward`.
+struct Attention : torch::nn::Module {
+  torch::nn::LayerNorm norm{torch::nn::LayerNormOptions({16}).eps(1e-12)};
+  torch::nn::Linear query{16, 16}, head{16, 8};
+  double fill = -1e9;
+
+  Attention() {
+    register_module("norm", norm);
+    register_module("query", query);
+    register_module("head", head);
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    const torch::Tensor q = query->forward(norm->forward(x));
+    torch::Tensor scores = torch::matmul(q, q.transpose(-1, -2));
+    scores = scores.masked_fill(scores > 1e6, fill);
+    const torch::Tensor mixed = torch::matmul(torch::softmax(scores, -1), q);
+    return head->forward(mixed / mixed.norm(2, {-1}, true).clamp_min(1e-12));
+  }
+};
+
+torch::Tensor rows(std::int64_t batch = 4) { return torch::randn({batch, 8, 16}); }
+
+TEST(Doctor, NamesAMaskThatHalfDoesNotHoldAndWhereItIs) {
+  Attention model;
+  const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, kInHalf);
+  EXPECT_THAT(
+      diagnosis.findings,
+      Contains(finding(FindingSeverity::error, FindingTopic::range, "after query",
+                       "masked_fill with -1e+09 computes in float16, which ends at 65504")));
+  EXPECT_THAT(diagnosis.findings,
+              Contains(finding(FindingSeverity::error, FindingTopic::forward, "after query",
+                               "throws under autocast to float16, in aten::masked_fill.Scalar")));
+  EXPECT_EQ(diagnosis.exit_status(), 2);
+}
+
+TEST(Doctor, HasNothingAgainstAMaskThatTheTypeHolds) {
+  Attention model;
+  model.fill = -std::numeric_limits<double>::infinity();
+  for (const auto& options : {kInHalf, kInBfloat16}) {
+    const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, options);
+    EXPECT_THAT(diagnosis.findings,
+                Each(Field(&DoctorFinding::severity, testing::Ne(FindingSeverity::error))));
+    EXPECT_THAT(diagnosis.findings,
+                Not(Contains(Field(&DoctorFinding::reason, HasSubstr("masked_fill")))));
+  }
+}
+
+TEST(Doctor, InBfloat16AMaskIsANote) {
+  Attention model;
+  EXPECT_THAT(diagnose(model, rows(), torch::kCPU, kInBfloat16).findings,
+              Contains(finding(FindingSeverity::note, FindingTopic::range, "after query",
+                               "masked_fill with -1e+09 holds in bfloat16; float16 would make")));
+}
+
+TEST(Doctor, TellsAnEpsThatIsLostFromOneThatANormAddsInFloat32) {
+  Attention model;
+  model.fill = 0;
+  const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, kInHalf);
+  EXPECT_THAT(diagnosis.findings,
+              Contains(finding(FindingSeverity::warning, FindingTopic::range, "after query",
+                               "clamp_min with 1e-12 computes in float16, whose smallest number")));
+  EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::note, FindingTopic::range,
+                                                   "norm", "layer_norm with 1e-12")));
+}
+
+TEST(Doctor, FindsTheEpsOfALayerThatTheSampleDoesNotReach) {
+  struct Unused : torch::nn::Module {
+    torch::nn::Linear used{8, 8};
+    torch::nn::BatchNorm1d idle{torch::nn::BatchNorm1dOptions(8).eps(1e-10)};
+    Unused() {
+      register_module("used", used);
+      register_module("idle", idle);
+    }
+    torch::Tensor forward(const torch::Tensor& x) { return used->forward(x); }
+  } model;
+  EXPECT_THAT(diagnose(model, torch::ones({8, 8}), torch::kCPU, kInHalf).findings,
+              Contains(finding(FindingSeverity::note, FindingTopic::range, "idle",
+                               "batch_norm with 1e-10")));
+}
+
+TEST(Doctor, NamesWeightsBuffersAndInputsThatTheTypeDoesNotHold) {
+  Attention model;
+  model.fill = 0;
+  model.register_buffer("bias", torch::full({3}, -1e9));
+  model.register_buffer("mask", torch::full({3}, -std::numeric_limits<float>::infinity()));
+  const torch::NoGradGuard no_grad;
+  model.head->weight[0][0] = std::numeric_limits<float>::infinity();
+  model.query->bias.fill_(1e5);
+  model.norm->bias.fill_(1e-9);
+  const auto all = diagnose(model, rows() * 1e6, torch::kCPU, kInHalf).findings;
+  const auto range = FindingTopic::range;
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::error, range, "head.weight",
+                                    "this parameter holds inf or NaN already")));
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::error, range, "query.bias",
+                                    "this parameter holds 1e+05 in magnitude")));
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, range, "norm.bias",
+                                    "makes up to 1e+02 % of the values of this parameter 0")));
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, range, "bias",
+                                    "this buffer holds 1e+09 in magnitude")));
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, range, "input 0", "this input")));
+}
+
+TEST(Doctor, TellsAFaultOfPrecisionFromOneOfTheModel) {
+  struct Large : torch::nn::Module {
+    torch::nn::Linear layer{8, 8};
+    bool takes_log = false;
+    Large() { register_module("layer", layer); }
+    torch::Tensor forward(const torch::Tensor& x) {
+      const torch::Tensor y = layer->forward(x);
+      return takes_log ? torch::log(y - y) / 0 : (y * 1000) * 1000;
+    }
+  } model;
+  const torch::Tensor x = torch::ones({8, 8});
+  EXPECT_THAT(diagnose(model, x, torch::kCPU, kInHalf).findings,
+              Contains(finding(FindingSeverity::error, FindingTopic::forward, "(model)",
+                               "inf or NaN under autocast to float16 and none in float32")));
+  EXPECT_THAT(diagnose(model, x, torch::kCPU, kInBfloat16).findings,
+              Not(Contains(about(FindingTopic::forward))));
+  model.takes_log = true;
+  EXPECT_THAT(diagnose(model, x, torch::kCPU, kInBfloat16).findings,
+              Contains(finding(FindingSeverity::error, FindingTopic::forward, "(model)",
+                               "in float32 already: precision is not the cause")));
+  EXPECT_THAT(diagnose(model, torch::ones({8, 9}), torch::kCPU, kInBfloat16).findings,
+              Contains(finding(FindingSeverity::error, FindingTopic::forward, "layer",
+                               "throws in float32 already, in aten::addmm")));
+}
+
+/// The weight is used twice, as nn::Linear uses it: through a view, which libtorch does not cache.
+struct Twice : torch::nn::Module {
+  torch::nn::Linear layer{torch::nn::LinearOptions(8, 8).bias(false)};
+  Twice() { register_module("layer", layer); }
+  torch::Tensor forward(const torch::Tensor& x) { return layer->forward(layer->forward(x)); }
+};
+
+TEST(Doctor, CountsWeightsThatAreCastAgainAndAgain) {
+  Twice model;
+  const auto casts = FindingTopic::weight_casts;
+  EXPECT_THAT(diagnose(model, torch::ones({8, 8}), torch::kCPU, kInBfloat16).findings,
+              Contains(finding(FindingSeverity::warning, casts, "layer.weight",
+                               "1 of 1 parameters are cast to bfloat16 in every forward pass, 768 "
+                               "B read and written; 1 of them more than once")));
+  mezzo::DoctorOptions cached = kInBfloat16;
+  cached.cache = mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
+  EXPECT_THAT(diagnose(model, torch::ones({8, 8}), torch::kCPU, cached).findings,
+              Not(Contains(about(casts))))
+      << "the cache holds the copy from the first run on";
+}
+
+TEST(Doctor, TellsOpsThatRunInFloat32AndWhatTheirCastsCost) {
+  Attention model;
+  model.fill = 0;
+  mezzo::DoctorOptions options = kInBfloat16;
+  options.policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::softmax.int"));
+  const auto all = diagnose(model, rows(), torch::kCPU, options).findings;
+  const auto softmax =
+      finding(FindingSeverity::note, FindingTopic::float32_ops, "aten::softmax.int",
+              "runs in float32, 1 call; its casts read and write 1.5 KiB");
+  EXPECT_THAT(all, Contains(softmax)) << "4 x 8 x 8 scores, 2 bytes read and 4 written";
+  EXPECT_THAT(diagnose(model, rows(), torch::kCPU, kInBfloat16).findings, Not(Contains(softmax)));
+}
+
+TEST(Doctor, NamesSizesThatAreNoMultipleOf8) {
+  torch::nn::Sequential model(torch::nn::Linear(16, 16), torch::nn::Linear(16, 9));
+  const auto all = diagnose(model, torch::ones({8, 16}), torch::kCPU, kInBfloat16).findings;
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::note, FindingTopic::dimensions, "1",
+                                    "its weight is 16 x 9")));
+  EXPECT_EQ(std::count_if(all.begin(), all.end(),
+                          [](const auto& f) { return f.topic == FindingTopic::dimensions; }),
+            1);
+  EXPECT_THAT(diagnose(model, torch::ones({5, 16}), torch::kCPU, kInBfloat16).findings,
+              Contains(finding(FindingSeverity::note, FindingTopic::dimensions, "0",
+                               "a product has a size of 5")));
+}
+
+TEST(Doctor, LeavesNoTrace) {
+  torch::nn::Sequential model(torch::nn::Linear(8, 8), torch::nn::BatchNorm1d(8),
+                              torch::nn::Dropout(0.5));
+  model->parameters()[0].mutable_grad() = torch::ones({8, 8});
+  const auto weight = model->parameters()[0];
+  const auto version = weight._version();
+  const torch::Tensor mean = model->buffers()[0].clone();
+  torch::manual_seed(7);
+  const torch::Tensor drawn = torch::rand({4});
+  torch::manual_seed(7);
+  const Diagnosis diagnosis =
+      diagnose(model, torch::randn({16, 8}, torch::kDouble).to(torch::kFloat), torch::kCPU,
+               {.dtype = torch::kBFloat16});
+  torch::manual_seed(7);
+  static_cast<void>(diagnose(model, torch::ones({16, 8}), torch::kCPU, kInBfloat16));
+  EXPECT_TRUE(torch::equal(torch::rand({4}), drawn));
+  EXPECT_TRUE(torch::equal(model->buffers()[0], mean));
+  EXPECT_EQ(weight._version(), version);
+  EXPECT_TRUE(torch::equal(weight.grad(), torch::ones({8, 8})));
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(torch::kCPU));
+  ASSERT_EQ(diagnosis.speeds.size(), 3);
+  EXPECT_EQ(diagnosis.speeds[0].name, "float32");
+  for (const auto& speed : diagnosis.speeds) EXPECT_GT(speed.gflops, 0) << speed.name;
+  EXPECT_THAT(diagnosis.findings, Contains(about(FindingTopic::hardware)));
+}
+
+TEST(Doctor, SaysWhatEachPolicyTakesAndHowManyRowsFit) {
+  Attention model;
+  model.fill = 0;
+  const Diagnosis diagnosis = diagnose(model, rows(64), torch::kCPU, kInBfloat16);
+  const std::int64_t parameters = 32 + 17 * 16 + 17 * 8;
+  EXPECT_EQ(diagnosis.parameters, parameters);
+  ASSERT_EQ(diagnosis.memory.size(), 6);
+  EXPECT_EQ(diagnosis.memory[0].bytes, 16 * parameters);
+  EXPECT_EQ(diagnosis.memory[4].name, "bf16 + split master");
+  EXPECT_EQ(diagnosis.memory[4].bytes, 14 * parameters);
+  EXPECT_GT(diagnosis.free_bytes, 1 << 20);
+  for (const auto& row : diagnosis.memory) {
+    // The norm's input and output are kept, 8 x 16 floats each; far less than 100 such.
+    EXPECT_GT(row.bytes_a_sample.value(), 2 * 8 * 16 * 2) << row.name;
+    EXPECT_LT(row.bytes_a_sample.value(), 100 * 8 * 16 * 4) << row.name;
+    EXPECT_NEAR(
+        static_cast<double>(row.largest_batch.value()),
+        static_cast<double>(diagnosis.free_bytes) / static_cast<double>(*row.bytes_a_sample), 100);
+  }
+  EXPECT_LT(diagnosis.memory[1].bytes_a_sample, diagnosis.memory[0].bytes_a_sample);
+}
+
+TEST(Doctor, TakesHoldersPointersAndSeveralArguments) {
+  struct TwoImpl : torch::nn::Module {
+    torch::nn::Linear layer{8, 8};
+    TwoImpl() { register_module("layer", layer); }
+    std::tuple<torch::Tensor, int> forward(const torch::Tensor& x, const torch::Tensor& y) {
+      return {layer->forward(x) + y, 3};
+    }
+  };
+  const auto pointer = std::make_shared<TwoImpl>();
+  const torch::nn::ModuleHolder<TwoImpl> holder(pointer);
+  const auto sample = std::make_tuple(torch::ones({8, 8}), torch::ones({8, 8}));
+  EXPECT_LT(diagnose(pointer, sample, torch::kCPU, kInBfloat16).exit_status(), 2);
+  EXPECT_LT(diagnose(holder, sample, torch::kCPU, kInBfloat16).exit_status(), 2);
+  EXPECT_LT(diagnose(*pointer, sample, torch::kCPU, kInBfloat16).exit_status(), 2);
+}
+
+/// The attention above as TorchScript: its mask is a constant of a graph two modules down.
+torch::jit::Module scripted() {
+  torch::jit::Module layer("Layer"), encoder("Encoder"), model("Model");
+  layer.register_parameter("weight", torch::randn({16, 16}), false);
+  layer.register_attribute("eps", c10::FloatType::get(), 1e-12);
+  layer.define(R"(
+    def forward(self, x):
+        q = torch.matmul(x, self.weight.t())
+        scores = torch.matmul(q, q.transpose(-1, -2))
+        scores = scores.masked_fill(scores > 1e6, -1e9)
+        mixed = torch.matmul(torch.softmax(scores, -1), q)
+        return mixed / mixed.norm(2, [-1], True).clamp_min(self.eps)
+  )");
+  encoder.register_module("layer", layer);
+  encoder.define("def forward(self, x):\n  return self.layer.forward(x)\n");
+  model.register_module("encoder", encoder);
+  model.define("def forward(self, x):\n  return self.encoder.forward(x)\n");
+  return model;
+}
+
+TEST(Doctor, NamesTheModuleThatHoldsAConstantOfTorchScript) {
+  const Diagnosis diagnosis = diagnose(scripted(), {rows()}, torch::kCPU, kInHalf);
+  const auto range = FindingTopic::range;
+  EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::error, range, "encoder.layer",
+                                                   "masked_fill with -1e+09 computes in float16")));
+  EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::warning, range, "encoder.layer",
+                                                   "clamp_min with 1e-12 computes in float16")));
+  EXPECT_THAT(diagnosis.findings,
+              Contains(finding(FindingSeverity::error, FindingTopic::forward, "after encoder.layer",
+                               "throws under autocast to float16")));
+  EXPECT_EQ(diagnosis.parameters, 256);
+  EXPECT_THAT(diagnosis.findings, Contains(about(FindingTopic::weight_casts)));
+}
+
+TEST(Doctor, ReadsTorchScriptWithoutASample) {
+  const Diagnosis diagnosis = diagnose(scripted(), {}, torch::kCPU, kInHalf);
+  EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::error, FindingTopic::range,
+                                                   "encoder.layer", "masked_fill with -1e+09")));
+  EXPECT_EQ(diagnosis.memory[0].bytes_a_sample, std::nullopt);
+}
+
+TEST(Doctor, CountsThreadsAndOtherPrograms) {
+  using mezzo::detail::thread_findings;
+  EXPECT_TRUE(thread_findings(4, 4, 4, 0.1).empty());
+  EXPECT_TRUE(thread_findings(4, 4, 16, 10).empty()) << "there are cores for all";
+  const auto many = thread_findings(8, 4, 4, 0);
+  ASSERT_EQ(many.size(), 1);
+  EXPECT_THAT(many[0], finding(FindingSeverity::warning, FindingTopic::threads, "cpu",
+                               "8 threads and this process 4 cores"));
+  EXPECT_EQ(many[0].remedy, "at::set_num_threads(4);  // or OMP_NUM_THREADS=4");
+  EXPECT_THAT(thread_findings(1, 2, 2, 0),
+              testing::ElementsAre(finding(FindingSeverity::note, FindingTopic::threads, "cpu",
+                                           "1 thread and this process 2 cores")));
+  EXPECT_THAT(thread_findings(4, 4, 4, 1.5),
+              testing::ElementsAre(finding(FindingSeverity::warning, FindingTopic::threads, "cpu",
+                                           "used 1.5 of 4 cores")));
+}
+
+TEST(Doctor, HoldsTheMeasuredSpeedAgainstFloat32s) {
+  Diagnosis diagnosis{.dtype = torch::kBFloat16};
+  const auto measured = [&](bool native, double gflops) {
+    diagnosis.speeds = {
+        {"float32", true, 100}, {"bfloat16", native, gflops}, {"float16", false, 1}};
+    return mezzo::detail::hardware_finding(diagnosis);
+  };
+  EXPECT_THAT(measured(true, 210), finding(FindingSeverity::note, FindingTopic::hardware, "cpu",
+                                           "bfloat16 run at 2.1 times float32's speed"));
+  EXPECT_THAT(measured(true, 90), finding(FindingSeverity::warning, FindingTopic::hardware, "cpu",
+                                          "a larger batch may gain more"));
+  EXPECT_THAT(measured(false, 40), finding(FindingSeverity::warning, FindingTopic::hardware, "cpu",
+                                           "autocast saves memory here and no time"));
+}
+
+TEST(Doctor, PrintsTheWorstFirstWithinTheWidthOfATerminal) {
+  Attention model;
+  std::ostringstream out;
+  out << diagnose(model, rows(), torch::kCPU, kInHalf);
+  const std::string text = out.str();
+  EXPECT_THAT(text, HasSubstr("parameters on cpu, looked at for float16: 2 errors, "));
+  EXPECT_LT(text.find("  error "), text.find("  warning "));
+  EXPECT_LT(text.find("  warning "), text.find("  note "));
+  EXPECT_THAT(text, HasSubstr("> scores.masked_fill(mask, -std::numeric_limits<float>::infinity"));
+  EXPECT_THAT(text, HasSubstr("O2: fp16 + masters"));
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    const bool is_code = line.find("> ") != std::string::npos;
+    EXPECT_TRUE(is_code || line.size() <= 100) << line;
+  }
+}
+
+TEST(Doctor, SaysWhatItCannotExamine) {
+  Attention model;
+  EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kMeta); }),
+              HasSubstr("device: no autocast on meta"));
+  EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kCUDA); }),
+              HasSubstr("norm.weight is on cpu and device is cuda; call model->to(device) first"));
+  EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kCPU, {.dtype = torch::kFloat}); }),
+              HasSubstr("dtype is Float; use torch::kHalf or torch::kBFloat16"));
+  torch::nn::Sequential empty{torch::nn::ReLU()};
+  EXPECT_THAT(error_of([&] { diagnose(empty, rows(), torch::kCPU); }),
+              HasSubstr("the model has no parameters"));
+  const mezzo::Autocast<torch::kCPU> autocast;
+  EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kCPU); }),
+              HasSubstr("outside of Autocast regions"));
+}
+
+}  // namespace
