@@ -38,7 +38,7 @@ CHANGES = [
     ("summary: the tail after the packs", "cuda/gradient_summary.cuh", "i < count; i += threads) visit",
      "i < 0; i += threads) visit"),
     ("summary: four packs at once beyond the end", "cuda/gradient_summary.cuh",
-     "i + int64_t{kAtOnce - 1} * threads < packs", "i < packs"),
+     "i + int64_t{kPacksAtOnce - 1} * threads < packs", "i < packs"),
     ("summary: unaligned taken for aligned", "cuda/gradient_summary.cuh", "% sizeof(Pack) == 0", "% 1 == 0"),
     ("summary: squares that no float holds", "cuda/gradient_summary.cuh", "sum >= 0x1p-102F && sum <= 0x1p127F",
      "true"),
@@ -83,7 +83,7 @@ def main():
     output = re.search(r" -o (\S+)", unit["command"]).group(1)
     program = re.search(r" -o (\S+)", link).group(1)
     unnoticed = []
-    for name, file, text in changes(source):
+    for name, file, text in list(changes(source)):  # each is there, before hours of compiling
         if wanted not in name:
             continue
         with tempfile.TemporaryDirectory() as folder:
