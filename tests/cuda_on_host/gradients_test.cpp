@@ -9,6 +9,7 @@
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
+#include <mezzo/kernels/cuda/gradient_summary.cuh>
 
 #include <cmath>
 #include <cstdint>
@@ -68,12 +69,16 @@ std::vector<at::Tensor> many_gradients(int count) {
 
 at::Tensor scalar(double value) { return at::full({}, value, at::kFloat); }
 
-// How far two sums of `count` squares, each in double and in any order, can lie apart: each differs
-// from the true sum by less than gamma(count) of it, gamma(n) = n u / (1 - n u), and multiplying by
-// the factor twice rounds twice.
+// How far the device's sum of `count` squares and the CPU's can lie apart. The CPU adds squares in
+// double: in any order its sum differs from the true one by less than gamma(count, 2^-53) of it,
+// where gamma(n, u) = n u / (1 - n u). The device adds up to 32 of them in float first, gamma(32,
+// 2^-24), and those sums in double. Multiplying by the factor twice rounds twice, on either side.
+double gamma(double n, double u) { return n * u / (1 - n * u); }
+
 double sum_bound(int64_t count) {
-  const double n = static_cast<double>(count + 2) * 0x1p-53;
-  return 2 * n / (1 - n);
+  const double in_double = gamma(static_cast<double>(count + 2), 0x1p-53);
+  const double in_float = gamma(mezzo::detail::cuda::kSquaresInFloat, 0x1p-24);
+  return in_double + (1 + in_float) * (1 + in_double) - 1;
 }
 
 int64_t elements_of(const std::vector<at::Tensor>& gradients) {
@@ -196,6 +201,22 @@ TEST_F(GradientsOnHost, SummariesOverDtypesTailsAndLayouts) {
   }
   expect_same_summary({}, 1.0F);
   expect_same_statistics({at::empty({0})}, 1.0F, at::kHalf);
+}
+
+// Squares that a float has no room for, beside such as it has: each pack's way is its own.
+TEST_F(GradientsOnHost, SummariesOfVeryLargeAndVerySmallNumbers) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    const double most = dtype == at::kHalf ? 6e4 : 3e38;
+    const double least = dtype == at::kHalf ? 6e-8 : 1e-38;
+    for (const double magnitude : {most, 1e18, 1e-15, 1e-19, 1e-23, least, least / 64, 0.0}) {
+      if (magnitude > most) continue;
+      const at::Tensor alone = at::randn({20003}, at::kDouble).clamp(-1, 1).mul(magnitude);
+      at::Tensor mixed = alone.clone();
+      mixed.slice(0, 0, 20003, 37).fill_(1e-3);
+      expect_same_summary({alone.to(dtype), mixed.to(dtype)}, 1.0F);
+      expect_same_summary({alone.to(dtype)}, 1.0F);
+    }
+  }
 }
 
 TEST_F(GradientsOnHost, SummariesOfMoreTensorsThanATableHolds) {

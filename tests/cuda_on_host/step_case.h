@@ -314,9 +314,10 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
 }
 
 /// What `weights` may differ by where two trust ratios, of norms that were summed in other orders,
-/// do. Each of the four sums is within gamma(n) of the true one, gamma(n) = n u / (1 - n u), u =
-/// 2^-53, so the ratios, of square roots, within 2 gamma(n) and three roundings each. The rate is
-/// rounded to what is computed in; the weight, which it moved from `before`, to what is stored.
+/// do. Each of the four sums is within gamma(n, u) of the true one, gamma(n, u) = n u / (1 - n u),
+/// u = 2^-53, but that the device adds the squares of up to 8 floats in float first, gamma(8,
+/// 2^-24). So the ratios, of square roots, are within twice that and three roundings each. The rate
+/// is rounded to what is computed in; the weight, which it moved from `before`, to what is stored.
 inline at::Tensor trust_bound(const StepParameters& expected, const StepParameters& before,
                               std::size_t i) {
   const at::Tensor weights = expected.weights(i);
@@ -324,6 +325,7 @@ inline at::Tensor trust_bound(const StepParameters& expected, const StepParamete
   const double n = static_cast<double>(weights.numel()) * u;
   const auto dtype = expected.storage().parameter;
   const bool is_split = expected.storage().weights == WeightStorage::split_master;
+  const double in_float = dtype == at::kDouble ? 0.0 : 8 * 0x1p-24;
   const double compute = dtype == at::kDouble ? 0x1p-52 : 0x1p-23;
   const double store = dtype == at::kDouble              ? 0x1p-52
                        : dtype == at::kFloat || is_split ? 0x1p-23
@@ -331,7 +333,8 @@ inline at::Tensor trust_bound(const StepParameters& expected, const StepParamete
                                                          : 0x1p-7;
   const double smallest = dtype == at::kHalf ? 0x1p-24 : 0x1p-126;
   const at::Tensor moved = (weights - before.weights(i)).abs() + weights.abs() * store;
-  return moved * (4 * n / (1 - n) + 6 * u + compute) + weights.abs() * store + smallest;
+  return moved * (4 * n / (1 - n) + 2 * in_float / (1 - in_float) + 6 * u + compute) +
+         weights.abs() * store + smallest;
 }
 
 /// The first stream that is not what it should be, in words; empty where all are.

@@ -10,10 +10,18 @@
 #include <cmath>
 #include <cstdint>
 
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
 // How each dtype is stored, and how it is computed with. Everything is written for one lane or
 // many: `Bits` is an unsigned integer and `Value` a float of the same width, or vectors of such.
 // Vectors are passed by reference, for a 64-byte vector by value has another ABI in each
 // translation unit.
+//
+// A GPU converts half and bfloat16 by its own instructions, to the same bits but for the payload of
+// a NaN.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -59,16 +67,20 @@ struct FloatFormat<c10::BFloat16> {
   }
   template <class ValueLanes, class BitLanes>
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void narrow(const ValueLanes& value, BitLanes& bits) {
+#ifdef __CUDA_ARCH__
+    bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+#else
     BitLanes wide;
     reinterpret_bits(value, wide);
     const BitLanes rounded = (wide + 0x7FFFU + ((wide >> 16) & 1U)) >> 16;
     const BitLanes quiet_nan = (wide >> 16) | 0x40U;
     bits = (wide & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : rounded;
+#endif
   }
 };
 
-/// IEEE half, by integers and one float addition: no subnormal float is ever touched, so that it is
-/// exact under flush-to-zero too, and needs no instruction that a CPU may lack.
+/// IEEE half; on the CPU by integers and one float addition: no subnormal float is ever touched, so
+/// that it is exact under flush-to-zero too, and needs no instruction that a CPU may lack.
 template <>
 struct FloatFormat<c10::Half> {
   using Value = float;
@@ -79,6 +91,9 @@ struct FloatFormat<c10::Half> {
 
   template <class BitLanes, class ValueLanes>
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void widen(const BitLanes& bits, ValueLanes& value) {
+#ifdef __CUDA_ARCH__
+    value = __half2float(__ushort_as_half(static_cast<Stored>(bits)));
+#else
     const BitLanes magnitude = bits & 0x7FFFU;
     const BitLanes normal = (magnitude << 13) + 0x38000000U;     // rebias the exponent by 127 - 15
     const BitLanes nonfinite = (magnitude << 13) + 0x70000000U;  // all exponent bits stay set
@@ -92,9 +107,13 @@ struct FloatFormat<c10::Half> {
     wide = magnitude < 0x0400U ? subnormal : wide;
     wide = wide | ((bits & 0x8000U) << 16);
     reinterpret_bits(wide, value);
+#endif
   }
   template <class ValueLanes, class BitLanes>
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void narrow(const ValueLanes& value, BitLanes& bits) {
+#ifdef __CUDA_ARCH__
+    bits = __half_as_ushort(__float2half_rn(value));
+#else
     BitLanes wide;
     reinterpret_bits(value, wide);
     const BitLanes magnitude = wide & 0x7FFFFFFFU;
@@ -109,6 +128,7 @@ struct FloatFormat<c10::Half> {
     narrow = magnitude >= 0x47800000U ? (narrow & 0U) + kExponent : narrow;  // 65536 and more
     narrow = magnitude > 0x7F800000U ? (narrow & 0U) + 0x7E00U : narrow;     // NaN
     bits = narrow | ((wide >> 16) & 0x8000U);
+#endif
   }
 };
 

@@ -124,9 +124,11 @@ inline AtenCounts count_with_aten(const std::vector<at::Tensor>& gradients,
 /// What one read of the gradients of one device gives; one-element tensors on that device. All is
 /// said of the gradients times inv_scale.
 struct GradientSummary {
-  at::Tensor found_inf;       ///< float: 1 if a product is inf or NaN, else 0
-  at::Tensor sum_of_squares;  ///< double; when found_inf is 1, inf or NaN
-  at::Tensor max_abs;         ///< double: the largest magnitude; NaN if there is a NaN
+  at::Tensor found_inf;  ///< float: 1 if a product is inf or NaN, else 0
+  /// Double; when found_inf is 1, inf or NaN. CUDA's kernels add up to 32 squares of floats and
+  /// halves in float before they add in double, so that it is within 2e-6 of itself there.
+  at::Tensor sum_of_squares;
+  at::Tensor max_abs;  ///< double: the largest magnitude; NaN if there is a NaN
 };
 
 /// What a richer read gives.

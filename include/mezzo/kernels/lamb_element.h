@@ -131,12 +131,14 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
   using Base = StepBody<Parameter, Gradient, LambRule, Weights, Lanes>;
   using typename Base::GradientLanes;
   using typename Base::MomentLanes;
-  using typename Base::Scalar;
 
  public:
   using Base::Base;
+  using Base::update_average;
+  using Base::write_copy;
   using typename Base::Bits;
   using typename Base::Place;
+  using typename Base::Scalar;
   using typename Base::Value;
 
   /// Reads the gradient and the moments, and writes the moments; `parameter` and `update` are what
@@ -168,9 +170,16 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
   /// Reads the moments and moves the parameter, by the coefficients that `adapt` was called of.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void move(const Place& place, const Bits& numbers,
                                               const RandomKey& key) const {
+    Value parameter;
+    move(place, numbers, key, parameter);
+    Base::write_beside(place, parameter);
+  }
+
+  /// The same without what is kept beside `parameter`, the new one before it was rounded.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void move(const Place& place, const Bits& numbers,
+                                              const RandomKey& key, Value& parameter) const {
     Value moments[LambRule::kMoments];
     Base::read_moments(place, moments);
-    Value parameter;
     Base::read_parameter(place, parameter);
     Value update;
     Base::update_.aim(parameter, moments, update);
@@ -182,7 +191,6 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     } else {
       Base::write_parameter(place, parameter);
     }
-    if (place.has_average) Base::update_average(parameter, place.average);
   }
 };
 

@@ -51,6 +51,7 @@ class StepBody {
   using Place = StepPlace<Parameter, Gradient, Rule, Weights, Lanes>;
   using Value = typename Lanes::Value;
   using Bits = typename Lanes::Bits;
+  using Scalar = typename Lanes::Format::Value;
   static constexpr bool kIsSplit = std::is_same_v<Weights, SplitWeights>;
   static constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
   /// The low-precision copy of a parameter of floats.
@@ -66,16 +67,31 @@ class StepBody {
   /// `numbers` are those of the elements, of which only stochastic rounding takes note.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(const Place& place, const Bits& numbers,
                                                     const RandomKey& key) const {
+    Value parameter;
+    Value moments[Place::kMomentSlots];
+    compute(place, parameter, moments);
+    write(place, numbers, key, parameter, moments);
+    write_beside(place, parameter);
+    if (clear_) GradientLanes::store(typename GradientLanes::Bits{}, place.gradient);
+  }
+
+  // The same in parts, for a device: its conversions come in pairs where those of several elements
+  // follow each other, and it asks once a pack what is kept beside the parameter.
+
+  /// The new values, before they are rounded to be stored.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void compute(const Place& place, Value& parameter,
+                                                 Value (&moments)[Place::kMomentSlots]) const {
     Value gradient;
     read_gradient(place.gradient, gradient);
     gradient = gradient * factor_;
-    Value parameter;
     read_parameter(place, parameter);
-    Value moments[Place::kMomentSlots];
     read_moments(place, moments);
-
     update_(parameter, gradient, moments);
+  }
 
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void write(const Place& place, const Bits& numbers,
+                                               const RandomKey& key, const Value& parameter,
+                                               const Value (&moments)[Place::kMomentSlots]) const {
     if constexpr (kIsStochastic) {
       Bits noise;
       draw(numbers, key, noise);
@@ -85,12 +101,41 @@ class StepBody {
       write_parameter(place, parameter);
       write_moments(place, moments);
     }
+  }
+
+  /// What is kept of a new parameter beside it.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void write_beside(const Place& place,
+                                                      const Value& parameter) const {
+    if constexpr (kMayCopy) {
+      if (place.has_low_half_or_copy) write_copy(parameter, place.low_half_or_copy);
+    }
     if (place.has_average) update_average(parameter, place.average);
-    if (clear_) GradientLanes::store(typename GradientLanes::Bits{}, place.gradient);
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void write_copy(const Value& parameter, uint16_t* place) const {
+    Bits bits;
+    if (copies_half_) {
+      FloatFormat<c10::Half>::narrow(parameter, bits);
+    } else {
+      FloatFormat<c10::BFloat16>::narrow(parameter, bits);
+    }
+    Halves::store(bits, place);
+  }
+
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void update_average(const Value& parameter,
+                                                        Scalar* place) const {
+    using Plain = typename Lanes::template Like<Scalar>;
+    typename Plain::Bits bits;
+    Value average;
+    Plain::load(reinterpret_cast<const typename Plain::Stored*>(place), bits);
+    Plain::Format::widen(bits, average);
+    const Value difference = parameter - average;
+    Lanes::fma(average_share_, difference, average, average);
+    Plain::Format::narrow(average, bits);
+    Plain::store(bits, reinterpret_cast<typename Plain::Stored*>(place));
   }
 
  protected:
-  using Scalar = typename Lanes::Format::Value;
   using GradientLanes = typename Lanes::template Like<Gradient>;
   using MomentLanes = typename Place::MomentLanes;
   using Halves = typename Lanes::template Like<c10::BFloat16>;  // any dtype of 16 bits
@@ -127,15 +172,6 @@ class StepBody {
       Lanes::Format::narrow(value, bits);
     }
     Lanes::store(bits, place.parameter);
-    if constexpr (kMayCopy) {
-      if (!place.has_low_half_or_copy) return;
-      if (copies_half_) {
-        FloatFormat<c10::Half>::narrow(value, bits);
-      } else {
-        FloatFormat<c10::BFloat16>::narrow(value, bits);
-      }
-      Halves::store(bits, place.low_half_or_copy);
-    }
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_moments(
@@ -197,19 +233,6 @@ class StepBody {
     Bits bits;
     narrow_stochastically(value, noise, bits);
     Lanes::store(bits, to);
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void update_average(const Value& parameter,
-                                                        Scalar* place) const {
-    using Plain = typename Lanes::template Like<Scalar>;
-    typename Plain::Bits bits;
-    Value average;
-    Plain::load(reinterpret_cast<const typename Plain::Stored*>(place), bits);
-    Plain::Format::widen(bits, average);
-    const Value difference = parameter - average;
-    Lanes::fma(average_share_, difference, average, average);
-    Plain::Format::narrow(average, bits);
-    Plain::store(bits, reinterpret_cast<typename Plain::Stored*>(place));
   }
 
   typename Rule::template Element<Lanes> update_;

@@ -29,35 +29,66 @@ struct alignas(16) SummaryPack {
   Stored element[kSize];
 };
 
-/// Calls `visit(Stored, index)` on the elements of `data` that are `thread`'s among `threads`; four
-/// packs are under way at a time.
+/// How many packs a thread reads at once.
+inline constexpr int kPacksAtOnce = 4;
+
+/// Of so many elements at most the squares are summed in float.
+inline constexpr int kSquaresInFloat = kPacksAtOnce * SummaryPack<uint16_t>::kSize;
+
+/// Whether a sum of squares in float is to be trusted, of finite numbers: nothing overflowed, and
+/// what was lost of squares below 2^-126 is less than the roundings of the rest.
+__device__ inline bool is_exact_enough(float sum) { return sum >= 0x1p-102F && sum <= 0x1p127F; }
+
+/// Adds the squares of `values`, summed in float: within gamma(n) = n u / (1 - n u) of their sum, u
+/// = 2^-24. In double where a float does not do, which is the rare case: inf, NaN, very large and
+/// very small numbers.
+template <int kCount>
+__device__ void add_squares(const float (&values)[kCount], double& sum) {
+  float own = 0;
+  MEZZO_UNROLL
+  for (int i = 0; i < kCount; ++i) ScalarLanes<float>::fma(values[i], values[i], own, own);
+  if (is_exact_enough(own)) {
+    sum += static_cast<double>(own);
+    return;
+  }
+  uint32_t all = 0;
+  MEZZO_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    uint32_t bits;
+    reinterpret_bits(values[i], bits);
+    all |= bits << 1;
+  }
+  if (all == 0) return;
+  MEZZO_UNROLL
+  for (int i = 0; i < kCount; ++i) add_square(values[i], sum);
+}
+
+template <int kCount>
+__device__ void add_squares(const double (&values)[kCount], double& sum) {
+  MEZZO_UNROLL
+  for (int i = 0; i < kCount; ++i) add_square(values[i], sum);
+}
+
+/// Calls `visit` on the elements of `data` that are `thread`'s among `threads`: with an array of
+/// packs, the first one's index and how far the others lie apart; and with each element that is in
+/// no pack, and its index.
 template <class Stored, class Visit>
 __device__ void visit_share(const Stored* data, int64_t count, int thread, int threads,
                             Visit& visit) {
   using Pack = SummaryPack<Stored>;
-  constexpr int kAtOnce = 4;
   const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) == 0;
   const int64_t packs = is_aligned ? count / Pack::kSize : 0;
   const auto* const pack = reinterpret_cast<const Pack*>(data);
   int64_t i = thread;
-  for (; i + int64_t{kAtOnce - 1} * threads < packs; i += int64_t{kAtOnce} * threads) {
-    Pack values[kAtOnce];
+  for (; i + int64_t{kPacksAtOnce - 1} * threads < packs; i += int64_t{kPacksAtOnce} * threads) {
+    Pack values[kPacksAtOnce];
     MEZZO_UNROLL
-    for (int k = 0; k < kAtOnce; ++k) values[k] = pack[i + int64_t{k} * threads];
-    MEZZO_UNROLL
-    for (int k = 0; k < kAtOnce; ++k) {
-      MEZZO_UNROLL
-      for (int lane = 0; lane < Pack::kSize; ++lane) {
-        visit(values[k].element[lane], (i + int64_t{k} * threads) * Pack::kSize + lane);
-      }
-    }
+    for (int k = 0; k < kPacksAtOnce; ++k) values[k] = pack[i + int64_t{k} * threads];
+    visit(values, i * Pack::kSize, threads * Pack::kSize);
   }
   for (; i < packs; i += threads) {
-    const Pack values = pack[i];
-    MEZZO_UNROLL
-    for (int lane = 0; lane < Pack::kSize; ++lane) {
-      visit(values.element[lane], i * Pack::kSize + lane);
-    }
+    const Pack value[1] = {pack[i]};
+    visit(value, i * Pack::kSize, 0);
   }
   for (i = packs * Pack::kSize + thread; i < count; i += threads) visit(data[i], i);
 }
@@ -67,8 +98,21 @@ template <class Element>
 class SummaryShare {
  public:
   using Format = FloatFormat<Element>;
+  using Stored = typename Format::Stored;
+  using Pack = SummaryPack<Stored>;
 
-  __device__ void operator()(typename Format::Stored stored, int64_t /*index*/) {
+  template <int kPacks>
+  __device__ void operator()(const Pack (&packs)[kPacks], int64_t /*index*/, int64_t /*stride*/) {
+    typename Format::Value values[kPacks * Pack::kSize];
+    MEZZO_UNROLL
+    for (int i = 0; i < kPacks * Pack::kSize; ++i) {
+      const typename Format::Bits bits = packs[i / Pack::kSize].element[i % Pack::kSize];
+      Format::widen(bits, values[i]);
+      keep_larger_magnitude<Format>(bits, largest_);
+    }
+    add_squares(values, sum_of_squares_);
+  }
+  __device__ void operator()(Stored stored, int64_t /*index*/) {
     const typename Format::Bits bits = stored;
     typename Format::Value value;
     Format::widen(bits, value);
@@ -93,6 +137,7 @@ class StatisticsShare {
   using Format = FloatFormat<Element>;
   using Value = typename Format::Value;
   using Bits = typename Format::Bits;
+  using Stored = typename Format::Stored;
 
   /// `first_index` is what stands before the block's first element in its tensor.
   __device__ StatisticsShare(const StatisticsQuery& query, int32_t gradient, int64_t first_index)
@@ -101,13 +146,21 @@ class StatisticsShare {
     element_.inv_scale = static_cast<Value>(query.inv_scale);
     element_.set_underflow(query.underflow);
   }
-  __device__ void operator()(typename Format::Stored stored, int64_t index) {
-    summary_(stored, index);
-    const Bits bits = stored;
-    element_(bits, zeros_, underflows_, scaled_underflows_);
-    if (partial_.first_bad_element < 0 && element_.is_bad(bits)) {
-      partial_.first_bad_element = first_index_ + index;
+  template <int kPacks>
+  __device__ void operator()(const SummaryPack<Stored> (&packs)[kPacks], int64_t index,
+                             int64_t stride) {
+    summary_(packs, index, stride);
+    MEZZO_UNROLL
+    for (int k = 0; k < kPacks; ++k) {
+      MEZZO_UNROLL
+      for (int lane = 0; lane < SummaryPack<Stored>::kSize; ++lane) {
+        count(packs[k].element[lane], index + k * stride + lane);
+      }
     }
+  }
+  __device__ void operator()(Stored stored, int64_t index) {
+    summary_(stored, index);
+    count(stored, index);
   }
   __device__ StatisticsPartial partial() const {
     StatisticsPartial result = partial_;
@@ -120,6 +173,14 @@ class StatisticsShare {
   }
 
  private:
+  __device__ void count(Stored stored, int64_t index) {
+    const Bits bits = stored;
+    element_(bits, zeros_, underflows_, scaled_underflows_);
+    if (partial_.first_bad_element < 0 && element_.is_bad(bits)) {
+      partial_.first_bad_element = first_index_ + index;
+    }
+  }
+
   SummaryShare<Element> summary_;
   StatisticsElement<Format, Value, Bits> element_;
   Bits zeros_ = 0;

@@ -32,108 +32,47 @@ template <class Parameter, class Gradient, class Weights>
 struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
   using Streams = StepStreams<Parameter, Gradient, LambRule, Weights>;
   using Body = LambBody<Parameter, Gradient, Weights, typename Streams::Lanes>;
-  using Place = typename Body::Place;
-  using Streams::base;
-  using Streams::is_aligned;
-  using Streams::kReadsLowHalf;
-  using Streams::kWritesHalves;
+  using Streams::kPack;
   using Streams::Streams;
+  using typename Streams::Packs;
   using typename Streams::Scalar;
-  using typename Streams::Stored;
-  using typename Streams::StoredGradient;
-  using typename Streams::StoredMoment;
 
-  __device__ void learn_pack(int64_t at, int count, const Body& body, uint32_t number,
-                             const RandomKey& key, bool clear, LambNorms& norms) const {
-    const bool is_whole = is_aligned && count == kStepPack;
-    StepPack<StoredGradient> gradients;
-    StepPack<Stored> parameters;
-    StepPack<StoredMoment> means;
-    StepPack<StoredMoment> squares;
-    StepPack<uint16_t> low_half_or_copy;
-    load_pack(base.gradient + at, count, is_whole, gradients);
-    load_pack(base.parameter + at, count, is_whole, parameters);
-    load_pack(base.moments[0] + at, count, is_whole, means);
-    load_pack(base.moments[1] + at, count, is_whole, squares);
-    if (kReadsLowHalf) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
+  __device__ void learn_pack(const Body& body, uint32_t number, const RandomKey& key,
+                             LambNorms& norms) const {
+    Packs packs;
+    Streams::template load<StepPass::learn>(packs);
+    Scalar parameters[kPack];
+    Scalar updates[kPack];
     MEZZO_UNROLL
-    for (int i = 0; i < kStepPack; ++i) {
-      const Place place{&parameters.element[i],
-                        &gradients.element[i],
-                        {&means.element[i], &squares.element[i]},
-                        &low_half_or_copy.element[i],
-                        nullptr,
-                        /*has_low_half_or_copy=*/kReadsLowHalf,
-                        /*has_average=*/false};
-      Scalar parameter;
-      Scalar update;
-      body.learn(place, number + static_cast<uint32_t>(i), key, parameter, update);
-      if (i < count) {
-        const auto wide_parameter = static_cast<double>(parameter);
-        const auto wide_update = static_cast<double>(update);
-        norms.parameter = ::fma(wide_parameter, wide_parameter, norms.parameter);
-        norms.update = ::fma(wide_update, wide_update, norms.update);
-      }
+    for (int i = 0; i < kPack; ++i) {
+      body.learn(packs.place(i), number + static_cast<uint32_t>(i), key, parameters[i], updates[i]);
     }
-    store_pack(means, count, is_whole, base.moments[0] + at);
-    store_pack(squares, count, is_whole, base.moments[1] + at);
-    if (clear) store_pack(gradients, count, is_whole, base.gradient + at);
+    add_squares(parameters, norms.parameter);
+    add_squares(updates, norms.update);
+    Streams::template store<StepPass::learn>(packs);
   }
 
-  __device__ void move_pack(int64_t at, int count, const Body& body, uint32_t number,
-                            const RandomKey& key) const {
-    const bool is_whole = is_aligned && count == kStepPack;
-    StepPack<Stored> parameters;
-    StepPack<StoredMoment> means;
-    StepPack<StoredMoment> squares;
-    StepPack<uint16_t> low_half_or_copy;
-    StepPack<Scalar> average;
-    load_pack(base.parameter + at, count, is_whole, parameters);
-    load_pack(base.moments[0] + at, count, is_whole, means);
-    load_pack(base.moments[1] + at, count, is_whole, squares);
-    if (kReadsLowHalf) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
-    if (base.has_average) load_pack(base.average + at, count, is_whole, average);
+  __device__ void learn_element(int at, const Body& body, uint32_t number, const RandomKey& key,
+                                LambNorms& norms) const {
+    Scalar parameter;
+    Scalar update;
+    body.learn(Streams::place(at), number, key, parameter, update);
+    add_square(parameter, norms.parameter);
+    add_square(update, norms.update);
+  }
+
+  __device__ void move_pack(const Body& body, uint32_t number, const RandomKey& key) const {
+    Packs packs;
+    Streams::template load<StepPass::move>(packs);
+    Scalar parameters[kPack];
     MEZZO_UNROLL
-    for (int i = 0; i < kStepPack; ++i) {
-      const Place place{&parameters.element[i],
-                        nullptr,
-                        {&means.element[i], &squares.element[i]},
-                        &low_half_or_copy.element[i],
-                        &average.element[i],
-                        base.has_low_half_or_copy,
-                        base.has_average};
-      body.move(place, number + static_cast<uint32_t>(i), key);
+    for (int i = 0; i < kPack; ++i) {
+      body.move(packs.place(i), number + static_cast<uint32_t>(i), key, parameters[i]);
     }
-    store_pack(parameters, count, is_whole, base.parameter + at);
-    if (kWritesHalves && base.has_low_half_or_copy)
-      store_pack(low_half_or_copy, count, is_whole, base.low_half_or_copy + at);
-    if (base.has_average) store_pack(average, count, is_whole, base.average + at);
+    Streams::template store<StepPass::move>(packs);
+    Streams::store_beside(parameters, body);
   }
 };
-
-/// Calls `work(at, count)` for each of the thread's packs in a slice of `count` elements.
-template <class Work>
-__device__ void for_each_pack(int64_t count, const Work& work) {
-  constexpr int64_t kStride = int64_t{kStepThreads} * kStepPack;
-  for (int64_t at = int64_t{threadIdx.x} * kStepPack; at < count; at += kStride) {
-    work(at, static_cast<int>(count - at < kStepPack ? count - at : kStepPack));
-  }
-}
-
-/// What thread 0 works out for its block: the coefficients of a step of the slice's row. A block's
-/// elements have one random key, as in optimizer_step_kernel.
-template <class Table>
-__device__ void prepare_lamb(const Table& table, const StepSlice& slice, const StepInputs& inputs,
-                             LambCoefficients& coefficients, StepUse& use, RandomKey& key) {
-  use = use_of_slice(table, slice, inputs);
-  const auto& group = table.group(slice.group);
-  coefficients = group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
-  key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(slice.begin >> 32));
-}
-
-__device__ inline bool is_skipped(const StepInputs& inputs) {
-  return inputs.found_inf != nullptr && *inputs.found_inf != 0.0F;
-}
 
 /// The first pass; each block leaves its part of the norms.
 template <class Parameter, class Gradient, class Weights, class Table>
@@ -143,23 +82,32 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   using Streams = LambStreams<Parameter, Gradient, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
-  const int64_t count = slice.end - slice.begin;
+  const auto count = static_cast<int>(slice.end - slice.begin);
   if (is_skipped(inputs)) {
-    if (!inputs.clear) return;
-    for_each_pack(count, [&](int64_t at, int size) { streams.clear_pack(at, size); });
+    if (inputs.clear) streams.clear_gradients(count);
     return;
   }
-  MEZZO_SHARED(LambCoefficients, coefficients);
-  MEZZO_SHARED(StepUse, use);
-  MEZZO_SHARED(RandomKey, key);
-  if (threadIdx.x == 0) prepare_lamb(table, slice, inputs, coefficients, use, key);
+  MEZZO_SHARED(typename Streams::Body, body_of_block);
+  MEZZO_SHARED(RandomKey, key_of_block);
+  if (threadIdx.x == 0) {
+    const StepUse use = use_of_slice(table, slice, inputs);
+    body_of_block = typename Streams::Body(coefficients_of_slice(table, slice, inputs, use), use);
+    key_of_block = random_key_of_slice(slice, use);
+  }
   __syncthreads();
-  const typename Streams::Body body(coefficients, use);
+  const typename Streams::Body body = body_of_block;
+  const RandomKey key = key_of_block;
   LambNorms norms;
-  for_each_pack(count, [&](int64_t at, int size) {
-    streams.learn_pack(at, size, body, static_cast<uint32_t>(slice.begin + at), key, inputs.clear,
-                       norms);
-  });
+  const auto number = static_cast<uint32_t>(slice.begin);
+  visit_slice(
+      streams, count,
+      [&](const Streams& here, int at) {
+        here.learn_pack(body, number + static_cast<uint32_t>(at), key, norms);
+      },
+      [&](int at) {
+        streams.learn_element(at, body, number + static_cast<uint32_t>(at), key, norms);
+      });
+  if (inputs.clear) streams.clear_gradients(count);
   norms = merge_block<LambNorms, kStepThreads>(norms);
   if (threadIdx.x == 0) of_blocks[blockIdx.x] = norms;
 }
@@ -189,19 +137,26 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   using Streams = LambStreams<Parameter, Parameter, Weights>;
   StepSlice slice = table.slice_of(blockIdx.x);
   slice.span.gradient = slice.span.parameter;  // not used, and of another dtype
-  MEZZO_SHARED(LambCoefficients, coefficients);
-  MEZZO_SHARED(StepUse, use);
-  MEZZO_SHARED(RandomKey, key);
+  MEZZO_SHARED(typename Streams::Body, body_of_block);
+  MEZZO_SHARED(RandomKey, key_of_block);
   if (threadIdx.x == 0) {
-    prepare_lamb(table, slice, inputs, coefficients, use, key);
+    const StepUse use = use_of_slice(table, slice, inputs);
+    LambCoefficients coefficients = coefficients_of_slice(table, slice, inputs, use);
     coefficients.adapt(of_rows[slice.row]);
+    body_of_block = typename Streams::Body(coefficients, use);
+    key_of_block = random_key_of_slice(slice, use);
   }
   __syncthreads();
   const Streams streams(slice);
-  const typename Streams::Body body(coefficients, use);
-  for_each_pack(slice.end - slice.begin, [&](int64_t at, int size) {
-    streams.move_pack(at, size, body, static_cast<uint32_t>(slice.begin + at), key);
-  });
+  const typename Streams::Body body = body_of_block;
+  const RandomKey key = key_of_block;
+  const auto number = static_cast<uint32_t>(slice.begin);
+  visit_slice(
+      streams, static_cast<int>(slice.end - slice.begin),
+      [&](const Streams& here, int at) {
+        here.move_pack(body, number + static_cast<uint32_t>(at), key);
+      },
+      [&](int at) { body.move(streams.place(at), number + static_cast<uint32_t>(at), key); });
 }
 
 /// The overload for LAMB: three launches on `stream`, which is the current one of the current

@@ -15,40 +15,47 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
 inline constexpr int kStepThreads = 256;
-inline constexpr int kStepPack = 4;  // elements that a thread reads of each stream at once
-inline constexpr int64_t kStepBlock = int64_t{kStepThreads} * kStepPack * 8;
+inline constexpr int64_t kStepBlock = int64_t{kStepThreads} * 32;
 
+/// Elements that a thread reads of each stream at once: 16 bytes of a parameter of 16 bits or 32.
 template <class Stored>
-struct alignas(sizeof(Stored) * kStepPack < 16 ? sizeof(Stored) * kStepPack : 16) StepPack {
-  Stored element[kStepPack];
+inline constexpr int kStepPack = sizeof(Stored) == 2 ? 8 : 4;
+
+template <class Stored, int kSize>
+struct alignas(sizeof(Stored) * kSize < 16 ? sizeof(Stored) * kSize : 16) StepPack {
+  Stored element[kSize];
 };
 
-template <class Stored>
-__device__ bool is_pack_aligned(const Stored* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % alignof(StepPack<Stored>) == 0;
+/// Which of its streams a pass reads and writes: one does all, LAMB's first learns the moments, and
+/// its second moves the parameter.
+enum class StepPass { whole, learn, move };
+
+template <class Stored, int kSize>
+__device__ void load_pack(const Stored* from, StepPack<Stored, kSize>& pack) {
+  pack = *reinterpret_cast<const StepPack<Stored, kSize>*>(from);
 }
 
-/// Up to a pack of elements in registers; whole ones move with one access where aligned.
-template <class Stored>
-__device__ void load_pack(const Stored* from, int count, bool is_whole, StepPack<Stored>& pack) {
-  if (is_whole) {
-    pack = *reinterpret_cast<const StepPack<Stored>*>(from);
-    return;
-  }
-  MEZZO_UNROLL
-  for (int i = 0; i < kStepPack; ++i) pack.element[i] = i < count ? from[i] : Stored{0};
+template <class Stored, int kSize>
+__device__ void store_pack(const StepPack<Stored, kSize>& pack, Stored* to) {
+  *reinterpret_cast<StepPack<Stored, kSize>*>(to) = pack;
 }
 
-template <class Stored>
-__device__ void store_pack(const StepPack<Stored>& pack, int count, bool is_whole, Stored* to) {
-  if (is_whole) {
-    *reinterpret_cast<StepPack<Stored>*>(to) = pack;
-    return;
+/// Calls `whole(streams, at)` for each of the thread's packs in a slice of `count` elements, with
+/// the streams from there on, and `single(at)` for each of its elements that are in none: the tail,
+/// or all where not every stream is aligned.
+template <class Streams, class Whole, class Single>
+__device__ void visit_slice(const Streams& streams, int count, const Whole& whole,
+                            const Single& single) {
+  constexpr int kStride = kStepThreads * Streams::kPack;
+  const int packed = streams.is_aligned ? count - count % Streams::kPack : 0;
+  const auto thread = static_cast<int>(threadIdx.x);
+  Streams here = streams;  // what moves are pointers: an index costs several instructions a stream
+  here.advance(thread * Streams::kPack);
+  for (int at = thread * Streams::kPack; at < packed; at += kStride) {
+    whole(here, at);
+    here.advance(kStride);
   }
-  MEZZO_UNROLL
-  for (int i = 0; i < kStepPack; ++i) {
-    if (i < count) to[i] = pack.element[i];
-  }
+  for (int at = packed + thread; at < count; at += kStepThreads) single(at);
 }
 
 /// The streams of one slice, typed.
@@ -61,9 +68,9 @@ struct StepStreams {
   using StoredGradient = typename ScalarLanes<Gradient>::Stored;
   using StoredMoment = typename Place::MomentLanes::Stored;
   using Scalar = typename Lanes::Format::Value;
+  static constexpr int kPack = kStepPack<Stored>;
   static constexpr unsigned kMoments = Rule::kMoments;
   static constexpr bool kReadsLowHalf = Body::kIsSplit;
-  static constexpr bool kWritesHalves = Body::kIsSplit || Body::kMayCopy;
 
   Place base;
   bool is_aligned;
@@ -76,13 +83,20 @@ struct StepStreams {
              advanced(static_cast<Scalar*>(slice.span.average), slice.begin),
              slice.span.low_half_or_copy != nullptr,
              slice.span.average != nullptr},
-        is_aligned(is_pack_aligned(base.parameter) && is_pack_aligned(base.gradient) &&
-                   is_pack_aligned(base.low_half_or_copy) && is_pack_aligned(base.average)) {
+        is_aligned(holds_packs(base.parameter) && holds_packs(base.gradient) &&
+                   holds_packs(base.low_half_or_copy)) {
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) {
       base.moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]) + slice.begin;
-      is_aligned = is_aligned && is_pack_aligned(base.moments[k]);
+      is_aligned = is_aligned && holds_packs(base.moments[k]);
     }
+  }
+
+  __device__ void advance(int by) { base = place(by); }
+
+  template <class T>
+  __device__ static bool holds_packs(const T* pointer) {
+    return reinterpret_cast<uintptr_t>(pointer) % alignof(StepPack<T, kPack>) == 0;
   }
 
   template <class T>
@@ -90,57 +104,125 @@ struct StepStreams {
     return pointer == nullptr ? nullptr : pointer + by;
   }
 
-  __device__ void step_pack(int64_t at, int count, const Body& step, uint32_t number,
-                            const RandomKey& key, bool clear) const {
-    const bool is_whole = is_aligned && count == kStepPack;
-    StepPack<StoredGradient> gradients;
-    StepPack<Stored> parameters;
-    StepPack<StoredMoment> moments[Place::kMomentSlots];
-    StepPack<uint16_t> low_half_or_copy;
-    StepPack<Scalar> average;
-    load_pack(base.gradient + at, count, is_whole, gradients);
-    load_pack(base.parameter + at, count, is_whole, parameters);
+  /// The element `at` where it lies.
+  __device__ Place place(int at) const {
+    Place result{base.parameter + at,
+                 base.gradient + at,
+                 {},
+                 advanced(base.low_half_or_copy, at),
+                 advanced(base.average, at),
+                 base.has_low_half_or_copy,
+                 base.has_average};
     MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k)
-      load_pack(base.moments[k] + at, count, is_whole, moments[k]);
-    if (kReadsLowHalf) load_pack(base.low_half_or_copy + at, count, is_whole, low_half_or_copy);
-    if (base.has_average) load_pack(base.average + at, count, is_whole, average);
-    MEZZO_UNROLL
-    for (int i = 0; i < kStepPack; ++i) {
-      Place place{&parameters.element[i],
-                  &gradients.element[i],
-                  {},
-                  &low_half_or_copy.element[i],
-                  &average.element[i],
-                  base.has_low_half_or_copy,
-                  base.has_average};
-      MEZZO_UNROLL
-      for (unsigned k = 0; k != kMoments; ++k) place.moments[k] = &moments[k].element[i];
-      step(place, number + static_cast<uint32_t>(i), key);
-    }
-    store_pack(parameters, count, is_whole, base.parameter + at);
-    MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k)
-      store_pack(moments[k], count, is_whole, base.moments[k] + at);
-    if (kWritesHalves && base.has_low_half_or_copy)
-      store_pack(low_half_or_copy, count, is_whole, base.low_half_or_copy + at);
-    if (base.has_average) store_pack(average, count, is_whole, base.average + at);
-    if (clear) store_pack(gradients, count, is_whole, base.gradient + at);
+    for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = base.moments[k] + at;
+    return result;
   }
 
-  __device__ void clear_pack(int64_t at, int count) const {
-    store_pack(StepPack<StoredGradient>{}, count, is_aligned && count == kStepPack,
-               base.gradient + at);
+  /// A pack of each stream, in registers.
+  struct Packs {
+    StepPack<StoredGradient, kPack> gradient;
+    StepPack<Stored, kPack> parameter;
+    StepPack<StoredMoment, kPack> moments[Place::kMomentSlots];
+    StepPack<uint16_t, kPack> low_half;
+
+    /// Without what may be there beside it.
+    __device__ Place place(int i) {
+      Place result{&parameter.element[i],
+                   &gradient.element[i],
+                   {},
+                   &low_half.element[i],
+                   nullptr,
+                   kReadsLowHalf,
+                   false};
+      MEZZO_UNROLL
+      for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = &moments[k].element[i];
+      return result;
+    }
+  };
+
+  template <StepPass kPass>
+  __device__ void load(Packs& packs) const {
+    if (kPass != StepPass::move) load_pack(base.gradient, packs.gradient);
+    load_pack(base.parameter, packs.parameter);
+    MEZZO_UNROLL
+    for (unsigned k = 0; k != kMoments; ++k) load_pack(base.moments[k], packs.moments[k]);
+    if (kReadsLowHalf) load_pack(base.low_half_or_copy, packs.low_half);
+  }
+
+  template <StepPass kPass>
+  __device__ void store(const Packs& packs) const {
+    if (kPass != StepPass::learn) {
+      store_pack(packs.parameter, base.parameter);
+      if (kReadsLowHalf) store_pack(packs.low_half, base.low_half_or_copy);
+    }
+    if (kPass != StepPass::move) {
+      MEZZO_UNROLL
+      for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
+    }
+  }
+
+  /// The copy and the average of new parameters, where they are wanted.
+  template <class AnyBody>
+  __device__ void store_beside(const Scalar (&parameters)[kPack], const AnyBody& body) const {
+    if constexpr (Body::kMayCopy) {
+      if (base.has_low_half_or_copy) {
+        StepPack<uint16_t, kPack> copy;
+        MEZZO_UNROLL
+        for (int i = 0; i < kPack; ++i) body.write_copy(parameters[i], &copy.element[i]);
+        store_pack(copy, base.low_half_or_copy);
+      }
+    }
+    if (!base.has_average) return;
+    if (holds_packs(base.average)) {
+      StepPack<Scalar, kPack> average;
+      load_pack(base.average, average);
+      MEZZO_UNROLL
+      for (int i = 0; i < kPack; ++i) body.update_average(parameters[i], &average.element[i]);
+      store_pack(average, base.average);
+    } else {
+      MEZZO_UNROLL
+      for (int i = 0; i < kPack; ++i) body.update_average(parameters[i], base.average + i);
+    }
+  }
+
+  /// `number` is the first element's.
+  __device__ void step_pack(const Body& step, uint32_t number, const RandomKey& key) const {
+    Packs packs;
+    load<StepPass::whole>(packs);
+    Scalar parameters[kPack];
+    Scalar moments[kPack][Place::kMomentSlots];
+    MEZZO_UNROLL
+    for (int i = 0; i < kPack; ++i) step.compute(packs.place(i), parameters[i], moments[i]);
+    MEZZO_UNROLL
+    for (int i = 0; i < kPack; ++i) {
+      step.write(packs.place(i), number + static_cast<uint32_t>(i), key, parameters[i], moments[i]);
+    }
+    store<StepPass::whole>(packs);
+    store_beside(parameters, step);
+  }
+
+  __device__ void clear_gradients(int count) const {
+    visit_slice(
+        *this, count,
+        [](const StepStreams& here, int) {
+          store_pack(StepPack<StoredGradient, kPack>{}, here.base.gradient);
+        },
+        [&](int at) { base.gradient[at] = StoredGradient{0}; });
   }
 };
 
-/// What thread 0 works out for its block: powers and roots are hundreds of cycles in double each.
+// What thread 0 works out for its block, in double and hundreds of cycles. The block's threads get
+// the body that is made of it, whose numbers are rounded to what is computed in.
+
+__device__ inline bool is_skipped(const StepInputs& inputs) {
+  return inputs.found_inf != nullptr && *inputs.found_inf != 0.0F;
+}
+
 template <class Table>
 __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
                                 const StepInputs& inputs) {
   const auto& group = table.group(slice.group);
-  StepUse use{.clear = inputs.clear,
-              .copies_half = slice.copies_half,
+  StepUse use{.copies_half = slice.copies_half,
               .average_share = group.average_share,
               .seed = group.seed,
               .step = slice.count == nullptr ? 1 : static_cast<uint64_t>(*slice.count) + 1,
@@ -152,43 +234,47 @@ __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
   return use;
 }
 
+template <class Table>
+__device__ auto coefficients_of_slice(const Table& table, const StepSlice& slice,
+                                      const StepInputs& inputs, const StepUse& use) {
+  const auto& group = table.group(slice.group);
+  return group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
+}
+
+/// A block's elements have one key: 2^32 is a multiple of their number.
+__device__ inline RandomKey random_key_of_slice(const StepSlice& slice, const StepUse& use) {
+  return random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(slice.begin >> 32));
+}
+
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
     optimizer_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs) {
   using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
-  const int64_t count = slice.end - slice.begin;
-  const bool is_skipped = inputs.found_inf != nullptr && *inputs.found_inf != 0.0F;
-  const auto first = int64_t{threadIdx.x} * kStepPack;
-  constexpr int64_t kStride = int64_t{kStepThreads} * kStepPack;
-  const auto pack_size = [&](int64_t at) {
-    return static_cast<int>(count - at < kStepPack ? count - at : kStepPack);
-  };
-  if (is_skipped) {
-    for (int64_t at = first; inputs.clear && at < count; at += kStride) {
-      streams.clear_pack(at, pack_size(at));
-    }
+  const auto count = static_cast<int>(slice.end - slice.begin);
+  if (is_skipped(inputs)) {
+    if (inputs.clear) streams.clear_gradients(count);
     return;
   }
-
-  MEZZO_SHARED(typename Rule::Coefficients, coefficients);
-  MEZZO_SHARED(StepUse, use);
-  MEZZO_SHARED(RandomKey, key);
+  MEZZO_SHARED(typename Streams::Body, step_of_block);
+  MEZZO_SHARED(RandomKey, key_of_block);
   if (threadIdx.x == 0) {
-    use = use_of_slice(table, slice, inputs);
-    const auto& group = table.group(slice.group);
-    coefficients =
-        group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
-    // A block's elements have one key: 2^32 is a multiple of their number.
-    key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(slice.begin >> 32));
+    const StepUse use = use_of_slice(table, slice, inputs);
+    step_of_block = typename Streams::Body(coefficients_of_slice(table, slice, inputs, use), use);
+    key_of_block = random_key_of_slice(slice, use);
   }
   __syncthreads();
-  const typename Streams::Body step(coefficients, use);
-  for (int64_t at = first; at < count; at += kStride) {
-    streams.step_pack(at, pack_size(at), step, static_cast<uint32_t>(slice.begin + at), key,
-                      inputs.clear);
-  }
+  const typename Streams::Body step = step_of_block;  // in registers, which no store can change
+  const RandomKey key = key_of_block;
+  const auto number = static_cast<uint32_t>(slice.begin);
+  visit_slice(
+      streams, count,
+      [&](const Streams& here, int at) {
+        here.step_pack(step, number + static_cast<uint32_t>(at), key);
+      },
+      [&](int at) { step(streams.place(at), number + static_cast<uint32_t>(at), key); });
+  if (inputs.clear) streams.clear_gradients(count);
 }
 static_assert((int64_t{1} << 32) % kStepBlock == 0);
 

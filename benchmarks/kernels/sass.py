@@ -1,0 +1,374 @@
+#!/usr/bin/env python3
+"""Reads what nvcc made of mezzo's CUDA kernels: a table of each kernel on each architecture.
+
+    sass.py [--architectures 80,86,89,90,100,120] [--json FILE]   compiles the kernels, prints the table
+    sass.py --from FOLDER                                         of recorded outputs, FOLDER/sm_90.sass and .usage
+
+Registers, stack, shared memory and local accesses (a spill is one) are of the whole kernel. Instructions an element are
+counted in its pack loop, on the shortest way round that moves whole packs only: nothing published, averaged or
+cleared, no tail, and of divisions and roots the way without a subnormal number. A warp has an instruction for
+each of them to issue, whether its predicate holds or not.
+
+Needs nvcc and cuobjdump, on PATH, in CUDA's usual folder or in .deps/venv (cmake/requirements.txt pins PyPI's).
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
+BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2}
+LOADS = ("LDG", "LD")
+MOMENTS = {"AdamRule<false>": 2, "AdamRule<true>": 3, "SgdRule<false>": 0, "SgdRule<true>": 1, "LionRule": 1}
+
+# --- What cuobjdump prints ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Instruction:
+    address: int
+    predicate: str  # "" or "@P0"
+    opcode: str     # with its modifiers: LDG.E.128
+    operands: str
+
+    @property
+    def name(self):
+        return self.opcode.split(".")[0]
+
+    def target(self):
+        """Where a branch goes to, or None."""
+        found = re.search(r"0x([0-9a-f]+)\s*$", self.operands)
+        return int(found.group(1), 16) if found else None
+
+
+INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*([^;]*);")
+
+
+def parse_sass(text):
+    """{mangled name: [Instruction]} of `cuobjdump -sass`."""
+    functions, current = {}, None
+    for line in text.splitlines():
+        if "Function :" in line:
+            current = functions.setdefault(line.split("Function :")[1].strip(), [])
+            continue
+        found = INSTRUCTION.match(line)
+        if found and current is not None:
+            current.append(Instruction(int(found[1], 16), found[2] or "", found[3], found[4].strip()))
+    return functions
+
+
+def parse_usage(text):
+    """{mangled name: {"REG": 61, "STACK": 0, ...}} of `cuobjdump -res-usage`."""
+    usage, current = {}, None
+    for line in text.splitlines():
+        found = re.match(r"\s*Function (\S+):\s*$", line)
+        if found:
+            current = found[1]
+        elif current and "REG:" in line:
+            usage[current] = {key: int(value) for key, value in re.findall(r"(\w+)(?:\[\d+\])?:(\d+)", line)}
+            current = None
+    return usage
+
+
+# --- The way round a loop ----------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """The basic blocks of a function."""
+
+    def __init__(self, instructions):
+        leaders = {instructions[0].address}
+        for here, after in zip(instructions, instructions[1:] + [None]):
+            if here.name in ("BRA", "EXIT", "RET", "BRX", "JMP", "BREAK"):
+                if here.name == "BRA" and here.target() is not None:
+                    leaders.add(here.target())
+                if after is not None:
+                    leaders.add(after.address)
+        self.blocks, block = {}, None
+        for instruction in instructions:
+            if instruction.address in leaders:
+                block = self.blocks.setdefault(instruction.address, [])
+            block.append(instruction)
+        starts = sorted(self.blocks)
+        self.first = starts[0]
+        self.next = {}
+        for start, following in zip(starts, starts[1:] + [None]):
+            last = self.blocks[start][-1]
+            to = []
+            # `@P0 BRA P1, 0x...` has two predicates, of which one is an operand.
+            is_certain = not last.predicate and not re.match(r"!?U?P\d", last.operands)
+            if last.name == "BRA" and last.target() in self.blocks:
+                to.append(last.target())
+            if following is not None and not (last.name in ("BRA", "EXIT", "RET", "BRX", "JMP") and is_certain):
+                to.append(following)
+            self.next[start] = to
+
+    def dominators(self):
+        before = {block: [] for block in self.blocks}
+        for block, to in self.next.items():
+            for other in to:
+                before[other].append(block)
+        everything = set(self.blocks)
+        found = {block: everything for block in self.blocks}
+        found[self.first] = {self.first}
+        changed = True
+        while changed:
+            changed = False
+            for block in sorted(self.blocks):
+                if block == self.first:
+                    continue
+                sets = [found[other] for other in before[block]]
+                own = (set.intersection(*sets) if sets else set()) | {block}
+                if own != found[block]:
+                    found[block], changed = own, True
+        return found, before
+
+    def loops(self):
+        """[(header, [blocks that jump back to it], blocks of the loop)]"""
+        dominators, before = self.dominators()
+        ends = {}
+        for block, to in self.next.items():
+            for header in to:
+                if header in dominators[block]:
+                    ends.setdefault(header, []).append(block)
+        for header, latches in ends.items():
+            body, open_blocks = {header}, list(latches)
+            while open_blocks:
+                block = open_blocks.pop()
+                if block not in body:
+                    body.add(block)
+                    open_blocks += before[block]
+            yield header, latches, body
+
+    def shortest_way(self, header, latches, body, is_allowed):
+        """The instructions of the shortest way round a loop through allowed blocks; None if there is none."""
+        best = {}  # block: (instructions up to its end, the block before)
+        todo = [(0, header, None)]
+        while todo:
+            todo.sort(reverse=True, key=lambda entry: entry[0])
+            length, block, came_from = todo.pop()
+            if block in best or not is_allowed(self.blocks[block]):
+                continue
+            best[block] = (length + len(self.blocks[block]), came_from)
+            todo += [(best[block][0], to, block) for to in self.next[block] if to in body and to != header]
+        reached = [latch for latch in latches if latch in best]
+        if not reached:
+            return None
+        way, block = [], min(reached, key=lambda latch: best[latch][0])
+        while block is not None:
+            way = self.blocks[block] + way
+            block = best[block][1]
+        return way
+
+
+def access_bytes(instruction):
+    """Of an access to global memory by one thread, or 0."""
+    if instruction.name not in ("LDG", "STG", "LD", "ST"):
+        return 0
+    sizes = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+    return next((sizes[word] for word in instruction.opcode.split(".") if word in sizes), 4)
+
+
+def loaded(way):
+    """Bytes, without what is loaded on a condition."""
+    return sum(access_bytes(one) for one in way if one.name in LOADS and not one.predicate)
+
+
+def pack_loop(graph, smallest):
+    """The way round the loop that moves most by loads of at least `smallest` bytes."""
+    def is_allowed(block):
+        return not any(one.name == "CALL" or 0 < access_bytes(one) < smallest for one in block)
+
+
+    ways = [graph.shortest_way(*loop, is_allowed) for loop in graph.loops()]
+    ways = [way for way in ways if way and loaded(way) > 0]
+    return max(ways, key=lambda way: (loaded(way), len(way)), default=None)
+
+
+def class_of(instruction):
+    name, words = instruction.name, instruction.opcode.split(".")
+    if "F64" in words or re.match(r"D(ADD|MUL|FMA|SETP|MNMX)$", name):
+        return "fp64"
+    if name in ("F2F", "F2FP", "I2F", "F2I", "I2FP", "F2IP", "FRND") or (name == "HADD2" and "F32" in words):
+        return "conversion"
+    if name == "MUFU":
+        return "special"
+    if re.match(r"(FADD|FMUL|FFMA|FSETP|FSEL|FMNMX|FCHK|FSET|FSWZADD|HFMA2|HMUL2|HADD2|HSETP2|HMNMX2)", name):
+        return "float"
+    if re.match(r"(LD|ST|ULD|LDC|ATOM|RED)", name):
+        return "memory"
+    if re.match(r"(BRA|BSSY|BSYNC|EXIT|RET|CALL|BAR|NOP|WARPSYNC|BREAK|YIELD|DEPBAR)", name):
+        return "control"
+    return "integer"
+
+
+# --- Kernels -----------------------------------------------------------------------------------------------------------
+
+
+def arguments_of(name):
+    """The template arguments, at the outer level."""
+    opened = name.find("<")
+    if opened < 0:
+        return []
+    depth, words, word = 0, [], ""
+    for letter in name[opened + 1:]:
+        if letter == "<":
+            depth += 1
+        elif letter == ">":
+            if depth == 0:
+                break
+            depth -= 1
+        if letter == "," and depth == 0:
+            words.append(word.strip())
+            word = ""
+        else:
+            word += letter
+    return words + [word.strip()]
+
+
+def plain_name(demangled):
+    """optimizer_step_kernel<float, c10::Half, AdamRule<false>, PlainWeights<float>, ...> without namespaces."""
+    name = re.sub(r"\bmezzo::(?:\w+::)*", "", demangled)
+    name = re.sub(r"^(?:static )?void ", "", name)
+    depth = 0
+    for i, letter in enumerate(name):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "(" and depth == 0:
+            return name[:i]
+    return name
+
+
+@dataclasses.dataclass
+class Kernel:
+    title: str             # "Adam half"
+    loaded: int = 0        # bytes that an element's pass reads; 0 where there is no pack loop
+    stored: int = 0
+    smallest: int = 8      # bytes that a thread moves at once
+
+
+def kernel_of(demangled):
+    name = plain_name(demangled)
+    kind, arguments = name.split("<")[0], arguments_of(name)
+    short = {"c10::Half": "half", "c10::BFloat16": "bfloat16"}
+    words = [short.get(argument, argument) for argument in arguments]
+    smallest = 16 if arguments and arguments[0] == "double" else 8
+    if kind in ("summary_kernel", "statistics_kernel", "unscale_kernel"):
+        own = BYTES[arguments[0]]
+        table = " large table" if len(arguments) > 1 and "900" in arguments[1] else ""
+        return Kernel(f"{kind[:-7]} {words[0]}{table}", own, own if kind == "unscale_kernel" else 0, 16)
+    is_lamb_parameter = kind == "lamb_parameter_kernel"
+    if kind not in ("optimizer_step_kernel", "lamb_moments_kernel") and not is_lamb_parameter:
+        return Kernel(kind[:-7] + (f" {words[0]}" if "finish" in kind else ""))
+    weights = arguments[1 if is_lamb_parameter else 3 if kind == "optimizer_step_kernel" else 2]
+    parameter, gradient = BYTES[arguments[0]], 0 if is_lamb_parameter else BYTES[arguments[1]]
+    moment = 4 if "Split" in weights else parameter
+    halves = 2 if "Split" in weights else 0
+    rule = arguments[2] if kind == "optimizer_step_kernel" else kind[:-7].replace("_", " ")
+    moments = moment * MOMENTS.get(rule, 2)
+    read = parameter + gradient + moments + halves
+    written = (moments if kind == "lamb_moments_kernel" else
+               parameter + halves + (0 if is_lamb_parameter else moments))
+    titles = {"AdamRule<false>": "Adam", "AdamRule<true>": "Adam amsgrad", "SgdRule<false>": "SGD",
+              "SgdRule<true>": "SGD momentum", "LionRule": "Lion"}
+    dtypes = words[0] if is_lamb_parameter or words[0] == words[1] else f"{words[0]}/{words[1]}"
+    how = " split" if "Split" in weights else " stochastic" if "Stochastic" in weights else ""
+    return Kernel(f"{titles.get(rule, rule)} {dtypes}{how}", read, written, smallest)
+
+
+def demangled(names):
+    tool = shutil.which("c++filt") or sys.exit("c++filt, of binutils, is missing")
+    said = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return dict(zip(names, said.splitlines()))
+
+
+def rows_of(architecture, sass, usage):
+    """One row a kernel of an architecture, as a dictionary."""
+    functions, resources = parse_sass(sass), parse_usage(usage)
+    names = demangled([name for name in functions if "_kernel" in name])
+    rows = []
+    for mangled, name in names.items():
+        kernel, instructions, used = kernel_of(name), functions[mangled], resources[mangled]
+        row = {"kernel": kernel.title, "sm": architecture, "registers": used["REG"], "stack": used["STACK"],
+               "shared": used["SHARED"], "local": sum(one.name in ("LDL", "STL") for one in instructions),
+               "wide_loads": sum(one.name in LOADS and access_bytes(one) >= 16 for one in instructions),
+               "bytes": kernel.loaded + kernel.stored}
+        way = pack_loop(Graph(instructions), kernel.smallest) if kernel.loaded else None
+        if way:
+            elements = loaded(way) / kernel.loaded
+            row["elements"] = elements
+            row["instructions"] = len(way) / elements
+            for one in way:
+                key = class_of(one)
+                row[key] = row.get(key, 0) + 1 / elements
+        rows.append(row)
+    return sorted(rows, key=lambda row: row["kernel"])
+
+
+CLASSES = ["float", "special", "conversion", "fp64", "integer", "memory", "control"]
+
+
+def table_of(rows):
+    lines = [f"{'kernel':32} {'sm':>4} {'regs':>5} {'stack':>5} {'local':>5} {'shared':>6} {'wide':>4} "
+             f"{'bytes':>5} {'instr.':>7} " + " ".join(f"{name[:7]:>7}" for name in CLASSES)]
+    for row in rows:
+        counts = [f"{row.get(name, 0):7.2f}" for name in CLASSES] if "instructions" in row else []
+        total = f"{row['instructions']:7.2f}" if counts else ""
+        lines.append(f"{row['kernel']:32} {row['sm']:>4} {row['registers']:5} {row['stack']:5} {row['local']:5} "
+                     f"{row['shared']:6} {row['wide_loads']:4} {row['bytes'] or '':5} {total:>7} "
+                     + " ".join(counts))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# --- Compiling ---------------------------------------------------------------------------------------------------------
+
+
+def tool(name):
+    places = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", *map(str, ROOT.glob(
+        ".deps/venv/lib/python3*/site-packages/nvidia/cu13/bin"))]
+    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(places))
+    return found or sys.exit(f"{name} is neither on PATH nor in {', '.join(places)}")
+
+
+def compiled(architecture, folder):
+    """(sass, usage) of the kernels as nvcc compiles them."""
+    torch = ROOT / ".deps" / "libtorch" / "include"
+    cubin = folder / f"sm_{architecture}.cubin"
+    subprocess.run([tool("nvcc"), "-std=c++20", "-O3", "-DNDEBUG", "-DMEZZO_WITH_CUDA", f"-I{ROOT / 'include'}",
+                    f"-isystem={torch}", f"-isystem={torch / 'torch/csrc/api/include'}", f"-arch=sm_{architecture}",
+                    "-cubin", ROOT / "include/mezzo/kernels/cuda/mezzo_cuda.cu", "-o", cubin], check=True)
+    ask = lambda option: subprocess.run([tool("cuobjdump"), option, cubin], capture_output=True, text=True,
+                                        check=True).stdout
+    return ask("-sass"), ask("-res-usage")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--architectures", default=",".join(ARCHITECTURES))
+    parser.add_argument("--from", dest="recorded", type=pathlib.Path, help="a folder with sm_NN.sass and sm_NN.usage")
+    parser.add_argument("--json", type=pathlib.Path, help="where the rows are written, too")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for architecture in options.architectures.split(","):
+            if options.recorded:
+                files = [options.recorded / f"sm_{architecture}.{what}" for what in ("sass", "usage")]
+                sass, usage = (file.read_text() for file in files)
+            else:
+                sass, usage = compiled(architecture, pathlib.Path(folder))
+            rows += rows_of(architecture, sass, usage)
+    rows.sort(key=lambda row: (row["kernel"], ARCHITECTURES.index(row["sm"])))
+    print(table_of(rows))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

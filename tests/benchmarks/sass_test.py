@@ -1,0 +1,129 @@
+"""What benchmarks/kernels/sass.py makes of outputs of cuobjdump that were recorded: nvcc 13.0, sm_90."""
+
+import pathlib
+import sys
+import unittest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "benchmarks" / "kernels"))
+
+import bounds  # noqa: E402
+import sass  # noqa: E402
+
+SASS = (HERE / "recorded" / "sm_90.sass").read_text()
+USAGE = (HERE / "recorded" / "sm_90.usage").read_text()
+
+# A loop of one pack of four floats: a slow way by a call, a tail, and a load on a condition.
+LOOP = """
+  Function : loop_kernel
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA 0x60 ;
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0030*/               @P1 LDG.E.128 R8, desc[UR4][R6.64] ;
+        /*0040*/                   MUFU.RCP R0, R4 ;
+        /*0050*/                   BRA 0x80 ;
+        /*0060*/                   LDG.E R4, desc[UR4][R2.64] ;
+        /*0070*/                   BRA 0x80 ;
+        /*0080*/              @!P2 BRA 0xb0 ;
+        /*0090*/                   CALL.REL.NOINC 0x200 ;
+        /*00a0*/                   BRA 0xc0 ;
+        /*00b0*/                   F2F.F64.F32 R6, R4 ;
+        /*00c0*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*00d0*/               @P3 BRA 0x10 ;
+        /*00e0*/                   EXIT ;
+        /*00f0*/                   BRA 0xf0;
+"""
+
+
+class Parsing(unittest.TestCase):
+    def test_instructions(self):
+        functions = sass.parse_sass(SASS)
+        self.assertEqual(len(functions), 2)
+        summary = next(name for name in functions if "summary_kernel" in name)
+        first = functions[summary][0]
+        self.assertEqual((first.address, first.predicate, first.opcode), (0, "", "LDC"))
+        self.assertEqual([one.address for one in functions[summary]],
+                         [16 * i for i in range(len(functions[summary]))])
+
+    def test_usage(self):
+        usage = sass.parse_usage(USAGE)
+        self.assertEqual(len(usage), 2)
+        summary = next(used for name, used in usage.items() if "summary_kernel" in name)
+        self.assertEqual((summary["REG"], summary["STACK"], summary["SHARED"]), (38, 0, 1408))
+
+    def test_a_function_without_end_stops_nothing(self):
+        self.assertEqual(sass.parse_sass("\tFunction : nothing\n"), {"nothing": []})
+
+
+class TheWayRound(unittest.TestCase):
+    def setUp(self):
+        self.graph = sass.Graph(sass.parse_sass(LOOP)["loop_kernel"])
+
+    def test_is_that_of_whole_packs_without_a_call(self):
+        way = sass.pack_loop(self.graph, smallest=8)
+        self.assertEqual([one.address for one in way],
+                         [0x10, 0x20, 0x30, 0x40, 0x50, 0x80, 0xb0, 0xc0, 0xd0])
+        self.assertEqual(sass.loaded(way), 16)  # not what is loaded on a condition
+
+    def test_there_is_none_where_no_pack_is_wide_enough(self):
+        self.assertIsNone(sass.pack_loop(self.graph, smallest=32))
+
+    def test_classes(self):
+        way = sass.pack_loop(self.graph, smallest=8)
+        self.assertEqual([sass.class_of(one) for one in way],
+                         ["control", "memory", "memory", "special", "control", "control", "fp64", "memory",
+                          "control"])
+
+
+class Rows(unittest.TestCase):
+    def setUp(self):
+        self.rows = {row["kernel"]: row for row in sass.rows_of("90", SASS, USAGE)}
+
+    def test_the_summary_carries_into_double_once_a_run(self):
+        row = self.rows["summary float"]
+        self.assertEqual((row["registers"], row["local"], row["bytes"]), (38, 0, 4))
+        self.assertEqual(row["elements"], 16)  # four packs of four floats
+        self.assertEqual(row["fp64"], 2 / 16)  # a conversion and an addition
+        self.assertEqual(row["instructions"], 62 / 16)
+        self.assertEqual(sum(row.get(name, 0) for name in sass.CLASSES), row["instructions"])
+
+    def test_a_kernel_without_a_loop_has_no_count(self):
+        self.assertNotIn("instructions", self.rows["update_scale"])
+        self.assertIn("update_scale", sass.table_of(list(self.rows.values())))
+
+    def test_a_bound_is_the_slowest_resource(self):
+        row = dict(self.rows["summary float"], fp64=1.0)
+        card = bounds.Card("90", 100, 1.0, 1000.0, fp64=2)
+        times = bounds.times_of(row, card)  # picoseconds an element
+        self.assertAlmostEqual(times["memory"], 4.0)
+        self.assertAlmostEqual(times["fp64"], 5.0)
+        self.assertAlmostEqual(times["issue"], 62 / 16 / 12.8)
+        self.assertEqual(bounds.bound_of(row, card), ("fp64", 1.25))
+
+
+class Names(unittest.TestCase):
+    def kernel(self, arguments, name="optimizer_step_kernel"):
+        return sass.kernel_of(f"void mezzo::v0_cuda::detail::cuda::{name}<{arguments}>(mezzo::Table<1>, int)")
+
+    def test_bytes_that_an_element_moves(self):
+        table = ", mezzo::v0_cuda::detail::StepTable<mezzo::v0_cuda::detail::AdamConstants, 300>"
+        adam = "mezzo::v0_cuda::detail::AdamRule<false>"
+        for arguments, title, read, written in [
+                (f"float, float, {adam}, PlainWeights<float>", "Adam float", 16, 12),
+                (f"c10::Half, c10::Half, {adam}, PlainWeights<c10::Half>", "Adam half", 8, 6),
+                (f"float, c10::BFloat16, {adam}, PlainWeights<float>", "Adam float/bfloat16", 14, 12),
+                (f"c10::BFloat16, c10::BFloat16, {adam}, SplitWeights", "Adam bfloat16 split", 14, 12)]:
+            kernel = self.kernel(arguments + table)
+            self.assertEqual((kernel.title, kernel.loaded, kernel.stored), (title, read, written))
+
+    def test_lamb_and_summaries(self):
+        moments = self.kernel("float, c10::Half, PlainWeights<float>, Table", "lamb_moments_kernel")
+        self.assertEqual((moments.title, moments.loaded, moments.stored), ("lamb moments float/half", 14, 8))
+        parameter = self.kernel("float, PlainWeights<float>, Table", "lamb_parameter_kernel")
+        self.assertEqual((parameter.title, parameter.loaded, parameter.stored), ("lamb parameter float", 12, 4))
+        large = self.kernel("c10::Half, mezzo::SummaryTable<900> ", "summary_kernel")
+        self.assertEqual((large.title, large.loaded), ("summary half large table", 2))
+
+
+if __name__ == "__main__":
+    unittest.main()
