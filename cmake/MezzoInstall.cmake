@@ -17,3 +17,18 @@ install(FILES "${PROJECT_BINARY_DIR}/mezzo-config.cmake" "${PROJECT_BINARY_DIR}/
               "${PROJECT_SOURCE_DIR}/cmake/MezzoMpi.cmake" "${PROJECT_SOURCE_DIR}/cmake/MezzoNccl.cmake"
         DESTINATION "${mezzo_package_dir}")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DATADIR}/licenses/mezzo")
+
+# `cpack` in the build folder makes libmezzo-dev_VERSION_all.deb. Debian has no libtorch of the versions that mezzo
+# takes, so the package asks for none: mezzo-config.cmake finds it, or says what to do.
+if(PROJECT_IS_TOP_LEVEL)
+  set(CPACK_GENERATOR DEB)
+  set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
+  set(CPACK_PACKAGE_CONTACT "the authors of mezzo")
+  set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "${PROJECT_DESCRIPTION}")
+  set(CPACK_DEBIAN_PACKAGE_NAME libmezzo-dev)
+  set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+  set(CPACK_DEBIAN_PACKAGE_ARCHITECTURE all)
+  set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
+  set(CPACK_DEBIAN_PACKAGE_SUGGESTS "cmake (>= 3.25)")
+  include(CPack)
+endif()

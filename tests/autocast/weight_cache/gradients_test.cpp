@@ -352,11 +352,13 @@ TEST(GradientsOfSeveralRegions, AccumulateWithoutSharingAGraph) {
 TEST(GradientsOfOneGraph, LeaveNothingOfItInTheCache) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto w = parameter({4, 4});
-  std::weak_ptr<torch::autograd::Node> node;
+  mezzo::detail::WeakNodePtr<torch::autograd::Node> node{
+      mezzo::detail::NodePtr<torch::autograd::Node>()};
   const Autocast<kCPU> autocast({.cache = cache});
   {
     const auto y = torch::linear(input({3, 4}), w);
-    node = y.grad_fn()->next_edge(1).function->next_edge(0).function;  // behind w.t()
+    // behind w.t()
+    node = decltype(node)(y.grad_fn()->next_edge(1).function->next_edge(0).function);
     EXPECT_EQ(node.lock()->name(), "mezzo::WeightCast");
   }
   EXPECT_TRUE(node.expired());

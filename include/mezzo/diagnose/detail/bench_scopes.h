@@ -224,7 +224,7 @@ class Float32ForParameters {
 class PeakMemory {
  public:
   PeakMemory() {
-    constexpr auto kPlace = c10::DebugInfoKind::PROFILER_STATE;
+    const auto kPlace = c10::DebugInfoKind::PROFILER_STATE;
     if (c10::ThreadLocalDebugInfo::get(kPlace) != nullptr) return;
     counter_ = std::make_shared<Counter>();
     guard_.emplace(kPlace, counter_);

@@ -10,6 +10,7 @@
 #include <c10/util/DimVector.h>
 #include <c10/util/MaybeOwned.h>
 #include <c10/util/intrusive_ptr.h>
+#include <mezzo/autocast/detail/autograd_node.h>
 #include <mezzo/autocast/detail/private_member.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
@@ -76,18 +77,13 @@ inline bool is_laid_out_as(const at::Tensor& copy, const at::Tensor& weight) {
 /// leads to the leaf keeps it alive, and the first graph after its end makes another one. So equal
 /// owners, expired at the first look, say that no gradient came between two looks. Where a graph
 /// keeps the node alive they do not: see GradientStamp.
-inline std::weak_ptr<torch::autograd::Node> grad_accumulator_of(const at::Tensor& leaf) {
+inline WeakNodePtr<torch::autograd::Node> grad_accumulator_of(const at::Tensor& leaf) {
   const auto* autograd = torch::autograd::impl::get_autograd_meta(leaf);
   if (autograd == nullptr) {
-    return {};
+    return WeakNodePtr<torch::autograd::Node>(NodePtr<torch::autograd::Node>());
   }
   const std::lock_guard lock(autograd->mutex_);
   return autograd->grad_accumulator_;
-}
-
-inline bool have_same_owner(const std::weak_ptr<torch::autograd::Node>& a,
-                            const std::weak_ptr<torch::autograd::Node>& b) {
-  return !a.owner_before(b) && !b.owner_before(a);
 }
 
 /// Reaches the protected mutex that the engine locks while it adds to the gradient of a leaf, as a
@@ -190,8 +186,8 @@ class WeightIdentity {
            gradient_.is_current(weight);
   }
 
-  void expect_graph(const std::shared_ptr<torch::autograd::Node>& grad_accumulator) {
-    grad_accumulator_ = grad_accumulator;
+  void expect_graph(const NodePtr<torch::autograd::Node>& grad_accumulator) {
+    grad_accumulator_ = WeakNodePtr<torch::autograd::Node>(grad_accumulator);
   }
 
   bool is_dead() const { return tensor_.expired(); }
@@ -202,7 +198,7 @@ class WeightIdentity {
   at::ScalarType dtype_;
   c10::DimVector sizes_;
   c10::DimVector strides_;
-  std::weak_ptr<torch::autograd::Node> grad_accumulator_;
+  WeakNodePtr<torch::autograd::Node> grad_accumulator_;
   GradientStamp gradient_;
 };
 

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <mezzo/autocast/detail/autograd_node.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/weight_cache/held_copies.h>
 #include <mezzo/autocast/detail/weight_cache/held_copy.h>
@@ -147,7 +148,7 @@ class WeightStore final : public WeightCasts {
   struct Use {
     at::Tensor copy;
     std::shared_ptr<std::atomic<bool>> passed;
-    std::shared_ptr<torch::autograd::Node> grad_accumulator;
+    NodePtr<torch::autograd::Node> grad_accumulator;
   };
 
   Use find(const Wanted& wanted) {

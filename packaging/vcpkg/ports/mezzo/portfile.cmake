@@ -1,0 +1,13 @@
+# An overlay port, which installs the checkout that it lies in:
+#   vcpkg install mezzo --overlay-ports=MEZZO/packaging/vcpkg/ports
+# libtorch is the user's: vcpkg's own is older than mezzo takes.
+set(VCPKG_BUILD_TYPE release)  # there are headers alone
+
+get_filename_component(SOURCE_PATH "${CMAKE_CURRENT_LIST_DIR}/../../../.." ABSOLUTE)
+vcpkg_cmake_configure(
+  SOURCE_PATH "${SOURCE_PATH}"
+  OPTIONS -DMEZZO_BUILD_TESTS=OFF -DMEZZO_BUILD_EXAMPLES=OFF -DMEZZO_MPI=OFF -DCMAKE_INSTALL_DATADIR=share)
+vcpkg_cmake_install()
+vcpkg_cmake_config_fixup(CONFIG_PATH share/cmake/mezzo)
+file(REMOVE_RECURSE "${CURRENT_PACKAGES_DIR}/lib" "${CURRENT_PACKAGES_DIR}/share/licenses")
+vcpkg_install_copyright(FILE_LIST "${SOURCE_PATH}/LICENSE")
