@@ -47,12 +47,13 @@ def unit_text(page, first, lines):
     code = [line for line in body if line.strip() and not line.lstrip().startswith("//")]
     if not code:
         return includes, ""
-    name = f"{re.sub(r'[^a-z0-9]', '_', page.stem.lower())}_{first}"
-    opening = f"[[maybe_unused]] static void {name}() {{ using namespace docs;"
+    # In a namespace of the page's, which prelude.h may give names of its own; `return status;` is taken too.
+    name = re.sub(r"[^a-z0-9]", "_", page.stem.lower())
+    opening = f"namespace docs::page_{name} {{ [[maybe_unused]] static int block_{first}() {{"
     if AT_NAMESPACE_SCOPE.match(code[0]):
-        opening = f"namespace {name} {{ using namespace docs;"
+        opening = f"namespace docs::page_{name} {{ namespace block_{first} {{"
     text = "\n".join(body)
-    return includes, f'{opening}\n#line {first} "{page}"\n{text}\n}}\n'
+    return includes, f'{opening}\n#line {first} "{page}"\n{text}\n}} }}\n'
 
 
 def main():

@@ -34,26 +34,33 @@ extern std::vector<Batch> batches;
 extern std::vector<Batch>* loader;
 extern std::vector<Batch>* part_of_this_rank;
 extern Batch batch, first_batch, last_batch;
-extern torch::Tensor x, y, input, target, loss, weight, copy, gradient, inv_scale;
+extern torch::Tensor x, y, loss, weight, copy, inv_scale;
 extern torch::nn::CrossEntropyLoss criterion;
 extern torch::Device device;
 
 extern mezzo::GradScaler scaler;
 extern mezzo::optim::AdamW optimizer, opt_d, opt_g;
 extern torch::optim::SGD sgd;
-extern torch::optim::Adam adam;
 extern mezzo::LinearSchedule schedule;
 extern mezzo::StepResult result;
 extern mezzo::AutocastSetting setting;
 extern const mezzo::OpPolicy policy;
 extern const mezzo::WeightCache cache;
-extern mezzo::Telemetry telemetry;
 extern mezzo::Communicator world;
 extern mezzo::DataParallel<Net> ddp;
-extern mezzo::GradBuckets buckets;
 
-extern std::int64_t step, epoch, steps, accumulate, tokens;
-extern std::string path;
+extern std::int64_t step, epoch, accumulate;
+
+// Pages with a batch of their own.
+namespace page_diagnosis {
+struct Batch {
+  torch::Tensor x, y;
+};
+extern std::vector<Batch> batches;
+}  // namespace page_diagnosis
+namespace page_doctor {
+extern torch::Tensor batch;
+}
 
 void train(mezzo::Communicator& world);
 double evaluate(const Net& model);
