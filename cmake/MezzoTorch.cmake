@@ -186,6 +186,21 @@ if(NOT TARGET mezzo::libtorch)
   endif()
 endif()
 
+# mezzo is headers, compiled as the project is; said once, however many folders find or add it.
+get_property(mezzo_told_of_build_type GLOBAL PROPERTY MEZZO_TOLD_OF_BUILD_TYPE)
+get_property(mezzo_is_multi_config GLOBAL PROPERTY GENERATOR_IS_MULTI_CONFIG)
+if(NOT mezzo_told_of_build_type AND NOT mezzo_is_multi_config AND NOT "${CMAKE_CXX_FLAGS}" MATCHES "-O[1-9sgfz]")
+  if(NOT CMAKE_BUILD_TYPE)
+    message(WARNING "mezzo: CMAKE_BUILD_TYPE is not set, so this project, and the loops of mezzo's optimizers with it, is "
+                    "compiled without optimisation: their steps take six times as long. Configure with "
+                    "-DCMAKE_BUILD_TYPE=Release.")
+  elseif(CMAKE_BUILD_TYPE STREQUAL "Debug")
+    message(STATUS "mezzo: Debug compiles the loops of mezzo's optimizers without optimisation; RelWithDebInfo, or the "
+                   "target mezzo::compiled, keeps them fast")
+  endif()
+  set_property(GLOBAL PROPERTY MEZZO_TOLD_OF_BUILD_TYPE TRUE)
+endif()
+
 # Asked of the target, which another folder of the project may have made.
 get_target_property(MEZZO_TORCH_CUDA_WHY_NOT mezzo::libtorch MEZZO_CUDA_WHY_NOT)
 if(MEZZO_TORCH_CUDA_WHY_NOT)

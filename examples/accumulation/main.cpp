@@ -18,11 +18,10 @@ int main() {
   mezzo::GradScaler scaler;
   torch::optim::AdamW optimizer(model->parameters(), 1e-2);
 
-  double first_loss = 0;
-  double last_loss = 0;
+  torch::Tensor first_loss, batch_loss;  // on the device: item() would wait for it
   for (int step = 0; step < 60; ++step) {
     optimizer.zero_grad();
-    double batch_loss = 0;
+    batch_loss = torch::zeros({}, device);
     for (int micro_batch = 0; micro_batch < kMicroBatches; ++micro_batch) {
       const torch::Tensor input = torch::randn({16, 16}, device);
       const torch::Tensor target = input.mm(teacher).argmax(1);
@@ -33,18 +32,18 @@ int main() {
         loss = loss / kMicroBatches;  // the batch's loss is the mean of its parts
       }
       scaler.scale(loss).backward();
-      batch_loss += loss.item<double>();
+      batch_loss += loss.detach();
     }
     scaler.unscale_(optimizer);
     torch::nn::utils::clip_grad_norm_(model->parameters(), /*max_norm=*/0.25);
     scaler.step(optimizer);
     scaler.update();
 
-    last_loss = batch_loss;
-    first_loss = step == 0 ? last_loss : first_loss;
+    if (step == 0) first_loss = batch_loss;
     if (step % 10 == 9) {
-      std::printf("step %2d  loss %.3f  scale %g\n", step + 1, last_loss, scaler.get_scale());
+      std::printf("step %2d  loss %.3f  scale %g\n", step + 1, batch_loss.item<double>(),
+                  scaler.get_scale());
     }
   }
-  return last_loss < first_loss / 2 ? 0 : 1;
+  return batch_loss.item<double>() < first_loss.item<double>() / 2 ? 0 : 1;
 }

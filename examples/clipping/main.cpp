@@ -16,14 +16,12 @@ int main() {
   mezzo::GradScaler scaler;
   torch::optim::AdamW optimizer(model->parameters(), 1e-2);
 
-  double first_loss = 0;
-  double last_loss = 0;
+  torch::Tensor first_loss, loss;  // on the device: item() would wait for it
   for (int step = 0; step < 60; ++step) {
     const torch::Tensor input = torch::randn({64, 16}, device);
     const torch::Tensor target = input.mm(teacher).argmax(1);
 
     optimizer.zero_grad();
-    torch::Tensor loss;
     {
       mezzo::AutocastGuard autocast({.device = device.type()});
       loss = torch::nn::functional::cross_entropy(model->forward(input), target);
@@ -34,12 +32,11 @@ int main() {
     scaler.step(optimizer);
     scaler.update();
 
-    last_loss = loss.item<double>();
-    first_loss = step == 0 ? last_loss : first_loss;
+    if (step == 0) first_loss = loss.detach();
     if (step % 10 == 9) {
-      std::printf("step %2d  loss %.3f  norm %.3f  scale %g\n", step + 1, last_loss, norm,
+      std::printf("step %2d  loss %.3f  norm %.3f  scale %g\n", step + 1, loss.item<double>(), norm,
                   scaler.get_scale());
     }
   }
-  return last_loss < first_loss / 2 ? 0 : 1;
+  return loss.item<double>() < first_loss.item<double>() / 2 ? 0 : 1;
 }

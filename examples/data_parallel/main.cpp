@@ -66,26 +66,29 @@ int main() {
     return loss;
   };
 
-  double first_loss = 0, last_loss = 0;
+  torch::Tensor first_loss, loss;  // of this rank
   for (int step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
     {
       const auto no_sync = ddp.no_sync();  // all micro-batches but the last only accumulate
       backward(next_batch(teacher, world));
     }
-    const auto loss = backward(next_batch(teacher, world));  // and this one sums over the ranks
-    scaler.step(optimizer, {.max_norm = 1.0});               // or skips, on all ranks alike
+    loss = backward(next_batch(teacher, world));  // and this one sums over the ranks
+    scaler.step(optimizer, {.max_norm = 1.0});    // or skips, on all ranks alike
     scaler.update();
 
-    last_loss = mean_over_ranks(loss, world);
-    first_loss = step == 0 ? last_loss : first_loss;
-    if (step % 10 == 9 && world.rank() == 0) {
-      std::printf("step %2d  loss %.3f  scale %g\n", step + 1, last_loss, scaler.get_scale());
+    if (step == 0) first_loss = loss.detach();
+    if (step % 10 == 9) {  // on all ranks, for the mean is a collective
+      const double mean = mean_over_ranks(loss, world);
+      if (world.rank() == 0) {
+        std::printf("step %2d  loss %.3f  scale %g\n", step + 1, mean, scaler.get_scale());
+      }
     }
   }
   bool is_alike = true;
   for (const auto& parameter : model->parameters()) {
     is_alike = is_alike_on_all_ranks(parameter, world) && is_alike;
   }
-  return is_alike && last_loss < first_loss / 2 ? 0 : 1;
+  const bool fell = mean_over_ranks(loss, world) < mean_over_ranks(first_loss, world) / 2;
+  return is_alike && fell ? 0 : 1;
 }

@@ -18,22 +18,21 @@ int main() {
   torch::optim::AdamW optimizer(model->parameters(), 1e-2);
   auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2_bf16());  // O2() for half
 
-  double first_loss = 0;
-  double last_loss = 0;
+  torch::Tensor first_loss, loss;  // on the device: item() would wait for it
   for (int step = 0; step < 60; ++step) {
     const torch::Tensor input = torch::randn({64, 16}, device);
     const torch::Tensor target = input.mm(teacher).argmax(1);
 
     optimizer.zero_grad();
     // amp(model, ...) casts what comes in and out; a bare model->forward(...) would not.
-    const torch::Tensor loss = torch::nn::functional::cross_entropy(amp(model, input), target);
+    loss = torch::nn::functional::cross_entropy(amp(model, input), target);
     amp.scale_loss(loss, optimizer);  // with amp.scale_loss(...): backward()
     torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
     amp.step(optimizer);  // optimizer.step()
 
-    last_loss = loss.item<double>();
-    first_loss = step == 0 ? last_loss : first_loss;
+    if (step == 0) first_loss = loss.detach();
   }
-  std::printf("loss %.3f -> %.3f, scale %g\n", first_loss, last_loss, amp.scaler().get_scale());
-  return last_loss < first_loss / 2 ? 0 : 1;
+  const double before = first_loss.item<double>(), after = loss.item<double>();
+  std::printf("loss %.3f -> %.3f, scale %g\n", before, after, amp.scaler().get_scale());
+  return after < before / 2 ? 0 : 1;
 }

@@ -1,4 +1,4 @@
-// The README's loop: mixed precision, a loss scale, clipping and a schedule.
+// Mixed precision with a loss scale, clipping and a learning-rate schedule.
 #include <mezzo/mezzo.h>
 #include <torch/torch.h>
 
@@ -13,6 +13,8 @@ int main() {
   torch::nn::CrossEntropyLoss criterion;
   const auto teacher = torch::randn({16, 4}, device);
 
+  const auto precision = mezzo::recommended(device);  // half, bfloat16 or float32, and why
+  std::printf("%s\n", precision.reason.c_str());
   mezzo::GradScaler scaler;                                  // 2^16, x2, x0.5, every 2000 steps
   mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);  // or any optimizer of torch::optim
   mezzo::LinearSchedule schedule(optimizer, {.warmup_steps = 10, .total_steps = 100});
@@ -21,12 +23,8 @@ int main() {
     const auto input = torch::randn({64, 16}, device);
     const auto target = input.mm(teacher).argmax(1);
     optimizer.zero_grad();
-    torch::Tensor loss;
-    {
-      mezzo::AutocastGuard autocast(
-          {.device = device.type()});  // half on CUDA, bfloat16 on the CPU
-      loss = criterion(model->forward(input), target);
-    }
+    const auto loss =
+        mezzo::autocast(precision, [&] { return criterion(model->forward(input), target); });
     scaler.scale(loss).backward();
     const auto result = scaler.step(optimizer, {.max_norm = 1.0});  // unscales, clips, updates
     scaler.update();

@@ -1,4 +1,4 @@
-"""check_probes.py DOCUMENT TESTS: every test that DOCUMENT names is one of the folder TESTS.
+"""check_probes.py DOCUMENT... TESTS: every test that a DOCUMENT names is one of the folder TESTS.
 
 Each row of its tables names at least one, as `Suite.Test` or as ctest knows it.
 """
@@ -20,23 +20,33 @@ def tests_in(folder: Path) -> set[str]:
 
 
 def rows_of(document: Path) -> list[tuple[int, str]]:
-    lines = enumerate(document.read_text().splitlines(), start=1)
-    return [(number, line) for number, line in lines
-            if line.startswith("| ") and not line.startswith("| Probe |")]
+    """Rows of tables, without the line of headings and the one below it."""
+    lines = document.read_text().splitlines()
+    below = [*lines[1:], ""]
+    return [(number, line) for number, (line, next_line) in enumerate(zip(lines, below), start=1)
+            if line.startswith("| ") and not next_line.startswith("|---")]
 
 
-def main() -> int:
-    document, folder = map(Path, sys.argv[1:])
-    known = tests_in(folder)
+def errors_of(document: Path, known: set[str]) -> list[str]:
     errors = []
-    for number, row in rows_of(document):
+    rows = rows_of(document)
+    if not rows:
+        errors.append(f"{document}: there is no table")
+    for number, row in rows:
         cells = row.strip().strip("|").split(" | ")
         named = re.findall(r"`([^`]+)`", cells[-1])
         if len(cells) != 3 or not named:
-            errors.append(f"{document}:{number}: a row is a probe, a result and its tests")
+            errors.append(f"{document}:{number}: a row is a probe or a fault, a result or a promise, and its tests")
         errors += [f"{document}:{number}: there is no test {name}"
                    for name in named if name not in known]
-    print("\n".join(errors) or f"{document}: every test that it names exists")
+    return errors
+
+
+def main() -> int:
+    *documents, folder = map(Path, sys.argv[1:])
+    known = tests_in(folder)
+    errors = [error for document in documents for error in errors_of(document, known)]
+    print("\n".join(errors) or "every test that is named exists")
     return 1 if errors else 0
 
 

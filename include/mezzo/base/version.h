@@ -6,6 +6,10 @@
 #define MEZZO_VERSION_MINOR 1
 #define MEZZO_VERSION_PATCH 0
 
+/// The version as one number to compare with: 10203 for 1.2.3.
+#define MEZZO_VERSION \
+  (MEZZO_VERSION_MAJOR * 10000 + MEZZO_VERSION_MINOR * 100 + MEZZO_VERSION_PATCH)
+
 /// Everything in mezzo lives in `mezzo::inline MEZZO_ABI_NAMESPACE`. The name carries the ABI
 /// version and whether the CUDA kernels are compiled in, so that two shared libraries built with
 /// and without them keep their own code instead of picking up each other's by link order.

@@ -1,0 +1,67 @@
+// A custom autograd function under autocast: what custom_fwd and custom_bwd are in Python. This one
+// wants float32, whatever the region computes in, for its sums overflow in half.
+// Exits with 1 if the loss did not fall, or if the function saw another dtype.
+#include <mezzo/autocast/autograd_function.h>
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+
+namespace {
+
+/// x / sqrt(mean(x^2) + eps) over the last dimension: RMS norm without a weight.
+struct RmsNorm : torch::autograd::Function<RmsNorm> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* ctx, torch::Tensor x) {
+    TORCH_CHECK(x.scalar_type() == torch::kFloat, "RmsNorm got ", x.scalar_type());
+    const auto inverse = (x.square().mean(-1, /*keepdim=*/true) + 1e-6).rsqrt();
+    ctx->save_for_backward({x, inverse});
+    return x * inverse;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list gradients) {
+    const auto saved = ctx->get_saved_variables();
+    const auto& x = saved[0];
+    const auto& inverse = saved[1];
+    const auto along = (gradients[0] * x).mean(-1, /*keepdim=*/true);
+    return {inverse * (gradients[0] - x * along * inverse.square())};
+  }
+};
+
+/// Under autocast its floating arguments become float32, and autocast is off within.
+using Float32RmsNorm = mezzo::AutocastFunction<RmsNorm, torch::kFloat>;
+
+}  // namespace
+
+int main() {
+  torch::manual_seed(0);
+  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  torch::nn::Linear first(16, 64), last(64, 4);
+  first->to(device);
+  last->to(device);
+  const auto teacher = torch::randn({16, 4}, device);  // which class each input belongs to
+
+  auto parameters = first->parameters();
+  for (const auto& parameter : last->parameters()) parameters.push_back(parameter);
+  mezzo::optim::AdamW optimizer(parameters, 1e-2);
+  mezzo::GradScaler scaler;
+  const mezzo::AutocastSetting precision{.device = device.type()};
+
+  torch::Tensor first_loss, loss;
+  for (int step = 0; step < 60; ++step) {
+    const auto input = torch::randn({64, 16}, device);
+    const auto target = input.mm(teacher).argmax(1);
+    optimizer.zero_grad();
+    loss = mezzo::autocast(precision, [&] {
+      const auto hidden = Float32RmsNorm::apply(first(input));  // first(input) has 16 bits
+      return torch::nn::functional::cross_entropy(last(hidden.relu()), target);
+    });
+    if (step == 0) first_loss = loss.detach();
+    scaler.scale(loss).backward();
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  const double before = first_loss.item<double>(), after = loss.item<double>();
+  std::printf("loss %.3f -> %.3f\n", before, after);
+  return after < before / 2 ? 0 : 1;
+}

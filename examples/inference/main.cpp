@@ -1,0 +1,56 @@
+// Inference: a frozen model under autocast, called by several threads. A weight cache casts each
+// weight once, for all threads and all calls.
+// Exits with 1 if a weight was cast again, or if an output is far from float32's.
+#include <mezzo/autocast/autocast_module.h>
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  torch::Tensor forward(const torch::Tensor& x) { return last(torch::gelu(first(x))); }
+
+  torch::nn::Linear first = register_module("first", torch::nn::Linear(64, 256));
+  torch::nn::Linear last = register_module("last", torch::nn::Linear(256, 8));
+};
+TORCH_MODULE(Net);
+
+}  // namespace
+
+int main() {
+  torch::manual_seed(0);
+  // Once, before there are threads.
+  const auto cache = mezzo::install_op_overrides(mezzo::WeightCache());
+
+  Net model;
+  model->eval();
+  for (auto& parameter : model->parameters()) parameter.requires_grad_(false);
+  // The module enters its region in whatever thread calls it; a guard holds in its own alone.
+  mezzo::AutocastModule net(model, {.device = torch::kCPU, .cache = cache});
+
+  const auto input = torch::randn({32, 64});
+  const auto exact = model(input);
+  net(input);  // the first call casts
+  const auto casts = cache.statistics().casts;
+
+  std::vector<double> errors(4);
+  std::vector<std::thread> workers;
+  for (double& error : errors) {
+    workers.emplace_back([&] {
+      const torch::NoGradGuard no_grad;  // thread-local too
+      for (int request = 0; request < 50; ++request) {
+        error = (net(input) - exact).abs().max().item<double>();
+      }
+    });
+  }
+  for (auto& worker : workers) worker.join();
+
+  const auto statistics = cache.statistics();
+  std::printf("%lld weights cast, once each, and used %lld times more; largest error %.4f\n",
+              static_cast<long long>(casts), static_cast<long long>(statistics.hits), errors[0]);
+  return statistics.casts == casts && statistics.hits > 0 && errors[0] < 0.05 ? 0 : 1;
+}

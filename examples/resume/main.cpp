@@ -1,0 +1,71 @@
+// A run that is interrupted and resumed from its newest checkpoint ends with the very bits of one
+// that was not: weights, moments, loss scale, schedule and dropout's random numbers.
+// Exits with 1 if it does not.
+#include <mezzo/checkpoint.h>
+#include <mezzo/mezzo.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kSteps = 40;
+
+/// Trains from the newest checkpoint in `folder`, or from the start, and stops early at
+/// `last_step`, as a machine that goes down does. Returns the weights.
+std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t last_step) {
+  torch::manual_seed(0);
+  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(), torch::nn::Dropout(0.1),
+                              torch::nn::Linear(64, 4));
+  const auto teacher = torch::randn({16, 4});
+  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
+  mezzo::LinearSchedule schedule(optimizer, {.warmup_steps = 5, .total_steps = kSteps});
+  mezzo::GradScaler scaler;
+
+  int64_t step = 0;
+  mezzo::TrainingState state;  // what belongs to the run; an optimizer before its schedule
+  state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
+  state.add("scaler", scaler).add("step", step).with_random_state();
+  mezzo::CheckpointManager checkpoints(folder, {.keep = 2});
+  if (const auto resumed = checkpoints.load_newest(state)) {
+    std::printf("resumed at step %lld from %s\n", static_cast<long long>(resumed->step),
+                resumed->file.filename().c_str());
+  }
+
+  while (step < last_step) {
+    const auto input = torch::randn({64, 16});
+    const auto target = input.mm(teacher).argmax(1);
+    optimizer.zero_grad();
+    const auto loss = mezzo::autocast({.device = torch::kCPU}, [&] {
+      return torch::nn::functional::cross_entropy(model->forward(input), target);
+    });
+    scaler.scale(loss).backward();
+    schedule.step(scaler.step(optimizer, {.max_norm = 1.0}));
+    scaler.update();
+    ++step;
+    if (step % 10 == 0) checkpoints.save(state, step);  // after update: an iteration's end
+  }
+  return model->parameters();
+}
+
+}  // namespace
+
+int main() {
+  const auto folder = std::filesystem::temp_directory_path() /
+                      ("mezzo_resume_" + std::to_string(std::random_device()()));
+  const auto undisturbed = train(folder / "a", kSteps);
+  train(folder / "b", 25);  // goes down; the newest checkpoint is of step 20
+  const auto resumed = train(folder / "b", kSteps);
+  std::filesystem::remove_all(folder);
+
+  bool is_same = true;
+  for (std::size_t i = 0; i < resumed.size(); ++i) {
+    is_same = is_same && torch::equal(resumed[i], undisturbed[i]);
+  }
+  std::printf("%s\n", is_same ? "the same bits" : "other bits");
+  return is_same ? 0 : 1;
+}

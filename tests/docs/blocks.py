@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Writes the C++ code blocks of Markdown pages as translation units, so that a compiler reads them.
+
+    blocks.py OUTPUT_FOLDER ROOT PAGE...
+
+Each ```cpp block becomes a function that is compiled and never called; a block that begins with a class, a template or a
+function becomes a namespace. What a page leaves out, such as `model` and `loader`, is declared in prelude.h beside this
+script, and a line of three dots is dropped. `#line` makes the compiler name page and line. Blocks that need MPI go to
+blocks_mpi.cpp; the others are spread over blocks_1.cpp and blocks_2.cpp, page by page, about evenly.
+"""
+
+import pathlib
+import re
+import sys
+
+FENCE = re.compile(r"^```(\w*)")
+INCLUDE = re.compile(r"^\s*#include\b")
+DOTS = re.compile(r"^\s*\.\.\.\s*(//.*)?$")
+AT_NAMESPACE_SCOPE = re.compile(
+    r"^(struct|class|enum|template|namespace|TORCH_LIBRARY|static|inline|int main\(|[\w:<>]+[ &*]+\w+\([^;]*\) \{$)")
+UNITS = 2
+
+
+def blocks_of(page):
+    """(number of its first line, lines) of each C++ block."""
+    found, language, first, lines = [], None, 0, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        fence = FENCE.match(line)
+        if language is None and fence:
+            language, first, lines = fence[1], number + 1, []
+        elif language is not None and line.startswith("```"):
+            if language == "cpp":
+                found.append((first, lines))
+            language = None
+        elif language is not None:
+            lines.append(line)
+    if language is not None:
+        sys.exit(f"{page}: the block that begins before line {first} has no end")
+    return found
+
+
+def unit_text(page, first, lines):
+    """The includes of a block, and the block as a function or namespace."""
+    includes = [line for line in lines if INCLUDE.match(line)]
+    # Lines stay where they are, so that the compiler's numbers are the page's.
+    body = ["" if INCLUDE.match(line) or DOTS.match(line) else line for line in lines]
+    code = [line for line in body if line.strip() and not line.lstrip().startswith("//")]
+    if not code:
+        return includes, ""
+    # In a namespace of the page's, which prelude.h may give names of its own; `return status;` is taken too.
+    name = re.sub(r"[^a-z0-9]", "_", page.stem.lower())
+    opening = f"namespace docs::page_{name} {{ [[maybe_unused]] static int block_{first}() {{"
+    if AT_NAMESPACE_SCOPE.match(code[0]):
+        opening = f"namespace docs::page_{name} {{ namespace block_{first} {{"
+    text = "\n".join(body)
+    return includes, f'{opening}\n#line {first} "{page}"\n{text}\n}} }}\n'
+
+
+def main():
+    output, root = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+    pages = [pathlib.Path(page) for page in sys.argv[3:]]
+    units = {f"blocks_{number + 1}": ([], []) for number in range(UNITS)}
+    units["blocks_mpi"] = ([], [])
+    size = dict.fromkeys(units, 0)
+    count = 0
+    for page in sorted(pages, key=lambda path: -path.stat().st_size):
+        lightest = min((name for name in units if name != "blocks_mpi"), key=lambda name: size[name])
+        for first, lines in blocks_of(page):
+            includes, text = unit_text(page, first, lines)
+            is_mpi = any("/mpi_" in line for line in includes) or re.search(r"\bMPI_COMM_WORLD\b", text)
+            unit = "blocks_mpi" if is_mpi else lightest
+            units[unit][0].extend(includes)
+            units[unit][1].append(text)
+            size[unit] += len(text)
+            count += 1
+    if count == 0:
+        sys.exit("blocks.py: there is no C++ block in these pages")
+    output.mkdir(parents=True, exist_ok=True)
+    prelude = root / "tests/docs/prelude.h"
+    for name, (includes, texts) in units.items():
+        source = f'#include "{prelude}"\n' + "".join(f"{line.strip()}\n" for line in dict.fromkeys(includes)) + "".join(texts)
+        path = output / f"{name}.cpp"
+        if not path.exists() or path.read_text(encoding="utf-8") != source:
+            path.write_text(source, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

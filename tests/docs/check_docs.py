@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Checks that the documentation keeps what it promises.
+
+    check_docs.py links ROOT       every link inside the repository leads somewhere, headings included
+    check_docs.py readme ROOT      the README has at most 200 lines, and its program is examples/quickstart; the citation has
+                                   the present version
+    check_docs.py errors ROOT      docs/errors.md has every message that a header can throw
+    check_docs.py errors ROOT --write    adds those that it lacks, and drops those that are gone
+
+Prints what is wrong, and exits with 1.
+"""
+
+import pathlib
+import re
+import sys
+
+MOST_LINES = 200
+# Pages that other work adds; remove a name here once its page is there.
+TO_COME = {"docs/cuda.md", "docs/diagnosis.md", "docs/doctor.md"}
+
+LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+
+
+def pages_of(root):
+    return sorted(page for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "tests/**/*.md", "benchmarks/**/*.md")
+                  for page in root.glob(pattern) if ".deps" not in page.parts and "build" not in page.parts)
+
+
+def anchors_of(page):
+    """The headings of a page as GitHub and MkDocs name them in links."""
+    anchors = set()
+    for heading in re.findall(r"^#+ (.+?)\s*$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchors.add(re.sub(r"[^\w\- ]", "", text).replace(" ", "-"))
+    return anchors
+
+
+def check_links(root):
+    faults, count = [], 0
+    for page in pages_of(root):
+        text = FENCED.sub(lambda fence: "\n" * fence[0].count("\n"), page.read_text(encoding="utf-8"))
+        for number, line in enumerate(text.splitlines(), 1):
+            for target in LINK.findall(re.sub(r"`[^`]*`", "", line)):
+                if re.match(r"[a-z]+:", target):
+                    continue
+                count += 1
+                file, _, anchor = target.partition("#")
+                path = (page.parent / file).resolve() if file else page
+                if not path.exists():
+                    if path.is_relative_to(root) and path.relative_to(root).as_posix() in TO_COME:
+                        continue
+                    faults.append(f"{page}:{number}: {target} does not exist")
+                elif anchor and path.suffix == ".md" and anchor not in anchors_of(path):
+                    faults.append(f"{page}:{number}: {file or page.name} has no heading #{anchor}")
+    return faults if count else [f"{root}: no page has a link"]
+
+
+def check_readme(root):
+    text = (root / "README.md").read_text(encoding="utf-8")
+    faults = []
+    lines = text.count("\n")
+    if lines > MOST_LINES:
+        faults.append(f"README.md has {lines} lines; it has at most {MOST_LINES}: move what is over to docs/")
+    program = (root / "examples/quickstart/main.cpp").read_text(encoding="utf-8")
+    if f"```cpp\n{program}```" not in text:
+        faults.append("README.md: its program is not examples/quickstart/main.cpp, letter for letter")
+    version = re.findall(r"define MEZZO_VERSION_[A-Z]+ (\d+)", (root / "include/mezzo/base/version.h").read_text())
+    if f"version: {'.'.join(version)}\n" not in (root / "CITATION.cff").read_text(encoding="utf-8"):
+        faults.append(f"CITATION.cff: its version is not {'.'.join(version)}")
+    for command in ("./bootstrap bert-ner", "./bootstrap test"):
+        if command not in text:
+            faults.append(f"README.md: {command} is missing")
+    return faults
+
+
+# --- The messages of errors -------------------------------------------------------------------------------------------
+
+CALL = re.compile(r"\bTORCH_CHECK(?:_[A-Z]+)?\(")
+LITERAL = r'"((?:[^"\\]|\\.)*)"'
+ROW = re.compile(r"^\| `(.+?)` \| (.*) \|$")
+GAP = "…"
+
+
+def arguments_of(text, begin):
+    """The arguments of the call whose parenthesis opens before `begin`."""
+    arguments, current, depth, i = [], "", 1, begin
+    while depth:
+        character = text[i]
+        if character == '"':
+            end = re.compile(r'"(?:[^"\\]|\\.)*"').match(text, i).end()
+            current += text[i:end]
+            i = end
+            continue
+        if character == "'":
+            end = re.compile(r"'(?:[^'\\]|\\.)+'").match(text, i).end()
+            current += text[i:end]
+            i = end
+            continue
+        if text.startswith("//", i):
+            i = text.index("\n", i)
+            continue
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 1 and character == ",":
+            arguments.append(current.strip())
+            current = ""
+        elif depth:
+            current += character
+        i += 1
+    return [*arguments, current.strip()]
+
+
+def messages_of(root):
+    """{room: messages}, what is put in at run time being a gap. Left out are messages that are all gap: those are made
+    elsewhere in the headers, of parts that no script can put together."""
+    rooms = {}
+    include = root / "include/mezzo"
+    for header in sorted(include.rglob("*")):
+        if header.suffix not in {".h", ".cuh"}:
+            continue
+        text = header.read_text(encoding="utf-8")
+        for call in CALL.finditer(text):
+            parts = []
+            for argument in arguments_of(text, call.end())[1:]:
+                is_literal = re.fullmatch(rf"(\s*{LITERAL}\s*)+", argument)
+                parts.append("".join(re.findall(LITERAL, argument)) if is_literal else GAP)
+            message = re.sub(f"{GAP}(\\s*{GAP})*", GAP, "".join(parts))
+            message = re.sub(r"\s+", " ", message.replace("\\n", " ").replace('\\"', '"')).strip()
+            message = message.replace("`", "").replace("|", "/")
+            if len(re.sub(rf"[{GAP}\W]", "", message)) > 8:
+                rooms.setdefault(header.relative_to(include).parts[0], {}).setdefault(message, None)
+    return {room: list(messages) for room, messages in rooms.items()}
+
+
+def rows_of(page):
+    return dict(row.groups() for row in map(ROW.match, page.read_text(encoding="utf-8").splitlines()) if row)
+
+
+IMPERATIVE = re.compile(r"""(add|begin|call|cast|change|choose|clip|clone\(\)|construct|count|end|erase|freeze|give|hold|
+    initialise|keep|leave|let|link|load|make|move|name|pass|put|raise|register|run|save|set|start|step|take|time|train|unset|
+    update|use|write|(it|they)\ (should|must))\b""", re.X)
+
+
+def remedy_of(message):
+    """What a message itself says is to be done; nothing where that is for a person to write."""
+    for mark in ("; ", ". In C++: ", ". "):
+        if mark in message:
+            remedy = message.rsplit(mark, 1)[1].strip().rstrip(".")
+            if IMPERATIVE.match(remedy[0].lower() + remedy[1:]) and len(remedy) > 8:
+                return remedy[0].upper() + remedy[1:] + "."
+    return ""
+
+
+def errors_page(root, known):
+    introduction = (root / "docs/errors.md").read_text(encoding="utf-8").split("\n## ", 1)[0].rstrip()
+    text = [introduction]
+    for room, messages in sorted(messages_of(root).items()):
+        text.append(f"\n## {room}/\n\n| message | what to do |\n|---|---|")
+        text += [f"| `{message}` | {known.get(message) or remedy_of(message)} |" for message in sorted(messages)]
+    return "\n".join(text) + "\n"
+
+
+def check_errors(root, write):
+    page = root / "docs/errors.md"
+    known = rows_of(page)
+    if write:
+        page.write_text(errors_page(root, known), encoding="utf-8")
+        known = rows_of(page)
+    messages = {message for of_room in messages_of(root).values() for message in of_room}
+    faults = [f"docs/errors.md lacks the message `{message}`; run check_docs.py errors . --write"
+              for message in sorted(messages - known.keys())]
+    faults += [f"docs/errors.md has `{message}`, which nothing throws; run check_docs.py errors . --write"
+               for message in sorted(known.keys() - messages)]
+    faults += [f"docs/errors.md: say what to do about `{message}`" for message, remedy in known.items() if not remedy.strip()]
+    return faults if messages else ["no header throws anything"]
+
+
+def main():
+    what, root = sys.argv[1], pathlib.Path(sys.argv[2]).resolve()
+    if what == "errors":
+        faults = check_errors(root, "--write" in sys.argv)
+    else:
+        faults = {"links": check_links, "readme": check_readme}[what](root)
+    print("\n".join(faults))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

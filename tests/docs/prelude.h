@@ -1,0 +1,70 @@
+// What the code blocks of README.md and docs/ take for granted: a model, its optimizer, batches.
+// Declared and not defined, for the blocks are compiled and not run.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <mezzo/checkpoint.h>
+#include <mezzo/diagnose.h>
+#include <mezzo/distributed.h>
+#include <mezzo/levels.h>
+#include <mezzo/mezzo.h>
+
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace docs {
+
+struct NetImpl : torch::nn::Module {
+  torch::Tensor forward(const torch::Tensor& x) { return layer(x); }
+  torch::nn::Linear layer = nullptr;
+};
+TORCH_MODULE(Net);
+
+struct Batch {
+  torch::Tensor data, target;
+};
+
+extern Net model, net_d, net_g, block;
+extern std::vector<Batch> batches;
+extern std::vector<Batch>* loader;
+extern std::vector<Batch>* part_of_this_rank;
+extern Batch batch, first_batch, last_batch;
+extern torch::Tensor x, y, loss, weight, copy, inv_scale;
+extern torch::nn::CrossEntropyLoss criterion;
+extern torch::Device device;
+
+extern mezzo::GradScaler scaler;
+extern mezzo::optim::AdamW optimizer, opt_d, opt_g;
+extern torch::optim::SGD sgd;
+extern mezzo::LinearSchedule schedule;
+extern mezzo::StepResult result;
+extern mezzo::AutocastSetting setting;
+extern const mezzo::OpPolicy policy;
+extern const mezzo::WeightCache cache;
+extern mezzo::Communicator world;
+extern mezzo::DataParallel<Net> ddp;
+
+extern std::int64_t step, epoch, accumulate;
+
+// Pages with a batch of their own.
+namespace page_diagnosis {
+struct Batch {
+  torch::Tensor x, y;
+};
+extern std::vector<Batch> batches;
+}  // namespace page_diagnosis
+namespace page_doctor {
+extern torch::Tensor batch;
+}
+
+void train(mezzo::Communicator& world);
+double evaluate(const Net& model);
+torch::Tensor loss_of(const Net& model, const Batch& batch);
+void all_reduce(const torch::Tensor& tensor);
+
+}  // namespace docs
