@@ -2,6 +2,7 @@
 // weight once, for all threads and all calls.
 // Exits with 1 if a weight was cast again, or if an output is far from float32's.
 #include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/mezzo.h>
 #include <torch/torch.h>
 

@@ -1,6 +1,7 @@
 // An LSTM under autocast. In half on a CPU without half instructions oneDNN refuses the layer, as
 // in Python; a policy that denies it runs it in float32, and all else in 16 bits. Exits with 1 if
 // the loss did not fall.
+#include <mezzo/autocast/op_policy.h>
 #include <mezzo/mezzo.h>
 #include <torch/torch.h>
 

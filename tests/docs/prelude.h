@@ -4,6 +4,7 @@
 
 #include <torch/torch.h>
 
+#include <mezzo/autocast.h>
 #include <mezzo/checkpoint.h>
 #include <mezzo/diagnose.h>
 #include <mezzo/distributed.h>
