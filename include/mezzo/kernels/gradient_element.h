@@ -1,18 +1,116 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/float_format.h>
-#include <mezzo/kernels/gradient_summary_partial.h>
 
 #include <c10/macros/Macros.h>
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
+
+// What a read of a stretch of gradients leaves behind, and how that of many stretches becomes that
+// of all. The same on host and device.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// How many elements of a tensor one partial result stands for on the CPU. It is fixed, so that a
+/// sum is the same number whatever the number of threads.
+inline constexpr int64_t kSummaryChunk = 65536;
+
+C10_HOST_DEVICE inline int64_t summary_chunks(int64_t count) {
+  return (count + kSummaryChunk - 1) / kSummaryChunk;
+}
+
+/// A stretch of gradients as it lies in memory, before any scale. Largest magnitudes are kept as
+/// bits, whose order is that of the values with NaN above all; those of double apart, for whether a
+/// product overflows depends on what it is computed in.
+struct GradientPartial {
+  double sum_of_squares = 0;
+  uint64_t max_double = 0;
+  uint32_t max_float = 0;  ///< of float, half and bfloat16, widened to float
+
+  C10_HOST_DEVICE void merge(const GradientPartial& other) {
+    sum_of_squares += other.sum_of_squares;
+    max_double = other.max_double > max_double ? other.max_double : max_double;
+    max_float = other.max_float > max_float ? other.max_float : max_float;
+  }
+};
+
+/// Gradients times `inv_scale`. A factor is monotonic: a product is inf or NaN if and only if that
+/// of the largest magnitude is (or of 0, where the factor itself is inf or NaN).
+struct FinishedSummary {
+  double sum_of_squares;
+  double max_abs;
+  bool found_inf;
+
+  C10_HOST_DEVICE FinishedSummary(const GradientPartial& partial, float inv_scale) {
+    const double factor = static_cast<double>(inv_scale);
+    double largest_double = 0;
+    float largest_float = 0;
+    reinterpret_bits(partial.max_double, largest_double);
+    reinterpret_bits(partial.max_float, largest_float);
+    largest_double *= factor;
+    largest_float *= inv_scale;
+    sum_of_squares = partial.sum_of_squares * factor * factor;
+    found_inf = nonfinite_bits(largest_double) || nonfinite_bits(largest_float);
+    max_abs = larger_magnitude(largest_double, static_cast<double>(largest_float));
+    // A product that overflows in float has a square that does not in double.
+    if (found_inf && !nonfinite_bits(sum_of_squares)) sum_of_squares = max_abs;
+  }
+
+ private:
+  C10_HOST_DEVICE static double larger_magnitude(double a, double b) {
+    uint64_t a_bits = 0;
+    uint64_t b_bits = 0;
+    reinterpret_bits(a, a_bits);
+    reinterpret_bits(b, b_bits);
+    a_bits &= 0x7FFFFFFFFFFFFFFFU;
+    b_bits &= 0x7FFFFFFFFFFFFFFFU;
+    const uint64_t larger = a_bits > b_bits ? a_bits : b_bits;
+    double result = 0;
+    reinterpret_bits(larger, result);
+    return result;
+  }
+};
+
+/// What the richer read adds.
+struct StatisticsPartial {
+  GradientPartial summary;
+  int64_t zeros = 0;
+  int64_t underflows = 0;
+  int64_t scaled_underflows = 0;
+  int64_t first_bad_gradient = -1;  ///< which tensor holds the first product that is inf or NaN
+  int64_t first_bad_element = -1;   ///< and where in its memory
+
+  C10_HOST_DEVICE void merge(const StatisticsPartial& other) {
+    summary.merge(other.summary);
+    zeros += other.zeros;
+    underflows += other.underflows;
+    scaled_underflows += other.scaled_underflows;
+    const bool is_earlier =
+        other.first_bad_element >= 0 &&
+        (first_bad_element < 0 || other.first_bad_gradient < first_bad_gradient ||
+         (other.first_bad_gradient == first_bad_gradient &&
+          other.first_bad_element < first_bad_element));
+    if (is_earlier) {
+      first_bad_gradient = other.first_bad_gradient;
+      first_bad_element = other.first_bad_element;
+    }
+  }
+};
+
+/// What the richer read has to know beforehand.
+struct StatisticsQuery {
+  float inv_scale;
+  double underflow;  ///< non-zero magnitudes up to here round to zero in the low-precision dtype
+};
+
+static_assert(std::is_trivially_copyable_v<StatisticsPartial>, "kernels write it");
 
 // What is done with each element: the body of the CPU's loops, of the CUDA kernels and of the
 // tests' reference.
-namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
 
 /// Sets bits in `nonfinite` where a stored value is inf or NaN.
 template <class Format>

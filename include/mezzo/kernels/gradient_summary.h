@@ -2,8 +2,8 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_cpu.h>
-#include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/which_kernels.h>
 

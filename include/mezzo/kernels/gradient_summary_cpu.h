@@ -1,8 +1,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
-#include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/kernels/parallel_spans.h>
 
 #include <ATen/Parallel.h>

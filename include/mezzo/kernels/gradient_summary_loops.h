@@ -4,7 +4,6 @@
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/gradient_element.h>
-#include <mezzo/kernels/gradient_summary_partial.h>
 
 #include <c10/core/ScalarType.h>
 

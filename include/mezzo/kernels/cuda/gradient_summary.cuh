@@ -6,7 +6,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/gradient_element.h>
-#include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/kernels/gradient_table.h>
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/gradient_summary_partial.h>
 #include <mezzo/optim/grad_bucket.h>
 
 #include <ATen/core/Tensor.h>
