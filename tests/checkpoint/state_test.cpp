@@ -7,6 +7,7 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/master_weights.h>
 #include <torch/csrc/jit/frontend/lexer.h>
 
 #include <algorithm>
@@ -47,6 +48,41 @@ struct Values {
   torch::Tensor tensor = torch::arange(1000).select(0, 3);
   TrainingState state;
 };
+
+/// What two runs that do the same have come to, at other addresses.
+struct SameRun {
+  explicit SameRun(std::size_t in_front) : moves_the_heap(in_front) {
+    for (int step = 0; step < 2; ++step) {
+      torch::manual_seed(step);
+      for (const auto& parameter : model->parameters()) {
+        parameter.mutable_grad() = torch::randn(parameter.sizes());
+      }
+      theirs.step();
+      ours.step();
+      masters.step();
+    }
+    state.add("theirs", theirs).add("ours", ours).add("masters", masters);
+  }
+
+  std::vector<char> moves_the_heap;
+  torch::nn::Sequential model = [] {
+    torch::manual_seed(3);
+    return torch::nn::Sequential(torch::nn::Linear(2, 3), torch::nn::Linear(3, 3));
+  }();
+  torch::optim::AdamW theirs{model->parameters(), 1e-2};
+  mezzo::optim::AdamW ours{model->parameters(), mezzo::optim::AdamWOptions(1e-2)};
+  torch::optim::SGD sgd{model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9)};
+  mezzo::MasterWeights masters{sgd};
+  TrainingState state;
+};
+
+TEST(Checkpoint, TheSameStateOfOptimizersIsTheSameFile) {
+  const Scratch first, second;
+  const SameRun one(1), other(100000);
+  const auto file = CheckpointManager(first.path()).save(one.state, 2).file;
+  const auto same = CheckpointManager(second.path()).save(other.state, 2).file;
+  EXPECT_EQ(test_support::bytes_of(file), test_support::bytes_of(same));
+}
 
 TEST(Checkpoint, ValuesOfEveryKindComeBack) {
   const Scratch scratch;

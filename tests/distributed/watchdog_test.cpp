@@ -52,6 +52,19 @@ Heartbeat running(int64_t count, int64_t calls, bool waits = false) {
                        .collective = "barrier"}};
 }
 
+TEST(CollectiveLog, OfARefusedCallLeavesWhatAnotherThreadCalledMeanwhile) {
+  mezzo::detail::CollectiveLog log;
+  const int64_t one = log.add_communicator(), other = log.add_communicator();
+  const mezzo::detail::CollectiveCall barrier = mezzo::detail::Collective::barrier;
+  log.called(one, barrier);
+  const auto refused = log.called(one, barrier);
+  log.called(other, barrier);
+  log.refused(refused);
+  EXPECT_THAT(log.activity().calls, ElementsAre(1, 1));
+  EXPECT_EQ(log.activity().communicator, other);
+  EXPECT_EQ(log.activity().sequence, 1);
+}
+
 TEST(PeerWatch, ARankIsSilentWhenItsSignsOfLifeStayTheSameForTooLong) {
   PeerWatch watch(0, 3, timeouts());
   for (int64_t second = 0; second <= 8; ++second) {

@@ -53,6 +53,9 @@ struct EmaOptions {
 /// With an optimizer of mezzo's set `ema_decay` in its options instead
 /// (mezzo/optim/fused_options.h): that costs no pass over memory and no host sync. Both follow one
 /// rule, that of torch's AveragedModel: every parameter, frozen ones too, in every applied step.
+/// Their stores and files are two: an optimizer's average is written in the pass that writes the
+/// weight, so it lies, and is saved, with the parameter's other state. An Ema has no such state to
+/// join, and stands beside any optimizer, so its file is its own list.
 ///
 /// Averages are in float (double for double) on the parameters' device, and begin as the weights at
 /// construction. Holds the parameters, as an optimizer does: they may be written and given other

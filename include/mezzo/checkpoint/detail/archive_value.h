@@ -14,7 +14,9 @@
 #include <torch/serialize/archive.h>
 
 #include <cstddef>
+#include <map>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -100,18 +102,60 @@ inline bool has_elements(const c10::IValue& value) {
   return value.isList() || value.isGenericDict() || value.isTuple();
 }
 
+/// In libtorch's file of an optimizer a parameter's state has the parameter's address for a name,
+/// so that the same state would never be the same file. Here it has its number, in the groups'
+/// order.
+using ParameterNumbers = std::unordered_map<std::string, std::size_t>;
+
+/// Of an archive that is an optimizer's; otherwise none.
+inline ParameterNumbers numbers_of_parameters(const torch::jit::Module& archive) {
+  ParameterNumbers numbers;
+  const auto is_archive = [&](const char* name) {
+    return archive.hasattr(name) && archive.attr(name).isModule();
+  };
+  if (!is_archive("state") || !is_archive("param_groups")) return numbers;
+  for (const auto& group : archive.attr("param_groups").toModule().named_attributes(false)) {
+    if (!group.value.isModule()) continue;
+    for (const auto& parameter : group.value.toModule().named_attributes(/*recurse=*/false)) {
+      if (!parameter.value.isString() || !parameter.name.starts_with("params/")) continue;
+      numbers.emplace(parameter.value.toStringRef(), numbers.size());
+    }
+  }
+  return numbers;
+}
+
+/// What an archive holds by name, in the order in which it was written, but states by number.
+inline std::vector<std::pair<std::string, c10::IValue>> attributes_of(
+    const torch::jit::Module& archive, const ParameterNumbers& numbers) {
+  std::vector<std::pair<std::string, c10::IValue>> attributes;
+  std::map<std::size_t, c10::IValue> states;
+  for (const auto& [name, value] : archive.named_attributes(/*recurse=*/false)) {
+    if (const auto number = numbers.find(name); number != numbers.end()) {
+      states.emplace(number->second, value);
+    } else {
+      const auto named = value.isString() ? numbers.find(value.toStringRef()) : numbers.end();
+      attributes.emplace_back(
+          name, named == numbers.end() ? value : c10::IValue(std::to_string(named->second)));
+    }
+  }
+  for (const auto& [number, state] : states) attributes.emplace_back(std::to_string(number), state);
+  return attributes;
+}
+
 /// A dict with a dict for each nested archive. `types` gets, in the dict's order, the type of each
 /// list, dict and tuple, and an empty text for each nested archive.
-inline c10::IValue dict_of(const torch::jit::Module& archive, std::vector<std::string>& types) {
+inline c10::IValue dict_of(const torch::jit::Module& archive, std::vector<std::string>& types,
+                           const ParameterNumbers& of_outer = {}) {
+  const ParameterNumbers own = numbers_of_parameters(archive);
+  const ParameterNumbers& numbers = own.empty() ? of_outer : own;
   c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
-  for (const auto& attribute : archive.named_attributes(/*recurse=*/false)) {
-    const c10::IValue& value = attribute.value;
+  for (const auto& [name, value] : attributes_of(archive, numbers)) {
     if (value.isModule()) {
       types.emplace_back();
-      dict.insert(attribute.name, dict_of(value.toModule(), types));
+      dict.insert(name, dict_of(value.toModule(), types, numbers));
     } else {
       if (has_elements(value)) types.push_back(value.type()->annotation_str());
-      dict.insert(attribute.name, without_types(value));
+      dict.insert(name, without_types(value));
     }
   }
   return dict;

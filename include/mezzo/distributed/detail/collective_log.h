@@ -120,6 +120,8 @@ class CollectiveLog {
     int64_t communicator = 0;
     int64_t sequence = 0;
     CollectiveCall call = Collective::barrier;
+
+    bool operator==(const Entry&) const = default;
   };
 
   int64_t add_communicator() {
@@ -135,11 +137,13 @@ class CollectiveLog {
     return last_;
   }
 
-  /// It was refused, and this rank has not called it after all.
+  /// It was refused, and this rank has not called it after all. Another thread may have called
+  /// another communicator's meanwhile.
   void refused(const Entry& entry) {
     const std::lock_guard lock(mutex_);
     --calls_[static_cast<std::size_t>(entry.communicator)];
-    last_ = before_last_;
+    if (last_ == entry) last_ = before_last_;
+    if (before_last_ == entry) before_last_ = {};
   }
 
   /// While one lives this thread waits for the entry.
