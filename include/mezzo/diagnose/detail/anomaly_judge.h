@@ -5,9 +5,10 @@
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/anomaly_trace.h>
+#include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/detail/value_range.h>
 #include <mezzo/diagnose/detail/watched_ops.h>
+#include <mezzo/diagnose/overflow_report.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -64,7 +65,7 @@ class AnomalyJudge {
       lost_scalars_.note(outputs[0], *scalar);
     }
     if (all_finite(frame.outputs)) {
-      keep(std::move(frame));
+      if (op.inner_result != memory_start(outputs) || !repeats(frame)) keep(std::move(frame));
     } else {
       judge(op, frame, outputs);
     }
@@ -88,6 +89,11 @@ class AnomalyJudge {
     add({.frame = std::move(frame), .inputs = ranges, .cause = AnomalyCause::arrived});
   }
 
+  static const void* memory_start(const std::vector<at::Tensor>& outputs) {
+    const bool has_memory = !outputs.empty() && outputs[0].defined() && outputs[0].has_storage();
+    return has_memory ? outputs[0].const_data_ptr() : nullptr;
+  }
+
  private:
   enum class Memory : std::uint8_t {
     bad,     // an anomaly, or what it spread to
@@ -109,7 +115,9 @@ class AnomalyJudge {
   /// What the step before left in `.grad` is no anomaly of this one.
   void note_old_gradients(const torch::nn::Module& model) {
     std::vector<at::Tensor> gradients;
-    for (const at::Tensor& parameter : model.parameters()) gradients.push_back(parameter.grad());
+    for (const at::Tensor& parameter : model.parameters()) {
+      if (parameter.defined()) gradients.push_back(parameter.grad());
+    }
     const std::vector<ValueRange> ranges = value_ranges(gradients);
     for (std::size_t i = 0; i < gradients.size(); ++i) {
       if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
@@ -131,6 +139,14 @@ class AnomalyJudge {
       if (is_lost) return input.toDouble();
     }
     return std::nullopt;
+  }
+
+  /// Whether the last frame, of an op inside this one, says the same.
+  bool repeats(const AnomalyFrame& frame) const {
+    if (frames_.empty()) return false;
+    const ValueRange& before = frames_.back().outputs.front();
+    const ValueRange& now = frame.outputs.front();
+    return before.smallest == now.smallest && before.largest == now.largest;
   }
 
   void keep(AnomalyFrame frame) {

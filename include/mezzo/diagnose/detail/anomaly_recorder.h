@@ -4,7 +4,7 @@
 
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/anomaly_trace.h>
+#include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/detail/anomaly_judge.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/detail/value_range.h>
@@ -185,7 +185,10 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
 
   void leave(const OpenOp& op, const OpenNode* node, const std::vector<c10::IValue>& returned) {
     const std::scoped_lock lock(mutex_);
-    judge_.take(op, node, tensors_in(OpArguments(returned.data(), returned.size())));
+    const std::vector<at::Tensor> outputs =
+        tensors_in(OpArguments(returned.data(), returned.size()));
+    judge_.take(op, node, outputs);
+    if (op.outer != nullptr) op.outer->inner_result = AnomalyJudge::memory_start(outputs);
     is_full_ = judge_.anomalies().size() >= AnomalyJudge::kMostAnomalies;
   }
 

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/DispatchKey.h>
@@ -91,6 +92,7 @@ struct OpenOp final : at::ObserverContext {
   std::vector<bool> is_read = {};        // not where the op only writes
   std::string module = {};
   bool reads_module = false;
+  const void* inner_result = nullptr;  // the memory of what the last op inside returned
 
   const std::string& name() const { return handle.schema().name(); }
 };
