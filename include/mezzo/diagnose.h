@@ -2,6 +2,7 @@
 /// What a machine and a model make of a precision.
 #pragma once
 
+#include <mezzo/diagnose/anomaly.h>             // IWYU pragma: export
 #include <mezzo/diagnose/anomaly_trace.h>       // IWYU pragma: export
 #include <mezzo/diagnose/compare_precisions.h>  // IWYU pragma: export
 #include <mezzo/diagnose/divergence_watch.h>    // IWYU pragma: export

@@ -205,6 +205,29 @@ TEST(AnomalyTrace, NamesAnEpsThatHalfRoundsToZero) {
   }
 }
 
+TEST(AnomalyTrace, TakesMemoryThatAnOpHasNotWrittenYetForNoAnomaly) {
+  auto model = traced_model();
+  for (int repeat = 0; repeat < 20; ++repeat) {
+    { const torch::Tensor garbage = torch::full({1, 8}, kInfinity, torch::kHalf); }  // to be reused
+    AnomalyTrace trace(*model);
+    torch::ones({3, 8}, torch::kHalf).mean(0, true);
+    ASSERT_THAT(trace.anomalies(), IsEmpty()) << trace;
+  }
+}
+
+TEST(AnomalyTrace, GivesToANodeWhatAutogradRunsAfterIt) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model);
+  model->forward(torch::ones({3, 4})).sum().backward();
+  int sums = 0;
+  for (const AnomalyFrame& frame : trace.frames()) {
+    if (frame.op != "aten::sum" || frame.outputs[0].sizes.size() != 2) continue;
+    ++sums;  // of a bias's gradient, to its shape
+    EXPECT_EQ(frame.node, "AddmmBackward0");
+  }
+  EXPECT_GT(sums, 0) << trace;
+}
+
 TEST(AnomalyTrace, TakesGradientsOfTheStepBeforeForNoAnomaly) {
   auto model = traced_model();
   model->forward(torch::full({3, 4}, kInfinity)).sum().backward();

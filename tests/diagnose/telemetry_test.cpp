@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -187,6 +188,9 @@ void add_overflows(mezzo::RunReport& report) {
     report.add(overflow);
   }
   report.add(mezzo::find_overflow({}));
+  const mezzo::AnomalyTrace trace(*layer);
+  layer->forward(torch::zeros({4, 3})).mul(0).log();
+  report.add(trace);
 }
 
 TEST(TelemetryFiles, HoldWhatWasRecorded) {
@@ -247,6 +251,8 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   EXPECT_THAT(page, HasSubstr("<td>44</td><td class=name>"));
   EXPECT_THAT(page, HasSubstr("<td class=text colspan=6>no gradient is inf or NaN now"));
   EXPECT_THAT(page, HasSubstr("The first and the last 20 of 46."));
+  EXPECT_THAT(page,
+              HasSubstr("<h2>Where it began</h2><pre>forward pass: aten::log, after (model)"));
 }
 
 TEST(TelemetryFiles, EventRecordsAreThoseOfTensorFlow) {

@@ -168,7 +168,7 @@ inline std::string RunReport::facts_html() const {
   fact("steps", std::to_string(points_.back().last - points_.front().first + 1));
   fact("skipped", std::to_string(skips));
   if (last_.loss) fact("last loss", detail::digits(*last_.loss, 4));
-  fact("loss scale", detail::digits(last_.scale, 6));
+  fact("loss scale", detail::digits(last_.scale, 8));
   if (last_.tokens_per_second) fact("tokens/s", detail::digits(*last_.tokens_per_second, 4));
   if (last_.memory_bytes) fact("MiB", detail::digits(*last_.memory_bytes / 1048576, 5));
   html << "</dl>\n";

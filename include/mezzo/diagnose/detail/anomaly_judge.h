@@ -5,25 +5,22 @@
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/anomaly_trace.h>
+#include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/detail/value_range.h>
 #include <mezzo/diagnose/detail/watched_ops.h>
+#include <mezzo/diagnose/overflow_report.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <c10/core/StorageImpl.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -48,6 +45,7 @@ class AnomalyJudge {
   at::Tensor copied(const at::Tensor& tensor) {
     at::Tensor copy = tensor.clone();
     if (const Memory* const known = memory_.find(tensor)) memory_.note(copy, *known);
+    originals_.note(copy, memory_of(tensor));
     parameters_.note_copy(tensor, copy);
     return copy;
   }
@@ -64,7 +62,7 @@ class AnomalyJudge {
       lost_scalars_.note(outputs[0], *scalar);
     }
     if (all_finite(frame.outputs)) {
-      keep(std::move(frame));
+      keep(op, std::move(frame));
     } else {
       judge(op, frame, outputs);
     }
@@ -109,32 +107,21 @@ class AnomalyJudge {
   /// What the step before left in `.grad` is no anomaly of this one.
   void note_old_gradients(const torch::nn::Module& model) {
     std::vector<at::Tensor> gradients;
-    for (const at::Tensor& parameter : model.parameters()) gradients.push_back(parameter.grad());
+    for (const at::Tensor& parameter : model.parameters()) {
+      if (parameter.defined()) gradients.push_back(parameter.grad());
+    }
     const std::vector<ValueRange> ranges = value_ranges(gradients);
     for (std::size_t i = 0; i < gradients.size(); ++i) {
       if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
     }
   }
 
-  /// An eps that was added, or clamped to, and that the dtype rounds to 0.
-  static std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype) {
-    constexpr std::array<std::string_view, 8> kOps = {
-        "aten::add",   "aten::add_",   "aten::sub",       "aten::sub_",
-        "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_"};
-    if (std::find(kOps.begin(), kOps.end(), op.name()) == kOps.end()) return std::nullopt;
-    for (const c10::IValue& input : op.inputs) {
-      if (!input.isDouble() || input.toDouble() == 0) continue;
-      const auto value = static_cast<float>(input.toDouble());
-      const bool is_lost =
-          (dtype == at::kHalf && static_cast<float>(c10::Half(value)) == 0) ||
-          (dtype == at::kBFloat16 && static_cast<float>(c10::BFloat16(value)) == 0);
-      if (is_lost) return input.toDouble();
-    }
-    return std::nullopt;
-  }
-
-  void keep(AnomalyFrame frame) {
+  /// Not of ops inside one that computes: they are how it does so.
+  void keep(const OpenOp& op, AnomalyFrame frame) {
     if (!anomalies_.empty() || options_.frames == 0) return;
+    for (const OpenOp* outer = op.outer; outer != nullptr; outer = outer->outer) {
+      if (computes(outer->handle)) return;
+    }
     if (frames_.size() == options_.frames) frames_.pop_front();
     frames_.push_back(std::move(frame));
   }
@@ -154,12 +141,13 @@ class AnomalyJudge {
       }
       if (is_asked_for(op, frame.outputs, anomaly.inputs)) memory = Memory::masked;
     }
+    if (!spreads && memory == Memory::bad && reads_scratch(op, read, anomaly.inputs)) return;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       if (!frame.outputs[i].is_finite()) memory_.note(outputs[i], memory);
     }
     if (spreads) return;
     if (memory == Memory::masked) {
-      keep(std::move(frame));
+      keep(op, std::move(frame));
       return;
     }
     anomaly.frame = std::move(frame);
@@ -179,6 +167,34 @@ class AnomalyJudge {
       });
     }
     return read;
+  }
+
+  /// Whether what is not finite was in memory that the op around this one made itself: mean in half
+  /// copies its result before it is written, for one.
+  bool reads_scratch(const OpenOp& op, const std::vector<at::Tensor>& read,
+                     const std::vector<ValueRange>& ranges) const {
+    const OpenOp* around = nullptr;  // not autocast's own kernel of the same op
+    for (const OpenOp* outer = op.outer; outer != nullptr; outer = outer->outer) {
+      if (outer->name() != op.name() && computes(outer->handle)) around = outer;
+    }
+    if (around == nullptr) return false;
+    std::vector<const c10::StorageImpl*> given;
+    for_each_tensor(OpArguments(around->inputs.data(), around->inputs.size()),
+                    [&](const at::Tensor& tensor) { given.push_back(memory_of(tensor)); });
+    bool is_scratch = false;
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      if (ranges[i].is_finite() || memory_.find(read[i]) != nullptr) continue;
+      if (std::find(given.begin(), given.end(), memory_of(read[i])) != given.end()) return false;
+      is_scratch = true;
+    }
+    return is_scratch;
+  }
+
+  /// The tensor's memory; of what `copied` made, that of the original.
+  const c10::StorageImpl* memory_of(const at::Tensor& tensor) const {
+    if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+    const c10::StorageImpl* const* const original = originals_.find(tensor);
+    return original != nullptr ? *original : tensor.storage().unsafeGetStorageImpl();
   }
 
   /// Whether an input was not finite already, other than by a mask.
@@ -246,6 +262,7 @@ class AnomalyJudge {
   ParameterMemory parameters_;
   AnomalyTraceOptions options_;
   KnownMemory<Memory> memory_;
+  KnownMemory<const c10::StorageImpl*> originals_;
   KnownMemory<double> lost_scalars_;  // what an op read that its dtype does not hold
   std::deque<AnomalyFrame> frames_;
   std::vector<Anomaly> anomalies_;

@@ -4,7 +4,7 @@
 
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/anomaly_trace.h>
+#include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/detail/anomaly_judge.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/detail/value_range.h>
@@ -19,6 +19,7 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <atomic>
@@ -42,6 +43,15 @@ struct WatchedThread {
   std::shared_ptr<AnomalyRecorder> recorder = nullptr;
   OpenOp* op = nullptr;
   OpenNode* node = nullptr;
+  OpenNode last_node = {};
+
+  /// The node that ops belong to. Between two nodes autograd itself runs some: it sums a gradient
+  /// to its shape, or adds two.
+  const OpenNode* node_of_ops() const {
+    if (node != nullptr) return node;
+    const bool is_backward = torch::autograd::get_current_graph_task_id() >= 0;
+    return is_backward && !last_node.name.empty() ? &last_node : nullptr;
+  }
 };
 
 inline WatchedThread& watched_thread() {
@@ -123,9 +133,12 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
       thread.op = op->outer;
       if (op->recorder->is_full_) return;
       const Unwatched unwatched;
-      op->recorder->leave(*op, thread.node, function.outputs());
+      op->recorder->leave(*op, thread.node_of_ops(), function.outputs());
     } else if (auto* const node = dynamic_cast<OpenNode*>(context)) {
       thread.recorder = node->outer_recorder;
+      thread.last_node.name = node->name;
+      thread.last_node.module = node->module;
+      thread.last_node.reads_module = node->reads_module;
       thread.node = node->outer_node;
       thread.op = node->outer_op;
     }
@@ -158,7 +171,7 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
     auto op = std::make_unique<OpenOp>(thread.recorder, *handle);
     op->outer = thread.op;
     const Unwatched unwatched;
-    op->recorder->enter(*op, recorded_inputs(function), function.seqNr(), thread.node);
+    op->recorder->enter(*op, recorded_inputs(function), function.seqNr(), thread.node_of_ops());
     thread.op = op.get();
     return op;
   }

@@ -62,7 +62,9 @@ class ValueAxis {
     const auto number = static_cast<int>(std::lround((high_ - low_) / step_));
     for (int i = 0; i <= number; ++i) {
       const double y = low_ + i * step_;
-      lines.emplace_back(100.0 * i / number, digits(logarithmic_ ? std::exp2(y) : y, 5));
+      const bool is_power = logarithmic_ && (y > 16 || y < -10);
+      lines.emplace_back(100.0 * i / number, is_power ? "2^" + digits(y, 5)
+                                                      : digits(logarithmic_ ? std::exp2(y) : y, 5));
     }
     return lines;
   }

@@ -168,7 +168,7 @@ inline std::string exponents_html(const UnderflowReport& report) {
 inline std::string overflow_row_html(const Overflow& overflow, std::int64_t step) {
   std::ostringstream html;
   html << "<tr><td>" << step << (overflow.rank ? c10::str(", rank ", *overflow.rank) : "")
-       << "</td><td>" << digits(overflow.step.scale, 6) << "</td>";
+       << "</td><td>" << digits(overflow.step.scale, 8) << "</td>";
   if (overflow.parameters.empty()) {
     html << "<td class=text colspan=6>" << html_text(overflow.cause()) << "</td></tr>\n";
     return html.str();

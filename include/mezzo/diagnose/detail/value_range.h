@@ -6,7 +6,7 @@
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/anomaly_trace.h>
+#include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/overflow_report.h>
 
 #include <ATen/core/Generator.h>
@@ -15,9 +15,12 @@
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <ATen/core/stack.h>
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -7,16 +7,22 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/DispatchKey.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -124,6 +130,22 @@ inline bool computes(const c10::OperatorHandle& op) {
     return false;
   }
   return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+/// An eps that was added, or clamped to, and that the dtype rounds to 0.
+inline std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype) {
+  constexpr std::array<std::string_view, 8> kOps = {
+      "aten::add",   "aten::add_",   "aten::sub",       "aten::sub_",
+      "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_"};
+  if (std::find(kOps.begin(), kOps.end(), op.name()) == kOps.end()) return std::nullopt;
+  for (const c10::IValue& input : op.inputs) {
+    if (!input.isDouble() || input.toDouble() == 0) continue;
+    const auto value = static_cast<float>(input.toDouble());
+    const bool is_lost = (dtype == at::kHalf && static_cast<float>(c10::Half(value)) == 0) ||
+                         (dtype == at::kBFloat16 && static_cast<float>(c10::BFloat16(value)) == 0);
+    if (is_lost) return input.toDouble();
+  }
+  return std::nullopt;
 }
 
 }  // namespace detail
