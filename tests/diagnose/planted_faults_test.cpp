@@ -408,7 +408,7 @@ const std::vector<PlantedFault> kDivergences = {
     {"BesideABadRank",
      "inf in what rank 0 gets from another rank, whose own loss is fine",
      watch_beside_a_bad_rank,
-     {"rank 0", "10 skipped in a row", "has 1 inf"}},
+     {"rank 0", "10 skipped in a row", "has 1 inf", "own_gradients each rank says whether it was"}},
 };
 
 // ---- AnomalyTrace: which op made the first inf or NaN? ----
@@ -740,7 +740,8 @@ const std::vector<PlantedFault> kBeforeTheRun = {
     {"DoctorLargeConstant",
      "a product with 1e6 in half",
      [] { return doctor_of_op([](const Tensor& x) { return x.to(torch::kHalf) * 1e6; }); },
-     {"error after norm: mul with 1e+06 computes in float16"}},
+     {"error after norm: mul with 1e+06 computes in float16",
+      "the model itself computes in low precision, from aten::"}},
     {"DoctorInfWeight",
      "weights of inf",
      [] { return doctor_of_weight("head.weight", kInf); },
@@ -778,7 +779,11 @@ const std::vector<PlantedFault> kBeforeTheRun = {
      [] {
        return doctor_of_op([](const Tensor& x) { return (x.to(torch::kHalf) * 0 + 300).square(); });
      },
-     {"error"}},
+     {"error (model): the output has inf or NaN without autocast already; the model itself"}},
+    {"DoctorOverflowUnderAutocast",
+     "weights of 1e4, whose sums only float32 holds",
+     [] { return doctor_of_weight("body.weight", 1e4F); },
+     {"the output has inf or NaN under autocast to float16 and none in float32"}},
     {"DoctorAwkwardSizes",
      "a layer of 9 outputs",
      [] { return doctor_of_layer(nn::Linear(8, 9), batch_of_ones()); },
