@@ -5,6 +5,7 @@
 
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_policy/trace_recorder.h>
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 
