@@ -184,7 +184,10 @@ RunResult Run::execute() {
       options().max_steps > 0 ? std::min(options().max_steps, schedule_steps) : schedule_steps;
   Progress progress(std::cerr, Progress::style_for_stderr(options().quiet || !ranks_.is_first()),
                     options().training.epochs, steps, trainer_.position.steps, skipped_steps());
-  trainer_.scaler.on_skip([&](const auto& skipped) { progress.on_skip(skipped); });
+  trainer_.scaler.on_skip([&](const auto& skipped) {
+    progress.on_skip(skipped);
+    if (page_) page_->on_skip(skipped);
+  });
   introduce(progress);
   ranks_.together([&] {
     if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
@@ -192,7 +195,7 @@ RunResult Run::execute() {
       page_.emplace(options().report,
                     "BERT, " + title_of(options().training.precision) + " (autocast " +
                         describe(inputs_.precision) + ")",
-                    trainer_.position.steps + 1);
+                    *trainer_.model, trainer_.position.steps + 1);
     }
   });
   train(progress);

@@ -5,8 +5,13 @@
 
 namespace bert_ner {
 
-RunPage::RunPage(const std::string& file, std::string title, std::int64_t first_step)
-    : file_(file), report_(std::move(title)), telemetry_(first_step) {
+RunPage::RunPage(const std::string& file, std::string title, const torch::nn::Module& model,
+                 std::int64_t first_step)
+    : file_(file),
+      report_(std::move(title)),
+      overflows_(model, {.stream = nullptr,
+                         .callback = [this](const mezzo::Overflow& found) { report_.add(found); }}),
+      telemetry_(first_step) {
   telemetry_.write_to(std::ref(report_));
 }
 

@@ -187,6 +187,27 @@ std::string report_of_unscaled() {
   return out.str();
 }
 
+/// What rank 3 reports whose gradients are inf while the other rank's, with which it averages, are
+/// fine (`is_own`), or the other way round.
+std::string report_of_rank(bool is_own) {
+  Patient model;
+  distributed_test::RecordingRanks ranks(
+      distributed_test::AlikeRanks(2), [&](const std::string& collective, const Tensor& tensor) {
+        const bool is_gradient = collective == "average" || collective == "sum";
+        if (!is_own && is_gradient && tensor.is_floating_point()) plant(tensor, 0, kInf);
+      });
+  mezzo::DataParallel parallel(model, ranks);
+  std::ostringstream out;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(mezzo::OverflowReport(
+      *model, {.stream = &out, .rank = is_own ? 3 : 0, .own_gradients = true}));
+  mezzo::optim::AdamW optimizer(parallel.buckets(), 1e-2);
+  scaler.scale(parallel(batch_of_ones()).sum() * (is_own ? kInf : 1.0F)).backward();
+  if (scaler.step(optimizer, mezzo::StepOptions{}).ran()) return "the step ran";
+  scaler.update();
+  return out.str();
+}
+
 const std::vector<PlantedFault> kOverflows = {
     {"InfUnderSgd",
      "an inf in the gradient of head.weight, SGD",
@@ -234,6 +255,14 @@ const std::vector<PlantedFault> kOverflows = {
      report_of_micro_batches,
      {"head.weight and 3 more, in 3 of 3 layers", "64 NaN in 64 gradients",
       "made by the backward pass"}},
+    {"GradientsOfOneBadRank",
+     "inf in the gradients of rank 3, as that rank tells it",
+     [] { return report_of_rank(true); },
+     {"rank 3: it began here, in its own gradients of"}},
+    {"GradientsOfAnotherRank",
+     "inf in the gradients of another rank than rank 0",
+     [] { return report_of_rank(false); },
+     {"rank 0: its own gradients were finite; "}},
     {"InfInASparseRow",
      "an inf in one row of a sparse embedding's gradient",
      report_of_sparse_rows,
@@ -379,7 +408,7 @@ const std::vector<PlantedFault> kDivergences = {
     {"BesideABadRank",
      "inf in what rank 0 gets from another rank, whose own loss is fine",
      watch_beside_a_bad_rank,
-     {"rank 0", "10 skipped in a row", "has 1 inf"}},
+     {"rank 0", "10 skipped in a row", "has 1 inf", "own_gradients each rank says whether it was"}},
 };
 
 // ---- AnomalyTrace: which op made the first inf or NaN? ----
@@ -460,7 +489,7 @@ const std::vector<PlantedFault> kAnomalies = {
     {"LogOfZero",
      "a log of 0 in the forward pass",
      [] { return trace_of_op([](const Tensor& x) { return (x * 0).log(); }); },
-     {"forward pass: aten::log, after norm", "float64 does not hold it either: look for a log"}},
+     {"forward pass: aten::log, after norm", "In float64 it is not finite either: look for a log"}},
     {"DivisionByZero",
      "0 / 0 in the forward pass",
      [] { return trace_of_op([](const Tensor& x) { return x / (x - x); }); },
@@ -472,27 +501,27 @@ const std::vector<PlantedFault> kAnomalies = {
     {"ExpInFloat32",
      "exp of 100",
      [] { return trace_of_op([](const Tensor& x) { return (x * 0 + 100).exp(); }); },
-     {"forward pass: aten::exp, after norm", "float64 holds it"}},
+     {"forward pass: aten::exp, after norm", "In float64 it is finite"}},
     {"ExpInHalf",
      "exp of 12 in half",
      [] {
        return trace_in_half([](const Tensor& x) { return (x.to(torch::kHalf) * 0 + 12).exp(); });
      },
-     {"forward pass: aten::exp, after norm", "float32 holds it, up to 1.63e+05"}},
+     {"forward pass: aten::exp, after norm", "In float32 it is finite, up to 1.63e+05"}},
     {"SquareInHalf",
      "a square of 300 in half",
      [] {
        return trace_in_half(
            [](const Tensor& x) { return (x.to(torch::kHalf) * 0 + 300).square(); });
      },
-     {"after norm", "made float16", "float32 holds it, up to 9e+04"}},
+     {"after norm", "made float16", "In float32 it is finite, up to 9e+04"}},
     {"MaskTimesMinus1e9InHalf",
      "(1 - mask) * -1e9 in half",
      [] {
        return trace_in_half(
            [](const Tensor& x) { return (1 - torch::zeros_like(x, torch::kHalf)) * -1e9; });
      },
-     {"(in aten::mul), after norm", "float32 holds it, up to 1e+09"}},
+     {"(in aten::mul), after norm", "In float32 it is finite, up to 1e+09"}},
     {"EpsLostInHalf",
      "0 / (0 + 1e-12) in half",
      [] {
@@ -501,17 +530,17 @@ const std::vector<PlantedFault> kAnomalies = {
          return zero / (zero + 1e-12);
        });
      },
-     {"forward pass: aten::div, after norm"}},
+     {"forward pass: aten::div, after norm", "made with 1e-12, which float16 rounds to 0"}},
     {"SoftmaxOfAMaskedRow",
      "a softmax of -inf alone",
      [] {
        return trace_of_op([](const Tensor& x) { return torch::full_like(x, -kInf).softmax(-1); });
      },
-     {"aten::_softmax (in aten::softmax)", "float64 does not hold it either"}},
+     {"aten::_softmax (in aten::softmax)", "In float64 it is not finite either"}},
     {"AcosOutOfRange",
      "acos of 2",
      [] { return trace_of_op([](const Tensor& x) { return (x * 0 + 2).acos(); }); },
-     {"forward pass: aten::acos, after norm", "float64 does not hold it either"}},
+     {"forward pass: aten::acos, after norm", "In float64 it is not finite either"}},
     {"DeviationOfOneValue",
      "the deviation of a single value",
      [] {
@@ -527,11 +556,11 @@ const std::vector<PlantedFault> kAnomalies = {
     {"InfInOneWeight",
      "an inf in head.weight",
      [] { return trace_of_weight("head.weight", kInf); },
-     {"in head", "the parameter head.weight is not finite"}},
+     {"in head", "The parameter head.weight is not finite"}},
     {"NanInANorm",
      "a NaN in norm.bias",
      [] { return trace_of_weight("norm.bias", kNan); },
-     {"in norm", "the parameter norm.bias is not finite"}},
+     {"in norm", "The parameter norm.bias is not finite"}},
     {"InfInAnEmbedding",
      "an inf in one row of an embedding",
      [] {
@@ -539,13 +568,13 @@ const std::vector<PlantedFault> kAnomalies = {
        plant(table->weight, 8, kInf);
        return trace_of_layer(table, torch::tensor({0, 1}), false);
      },
-     {"aten::embedding", "the parameter weight is not finite"}},
+     {"aten::embedding", "The parameter weight is not finite"}},
     {"ConvolutionInHalf",
      "a convolution whose sums leave half",
      [] {
        return trace_of_layer(large_conv(), torch::ones({1, 8, 4, 4}), true);
      },
-     {"float32 holds it, up to 3.6e+05"}},
+     {"In float32 it is finite, up to 3.6e+05"}},
     {"WeightBeyondHalf",
      "weights of 1e5 under autocast to half",
      [] {
@@ -553,11 +582,12 @@ const std::vector<PlantedFault> kAnomalies = {
        plant(layer->weight, 0, 1e5F);
        return trace_of_layer(layer, batch_of_ones(), true);
      },
-     {"aten::_to_copy", "weight float32 [8, 8]", "float32 holds it, up to 1e+05"}},
+     {"aten::_to_copy", "weight float32 [8, 8]", "In float32 it is finite, up to 1e+05"}},
     {"LossScaleTooHigh",
      "a loss scale of 2^24 in half",
      [] { return trace_of_scale(16777216); },
-     {"backward pass: ", "would hold without the loss scale", "nothing is wrong with the model"}},
+     {"backward pass: ", "would hold it without the loss scale",
+      "nothing is wrong with the model"}},
     {"NanInTheThirdMicroBatch",
      "a NaN in the third of three micro-batches",
      trace_of_micro_batches,
@@ -710,7 +740,8 @@ const std::vector<PlantedFault> kBeforeTheRun = {
     {"DoctorLargeConstant",
      "a product with 1e6 in half",
      [] { return doctor_of_op([](const Tensor& x) { return x.to(torch::kHalf) * 1e6; }); },
-     {"error after norm: mul with 1e+06 computes in float16"}},
+     {"error after norm: mul with 1e+06 computes in float16",
+      "the model itself computes in low precision, from aten::"}},
     {"DoctorInfWeight",
      "weights of inf",
      [] { return doctor_of_weight("head.weight", kInf); },
@@ -748,7 +779,11 @@ const std::vector<PlantedFault> kBeforeTheRun = {
      [] {
        return doctor_of_op([](const Tensor& x) { return (x.to(torch::kHalf) * 0 + 300).square(); });
      },
-     {"error"}},
+     {"error (model): the output has inf or NaN without autocast already; the model itself"}},
+    {"DoctorOverflowUnderAutocast",
+     "weights of 1e4, whose sums only float32 holds",
+     [] { return doctor_of_weight("body.weight", 1e4F); },
+     {"the output has inf or NaN under autocast to float16 and none in float32"}},
     {"DoctorAwkwardSizes",
      "a layer of 9 outputs",
      [] { return doctor_of_layer(nn::Linear(8, 9), batch_of_ones()); },

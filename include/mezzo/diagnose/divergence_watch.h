@@ -180,6 +180,11 @@ inline void DivergenceWatch::diagnose(Divergence& divergence) const {
   const bool is_alone = overflow.overflowed_layers().size() == 1 && overflow.layers.size() > 1;
   if (is_alone) divergence.cause = DivergenceCause::one_layer;
   divergence.evidence = overflow.cause();
+  if (options_.rank) {  // what ranks average has an inf on all of them
+    divergence.evidence +=
+        "; with OverflowReportOptions::own_gradients each rank says whether it "
+        "was its own";
+  }
 }
 
 inline bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {

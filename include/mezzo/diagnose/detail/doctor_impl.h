@@ -5,6 +5,7 @@
 #include <mezzo/diagnose/detail/doctor_run.h>
 #include <mezzo/diagnose/doctor.h>
 
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -20,9 +21,11 @@
 #include <ostream>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

@@ -3,12 +3,15 @@
 #pragma once
 
 #include <mezzo/autocast/detail/recommended.h>
+#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/hardware.h>
 #include <mezzo/diagnose/detail/gemm_times_impl.h>
+#include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/doctor.h>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/StringUtil.h>
 
@@ -17,8 +20,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
-#include <limits>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sched.h>

@@ -153,9 +153,16 @@ class Doctor {
 
   /// Whether the model is fine without low precision; if not there is nothing to compare with.
   bool runs_in_float32(std::vector<SeenConstant>& constants) {
-    const Outcome outcome = first_run(std::nullopt, constants);
+    std::optional<std::string> low_op;
+    const Outcome outcome = first_run(std::nullopt, constants, low_op);
     if (!outcome.thrown.empty()) return false;
-    if (!outcome.finite) {
+    if (!outcome.finite && low_op) {
+      tell_forward(
+          "the output has inf or NaN without autocast already; the model itself computes in "
+          "low precision, from " +
+              *low_op + " on",
+          "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
+    } else if (!outcome.finite) {
       tell_forward("the output has inf or NaN in float32 already: precision is not the cause",
                    "torch::log(x.clamp_min(1e-6));  // look for a log of 0, a division by 0");
     }
@@ -167,7 +174,8 @@ class Doctor {
   void examine_forward(std::vector<SeenConstant>& constants) {
     if (!runs_in_float32(constants)) return;
     // The first run fills caches; what the second one does, every later one does.
-    const Outcome first = first_run(found_.dtype, constants);
+    std::optional<std::string> low_op;
+    const Outcome first = first_run(found_.dtype, constants, low_op);
     if (first.thrown.empty()) {
       if (!first.finite && exact_is_finite_) {
         tell_forward(c10::str("the output has inf or NaN under autocast to ",
@@ -181,10 +189,13 @@ class Doctor {
     }
   }
 
-  /// If it throws, where, and with which constants before that.
-  Outcome first_run(std::optional<at::ScalarType> low, std::vector<SeenConstant>& constants) {
+  /// If it throws, where, and with which constants before that. Sets `low_op` to the first op that
+  /// reads low precision.
+  Outcome first_run(std::optional<at::ScalarType> low, std::vector<SeenConstant>& constants,
+                    std::optional<std::string>& low_op) {
     const DoctorTrace ops(case_.parameters);
     Outcome outcome = run(low);
+    low_op = ops.first_low_op();
     if (outcome.thrown.empty()) return outcome;
     const std::string op = full_name(ops.last_op());
     const std::string when =
@@ -195,7 +206,7 @@ class Doctor {
                             : c10::str("mezzo::AutocastGuard exact({.device = ",
                                        cpp_name(found_.device.type()), ", .enabled = false});"),
                  ops.place());
-    if (!low) constants = with_modules_of(constants, ops.constants());
+    constants = with_modules_of(constants, ops.constants());
     return outcome;
   }
 

@@ -5,6 +5,7 @@
 
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_policy/trace_recorder.h>
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 
@@ -128,6 +129,9 @@ class DoctorTrace {
     return std::find(names.begin(), names.end(), op) != names.end();
   }
 
+  /// The first op that reads half or bfloat16, and where; none if there was none.
+  const std::optional<std::string>& first_low_op() const { return low_op_; }
+
   /// The last op that the user called, and where: of a pass that threw the one that did.
   const c10::OperatorName& last_op() const { return op_; }
   std::string place() const {
@@ -155,7 +159,7 @@ class DoctorTrace {
     const auto name = function.operator_name();
     if (!name) return;
     const OpArguments inputs = recorded_inputs(function);
-    note_owner(inputs);
+    note_tensors(*name, inputs);
     if (depth_ == 1) op_ = *name;
     if (name->name == "aten::_to_copy" && !inputs.empty()) note_cast(inputs[0]);
     if (name->name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
@@ -173,11 +177,15 @@ class DoctorTrace {
     return found == known_.end() ? std::nullopt : std::optional(found->second);
   }
 
-  void note_owner(OpArguments inputs) {
-    for_each_tensor(inputs, [this](const at::Tensor& tensor) {
+  void note_tensors(const c10::OperatorName& op, OpArguments inputs) {
+    for_each_tensor(inputs, [&](const at::Tensor& tensor) {
+      if (!tensor.defined()) return;
       if (const auto weight = weight_in(tensor)) {
         owner_ = last_ = layer_name(weights_[*weight].name);
       }
+      const auto dtype = tensor.scalar_type();
+      const bool is_low = dtype == at::kHalf || dtype == at::kBFloat16;
+      if (is_low && !low_op_) low_op_ = full_name(op) + ", " + place();
     });
   }
 
@@ -284,6 +292,7 @@ class DoctorTrace {
   std::vector<SeenProduct> products_;
   std::optional<std::string> owner_;  // of the op that the user called
   std::optional<std::string> last_;
+  std::optional<std::string> low_op_;
   c10::OperatorName op_{"", ""};
   int depth_ = 0;
   int cast_depth_ = 0;  // of the cast under way; 0: none
