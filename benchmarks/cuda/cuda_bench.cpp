@@ -190,7 +190,7 @@ void add_check_and_step(const optim_bench::Model& model, std::vector<Way>& ways,
   const auto elements = static_cast<double>(count);
   const Tensors gradients = gradients_of(parameters);
   const auto inverse = torch::full({}, 1.0, torch::kCUDA);
-  const auto found = torch::zeros({}, torch::kCUDA);
+  auto found = torch::zeros({}, torch::kCUDA);
   ways.push_back({"check " + model.name, "mezzo", 4 * elements,
                   [=] { (void)mezzo::detail::summarize_gradients(gradients, inverse); }});
   ways.push_back({"check " + model.name, "ATen", 4 * elements, [=]() mutable {

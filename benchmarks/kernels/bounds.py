@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What bounds each of mezzo's CUDA kernels on each card: derived from the table of sass.py, not measured.
 
-    bounds.py benchmarks/results/sass.json
+    bounds.py benchmarks/results/sass.txt
 
 An element takes a kernel as long as the slowest of four resources needs for it: memory its bytes, a multiprocessor's
 four schedulers its instructions (one a clock each, for 32 threads), and the units for double precision and for
@@ -14,9 +14,10 @@ card's data sheet at https://www.nvidia.com.
 """
 
 import dataclasses
-import json
 import pathlib
 import sys
+
+import sass
 
 
 @dataclasses.dataclass
@@ -76,4 +77,4 @@ def table_of(rows):
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    print(table_of(json.loads(pathlib.Path(sys.argv[1]).read_text())))
+    print(table_of(sass.rows_of_table(pathlib.Path(sys.argv[1]).read_text())))

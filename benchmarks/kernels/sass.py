@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Reads what nvcc made of mezzo's CUDA kernels: a table of each kernel on each architecture.
 
-    sass.py [--architectures 80,86,89,90,100,120] [--json FILE]   compiles the kernels, prints the table
-    sass.py --from FOLDER                                         of recorded outputs, FOLDER/sm_90.sass and .usage
+    sass.py [--architectures 80,86,89,90,100,120]   compiles the kernels, prints the table
+    sass.py --from FOLDER                           of recorded outputs, FOLDER/sm_90.sass and .usage
+    sass.py --check                                 fails where a kernel misses a goal (missed_goals)
 
 Registers, stack, shared memory and local accesses (a spill is one) are of the whole kernel. Instructions an element are
 counted in its pack loop, on the shortest way round that moves whole packs only: nothing published, averaged or
@@ -14,7 +15,6 @@ Needs nvcc and cuobjdump, on PATH, in CUDA's usual folder or in .deps/venv (cmak
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -81,14 +81,19 @@ def parse_usage(text):
 # --- The way round a loop ----------------------------------------------------------------------------------------------
 
 
+def is_jump(instruction):
+    """A call on a condition is how ptxas leaves a loop on sm_80; those of functions have none."""
+    return instruction.name == "CALL" and instruction.predicate != ""
+
+
 class Graph:
     """The basic blocks of a function."""
 
     def __init__(self, instructions):
         leaders = {instructions[0].address}
         for here, after in zip(instructions, instructions[1:] + [None]):
-            if here.name in ("BRA", "EXIT", "RET", "BRX", "JMP", "BREAK"):
-                if here.name == "BRA" and here.target() is not None:
+            if here.name in ("BRA", "EXIT", "RET", "BRX", "JMP", "BREAK") or is_jump(here):
+                if (here.name == "BRA" or is_jump(here)) and here.target() is not None:
                     leaders.add(here.target())
                 if after is not None:
                     leaders.add(after.address)
@@ -105,7 +110,7 @@ class Graph:
             to = []
             # `@P0 BRA P1, 0x...` has two predicates, of which one is an operand.
             is_certain = not last.predicate and not re.match(r"!?U?P\d", last.operands)
-            if last.name == "BRA" and last.target() in self.blocks:
+            if (last.name == "BRA" or is_jump(last)) and last.target() in self.blocks:
                 to.append(last.target())
             if following is not None and not (last.name in ("BRA", "EXIT", "RET", "BRX", "JMP") and is_certain):
                 to.append(following)
@@ -185,7 +190,7 @@ def loaded(way):
 def pack_loop(graph, smallest):
     """The way round the loop that moves most by loads of at least `smallest` bytes."""
     def is_allowed(block):
-        return not any(one.name == "CALL" or 0 < access_bytes(one) < smallest for one in block)
+        return not any(one.name == "CALL" and not is_jump(one) or 0 < access_bytes(one) < smallest for one in block)
 
 
     ways = [graph.shortest_way(*loop, is_allowed) for loop in graph.loops()]
@@ -327,6 +332,33 @@ def table_of(rows):
     return "\n".join(line.rstrip() for line in lines)
 
 
+def missed_goals(rows):
+    """What a row says that a kernel was not to do, in words."""
+    for row in rows:
+        name = f"{row['kernel']} on sm_{row['sm']}"
+        if row["local"] or row["stack"]:
+            yield f"{name} has {row['stack']} bytes of stack and {row['local']} local accesses"
+        if "instructions" not in row or "double" in row["kernel"]:
+            continue
+        # Sums of squares are carried into a double, once a run.
+        carries = row["kernel"].split()[0] in ("summary", "statistics") or row["kernel"].startswith("lamb moments")
+        if row.get("fp64", 0) > (1 if carries else 0):
+            yield f"{name} takes {row['fp64']:.2f} double-precision instructions an element"
+        limit = 40 if row["kernel"] == "Adam half" else 6 if row["kernel"].startswith("summary") else None
+        if limit and row["instructions"] > limit:
+            yield f"{name} takes {row['instructions']:.2f} instructions an element, of {limit}"
+
+
+def rows_of_table(text):
+    """The rows of a table that table_of made."""
+    keys = ["registers", "stack", "local", "shared", "wide_loads", "bytes", "instructions", *CLASSES]
+    rows = []
+    for line in text.splitlines()[1:]:
+        sm, *numbers = line[32:].split()
+        rows.append({"kernel": line[:32].strip(), "sm": sm, **dict(zip(keys, map(float, numbers)))})
+    return rows
+
+
 # --- Compiling ---------------------------------------------------------------------------------------------------------
 
 
@@ -337,9 +369,9 @@ def tool(name):
     return found or sys.exit(f"{name} is neither on PATH nor in {', '.join(places)}")
 
 
-def compiled(architecture, folder):
+def compiled(architecture, libtorch, folder):
     """(sass, usage) of the kernels as nvcc compiles them."""
-    torch = ROOT / ".deps" / "libtorch" / "include"
+    torch = libtorch / "include"
     cubin = folder / f"sm_{architecture}.cubin"
     subprocess.run([tool("nvcc"), "-std=c++20", "-O3", "-DNDEBUG", "-DMEZZO_WITH_CUDA", f"-I{ROOT / 'include'}",
                     f"-isystem={torch}", f"-isystem={torch / 'torch/csrc/api/include'}", f"-arch=sm_{architecture}",
@@ -353,7 +385,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--architectures", default=",".join(ARCHITECTURES))
     parser.add_argument("--from", dest="recorded", type=pathlib.Path, help="a folder with sm_NN.sass and sm_NN.usage")
-    parser.add_argument("--json", type=pathlib.Path, help="where the rows are written, too")
+    parser.add_argument("--libtorch", type=pathlib.Path, default=ROOT / ".deps" / "libtorch")
+    parser.add_argument("--check", action="store_true", help="fail where a kernel misses a goal")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -362,12 +395,13 @@ def main():
                 files = [options.recorded / f"sm_{architecture}.{what}" for what in ("sass", "usage")]
                 sass, usage = (file.read_text() for file in files)
             else:
-                sass, usage = compiled(architecture, pathlib.Path(folder))
+                sass, usage = compiled(architecture, options.libtorch, pathlib.Path(folder))
             rows += rows_of(architecture, sass, usage)
     rows.sort(key=lambda row: (row["kernel"], ARCHITECTURES.index(row["sm"])))
     print(table_of(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    missed = list(missed_goals(rows))
+    if options.check and missed:
+        sys.exit("\n".join(missed))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,11 @@ class TheWayRound(unittest.TestCase):
     def test_there_is_none_where_no_pack_is_wide_enough(self):
         self.assertIsNone(sass.pack_loop(self.graph, smallest=32))
 
+    def test_a_call_on_a_condition_leaves_the_loop(self):
+        text = LOOP.replace("@P3 BRA 0x10 ;", "@P3 CALL.REL.NOINC 0xf0 ;").replace("EXIT ;", "BRA 0x10 ;")
+        way = sass.pack_loop(sass.Graph(sass.parse_sass(text)["loop_kernel"]), smallest=8)
+        self.assertEqual([one.address for one in way][-3:], [0xc0, 0xd0, 0xe0])
+
     def test_classes(self):
         way = sass.pack_loop(self.graph, smallest=8)
         self.assertEqual([sass.class_of(one) for one in way],
@@ -91,6 +96,13 @@ class Rows(unittest.TestCase):
         self.assertNotIn("instructions", self.rows["update_scale"])
         self.assertIn("update_scale", sass.table_of(list(self.rows.values())))
 
+    def test_a_table_can_be_read(self):
+        read = {row["kernel"]: row for row in sass.rows_of_table(sass.table_of(list(self.rows.values())))}
+        self.assertEqual(read.keys(), self.rows.keys())
+        self.assertAlmostEqual(read["summary float"]["instructions"], 62 / 16, places=2)
+        self.assertAlmostEqual(read["summary float"]["fp64"], 2 / 16, places=1)
+        self.assertNotIn("instructions", read["update_scale"])
+
     def test_a_bound_is_the_slowest_resource(self):
         row = dict(self.rows["summary float"], fp64=1.0)
         card = bounds.Card("90", 100, 1.0, 1000.0, fp64=2)
@@ -99,6 +111,25 @@ class Rows(unittest.TestCase):
         self.assertAlmostEqual(times["fp64"], 5.0)
         self.assertAlmostEqual(times["issue"], 62 / 16 / 12.8)
         self.assertEqual(bounds.bound_of(row, card), ("fp64", 1.25))
+
+
+class Goals(unittest.TestCase):
+    def test_what_is_missed_is_named(self):
+        good = {"kernel": "Adam half", "sm": "90", "stack": 0, "local": 0, "instructions": 39.1}
+        carry = dict(good, kernel="summary float", instructions=3.9, fp64=0.125)
+        self.assertEqual(list(sass.missed_goals([good, carry])), [])
+        for changed in (dict(good, local=3), dict(good, stack=8), dict(good, instructions=41), dict(good, fp64=0.25),
+                        dict(carry, fp64=2), dict(carry, instructions=7)):
+            self.assertEqual(len(list(sass.missed_goals([changed]))), 1, changed)
+
+    def test_doubles_may(self):
+        row = {"kernel": "Adam double", "sm": "90", "stack": 0, "local": 0, "instructions": 60, "fp64": 27}
+        self.assertEqual(list(sass.missed_goals([row])), [])
+
+    def test_the_stored_table_misses_none(self):
+        rows = sass.rows_of_table((HERE.parents[1] / "benchmarks" / "results" / "sass.txt").read_text())
+        self.assertEqual({row["sm"] for row in rows}, set(sass.ARCHITECTURES))
+        self.assertEqual(list(sass.missed_goals(rows)), [])
 
 
 class Names(unittest.TestCase):

@@ -95,7 +95,7 @@ constexpr std::size_t bytes_of_parameters(void (*)(Parameters...)) {
 
 #define __device__
 #define __global__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 #define MEZZO_ARGUMENT(Type) const Type&
 

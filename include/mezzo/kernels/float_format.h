@@ -152,15 +152,24 @@ struct ScalarLanes {
   template <class Other>
   using Like = ScalarLanes<Other>;
 
-  // By memcpy, as the vectors do: the memory holds floats, perhaps at an odd address.
+  // By memcpy, as the vectors do: the memory holds floats, perhaps at an odd address. (Not on a
+  // device, which has no odd addresses, and whose compiler would copy byte by byte.)
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
+#ifdef __CUDA_ARCH__
+    bits = *from;
+#else
     Stored stored;
     __builtin_memcpy(&stored, from, sizeof(Stored));
     bits = stored;
+#endif
   }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void store(const Bits& bits, Stored* to) {
     const auto stored = static_cast<Stored>(bits);
+#ifdef __CUDA_ARCH__
+    *to = stored;
+#else
     __builtin_memcpy(to, &stored, sizeof(Stored));
+#endif
   }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void broadcast(Value from, Value& to) { to = from; }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static bool any(const Flags& flags) { return flags != 0; }

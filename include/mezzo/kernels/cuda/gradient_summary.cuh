@@ -247,7 +247,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummary
 }
 
 template <class Element, class Table>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads, 1)
     statistics_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const float* inv_scale,
                       double underflow, StatisticsPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;

@@ -1,7 +1,9 @@
 /// \file
 /// LAMB on CUDA: two passes over the parameters of a table, and between them one block for each
 /// that adds up its norms. The arithmetic of an element is that of the CPU's loops
-/// (mezzo/kernels/lamb_element.h). No atomics: the same numbers give the same bits. Nothing waits.
+/// (mezzo/kernels/lamb_element.h); of the norms, up to eight squares of floats are added in float,
+/// so that a trust ratio is within a millionth of the CPU's. No atomics: the same numbers give the
+/// same bits. Nothing waits.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -76,7 +78,7 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
 
 /// The first pass; each block leaves its part of the norms.
 template <class Parameter, class Gradient, class Weights, class Table>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     lamb_moments_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                         LambNorms* of_blocks) {
   using Streams = LambStreams<Parameter, Gradient, Weights>;
@@ -114,7 +116,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 
 /// One block for each row: the norms of its blocks as one, in an order that is fixed.
 template <class Table>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     lamb_norms_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                       const LambNorms* of_blocks, LambNorms* of_rows) {
   if (is_skipped(inputs)) return;
@@ -130,7 +132,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 
 /// The second pass.
 template <class Parameter, class Weights, class Table>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     lamb_parameter_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
                           const LambNorms* of_rows) {
   if (is_skipped(inputs)) return;

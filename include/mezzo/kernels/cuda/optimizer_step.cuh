@@ -15,6 +15,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
 inline constexpr int kStepThreads = 256;
+/// Blocks that a multiprocessor is to hold, which is enough: without the number nvcc keeps threads
+/// to fewer registers, for more blocks, and puts into memory what they have no room for.
+inline constexpr int kStepBlocks = 2;
 inline constexpr int64_t kStepBlock = int64_t{kStepThreads} * 32;
 
 /// Elements that a thread reads of each stream at once: 16 bytes of a parameter of 16 bits or 32.
@@ -51,10 +54,17 @@ __device__ void visit_slice(const Streams& streams, int count, const Whole& whol
   const auto thread = static_cast<int>(threadIdx.x);
   Streams here = streams;  // what moves are pointers: an index costs several instructions a stream
   here.advance(thread * Streams::kPack);
+  // Not unrolled: a pack is enough work for a turn, and copies of it take time to compile.
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
   for (int at = thread * Streams::kPack; at < packed; at += kStride) {
     whole(here, at);
     here.advance(kStride);
   }
+#ifdef __CUDA_ARCH__
+#pragma unroll 1
+#endif
   for (int at = packed + thread; at < count; at += kStepThreads) single(at);
 }
 
@@ -247,7 +257,7 @@ __device__ inline RandomKey random_key_of_slice(const StepSlice& slice, const St
 }
 
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads)
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     optimizer_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs) {
   using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
