@@ -309,12 +309,13 @@ TEST_F(OptimCuda, TakesAHundredStepsWithoutASync) {
 
 #ifdef MEZZO_WITH_CUDA
 
-// The summary and its end, the update, the counts, and the scale. Of more than 300 tensors the
-// update's table is copied to the device, of more than 900 the summary's, of 4,000 the counters'.
-TEST_F(OptimCuda, AStepIsFiveLaunchesWhateverTheNumberOfTensors) {
+// The summary and its end, the update, the counts, what the host is to hear, and the scale. Of more
+// than 300 tensors the update's table is copied to the device, of more than 900 the summary's, of
+// 4,000 the counters'.
+TEST_F(OptimCuda, AStepIsSixLaunchesWhateverTheNumberOfTensors) {
   for (const int count : {1, 10, 400, 2000, 5000}) {
     SteppedOnce training(count);
-    EXPECT_EQ(cuda_test::count_launches([&] { training.step(); }), 5) << count;
+    EXPECT_EQ(cuda_test::count_launches([&] { training.step(); }), 6) << count;
   }
 }
 
@@ -333,13 +334,14 @@ class GraphTraining {
     for (const auto& x : parameters_) x.mutable_grad() = torch::zeros_like(x);
   }
 
-  void iterate() {
+  mezzo::StepResult iterate() {
     const auto scaled = scaler_.scale(input);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       parameters_[i].mutable_grad().copy_(scaled[static_cast<int64_t>(i)]);
     }
-    scaler_.step(optimizer_, {.max_norm = 5.0});
+    const auto result = scaler_.step(optimizer_, {.max_norm = 5.0});
     scaler_.update();
+    return result;
   }
 
   double scale() const { return scaler_.get_scale(); }
@@ -370,7 +372,7 @@ TEST_F(OptimCuda, RunsInsideACudaGraph) {
   stream.synchronize();
   at::cuda::CUDAGraph graph;
   graph.capture_begin();
-  gpu.iterate();
+  const mezzo::StepResult captured = gpu.iterate();
   graph.capture_end();
   for (const float value : {1.0F, kInfinity, 2.0F, 0.5F, kInfinity, kInfinity, 3.0F}) {
     if (value == 3.0F) {
@@ -379,12 +381,23 @@ TEST_F(OptimCuda, RunsInsideACudaGraph) {
     }
     cpu.input.fill_(value);
     gpu.input.fill_(value);
-    cpu.iterate();
+    const mezzo::StepResult expected = cpu.iterate();
     graph.replay();
+    EXPECT_EQ(captured.ran(), expected.ran()) << value;
+    EXPECT_EQ(captured.scale(), expected.scale()) << value;
     EXPECT_EQ(gpu.scale(), cpu.scale()) << value;
     EXPECT_EQ(gpu.applied_steps(), cpu.applied_steps()) << value;
     EXPECT_TRUE(torch::allclose(gpu.weights(), cpu.weights(), 1e-5, 1e-6)) << value;
   }
+}
+
+TEST_F(OptimCuda, ACaptureWithoutAWarmUpIsRefused) {
+  GraphTraining gpu(torch::kCUDA);
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  EXPECT_THROW(gpu.iterate(), c10::Error);
+  graph.capture_end();
 }
 
 }  // namespace

@@ -360,7 +360,9 @@ class Worker {
 
 void set_schedule(const Schedule& schedule) { current_schedule = schedule; }
 void set_is_on(bool on) { is_device_on = on; }
-bool is_on() { return is_device_on; }
+bool serves(c10::Device device) {
+  return device.is_privateuseone() || (device.is_cpu() && is_device_on);
+}
 const std::map<std::string, int64_t>& launches() { return all_launches(); }
 
 int64_t& register_kernel(const char* name) { return all_launches()[name]; }

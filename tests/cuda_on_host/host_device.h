@@ -2,7 +2,8 @@
 /// A GPU played by the host, for kernels written in the language of mezzo/kernels/cuda/device.h,
 /// which includes this where MEZZO_DEVICE_ON_HOST names it.
 ///
-/// A launch runs at once. Threads of a block are fibers: one runs until it waits or ends, and which
+/// A launch on the CPU runs at once, and one on a GPU of host_gpu.h's from its stream's queue.
+/// Threads of a block are fibers: one runs until it waits or ends, and which
 /// runs next is drawn from a seed; so is the order of blocks. Warps have no lockstep. Shared memory
 /// begins as 0xFF bytes in each block (NaN as a number), so that what a thread reads too early
 /// shows. What CUDA leaves undefined is a Fault: a barrier that not all threads of the block reach,
@@ -12,6 +13,7 @@
 #include <mezzo/base/version.h>
 
 #include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -21,6 +23,7 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace host_device {
 
@@ -36,9 +39,12 @@ struct Schedule {
 };
 void set_schedule(const Schedule& schedule);
 
-/// Whether tensors of the CPU are the device's: mezzo/kernels/cuda_launch.h asks. False at first.
+/// Whether tensors of the CPU are the device's. False at first.
 void set_is_on(bool is_on);
-bool is_on();
+
+/// Whether mezzo's kernels run on `device` (mezzo/kernels/which_kernels.h asks): the CPU where it
+/// is the device, and the GPUs that host_gpu.h has.
+bool serves(c10::Device device);
 
 class On {
  public:
@@ -56,7 +62,9 @@ struct Index {
   unsigned x = 0;
 };
 
-// For what is below.
+// For what is below. A launch on one of host_gpu.h's devices, and the capture of its stream.
+void put_launch(c10::Device device, std::function<void()> run);
+uint64_t capture_on(c10::Device device);
 int64_t& register_kernel(const char* name);
 void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread);
 int wait_for_block(int flag, const std::source_location& where);
@@ -132,22 +140,45 @@ Word __shfl_down_sync(unsigned mask, Word word, unsigned lanes,
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
-inline constexpr c10::DeviceType kDevice = c10::kCPU;
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(c10::Device device)
+      : guard_(device), outer_(std::exchange(current(), device)) {}
+  ~DeviceGuard() { current() = outer_; }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
 
-struct Stream {};
+  static c10::Device& current() {
+    static thread_local c10::Device device(c10::kCPU);
+    return device;
+  }
 
-struct DeviceGuard {
-  explicit DeviceGuard(c10::Device) {}
+ private:
+  c10::DeviceGuard guard_;
+  c10::Device outer_;
 };
 
-inline Stream current_stream() { return {}; }
-inline bool is_capturing() { return false; }
+inline c10::Device current_device() { return DeviceGuard::current(); }
+
+/// The CPU has none: what is launched on it runs at once.
+struct Stream {
+  c10::Device device = c10::kCPU;
+};
+
+inline Stream current_stream() { return {current_device()}; }
+inline uint64_t capture_id() { return host_device::capture_on(current_device()); }
 
 template <auto kKernel, class... Args>
-void launch(int64_t blocks, int threads, Stream, const Args&... args) {
+void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
   static_assert(host_device::bytes_of_parameters(kKernel) <= 32764, "what a launch can carry");
   ++host_device::Launches<kKernel>::count;
-  host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
+  if (stream.device.is_cpu()) {
+    host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
+    return;
+  }
+  host_device::put_launch(stream.device, [blocks, threads, args...] {
+    host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
+  });
 }
 
 }  // namespace detail::cuda

@@ -153,40 +153,50 @@ std::vector<std::byte> bytes_with(int value) {
   return std::vector<std::byte>(64, static_cast<std::byte>(value));
 }
 
+constexpr uint64_t kEager = 0;  // not in a capture
+
 TEST(TableMemory, KeepsWhatIsTheSameAndForgetsWhatAStepDidNotUse) {
   TableMemory memory;
-  memory.begin_step(false);
-  const void* const first = memory.on(at::kCPU, bytes_with(1), false);
+  memory.begin_step(at::kCPU, kEager);
+  const void* const first = memory.on(at::kCPU, bytes_with(1), kEager);
   EXPECT_EQ(*static_cast<const std::byte*>(first), std::byte{1});
-  memory.begin_step(false);
-  EXPECT_EQ(memory.on(at::kCPU, bytes_with(1), false), first) << "nothing is copied";
-  EXPECT_NE(memory.on(at::kCPU, bytes_with(2), false), first);
+  memory.begin_step(at::kCPU, kEager);
+  EXPECT_EQ(memory.on(at::kCPU, bytes_with(1), kEager), first) << "nothing is copied";
+  EXPECT_NE(memory.on(at::kCPU, bytes_with(2), kEager), first);
   EXPECT_EQ(memory.size(), 2U);
-  memory.begin_step(false);
-  memory.on(at::kCPU, bytes_with(2), false);
-  memory.begin_step(false);
+  memory.begin_step(at::kCPU, kEager);
+  memory.on(at::kCPU, bytes_with(2), kEager);
+  memory.begin_step(at::kCPU, kEager);
   EXPECT_EQ(memory.size(), 1U);
 }
 
-// A graph reads that memory, and copies to it, for as long as it is replayed.
-TEST(TableMemory, KeepsWhatAGraphCaptured) {
+// A graph reads that memory, and copies to it, when it is replayed: until then nothing is there,
+// and another graph may be replayed first.
+TEST(TableMemory, KeepsWhatACaptureRecordedForThatCaptureAlone) {
   TableMemory memory;
-  memory.begin_step(true);
-  const void* const captured = memory.on(at::kCPU, bytes_with(1), true);
+  memory.begin_step(at::kCPU, /*capture=*/7);
+  const void* const captured = memory.on(at::kCPU, bytes_with(1), 7);
+  EXPECT_EQ(memory.on(at::kCPU, bytes_with(1), 7), captured);
+  EXPECT_NE(memory.on(at::kCPU, bytes_with(1), 8), captured);
   for (int i = 2; i < 6; ++i) {
-    memory.begin_step(false);
-    memory.on(at::kCPU, bytes_with(i), false);
+    memory.begin_step(at::kCPU, kEager);
+    memory.on(at::kCPU, bytes_with(i), kEager);
   }
-  EXPECT_EQ(memory.size(), 3U) << "the captured, the last step's and this one's";
-  EXPECT_EQ(memory.on(at::kCPU, bytes_with(1), false), captured);
+  EXPECT_EQ(memory.size(), 4U) << "two captured, the last step's and this one's";
+  EXPECT_NE(memory.on(at::kCPU, bytes_with(1), kEager), captured);
 }
 
-TEST(TableMemory, ForgetsNothingDuringACapture) {
+TEST(TableMemory, KeepsWhatACaptureFoundThere) {
   TableMemory memory;
-  memory.on(at::kCPU, bytes_with(1), false);
-  memory.begin_step(true);
-  memory.begin_step(true);
-  EXPECT_EQ(memory.size(), 1U);
+  const void* const first = memory.on(at::kCPU, bytes_with(1), kEager);
+  memory.begin_step(at::kCPU, 7);
+  memory.begin_step(at::kCPU, 7);
+  EXPECT_EQ(memory.on(at::kCPU, bytes_with(1), 7), first) << "it was copied before";
+  for (int i = 2; i < 6; ++i) {
+    memory.begin_step(at::kCPU, kEager);
+    memory.on(at::kCPU, bytes_with(i), kEager);
+  }
+  EXPECT_EQ(memory.on(at::kCPU, bytes_with(1), kEager), first);
 }
 
 }  // namespace

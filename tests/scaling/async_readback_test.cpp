@@ -19,8 +19,8 @@ using mezzo::detail::PendingLines;
 using mezzo::detail::ReadbackPool;
 
 void answer(AsyncReadback& readback, float scale, double norm, bool found_inf) {
-  readback.send(torch::full({}, scale), torch::full({}, norm * norm, torch::kDouble),
-                torch::full({}, found_inf ? 1.0F : 0.0F));
+  const auto sum = torch::full({}, norm * norm, torch::kDouble);
+  readback.send({torch::full({}, scale), torch::full({}, found_inf ? 1.0F : 0.0F), sum, sum});
 }
 
 TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
@@ -55,7 +55,7 @@ TEST(ReadbackPool, UsesOneThatWasReadAgainAndOldResultsKeepTheirAnswer) {
   EXPECT_TRUE(result.found_inf());
   const auto again = pool.readback_for(torch::kCPU);
   EXPECT_EQ(again.get(), address);
-  EXPECT_FALSE(again->has_outcome());
+  EXPECT_FALSE(again->is_there());
   EXPECT_TRUE(result.found_inf());
   EXPECT_EQ(result.scale(), 8.0F);
 }

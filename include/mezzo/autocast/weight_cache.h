@@ -67,7 +67,9 @@
 ///
 /// **CUDA**: a copy that another stream wrote is waited for on the device, never on the host. In a
 /// captured graph only published copies keep their address and their meaning: capture without a
-/// cache unless all weights are published.
+/// cache unless all weights are published. Between what a graph wrote or reads and what is outside
+/// of it nobody waits, for CUDA has no event across that border: as for the weights themselves,
+/// order the streams yourself, after the warm-up and around replays.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -79,6 +81,8 @@
 #include <limits>
 #include <memory>
 #include <ostream>
+#include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -137,6 +141,10 @@ class WeightCache {
   /// thread. \throws c10::Error as buffer_for does, and if `copy` does not fit `weight`; nothing
   /// has changed then
   void publish(const at::Tensor& weight, const at::Tensor& copy) const;
+
+  /// The same for all that one stream has just written, weights with their copies: one event for
+  /// each device. Those before a pair that throws are published.
+  void publish(const std::vector<std::pair<at::Tensor, at::Tensor>>& published) const;
 
   /// Whether a use of `weight` in `dtype`, in this thread and its region, would find a copy.
   [[nodiscard]] bool holds(const at::Tensor& weight, at::ScalarType dtype) const;

@@ -4,6 +4,7 @@
 #error "mezzo's CUDA kernels come with the target mezzo::cuda, which defines MEZZO_WITH_CUDA"
 #endif
 
+#include <mezzo/base/detail/capture.h>  // IWYU pragma: keep
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
@@ -88,6 +89,12 @@ MEZZO_CUDA_LAUNCHER void lion_step_(at::Device device, const std::vector<StepRow
 MEZZO_CUDA_LAUNCHER void lamb_step_(at::Device device, const std::vector<StepRow>& rows,
                                     const std::vector<StepGroup<LambConstants>>& groups,
                                     const StepInputs& inputs, TableMemory& memory);
+
+/// Puts four numbers of one element each, floats and doubles, into `letter`, four doubles on their
+/// device: one launch.
+MEZZO_CUDA_LAUNCHER void pack_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
+                                      const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
+                                      const at::Tensor& letter);
 
 /// Before the launches of a step: what the last one had no use for is given back.
 MEZZO_CUDA_LAUNCHER void begin_step_(at::Device device, TableMemory& memory);

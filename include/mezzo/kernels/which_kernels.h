@@ -9,11 +9,11 @@
 #endif
 
 // Which kernels serve tensors of a device: mezzo's for CUDA, mezzo's loops for the CPU, or, where
-// there are neither, ATen's. All of mezzo asks here, so that tests can give CUDA's kernels memory
-// of the host (mezzo/kernels/cuda/device.h).
+// there are neither, ATen's. All of mezzo asks here, so that tests can give CUDA's kernels a device
+// that the host plays (mezzo/kernels/cuda/device.h).
 #ifdef MEZZO_DEVICE_ON_HOST
 namespace host_device {
-bool is_on();
+bool serves(c10::Device device);
 }
 #endif
 
@@ -22,7 +22,7 @@ namespace detail {
 
 inline bool has_cuda_kernels([[maybe_unused]] at::Device device) {
 #if defined(MEZZO_DEVICE_ON_HOST)
-  return device.is_cpu() && host_device::is_on();
+  return host_device::serves(device);
 #elif defined(MEZZO_WITH_CUDA)
   return device.is_cuda();
 #else

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -103,9 +104,7 @@ class FusedOptimizer : public OptimizerInterface {
     copy_for_ = [cache, dtype](const at::Tensor& weight) {
       return cache.is_asked_for(weight, dtype) ? cache.buffer_for(weight, dtype) : at::Tensor();
     };
-    publish_ = [cache](const at::Tensor& weight, const at::Tensor& copy) {
-      cache.publish(weight, copy);
-    };
+    publish_ = [cache](const Published& published) { cache.publish(published); };
   }
 
   /// Ends that: from here on steps write no copies, and this holds no cache. Copies that were
@@ -126,7 +125,12 @@ class FusedOptimizer : public OptimizerInterface {
   at::ScalarType published_dtype() const noexcept { return published_dtype_; }
   /// Where to write the copy of `weight`; undefined where none is wanted.
   at::Tensor copy_for(const at::Tensor& weight) const { return copy_for_(weight); }
-  void publish(const at::Tensor& weight, const at::Tensor& copy) const { publish_(weight, copy); }
+  /// What a step has written: weights, each with its copy.
+  using Published = std::vector<std::pair<at::Tensor, at::Tensor>>;
+  void publish(const Published& published) const { publish_(published); }
+  void publish(const at::Tensor& weight, const at::Tensor& copy) const {
+    publish_({{weight, copy}});
+  }
 
   /// For launches on a device.
   detail::TableMemory& table_memory() noexcept { return table_memory_; }
@@ -135,7 +139,7 @@ class FusedOptimizer : public OptimizerInterface {
   detail::TableMemory table_memory_;
   at::ScalarType published_dtype_ = at::kBFloat16;
   std::function<at::Tensor(const at::Tensor&)> copy_for_;
-  std::function<void(const at::Tensor&, const at::Tensor&)> publish_;
+  std::function<void(const Published&)> publish_;
 };
 
 }  // namespace optim

@@ -3,6 +3,7 @@
 /// follow, the averages of weights), and a reference to any optimizer. Brings no kernels.
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/step_count.h>
@@ -102,6 +103,7 @@ class OptimizerInterface {
   const at::Tensor& lr_factors_on(at::Device device) {
     if (lr_factors_.empty()) return lr_factors_on_device_;
     if (!lr_factors_on_device_.defined() || lr_factors_on_device_.device() != device) {
+      detail::check_is_warm(device, "the table of lr factors");
       lr_factors_on_device_ = at::tensor(lr_factors_, at::kDouble).to(device);
     }
     return lr_factors_on_device_;

@@ -40,6 +40,10 @@ class StepSlot {
 /// With the optimizers of `torch::optim` the host itself decides whether to step, as torch.amp
 /// does, so that `step` has already waited for the device and the outcome is ready when it returns.
 /// Ask from one thread at a time.
+///
+/// A step that was captured into a CUDA graph runs at each replay, and its result tells of the last
+/// one: `ready` is always false, for the host does not hear of replays, and each question waits for
+/// the device. It throws c10::Error before the first replay, and during a capture.
 class StepResult {
  public:
   /// An outcome that is known already.
@@ -49,7 +53,8 @@ class StepResult {
   /// \throws c10::Error if `slot` is null
   explicit StepResult(std::shared_ptr<StepSlot> slot);
 
-  /// Whether the questions below can be answered without waiting. Never waits.
+  /// Whether the questions below can be answered without waiting. Never waits. False while the
+  /// device is being captured, and of a captured step.
   bool ready() const noexcept { return slot_->ready(); }
 
   /// Whether `optimizer.step` ran. May wait for the device.

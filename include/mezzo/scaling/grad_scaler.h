@@ -78,6 +78,27 @@ class LossPasses;
 /// change), one warning (TORCH_WARN) says so. It costs one more read of the gradients in those
 /// steps, where a step does not read them anyway, and no host sync.
 ///
+/// **CUDA graphs.** With an optimizer of mezzo's an iteration can be captured into a graph, and be
+/// replayed through overflows and growth: nothing in it asks the host. Take one whole iteration
+/// first, a warm-up, which makes the scale and the optimizer's state; on another stream than the
+/// capture's if you like, which then has to wait for it:
+///
+/// \code
+///   iterate();                                       // scale, backward, step, update
+///   c10::cuda::getCurrentCUDAStream().synchronize();
+///   std::optional<mezzo::StepResult> result;
+///   graph.capture_begin();                           // an at::cuda::CUDAGraph
+///   result = iterate();
+///   graph.capture_end();
+///   graph.replay();
+///   if (!result->ran()) ...                          // of this replay; see StepResult
+/// \endcode
+///
+/// Without the warm-up it throws, and says what is missing. Eager iterations and several graphs may
+/// follow each other in any order. `on_skip` is not called for replays. The graph writes the
+/// tensors of scaler, optimizer and parameters where they lay: capture it anew once one of them has
+/// been cast, moved, loaded or given another schedule; and let scaler and optimizer outlive it.
+///
 /// Threads: a scaler is used from one thread at a time. What is remembered about an optimizer ends
 /// with `update`; in between, do not move it to another address.
 class GradScaler {

@@ -297,10 +297,9 @@ TEST(ClipWatchNumbers, FromADeviceAreSeenWhenTheyHaveArrived) {
   for (std::size_t i = 0; i < readbacks.size(); ++i) {
     const double unscaled = 1.0 / 65536;
     const auto wide = torch::TensorOptions(torch::kDouble);
-    readbacks[i]->send_max_abs(
-        torch::full({}, unscaled * (0.5 + 0.01 * static_cast<double>(i)), wide));
-    readbacks[i]->send(torch::full({}, 65536.0F), torch::full({}, unscaled * unscaled, wide),
-                       torch::zeros({}));
+    readbacks[i]->send({torch::full({}, 65536.0F), torch::zeros({}),
+                        torch::full({}, unscaled * unscaled, wide),
+                        torch::full({}, unscaled * (0.5 + 0.01 * static_cast<double>(i)), wide)});
   }
   watch.poll();
   EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));

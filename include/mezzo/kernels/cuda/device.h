@@ -15,7 +15,7 @@
 
 #include <c10/core/Device.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -38,17 +38,20 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
-inline constexpr c10::DeviceType kDevice = c10::kCUDA;
-
 using Stream = cudaStream_t;
 using DeviceGuard = c10::cuda::CUDAGuard;
+
+inline c10::Device current_device() { return {c10::kCUDA, c10::cuda::current_device()}; }
 
 /// Of the current device.
 inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
-/// Whether that stream is being captured into a graph.
-inline bool is_capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+/// The number of the capture into a graph that this stream is part of; 0: of none.
+inline uint64_t capture_id() {
+  cudaStreamCaptureStatus status{};
+  unsigned long long id = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(current_stream(), &status, &id));
+  return status == cudaStreamCaptureStatusNone ? 0 : id;
 }
 
 /// Puts `blocks` blocks of `threads` threads of a kernel on `stream`, and does not wait for them.

@@ -169,7 +169,7 @@ void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inp
   static_assert(sizeof(table) + sizeof(StepInputs) + 2 * sizeof(LambNorms*) <= 32764);
   if (table.blocks() == 0) return;
   const at::Tensor norms = at::empty({(table.blocks() + table.rows()) * int64_t{sizeof(LambNorms)}},
-                                     at::TensorOptions().device(kDevice).dtype(at::kByte));
+                                     at::TensorOptions().device(current_device()).dtype(at::kByte));
   auto* const of_blocks = static_cast<LambNorms*>(norms.mutable_data_ptr());
   LambNorms* const of_rows = of_blocks + table.blocks();
   launch<lamb_moments_kernel<Parameter, Gradient, Weights, Table>>(

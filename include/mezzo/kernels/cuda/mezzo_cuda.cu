@@ -70,7 +70,7 @@ static void launch_pages(std::vector<Table>& pages, at::Device device, TableMemo
     return;
   }
   const std::vector<std::byte> bytes = PagedTable<Table>::bytes_of(pages);
-  launch(PagedTable<Table>(pages, memory->on(device, bytes, is_capturing())));
+  launch(PagedTable<Table>(pages, memory->on(device, bytes, capture_id())));
 }
 
 template <class Element, class Table>
@@ -232,6 +232,25 @@ __attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTenso
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
+static __global__ void pack_letter_kernel(const float* scale, const float* found_inf,
+                                          const double* sum_of_squares, const double* max_abs,
+                                          double* letter) {
+  letter[0] = *scale;
+  letter[1] = *found_inf;
+  letter[2] = *sum_of_squares;
+  letter[3] = *max_abs;
+}
+
+__attribute__((weak)) void pack_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
+                                        const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
+                                        const at::Tensor& letter) {
+  const DeviceGuard guard(letter.device());
+  launch<pack_letter_kernel>(1, 1, current_stream(), scale.const_data_ptr<float>(),
+                             found_inf.const_data_ptr<float>(),
+                             sum_of_squares.const_data_ptr<double>(),
+                             max_abs.const_data_ptr<double>(), letter.mutable_data_ptr<double>());
+}
+
 /// Where a step goes.
 struct StepTarget {
   at::Device device;
@@ -286,9 +305,14 @@ static void step_all_dtypes(const std::vector<StepRow>& rows,
   step_rows<Half, Half, Rule>(rows, groups, variant, target);
 }
 
+__attribute__((weak)) uint64_t capture_on(at::Device device) {
+  const DeviceGuard guard(device);
+  return capture_id();
+}
+
 __attribute__((weak)) void begin_step_(at::Device device, TableMemory& memory) {
   const DeviceGuard guard(device);
-  memory.begin_step(is_capturing());
+  memory.begin_step(device, capture_id());
 }
 
 __attribute__((weak)) void count_steps_(at::Device device, const std::vector<float*>& counters,
@@ -296,7 +320,7 @@ __attribute__((weak)) void count_steps_(at::Device device, const std::vector<flo
   const DeviceGuard guard(device);
   const void* there = nullptr;
   if (!CounterTable::holds(counters)) {
-    there = memory.on(device, CounterTable::bytes_of(counters), is_capturing());
+    there = memory.on(device, CounterTable::bytes_of(counters), capture_id());
   }
   launch<count_steps_kernel>(1, kStepThreads, current_stream(), CounterTable(counters, there),
                              found_inf);

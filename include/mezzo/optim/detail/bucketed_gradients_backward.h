@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 
 #include <ATen/core/Tensor.h>
@@ -182,7 +183,7 @@ inline void BucketedGradients::take(std::size_t number) {
   GradientSlot& slot = slots_[number];
   if (slot.gradient().defined() && slot.gradient().requires_grad()) return;  // create_graph
   const bool reads = options_.check_during_backward() && slot.has_dense_gradient();
-  if (reads && slot.parameter.is_cpu()) {
+  if (reads && has_cpu_loops(slot.parameter.device())) {
     if (slot.is_pending) return;
     slot.is_pending = true;
     pending_.push_back(number);
@@ -198,10 +199,14 @@ inline void BucketedGradients::take(std::size_t number) {
 inline void BucketedGradients::read_on_device([[maybe_unused]] GradientSlot& slot,
                                               [[maybe_unused]] std::size_t number) {
 #ifdef MEZZO_WITH_CUDA
-  if (!slot.parameter.is_cuda()) return;
+  if (!has_cuda_kernels(slot.parameter.device())) return;
   const at::Tensor& gradient = slot.gradient();
   const int64_t bytes = cuda::partial_count(gradient) * cuda::partial_bytes();
-  if (!slot.device_partials.defined()) {
+  const at::Tensor& partials = slot.device_partials;
+  // The parameter may have been cast or moved since the last pass.
+  const bool fits =
+      partials.defined() && partials.numel() == bytes && partials.device() == gradient.device();
+  if (!fits) {
     slot.device_partials = at::empty({bytes}, gradient.options().dtype(at::kByte));
   }
   cuda::write_partials_({gradient}, {0}, slot.device_partials, nullptr);

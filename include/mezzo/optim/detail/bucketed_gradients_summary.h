@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 
 #include <ATen/core/Tensor.h>
@@ -45,9 +46,9 @@ inline GradientSummary BucketedGradients::summarize(const at::Tensor& inv_scale)
   const c10::NoGradGuard no_grad;
   check_summary_arguments({}, inv_scale);
   const GradientsToRead to_read = gradients_on(inv_scale.device());
-  if (inv_scale.is_cpu()) return summarize_on_cpu(to_read, inv_scale);
+  if (has_cpu_loops(inv_scale.device())) return summarize_on_cpu(to_read, inv_scale);
 #ifdef MEZZO_WITH_CUDA
-  if (inv_scale.is_cuda() && options_.check_during_backward()) {
+  if (has_cuda_kernels(inv_scale.device()) && options_.check_during_backward()) {
     return summarize_on_cuda(to_read, inv_scale);
   }
 #endif

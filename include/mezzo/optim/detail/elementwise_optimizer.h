@@ -1,9 +1,11 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/detail/aten_step.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/group_options.h>

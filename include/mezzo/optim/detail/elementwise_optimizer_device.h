@@ -17,7 +17,7 @@ bool ElementwiseOptimizer<Traits>::step_on_device(Many& all, const GradientRepor
                                                   const StepOptions& options,
                                                   [[maybe_unused]] bool is_alone) {
 #ifdef MEZZO_WITH_CUDA
-  if (all.front().parameter->is_cuda()) {
+  if (has_cuda_kernels(all.front().parameter->device())) {
     step_on_cuda(all, report, options, is_alone);
     return is_alone;
   }

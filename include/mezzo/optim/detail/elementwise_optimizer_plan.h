@@ -236,14 +236,15 @@ at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
                                                          const at::Tensor& parameter) {
   at::Tensor& moment = Traits::moment(*one.state, k);
   const at::ScalarType dtype = moment_dtype(parameter, one.storage);
+  const bool is_as_kept =
+      moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
+  if (!is_as_kept) check_is_warm(parameter.device(), "a moment");
   if (!moment.defined()) {
     moment = at::zeros_like(parameter, parameter.options().dtype(dtype).requires_grad(false),
                             at::MemoryFormat::Preserve);
     return moment;
   }
-  if (moment.scalar_type() != dtype || moment.device() != parameter.device()) {
-    moment = moment.to(parameter.device(), dtype);
-  }
+  if (!is_as_kept) moment = moment.to(parameter.device(), dtype);
   if (!is_plain(moment) || !same_layout(parameter, moment)) {
     moment = in_layout_of(parameter, moment);
   }

@@ -59,7 +59,7 @@ void ElementwiseOptimizer<Traits>::apply_plan(const GradientReport& report,
   for (auto& [device, participants] : plan_.devices) {
     if (with_aten) {
       step_with_aten(participants, report, own);
-    } else if (device.is_cpu()) {
+    } else if (has_cpu_loops(device)) {
       step_cpu(participants, report, own);
     } else {
       is_counted = step_on_device(participants, report, own, plan_.devices.size() == 1);
@@ -279,7 +279,7 @@ void ElementwiseOptimizer<Traits>::finish(const Many& all, bool clear_all,
     const bool keeps_weights = one.state->master().defined() || one.state->lower_half().defined();
     if (keeps_weights) one.state->stamp() = WriteStamp::of(*one.parameter);
   }
-  for (const auto& [weight, copy] : prepared.published) publish(weight, copy);
+  if (!prepared.published.empty()) publish(prepared.published);
 }
 
 /// Powers are dear, and parameters of a group mostly have the same count.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
@@ -96,6 +97,7 @@ template <class State>
 void settle_master(const at::Tensor& parameter, State& state) {
   at::Tensor& master = state.master();
   if (!master.defined()) {
+    check_is_warm(parameter.device(), "a float master");
     master = trained_value(parameter, state);
     state.lower_half() = at::Tensor();
     return;
@@ -108,6 +110,8 @@ void settle_master(const at::Tensor& parameter, State& state) {
 template <class State>
 void settle_lower_half(const at::Tensor& parameter, State& state) {
   at::Tensor& lower = state.lower_half();
+  const bool is_kept = !state.master().defined() && completes(parameter, state);
+  if (!is_kept) check_is_warm(parameter.device(), "the lower halves of weights");
   if (state.master().defined()) {
     const at::Tensor master = state.master().to(parameter.device(), at::kFloat);
     const at::Tensor is_current = is_rounded_from(master, parameter);
@@ -116,7 +120,7 @@ void settle_lower_half(const at::Tensor& parameter, State& state) {
     const at::Tensor rest = lower_half_of(master);
     lower = at::where(is_current, rest, at::zeros_like(rest));
     state.master() = at::Tensor();
-  } else if (!completes(parameter, state)) {
+  } else if (!is_kept) {
     lower = at::zeros_like(parameter, parameter.options().dtype(at::kShort).requires_grad(false),
                            at::MemoryFormat::Preserve);
   }

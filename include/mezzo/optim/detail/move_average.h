@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 
@@ -16,7 +17,10 @@ namespace detail {
 /// the weight to its device and dtype.
 template <class Value>
 void follow_weight(at::Tensor& average, const at::Tensor& weight, const Value& value) {
-  if (!average.defined()) average = value();
+  if (!average.defined()) {
+    check_is_warm(weight.device(), "an average");
+    average = value();
+  }
   average = average.to(weight.device(), wide_dtype(weight));
 }
 

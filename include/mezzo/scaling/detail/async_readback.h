@@ -1,15 +1,21 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
-#include <atomic>
 #include <cmath>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <utility>
@@ -18,65 +24,135 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// One-element tensors of a device on their way to the host, in pinned memory. Copies of a stream
-/// arrive in order, and each overwrites a value that no answer has: that the last is there says
-/// that all are. So nothing is asked of the device, which a CUDA graph under capture would forbid.
+/// What a device knows of a step: tensors of one element there.
+struct StepNumbers {
+  at::Tensor scale;           ///< float
+  at::Tensor found_inf;       ///< float
+  at::Tensor sum_of_squares;  ///< double
+  at::Tensor max_abs;         ///< double
+};
+
+/// The numbers of a step on their way to the host: one copy into pinned memory, and behind it an
+/// event, which says that it has arrived.
+///
+/// Made during a capture, it belongs to the graph, each replay of which sends it anew. Of replays
+/// the host hears nothing: such a letter is never known to be there, and who reads it waits for the
+/// device.
 class AsyncReadback {
  public:
-  explicit AsyncReadback(at::Device device) : device_(device) {
+  explicit AsyncReadback(at::Device device)
+      : device_(device),
+        is_captured_(capture_on(device) != 0),
+        numbers_sent_(device),
+        next_scale_sent_(device) {
     const c10::InferenceMode no_inference(false);  // a later step writes it, in any mode
     const auto pinned = at::TensorOptions().device(at::kCPU).pinned_memory(!device.is_cpu());
-    scale_ = at::empty({}, pinned.dtype(at::kFloat));
+    numbers_ = at::empty({kNumbers}, pinned.dtype(at::kDouble));
     next_scale_ = at::empty({}, pinned.dtype(at::kFloat));
-    sum_of_squares_ = at::empty({}, pinned.dtype(at::kDouble));
-    max_abs_ = at::empty({}, pinned.dtype(at::kDouble));
-    found_inf_ = at::empty({}, pinned.dtype(at::kFloat));
-    clear();
+    numbers_.mutable_data_ptr<double>()[1] = kNoReplay;
   }
 
+  at::Device device() const noexcept { return device_; }
+  bool is_captured() const noexcept { return is_captured_; }
+
+  /// Before it serves another step.
   void clear() {
-    *found_inf_.mutable_data_ptr<float>() = kNotThere;
-    *next_scale_.mutable_data_ptr<float>() = kNotThere;
+    for (Sent* sent : {&numbers_sent_, &next_scale_sent_}) {
+      sent->is_under_way = sent->has_arrived = false;
+    }
   }
 
-  void send(const at::Tensor& scale, const at::Tensor& sum_of_squares,
-            const at::Tensor& found_inf) {
-    scale_.copy_(scale, /*non_blocking=*/true);
-    sum_of_squares_.copy_(sum_of_squares, /*non_blocking=*/true);
-    found_inf_.copy_(found_inf, /*non_blocking=*/true);
+  void send(const StepNumbers& numbers) {
+    numbers_.copy_(packed(numbers), /*non_blocking=*/true);
+    mark(numbers_sent_);
   }
-  /// Not part of the outcome; before `send`, which arrives later.
-  void send_max_abs(const at::Tensor& max_abs) { max_abs_.copy_(max_abs, /*non_blocking=*/true); }
-  void send_next_scale(const at::Tensor& scale) { next_scale_.copy_(scale, /*non_blocking=*/true); }
+  void send_next_scale(const at::Tensor& scale) {
+    next_scale_.copy_(scale, /*non_blocking=*/true);
+    mark(next_scale_sent_);
+  }
 
-  bool has_outcome() noexcept { return is_there(found_inf_); }
-  bool has_next_scale() noexcept { return is_there(next_scale_); }
-  void wait() const {
-    c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
+  /// Whether `outcome` has the numbers that were sent. Never waits.
+  bool is_there() { return has_arrived(numbers_sent_); }
+  bool is_next_scale_there() { return has_arrived(next_scale_sent_); }
+
+  /// Until the numbers are there; of a captured letter, those of the last replay.
+  void wait() {
+    if (numbers_sent_.has_arrived) return;
+    TORCH_CHECK(capture_on(device_) == 0,
+                "StepResult: asked for an outcome while a CUDA graph is being captured, which runs "
+                "nothing; ask after the capture, and after a replay for that of a captured step");
+    if (is_captured_) {
+      c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
+    } else {
+      numbers_sent_.event.synchronize();
+      numbers_sent_.has_arrived = true;
+    }
   }
 
   StepOutcome outcome() const {
-    const bool found_inf = *found_inf_.const_data_ptr<float>() != 0.0F;
+    const double* const numbers = numbers_.const_data_ptr<double>();
+    TORCH_CHECK(numbers[1] != kNoReplay,
+                "StepResult: this step was captured into a CUDA graph that has not been replayed "
+                "yet; replay it, and ask then");
+    const bool found_inf = numbers[1] != 0.0;
     StepOutcome outcome{.ran = !found_inf,
                         .found_inf = found_inf,
-                        .scale = *scale_.const_data_ptr<float>(),
-                        .grad_norm = std::sqrt(*sum_of_squares_.const_data_ptr<double>())};
+                        .scale = static_cast<float>(numbers[0]),
+                        .grad_norm = std::sqrt(numbers[2])};
     if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
     return outcome;
   }
-  double max_abs() const { return *max_abs_.const_data_ptr<double>(); }
+  double max_abs() const { return numbers_.const_data_ptr<double>()[3]; }
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
 
  private:
-  static constexpr float kNotThere = -1.0F;  // found_inf is a count and a scale is positive
+  struct Sent {
+    explicit Sent(at::Device device) : event(device.type()) {}
+    c10::Event event;
+    bool is_under_way = false;
+    bool has_arrived = false;
+  };
 
-  static bool is_there(at::Tensor& value) noexcept {
-    std::atomic_ref<float> memory(*static_cast<float*>(value.data_ptr()));
-    return memory.load(std::memory_order_acquire) != kNotThere;
+  static constexpr int64_t kNumbers = 4;
+  static constexpr double kNoReplay = -1.0;  // found_inf is a count
+
+  /// In memory of this letter's stream, that the allocator gives again in the stream's order.
+  at::Tensor packed(const StepNumbers& numbers) const {
+    const auto& [scale, found_inf, sum_of_squares, max_abs] = numbers;
+#ifdef MEZZO_WITH_CUDA
+    if (has_cuda_kernels(device_)) {
+      at::Tensor letter = at::empty({kNumbers}, sum_of_squares.options());
+      cuda::pack_letter_(scale, found_inf, sum_of_squares, max_abs, letter);
+      return letter;
+    }
+#endif
+    const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& number : {scale, found_inf, sum_of_squares, max_abs}) {
+      all.push_back(number.to(wide).reshape({}));
+    }
+    return at::stack(all);
+  }
+
+  void mark(Sent& sent) {
+    sent.has_arrived = device_.is_cpu();  // at once
+    sent.is_under_way = !device_.is_cpu() && !is_captured_;
+    if (!sent.is_under_way) return;
+    sent.event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  }
+
+  /// An event may not be asked for while its device is being captured.
+  bool has_arrived(Sent& sent) {
+    if (sent.is_under_way && !sent.has_arrived && capture_on(device_) == 0) {
+      sent.has_arrived = sent.event.query();
+    }
+    return sent.has_arrived;
   }
 
   at::Device device_;
-  at::Tensor scale_, next_scale_, sum_of_squares_, max_abs_, found_inf_;
+  bool is_captured_;
+  Sent numbers_sent_, next_scale_sent_;
+  at::Tensor numbers_, next_scale_;
 };
 
 /// A step that a device decides.
@@ -85,14 +161,20 @@ class DeviceStepSlot final : public StepSlot {
   explicit DeviceStepSlot(std::shared_ptr<AsyncReadback> readback)
       : readback_(std::move(readback)) {}
 
-  bool ready() const noexcept override { return readback_ == nullptr || readback_->has_outcome(); }
+  /// An error of the device is for `outcome` to throw.
+  bool ready() const noexcept override {
+    try {
+      return readback_ == nullptr || readback_->is_there();
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }
 
   const StepOutcome& outcome() override {
-    if (readback_ != nullptr) {
-      if (!readback_->has_outcome()) readback_->wait();
-      outcome_ = readback_->outcome();
-      readback_ = nullptr;
-    }
+    if (readback_ == nullptr) return outcome_;
+    readback_->wait();
+    outcome_ = readback_->outcome();
+    if (!readback_->is_captured()) readback_ = nullptr;  // its memory serves another step
     return outcome_;
   }
 
@@ -101,15 +183,18 @@ class DeviceStepSlot final : public StepSlot {
   StepOutcome outcome_;
 };
 
-/// The readbacks of a scaler. One that nobody else holds, and that has arrived, is used again; all
-/// live as long as the scaler, since a captured graph keeps writing to those it captured.
+/// The readbacks of a scaler. One that nobody else holds, and that has arrived, is used again;
+/// those that a graph keeps writing serve no other step. All live as long as the scaler.
 class ReadbackPool {
  public:
   std::shared_ptr<AsyncReadback> readback_for(at::Device device) {
-    for (const std::shared_ptr<AsyncReadback>& readback : readbacks_) {
-      if (readback.use_count() > 1 || !readback->has_outcome()) continue;
-      readback->clear();
-      return readback;
+    if (capture_on(device) == 0) {
+      for (const std::shared_ptr<AsyncReadback>& readback : readbacks_) {
+        const bool is_free = readback.use_count() == 1 && readback->device() == device;
+        if (!is_free || !readback->is_there()) continue;
+        readback->clear();
+        return readback;
+      }
     }
     return readbacks_.emplace_back(std::make_shared<AsyncReadback>(device));
   }
@@ -143,7 +228,7 @@ class PendingLines {
 
  private:
   static bool is_known(const std::vector<std::shared_ptr<AsyncReadback>>& readbacks) {
-    return readbacks.back()->has_next_scale();  // which was sent last
+    return readbacks.back()->is_next_scale_there();  // which was sent last
   }
 
   std::deque<std::vector<std::shared_ptr<AsyncReadback>>> iterations_;

@@ -128,7 +128,7 @@ class ClipWatch {
   /// Sees what has arrived. Never waits.
   void poll() {
     std::erase_if(expected_, [&](const Expected& expected) {
-      if (!expected.readback->has_outcome()) return false;
+      if (!expected.readback->is_there()) return false;
       const StepOutcome outcome = expected.readback->outcome();
       see(expected.optimizer, outcome.scale, *outcome.grad_norm, expected.readback->max_abs());
       return true;

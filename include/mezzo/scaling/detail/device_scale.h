@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/scale_tensors.h>
@@ -54,6 +55,7 @@ class DeviceScale {
   DeviceScale() = default;
 
   DeviceScale(const LossScaleState& state, at::Device device) {
+    check_is_warm(device, "the loss scale");
     const c10::InferenceMode no_inference(false);
     const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
     const auto count = number.dtype(at::kInt);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
@@ -157,8 +158,9 @@ MEZZO_INLINE void GradScaler::advance_scale() {
 
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
-  clip_watch_.poll();
   const auto readbacks = std::exchange(readbacks_, {});
+  if (detail::capture_on(scale_.original().device()) != 0) return;  // no callback in a graph
+  clip_watch_.poll();
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   const auto tell = [&](float scale, float next_scale) {
     const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();

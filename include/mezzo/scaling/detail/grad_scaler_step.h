@@ -62,8 +62,8 @@ MEZZO_INLINE void GradScaler::post_line(const std::vector<at::Tensor>& found_inf
   const at::Tensor& scale = scale_.original();
   const std::shared_ptr<detail::AsyncReadback> readback =
       readback_pool_.readback_for(scale.device());
-  readback->send(scale, at::zeros({}, scale.options().dtype(at::kDouble)),
-                 detail::sum_on(scale.device(), found_inf));
+  const at::Tensor no_norm = at::zeros({}, scale.options().dtype(at::kDouble));
+  readback->send({scale, detail::sum_on(scale.device(), found_inf), no_norm, no_norm});
   readbacks_.push_back(readback);
 }
 
@@ -152,12 +152,11 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(const detail::StepTaker& take
       readback_pool_.readback_for(scale.device());
   taker.fused()->apply(report, options);
   finish_step(record);
-  if (!was_unscaled && clip_watch_.wants(optimizer)) {
-    readback->send_max_abs(detail::max_abs_on(scale.device(), report));
-    clip_watch_.expect(optimizer, readback);
-  }
-  readback->send(scale, report.devices.front().sum_of_squares.to(scale.device()),
-                 detail::sum_on(scale.device(), record.checks()));
+  const bool is_watched = !was_unscaled && !readback->is_captured() && clip_watch_.wants(optimizer);
+  const at::Tensor sum = report.devices.front().sum_of_squares.to(scale.device());
+  readback->send({scale, detail::sum_on(scale.device(), record.checks()), sum,
+                  is_watched ? detail::max_abs_on(scale.device(), report) : sum});
+  if (is_watched) clip_watch_.expect(optimizer, readback);
   if (record.found_elsewhere.empty()) {
     readbacks_.push_back(readback);
   } else {

@@ -137,7 +137,7 @@ inline StepResult step_without_scale(const StepTaker& taker, bool of_masters,
     if (has_norm && !sum.is_cpu()) {  // the norm is known some time later
       const std::shared_ptr<AsyncReadback> readback = pool.readback_for(sum.device());
       const DeviceGradientReport& one = report.devices.front();
-      readback->send(at::ones_like(one.inv_scale), sum, one.found_inf);
+      readback->send({at::ones_like(one.inv_scale), one.found_inf, sum, sum});
       return StepResult(std::make_shared<DeviceStepSlot>(readback));
     }
     if (has_norm) outcome.grad_norm = std::sqrt(*sum.const_data_ptr<double>());

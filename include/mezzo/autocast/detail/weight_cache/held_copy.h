@@ -12,6 +12,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <mezzo/autocast/detail/weight_cache/weight_identity.h>
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/version.h>
 
 #include <atomic>
@@ -19,35 +20,61 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// That a stream has written up to here.
+struct WriteEvent {
+  explicit WriteEvent(const c10::Stream& stream)
+      : writer(stream), capture(capture_on(stream.device())), event(stream.device_type()) {
+    event.record(writer);
+  }
+
+  c10::Stream writer;
+  std::uint64_t capture;  // that the event is part of
+  c10::Event event;
+};
+
+/// Of what is written together: one a device.
+class WriteEvents {
+ public:
+  std::shared_ptr<const WriteEvent> on(const c10::Stream& stream) {
+    for (const auto& event : events_) {
+      if (event->writer == stream) return event;
+    }
+    return events_.emplace_back(std::make_shared<const WriteEvent>(stream));
+  }
+
+ private:
+  std::vector<std::shared_ptr<const WriteEvent>> events_;
+};
 
 /// Order between the stream that wrote a copy and the streams that read it. Nothing to do on a CPU.
 class DeviceOrder {
  public:
   /// The current stream has written `copy`.
+  void written(const at::Tensor& copy, WriteEvents& events) {
+    if (!copy.is_cpu()) write_ = events.on(current_stream(copy));
+  }
   void written(const at::Tensor& copy) {
-    if (copy.is_cpu()) {
-      return;
-    }
-    writer_ = current_stream(copy);
-    event_.emplace(copy.device().type());
-    event_->record(*writer_);
+    WriteEvents events;
+    written(copy, events);
   }
 
   /// Before the current stream reads `copy`: makes it wait for the writer, and the allocator for
-  /// it.
+  /// it. Where a capture lies between the two, CUDA lets nobody wait.
   void about_to_read(const at::Tensor& copy) {
-    if (!writer_.has_value()) {
+    if (!written_elsewhere(copy)) {
       return;
     }
     const c10::Stream reader = current_stream(copy);
-    if (reader != *writer_) {
-      event_->block(reader);
-      copy.record_stream(reader);
-      read_elsewhere_ = true;
+    if (capture_on(copy.device()) == write_->capture) {
+      write_->event.block(reader);
     }
+    copy.record_stream(reader);
+    read_elsewhere_ = true;
   }
 
   /// Whether a new write by the writer's stream could overtake a read.
@@ -55,7 +82,7 @@ class DeviceOrder {
 
   /// Whether the current stream is not the one that wrote.
   bool written_elsewhere(const at::Tensor& copy) const {
-    return writer_.has_value() && current_stream(copy) != *writer_;
+    return write_ != nullptr && current_stream(copy) != write_->writer;
   }
 
  private:
@@ -63,8 +90,7 @@ class DeviceOrder {
     return c10::impl::VirtualGuardImpl(copy.device().type()).getStream(copy.device());
   }
 
-  std::optional<c10::Stream> writer_;
-  std::optional<c10::Event> event_;
+  std::shared_ptr<const WriteEvent> write_;
   bool read_elsewhere_ = false;
 };
 

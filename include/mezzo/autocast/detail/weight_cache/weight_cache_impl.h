@@ -159,9 +159,17 @@ MEZZO_INLINE at::Tensor WeightCache::buffer_for(const at::Tensor& weight,
 }
 
 MEZZO_INLINE void WeightCache::publish(const at::Tensor& weight, const at::Tensor& copy) const {
-  detail::check_can_be_held(weight);
-  detail::check_copy(weight, copy);
-  shared_->store().publish(weight, copy);
+  publish({{weight, copy}});
+}
+
+MEZZO_INLINE void WeightCache::publish(
+    const std::vector<std::pair<at::Tensor, at::Tensor>>& published) const {
+  detail::WriteEvents events;
+  for (const auto& [weight, copy] : published) {
+    detail::check_can_be_held(weight);
+    detail::check_copy(weight, copy);
+    shared_->store().publish(weight, copy, events);
+  }
 }
 
 MEZZO_INLINE bool WeightCache::holds(const at::Tensor& weight, at::ScalarType dtype) const {

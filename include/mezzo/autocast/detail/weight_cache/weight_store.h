@@ -76,8 +76,8 @@ class WeightStore final : public WeightCasts {
     return find_or_cast(wanted, /*fixed=*/true).copy;
   }
 
-  /// From now on `copy` is what is held for `weight`.
-  void publish(const at::Tensor& weight, const at::Tensor& copy) {
+  /// From now on `copy` is what is held for `weight`. `events`: of all that is published together.
+  void publish(const at::Tensor& weight, const at::Tensor& copy, WriteEvents& events) {
     HeldCopies::List out;         // dies after the locks, and so does
     std::optional<HeldCopy> old;  // what is replaced
     const std::lock_guard refresh(refresh_);
@@ -92,7 +92,7 @@ class WeightStore final : public WeightCasts {
                    .made = ++made_,
                    .fixed = true,
                    .order = same ? std::move(old->order) : DeviceOrder()};
-    entry.order.written(copy);
+    entry.order.written(copy, events);
     copy.unsafeGetTensorImpl()->bump_version();  // a kernel that wrote it did not
     if (same && old->copy_version.has_value()) {
       entry.copy_version = copy._version();

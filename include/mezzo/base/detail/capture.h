@@ -1,0 +1,79 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+
+#if !defined(MEZZO_WITH_CUDA)
+#include <dlfcn.h>
+#endif
+
+#ifdef MEZZO_DEVICE_ON_HOST
+namespace host_device {
+uint64_t capture_on(c10::Device device);
+}
+#endif
+
+// Captures of work into CUDA graphs. What is put on a stream that is being captured does not run:
+// it is recorded, and runs each time the graph is replayed. The host's part runs once, then.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+#ifdef MEZZO_WITH_CUDA
+
+namespace cuda {
+/// Of mezzo/kernels/cuda/mezzo_cuda.cu, like what mezzo/kernels/cuda_launch.h declares.
+__attribute__((visibility("hidden"))) uint64_t capture_on(at::Device device);
+}  // namespace cuda
+
+#else
+
+/// The same from the driver, which libtorch has loaded where there is a tensor on CUDA: without
+/// mezzo::cuda nothing of CUDA is compiled or linked.
+inline uint64_t capture_by_driver(void* stream) {
+  using Query = int (*)(void* stream, int* status, uint64_t* id);
+  static const auto query = [] {
+    void* const driver = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
+    void* const found = driver == nullptr ? nullptr : dlsym(driver, "cuStreamGetCaptureInfo");
+    TORCH_CHECK(found != nullptr,
+                "mezzo cannot ask CUDA's driver whether a stream is being captured: libcuda.so.1 "
+                "has no cuStreamGetCaptureInfo; link the target mezzo::cuda");
+    return reinterpret_cast<Query>(found);
+  }();
+  int status = 0;
+  uint64_t id = 0;
+  const int error = query(stream, &status, &id);
+  TORCH_CHECK(error == 0, "cuStreamGetCaptureInfo failed with error ", error);
+  return status == 0 ? 0 : id;
+}
+
+#endif
+
+/// The number of the capture that the device's current stream is part of; 0: of none.
+inline uint64_t capture_on(at::Device device) {
+#if defined(MEZZO_DEVICE_ON_HOST)
+  return host_device::capture_on(device);
+#elif defined(MEZZO_WITH_CUDA)
+  return device.is_cuda() ? cuda::capture_on(device) : 0;
+#else
+  if (!device.is_cuda()) return 0;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  return capture_by_driver(stream.native_handle());
+#endif
+}
+
+/// Called where `what` is about to be made, to be kept from step to step: a replay would make it
+/// anew each time. \throws c10::Error if the device's current stream is being captured
+inline void check_is_warm(at::Device device, const char* what) {
+  TORCH_CHECK(capture_on(device) == 0, what,
+              " would be made in the capture of a CUDA graph, and so begin anew at each replay; "
+              "take a whole step (scale, backward, step, update) before the capture");
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,307 @@
+// Whole training steps on GPUs that the host plays (host_gpu.h), captured into graphs and replayed,
+// alone and between others, with the same training on the CPU beside them.
+
+#include <ATen/ATen.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "training.h"
+
+namespace {
+
+using cuda_on_host::expect_same;
+using cuda_on_host::Training;
+using cuda_on_host::TrainingOptions;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::WeightStorage;
+using testing::HasSubstr;
+using testing::Property;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+/// In many orders of what the streams do.
+class Captures : public testing::TestWithParam<uint64_t> {
+ protected:
+  void SetUp() override { host_gpu::begin(GetParam()); }
+  void TearDown() override { host_gpu::run_all(); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Orders, Captures, testing::Range(uint64_t{0}, uint64_t{3}));
+
+/// More parameters than a table holds: it is copied to the device.
+const TrainingOptions kManyParameters{.parameters = 301, .elements = 1};
+
+std::vector<TrainingOptions> all_options() {
+  std::vector<TrainingOptions> all(1);
+  all.push_back({.adamw = AdamWOptions(0.1).amsgrad(true).ema_decay(0.9)});
+  for (const WeightStorage storage :
+       {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
+    all.push_back({.dtype = at::kBFloat16, .adamw = AdamWOptions(0.1).weight_storage(storage)});
+  }
+  return all;
+}
+
+TEST_P(Captures, EagerStepsAreTheCpus) {
+  for (const TrainingOptions& options : all_options()) {
+    Training cpu(at::kCPU, options);
+    Training gpu(host_gpu::device(), options);
+    std::vector<mezzo::StepResult> of_cpu;
+    std::vector<mezzo::StepResult> of_gpu;
+    for (const float value : {1.0F, kInfinity, 2.0F, 0.5F, 3.0F}) {
+      cpu.input.fill_(value);
+      gpu.input.fill_(value);
+      of_cpu.push_back(cpu.iterate());
+      of_gpu.push_back(gpu.iterate());
+    }
+    for (std::size_t i = 0; i < of_cpu.size(); ++i) expect_same(of_gpu[i], of_cpu[i]);
+    expect_same(gpu, cpu);
+  }
+}
+
+TEST_P(Captures, ReplaysAreTheCpusSteps) {
+  for (const TrainingOptions& options : all_options()) {
+    Training cpu(at::kCPU, options);
+    Training gpu(host_gpu::device(), options);
+    const c10::StreamGuard stream(host_gpu::new_stream());
+    cpu.iterate();
+    gpu.iterate();
+    host_gpu::Graph graph;
+    std::optional<mezzo::StepResult> result;
+    host_gpu::capture(graph, [&] { result = gpu.iterate(); });
+    for (const float value : {1.0F, kInfinity, 2.0F, 0.5F, kInfinity, kInfinity, 3.0F}) {
+      cpu.input.fill_(value);
+      gpu.input.fill_(value);
+      const mezzo::StepResult expected = cpu.iterate();
+      graph.replay();
+      expect_same(*result, expected);
+    }
+    expect_same(gpu, cpu);
+  }
+}
+
+/// A captured step, and what it says.
+class CapturedStep {
+ public:
+  explicit CapturedStep(Training& training) {
+    host_gpu::capture(graph_, [&] { result_ = training.iterate(); });
+  }
+  void replay() { graph_.replay(); }
+  const mezzo::StepResult& result() const { return *result_; }
+  const host_gpu::Graph& graph() const { return graph_; }
+
+ private:
+  host_gpu::Graph graph_;
+  std::optional<mezzo::StepResult> result_;
+};
+
+/// The same on the CPU and on a GPU, whose steps are taken this way or that.
+class Pair {
+ public:
+  explicit Pair(const TrainingOptions& options)
+      : cpu_(at::kCPU, options), gpu_(host_gpu::device(), options) {}
+
+  Training& cpu() { return cpu_; }
+  Training& gpu() { return gpu_; }
+
+  void eager(float value) {
+    fill(value);
+    of_cpu_.push_back(cpu_.iterate());
+    of_gpu_.push_back(gpu_.iterate());
+  }
+  void replay(CapturedStep& step, float value) {
+    fill(value);
+    of_cpu_.push_back(cpu_.iterate());
+    step.replay();
+    last_replay_ = of_cpu_.size() - 1;
+    of_gpu_.push_back(step.result());
+  }
+
+  /// Of eager steps all, however late they are asked; of replays the last.
+  void expect_same_so_far(const CapturedStep& last) {
+    for (std::size_t i = 0; i < of_cpu_.size(); ++i) {
+      if (i == last_replay_) {
+        expect_same(last.result(), of_cpu_[i]);
+      } else if (of_gpu_[i].ready()) {
+        expect_same(of_gpu_[i], of_cpu_[i]);
+      }
+    }
+    expect_same(gpu_, cpu_);
+    for (std::size_t i = 0; i < of_cpu_.size(); ++i) {
+      if (of_gpu_[i].ready()) expect_same(of_gpu_[i], of_cpu_[i]);
+    }
+  }
+
+ private:
+  void fill(float value) {
+    cpu_.input.fill_(value);
+    gpu_.input.fill_(value);
+  }
+
+  Training cpu_;
+  Training gpu_;
+  std::vector<mezzo::StepResult> of_cpu_;
+  std::vector<mezzo::StepResult> of_gpu_;
+  std::size_t last_replay_ = 0;
+};
+
+void mix_eager_steps_and_replays(const TrainingOptions& options) {
+  Pair pair(options);
+  const c10::StreamGuard stream(host_gpu::new_stream());
+  pair.eager(1.0F);
+  CapturedStep step(pair.gpu());
+  pair.eager(2.0F);  // before the first replay
+  pair.replay(step, kInfinity);
+  pair.eager(0.5F);
+  pair.eager(kInfinity);
+  pair.replay(step, 3.0F);
+  pair.eager(kInfinity);
+  pair.replay(step, 0.25F);
+  pair.expect_same_so_far(step);
+}
+
+TEST_P(Captures, EagerStepsBetweenReplaysHaveLettersOfTheirOwn) {
+  for (const TrainingOptions& options : all_options()) mix_eager_steps_and_replays(options);
+}
+
+void replay_in_another_order(const TrainingOptions& options) {
+  Pair pair(options);
+  const c10::StreamGuard stream(host_gpu::new_stream());
+  pair.eager(1.0F);
+  CapturedStep a(pair.gpu());
+  CapturedStep b(pair.gpu());
+  pair.replay(b, 2.0F);
+  pair.replay(b, kInfinity);
+  pair.replay(a, 3.0F);
+  pair.eager(0.5F);
+  pair.replay(b, 0.25F);
+  pair.expect_same_so_far(b);
+}
+
+TEST_P(Captures, GraphsAreReplayedInAnyOrder) {
+  for (const TrainingOptions& options : all_options()) replay_in_another_order(options);
+}
+
+TEST_P(Captures, AGraphOfManyParametersHasItsOwnTables) {
+  replay_in_another_order(kManyParameters);
+}
+
+// As libtorch's documentation has it: warm up on a stream of its own, and wait for it.
+TEST_P(Captures, TheWarmUpMayBeOnAnotherStream) {
+  for (const TrainingOptions& options : all_options()) {
+    Pair pair(options);
+    {
+      const c10::StreamGuard warm_up(host_gpu::new_stream());
+      pair.eager(1.0F);
+      host_gpu::run_all();
+    }
+    const c10::StreamGuard stream(host_gpu::new_stream());
+    CapturedStep step(pair.gpu());
+    pair.replay(step, 2.0F);
+    pair.replay(step, kInfinity);
+    pair.replay(step, 2.0F);
+    pair.expect_same_so_far(step);
+  }
+}
+
+TEST_P(Captures, WithoutAWarmUpAreRefused) {
+  const auto refuses = [](Training& training) {
+    host_gpu::Graph graph;
+    const c10::StreamGuard stream(host_gpu::new_stream());
+    EXPECT_THAT(
+        [&] { host_gpu::capture(graph, [&] { training.iterate(); }); },
+        testing::Throws<c10::Error>(Property(&c10::Error::msg, HasSubstr("before the capture"))));
+  };
+  for (const TrainingOptions& options : all_options()) {
+    Training cold(host_gpu::device(), options);
+    refuses(cold);
+    (void)cold.scaler().scale(cold.input);  // there is a scale now, and no state
+    refuses(cold);
+    Training warm(host_gpu::device(), options);
+    warm.iterate();
+    warm.optimizer().set_lr_factors({1.0, 0.5});
+    refuses(warm);
+    warm.iterate();
+    warm.optimizer().state().clear();
+    refuses(warm);
+  }
+}
+
+TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
+  Training gpu(host_gpu::device());
+  const c10::StreamGuard stream(host_gpu::new_stream());
+  const mezzo::StepResult eager = gpu.iterate();
+  host_gpu::Graph graph;
+  std::optional<mezzo::StepResult> result;
+  host_gpu::capture(graph, [&] {
+    result = gpu.iterate();
+    EXPECT_FALSE(result->ready());
+    (void)eager.ready();  // asks for no event now
+    EXPECT_THAT([&] { (void)result->ran(); },
+                testing::Throws<c10::Error>(
+                    Property(&c10::Error::msg, HasSubstr("while a CUDA graph is being captured"))));
+  });
+  EXPECT_THAT(
+      [&] { (void)result->ran(); },
+      testing::Throws<c10::Error>(Property(&c10::Error::msg, HasSubstr("has not been replayed"))));
+  for (const float value : {1.0F, kInfinity, 2.0F}) {
+    gpu.input.fill_(value);
+    graph.replay();
+    EXPECT_EQ(result->ran(), value != kInfinity);
+    EXPECT_EQ(result->ran(), value != kInfinity) << "asked twice";
+    EXPECT_FALSE(result->ready()) << "the host hears nothing of replays";
+  }
+  EXPECT_TRUE(eager.ran());
+}
+
+TEST_P(Captures, AStepIsSixLaunchesAndOneCopyToTheHost) {
+  Training gpu(host_gpu::device());
+  const c10::StreamGuard stream(host_gpu::new_stream());
+  gpu.iterate();
+  gpu.iterate();
+  const host_gpu::Counts before = host_gpu::counts();
+  gpu.iterate();
+  EXPECT_EQ(host_gpu::counts().launches - before.launches, 6);
+  EXPECT_EQ(host_gpu::counts().copies_to_host - before.copies_to_host, 1);
+  EXPECT_EQ(host_gpu::counts().copies_from_host - before.copies_from_host, 0);
+  EXPECT_EQ(host_gpu::counts().waits - before.waits, 0);
+  const CapturedStep step(gpu);
+  EXPECT_EQ(step.graph().launches(), 6);
+}
+
+TEST_P(Captures, AResultWaitsForItsLetterAndNotForTheDevice) {
+  Training gpu(host_gpu::device());
+  const c10::Stream other = host_gpu::new_stream();
+  const host_gpu::Held held(other);
+  EXPECT_TRUE(gpu.iterate().ran());
+  gpu.input.fill_(kInfinity);
+  EXPECT_FALSE(gpu.iterate().ran());
+}
+
+TEST_P(Captures, ParametersAreOnTwoDevices) {
+  std::vector<at::Tensor> parameters;
+  for (int i = 0; i < 4; ++i) {
+    parameters.push_back(at::ones({3}, at::device(host_gpu::device(i % 2))));
+    parameters.back().mutable_grad() = at::ones_like(parameters.back());
+  }
+  mezzo::optim::AdamW optimizer(parameters);
+  mezzo::GradScaler scaler;
+  scaler.on_skip(nullptr);
+  const auto iterate = [&] {
+    (void)scaler.scale(parameters.front());
+    const mezzo::StepResult result = scaler.step(optimizer, {.max_norm = 1.0});
+    scaler.update();
+    return result;
+  };
+  EXPECT_TRUE(iterate().ran());
+  parameters.back().mutable_grad().fill_(kInfinity);
+  EXPECT_FALSE(iterate().ran()) << "an inf on one device holds for all";
+  EXPECT_LT(parameters.front()[0].item<float>(), 1.0F);
+  EXPECT_TRUE(at::equal(parameters.front().cpu(), parameters.back().cpu()));
+}
+
+}  // namespace

@@ -1,0 +1,436 @@
+// Streams, events and graphs: queues of work, and one scheduler.
+
+#include "host_gpu.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <map>
+#include <random>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "host_gpu_queue.h"
+
+namespace host_gpu {
+
+using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
+
+/// One record of an event.
+struct Marker {
+  bool is_done = false;
+  uint64_t capture = 0;
+  std::set<std::size_t> nodes;  // of the capture, that it stands behind
+};
+
+struct Work {
+  std::function<void()> run;
+  std::shared_ptr<Marker> waits_for;
+  std::shared_ptr<Marker> marks;
+};
+
+struct Graph::Recording {
+  struct Node {
+    std::function<void()> run;
+    std::set<std::size_t> after;
+    Kind kind;
+    std::vector<const void*> pinned;
+  };
+  uint64_t id = 0;
+  Key origin{};
+  std::vector<Node> nodes;
+  std::map<Key, std::set<std::size_t>> ends;  // of each stream: the nodes that its next one follows
+};
+
+struct Machine {
+  using Recording = Graph::Recording;
+
+  std::recursive_mutex mutex;
+  std::mt19937_64 random;
+  std::map<Key, std::deque<Work>> queues;
+  std::map<Key, Recording*> captured;  // streams that are being captured
+  std::set<uint64_t> active;           // captures
+  uint64_t captures = 0;
+  c10::StreamId streams = 0;
+  Counts counts;
+
+  static Machine& the() {
+    static auto* const machine = new Machine;  // tensors that are static outlive everything else
+    return *machine;
+  }
+
+  Recording* recording_of(const Key& key) const {
+    const auto found = captured.find(key);
+    return found == captured.end() ? nullptr : found->second;
+  }
+
+  bool coin() { return random() % 2 == 0; }
+
+  /// Runs the first work of a stream that may go on, if there is one.
+  bool run_one() {
+    std::vector<std::deque<Work>*> runnable;
+    for (auto& [key, queue] : queues) {
+      const bool may_run = !queue.empty() &&
+                           (queue.front().waits_for == nullptr || queue.front().waits_for->is_done);
+      if (may_run) runnable.push_back(&queue);
+    }
+    if (runnable.empty()) return false;
+    std::deque<Work>& queue = *runnable[random() % runnable.size()];
+    const Work work = std::move(queue.front());
+    queue.pop_front();
+    if (work.run) work.run();
+    if (work.marks != nullptr) work.marks->is_done = true;
+    return true;
+  }
+
+  template <class IsDone>
+  void run_until(const IsDone& is_done) {
+    while (!is_done()) {
+      if (!run_one()) throw Fault("the device waits for what will never come");
+    }
+  }
+
+  /// As much as happens to run meanwhile.
+  void run_some() {
+    while (coin() && run_one()) {
+    }
+  }
+
+  void add_node(Recording& recording, const Key& key, Recording::Node node) {
+    std::set<std::size_t>& end = recording.ends[key];
+    node.after = end;
+    end = {recording.nodes.size()};
+    recording.nodes.push_back(std::move(node));
+  }
+
+  void forbid_during_capture(const char* what) const {
+    if (!active.empty()) throw Fault(std::string(what) + " during a capture");
+  }
+};
+
+namespace {
+
+Key key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+
+struct Current {
+  c10::DeviceIndex device = 0;
+  std::array<c10::StreamId, kDevices> streams{};
+};
+thread_local Current current;
+
+c10::Stream stream_of(c10::DeviceIndex index, c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, device(index), id);
+}
+
+class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  c10::Device getDevice() const override { return device(current.device); }
+  void setDevice(c10::Device to) const override { uncheckedSetDevice(to); }
+  void uncheckedSetDevice(c10::Device to) const noexcept override {
+    if (to.has_index()) current.device = to.index();
+  }
+  c10::Device exchangeDevice(c10::Device to) const override {
+    const c10::Device before = getDevice();
+    setDevice(to);
+    return before;
+  }
+  c10::Stream getStream(c10::Device of) const override {
+    const c10::DeviceIndex index = of.has_index() ? of.index() : current.device;
+    return stream_of(index, current.streams[static_cast<std::size_t>(index)]);
+  }
+  c10::Stream getDefaultStream(c10::Device of) const override {
+    return stream_of(of.has_index() ? of.index() : current.device, 0);
+  }
+  c10::Stream exchangeStream(c10::Stream to) const override {
+    const c10::Stream before = getStream(to.device());
+    current.streams[static_cast<std::size_t>(to.device_index())] = to.id();
+    return before;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*index*/,
+              c10::EventFlag /*flag*/) const override {
+    Machine& machine = Machine::the();
+    const std::lock_guard lock(machine.mutex);
+    if (*event == nullptr) *event = new std::shared_ptr<Marker>;
+    ++machine.counts.events;
+    auto marker = std::make_shared<Marker>();
+    if (auto* const recording = machine.recording_of(key_of(stream))) {
+      marker->capture = recording->id;
+      marker->nodes = recording->ends[key_of(stream)];
+    } else {
+      machine.queues[key_of(stream)].push_back({nullptr, nullptr, marker});
+    }
+    marker_of(*event) = std::move(marker);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    Machine& machine = Machine::the();
+    const std::lock_guard lock(machine.mutex);
+    if (event == nullptr || marker_of(event) == nullptr) return;
+    const std::shared_ptr<Marker>& marker = marker_of(event);
+    const Key key = key_of(stream);
+    auto* recording = machine.recording_of(key);
+    if (recording == nullptr && marker->capture == 0) {
+      machine.queues[key].push_back({nullptr, marker, nullptr});
+      return;
+    }
+    if (recording == nullptr && machine.active.count(marker->capture) != 0) {
+      for (const auto& [other, its] : machine.captured) {
+        if (its->id == marker->capture) recording = its;
+      }
+      machine.captured[key] = recording;  // the stream joins
+    }
+    if (recording == nullptr || recording->id != marker->capture) {
+      throw Fault("a stream waits for an event across the border of a capture");
+    }
+    recording->ends[key].insert(marker->nodes.begin(), marker->nodes.end());
+  }
+  bool queryEvent(void* event) const override {
+    Machine& machine = Machine::the();
+    const std::lock_guard lock(machine.mutex);
+    if (event == nullptr || marker_of(event) == nullptr) return true;
+    check_asked(*marker_of(event));
+    machine.run_some();
+    return marker_of(event)->is_done;
+  }
+  void synchronizeEvent(void* event) const override {
+    Machine& machine = Machine::the();
+    const std::lock_guard lock(machine.mutex);
+    if (event == nullptr || marker_of(event) == nullptr) return;
+    check_asked(*marker_of(event));
+    ++machine.counts.waits;
+    machine.run_until([&] { return marker_of(event)->is_done; });
+  }
+  void destroyEvent(void* event, c10::DeviceIndex /*index*/) const noexcept override {
+    delete static_cast<std::shared_ptr<Marker>*>(event);
+  }
+
+  bool queryStream(const c10::Stream& stream) const override {
+    Machine& machine = Machine::the();
+    const std::lock_guard lock(machine.mutex);
+    machine.forbid_during_capture("a stream is asked");
+    machine.run_some();
+    return machine.queues[key_of(stream)].empty();
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { wait_for(stream); }
+  void synchronizeDevice(c10::DeviceIndex index) const override {
+    Machine& machine = Machine::the();
+    const std::lock_guard lock(machine.mutex);
+    machine.forbid_during_capture("the host waits for a device");
+    ++machine.counts.waits;
+    machine.run_until([&] {
+      return std::all_of(machine.queues.begin(), machine.queues.end(), [&](const auto& queue) {
+        return queue.first.first != index || queue.second.empty();
+      });
+    });
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    record_use(memory, stream);
+  }
+
+ private:
+  static std::shared_ptr<Marker>& marker_of(void* event) {
+    return *static_cast<std::shared_ptr<Marker>*>(event);
+  }
+  static void check_asked(const Marker& marker) {
+    Machine::the().forbid_during_capture("the host asks for an event");
+    if (marker.capture != 0) throw Fault("the host asks for an event that was captured");
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex /*index*/) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return current.device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    return std::exchange(current.device, index);
+  }
+  void setCurrentDevice(c10::DeviceIndex index) const override { current.device = index; }
+  bool isPinnedPtr(const void* memory) const override { return is_pinned(memory); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_memory(); }
+};
+
+[[maybe_unused]] const bool is_registered = [] {
+  c10::register_privateuse1_backend("hostgpu");
+  static const c10::impl::DeviceGuardImplRegistrar guard(c10::kPrivateUse1, new GuardImpl);
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  c10::SetAllocator(c10::kPrivateUse1, device_memory());
+  return true;
+}();
+
+}  // namespace
+
+std::recursive_mutex& mutex() { return Machine::the().mutex; }
+
+c10::Stream current_stream(c10::Device of) { return GuardImpl().getStream(of); }
+
+void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
+             std::vector<const void*> pinned) {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  if (kind == Kind::launch) ++machine.counts.launches;
+  if (kind == Kind::copy_from_host) ++machine.counts.copies_from_host;
+  if (kind == Kind::copy_to_host) ++machine.counts.copies_to_host;
+  const Key key = key_of(stream);
+  if (auto* const recording = machine.recording_of(key)) {
+    machine.add_node(*recording, key, {std::move(run), {}, kind, std::move(pinned)});
+    return;
+  }
+  machine.queues[key].push_back({std::move(run), nullptr, nullptr});
+  machine.run_some();
+}
+
+void wait_for(const c10::Stream& stream) {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  machine.forbid_during_capture("the host waits for a stream");
+  ++machine.counts.waits;
+  machine.run_until([&] { return machine.queues[key_of(stream)].empty(); });
+}
+
+uint64_t capture_of(const c10::Stream& stream) {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  const auto* const recording = machine.recording_of(key_of(stream));
+  return recording == nullptr ? 0 : recording->id;
+}
+
+void order(const c10::Stream& earlier, const c10::Stream& later) {
+  const GuardImpl guard;
+  void* event = nullptr;
+  guard.record(&event, earlier, earlier.device_index(), c10::EventFlag::PYTORCH_DEFAULT);
+  guard.block(event, later);
+  guard.destroyEvent(event, earlier.device_index());
+}
+
+std::function<bool()> when_done(const c10::Stream& stream) {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  if (machine.recording_of(key_of(stream)) != nullptr) return [] { return false; };
+  auto marker = std::make_shared<Marker>();
+  machine.queues[key_of(stream)].push_back({nullptr, nullptr, marker});
+  return [marker] { return marker->is_done; };
+}
+
+void begin(uint64_t seed) {
+  run_all();
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  machine.random.seed(seed);
+  machine.counts = {};
+}
+
+void run_all() {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  machine.run_until([&] {
+    return std::all_of(machine.queues.begin(), machine.queues.end(),
+                       [](const auto& queue) { return queue.second.empty(); });
+  });
+  check_ends_of_memory();
+}
+
+c10::Stream new_stream(int device_index) {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  return stream_of(static_cast<c10::DeviceIndex>(device_index), ++machine.streams);
+}
+
+Held::Held(const c10::Stream& stream) : gate_(std::make_shared<Marker>()) {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  machine.queues[key_of(stream)].push_back({nullptr, gate_, nullptr});
+}
+
+Held::~Held() { gate_->is_done = true; }
+
+Counts counts() { return Machine::the().counts; }
+
+}  // namespace host_gpu
+
+void host_device::put_launch(c10::Device device, std::function<void()> run) {
+  host_gpu::enqueue(host_gpu::current_stream(device), std::move(run), host_gpu::Kind::launch);
+}
+uint64_t host_device::capture_on(c10::Device device) {
+  return device.is_cpu() ? 0 : host_gpu::capture_of(host_gpu::current_stream(device));
+}
+
+namespace host_gpu {
+
+Graph::Graph() : recording_(std::make_shared<Recording>()) {}
+Graph::~Graph() = default;
+
+void Graph::capture_begin() {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  const Key key = key_of(current_stream(device(current.device)));
+  if (key.second == 0) throw Fault("the default stream cannot be captured");
+  *recording_ = Recording{++machine.captures, key, {}, {}};
+  machine.captured[key] = recording_.get();
+  machine.active.insert(recording_->id);
+}
+
+void Graph::capture_end() {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  std::erase_if(machine.captured,
+                [&](const auto& captured) { return captured.second == recording_.get(); });
+  machine.active.erase(recording_->id);
+  std::set<std::size_t> joined;  // what the capture's own stream waits for
+  std::vector<std::size_t> open(recording_->ends[recording_->origin].begin(),
+                                recording_->ends[recording_->origin].end());
+  while (!open.empty()) {
+    const std::size_t node = open.back();
+    open.pop_back();
+    if (!joined.insert(node).second) continue;
+    open.insert(open.end(), recording_->nodes[node].after.begin(),
+                recording_->nodes[node].after.end());
+  }
+  if (joined.size() != recording_->nodes.size()) {
+    throw Fault("a capture ends before another stream's work has come back to it");
+  }
+}
+
+void Graph::replay() {
+  Machine& machine = Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  const Key key = key_of(current_stream(device(current.device)));
+  if (machine.recording_of(key) != nullptr) throw Fault("a replay during a capture");
+  const std::vector<Recording::Node>& nodes = recording_->nodes;
+  std::vector<std::size_t> missing;  // how many nodes each still waits for
+  std::vector<std::vector<std::size_t>> followers(nodes.size());
+  std::vector<std::size_t> ready;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    missing.push_back(nodes[i].after.size());
+    for (const std::size_t before : nodes[i].after) followers[before].push_back(i);
+    if (nodes[i].after.empty()) ready.push_back(i);
+  }
+  while (!ready.empty()) {
+    std::swap(ready[machine.random() % ready.size()], ready.back());
+    const std::size_t node = ready.back();
+    ready.pop_back();
+    for (const std::size_t follower : followers[node]) {
+      if (--missing[follower] == 0) ready.push_back(follower);
+    }
+    for (const void* const memory : nodes[node].pinned) {
+      if (!is_pinned(memory)) throw Fault("a replay uses pinned memory that was freed");
+    }
+    machine.queues[key].push_back({nodes[node].run, nullptr, nullptr});
+  }
+  machine.run_some();
+}
+
+int64_t Graph::launches() const {
+  return std::count_if(recording_->nodes.begin(), recording_->nodes.end(),
+                       [](const auto& node) { return node.kind == Kind::launch; });
+}
+
+}  // namespace host_gpu

@@ -1,0 +1,182 @@
+// The devices' memory and pinned memory, none of which is ever given back to the system: what is
+// used too late is seen, and harms nobody else.
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "host_gpu.h"
+#include "host_gpu_queue.h"
+
+namespace host_gpu {
+namespace {
+
+constexpr std::size_t kAlignment = 512;
+constexpr std::size_t kEnd = 64;  // bytes behind each block that nobody may write
+constexpr int kNobodys = 0xAB;
+constexpr int kNan = 0xFF;
+
+using Pool = std::tuple<c10::DeviceIndex, c10::StreamId, uint64_t>;  // device, stream, capture
+
+struct Block {
+  char* memory;
+  std::size_t bytes;
+  c10::Stream stream;
+  uint64_t capture;
+  std::set<c10::StreamId> users;                // others than its own stream
+  std::vector<std::function<bool()>> are_done;  // once it is freed
+
+  Pool pool() const { return {stream.device_index(), stream.id(), capture}; }
+};
+
+class DeviceMemory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    const c10::Device on = current_device();
+    if (bytes == 0) return {nullptr, on};
+    const std::lock_guard lock(mutex());
+    const c10::Stream stream = host_gpu::current_stream(on);
+    take_back_late();
+    Block* const block = take(stream, bytes);
+    enqueue(
+        stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::op);
+    return {block->memory, block, &DeviceMemory::free, on};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+
+  static DeviceMemory& the() {
+    static auto* const memory = new DeviceMemory;
+    return *memory;
+  }
+  static constexpr auto kDeleter() { return &DeviceMemory::free; }
+
+  void check_ends() const {
+    for (const Block* block : blocks_) {
+      for (std::size_t i = 0; i < kEnd; ++i) {
+        if (static_cast<unsigned char>(block->memory[block->bytes + i]) != kNobodys) {
+          throw Fault("somebody wrote behind " + std::to_string(block->bytes) + " bytes");
+        }
+      }
+    }
+  }
+
+ private:
+  static c10::Device current_device() {
+    return c10::impl::getDeviceGuardImpl(c10::kPrivateUse1)->getDevice();
+  }
+
+  Block* take(const c10::Stream& stream, std::size_t bytes) {
+    const uint64_t capture = capture_of(stream);
+    std::vector<Block*>& free = free_[{stream.device_index(), stream.id(), capture}];
+    for (auto at = free.rbegin(); at != free.rend(); ++at) {
+      if ((*at)->bytes != bytes) continue;
+      Block* const block = *at;
+      free.erase(std::next(at).base());
+      return block;
+    }
+    const std::size_t whole = (bytes + kEnd + kAlignment - 1) / kAlignment * kAlignment;
+    auto* const memory = static_cast<char*>(std::aligned_alloc(kAlignment, whole));
+    std::memset(memory + bytes, kNobodys, whole - bytes);
+    return blocks_.emplace_back(new Block{memory, bytes, stream, capture, {}, {}});
+  }
+
+  static void free(void* context) {
+    auto* const block = static_cast<Block*>(context);
+    const std::lock_guard lock(mutex());
+    for (const c10::StreamId user : block->users) {
+      block->are_done.push_back(
+          when_done(c10::Stream(c10::Stream::UNSAFE, block->stream.device(), user)));
+    }
+    block->users.clear();
+    if (!block->are_done.empty()) {
+      the().late_.push_back(block);
+    } else {
+      the().take_back(block);
+    }
+  }
+
+  void take_back(Block* block) {
+    const bool is_replayed = block->capture != 0 || capture_of(block->stream) != 0;
+    if (!is_replayed) {
+      enqueue(
+          block->stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::op);
+    }
+    free_[block->pool()].push_back(block);
+  }
+
+  void take_back_late() {
+    std::vector<Block*> later;
+    for (Block* const block : std::exchange(late_, {})) {
+      bool is_done = true;
+      for (const auto& done : block->are_done) is_done = is_done && done();
+      if (is_done) block->are_done.clear();
+      is_done ? take_back(block) : later.push_back(block);
+    }
+    late_.insert(late_.end(), later.begin(), later.end());
+  }
+
+  std::vector<Block*> blocks_;
+  std::map<Pool, std::vector<Block*>> free_;
+  std::vector<Block*> late_;
+};
+
+class PinnedMemory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    const std::lock_guard lock(mutex());
+    auto* const memory = static_cast<char*>(std::malloc(bytes + 1));
+    living_[memory] = bytes + 1;
+    return {memory, memory, &PinnedMemory::free, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &PinnedMemory::free; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+  static PinnedMemory& the() {
+    static auto* const memory = new PinnedMemory;
+    return *memory;
+  }
+  bool has(const void* memory) const {
+    auto at = living_.upper_bound(static_cast<const char*>(memory));
+    if (at == living_.begin()) return false;
+    --at;
+    return static_cast<const char*>(memory) < at->first + at->second;
+  }
+
+ private:
+  static void free(void* memory) {
+    const std::lock_guard lock(mutex());
+    the().living_.erase(static_cast<const char*>(memory));
+  }
+
+  std::map<const char*, std::size_t> living_;
+};
+
+}  // namespace
+
+c10::Allocator* device_memory() { return &DeviceMemory::the(); }
+c10::Allocator* pinned_memory() { return &PinnedMemory::the(); }
+
+bool is_pinned(const void* memory) {
+  const std::lock_guard lock(mutex());
+  return PinnedMemory::the().has(memory);
+}
+
+void record_use(const c10::DataPtr& memory, const c10::Stream& stream) {
+  const std::lock_guard lock(mutex());
+  if (memory.get() == nullptr || memory.get_deleter() != DeviceMemory::kDeleter()) return;
+  auto* const block = static_cast<Block*>(memory.get_context());
+  if (block->stream != stream) block->users.insert(stream.id());
+}
+
+void check_ends_of_memory() { DeviceMemory::the().check_ends(); }
+
+}  // namespace host_gpu

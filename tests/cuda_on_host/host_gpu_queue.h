@@ -1,0 +1,46 @@
+// What host_gpu.cpp has for the memory and the ops of the devices that the host plays.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace host_gpu {
+
+enum class Kind { launch, op, copy_from_host, copy_to_host };
+
+/// One lock for all; what runs, runs under it.
+std::recursive_mutex& mutex();
+
+c10::Stream current_stream(c10::Device device);
+
+/// Puts `run` on the stream, or into the graph that it is captured into. `pinned`: host memory that
+/// a replay needs.
+void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
+             std::vector<const void*> pinned = {});
+
+/// The host's wait for a stream. \throws Fault during a capture
+void wait_for(const c10::Stream& stream);
+
+/// Of the capture that the stream is part of; 0: of none.
+uint64_t capture_of(const c10::Stream& stream);
+
+/// Makes `later` wait for what `earlier` has now.
+void order(const c10::Stream& earlier, const c10::Stream& later);
+
+/// Whether all that the stream has now is done; false for one that is captured.
+std::function<bool()> when_done(const c10::Stream& stream);
+
+// host_gpu_memory.cpp
+c10::Allocator* device_memory();
+c10::Allocator* pinned_memory();
+bool is_pinned(const void* memory);
+void record_use(const c10::DataPtr& memory, const c10::Stream& stream);
+void check_ends_of_memory();
+
+}  // namespace host_gpu

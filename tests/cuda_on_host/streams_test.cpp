@@ -1,0 +1,322 @@
+// What CUDA forbids is a Fault on the GPUs that the host plays, and what it leaves open happens;
+// and what of mezzo's is between streams: copied tables, published weights, partial results of
+// buckets.
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+
+#include <gtest/gtest.h>
+
+#include <mezzo/autocast/weight_cache.h>
+#include <mezzo/kernels/table_memory.h>
+#include <mezzo/optim/grad_buckets.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "host_gpu.h"
+
+namespace {
+
+using host_gpu::Fault;
+using host_gpu::Graph;
+using mezzo::detail::TableMemory;
+
+class Streams : public testing::TestWithParam<uint64_t> {
+ protected:
+  void SetUp() override { host_gpu::begin(GetParam()); }
+  void TearDown() override { host_gpu::run_all(); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Orders, Streams, testing::Range(uint64_t{0}, uint64_t{8}));
+
+at::Tensor on_gpu(double value, int index = 0) {
+  return at::full({}, value, at::device(host_gpu::device(index)).dtype(at::kFloat));
+}
+
+at::Tensor pinned(double value) { return at::full({}, value, at::kFloat).pin_memory(); }
+
+TEST_P(Streams, OpsRunInTheOrderOfTheirStream) {
+  const at::Tensor x = on_gpu(1);
+  for (int i = 0; i < 20; ++i) x.mul_(2).add_(1);
+  at::Tensor expected = at::ones({});
+  for (int i = 0; i < 20; ++i) expected.mul_(2).add_(1);
+  EXPECT_EQ(x.item<float>(), expected.item<float>());
+  const at::Tensor chosen =
+      at::where(x.gt(5), x, x.neg())
+          .index_select(0, at::zeros({1}, at::device(host_gpu::device()).dtype(at::kLong)));
+  EXPECT_EQ(chosen.item<float>(), expected.item<float>());
+}
+
+// Seen in some of a hundred orders, or the other tests would prove nothing.
+TEST(StreamsOfManyOrders, NothingOrdersTwoStreamsButAnEvent) {
+  std::set<float> seen;
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    host_gpu::begin(seed);
+    const at::Tensor x = on_gpu(1);
+    host_gpu::run_all();
+    const c10::Stream other = host_gpu::new_stream();
+    x.mul_(10);
+    {
+      const c10::StreamGuard guard(other);
+      x.add_(1);
+    }
+    host_gpu::run_all();
+    seen.insert(x.item<float>());
+  }
+  EXPECT_EQ(seen, (std::set<float>{11, 20}));
+}
+
+TEST(StreamsOfManyOrders, CopiesOfPinnedMemoryAreLate) {
+  std::set<float> seen;
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    host_gpu::begin(seed);
+    at::Tensor source = pinned(1);
+    const at::Tensor x = source.to(host_gpu::device(), /*non_blocking=*/true);
+    source.fill_(2);
+    seen.insert(x.item<float>());
+  }
+  EXPECT_EQ(seen, (std::set<float>{1, 2}));
+}
+
+TEST_P(Streams, AStreamWaitsForAnEvent) {
+  const at::Tensor x = on_gpu(1);
+  const c10::Stream other = host_gpu::new_stream();
+  c10::Event event(c10::kPrivateUse1);
+  x.mul_(10);
+  event.record(c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(host_gpu::device()));
+  event.block(other);
+  const c10::StreamGuard guard(other);
+  EXPECT_EQ(x.add(1).item<float>(), 11);
+}
+
+TEST_P(Streams, ACaptureRunsNothingAndForbidsWhatCudaForbids) {
+  const at::Tensor x = on_gpu(1);
+  c10::Event outside(c10::kPrivateUse1);
+  Graph graph;
+  EXPECT_THROW(graph.capture_begin(), Fault) << "the default stream";
+  const c10::StreamGuard guard(host_gpu::new_stream());
+  outside.record(guard.original_stream());
+  host_gpu::run_all();
+  c10::Event inside(c10::kPrivateUse1);
+  host_gpu::capture(graph, [&] {
+    x.add_(1);
+    inside.record(guard.current_stream());
+    EXPECT_THROW(outside.block(guard.current_stream()), Fault);
+    EXPECT_THROW((void)outside.query(), Fault);
+    EXPECT_THROW(outside.synchronize(), Fault);
+    EXPECT_THROW((void)x.item<float>(), Fault);
+    EXPECT_THROW((void)x.cpu(), Fault);
+    EXPECT_THROW((void)at::ones({}).to(host_gpu::device(), /*non_blocking=*/true), Fault);
+  });
+  EXPECT_THROW(inside.block(guard.original_stream()), Fault);
+  EXPECT_THROW((void)inside.query(), Fault);
+  EXPECT_EQ(x.item<float>(), 1);
+  graph.replay();
+  graph.replay();
+  EXPECT_EQ(x.item<float>(), 3);
+}
+
+TEST_P(Streams, ACaptureTakesInStreamsThatComeBack) {
+  const at::Tensor x = on_gpu(1);
+  const at::Tensor y = on_gpu(0);
+  host_gpu::run_all();
+  const c10::Stream other = host_gpu::new_stream();
+  const c10::StreamGuard guard(host_gpu::new_stream());
+  const auto fork = [&](bool joins) {
+    c10::Event forked(c10::kPrivateUse1);
+    forked.record(guard.current_stream());
+    forked.block(other);
+    {
+      const c10::StreamGuard inner(other);
+      y.copy_(x);
+    }
+    c10::Event joined(c10::kPrivateUse1);
+    joined.record(other);
+    if (joins) joined.block(guard.current_stream());
+    x.add_(1);
+  };
+  Graph graph;
+  host_gpu::capture(graph, [&] { fork(true); });
+  for (int i = 0; i < 5; ++i) graph.replay();
+  EXPECT_EQ(x.item<float>(), 6);
+  EXPECT_EQ(y.item<float>(), 5);
+  Graph torn;
+  torn.capture_begin();
+  fork(false);
+  EXPECT_THROW(torn.capture_end(), Fault);
+}
+
+TEST_P(Streams, MemoryIsNanUntilItIsWritten) {
+  const auto options = at::device(host_gpu::device()).dtype(at::kFloat);
+  const void* address = nullptr;
+  {
+    const at::Tensor freed = at::ones({7}, options);
+    address = freed.const_data_ptr();
+  }
+  const at::Tensor again = at::empty({7}, options);
+  EXPECT_EQ(again.const_data_ptr(), address);
+  EXPECT_TRUE(at::isnan(again.cpu()).all().item<bool>());
+}
+
+std::vector<std::byte> bytes_with(int value) {
+  return std::vector<std::byte>(40000, std::byte(value));
+}
+
+/// What kernels find there, in the stream's order.
+int first_byte_at(const void* there) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCPU);
+  host_gpu::run_all();
+  return at::from_blob(const_cast<void*>(there), {1}, options).item<uint8_t>();
+}
+
+TEST_P(Streams, ATableThatACaptureCopiesIsNobodyElses) {
+  TableMemory memory;
+  const c10::Device gpu = host_gpu::device();
+  const c10::StreamGuard guard(host_gpu::new_stream());
+  const auto on = [&](int value) {
+    return memory.on(gpu, bytes_with(value), host_device::capture_on(gpu));
+  };
+  const void* const warm = on(1);
+  Graph a;
+  Graph b;
+  const void* in_a = nullptr;
+  const void* in_b = nullptr;
+  host_gpu::capture(a, [&] {
+    EXPECT_EQ(on(1), warm) << "it is there";
+    in_a = on(2);
+    EXPECT_EQ(on(2), in_a);
+  });
+  host_gpu::capture(b, [&] { in_b = on(2); });
+  EXPECT_NE(in_a, in_b);
+  EXPECT_EQ(first_byte_at(on(2)), 2) << "before a replay";
+  b.replay();
+  EXPECT_EQ(first_byte_at(in_b), 2);
+  for (int i = 3; i < 9; ++i) {
+    memory.begin_step(gpu, 0);
+    EXPECT_EQ(first_byte_at(on(i)), i);
+  }
+  a.replay();
+  EXPECT_EQ(first_byte_at(in_a), 2);
+  EXPECT_EQ(first_byte_at(warm), 1) << "a graph reads it";
+}
+
+TEST_P(Streams, TwoDevicesKeepTheirTables) {
+  TableMemory memory;
+  const void* first = nullptr;
+  const void* second = nullptr;
+  for (int step = 0; step < 3; ++step) {
+    const void* const before[] = {first, second};
+    memory.begin_step(host_gpu::device(0), 0);
+    first = memory.on(host_gpu::device(0), bytes_with(1), 0);
+    memory.begin_step(host_gpu::device(1), 0);
+    second = memory.on(host_gpu::device(1), bytes_with(1), 0);
+    if (step == 0) continue;
+    EXPECT_EQ(first, before[0]);
+    EXPECT_EQ(second, before[1]);
+    EXPECT_EQ(memory.size(), 2U);
+  }
+}
+
+/// Weights with copies that are published, and an op's use of a copy.
+TEST_P(Streams, PublishedWeightsAreReadOnAnotherStreamAndInACapture) {
+  const mezzo::WeightCache cache;
+  const at::Tensor weight = at::ones({100}, at::device(host_gpu::device()).dtype(at::kFloat));
+  const at::Tensor copy = cache.buffer_for(weight, at::kBFloat16);
+  host_gpu::run_all();
+  const auto write = [&](double value) {
+    const at::NoGradGuard no_grad;
+    weight.fill_(value);
+    copy.fill_(value);
+    cache.publish(weight, copy);
+  };
+  const c10::StreamGuard warm_up(host_gpu::new_stream());
+  write(2);
+  mezzo::detail::WeightStore store(std::numeric_limits<std::int64_t>::max(), false);
+  store.fixed_copy(weight, at::kBFloat16);
+  const auto read = [&] {
+    return store.lower(weight, at::kBFloat16, mezzo::detail::ArgumentRole::weight, 0);
+  };
+  {
+    const c10::StreamGuard other(host_gpu::new_stream());
+    EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
+  }
+  host_gpu::run_all();
+  const c10::StreamGuard capturing(host_gpu::new_stream());
+  Graph graph;
+  at::Tensor sum = at::zeros({}, weight.options());
+  host_gpu::capture(graph, [&] {
+    sum.copy_(read().sum());
+    mezzo::detail::WriteEvents events;
+    store.publish(weight, store.fixed_copy(weight, at::kBFloat16), events);
+  });
+  graph.replay();
+  EXPECT_EQ(sum.item<float>(), 200);
+  const c10::StreamGuard third(host_gpu::new_stream());
+  EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
+}
+
+TEST_P(Streams, WhatAStepPublishesHasOneEventADevice) {
+  const mezzo::WeightCache cache;
+  std::vector<std::pair<at::Tensor, at::Tensor>> published;
+  for (int i = 0; i < 10; ++i) {
+    const at::Tensor weight = at::ones({5}, at::device(host_gpu::device(i % 2)));
+    published.emplace_back(weight, cache.buffer_for(weight, at::kHalf));
+  }
+  const int64_t before = host_gpu::counts().events;
+  cache.publish(published);
+  EXPECT_EQ(host_gpu::counts().events - before, 2);
+}
+
+class BucketStreams : public Streams {
+ protected:
+  /// Backward, after which every gradient is `value`; and what the buckets found.
+  void expect(double value) {
+    const at::NoGradGuard no_grad;
+    weight_.mutable_grad() = at::Tensor();
+    {
+      const at::AutoGradMode grad(true);
+      (weight_.to(at::kFloat) * value).sum().backward();
+    }
+    const auto summary = buckets_.summarize(at::ones({}, at::device(weight_.device())));
+    const bool is_finite = std::isfinite(value);
+    EXPECT_EQ(summary.found_inf.item<float>(), is_finite ? 0.0F : 1.0F);
+    if (is_finite) {
+      EXPECT_EQ(summary.sum_of_squares.item<double>(), value * value * 200000);
+    }
+    host_gpu::run_all();  // looks at the ends of all memory
+  }
+  void become(at::ScalarType dtype, int index) {
+    const at::NoGradGuard no_grad;
+    weight_.mutable_grad() = at::Tensor();
+    weight_.set_data(weight_.detach().to(host_gpu::device(index), dtype));
+  }
+
+  at::Tensor weight_ =
+      at::ones({200000}, at::device(host_gpu::device()).dtype(at::kBFloat16)).requires_grad_();
+  mezzo::GradBuckets buckets_{{weight_},
+                              mezzo::GradBucketsOptions()
+                                  .storage(mezzo::GradStorage::in_place)
+                                  .check_during_backward(true)};
+};
+
+INSTANTIATE_TEST_SUITE_P(Orders, BucketStreams, testing::Range(uint64_t{0}, uint64_t{3}));
+
+TEST_P(BucketStreams, FollowAModelThatIsCastOrMoved) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  expect(2);
+  become(at::kFloat, 0);  // more partial results than there were
+  expect(nan);
+  become(at::kBFloat16, 0);  // fewer
+  expect(2);
+  become(at::kBFloat16, 1);
+  expect(nan);
+  expect(3);
+}
+
+}  // namespace

@@ -1,0 +1,101 @@
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "host_gpu.h"
+
+namespace cuda_on_host {
+
+/// What a training is made of.
+struct TrainingOptions {
+  int parameters = 3;
+  int64_t elements = 50;  ///< of the first; others have a few more
+  at::ScalarType dtype = at::kFloat;
+  mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
+  double max_norm = 5.0;
+};
+
+/// Parameters whose gradients are an input, scaled; and what steps them: on the CPU, or on a GPU
+/// that the host plays.
+class Training {
+ public:
+  explicit Training(at::Device device, const TrainingOptions& options = {})
+      : input(at::ones({}, at::device(device))),
+        options_(options),
+        parameters_(parameters_on(device, options)),
+        optimizer_(parameters_, options.adamw),
+        scaler_(mezzo::GradScalerOptions().init_scale(4).growth_interval(2)) {
+    scaler_.on_skip(nullptr);
+    optimizer_.set_lr_factors({1.0, 0.5, 0.25, 1.0});
+    host_gpu::run_all();  // tests go on on streams of their own
+  }
+
+  /// A whole iteration, in which every gradient is `input`.
+  mezzo::StepResult iterate() {
+    const at::Tensor scaled = scaler_.scale(input);
+    for (const at::Tensor& parameter : parameters_) {
+      const at::Tensor gradient = scaled.to(parameter.scalar_type()).expand_as(parameter);
+      if (parameter.grad().defined()) {
+        parameter.mutable_grad().copy_(gradient);
+      } else {
+        parameter.mutable_grad() = gradient.contiguous();
+      }
+    }
+    const mezzo::StepResult result = scaler_.step(optimizer_, {.max_norm = options_.max_norm});
+    scaler_.update();
+    return result;
+  }
+
+  at::Tensor weights() const {
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& parameter : parameters_) {
+      all.push_back(parameter.detach().flatten().to(at::kCPU, at::kDouble));
+    }
+    return at::cat(all);
+  }
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  mezzo::optim::AdamW& optimizer() { return optimizer_; }
+  mezzo::GradScaler& scaler() { return scaler_; }
+  int64_t applied_steps() const { return optimizer_.applied_steps(); }
+  double scale() const { return scaler_.get_scale(); }
+
+  at::Tensor input;
+
+ private:
+  static std::vector<at::Tensor> parameters_on(at::Device device, const TrainingOptions& options) {
+    std::vector<at::Tensor> all;
+    for (int i = 0; i < options.parameters; ++i) {
+      const at::Tensor values = at::linspace(-1, 1, options.elements + i % 5);
+      all.push_back(values.to(options.dtype).to(device));
+    }
+    return all;
+  }
+
+  TrainingOptions options_;
+  std::vector<at::Tensor> parameters_;
+  mezzo::optim::AdamW optimizer_;
+  mezzo::GradScaler scaler_;
+};
+
+/// As a training on the CPU: the same bits, for nothing is summed but the norm.
+inline void expect_same(const Training& device, const Training& cpu) {
+  EXPECT_TRUE(at::allclose(device.weights(), cpu.weights(), 1e-6, 1e-7));
+  EXPECT_EQ(device.applied_steps(), cpu.applied_steps());
+  EXPECT_EQ(device.scale(), cpu.scale());
+}
+
+inline void expect_same(const mezzo::StepResult& device, const mezzo::StepResult& cpu) {
+  EXPECT_EQ(device.ran(), cpu.ran());
+  EXPECT_EQ(device.scale(), cpu.scale());
+  if (!cpu.ran()) return;
+  EXPECT_NEAR(*device.grad_norm(), *cpu.grad_norm(), 1e-9 * *cpu.grad_norm());
+}
+
+}  // namespace cuda_on_host
