@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <cstdio>
+#include <string>
 #include <vector>
 
 namespace {
@@ -24,18 +25,18 @@ TORCH_MODULE(Block);
 
 struct NetImpl : torch::nn::Module {
   NetImpl() {
-    for (int i = 0; i < 4; ++i) blocks->push_back(Block());
+    for (int i = 0; i < 4; ++i) {
+      blocks.push_back(register_module("block" + std::to_string(i), Block()));
+    }
   }
 
   torch::Tensor forward(torch::Tensor x, bool checkpointed) {
-    for (const auto& block : *blocks) {
-      auto& layer = *block->as<Block>();
-      x = checkpointed ? mezzo::activation_checkpoint(std::ref(layer), x) : layer.forward(x);
-    }
+    for (Block& block : blocks)
+      x = checkpointed ? mezzo::activation_checkpoint(block, x) : block(x);
     return head(x);
   }
 
-  torch::nn::ModuleList blocks = register_module("blocks", torch::nn::ModuleList());
+  std::vector<Block> blocks;
   torch::nn::Linear head = register_module("head", torch::nn::Linear(32, 4));
 };
 TORCH_MODULE(Net);
