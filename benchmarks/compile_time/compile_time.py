@@ -126,7 +126,7 @@ def main():
         lines = [line for line in LINES if options.only in line.name]
         print(f"{'':38} {'CPU':>9} {'peak':>11} {'allocated':>11} {'objects':>12} {'program':>14}")
         library = []
-        if any(line.is_compiled for line in lines):
+        if any(line.is_compiled and line.has_loop for line in lines):
             sources = sorted((options.mezzo / "include/mezzo").glob("*/compiled/*.cpp"))
             made = [compiler.compile(source, ("-DMEZZO_COMPILED",)) for source in sources]
             library = [target for target, _ in made]
