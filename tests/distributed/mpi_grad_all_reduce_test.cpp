@@ -294,6 +294,19 @@ TEST(GradAllReduce, SparseGradientsAreRefused) {
               testing::HasSubstr("the gradient of parameter 0 is sparse"));
 }
 
+TEST(GradAllReduce, WhatOneRankRefusesThrowsOnAllOfThem) {
+  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const bool is_sparse = world.rank() == 0;
+  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(is_sparse));
+  GradBuckets buckets(embedding->parameters(), small_buckets());
+  const GradAllReduce all_reduce(buckets, world);
+  EXPECT_THAT(error_of([&] {
+                embedding->forward(torch::tensor({1, 2})).sum().backward();
+              }),
+              testing::HasSubstr(is_sparse ? "the gradient of parameter 0 is sparse"
+                                           : "another rank refuses a gradient"));
+}
+
 TEST(GradAllReduce, BucketsThatCannotBeReducedAreRefused) {
   Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   const at::Tensor weight = torch::zeros({3}).requires_grad_();

@@ -4,6 +4,7 @@
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
@@ -14,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -139,21 +141,32 @@ class GradientReduction {
     }
   }
 
+  /// Why a gradient cannot be reduced; empty where it can.
+  static std::string refusal_of(const at::Tensor& gradient) {
+    if (!gradient.defined()) return {};
+    if (gradient.layout() != at::kStrided) {
+      return " is sparse, which no bucket holds; make it dense";
+    }
+    if (!gradient.requires_grad()) return {};
+    return " has a history (create_graph), which ends with this process; run that backward pass "
+           "without synchronisation (no_sync)";
+  }
+
+  /// A rank that refuses a gradient tells the others, who would wait for it, before it throws.
   void finish() {
     std::vector<std::uint8_t> has_gradient;
     bool all = true;
+    std::string refused;
     for (const at::Tensor& parameter : gradients_.parameters()) {
       const at::Tensor& gradient = parameter.grad();
-      TORCH_CHECK(!gradient.defined() || gradient.layout() == at::kStrided, caller_, " on rank ",
-                  communicator_.rank(), ": the gradient of parameter ", has_gradient.size(),
-                  " is sparse, which no bucket holds; make it dense");
-      TORCH_CHECK(!gradient.defined() || !gradient.requires_grad(), caller_, " on rank ",
-                  communicator_.rank(), ": the gradient of parameter ", has_gradient.size(),
-                  " has a history (create_graph), which ends with this process; run that backward "
-                  "pass without synchronisation (no_sync)");
+      const std::string refusal = refusal_of(gradient);
+      if (refused.empty() && !refusal.empty()) {
+        refused = c10::str("the gradient of parameter ", has_gradient.size(), refusal);
+      }
       has_gradient.push_back(gradient.defined() ? 1 : 0);
       all = all && (gradient.defined() || !parameter.requires_grad());
     }
+    has_gradient.push_back(refused.empty() ? 0 : 1);
     const std::vector<std::uint8_t> layout = fingerprint(gradients_.buckets());
     has_gradient.insert(has_gradient.end(), layout.begin(), layout.end());
     const at::Tensor anywhere = at::tensor(
@@ -162,21 +175,27 @@ class GradientReduction {
     request.add(communicator_.all_reduce(anywhere, Reduction::max));
     exchange_->finish();
     request.wait();
-    check_layout(anywhere, layout);
+    TORCH_CHECK(refused.empty(), caller_, " on rank ", communicator_.rank(), ": ", refused);
+    check_ranks(anywhere, layout);
     if (!all) adopt(anywhere.cpu());
     next_ = 0;
     is_under_way_ = false;
   }
 
-  /// Buckets of other parameters may be as long. Read where that waits for nothing, and of a layout
-  /// that is new.
-  void check_layout(const at::Tensor& anywhere, const std::vector<std::uint8_t>& layout) {
+  /// Whether a rank refuses a gradient, and whether all have the same buckets, for those of other
+  /// parameters may be as long. Read where that waits for nothing, and of a layout that is new; on
+  /// a device a rank that goes on without knowing waits in its next pass, until a Watchdog ends it.
+  void check_ranks(const at::Tensor& anywhere, const std::vector<std::uint8_t>& layout) {
     if (!anywhere.is_cpu() && layout == known_layout_) return;
-    const at::Tensor largest =
-        anywhere.narrow(0, anywhere.numel() - kFingerprintBytes, kFingerprintBytes).cpu();
+    constexpr int64_t kBytes = 1 + kFingerprintBytes;
+    const at::Tensor largest = anywhere.narrow(0, anywhere.numel() - kBytes, kBytes).cpu();
+    const std::uint8_t* const bytes = largest.const_data_ptr<std::uint8_t>();
+    TORCH_CHECK(bytes[0] == 0, caller_, " on rank ", communicator_.rank(),
+                ": another rank refuses a gradient, which is sparse or has a history, and says "
+                "which; begin again from a checkpoint on all ranks");
     TORCH_CHECK(
-        std::equal(layout.begin(), layout.end(), largest.const_data_ptr<std::uint8_t>()), caller_,
-        " on rank ", communicator_.rank(),
+        std::equal(layout.begin(), layout.end(), bytes + 1), caller_, " on rank ",
+        communicator_.rank(),
         ": the ranks' buckets hold other parameters, so that their gradients were mixed up. "
         "All ranks give the same parameters and bucket_bytes; rebuild_buckets() only where "
         "backward passes take the same way on all. Begin again from a checkpoint on all ranks");
