@@ -121,8 +121,11 @@ inline std::vector<SeenConstant> with_modules_of(const std::vector<SeenConstant>
     for (std::size_t i = 0; i < known.size(); ++i) {
       if (!fits(known[i])) continue;
       found = is_used[i] = true;
-      merged.push_back(
-          {.op = seen.op, .module = known[i].module, .value = seen.value, .dtype = seen.dtype});
+      merged.push_back({.op = seen.op,
+                        .module = known[i].module,
+                        .value = seen.value,
+                        .dtype = seen.dtype,
+                        .is_of_layer = known[i].is_of_layer});
     }
     return found;
   };

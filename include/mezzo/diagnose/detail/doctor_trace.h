@@ -159,8 +159,8 @@ class DoctorTrace {
     const auto name = function.operator_name();
     if (!name) return;
     const OpArguments inputs = recorded_inputs(function);
-    note_tensors(*name, inputs);
     if (depth_ == 1) op_ = *name;
+    note_tensors(inputs);
     if (name->name == "aten::_to_copy" && !inputs.empty()) note_cast(inputs[0]);
     if (name->name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
     note_product(name->name, inputs);
@@ -177,7 +177,7 @@ class DoctorTrace {
     return found == known_.end() ? std::nullopt : std::optional(found->second);
   }
 
-  void note_tensors(const c10::OperatorName& op, OpArguments inputs) {
+  void note_tensors(OpArguments inputs) {
     for_each_tensor(inputs, [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return;
       if (const auto weight = weight_in(tensor)) {
@@ -185,7 +185,7 @@ class DoctorTrace {
       }
       const auto dtype = tensor.scalar_type();
       const bool is_low = dtype == at::kHalf || dtype == at::kBFloat16;
-      if (is_low && !low_op_) low_op_ = full_name(op) + ", " + place();
+      if (is_low && !low_op_) low_op_ = full_name(op_) + ", " + place();
     });
   }
 
