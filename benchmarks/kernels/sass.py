@@ -187,14 +187,15 @@ def loaded(way):
     return sum(access_bytes(one) for one in way if one.name in LOADS and not one.predicate)
 
 
-def pack_loop(graph, smallest):
-    """The way round the loop that moves most by loads of at least `smallest` bytes."""
+def pack_loop(graph, smallest, is_written=False):
+    """The way round the loop that moves most by loads of at least `smallest` bytes, and writes if that is asked for."""
     def is_allowed(block):
         return not any(one.name == "CALL" and not is_jump(one) or 0 < access_bytes(one) < smallest for one in block)
 
 
     ways = [graph.shortest_way(*loop, is_allowed) for loop in graph.loops()]
-    ways = [way for way in ways if way and loaded(way) > 0]
+    ways = [way for way in ways if way and loaded(way) > 0
+            and (not is_written or any(one.name in ("STG", "ST") for one in way))]
     return max(ways, key=lambda way: (loaded(way), len(way)), default=None)
 
 
@@ -305,7 +306,7 @@ def rows_of(architecture, sass, usage):
                "shared": used["SHARED"], "local": sum(one.name in ("LDL", "STL") for one in instructions),
                "wide_loads": sum(one.name in LOADS and access_bytes(one) >= 16 for one in instructions),
                "bytes": kernel.loaded + kernel.stored}
-        way = pack_loop(Graph(instructions), kernel.smallest) if kernel.loaded else None
+        way = pack_loop(Graph(instructions), kernel.smallest, kernel.stored > 0) if kernel.loaded else None
         if way:
             elements = loaded(way) / kernel.loaded
             row["elements"] = elements

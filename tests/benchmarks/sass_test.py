@@ -65,6 +65,11 @@ class TheWayRound(unittest.TestCase):
                          [0x10, 0x20, 0x30, 0x40, 0x50, 0x80, 0xb0, 0xc0, 0xd0])
         self.assertEqual(sass.loaded(way), 16)  # not what is loaded on a condition
 
+    def test_a_loop_that_only_reads_is_not_that_of_a_kernel_that_writes(self):
+        graph = sass.Graph(sass.parse_sass(LOOP.replace("STG.E.128 desc[UR4][R2.64], R4", "NOP"))["loop_kernel"])
+        self.assertIsNotNone(sass.pack_loop(graph, smallest=8))
+        self.assertIsNone(sass.pack_loop(graph, smallest=8, is_written=True))
+
     def test_there_is_none_where_no_pack_is_wide_enough(self):
         self.assertIsNone(sass.pack_loop(self.graph, smallest=32))
 
