@@ -306,4 +306,16 @@ TEST(GradScaler, WithoutTheRecheckStepsWithABrokenGradientAsTorchDoes) {
   EXPECT_EQ(scaler.get_scale(), 4.0);
 }
 
+TEST(GradScaler, HasNoFiniteNormWhereUnscalingMakesAnInf) {
+  auto scaler =
+      quiet_scaler(GradScalerOptions().init_scale(0.25).min_scale(0.01).allow_fp16_gradients(true));
+  (void)scaler.scale(torch::ones({}));
+  auto x = torch::zeros({4}, torch::kHalf).set_requires_grad(true);
+  auto optimizer = sgd({x});
+  x.mutable_grad() = torch::full({4}, 60000.0, torch::kHalf);
+  const auto result = scaler.step(optimizer, {.max_norm = 1e9});
+  EXPECT_FALSE(result.ran());
+  EXPECT_EQ(result.grad_norm(), kInfinity);
+}
+
 }  // namespace

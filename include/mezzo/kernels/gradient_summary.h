@@ -212,7 +212,8 @@ inline std::vector<SummaryStretch> summary_stretches(const DenseGradients& gradi
 }
 
 /// Reads dense gradients (any of float, double, bfloat16, half; any strides, offsets, sizes) of one
-/// device once; writes nothing to them; no host sync. Squares are summed in double, in an order
+/// device once; writes nothing to them; no host sync. Squares are summed in double (see
+/// GradientSummary for what CUDA does before), in an order
 /// that depends on the sizes alone: not on threads, and on the CPU not on the instruction set.
 /// A gradient of double above 1e154 has a square beyond double: inf, with found_inf 0.
 /// On CUDA `memory` makes one launch of those that many tensors take.

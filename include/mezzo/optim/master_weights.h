@@ -35,6 +35,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   }
 /// \endcode
 ///
+/// Pass `masters` to the scaler, not `sgd`: alone, `sgd` trains its 16-bit parameters as they are,
+/// and with bfloat16 nothing tells you.
+///
 /// mezzo's own optimizers do without: `options.weight_storage(WeightStorage::master)` trains
 /// masters in their one pass.
 ///

@@ -135,10 +135,12 @@ class AnyOptimizer {
       : optimizer_(&optimizer), mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)) {}
   template <detail::StepsAnother T>
   AnyOptimizer(T& stepper)  // NOLINT(google-explicit-constructor)
-      : optimizer_(&stepper.optimizer()), mezzos_(&stepper) {}
+      : mezzos_(&stepper) {}
 
   /// Whose groups and gradients they are; of a MasterWeights the optimizer that it steps.
-  torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
+  torch::optim::Optimizer& optimizer() const noexcept {
+    return mezzos_ != nullptr ? mezzos_->optimizer() : *optimizer_;
+  }
   /// What counts the steps; null where it is not mezzo's.
   optim::OptimizerInterface* mezzos() const noexcept { return mezzos_; }
 
@@ -154,7 +156,7 @@ class AnyOptimizer {
   }
 
  private:
-  torch::optim::Optimizer* optimizer_;
+  torch::optim::Optimizer* optimizer_ = nullptr;
   optim::OptimizerInterface* mezzos_;
 };
 

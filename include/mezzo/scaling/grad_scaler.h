@@ -248,7 +248,7 @@ class GradScaler {
   StepResult step_on_device(const detail::StepTaker& taker, const StepOptions& options);
   StepResult step_on_host(const detail::StepTaker& taker, const StepOptions& options,
                           const StepFunction& torch_step);
-  void step_with_products(torch::optim::Optimizer& optimizer, double factor,
+  void step_with_products(const detail::StepTaker& taker, double factor,
                           detail::OptimizerRecord& record, StepOutcome& outcome);
   GradientReport report_into(detail::OptimizerRecord& record, const detail::StepTaker& taker,
                              bool counts);

@@ -427,4 +427,76 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
   EXPECT_TRUE(same_bits(model.parameters[0], masters[0].to(torch::kHalf)));
 }
 
+at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
+
+TEST(UnscaledMasters, AreNotTakenByTheInnerOptimizer) {
+  for (const bool is_enabled : {true, false}) {
+    const at::Tensor weight = one_weight();
+    torch::optim::SGD sgd({weight}, 1.0);
+    mezzo::MasterWeights masters(sgd);
+    GradScaler scaler(GradScalerOptions().init_scale(1024).enabled(is_enabled));
+    scaler.scale((weight.to(torch::kFloat) * 1e-3).sum()).backward();
+    scaler.unscale_(masters);
+    const auto names_it = ThrowsMessage<c10::Error>(HasSubstr("Pass the MasterWeights to step()"));
+    EXPECT_THAT([&] { scaler.step(sgd); }, names_it);
+    EXPECT_THAT([&] { scaler.step(sgd, {.zero_grad = true}); }, names_it);
+    EXPECT_THAT([&] { scaler.step(sgd, {.max_norm = 1.0}); }, names_it);
+    EXPECT_TRUE(torch::equal(weight, one_weight()));
+    EXPECT_TRUE(scaler.step(masters).ran());
+  }
+}
+
+/// A class that is no optimizer, steps one, and counts.
+struct Counting : mezzo::optim::OptimizerInterface {
+  explicit Counting(torch::optim::Optimizer& stepped) : inner(stepped) {}
+  torch::optim::Optimizer& optimizer() noexcept override { return inner; }
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
+    ++steps;
+    return inner.step(std::move(closure));
+  }
+  void save(torch::serialize::OutputArchive& archive) const override { inner.save(archive); }
+  void load(torch::serialize::InputArchive& archive) override { inner.load(archive); }
+  torch::optim::Optimizer& inner;
+  int steps = 0;
+};
+
+TEST(OptimizersOfTheUsers, TakeEachStepThemselves) {
+  const at::Tensor weight = torch::ones({4}).set_requires_grad(true);
+  torch::optim::SGD sgd({weight}, 1.0);
+  Counting mine(sgd);
+  const auto train = [&](GradScaler scaler) {
+    scaler.scale(weight.sum()).backward();
+    scaler.step(mine);
+    scaler.update();
+    scaler.scale(weight.sum()).backward();
+    scaler.step(mine, {.max_norm = 10.0});
+    scaler.update();
+  };
+  train(GradScaler());
+  EXPECT_EQ(mine.steps, 2);
+  train(GradScaler(GradScalerOptions().enabled(false)));
+  EXPECT_EQ(mine.steps, 4);
+}
+
+struct NoRate : torch::optim::OptimizerOptions {
+  double get_lr() const override { return 1; }
+  std::unique_ptr<OptimizerOptions> clone() const override {
+    return std::make_unique<NoRate>(*this);
+  }
+};
+struct WithoutRate : torch::optim::Optimizer {
+  explicit WithoutRate(const Tensors& parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)}, std::make_unique<NoRate>()) {}
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override { return {}; }
+};
+
+TEST(OptimizersOfTheUsers, WhoseRateCannotBeSetThrowUnderASchedule) {
+  const at::Tensor weight = one_weight();
+  weight.mutable_grad() = torch::ones_like(weight);
+  WithoutRate inner({weight});
+  mezzo::MasterWeights masters(inner);
+  masters.set_lr_factors({0.5});
+  EXPECT_ANY_THROW(masters.step());
+}
+
 }  // namespace

@@ -154,11 +154,14 @@ class LentGradients {
 class StepTaker {
  public:
   explicit StepTaker(AnyOptimizer optimizer)
-      : optimizer_(&optimizer.optimizer()), fused_(as_fused(optimizer)) {}
+      : any_(optimizer), optimizer_(&optimizer.optimizer()), fused_(as_fused(optimizer)) {}
 
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
-  /// Null where it is not mezzo's.
+  /// Null where it cannot read a report.
   optim::FusedOptimizer* fused() const noexcept { return fused_; }
+  /// Its own step: that of what was passed, which may be more than the optimizer's whose groups
+  /// are trained.
+  at::Tensor step() const { return any_.step(); }
 
   void check_unscale() const {
     if (fused_ != nullptr) fused_->check_unscale();
@@ -195,6 +198,7 @@ class StepTaker {
   }
 
  private:
+  AnyOptimizer any_;
   torch::optim::Optimizer* optimizer_;
   optim::FusedOptimizer* fused_;
 };

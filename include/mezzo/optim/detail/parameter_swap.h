@@ -80,8 +80,8 @@ class ParameterSwap {
     auto& groups = optimizer_.param_groups();
     for (std::size_t group = 0; group < groups.size(); ++group) {
       const double lr = groups[group].options().get_lr();
+      groups[group].options().set_lr(lr * factor);  // options of your own may refuse
       lrs_.emplace_back(group, lr);
-      groups[group].options().set_lr(lr * factor);
     }
   }
 

@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <concepts>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -35,6 +36,7 @@ MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptio
   }
   const detail::OptimizerRecord* const record = records_.find(taker.optimizer());
   const bool of_masters = record != nullptr && !record->masters.empty();
+  detail::check_masters(taker, of_masters);
   StepResult result = detail::step_without_scale(taker, of_masters, options, readback_pool_);
   records_.forget(taker.optimizer());
   return result;
@@ -167,17 +169,18 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(const detail::StepTaker& take
 
 /// Of an optimizer that is not mezzo's: with gradients times `factor` for its time. Skipped after
 /// all, and told to `record`, where multiplying makes an inf.
-MEZZO_INLINE void GradScaler::step_with_products(torch::optim::Optimizer& optimizer, double factor,
+MEZZO_INLINE void GradScaler::step_with_products(const detail::StepTaker& taker, double factor,
                                                  detail::OptimizerRecord& record,
                                                  StepOutcome& outcome) {
-  const detail::LentGradients lent(optimizer, factor);
+  const detail::LentGradients lent(taker.optimizer(), factor);
   const bool is_unscaled = record.stage == detail::Stage::unscaled;  // what there is was looked at
+  const bool has_norm = outcome.grad_norm.has_value();
   if (is_unscaled || !lent.found_inf()) {
-    outcome.value = optimizer.step();
+    outcome.value = taker.step();
     return;
   }
-  outcome = {
-      .ran = false, .found_inf = true, .scale = outcome.scale, .grad_norm = outcome.grad_norm};
+  outcome = {.ran = false, .found_inf = true, .scale = outcome.scale};
+  if (has_norm) outcome.grad_norm = std::numeric_limits<double>::infinity();
   detail::add_check(record.found_inf, at::ones({}, scale_.original().options()));
 }
 
@@ -188,6 +191,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
                                                  const StepOptions& options,
                                                  const StepFunction& torch_step) {
   detail::OptimizerRecord& record = record_to_step(taker.optimizer());
+  detail::check_masters(taker, !record.masters.empty());
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const bool unscales_here =
       !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
@@ -216,7 +220,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
     const bool is_unscaled = was_unscaled || unscales_here;
     const double inverse = is_unscaled ? 1.0 : detail::inverse_scale(known.scale);
     const double coefficient = detail::clip_coefficient(known.sum_of_squares, options.max_norm);
-    step_with_products(taker.optimizer(), inverse * coefficient, record, outcome);
+    step_with_products(taker, inverse * coefficient, record, outcome);
   }
   if (!outcome.ran) note_skip(record, known.scale);
   finish_step(record);

@@ -61,8 +61,9 @@ requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
   const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
   const detail::StepTaker taker(optimizer);
   if (!enabled_) {
-    if (is_bare && records_.find(taker.optimizer()) != nullptr)
-      return step(optimizer, StepOptions{});
+    const detail::OptimizerRecord* const record = records_.find(taker.optimizer());
+    detail::check_masters(taker, record != nullptr && !record->masters.empty());
+    if (is_bare && record != nullptr) return step(optimizer, StepOptions{});
     return StepResult(StepOutcome{.ran = true, .value = call_step()});
   }
   TORCH_CHECK(!has_closure, "Closure use is not currently supported if GradScaler is enabled.");
