@@ -299,9 +299,13 @@ TEST(AnomalyTrace, LeavesNumbersGradientsAndTheGeneratorAlone) {
     std::optional<AnomalyTrace> trace;
     if (is_watched) trace.emplace(*model);
     torch::Tensor hidden = torch::dropout(model->forward(torch::ones({3, 4})), 0.5, true);
-    hidden = hidden + torch::dropout(hidden.to(torch::kHalf) * 60000, 0.9999, true).nan_to_num(0);
+    // Draws random numbers, overflows in float, and runs again in double.
+    torch::Tensor noise = torch::zeros({64});
+    const torch::Tensor too_large =
+        torch::rrelu_with_noise(torch::full({64}, -3e38), noise, 2, 3, /*training=*/true);
+    EXPECT_EQ(is_watched ? trace->anomalies().size() : 1, 1);
     hidden.sum().backward();
-    std::vector<torch::Tensor> results{hidden, torch::rand({4})};
+    std::vector<torch::Tensor> results{hidden, too_large, noise, torch::rand({4})};
     for (const auto& parameter : model->parameters()) results.push_back(parameter.grad().clone());
     return results;
   };
