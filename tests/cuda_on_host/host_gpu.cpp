@@ -2,6 +2,7 @@
 
 #include "host_gpu.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -256,6 +257,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void setCurrentDevice(c10::DeviceIndex index) const override { current.device = index; }
   bool isPinnedPtr(const void* memory) const override { return is_pinned(memory); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_memory(); }
+  /// at::manual_seed asks for it; nothing here draws from it.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex /*index*/) const override {
+    static const at::Generator generator = at::detail::createCPUGenerator();
+    return generator;
+  }
 };
 
 [[maybe_unused]] const bool is_registered = [] {
