@@ -1,6 +1,6 @@
-// Inference: a frozen model under autocast, called by several threads. A weight cache casts each
-// weight once, for all threads and all calls.
-// Exits with 1 if a weight was cast again, or if an output is far from float32's.
+// Inference: a frozen model under autocast, called by several threads. A weight cache keeps the
+// casts of its weights, for all threads and all calls. Exits with 1 if a weight was cast later, or
+// if an output is far from float32's.
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/mezzo.h>
@@ -35,7 +35,9 @@ int main() {
 
   const auto input = torch::randn({32, 64});
   const auto exact = model(input);
-  net(input);  // the first call casts
+  // A product cannot tell a frozen weight from an activation before it comes a second time.
+  net(input);
+  net(input);
   const auto casts = cache.statistics().casts;
 
   std::vector<double> errors(4);
@@ -51,7 +53,8 @@ int main() {
   for (auto& worker : workers) worker.join();
 
   const auto statistics = cache.statistics();
-  std::printf("%lld weights cast, once each, and used %lld times more; largest error %.4f\n",
-              static_cast<long long>(casts), static_cast<long long>(statistics.hits), errors[0]);
-  return statistics.casts == casts && statistics.hits > 0 && errors[0] < 0.05 ? 0 : 1;
+  std::printf("%lld casts of weights at the start, %lld later; %lld uses of copies; error %.4f\n",
+              static_cast<long long>(casts), static_cast<long long>(statistics.casts - casts),
+              static_cast<long long>(statistics.hits), errors[0]);
+  return casts > 0 && statistics.casts == casts && errors[0] < 0.05 ? 0 : 1;
 }
