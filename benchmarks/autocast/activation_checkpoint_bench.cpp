@@ -5,10 +5,11 @@
 // a checkpoint around small ops, whose own work is nothing: the fixed part, and the part for each
 // op inside, which is watched while it runs and compared when it runs again.
 
-#include <benchmark/benchmark.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+
 #include <torch/torch.h>
 
-#include <mezzo/autocast/activation_checkpoint.h>
+#include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <cstdint>

@@ -6,15 +6,15 @@
 // Medians of interleaved rounds. Overrides stay once registered, so what has none is measured
 // first.
 
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
-
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/op_policy.h>
 
 #include <algorithm>
 #include <chrono>

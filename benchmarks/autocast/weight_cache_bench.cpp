@@ -9,11 +9,11 @@
 // Casts are counted by CastTrace. All ways run in the same process, interleaved; times are medians
 // of rounds, ratios medians of the ratios within a round.
 
-#include <torch/torch.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/autocast/weight_cache.h>
+
+#include <torch/torch.h>
 
 #include <algorithm>
 #include <chrono>

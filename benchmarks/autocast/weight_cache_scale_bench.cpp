@@ -5,13 +5,13 @@
 //   EnterAndLeave/N        a region with a cache that holds N copies, in which nothing is used
 //   EnterUseAndLeave/N     the same with one use of one weight
 
-#include <torch/torch.h>
-
-#include <benchmark/benchmark.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
+
+#include <torch/torch.h>
+
+#include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <chrono>

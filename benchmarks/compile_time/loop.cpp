@@ -1,5 +1,6 @@
 // README's loop.
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 void train() {

@@ -1,2 +1,3 @@
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>

@@ -13,17 +13,16 @@
 //
 //   cuda_bench [rounds]        a JSON array on standard output
 
-#include <torch/torch.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAFunctions.h>
-
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/optim/adamw.h>
-#include <mezzo/scaling/grad_scaler.h>
+#include <torch/torch.h>
 
 #include <algorithm>
 #include <cstdint>

@@ -8,7 +8,6 @@
 //   OMP_NUM_THREADS=1 diagnose_bench --benchmark_enable_random_interleaving=true
 //     --benchmark_report_aggregates_only=true
 
-#include <benchmark/benchmark.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/divergence_watch.h>
 #include <mezzo/diagnose/overflow_report.h>
@@ -17,7 +16,10 @@
 #include <mezzo/diagnose/telemetry_files.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
+
+#include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <filesystem>

@@ -14,13 +14,14 @@
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/mpi_communicator.h>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 #include <utility>
 #include <vector>
 

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
 #include <mpi.h>
 
 #include <condition_variable>
@@ -9,8 +12,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 

@@ -16,13 +16,13 @@
 //
 //   adamw_bench [rounds]
 
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
-
-#include <mezzo/optim/adamw.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <algorithm>
 #include <chrono>

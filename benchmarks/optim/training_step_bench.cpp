@@ -13,13 +13,13 @@
 //
 //   training_step_bench [rounds]
 
-#include <torch/torch.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
 
 #include <algorithm>
 #include <chrono>

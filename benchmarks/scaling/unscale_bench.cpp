@@ -4,6 +4,8 @@
 // unscaling and 4 for a check. The last lines give the ratios, from the medians of interleaved
 // rounds.
 
+#include <mezzo/kernels/unscale.h>
+
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
@@ -11,9 +13,8 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
-#include <benchmark/benchmark.h>
 
-#include <mezzo/kernels/unscale.h>
+#include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <chrono>

@@ -2,6 +2,7 @@
 // batch is unscaled, clipped and stepped, so that all its gradients carry the same scale. On CUDA
 // it computes in half, on the CPU in bfloat16. Exits with 1 if the loss did not fall.
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

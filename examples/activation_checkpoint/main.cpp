@@ -3,6 +3,7 @@
 // Exits with 1 if they are not, or if the loss did not fall.
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

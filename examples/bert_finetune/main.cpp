@@ -7,6 +7,7 @@
 // out for the score. OUT is a file for torch::load. MEZZO_AUTOCAST=off|bf16|fp16|auto sets the
 // precision. Words are split as BERT does it for ASCII; ../bert_ner does it for all of Unicode.
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -1,7 +1,8 @@
 #include "checkpoint.h"
 
-#include <c10/util/Exception.h>
 #include <mezzo/distributed/checkpoint_manager.h>
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <iostream>

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/checkpoint/checkpoint.h>
+
 #include <torch/torch.h>
 
 #include <cstdint>

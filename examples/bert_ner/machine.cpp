@@ -2,6 +2,7 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/cpu/Utils.h>
+
 #include <malloc.h>
 #include <sched.h>
 #include <unistd.h>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
+
 #include <torch/torch.h>
 
 #include <cstdint>

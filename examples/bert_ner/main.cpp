@@ -1,7 +1,8 @@
 /// \file
 /// bert_ner: fine-tunes BERT for named-entity recognition in mixed precision. See README.md.
-#include <fcntl.h>
 #include <torch/torch.h>
+
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <csignal>

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/distributed/communicator.h>
+
 #include <torch/torch.h>
 
 #include <cstdint>

@@ -1,14 +1,15 @@
 #include "training.h"
 
-#include "machine.h"
+#include <mezzo/distributed/data_parallel.h>
 
 #include <ATen/record_function.h>
-#include <mezzo/distributed/data_parallel.h>
 
 #include <algorithm>
 #include <cmath>
 #include <optional>
 #include <utility>
+
+#include "machine.h"
 
 namespace bert_ner {
 namespace {

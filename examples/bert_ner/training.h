@@ -7,6 +7,7 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 // prints what they cost and what they get wrong, and saves the op policy of the proposal.
 // Exits with 1 if the saved policy is not the proposed one.
 #include <mezzo/diagnose/compare_precisions.h>
+
 #include <torch/torch.h>
 
 #include <fstream>

@@ -1,6 +1,7 @@
 // Gradient clipping under a loss scale: `unscale_` first, so that the norm is the true one.
 // On CUDA it computes in half, on the CPU in bfloat16. Exits with 1 if the loss did not fall.
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

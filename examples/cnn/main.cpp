@@ -3,6 +3,7 @@
 // Exits with 1 if the loss did not fall, or if a layer has another dtype than it should.
 #include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

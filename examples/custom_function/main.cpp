@@ -3,6 +3,7 @@
 // Exits with 1 if the loss did not fall, or if the function saw another dtype.
 #include <mezzo/autocast/autograd_function.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -6,6 +6,7 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -5,6 +5,7 @@
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <iostream>

@@ -2,6 +2,7 @@
 // libtorch's, and put into the model for an evaluation.
 // Exits with 1 if averages are no better than the noisy weights that they are of.
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -3,6 +3,7 @@
 // Exits with 1 if the loss did not fall.
 #include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -1,6 +1,7 @@
 // torch.amp's loop, call for call: autocast around the forward pass, and a GradScaler.
 // Exits with 1 if the loss did not fall.
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

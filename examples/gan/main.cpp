@@ -2,6 +2,7 @@
 // generator learns to make points of a normal distribution around (3, -2).
 // Exits with 1 if the points that it makes lie elsewhere.
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -4,6 +4,7 @@
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

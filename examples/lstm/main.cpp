@@ -3,6 +3,7 @@
 // the loss did not fall.
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -1,5 +1,6 @@
 // Mixed precision with a loss scale, clipping and a learning-rate schedule.
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

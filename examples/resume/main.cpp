@@ -3,6 +3,7 @@
 // Exits with 1 if it does not.
 #include <mezzo/checkpoint.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -6,6 +6,7 @@
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/mezzo.h>
+
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -1,9 +1,10 @@
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_setting.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/autocast_setting.h>
 
 #include <cstdlib>
 #include <optional>

@@ -1,14 +1,16 @@
 // What outlives main: the main thread's thread_locals are gone when static objects are destroyed.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
 
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
 #include <malloc.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <functional>

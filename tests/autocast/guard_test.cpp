@@ -1,9 +1,10 @@
-#include <torch/torch.h>
+#include <mezzo/autocast/autocast.h>
 
 #include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast/autocast.h>
 
 #include <stdexcept>
 #include <thread>

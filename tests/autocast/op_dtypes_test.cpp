@@ -1,7 +1,8 @@
+#include <mezzo/autocast/autocast.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/autocast/autocast.h>
 
 #include <functional>
 #include <string>

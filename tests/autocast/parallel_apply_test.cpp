@@ -1,14 +1,16 @@
 // Compiled with OpenMP and without the precompiled header: at::parallel_for, which parallel_apply
 // is made of, is a template that runs serially in a unit compiled without OpenMP.
 
+#include <mezzo/autocast/autocast_module.h>
+
 #include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
-#include <gtest/gtest.h>
-#include <mezzo/autocast/autocast_module.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/parallel/data_parallel.h>
+
+#include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>

@@ -1,8 +1,9 @@
+#include <mezzo/autocast/autocast_setting.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast/autocast_setting.h>
 
 #include <fstream>
 #include <optional>

@@ -1,8 +1,9 @@
-#include <torch/torch.h>
+#include <mezzo/autocast/autocast.h>
 
 #include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
 #include <gtest/gtest.h>
-#include <mezzo/autocast/autocast.h>
 
 #include <future>
 #include <memory>

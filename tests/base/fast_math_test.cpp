@@ -5,10 +5,10 @@
 #undef MEZZO_ABI_NAMESPACE
 #define MEZZO_ABI_NAMESPACE fast_math
 
-#include <gtest/gtest.h>
-
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/kernels/unscale_loops.h>
+
+#include <gtest/gtest.h>
 
 #include <array>
 #include <bit>

@@ -1,8 +1,8 @@
+#include <mezzo/base/loss_scale.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/base/loss_scale.h>
 
 #include <bit>
 #include <cmath>

@@ -1,8 +1,10 @@
 #include "checkpoint.h"
 
 #include <caffe2/serialize/inline_container.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
 #include <sys/resource.h>
 
 #include <algorithm>

@@ -1,6 +1,7 @@
 // The program as mpirun starts it: several processes that train one model.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
 #include <signal.h>
 
 #include <algorithm>

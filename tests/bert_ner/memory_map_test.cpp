@@ -1,8 +1,9 @@
 #include "memory_map.h"
 
+#include <torch/torch.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <sstream>
 

@@ -1,8 +1,9 @@
 #include "predict.h"
 
+#include <mezzo/autocast/cast_trace.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast/cast_trace.h>
 
 #include <cstdlib>
 #include <set>

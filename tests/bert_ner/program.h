@@ -2,8 +2,9 @@
 /// The program as a user starts it.
 #pragma once
 
-#include <fcntl.h>
 #include <gtest/gtest.h>
+
+#include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>

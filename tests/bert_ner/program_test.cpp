@@ -1,7 +1,10 @@
 // The program as a user runs it: what it prints, where, and how it ends.
-#include <fcntl.h>
+#include "program.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -19,7 +22,6 @@
 #include "checkpoint.h"
 #include "conll.h"
 #include "json_file.h"
-#include "program.h"
 #include "tiny_bert.h"
 
 namespace bert_ner {

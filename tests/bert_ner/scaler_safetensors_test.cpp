@@ -1,10 +1,11 @@
 // The state of a Python GradScaler in a safetensors file (data/python_scaler.safetensors, which
 // make_scaler_safetensors.py wrote), to and fro.
 
+#include <mezzo/scaling/scaler_tensors.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/scaling/scaler_tensors.h>
 
 #include <filesystem>
 #include <map>

@@ -1,5 +1,6 @@
-#include <gtest/gtest.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
+
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstddef>

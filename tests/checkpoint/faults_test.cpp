@@ -1,11 +1,13 @@
 // What damage, kills and a system that refuses do to checkpoints: nothing that goes unnoticed.
 
+#include <mezzo/checkpoint/checkpoint.h>
+
 #include <torch/torch.h>
 
-#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint/checkpoint.h>
+
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>

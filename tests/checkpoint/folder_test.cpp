@@ -1,10 +1,11 @@
 // How a folder of checkpoints is kept.
 
+#include <mezzo/checkpoint/checkpoint.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint/checkpoint.h>
 
 #include <cstdint>
 #include <filesystem>

@@ -1,15 +1,16 @@
 // Python reads checkpoints with PyTorch alone: examples/read_checkpoint.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <array>
 #include <cstddef>

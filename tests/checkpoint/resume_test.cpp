@@ -1,14 +1,15 @@
 // What goes into a checkpoint comes back: bit for bit, all of it or nothing.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <concepts>
 #include <cstddef>

@@ -1,14 +1,15 @@
 // Which objects a checkpoint takes and gives back, and which it refuses by name.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/master_weights.h>
+
 #include <torch/csrc/jit/frontend/lexer.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstddef>

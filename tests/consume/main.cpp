@@ -1,10 +1,11 @@
 // A user's program, compiled against mezzo in each of the ways that its CMake package offers. It
 // runs a step of mezzo and an op of libtorch, so that a library that is linked but does not load,
 // or has no operators, is noticed.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
 
 #include <iostream>
 

@@ -1,14 +1,14 @@
 // Gradient summaries and buckets on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is
 // defined, through mezzo's: what the CPU says of the same gradients.
 
-#include <torch/torch.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <gtest/gtest.h>
+#include <torch/torch.h>
 
-#include <mezzo/optim/grad_buckets.h>
+#include <gtest/gtest.h>
 
 #include <bit>
 #include <cmath>

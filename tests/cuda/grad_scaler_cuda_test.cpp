@@ -1,15 +1,15 @@
 // GradScaler on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is defined, through
 // mezzo's.
 
-#include <torch/torch.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <torch/torch.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <string>
 #include <vector>

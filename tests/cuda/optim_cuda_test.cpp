@@ -1,19 +1,19 @@
 // The fused optimizers on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is defined,
 // through mezzo's, against the CPU's answers.
 
-#include <torch/torch.h>
-
-#include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>

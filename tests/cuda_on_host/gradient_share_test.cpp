@@ -1,13 +1,13 @@
 // What a thread of the CUDA kernels does, on the host: all threads' shares together are every
 // element once, and the table sends each block to its part of a tensor, beyond 2^31 elements too.
 
+#include <mezzo/kernels/cuda/gradient_summary.cuh>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_table.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/gradient_table.h>
-#include <mezzo/kernels/cuda/gradient_summary.cuh>
 
 #include <cstdint>
 #include <vector>

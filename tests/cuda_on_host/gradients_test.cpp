@@ -2,14 +2,14 @@
 // against its answers on the CPU: the same bits where nothing is summed, and within what the order
 // of a sum can change where something is.
 
-#include <ATen/ATen.h>
-
-#include <gtest/gtest.h>
-
+#include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
-#include <mezzo/kernels/cuda/gradient_summary.cuh>
+
+#include <ATen/ATen.h>
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>

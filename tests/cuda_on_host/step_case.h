@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/lamb_step_cpu.h>
@@ -9,6 +7,8 @@
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/kernels/table_memory.h>
+
+#include <ATen/ATen.h>
 
 #include <algorithm>
 #include <array>

@@ -3,13 +3,13 @@
 // does beside the update. The same bits, but where LAMB's trust ratio depends on the order of a
 // sum.
 
-#include <ATen/ATen.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/lamb_step_cpu.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
+
+#include <ATen/ATen.h>
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>

@@ -2,15 +2,15 @@
 // and what of mezzo's is between streams: copied tables, published weights, partial results of
 // buckets.
 
+#include <mezzo/autocast/weight_cache.h>
+#include <mezzo/kernels/table_memory.h>
+#include <mezzo/optim/grad_buckets.h>
+
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/autocast/weight_cache.h>
-#include <mezzo/kernels/table_memory.h>
-#include <mezzo/optim/grad_buckets.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <ATen/ATen.h>
-#include <c10/core/StreamGuard.h>
-
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
 
 #include <cstdint>
 #include <vector>

@@ -1,13 +1,14 @@
-#include <torch/torch.h>
-
-#include <ATen/ThreadLocalState.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <ATen/ThreadLocalState.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>

@@ -1,12 +1,13 @@
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/diagnose/compare_precisions.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <memory>

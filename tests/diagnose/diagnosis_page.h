@@ -1,19 +1,21 @@
 /// What the blocks of docs/diagnosis.md share. See diagnosis_page.py.
 #pragma once
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
 #include <mezzo/diagnose.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
-#include "../support/scratch.h"
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iostream>
 #include <vector>
+
+#include "../support/scratch.h"
 
 /// A classifier with three batches, in a folder that goes with the test.
 class DiagnosisPage : public testing::Test {

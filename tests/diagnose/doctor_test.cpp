@@ -1,10 +1,11 @@
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
+#include <mezzo/diagnose/doctor.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
-#include <mezzo/diagnose/doctor.h>
 
 #include <algorithm>
 #include <cstdint>

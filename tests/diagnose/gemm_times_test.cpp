@@ -1,9 +1,10 @@
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/diagnose/gemm_times.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/diagnose/gemm_times.h>
 
 #include <map>
 #include <memory>

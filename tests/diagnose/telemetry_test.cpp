@@ -1,7 +1,3 @@
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/run_report.h>
@@ -10,7 +6,11 @@
 #include <mezzo/diagnose/underflow.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
-#include "../support/scratch.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdlib>
@@ -18,6 +18,8 @@
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "../support/scratch.h"
 
 namespace {
 

@@ -1,8 +1,9 @@
+#include <mezzo/diagnose/underflow.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/diagnose/underflow.h>
 
 #include <cmath>
 #include <limits>

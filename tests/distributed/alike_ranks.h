@@ -1,8 +1,9 @@
 // A communicator of one process that stands for several ranks doing just the same.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <mezzo/distributed/communicator.h>
+
+#include <ATen/ATen.h>
 
 #include <memory>
 

@@ -2,9 +2,10 @@
 // the CPU and can be compiled against. What is tested is the way to c10d and back.
 #include <torch/torch.h>
 //
+#include <mezzo/distributed/c10d_communicator.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/distributed/c10d_communicator.h>
 
 #include <barrier>
 #include <functional>

@@ -2,14 +2,15 @@
 /// What the tests of checkpoints of several ranks share.
 #pragma once
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -1,8 +1,9 @@
 #include <torch/torch.h>
 //
+#include <mezzo/distributed/communicator.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/distributed/communicator.h>
 
 #include <functional>
 #include <memory>

@@ -1,12 +1,13 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <memory>
 #include <string>

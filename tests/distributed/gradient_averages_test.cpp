@@ -1,7 +1,5 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adam.h>
@@ -12,6 +10,9 @@
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <functional>
 #include <memory>

@@ -1,7 +1,5 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
@@ -9,6 +7,9 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <functional>

@@ -2,9 +2,11 @@
 // comes to the weights of one that nobody disturbed. MEZZO_MPIRUN and MEZZO_KILLED_PROGRAM are
 // commands; MEZZO_KILL_ROUNDS is how often it is killed, 4 times if not given.
 
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint/detail/checkpoint_folder.h>
+
 #include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>

@@ -1,12 +1,14 @@
 // Loading a checkpoint on several ranks: the same file on all of them, or nothing changes on any.
 
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/distributed/checkpoint_manager.h>
+#include <mezzo/distributed/mpi_communicator.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/distributed/checkpoint_manager.h>
-#include <mezzo/distributed/mpi_communicator.h>
+
 #include <unistd.h>
 
 #include <cerrno>

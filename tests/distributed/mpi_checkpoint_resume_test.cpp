@@ -1,9 +1,5 @@
 // What all ranks of a run saved comes back on as many ranks, and on others.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/data_parallel.h>
@@ -12,6 +8,11 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cstddef>
 #include <filesystem>

@@ -1,13 +1,15 @@
 // Saving a checkpoint of several ranks: all of them succeed, or all throw the same words.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/optim/ema.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
 #include <unistd.h>
 
 #include <cerrno>

@@ -1,10 +1,11 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,5 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
@@ -11,6 +9,9 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <functional>
 #include <memory>

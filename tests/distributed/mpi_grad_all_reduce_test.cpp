@@ -1,9 +1,10 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/mpi_communicator.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <functional>
 #include <limits>

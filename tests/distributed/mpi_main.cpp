@@ -1,9 +1,11 @@
 // Runs the tests in each process that mpirun starts. A process whose test fails says so and takes
 // the others along: they may be waiting for it in a collective. Given
 // --the-program-initialises-mpi, MPI is initialised as a program would that knows nothing of mezzo.
-#include <gtest/gtest.h>
 #include <mezzo/distributed/mpi_communicator.h>
+
 #include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <exception>
 #include <iostream>

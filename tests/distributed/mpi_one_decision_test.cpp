@@ -1,13 +1,14 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <functional>
 #include <limits>

@@ -1,9 +1,10 @@
 #include <torch/torch.h>
 //
-#include <gtest/gtest.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/mpi_rendezvous.h>
 #include <mezzo/distributed/watchdog.h>
+
+#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <string>

@@ -2,7 +2,6 @@
 // at every level of precision, with micro-batches or without, state sharded or not.
 #include <torch/torch.h>
 //
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_communicator.h>
@@ -13,6 +12,8 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <memory>

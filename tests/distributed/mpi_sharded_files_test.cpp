@@ -1,11 +1,12 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cstring>
 #include <sstream>

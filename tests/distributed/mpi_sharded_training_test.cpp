@@ -1,7 +1,5 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/levels/initialize.h>
@@ -10,6 +8,9 @@
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>

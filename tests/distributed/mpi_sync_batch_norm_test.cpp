@@ -1,11 +1,12 @@
 #include <torch/torch.h>
 //
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sync_batch_norm.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <sstream>
 #include <string>

@@ -1,8 +1,9 @@
 #include <torch/torch.h>
 //
+#include <mezzo/distributed/process_group_environment.h>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/distributed/process_group_environment.h>
 
 #include <map>
 #include <optional>

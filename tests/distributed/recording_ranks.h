@@ -1,9 +1,10 @@
 // A communicator that tells of the collectives that it passes on.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/collective_log.h>
+
+#include <ATen/ATen.h>
 
 #include <functional>
 #include <memory>

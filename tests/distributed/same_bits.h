@@ -1,9 +1,11 @@
 // All ranks have the same bits.
 #pragma once
 
-#include <ATen/ATen.h>
-#include <gtest/gtest.h>
 #include <mezzo/distributed/communicator.h>
+
+#include <ATen/ATen.h>
+
+#include <gtest/gtest.h>
 
 #include <string>
 

@@ -1,10 +1,12 @@
 // What the tests of ShardedOptimizer train.
 #pragma once
 
-#include <gtest/gtest.h>
 #include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
+
 #include <torch/nn.h>
+
+#include <gtest/gtest.h>
 
 #include <cstddef>
 #include <cstdint>

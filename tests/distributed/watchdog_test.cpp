@@ -1,8 +1,12 @@
 #include <torch/torch.h>
 //
+#include <mezzo/distributed/watchdog.h>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/distributed/watchdog.h>
+
 #include <signal.h>
 
 #include <chrono>
@@ -14,7 +18,6 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <vector>
 
 #include "../support/error_of.h"

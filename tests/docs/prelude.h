@@ -2,14 +2,14 @@
 // Declared and not defined, for the blocks are compiled and not run.
 #pragma once
 
-#include <torch/torch.h>
-
 #include <mezzo/autocast.h>
 #include <mezzo/checkpoint.h>
 #include <mezzo/diagnose.h>
 #include <mezzo/distributed.h>
 #include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+
+#include <torch/torch.h>
 
 #include <fstream>
 #include <iostream>

@@ -1,12 +1,12 @@
 // The loop of Adam and AdamW against a plain reference, bit for bit: every pair of dtypes and every
 // instruction set that this machine has, every tail, any alignment, values at the formats' edges.
 
+#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/kernels/adam_element.h>
-#include <mezzo/kernels/optimizer_step_cpu.h>
 
 #include <cmath>
 #include <string>

@@ -1,7 +1,8 @@
 #include <torch/torch.h>
 //
-#include <gtest/gtest.h>
 #include <mezzo/kernels/compress_tensors.h>
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>

@@ -1,11 +1,11 @@
 // One read of the gradients against a plain reference in double: every dtype and instruction set,
 // sizes around vectors and chunks, values at the edges, layouts.
 
+#include <mezzo/kernels/gradient_summary.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/kernels/gradient_summary.h>
 
 #include <bit>
 #include <cmath>

@@ -2,13 +2,13 @@
 // instruction set that this machine has, every tail, any alignment, values at the formats' edges,
 // every way of keeping weights; and how a step cuts its parameters.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/kernels/lamb_step_cpu.h>
 #include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/weight_formats.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <array>
 #include <bit>

@@ -1,10 +1,10 @@
 // The arithmetic under the kernels: every instruction set gives the bits of std::fma and std::sqrt.
 
+#include <mezzo/kernels/cpu_isa.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/kernels/cpu_isa.h>
 
 #include <bit>
 #include <cmath>

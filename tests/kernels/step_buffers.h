@@ -1,8 +1,8 @@
 #pragma once
 
-#include <torch/types.h>
-
 #include <mezzo/kernels/optimizer_step_cpu.h>
+
+#include <torch/types.h>
 
 #include <array>
 #include <cstring>

@@ -1,13 +1,13 @@
 // How the CUDA kernel cuts a step's parameters, walked on the host, and where it finds them when
 // they are more than its arguments hold.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/table_memory.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -1,12 +1,12 @@
 // The CPU loops against plain references: every dtype, every instruction set that this machine has,
 // odd tails, misaligned starts, values at the edges of the formats.
 
+#include <mezzo/kernels/gradient_table.h>
+#include <mezzo/kernels/unscale.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/kernels/gradient_table.h>
-#include <mezzo/kernels/unscale.h>
 
 #include <bit>
 #include <cstring>

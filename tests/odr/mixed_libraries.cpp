@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
+
 #include <dlfcn.h>
 
 #include <cstdio>

@@ -1,12 +1,13 @@
 // Built with and without MEZZO_WITH_CUDA, with hidden and with default visibility: shared libraries
 // that hold mezzo without knowing of each other. mixed_libraries.cpp loads them.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/ones.h>
-#include <c10/macros/Export.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/grad_buckets.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
+#include <c10/macros/Export.h>
 
 #include <cstdint>
 #include <stdexcept>

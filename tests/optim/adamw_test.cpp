@@ -1,11 +1,11 @@
 // mezzo::optim::AdamW beside torch::optim::AdamW: the same answers, options, state and files.
 
+#include <mezzo/optim/adamw.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/adamw.h>
 
 #include <limits>
 #include <memory>

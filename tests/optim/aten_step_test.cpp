@@ -1,14 +1,14 @@
 // The way of devices that mezzo has no kernel for, walked on the CPU: ATen's fused optimizers give
 // what mezzo's kernels give, skips and counts included.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <sstream>
 #include <vector>

@@ -1,12 +1,12 @@
 // An optimizer's report of its gradients, and steps that are taken by it without a GradScaler.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>

@@ -1,12 +1,12 @@
 // What an optimizer keeps of 16-bit weights, beside what others do to the weights between steps.
 
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/adamw.h>
-#include <mezzo/optim/sgd.h>
 
 #include <cstdint>
 #include <sstream>

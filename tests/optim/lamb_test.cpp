@@ -1,12 +1,12 @@
 // mezzo::optim::LAMB against the paper's algorithm in libtorch's ops, as Apex's FusedLAMB has it.
 
+#include <mezzo/optim/lamb.h>
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/lamb.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <cstdint>

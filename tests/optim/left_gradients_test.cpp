@@ -1,16 +1,16 @@
 // What `.grad` holds after GradScaler::step(optimizer, options) is the same for every optimizer:
 // what it held before, or zero on request.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <functional>
 #include <limits>

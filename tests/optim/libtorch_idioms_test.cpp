@@ -1,16 +1,16 @@
 // What programs do to an optimizer of torch::optim, done to mezzo's of the same name as if it were
 // that: casts of options and states, schedulers, files, param groups.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <limits>
 #include <memory>

@@ -1,12 +1,12 @@
 // mezzo::optim::Lion against the paper's algorithm, which libtorch does not have.
 
+#include <mezzo/optim/lion.h>
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/lion.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <limits>

@@ -1,12 +1,12 @@
 // An optimizer that stands on GradBuckets: the scaler's check takes what they have read.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>

@@ -1,14 +1,14 @@
 // An optimizer that writes the low-precision weights itself: regions find them, and cast nothing.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <limits>
 #include <vector>

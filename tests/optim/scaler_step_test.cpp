@@ -1,14 +1,14 @@
 // GradScaler::step with mezzo's optimizers and with options: the fused path and the passes of
 // torch.amp give the same, step by step, through overflows.
 
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/adamw.h>
-#include <mezzo/optim/sgd.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <cstring>

@@ -1,15 +1,15 @@
 // mezzo::optim::SGD and Adam beside libtorch's: the same answers and files. What they share with
 // AdamW (memory, groups, threads, errors) is tested there.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <sstream>

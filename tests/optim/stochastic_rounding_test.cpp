@@ -1,16 +1,16 @@
 // Stochastic rounding: right in the mean, the same on every machine, and what it is for: a model
 // of bfloat16 that goes on learning.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <array>
 #include <cmath>

@@ -1,16 +1,16 @@
 // Weights of 16 bits: what each way of keeping them gives, beside float and beside what was asked.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cstring>
 #include <limits>

@@ -1,5 +1,6 @@
-#include <gtest/gtest.h>
 #include <mezzo/base/version.h>
+
+#include <gtest/gtest.h>
 
 #include <string>
 

@@ -2,14 +2,14 @@
 // CPU, with half and with bfloat16 as the low precision. Apex's lists are CUDA's, which
 // OpPolicy::cuda_like() gives to the CPU.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <functional>

@@ -2,12 +2,12 @@
 // which overflow; param groups added later; checkpoints. Its models and numbers, at each level, in
 // half and bfloat16, with libtorch's SGD and mezzo's.
 
+#include <mezzo/levels/initialize.h>
+#include <mezzo/optim/sgd.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/levels/initialize.h>
-#include <mezzo/optim/sgd.h>
 
 #include <algorithm>
 #include <functional>

@@ -2,14 +2,14 @@
 // _l2norm, _unscale_l2norm, scale_check_overflow, update_scale_hysteresis), with their sizes and
 // numbers, for what mezzo has in those places.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>

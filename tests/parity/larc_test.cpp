@@ -2,12 +2,12 @@
 // a loss scale and on master weights. What it computes depends on the size of the gradients, so it
 // shows whether they are the true ones when it steps.
 
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/clip_grad.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/master_weights.h>
-#include <mezzo/scaling/clip_grad.h>
 
 #include <algorithm>
 #include <cmath>

@@ -1,14 +1,14 @@
 // torch's tests of its GradScaler, with their models, numbers and expectations.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/clip_grad.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <functional>

@@ -1,10 +1,5 @@
 // libtorch's containers of modules and parameters wherever mezzo takes a module.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/weight_cache.h>
@@ -12,6 +7,11 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <memory>
 #include <string>

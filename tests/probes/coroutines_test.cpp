@@ -1,14 +1,14 @@
 // Guards and threads that do not follow the call stack: coroutines, and pools that outlive their
 // tasks.
 
-#include <torch/torch.h>
-
-#include <ATen/autocast_mode.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
+
+#include <ATen/autocast_mode.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <condition_variable>
 #include <coroutine>

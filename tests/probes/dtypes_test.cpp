@@ -1,10 +1,5 @@
 // Parameters and buffers that nobody trains in: quantised, integer, bool, complex, float8.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/weight_cache.h>
@@ -14,6 +9,11 @@
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/master_weights.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <memory>
 #include <sstream>

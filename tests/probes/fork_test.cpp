@@ -1,15 +1,15 @@
 // A process that forks after it has trained on the CPU with one thread: the child trains on. (With
 // several threads libgomp hangs in the child, with or without mezzo.)
 
-#include <torch/torch.h>
-
-#include <ATen/Parallel.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <ATen/Parallel.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,14 +1,14 @@
 // What users do to an optimizer between two steps, to mezzo's and to libtorch's of the same name.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <functional>

@@ -1,14 +1,14 @@
 // A scaler in use that nobody planned: several for one optimizer, errors in between, odd gradients.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <memory>
 #include <sstream>

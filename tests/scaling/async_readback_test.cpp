@@ -1,11 +1,11 @@
 // Answers of a step that a device decides, with the CPU in the device's place: what is sent arrives
 // when the test sends it.
 
+#include <mezzo/scaling/detail/async_readback.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/scaling/detail/async_readback.h>
 
 #include <memory>
 #include <utility>

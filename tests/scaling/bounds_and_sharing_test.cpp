@@ -1,9 +1,9 @@
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <limits>
 #include <memory>

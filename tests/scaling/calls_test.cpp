@@ -1,11 +1,11 @@
 // Calls that a scaler accepts and refuses, and what it remembers between them.
 
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <memory>
 #include <optional>

@@ -1,14 +1,14 @@
 // What runs on other devices, walked with CPU and "meta" tensors in their place.
 
-#include <torch/torch.h>
-
-#include <ATen/record_function.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <ATen/record_function.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <limits>
 #include <memory>

@@ -1,11 +1,11 @@
 // The scaler at work: a small model in fp16 on the CPU, whose first scaled gradients overflow.
 
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <vector>
 

@@ -1,10 +1,11 @@
 // The state of a Python GradScaler, as a JSON file (data/python_scaler.json, which
 // record_python_scaler.py wrote), to and fro.
 
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <cstdint>

@@ -1,11 +1,11 @@
 // One iteration: what scale, unscale_ and step do to losses, gradients and parameters.
 
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <array>
 #include <cmath>

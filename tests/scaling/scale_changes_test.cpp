@@ -1,11 +1,11 @@
 // How the loss scale moves, and what is said of it.
 
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <algorithm>
 #include <cmath>

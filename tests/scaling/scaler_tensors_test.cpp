@@ -1,10 +1,11 @@
 // A scaler's state as the tensors of a safetensors file. (Files themselves: tests/bert_ner.)
 
+#include <mezzo/scaling/scaler_tensors.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/scaling/scaler_tensors.h>
 
 #include "../support/error_of.h"
 

@@ -1,11 +1,11 @@
 // The scaler's state to and from a dictionary, an archive, and torch.amp.
 
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <cmath>
 #include <sstream>

@@ -1,8 +1,8 @@
+#include <mezzo/optim/step_result.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/step_result.h>
 
 #include <memory>
 

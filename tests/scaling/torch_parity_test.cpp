@@ -1,12 +1,12 @@
 // Replays what record_torch_sequences.py recorded from torch.amp.GradScaler, call by call: scales,
 // trackers, gradients and parameters to the bit, errors to the word.
 
+#include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <bit>
 #include <cmath>

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/optim/master_weights.h>
+
 #include <torch/optim/optimizer.h>
 
 #include <memory>

@@ -1,13 +1,13 @@
 #pragma once
 
+#include <unistd.h>
+
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <stdexcept>
 #include <string>
-
-#include <unistd.h>
-#include <cstdlib>
 
 namespace test_support {
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/optim/sgd.h>
 #include <torch/types.h>
 

@@ -3,6 +3,7 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/doctor.h>
+
 #include <torch/script.h>
 #include <torch/torch.h>
 

@@ -8,9 +8,9 @@
 // interleaved rounds; ratios are medians of the rounds' own. On one thread time is that thread's
 // own, so that what else the machine does counts less.
 
-#include <torch/torch.h>
-
 #include <mezzo/optim/grad_buckets.h>
+
+#include <torch/torch.h>
 
 #include <cstdio>
 #include <cstdlib>

@@ -6,9 +6,10 @@
 /// Brings in libtorch's autograd engine, about nine seconds of compile time.
 #pragma once
 
-#include <c10/core/GradMode.h>
 #include <mezzo/autocast/detail/activation_checkpoint/checkpoint_node.h>
 #include <mezzo/base/version.h>
+
+#include <c10/core/GradMode.h>
 
 #include <concepts>
 #include <functional>

@@ -3,10 +3,11 @@
 /// mezzo/autocast/autocast.h because libtorch's modules take twelve seconds to compile.
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/module_forward.h>
 #include <mezzo/autocast/detail/region.h>
+
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 

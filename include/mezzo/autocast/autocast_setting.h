@@ -4,10 +4,11 @@
 /// here acts by itself; mezzo/autocast/autocast.h does.
 #pragma once
 
+#include <mezzo/base/version.h>
+
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <mezzo/base/version.h>
 
 #include <concepts>
 #include <memory>

@@ -20,10 +20,11 @@
 /// registered with TORCH_LIBRARY needs none of this: name it in an OpPolicy.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/cast_function.h>
 #include <mezzo/base/version.h>
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <type_traits>
 #include <utility>

@@ -8,10 +8,11 @@
 ///     std::cout << trace;          // a table, the costliest casts first
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <mezzo/autocast/detail/op_policy/trace_recorder.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <ostream>

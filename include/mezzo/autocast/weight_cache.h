@@ -72,10 +72,11 @@
 /// order the streams yourself, after the warm-up and around replays.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/weight_cache/weight_cache_statistics.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <limits>

@@ -4,9 +4,10 @@
 /// matrices' dtype; this chooses what is done with it.
 #pragma once
 
-#include <ATen/Context.h>
 #include <mezzo/base/detail/settings.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/Context.h>
 
 #include <optional>
 

@@ -2,8 +2,9 @@
 /// Models and optimizers as people hand them over: one, several in braces, or a range of them.
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
+
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 

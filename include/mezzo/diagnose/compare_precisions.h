@@ -10,14 +10,15 @@
 ///     auto policy = mezzo::install_op_overrides(mezzo::OpPolicy::from_file("policy.txt"));
 #pragma once
 
-#include <c10/core/Device.h>
-#include <c10/core/DeviceType.h>
-#include <c10/core/ScalarType.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/matmul_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
+
+#include <c10/core/Device.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <cstdint>

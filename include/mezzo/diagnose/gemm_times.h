@@ -6,10 +6,11 @@
 ///     std::cout << mezzo::benchmark_gemms([&](const Batch& b) { return model(b.ids); }, batch);
 #pragma once
 
+#include <mezzo/base/version.h>
+
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/base/version.h>
 
 #include <compare>
 #include <cstdint>

@@ -25,6 +25,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -40,8 +42,6 @@
 #include <optional>
 #include <utility>
 #include <vector>
-
-#include <unistd.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

@@ -11,6 +11,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <unistd.h>
+
 #include <array>
 #include <bit>
 #include <chrono>
@@ -22,8 +24,6 @@
 #include <string>
 #include <string_view>
 #include <utility>
-
-#include <unistd.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

@@ -2,13 +2,14 @@
 /// All ranks begin with the same model.
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -2,11 +2,12 @@
 /// Collectives through libtorch's process groups: NCCL on GPUs, and whatever else speaks c10d.
 #pragma once
 
-#include <c10/core/DeviceType.h>
-#include <c10/util/intrusive_ptr.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/process_group_environment.h>
+
+#include <c10/core/DeviceType.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 

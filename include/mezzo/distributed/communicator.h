@@ -4,10 +4,11 @@
 /// distributed/c10d_communicator.h on libtorch's process groups (NCCL).
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/DeviceType.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/work.h>  // IWYU pragma: export
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
 
 #include <concepts>
 #include <cstdint>

@@ -2,13 +2,14 @@
 /// A c10d store for the ranks of an MPI job. Part of the target mezzo::mpi.
 #pragma once
 
-#include <c10/core/Device.h>
-#include <c10/util/Exception.h>
-#include <c10/util/intrusive_ptr.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/mpi_calls.h>
 #include <mezzo/distributed/mpi_communicator.h>
+
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 

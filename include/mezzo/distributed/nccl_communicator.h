@@ -3,13 +3,14 @@
 /// mezzo::nccl.
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/c10d_communicator.h>
+#include <mezzo/distributed/process_group_environment.h>
+
 #include <c10/core/Device.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/c10d_communicator.h>
-#include <mezzo/distributed/process_group_environment.h>
 
 #if !defined(USE_C10D_NCCL) || !__has_include(<nccl.h>)
 #error \

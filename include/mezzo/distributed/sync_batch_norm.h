@@ -2,9 +2,10 @@
 /// Batch normalisation over the batches of all ranks.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
+
+#include <ATen/core/Tensor.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
 

@@ -3,13 +3,14 @@
 /// collective.
 #pragma once
 
-#include <c10/util/Exception.h>
-#include <c10/util/intrusive_ptr.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/watchdog_threads.h>
 #include <mezzo/distributed/watchdog_options.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>

@@ -2,8 +2,9 @@
 /// The reductions of collectives, and the handle of a collective under way.
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
+
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <memory>

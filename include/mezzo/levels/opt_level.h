@@ -4,11 +4,12 @@
 /// itself.
 #pragma once
 
-#include <c10/core/ScalarType.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/matmul_precision.h>
 #include <mezzo/base/precision.h>
 #include <mezzo/base/version.h>
+
+#include <c10/core/ScalarType.h>
 
 #include <iosfwd>
 #include <optional>

@@ -129,8 +129,9 @@ namespace optim {
 ///
 /// The ratio wants all of a parameter before any of it may move: two passes, the second of which
 /// computes the update again in place of keeping it. 40 bytes a parameter to AdamW's 28; parameters
-/// of up to 16,384 elements are done in one on the CPU. Norms are sums in double (on CUDA of up to 32
-/// squares in float) in an order that is fixed: the same bits whatever the number of threads and the CPU.
+/// of up to 16,384 elements are done in one on the CPU. Norms are sums in double (on CUDA of up to
+/// 32 squares in float) in an order that is fixed: the same bits whatever the number of threads and
+/// the CPU.
 ///
 /// libtorch has none, so files are mezzo's own; on CUDA it needs the target mezzo::cuda, for ATen
 /// has no kernel of it, and two launches more than AdamW. All else that AdamW's page

@@ -7,6 +7,12 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/step_result.h>
+#include <mezzo/scaling/detail/async_readback.h>
+#include <mezzo/scaling/detail/clip_watch.h>
+#include <mezzo/scaling/detail/device_scale.h>
+#include <mezzo/scaling/detail/optimizer_records.h>
+#include <mezzo/scaling/detail/scaled_outputs.h>
+#include <mezzo/scaling/detail/step_facts.h>
 #include <mezzo/scaling/grad_scaler_options.h>
 
 #include <ATen/core/Tensor.h>
@@ -22,13 +28,6 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-
-#include <mezzo/scaling/detail/async_readback.h>
-#include <mezzo/scaling/detail/clip_watch.h>
-#include <mezzo/scaling/detail/device_scale.h>
-#include <mezzo/scaling/detail/optimizer_records.h>
-#include <mezzo/scaling/detail/scaled_outputs.h>
-#include <mezzo/scaling/detail/step_facts.h>
 
 namespace torch::serialize {
 class InputArchive;

@@ -1,9 +1,10 @@
 // What may be called, with what, and what may come back.
 
-#include <gtest/gtest.h>
+#include <mezzo/autocast/activation_checkpoint.h>
+
 #include <torch/torch.h>
 
-#include <mezzo/autocast/activation_checkpoint.h>
+#include <gtest/gtest.h>
 
 #include <array>
 #include <functional>

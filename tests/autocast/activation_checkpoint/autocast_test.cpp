@@ -1,17 +1,18 @@
-#include "same_bits.h"
-
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/autograd_function.h>
 
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
 #include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
+
+#include "same_bits.h"
 
 namespace {
 

@@ -1,9 +1,10 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/optim/ema.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <stdexcept>
 #include <string>

@@ -1,18 +1,19 @@
 // Gradients through a checkpoint are those without it, to the bit, whatever way they are asked for.
 
-#include "same_bits.h"
-
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <functional>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "same_bits.h"
 
 namespace {
 

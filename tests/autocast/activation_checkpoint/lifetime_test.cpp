@@ -1,17 +1,19 @@
 // What a checkpoint keeps alive, for how long, and from which threads it may be used.
 
-#include "same_bits.h"
+#include <mezzo/autocast/activation_checkpoint.h>
 
-#include <gtest/gtest.h>
-#include <pthread.h>
 #include <torch/torch.h>
 
-#include <mezzo/autocast/activation_checkpoint.h>
+#include <gtest/gtest.h>
+
+#include <pthread.h>
 
 #include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "same_bits.h"
 
 namespace {
 

@@ -1,9 +1,10 @@
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <thread>
 #include <vector>

@@ -1,11 +1,12 @@
-#include "same_bits.h"
-
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
 #include <mezzo/autocast/activation_checkpoint.h>
 
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
 #include <stdexcept>
+
+#include "same_bits.h"
 
 namespace {
 

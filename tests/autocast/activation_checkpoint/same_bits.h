@@ -1,7 +1,8 @@
 #pragma once
 
-#include <gtest/gtest.h>
 #include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cstddef>
 #include <vector>

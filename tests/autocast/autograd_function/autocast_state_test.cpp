@@ -1,10 +1,11 @@
 // What custom_fwd and custom_bwd without cast_inputs promise: backward sees what forward saw.
 
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autograd_function.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <stdexcept>
 #include <thread>

@@ -1,11 +1,12 @@
 // What custom_fwd(cast_inputs=...) promises: converted arguments, autocast off in forward and
 // backward.
 
-#include <gtest/gtest.h>
-#include <torch/torch.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autograd_function.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <array>
 #include <map>

@@ -1,13 +1,13 @@
 // Backward sees the op policy and the weight cache of its forward, wherever it runs.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autograd_function.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <thread>
 

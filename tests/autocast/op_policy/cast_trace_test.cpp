@@ -1,9 +1,11 @@
-#include <ATen/record_function.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
+
+#include <ATen/record_function.h>
 #include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <sstream>

@@ -1,8 +1,10 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
+
 #include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <map>

@@ -1,9 +1,11 @@
-#include <ATen/autocast_mode.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/op_policy.h>
+
+#include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 #include <torch/version.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <map>
 #include <sstream>

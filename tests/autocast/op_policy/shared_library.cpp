@@ -1,10 +1,11 @@
 // Built twice, with hidden visibility: two shared libraries that use policies without knowing of
 // each other. two_libraries.cpp loads them.
 
-#include <ATen/ops/mm.h>
-#include <ATen/ops/ones.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
+
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 
 #include <optional>
 

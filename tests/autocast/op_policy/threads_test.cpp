@@ -1,7 +1,9 @@
-#include <gtest/gtest.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
+
 #include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <array>
 #include <atomic>

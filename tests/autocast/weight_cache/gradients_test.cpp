@@ -1,15 +1,14 @@
 // Gradients are those of plain at::autocast: of its cache where each weight is used once, and of
 // its casts without cache, one a use, everywhere.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
-#include <torch/csrc/autograd/forward_grad.h>
-
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
+
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <functional>
 #include <ostream>

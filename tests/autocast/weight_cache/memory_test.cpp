@@ -1,12 +1,12 @@
 // What a cache holds: no more than it may, and nothing for the dead.
 
-#include <torch/torch.h>
-
-#include <ATen/record_function.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
+
+#include <ATen/record_function.h>
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <chrono>

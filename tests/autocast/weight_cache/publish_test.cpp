@@ -1,12 +1,12 @@
 // An optimizer writes the low-precision copies itself.
 
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
+
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <chrono>
 #include <cstdlib>

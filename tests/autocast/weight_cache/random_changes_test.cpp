@@ -1,14 +1,14 @@
 // Weights that are frozen, trained, moved and shared at random: every use reads what a region
 // without a cache reads.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <functional>

@@ -1,14 +1,14 @@
 // Where a cache is in force, and how it goes with what else a region consists of.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdio>

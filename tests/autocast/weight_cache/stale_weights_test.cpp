@@ -1,12 +1,12 @@
 // A copy of what a weight once was is never used, however the weight was changed.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cstring>
 #include <functional>

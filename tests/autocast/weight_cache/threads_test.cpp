@@ -1,11 +1,11 @@
 // Shared by threads, or each to its own.
 
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <atomic>
 #include <functional>

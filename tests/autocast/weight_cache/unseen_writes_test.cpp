@@ -1,14 +1,14 @@
 // Writes that leave no version: by torch::optim::SGD, which steps through data(), and through
 // memory that a weight shares.
 
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
+
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <cstdint>
 #include <functional>

@@ -1,8 +1,9 @@
+#include <mezzo/base/matmul_precision.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/base/matmul_precision.h>
 
 #include <stdexcept>
 #include <thread>

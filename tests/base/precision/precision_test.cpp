@@ -1,8 +1,9 @@
+#include <mezzo/base/precision.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/base/precision.h>
 
 #include <map>
 #include <memory>

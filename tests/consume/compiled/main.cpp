@@ -1,10 +1,11 @@
 // A user's program of two units that train with the same optimizer.
-#include "step.h"
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/ones.h>
-#include <mezzo/optim/adamw.h>
-#include <mezzo/scaling/grad_scaler.h>
+
+#include "step.h"
 
 int main() {
   const at::Tensor here = at::ones({37}).requires_grad_();

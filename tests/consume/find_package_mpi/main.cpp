@@ -1,6 +1,7 @@
 // A user's program, one process of it: MPI makes a world of one rank for whoever starts alone.
-#include <ATen/ops/ones.h>
 #include <mezzo/distributed/mpi_communicator.h>
+
+#include <ATen/ops/ones.h>
 
 int main() {
   const mezzo::MpiEnvironment mpi;

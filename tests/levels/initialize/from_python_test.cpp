@@ -1,7 +1,4 @@
 // The right-hand column of examples/from_python/README.md: what it shows has to compile and run.
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
@@ -12,6 +9,10 @@
 #include <mezzo/levels/loss_scale_optimizer.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/clip_grad.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <sstream>
 #include <string>

@@ -1,12 +1,12 @@
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
-#include "vector_model.h"
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <concepts>
 #include <functional>
@@ -19,6 +19,8 @@
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "vector_model.h"
 
 namespace {
 

@@ -1,10 +1,11 @@
+#include <mezzo/levels/loss_scale_optimizer.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/sgd.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/levels/loss_scale_optimizer.h>
-#include <mezzo/optim/master_weights.h>
-#include <mezzo/optim/sgd.h>
 
 #include <functional>
 #include <memory>

@@ -1,13 +1,12 @@
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
 
-#include "vector_model.h"
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <functional>
@@ -17,6 +16,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "vector_model.h"
 
 namespace {
 

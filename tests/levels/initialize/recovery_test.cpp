@@ -1,11 +1,12 @@
 // What an Amp is after something threw, or was called in an unusual order: never with gradients
 // that lost their scale twice, or not at all.
+#include <mezzo/levels/initialize.h>
+#include <mezzo/optim/sgd.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/levels/initialize.h>
-#include <mezzo/optim/sgd.h>
 
 #include <array>
 #include <limits>

@@ -2,6 +2,7 @@
 
 #include <mezzo/levels/initialize.h>
 #include <mezzo/levels/opt_level.h>
+
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 #include <torch/types.h>

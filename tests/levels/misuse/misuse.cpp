@@ -1,6 +1,7 @@
 // Does not compile; check.cmake has what the compiler should say.
 
 #include <mezzo/levels/initialize.h>
+
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
 

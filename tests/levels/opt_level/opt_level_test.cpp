@@ -1,8 +1,9 @@
+#include <mezzo/levels/opt_level.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/levels/opt_level.h>
 
 #include <functional>
 #include <optional>

@@ -1,14 +1,15 @@
 // The averages of mezzo's optimizers (`ema_decay`) and those of mezzo::Ema follow one rule: every
 // parameter, every applied step.
 
-#include <torch/torch.h>
-
-#include <gtest/gtest.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <limits>
 #include <memory>

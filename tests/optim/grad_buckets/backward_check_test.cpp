@@ -1,12 +1,12 @@
 // What hooks do during backward: reads that count and reads that no longer do, other hooks, buckets
 // that are ready.
 
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/optim/grad_buckets.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/autocast/activation_checkpoint.h>
-#include <mezzo/optim/grad_buckets.h>
 
 #include <bit>
 #include <limits>

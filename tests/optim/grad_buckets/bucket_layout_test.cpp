@@ -1,10 +1,10 @@
 // Which parameter lies where: no tensor is needed to know.
 
+#include <mezzo/optim/detail/bucket_layout.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/detail/bucket_layout.h>
 
 #include <cstdint>
 #include <vector>

@@ -1,11 +1,11 @@
 // Gradients in buckets, where they lie and flat: whatever becomes of a gradient, its value is kept
 // and found.
 
+#include <mezzo/optim/grad_buckets.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/grad_buckets.h>
 
 #include <string>
 #include <vector>

@@ -1,10 +1,10 @@
 // One bad micro-batch does not spoil the others.
 
+#include <mezzo/optim/grad_buckets.h>
+
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/grad_buckets.h>
 
 #include <limits>
 #include <stdexcept>

@@ -1,8 +1,9 @@
+#include <mezzo/optim/lr_schedule.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <mezzo/optim/lr_schedule.h>
 
 #include <cmath>
 #include <functional>

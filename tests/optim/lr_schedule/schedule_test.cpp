@@ -1,11 +1,12 @@
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <limits>
 #include <memory>

@@ -6,10 +6,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "master_model.h"
-
 #include <sstream>
 #include <string>
+
+#include "master_model.h"
 
 namespace {
 

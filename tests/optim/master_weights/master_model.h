@@ -2,6 +2,7 @@
 
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
+
 #include <torch/optim.h>
 #include <torch/types.h>
 

@@ -1,20 +1,20 @@
 // Groups, options and rates are the inner optimizer's alone: MasterWeights has none, and follows
 // whatever is done to them.
 
+#include <mezzo/optim/lr_schedule.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/lr_schedule.h>
-
-#include "master_model.h"
 
 #include <concepts>
 #include <memory>
 #include <sstream>
 #include <utility>
 #include <vector>
+
+#include "master_model.h"
 
 namespace {
 

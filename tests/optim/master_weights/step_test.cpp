@@ -1,20 +1,20 @@
 // MasterWeights: any optimizer of libtorch's, or a user's own, trains float masters of half and
 // bfloat16 parameters, and is an ordinary optimizer again after each step.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/sgd.h>
 
-#include "master_model.h"
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <stdexcept>
+
+#include "master_model.h"
 
 namespace {
 

@@ -1,11 +1,6 @@
 // GradScaler::unscale_ where an optimizer keeps masters: true gradients in float, to be clipped at
 // master_params(optimizer), and gone when the iteration is over.
 
-#include <torch/torch.h>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -13,13 +8,18 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
-#include "../../support/owned_optimizer.h"
-#include "master_model.h"
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <memory>
 #include <sstream>
 #include <string>
+
+#include "../../support/owned_optimizer.h"
+#include "master_model.h"
 
 namespace {
 

@@ -1,12 +1,12 @@
 // Clipping that knows whether gradients still carry the loss scale.
 
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/clip_grad.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/master_weights.h>
-#include <mezzo/scaling/clip_grad.h>
 
 #include <cmath>
 #include <limits>

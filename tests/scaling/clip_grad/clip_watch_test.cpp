@@ -1,13 +1,13 @@
 // What the scaler says to those who clip gradients that still carry the loss scale, and that it
 // says it to nobody else.
 
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/clip_grad.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-
-#include <mezzo/optim/sgd.h>
-#include <mezzo/scaling/clip_grad.h>
 
 #include <functional>
 #include <memory>

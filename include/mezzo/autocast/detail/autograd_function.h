@@ -3,12 +3,13 @@
 /// theirs.
 #pragma once
 
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/base/detail/for_each_tensor.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <utility>

@@ -3,8 +3,9 @@
 /// 2.11, c10::intrusive_ptr in later versions.
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
 #include <mezzo/base/version.h>
+
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 

@@ -2,13 +2,14 @@
 /// The callable behind cast_functions.h.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <mezzo/autocast/detail/eligible.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <functional>

@@ -2,12 +2,13 @@
 /// Which tensors autocast may cast, and the cast that it uses.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/DeviceType.h>
-#include <c10/core/ScalarType.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/ScalarType.h>
 
 #include <optional>
 

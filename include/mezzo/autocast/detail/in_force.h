@@ -4,14 +4,15 @@
 /// this.
 #pragma once
 
+#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/op_category.h>
+#include <mezzo/base/version.h>
+
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/autocast_setting.h>
-#include <mezzo/autocast/op_category.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <array>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+
 #include <torch/nn/module.h>
 
 #include <memory>

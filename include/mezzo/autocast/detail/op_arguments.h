@@ -3,11 +3,12 @@
 /// tensors among them.
 #pragma once
 
+#include <mezzo/base/detail/private_member.h>
+#include <mezzo/base/version.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
-#include <mezzo/base/detail/private_member.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 

@@ -3,10 +3,11 @@
 /// explains it.
 #pragma once
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/base/detail/hardware.h>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 #include <torch/cuda.h>
 
 #include <cstdlib>

@@ -3,14 +3,15 @@
 /// as it was.
 #pragma once
 
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/recommended.h>
 #include <mezzo/base/version.h>
+
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
 
 #include <array>
 #include <atomic>

@@ -2,8 +2,9 @@
 /// The floating dtypes that training computes in, and what people call them.
 #pragma once
 
-#include <c10/core/ScalarType.h>
 #include <mezzo/base/version.h>
+
+#include <c10/core/ScalarType.h>
 
 #include <array>
 #include <optional>

@@ -10,8 +10,9 @@
 /// What a pointer points to does not count.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
 
 #include <concepts>
 #include <cstddef>

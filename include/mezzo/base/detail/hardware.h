@@ -3,8 +3,9 @@
 /// this CPU, and a GPU's compute capability.
 #pragma once
 
-#include <dlfcn.h>
 #include <mezzo/base/version.h>
+
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <array>

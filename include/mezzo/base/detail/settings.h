@@ -8,10 +8,11 @@
 /// set to NONE for as long as their children are looked at.
 #pragma once
 
+#include <mezzo/base/version.h>
+
 #include <ATen/Context.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/version.h>
 
 #include <array>
 #include <cstddef>

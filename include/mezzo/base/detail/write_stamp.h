@@ -2,10 +2,11 @@
 /// Whether a tensor still is what it was, without keeping it alive or looking at its values.
 #pragma once
 
+#include <mezzo/base/version.h>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/util/intrusive_ptr.h>
-#include <mezzo/base/version.h>
 
 #include <cstdint>
 #include <optional>

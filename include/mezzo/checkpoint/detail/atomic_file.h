@@ -3,6 +3,7 @@
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
+
 #include <fcntl.h>
 #include <sys/types.h>
 #include <unistd.h>

@@ -4,6 +4,7 @@
 #include <mezzo/checkpoint/detail/atomic_file.h>
 
 #include <c10/util/Exception.h>
+
 #include <sys/file.h>
 
 #include <algorithm>

@@ -7,8 +7,9 @@
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
-#include <sys/stat.h>
 #include <torch/csrc/jit/serialization/unpickler.h>
+
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstddef>

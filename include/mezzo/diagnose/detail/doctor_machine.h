@@ -15,6 +15,10 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/StringUtil.h>
 
+#include <sched.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -24,10 +28,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include <sched.h>
-#include <sys/resource.h>
-#include <unistd.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

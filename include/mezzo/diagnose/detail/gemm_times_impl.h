@@ -2,6 +2,11 @@
 /// From a model's products to their times.
 #pragma once
 
+#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/matmul_precision.h>
+#include <mezzo/diagnose/gemm_times.h>
+
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -12,10 +17,6 @@
 #include <ATen/ops/rand.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/detail/op_arguments.h>
-#include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/matmul_precision.h>
-#include <mezzo/diagnose/gemm_times.h>
 #include <torch/cuda.h>
 
 #include <algorithm>

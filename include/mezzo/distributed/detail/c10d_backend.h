@@ -1,15 +1,16 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/c10d_communicator.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/collective_tensors.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>

@@ -1,12 +1,13 @@
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/detail/collected_state.h>
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstddef>

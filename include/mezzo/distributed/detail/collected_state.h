@@ -1,14 +1,15 @@
 #pragma once
 
-#include <ATen/core/List.h>
-#include <ATen/core/ivalue.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/distributed/detail/rank_agreement.h>
+
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <cstddef>

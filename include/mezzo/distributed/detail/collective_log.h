@@ -1,10 +1,11 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/work.h>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/work.h>
 
 #include <chrono>
 #include <cstddef>

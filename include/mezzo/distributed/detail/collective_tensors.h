@@ -1,10 +1,11 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/work.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/work.h>
 
 #include <cstdint>
 

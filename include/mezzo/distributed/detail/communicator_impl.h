@@ -1,13 +1,14 @@
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
-#include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/collective_log.h>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <memory>

@@ -1,15 +1,16 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
-#include <c10/core/ScalarType.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/kernels/compress_tensors.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <cstdint>

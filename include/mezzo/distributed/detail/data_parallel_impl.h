@@ -1,15 +1,16 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/optim/grad_buckets.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
 #include <cstddef>

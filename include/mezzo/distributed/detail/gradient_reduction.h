@@ -1,14 +1,15 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/optim/grad_bucket.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/grad_bucket.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -1,16 +1,17 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceType.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/collective_tensors.h>
 #include <mezzo/distributed/detail/mpi_queue.h>
 #include <mezzo/distributed/mpi_communicator.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/work.h>
+
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/work.h>
+
 #include <mpi.h>
 
 #include <cmath>

@@ -1,10 +1,12 @@
 #pragma once
 
-#include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/mpi_calls.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
 #include <mpi.h>
 
 #include <array>

@@ -1,9 +1,10 @@
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/watchdog_options.h>
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <charconv>

@@ -1,15 +1,16 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <concepts>

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/sharded_state.h>
@@ -12,6 +9,9 @@
 #include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/member_table.h>
 
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>

@@ -1,9 +1,5 @@
 #pragma once
 
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/agreed_summary.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
@@ -11,6 +7,11 @@
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/fused_options.h>
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <utility>

@@ -1,15 +1,16 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/zeros.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/trained_once.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>

@@ -1,5 +1,12 @@
 #pragma once
 
+#include <mezzo/base/detail/write_stamp.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/gradient_reduction.h>
+#include <mezzo/optim/detail/bucketed_gradients.h>
+#include <mezzo/optim/detail/dense_memory.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -7,12 +14,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/detail/write_stamp.h>
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/gradient_reduction.h>
-#include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/detail/dense_memory.h>
 
 #include <algorithm>
 #include <cstddef>

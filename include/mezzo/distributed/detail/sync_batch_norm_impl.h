@@ -1,5 +1,10 @@
 #pragma once
 
+#include <mezzo/autocast/detail/autograd_function.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/sync_batch_norm.h>
+
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/cat.h>
@@ -11,10 +16,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/detail/autograd_function.h>
-#include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/sync_batch_norm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>

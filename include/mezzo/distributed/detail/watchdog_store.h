@@ -1,9 +1,10 @@
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/peer_watch.h>
 #include <mezzo/distributed/watchdog_options.h>
+
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <cstddef>

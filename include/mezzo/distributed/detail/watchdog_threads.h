@@ -1,12 +1,13 @@
 #pragma once
 
-#include <c10/util/intrusive_ptr.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/peer_watch.h>
 #include <mezzo/distributed/detail/termination_signal.h>
 #include <mezzo/distributed/detail/watchdog_store.h>
 #include <mezzo/distributed/watchdog_options.h>
+
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>

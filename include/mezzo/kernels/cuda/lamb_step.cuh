@@ -8,9 +8,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
-#include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
+#include <mezzo/kernels/lamb_element.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

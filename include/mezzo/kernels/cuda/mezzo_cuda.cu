@@ -3,12 +3,12 @@
 // makes the functions of an unnamed namespace global.)
 
 #include <mezzo/kernels/cuda/device.h>
-#include <mezzo/kernels/cuda_launch.h>
-#include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/lamb_step.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 #include <mezzo/kernels/cuda/unscale.cuh>
+#include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/dense_gradients.h>
 
 #include <ATen/ops/empty.h>
 

@@ -2,11 +2,12 @@
 /// The levels' table, what may be combined with what, and Apex's report.
 #pragma once
 
-#include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/scaling/grad_scaler_options.h>
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <array>
 #include <charconv>

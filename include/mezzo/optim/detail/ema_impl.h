@@ -1,13 +1,14 @@
 #pragma once
 
-#include <ATen/core/ivalue.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/move_average.h>
 #include <mezzo/optim/ema.h>
+
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <string>

@@ -1,9 +1,10 @@
 #pragma once
 
-#include <ATen/core/ivalue.h>
-#include <c10/util/Exception.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/optim/lr_schedule.h>
+
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>

@@ -3,6 +3,10 @@
 /// second.
 #pragma once
 
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/version.h>
+
 #include <ATen/Context.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -10,9 +14,6 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/base/detail/default_generators.h>
-#include <mezzo/base/version.h>
 
 #include <optional>
 #include <utility>

@@ -4,13 +4,14 @@
 /// cut off from everything outside, its gradients caught at the cuts.
 #pragma once
 
+#include <mezzo/autocast/detail/autograd_node.h>
+#include <mezzo/base/version.h>
+
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/detail/autograd_node.h>
-#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/tensor.h>

@@ -3,13 +3,14 @@
 /// first run and the recomputation.
 #pragma once
 
+#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/base/detail/write_stamp.h>
+#include <mezzo/base/version.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
-#include <mezzo/autocast/detail/op_arguments.h>
-#include <mezzo/base/detail/write_stamp.h>
-#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 

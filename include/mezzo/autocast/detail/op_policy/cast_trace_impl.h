@@ -2,8 +2,9 @@
 /// explain, and CastTrace's records as a table.
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/cast_trace.h>
+
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>

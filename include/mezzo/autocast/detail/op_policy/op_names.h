@@ -2,9 +2,10 @@
 /// From the names that a user writes to the dispatcher's operators.
 #pragma once
 
+#include <mezzo/base/version.h>
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

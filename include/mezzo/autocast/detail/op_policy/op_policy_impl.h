@@ -2,12 +2,13 @@
 /// The members of OpList and OpPolicy; a policy as text, and back.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/override_kernel.h>
 #include <mezzo/autocast/detail/op_policy/override_registry.h>
 #include <mezzo/autocast/op_policy.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>

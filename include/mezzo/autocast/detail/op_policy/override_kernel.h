@@ -3,11 +3,6 @@
 /// the thread's policy, and where that is silent it calls the kernel that was there.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/stack.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/eligible.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
@@ -15,6 +10,12 @@
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -4,14 +4,15 @@
 /// while another thread calls the op crashes.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/macros/Export.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/override_kernel.h>
 #include <mezzo/autocast/detail/op_policy/probe.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/macros/Export.h>
 
 #include <cstddef>
 #include <deque>

@@ -3,18 +3,19 @@
 /// that other libraries registered.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/jit_type.h>
-#include <ATen/record_function.h>
-#include <c10/core/TensorImpl.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <ATen/record_function.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
 
 #include <memory>
 #include <optional>

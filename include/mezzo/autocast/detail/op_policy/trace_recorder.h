@@ -3,9 +3,6 @@
 /// adds that up.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/record_function.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/eligible.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
@@ -15,6 +12,10 @@
 #include <mezzo/autocast/detail/op_policy/override_registry.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <cstdint>

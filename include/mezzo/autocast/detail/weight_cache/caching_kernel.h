@@ -4,12 +4,6 @@
 /// kernel serves all ops, which are a table of names and roles. And that table.
 #pragma once
 
-#include <ATen/core/boxing/KernelFunction.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/stack.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
@@ -17,6 +11,13 @@
 #include <mezzo/autocast/detail/op_policy/override_registry.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
 
 #include <array>
 #include <cstddef>

@@ -4,11 +4,12 @@
 /// holding.
 #pragma once
 
+#include <mezzo/autocast/detail/weight_cache/held_copy.h>
+#include <mezzo/base/version.h>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
-#include <mezzo/autocast/detail/weight_cache/held_copy.h>
-#include <mezzo/base/version.h>
 
 #include <algorithm>
 #include <cstddef>

@@ -3,6 +3,10 @@
 /// them again.
 #pragma once
 
+#include <mezzo/autocast/detail/weight_cache/weight_identity.h>
+#include <mezzo/base/detail/capture.h>
+#include <mezzo/base/version.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
@@ -11,9 +15,6 @@
 #include <c10/core/Stream.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <mezzo/autocast/detail/weight_cache/weight_identity.h>
-#include <mezzo/base/detail/capture.h>
-#include <mezzo/base/version.h>
 
 #include <atomic>
 #include <cstdint>

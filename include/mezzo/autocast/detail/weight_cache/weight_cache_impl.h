@@ -2,11 +2,12 @@
 /// WeightCache's members: one store, or one a thread.
 #pragma once
 
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/weight_cache/caching_kernel.h>
 #include <mezzo/autocast/detail/weight_cache/weight_store.h>
 #include <mezzo/autocast/weight_cache.h>
+
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <limits>

@@ -2,13 +2,14 @@
 /// The way of a gradient from a low-precision copy to the weight that it was made of.
 #pragma once
 
+#include <mezzo/autocast/detail/autograd_node.h>
+#include <mezzo/base/version.h>
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/DimVector.h>
 #include <c10/util/Exception.h>
-#include <mezzo/autocast/detail/autograd_node.h>
-#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -3,6 +3,11 @@
 /// still is what it was when it was cast.
 #pragma once
 
+#include <mezzo/autocast/detail/autograd_node.h>
+#include <mezzo/base/detail/private_member.h>
+#include <mezzo/base/detail/write_stamp.h>
+#include <mezzo/base/version.h>
+
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -10,10 +15,6 @@
 #include <c10/util/DimVector.h>
 #include <c10/util/MaybeOwned.h>
 #include <c10/util/intrusive_ptr.h>
-#include <mezzo/autocast/detail/autograd_node.h>
-#include <mezzo/base/detail/private_member.h>
-#include <mezzo/base/detail/write_stamp.h>
-#include <mezzo/base/version.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -2,9 +2,6 @@
 /// A cache's copies behind a lock, and how they come about.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 #include <mezzo/autocast/detail/autograd_node.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/weight_cache/held_copies.h>
@@ -13,6 +10,10 @@
 #include <mezzo/autocast/detail/weight_cache/weight_cast_node.h>
 #include <mezzo/autocast/detail/weight_cache/weight_identity.h>
 #include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
