@@ -3,7 +3,7 @@
 #pragma once
 
 #define MEZZO_VERSION_MAJOR 0
-#define MEZZO_VERSION_MINOR 1
+#define MEZZO_VERSION_MINOR 2
 #define MEZZO_VERSION_PATCH 0
 
 /// The version as one number to compare with: 10203 for 1.2.3.

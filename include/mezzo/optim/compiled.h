@@ -7,7 +7,7 @@
 /// all that to it. MEZZO_COMPILED comes with the target and is a choice for the whole program:
 /// define it nowhere else. Units without it hold the same functions inline, and still link.
 ///
-///     find_package(mezzo 0.1 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
+///     find_package(mezzo 0.2 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
 ///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo
 ///
 /// With CUDA kernels, whose units have another ABI namespace: `mezzo::compiled_cuda`, in place of
