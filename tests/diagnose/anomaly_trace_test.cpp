@@ -239,6 +239,37 @@ TEST(AnomalyTrace, TakesGradientsOfTheStepBeforeForNoAnomaly) {
   EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
 }
 
+TEST(AnomalyTrace, ForgetsGradientsOfTheStepBeforeOnceTheyAreZero) {
+  for (const bool is_flat : {false, true}) {
+    auto model = traced_model();
+    torch::Tensor bias = model->named_parameters()["2.bias"];
+    const torch::Tensor old = torch::full({is_flat ? 4 : 2}, kInfinity);
+    bias.mutable_grad() = old.narrow(0, 0, 2);
+    AnomalyTrace trace(*model);
+    old.zero_();
+    (bias * 2e38).sum().backward();
+    EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
+    (bias * 2e38).sum().backward();
+    ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+    EXPECT_THAT(trace.anomalies()[0].frame.op, testing::StartsWith("aten::add"));
+    EXPECT_THAT(trace.anomalies()[0].frame.node, HasSubstr("AccumulateGrad"));
+  }
+}
+
+TEST(AnomalyTrace, KeepsNothingOfANodeWhoseGradientItCannotRead) {
+  auto model = traced_model();
+  const auto unread = torch::kFloat4_e2m1fn_x2;  // which has no kernels
+  const torch::Tensor leaf = torch::empty({2}, unread).requires_grad_();
+  const torch::Tensor view = leaf.view({1, 2});
+  AnomalyTrace trace(*model);
+  torch::autograd::grad({view}, {leaf}, {torch::empty({1, 2}, unread)});
+  EXPECT_TRUE(trace.saw_backward());
+  torch::zeros({2}).log();
+  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+  EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::log");
+  EXPECT_EQ(trace.anomalies()[0].frame.node, "");
+}
+
 TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
   auto model = traced_model();
   AnomalyTrace trace(*model);

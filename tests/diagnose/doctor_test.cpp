@@ -247,6 +247,32 @@ TEST(Doctor, LeavesNoTrace) {
   EXPECT_THAT(diagnosis.findings, Contains(about(FindingTopic::hardware)));
 }
 
+TEST(Doctor, PutsBackBuffersOfIntegersToo) {
+  torch::nn::Sequential model(torch::nn::Linear(8, 8), torch::nn::BatchNorm1d(8));
+  model->register_buffer("expanded", torch::ones({1}, torch::kBool).expand({4}));
+  const torch::Tensor steps = model->named_buffers()["1.num_batches_tracked"];
+  steps.fill_(3);
+  static_cast<void>(diagnose(model, torch::randn({16, 8}), torch::kCPU, kInBfloat16));
+  EXPECT_EQ(steps.item<std::int64_t>(), 3);
+}
+
+TEST(Doctor, TakesNeitherItsOwnOpsNorUnwrittenMemoryForConstants) {
+  struct Scalar : torch::nn::Module {
+    torch::nn::Linear layer{8, 8};
+    torch::Tensor memory = torch::zeros({}), large = torch::full({}, 1e7F);
+    Scalar() { register_module("layer", layer); }
+    torch::Tensor forward(const torch::Tensor& x) {
+      const torch::Tensor mean = layer->forward(x).detach().to(torch::kFloat).mean();
+      *memory.data_ptr<float>() = 1e9F;
+      torch::abs_out(memory, mean);
+      return large + large;
+    }
+  } model;
+  const auto all = diagnose(model, torch::ones({8, 8}), torch::kCPU, kInHalf).findings;
+  EXPECT_THAT(all, Not(Contains(Field(&DoctorFinding::reason, HasSubstr("2e+07")))));
+  EXPECT_THAT(all, Not(Contains(Field(&DoctorFinding::reason, HasSubstr("1e+09")))));
+}
+
 TEST(Doctor, SaysWhatEachPolicyTakesAndHowManyRowsFit) {
   Attention model;
   model.fill = 0;
@@ -324,6 +350,30 @@ TEST(Doctor, ReadsTorchScriptWithoutASample) {
   EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::error, FindingTopic::range,
                                                    "encoder.layer", "masked_fill with -1e+09")));
   EXPECT_EQ(diagnosis.memory[0].bytes_a_sample, std::nullopt);
+}
+
+TEST(Doctor, AccusesNoConstantOfTorchScriptThatMeetsIntegersAlone) {
+  torch::jit::Module model("Model");
+  model.register_parameter("weight", torch::ones({8, 8}), false);
+  model.define(R"(
+    def forward(self, x):
+        ids = torch.remainder(torch.argmax(x, -1) * 100003, 16)
+        rows = float(x.size(0)) * 1e6
+        return torch.matmul(x, self.weight) + ids.unsqueeze(-1) / rows
+  )");
+  const auto named = [](const std::string& what) {
+    return Field(&DoctorFinding::reason, HasSubstr(what));
+  };
+  const Diagnosis run = diagnose(model, {torch::ones({8, 8})}, torch::kCPU, kInHalf);
+  EXPECT_THAT(run.findings, Contains(finding(FindingSeverity::note, FindingTopic::range, "(model)",
+                                             "mul with 1e+05 is in the code, but the traced run")));
+  EXPECT_THAT(run.findings, Not(Contains(named("1e+06")))) << "a product of two Python floats";
+  EXPECT_LT(run.exit_status(), 2);
+  const Diagnosis unrun = diagnose(model, {}, torch::kCPU, kInHalf);
+  EXPECT_THAT(unrun.findings, Contains(finding(FindingSeverity::error, FindingTopic::range,
+                                               "(model)", "mul with 1e+05")))
+      << "the graph does not tell the dtype";
+  EXPECT_THAT(unrun.findings, Not(Contains(named("1e+06"))));
 }
 
 TEST(Doctor, CountsThreadsAndOtherPrograms) {

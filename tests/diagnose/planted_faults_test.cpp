@@ -837,6 +837,16 @@ INSTANTIATE_TEST_SUITE_P(UnderflowReport, PlantedFaults, testing::ValuesIn(kUnde
                          name_of_fault);
 INSTANTIATE_TEST_SUITE_P(Doctor, PlantedFaults, testing::ValuesIn(kBeforeTheRun), name_of_fault);
 
+/// CTC keeps -inf for its backward pass, for the paths that the labels rule out.
+std::string trace_of_ctc() {
+  PatientImpl model;
+  return trace_of(model, [&] {
+    const Tensor scores = model.forward(batch_of_ones()).unsqueeze(1).log_softmax(-1);
+    const auto length = [](int steps) { return torch::full({1}, steps, torch::kLong); };
+    torch::ctc_loss(scores, torch::arange(1, 4).unsqueeze(0), length(8), length(3)).backward();
+  });
+}
+
 /// A model without a fault: none of the tools finds one.
 TEST(PlantedFaultsNowhere, AreNotFound) {
   PatientImpl model;
@@ -845,6 +855,7 @@ TEST(PlantedFaultsNowhere, AreNotFound) {
   EXPECT_EQ(watch_of(model, optimizer, [&] { return squares(model); }), "nothing");
   EXPECT_EQ(trace_of_op({}), "nothing");
   EXPECT_EQ(trace_in_half({}), "nothing");
+  EXPECT_EQ(trace_of_ctc(), "nothing");
   EXPECT_EQ(doctor_of(model).find("error"), std::string::npos) << doctor_of(model);
 }
 

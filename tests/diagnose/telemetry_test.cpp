@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -162,6 +163,36 @@ TEST(Telemetry, SaysWhatIsNoLossAndKeepsRecordsThatAWriterRefused) {
   EXPECT_EQ(records[0].step, 1) << "what was refused took no number";
 }
 
+/// A step whose device was lost.
+struct LostStep final : mezzo::StepSlot {
+  bool ready() const noexcept override { return true; }
+  const StepOutcome& outcome() override { throw std::runtime_error("device lost"); }
+};
+
+TEST(Telemetry, GoesOnAfterAResultThatThrows) {
+  std::vector<TelemetryRecord> records;
+  Telemetry telemetry;
+  telemetry.write_to(into(records));
+  EXPECT_THAT([&] { telemetry.record(StepResult(std::make_shared<LostStep>()), at::Tensor()); },
+              ThrowsMessage<std::runtime_error>("device lost"));
+  telemetry.record(StepResult(StepOutcome{.ran = true}), at::Tensor());
+  ASSERT_EQ(records.size(), 1);
+  EXPECT_EQ(records[0].step, 2);
+}
+
+TEST(Telemetry, HandsARecordToAllWritersThoughOneThrows) {
+  std::vector<TelemetryRecord> records;
+  Telemetry telemetry;
+  telemetry.write_to([](const TelemetryRecord&) { throw std::runtime_error("disk full"); });
+  telemetry.write_to(into(records));
+  telemetry.write_to([](const TelemetryRecord&) { throw std::runtime_error("not the first"); });
+  const auto record = [&] { telemetry.record(StepResult(StepOutcome{.ran = true}), at::Tensor()); };
+  EXPECT_THAT(record, ThrowsMessage<std::runtime_error>("disk full"));
+  EXPECT_THAT(record, ThrowsMessage<std::runtime_error>("disk full"));
+  ASSERT_EQ(records.size(), 2);
+  EXPECT_EQ(records[1].step, 2);
+}
+
 /// Forty steps of a scale that climbs and falls, and one loss of each kind that is no number.
 TelemetryRecord sample(int step) {
   TelemetryRecord record;
@@ -247,8 +278,9 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   EXPECT_THAT(page, HasSubstr("<title>loss is -inf</title>"));
   EXPECT_THAT(page, HasSubstr("layer &lt;1&gt;"));
   EXPECT_THAT(page, Not(HasSubstr("Lnan")));
-  EXPECT_THAT(page, HasSubstr("<tr><td>41</td><td>19</td><td class=name>head.&lt;weight&gt;</td>"
-                              "<td>-inf at [1, 2]</td><td>1</td><td>0</td><td>1 of 1</td>"));
+  EXPECT_THAT(
+      page, HasSubstr("<tr><td>about step 41</td><td>19</td><td class=name>head.&lt;weight&gt;</td>"
+                      "<td>-inf at [1, 2]</td><td>1</td><td>0</td><td>1 of 1</td>"));
   EXPECT_THAT(page, Not(HasSubstr("<td>25</td><td class=name>"))) << "the middle is left out";
   EXPECT_THAT(page, HasSubstr("<td>44</td><td class=name>"));
   EXPECT_THAT(page, HasSubstr("<td class=text colspan=6>no gradient is inf or NaN now"));
@@ -262,6 +294,21 @@ TEST(TelemetryFiles, EventRecordsAreThoseOfTensorFlow) {
   EXPECT_EQ(mezzo::detail::crc32c(std::string(32, '\0')), 0x8A9136AAU);
   EXPECT_EQ(mezzo::detail::crc32c("123456789"), 0xE3069283U);
   EXPECT_EQ(mezzo::detail::varint(300), "\xAC\x02");
+}
+
+TEST(RunReport, TellsAnOverflowsStepOnlyOnceARecordHasCome) {
+  mezzo::RunReport report("resumed");
+  mezzo::Overflow overflow = mezzo::find_overflow({});
+  overflow.step.scale = 16;
+  report.add(overflow);
+  overflow.rank = 2;
+  report.add(overflow);
+  report({.step = 1000});
+  report.add(overflow);
+  const std::string page = report.html();
+  EXPECT_THAT(page, HasSubstr("<tr><td></td><td>16</td>"));
+  EXPECT_THAT(page, HasSubstr("<tr><td>rank 2</td><td>16</td>"));
+  EXPECT_THAT(page, HasSubstr("<tr><td>about step 1001, rank 2</td><td>16</td>"));
 }
 
 TEST(RunReport, ThinsALongRunAndLosesNoSkip) {

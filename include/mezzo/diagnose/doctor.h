@@ -131,7 +131,7 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
                    const DoctorOptions& options = {});
 
 /// The same for TorchScript, whose graph says more: constants are found with the name of the module
-/// that holds them.
+/// that holds them. One that a whole run met with no floating tensor is a note.
 /// \param sample  the arguments of `forward`; none: nothing is run, and constants are judged by the
 ///   op lists alone
 inline Diagnosis diagnose(torch::jit::Module model, std::vector<c10::IValue> sample,

@@ -31,6 +31,7 @@
 #include <cstdint>
 #include <fstream>
 #include <limits>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -49,7 +50,8 @@ class RunReport {
 
   void add(PrecisionComparison comparison) { comparisons_.push_back(std::move(comparison)); }
 
-  /// A row of the overflow table, which holds the first 20 and the last 20.
+  /// A row of the overflow table, which holds the first 20 and the last 20. An Overflow knows no
+  /// step: the row says "about" the one after the last record, and nothing before the first record.
   void add(const Overflow& overflow);
 
   /// Where an inf or NaN began: its lines as text.
@@ -103,7 +105,9 @@ inline void RunReport::add(const Overflow& overflow) {
   if (overflow_rows_.size() == kMostOverflows) {
     overflow_rows_.erase(overflow_rows_.begin() + kMostOverflows / 2);
   }
-  overflow_rows_.push_back(detail::overflow_row_html(overflow, last_.step + 1));
+  std::optional<std::int64_t> step;
+  if (!points_.empty()) step = last_.step + 1;
+  overflow_rows_.push_back(detail::overflow_row_html(overflow, step));
 }
 
 inline void RunReport::add(const AnomalyTrace& trace) {

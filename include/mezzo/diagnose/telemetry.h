@@ -155,7 +155,8 @@ class Telemetry {
   void write_to(Writer writer) { writers_.push_back(std::move(writer)); }
 
   /// Notes a step. `loss` has one element, is not scaled, and is only read; undefined: no loss.
-  /// \throws c10::Error for a loss of several elements, and what a writer throws
+  /// \throws c10::Error for a loss of several elements; what a step's result throws, whose record
+  ///   is then lost; and what the first writer throws that does, once all have had the record
   void record(const StepResult& result, const at::Tensor& loss, const TelemetryStep& step = {});
 
   /// Waits for the device, and hands over all that was recorded.
@@ -252,11 +253,19 @@ inline void Telemetry::drop_first() {
 
 inline void Telemetry::deliver(bool waits) {
   while (!pending_.empty()) {
-    Pending& first = pending_.front();
-    if (!waits && !(first.result.ready() && first.loss.ready())) return;
+    if (!waits && !(pending_.front().result.ready() && pending_.front().loss.ready())) return;
+    Pending first = std::move(pending_.front());
+    pending_.pop_front();  // also where its result, or a writer, throws: the next are not held up
     const TelemetryRecord record = finished(first);
-    pending_.pop_front();  // also where a writer throws
-    for (const Writer& writer : writers_) writer(record);
+    std::exception_ptr error;
+    for (const Writer& writer : writers_) {
+      try {
+        writer(record);
+      } catch (...) {
+        if (error == nullptr) error = std::current_exception();
+      }
+    }
+    if (error != nullptr) std::rethrow_exception(error);
   }
 }
 

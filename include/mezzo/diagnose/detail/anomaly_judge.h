@@ -51,7 +51,8 @@ class AnomalyJudge {
   }
 
   /// What `op` returned, in this node.
-  void take(const OpenOp& op, const OpenNode* node, const std::vector<at::Tensor>& outputs) {
+  void take(const OpenOp& op, const OpenNode* node, std::vector<at::Tensor> outputs) {
+    if (results_in_first(op) && outputs.size() > 1) outputs.resize(1);
     if (is_copy(op) && outputs.size() == 1) {
       parameters_.note_copy(op.inputs[0].toTensor(), outputs[0]);
     }
@@ -62,6 +63,7 @@ class AnomalyJudge {
       lost_scalars_.note(outputs[0], *scalar);
     }
     if (all_finite(frame.outputs)) {
+      for (const at::Tensor& output : outputs) forget_if_whole(output);
       keep(op, std::move(frame));
     } else {
       judge(op, frame, outputs);
@@ -114,6 +116,14 @@ class AnomalyJudge {
     for (std::size_t i = 0; i < gradients.size(); ++i) {
       if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
     }
+  }
+
+  /// Memory that an op has overwritten with finite numbers, all of it: gradients set to zero.
+  void forget_if_whole(const at::Tensor& tensor) {
+    if (memory_.find(tensor) == nullptr) return;
+    const bool is_whole = tensor.is_non_overlapping_and_dense() && tensor.storage_offset() == 0 &&
+                          tensor.nbytes() == tensor.storage().nbytes();
+    if (is_whole) memory_.forget(tensor);
   }
 
   /// Not of ops inside one that computes: they are how it does so.
@@ -233,6 +243,7 @@ class AnomalyJudge {
     const at::ScalarType wide = wider_dtype(bad->dtype);
     auto outputs = run_again(op.handle, op.inputs, wide);
     if (!outputs.has_value()) return;
+    if (results_in_first(op)) outputs->resize(1);
     anomaly.wide_dtype = wide;
     anomaly.wide_outputs = std::move(*outputs);
     if (!all_finite(anomaly.wide_outputs)) {

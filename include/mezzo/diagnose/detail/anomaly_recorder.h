@@ -151,13 +151,16 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
     node->outer_node = thread.node;
     node->outer_op = thread.op;
     node->name = function.name();
-    if (thread.recorder == nullptr) thread.recorder = recorder_of(function.forwardThreadId());
+    auto recorder = thread.recorder;
+    if (recorder == nullptr) recorder = recorder_of(function.forwardThreadId());
+    if (recorder != nullptr) {
+      const Unwatched unwatched;
+      recorder->enter_node(*node, function);
+    }
+    // Not before: libtorch swallows what is thrown here, and then nothing of the node is kept.
+    thread.recorder = std::move(recorder);
     thread.node = node.get();
     thread.op = nullptr;
-    if (thread.recorder != nullptr) {
-      const Unwatched unwatched;
-      thread.recorder->enter_node(*node, function);
-    }
     return node;
   }
 

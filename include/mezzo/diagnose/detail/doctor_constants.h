@@ -22,7 +22,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Walks the graphs of all methods, from the model to its innermost modules. An op that autocast
-/// lists as float32 is taken to compute in that, every other in `low`; only a run knows better.
+/// lists as float32 is taken to compute in that, every other in `low`; only a run knows better. So
+/// it is with tensors whose dtype the graph does not tell: they are taken to be floating.
 class ScriptConstants {
  public:
   ScriptConstants(const torch::jit::Module& model, c10::DeviceType device, at::ScalarType low)
@@ -53,6 +54,7 @@ class ScriptConstants {
   void visit(const std::string& module, torch::jit::Block& block) {
     for (torch::jit::Node* const node : block.nodes()) {
       for (torch::jit::Block* const inner : node->blocks()) visit(module, *inner);
+      if (!reads_floating(*node)) continue;
       const c10::FunctionSchema* const schema = node->maybeSchema();
       for (std::size_t i = 0; i < node->inputs().size(); ++i) {
         const auto constant = torch::jit::toIValue(node->input(i));
@@ -64,6 +66,22 @@ class ScriptConstants {
         add({.op = op_of(*node), .module = module, .value = *value, .dtype = computes_in(*node)});
       }
     }
+  }
+
+  /// Whether an argument is a tensor, or a list of them, that may be floating. What has none
+  /// computes in Python's float or int.
+  static bool reads_floating(const torch::jit::Node& node) {
+    const auto may_float = [](const torch::jit::Value* input) {
+      const auto* type = input->type().get();
+      if (const auto* list = type->castRaw<c10::ListType>()) type = list->getElementType().get();
+      if (const auto* optional = type->castRaw<c10::OptionalType>()) {
+        type = optional->getElementType().get();
+      }
+      const auto* const tensor = type->castRaw<c10::TensorType>();
+      if (tensor == nullptr) return false;
+      return !tensor->scalarType() || c10::isFloatingType(*tensor->scalarType());
+    };
+    return std::any_of(node.inputs().begin(), node.inputs().end(), may_float);
   }
 
   /// Of a tensor the first element that is worth noting.
@@ -109,8 +127,10 @@ class ScriptConstants {
 
 /// What a run saw, with the modules that are known for the same value and op, or else for the same
 /// value in a call that the run took apart; and what is known and the run did not come to.
+/// \param is_whole  whether the run got to its end
 inline std::vector<SeenConstant> with_modules_of(const std::vector<SeenConstant>& known,
-                                                 const std::vector<SeenConstant>& in_run) {
+                                                 const std::vector<SeenConstant>& in_run,
+                                                 bool is_whole) {
   const auto is_same = [](const SeenConstant& a, const SeenConstant& b) {
     return a.value == b.value && short_name(a.op) == short_name(b.op);
   };
@@ -144,7 +164,9 @@ inline std::vector<SeenConstant> with_modules_of(const std::vector<SeenConstant>
     if (!found) merged.push_back(seen);
   }
   for (std::size_t i = 0; i < known.size(); ++i) {
-    if (!is_used[i]) merged.push_back(known[i]);
+    if (is_used[i]) continue;
+    merged.push_back(known[i]);
+    if (is_whole) merged.back().was_met = false;
   }
   return merged;
 }
@@ -170,6 +192,8 @@ class JudgedConstant {
     } else if (seen_.dtype != low_) {
       finding.reason = c10::str(what, " computes in ", dtype_name(seen_.dtype), " here; ",
                                 dtype_name(low_), " would make it ", is_large ? "inf" : "0");
+    } else if (!seen_.was_met && !seen_.is_of_layer) {
+      finding.reason = what + " is in the code, but the traced run met no floating tensor with it";
     } else if (is_large) {
       finding.severity = FindingSeverity::error;
       finding.reason = what + " computes in " + end_of(low_) + ": it throws, or makes inf and NaN";

@@ -30,12 +30,15 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Those of a floating dtype, each once.
+/// Each tensor once.
 class NamedOnce {
  public:
   void add(const std::string& name, const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.is_floating_point()) return;
+    if (!tensor.defined()) return;
     if (known_.insert(tensor.unsafeGetTensorImpl()).second) tensors.emplace_back(name, tensor);
+  }
+  void add_floating(const std::string& name, const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.is_floating_point()) add(name, tensor);
   }
 
   NamedTensors tensors;
@@ -73,7 +76,9 @@ inline void add_eps_of(const std::string& name, const torch::nn::Module& module,
 inline DoctorCase case_of(const torch::nn::Module& model, at::ScalarType low) {
   DoctorCase one;
   NamedOnce parameters, buffers;
-  for (const auto& entry : model.named_parameters()) parameters.add(entry.key(), entry.value());
+  for (const auto& entry : model.named_parameters()) {
+    parameters.add_floating(entry.key(), entry.value());
+  }
   for (const auto& entry : model.named_buffers()) buffers.add(entry.key(), entry.value());
   one.parameters = std::move(parameters.tensors);
   one.buffers = std::move(buffers.tensors);
@@ -88,7 +93,9 @@ inline DoctorCase case_of(const torch::jit::Module& model, c10::DeviceType devic
                           at::ScalarType low) {
   DoctorCase one;
   NamedOnce parameters, buffers;
-  for (const auto& entry : model.named_parameters()) parameters.add(entry.name, entry.value);
+  for (const auto& entry : model.named_parameters()) {
+    parameters.add_floating(entry.name, entry.value);
+  }
   for (const auto& entry : model.named_buffers()) buffers.add(entry.name, entry.value);
   one.parameters = std::move(parameters.tensors);
   one.buffers = std::move(buffers.tensors);

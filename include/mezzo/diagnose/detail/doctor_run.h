@@ -12,8 +12,10 @@
 #include <mezzo/diagnose/detail/doctor_trace.h>
 #include <mezzo/diagnose/doctor.h>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -31,7 +33,8 @@ namespace detail {
 
 /// A model as the doctor takes it, whatever it was.
 struct DoctorCase {
-  NamedTensors parameters, buffers;
+  NamedTensors parameters;              ///< those of a floating dtype
+  NamedTensors buffers;                 ///< of any dtype
   std::vector<at::Tensor> inputs;       ///< the sample's tensors
   std::vector<SeenConstant> constants;  ///< that are known without a run
   /// Runs the sample, or the first half of its rows, and gives the outputs; null: there is none.
@@ -46,7 +49,10 @@ struct DoctorCase {
 class KeptBuffers {
  public:
   explicit KeptBuffers(const NamedTensors& buffers) {
-    for (const auto& [name, buffer] : buffers) kept_.emplace_back(buffer, buffer.detach().clone());
+    for (const auto& [name, buffer] : buffers) {
+      if (at::has_internal_overlap(buffer) == at::MemOverlap::Yes) continue;  // none can write it
+      kept_.emplace_back(buffer, buffer.detach().clone());
+    }
     for (const at::Generator& generator : default_generators(CudaDevices::in_use)) {
       random_.emplace_back(generator, state_of(generator));
     }
@@ -57,6 +63,7 @@ class KeptBuffers {
 
   void rewind() const {
     const at::NoGradGuard no_grad;
+    const at::DisableRecordFunctionGuard untraced;
     for (const auto& [buffer, value] : kept_) buffer.copy_(value);
     for (const auto& [generator, state] : random_) set_state(generator, state);
   }
@@ -140,6 +147,7 @@ class Doctor {
       const std::vector<at::Tensor> outputs = case_.forward(half);
       outcome.bytes = memory_.bytes();
       const at::NoGradGuard no_grad;
+      const at::DisableRecordFunctionGuard untraced;  // what follows is not the model's
       for (const at::Tensor& output : outputs) {
         if (output.defined() && output.is_floating_point()) {
           outcome.finite &= output.isfinite().all().item<bool>();
@@ -206,19 +214,19 @@ class Doctor {
                             : c10::str("mezzo::AutocastGuard exact({.device = ",
                                        cpp_name(found_.device.type()), ", .enabled = false});"),
                  ops.place());
-    constants = with_modules_of(constants, ops.constants());
+    constants = with_modules_of(constants, ops.constants(), /*is_whole=*/false);
     return outcome;
   }
 
   void trace(at::ScalarType low, std::vector<SeenConstant>& constants) {
     const CastTrace casts;
     const DoctorTrace ops(case_.parameters);
-    run(low);
+    const bool is_whole = run(low).thrown.empty();
     std::vector<SeenConstant> seen = ops.constants();
     for (SeenConstant& constant : seen) {
       if (constant.dtype == low) constant.dtype = found_.dtype;
     }
-    constants = with_modules_of(constants, seen);
+    constants = with_modules_of(constants, seen, is_whole);
     add_weight_casts(found_, ops.weights());
     std::vector<CastRecord> records = casts.records();
     for (CastRecord& record : records) {

@@ -67,6 +67,7 @@ struct SeenConstant {
   double value = 0;
   at::ScalarType dtype = at::kFloat;  ///< that the op computes in
   bool is_of_layer = false;           ///< an option of a layer of C++: its op alone reads it
+  bool was_met = true;                ///< false: a whole run met no floating tensor with it
 
   bool operator==(const SeenConstant&) const = default;
 
@@ -229,7 +230,8 @@ class DoctorTrace {
   }
 
   void note_constants(const c10::OperatorHandle& op, OpArguments inputs) {
-    if (compares(op_.name)) return;  // whatever it is made of
+    if (compares(op_.name)) return;  // also the copy that it makes of the constant
+    if (compares(op.operator_name().name)) return;
     const auto& arguments = op.schema().arguments();
     for (std::size_t i = 0; i < std::min(arguments.size(), inputs.size()); ++i) {
       const auto value = constant_in(inputs[i], arguments[i]);
@@ -243,9 +245,11 @@ class DoctorTrace {
     }
   }
 
-  /// A number, or a tensor without dimensions on the CPU, which takes part as one.
+  /// A number, or a tensor without dimensions on the CPU, which takes part as one. Not where the op
+  /// writes: that may be memory which holds nothing yet.
   static std::optional<double> constant_in(const c10::IValue& input,
                                            const c10::Argument& argument) {
+    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) return std::nullopt;
     if (input.isDouble()) return input.toDouble();
     if (input.isInt() && argument.type()->annotation_str().find("number") != std::string::npos) {
       return static_cast<double>(input.toInt());

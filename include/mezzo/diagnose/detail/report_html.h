@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -164,11 +165,14 @@ inline std::string exponents_html(const UnderflowReport& report) {
   return html.str();
 }
 
-/// \param step  the first that is not recorded yet: the overflow's or, on a device, one before it
-inline std::string overflow_row_html(const Overflow& overflow, std::int64_t step) {
+/// \param step  the first that is not recorded yet: the overflow's or, on a device, one before it;
+///   none: nobody told of one
+inline std::string overflow_row_html(const Overflow& overflow, std::optional<std::int64_t> step) {
   std::ostringstream html;
-  html << "<tr><td>" << step << (overflow.rank ? c10::str(", rank ", *overflow.rank) : "")
-       << "</td><td>" << digits(overflow.step.scale, 8) << "</td>";
+  html << "<tr><td>";
+  if (step) html << "about step " << *step;
+  if (overflow.rank) html << (step ? ", rank " : "rank ") << *overflow.rank;
+  html << "</td><td>" << digits(overflow.step.scale, 8) << "</td>";
   if (overflow.parameters.empty()) {
     html << "<td class=text colspan=6>" << html_text(overflow.cause()) << "</td></tr>\n";
     return html.str();

@@ -48,6 +48,7 @@ class KnownMemory {
     const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
     return found == known_.end() ? nullptr : &found->second.second;
   }
+  void forget(const at::Tensor& tensor) { known_.erase(tensor.storage().unsafeGetStorageImpl()); }
 
  private:
   std::unordered_map<const c10::StorageImpl*,
@@ -130,6 +131,17 @@ inline bool computes(const c10::OperatorHandle& op) {
     return false;
   }
   return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+/// Whether the op's first output alone is its result. The others are for its backward pass and may
+/// hold -inf by design: log_alpha of paths that CTC rules out, logsumexp of rows that are masked.
+inline bool results_in_first(const OpenOp& op) {
+  const std::string_view name = op.name();
+  constexpr std::array<std::string_view, 5> kOps = {
+      "aten::_ctc_loss", "aten::_cudnn_ctc_loss", "aten::_efficient_attention_forward",
+      "aten::_flash_attention_forward", "aten::_cudnn_attention_forward"};
+  if (std::find(kOps.begin(), kOps.end(), name) != kOps.end()) return true;
+  return name.starts_with("aten::_scaled_dot_product_") && !name.ends_with("_backward");
 }
 
 /// An eps that was added, or clamped to, and that the dtype rounds to 0.
