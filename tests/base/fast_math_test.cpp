@@ -42,7 +42,7 @@ TEST_P(FastMath, FindsInfAndNanAllTheSame) {
       EXPECT_FALSE(loops.check(values.data(), 33));
       values[place] = bad;
       EXPECT_TRUE(loops.check(values.data(), 33));
-      EXPECT_TRUE(loops.unscale(values.data(), 33, 0.5F));
+      EXPECT_TRUE(loops.unscale(values.data(), values.data(), 33, 0.5));
     }
   }
 }
@@ -50,11 +50,12 @@ TEST_P(FastMath, FindsInfAndNanAllTheSame) {
 TEST_P(FastMath, RoundsHalfAndBfloat16AllTheSame) {
   std::array<uint16_t, 5> half{0x3C00, 0x7BFF, 0x0001, 0x8003,
                                0x7C00};  // 1, 65504, two subnormals, inf
-  mezzo::fast_math::detail::unscale_loops<c10::Half>(GetParam()).unscale(half.data(), 5, 0.5F);
+  mezzo::fast_math::detail::unscale_loops<c10::Half>(GetParam())
+      .unscale(half.data(), half.data(), 5, 0.5);
   EXPECT_EQ(half, (std::array<uint16_t, 5>{0x3800, 0x77FF, 0x0000, 0x8002, 0x7C00}));
   std::array<uint16_t, 3> bfloat16{0x3F80, 0x3F81, 0x7F80};  // 1, 1 + an ulp, inf
   mezzo::fast_math::detail::unscale_loops<c10::BFloat16>(GetParam())
-      .unscale(bfloat16.data(), 3, 0.5F);
+      .unscale(bfloat16.data(), bfloat16.data(), 3, 0.5);
   EXPECT_EQ(bfloat16, (std::array<uint16_t, 3>{0x3F00, 0x3F01, 0x7F80}));
 }
 

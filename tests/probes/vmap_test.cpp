@@ -1,13 +1,18 @@
 // vmap with autocast: libtorch's C++ has it under at::functorch. What plain at::autocast gives
 // there is the measure, for libtorch's own vmap of a linear with a bias is not the stack of a loop.
 
+// First of all: it does not compile behind ATen/LegacyBatchedTensorImpl.h, which has functions of
+// the same names.
+// clang-format off
+#include <ATen/functorch/BatchedTensorImpl.h>
+// clang-format on
+
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
 
 #include <ATen/autocast_mode.h>
-#include <ATen/functorch/BatchedTensorImpl.h>
 #include <ATen/functorch/DynamicLayer.h>
 #include <ATen/functorch/TensorWrapper.h>
 #include <torch/torch.h>
