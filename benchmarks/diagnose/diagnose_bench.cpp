@@ -155,7 +155,7 @@ void overflow_report(benchmark::State& state) {
   Training training;
   training.backward();
   training.model->tagger->bias.mutable_grad()[3] = std::numeric_limits<float>::infinity();
-  const mezzo::NamedParameters names = mezzo::name_parameters(*training.model);
+  const mezzo::NamedTensors names = mezzo::name_parameters(*training.model);
   for (auto _ : state) benchmark::DoNotOptimize(mezzo::find_overflow(names, 65536));
 }
 

@@ -5,6 +5,9 @@
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ThreadLocalState.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -27,6 +30,7 @@ using mezzo::AnomalyFrame;
 using mezzo::AnomalyTrace;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 using testing::SizeIs;
 
 using HalfAutocast = mezzo::Autocast<torch::kCPU, torch::kHalf>;
@@ -188,6 +192,61 @@ TEST(AnomalyTrace, TakesTheMaskOfAttentionForNoAnomaly) {
   EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::model);
 }
 
+/// What a GPU's attention returns of rows that are masked whole: zeros, and -inf as the logarithm
+/// of their sums, which the backward pass reads.
+void return_masked_rows(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  for (std::size_t i = 0; i < op.schema().returns().size(); ++i) {
+    const bool is_tensor = op.schema().returns()[i].type()->isSubtypeOf(c10::TensorType::get());
+    stack->emplace_back(is_tensor ? c10::IValue(torch::full({4}, i == 0 ? 0 : -kInfinity)) : 0);
+  }
+}
+
+/// Of each kind of argument something.
+torch::jit::Stack arguments_of(const c10::FunctionSchema& schema) {
+  torch::jit::Stack stack;
+  for (const c10::Argument& argument : schema.arguments()) {
+    switch (argument.type()->kind()) {
+      case c10::TypeKind::TensorType:
+        stack.emplace_back(torch::ones({1, 2, 4, 8}));
+        break;
+      case c10::TypeKind::OptionalType:
+        stack.emplace_back();
+        break;
+      case c10::TypeKind::FloatType:
+        stack.emplace_back(0.0);
+        break;
+      case c10::TypeKind::BoolType:
+        stack.emplace_back(false);
+        break;
+      default:
+        stack.emplace_back(1);
+    }
+  }
+  return stack;
+}
+
+TEST(AnomalyTrace, TakesWhatAttentionKeepsForItsBackwardPassForNoAnomaly) {
+  auto model = traced_model();
+  torch::Library on_cpu(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+  const at::AutoDispatchBelowAutograd no_autograd;
+  for (const char* name :
+       {"_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention"}) {
+    on_cpu.impl(name, torch::CppFunction::makeFromBoxedFunction<&return_masked_rows>());
+    const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + name).c_str(), "");
+    torch::jit::Stack stack = arguments_of(op.schema());
+    AnomalyTrace trace(*model);
+    op.callBoxed(&stack);
+    EXPECT_THAT(trace.frames(), Not(IsEmpty())) << name;
+    EXPECT_THAT(trace.anomalies(), IsEmpty()) << name << trace;
+    stack[1].toTensor().sub(stack[1].toTensor());
+    EXPECT_THAT(trace.anomalies(), SizeIs(1)) << name << ": whoever else reads it does not know";
+  }
+}
+
 TEST(AnomalyTrace, NamesAnEpsThatHalfRoundsToZero) {
   auto model = traced_model();
   for (const double eps : {1e-12, 1e-6}) {
@@ -240,13 +299,15 @@ TEST(AnomalyTrace, TakesGradientsOfTheStepBeforeForNoAnomaly) {
 }
 
 TEST(AnomalyTrace, ForgetsGradientsOfTheStepBeforeOnceTheyAreZero) {
-  for (const bool is_flat : {false, true}) {
+  for (const std::string gradient :
+       {"of its own", "in a bucket", "in a bucket, zeroed as a view"}) {
+    SCOPED_TRACE(gradient);
     auto model = traced_model();
     torch::Tensor bias = model->named_parameters()["2.bias"];
-    const torch::Tensor old = torch::full({is_flat ? 4 : 2}, kInfinity);
+    const torch::Tensor old = torch::full({gradient == "of its own" ? 2 : 4}, kInfinity);
     bias.mutable_grad() = old.narrow(0, 0, 2);
     AnomalyTrace trace(*model);
-    old.zero_();
+    (gradient.ends_with("view") ? bias.grad() : old).zero_();
     (bias * 2e38).sum().backward();
     EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
     (bias * 2e38).sum().backward();

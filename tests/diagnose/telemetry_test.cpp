@@ -290,9 +290,6 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
 }
 
 TEST(TelemetryFiles, EventRecordsAreThoseOfTensorFlow) {
-  // RFC 3720, B.4, and the first record that tensorboard.summary writes.
-  EXPECT_EQ(mezzo::detail::crc32c(std::string(32, '\0')), 0x8A9136AAU);
-  EXPECT_EQ(mezzo::detail::crc32c("123456789"), 0xE3069283U);
   EXPECT_EQ(mezzo::detail::varint(300), "\xAC\x02");
 }
 

@@ -44,9 +44,9 @@ class AnomalyRecorder;
 ///
 /// It sees ops that go through libtorch's dispatcher. What a kernel of another library or a
 /// collective writes shows when the next op reads it, as `arrived`. Modules are known by their
-/// parameters' memory: one without parameters goes by the name of the one before it, and copies in
-/// a WeightCache that were made before the trace are not recognised. Ask it, and destroy it, in the
-/// thread that made it.
+/// parameters' memory: an op of a module without parameters goes by the name of the module before
+/// it, and copies that a WeightCache made before the trace are not recognised. Ask it, and destroy
+/// it, in the thread that made it.
 class AnomalyTrace {
  public:
   /// Keeps the parameters, not the model. \throws c10::Error if the thread has one already
@@ -55,8 +55,8 @@ class AnomalyTrace {
   AnomalyTrace(const AnomalyTrace&) = delete;
   AnomalyTrace& operator=(const AnomalyTrace&) = delete;
 
-  /// Those so far, the first first, four at most: what spreads from one is none. After four nothing
-  /// is read any more.
+  /// The anomalies so far, in their order. Results that read a bad one are not listed again. After
+  /// four anomalies no result is read any more.
   std::vector<Anomaly> anomalies() const;
 
   /// The last ops before the first anomaly, or so far, the earliest first. Views are left out.

@@ -9,6 +9,7 @@
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/overflow_report.h>
@@ -96,7 +97,7 @@ class DivergenceWatch {
   bool constant_is_bad(Divergence& divergence) const;
 
   DivergenceOptions options_;
-  NamedParameters parameters_, buffers_;
+  NamedTensors parameters_, buffers_;
   double first_norm_;                             // of all weights, when the watch was made
   std::optional<double> first_loss_, last_loss_;  // that were finite
   std::int64_t skips_ = 0;
@@ -106,7 +107,7 @@ class DivergenceWatch {
 namespace detail {
 
 /// The 2-norm of all as one vector.
-inline double norm_of_all(const NamedParameters& tensors) {
+inline double norm_of_all(const NamedTensors& tensors) {
   std::vector<at::Tensor> norms;
   for (const auto& [name, tensor] : tensors) norms.push_back(norm_of(tensor.detach()));
   return norms.empty() ? 0 : stacked_on_host(std::move(norms)).norm().item<double>();
@@ -135,14 +136,10 @@ inline std::string Divergence::message() const {
 inline DivergenceWatch::DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options)
     : options_(std::move(options)),
       parameters_(name_parameters(model)),
+      buffers_(detail::NamedOnce().floating(model.named_buffers())),
       first_norm_(detail::norm_of_all(parameters_)) {
   TORCH_CHECK(options_.skips_in_a_row > 0, "DivergenceWatch: skips_in_a_row is ",
               options_.skips_in_a_row, "; it should be positive");
-  for (const auto& entry : model.named_buffers()) {
-    if (entry.value().defined() && entry.value().is_floating_point()) {
-      buffers_.emplace_back(entry.key(), entry.value());
-    }
-  }
 }
 
 inline void DivergenceWatch::operator()(const TelemetryRecord& record) {

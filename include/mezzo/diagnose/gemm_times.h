@@ -7,6 +7,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/number_text.h>
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
@@ -96,23 +97,20 @@ namespace detail {
 
 /// A line of the table.
 inline std::string gemm_line(const std::string& calls, const std::string& shape,
-                             const GemmMicroseconds& times) {
-  std::ostringstream line;
-  const auto number = [&line](std::optional<double> value) {
-    line << std::setw(12);
-    if (value) {
-      line << std::fixed << std::setprecision(1) << *value;
-    } else {
-      line << "-";
-    }
+                             const std::vector<std::string>& times) {
+  std::vector<std::string> cells = {calls, "  " + shape};
+  cells.insert(cells.end(), times.begin(), times.end());
+  return table_line({6, -42, 12, 12, 12, 12}, cells);
+}
+
+/// Its numbers, to a tenth of a microsecond.
+inline std::vector<std::string> gemm_cells(const GemmMicroseconds& times) {
+  const auto tenths = [](std::optional<double> value) {
+    std::ostringstream text;
+    if (value) text << std::fixed << std::setprecision(1) << *value;
+    return value ? text.str() : "-";
   };
-  line << std::setw(6) << calls << "  " << std::left << std::setw(40) << shape << std::right;
-  number(times.float32);
-  number(times.tf32);
-  number(times.float16);
-  number(times.bfloat16);
-  line << "\n";
-  return line.str();
+  return {tenths(times.float32), tenths(times.tf32), tenths(times.float16), tenths(times.bfloat16)};
 }
 
 inline void add_calls(GemmMicroseconds& sum, const GemmMicroseconds& times, int64_t calls) {
@@ -141,23 +139,22 @@ inline std::string GemmShape::to_string() const {
 }
 
 inline std::ostream& operator<<(std::ostream& stream, const GemmTimes& times) {
+  using detail::gemm_cells;
+  using detail::gemm_line;
   GemmMicroseconds as_is, padded;
   bool any_padded = false;
   stream << "matrix products on " << times.device << ", microseconds a call\n"
-         << " calls  " << std::left << std::setw(40) << "shape" << std::right << std::setw(12)
-         << "float32" << std::setw(12) << "tf32" << std::setw(12) << "float16" << std::setw(12)
-         << "bfloat16"
-         << "\n";
+         << gemm_line("calls", "shape", {"float32", "tf32", "float16", "bfloat16"});
   for (const GemmRow& row : times.rows) {
-    stream << detail::gemm_line(std::to_string(row.calls), row.shape.to_string(), row.as_is);
+    stream << gemm_line(std::to_string(row.calls), row.shape.to_string(), gemm_cells(row.as_is));
     detail::add_calls(as_is, row.as_is, row.calls);
     detail::add_calls(padded, row.padded.value_or(row.as_is), row.calls);
     if (!row.padded) continue;
     any_padded = true;
-    stream << detail::gemm_line("", "  padded: " + row.shape.padded().to_string(), *row.padded);
+    stream << gemm_line("", "  padded: " + row.shape.padded().to_string(), gemm_cells(*row.padded));
   }
-  stream << detail::gemm_line("", "all calls", as_is);
-  if (any_padded) stream << detail::gemm_line("", "all calls, padded", padded);
+  stream << gemm_line("", "all calls", gemm_cells(as_is));
+  if (any_padded) stream << gemm_line("", "all calls, padded", gemm_cells(padded));
   return stream;
 }
 

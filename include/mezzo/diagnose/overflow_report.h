@@ -11,10 +11,10 @@
 ///       the first, inf, at [0, 17], made by the backward pass; ...
 #pragma once
 
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/scaling/grad_scaler_options.h>
 
-#include <ATen/core/Tensor.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
@@ -23,16 +23,12 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Parameters with their names; the tensors are the model's own.
-using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
-
 /// All parameters of a floating dtype, as `named_parameters` orders them, each once.
-NamedParameters name_parameters(const torch::nn::Module& model);
+NamedTensors name_parameters(const torch::nn::Module& model);
 
 /// One parameter whose gradient is not finite.
 struct OverflowedParameter {
@@ -58,8 +54,8 @@ struct LayerNorm {
 struct Overflow {
   SkippedStep step = {};
   std::optional<int> rank = std::nullopt;  ///< of the process, where it was told
-  /// The parameters whose gradient of this rank alone was inf or NaN, before ranks were averaged,
-  /// since the last report; unset unless OverflowReportOptions::own_gradients asks for it.
+  /// The parameters whose gradient was inf or NaN on this rank, before ranks were averaged, at any
+  /// time since the last report. Unset unless OverflowReportOptions::own_gradients asks for it.
   std::optional<std::vector<std::string>> own = std::nullopt;
   /// The one that the model registers last comes first. A backward pass comes from there, so that
   /// it is most often where the inf or NaN began.
@@ -76,7 +72,7 @@ struct Overflow {
 /// Reads the gradients that `parameters` have now. Writes nothing. Reads all once, and those that
 /// are not finite a second time; waits for the device.
 /// \param loss_scale  that the gradients carry, or carried
-Overflow find_overflow(const NamedParameters& parameters, double loss_scale = 1);
+Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1);
 
 struct OverflowReportOptions {
   std::ostream* stream = &std::cerr;  ///< gets two lines; null: none. Lives as long as the report
@@ -118,7 +114,7 @@ class OverflowReport {
   void operator()(const SkippedStep& step);
 
  private:
-  NamedParameters parameters_;
+  NamedTensors parameters_;
   std::shared_ptr<detail::OwnGradients> own_;  // null unless it is asked for
   OverflowReportOptions options_;
   std::int64_t skips_at_scale_ = 0;

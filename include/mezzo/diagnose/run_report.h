@@ -22,9 +22,8 @@
 #include <mezzo/diagnose/detail/report_html.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
+#include <mezzo/diagnose/telemetry_files.h>
 #include <mezzo/diagnose/underflow.h>
-
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -219,11 +218,7 @@ inline std::string RunReport::html() const {
 }
 
 inline void RunReport::save(const std::string& path) const {
-  std::ofstream file(path, std::ios::trunc);
-  TORCH_CHECK(file.is_open(), path, ": cannot be written; does its folder exist?");
-  file << html();
-  file.close();
-  TORCH_CHECK(file.good(), path, ": could not be written; is the disk full?");
+  detail::RecordFile(path, std::ios::trunc).write(html());
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

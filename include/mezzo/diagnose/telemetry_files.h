@@ -5,6 +5,7 @@
 /// it. They throw c10::Error that names the path where a file cannot be opened or written.
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -13,7 +14,6 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <bit>
 #include <chrono>
 #include <cstddef>
@@ -28,7 +28,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A file that is written a record at a time.
+/// A file that is written a record at a time; what was written is the operating system's at once.
 class RecordFile {
  public:
   RecordFile(std::string path, std::ios::openmode mode)
@@ -49,26 +49,6 @@ class RecordFile {
 
 // The few bytes of protocol buffers and TFRecord framing that a TensorBoard event file of scalars
 // is made of (tensorflow/core/util/event.proto, framework/summary.proto, lib/io/record_writer.cc).
-
-/// Table of CRC-32C (Castagnoli), reflected.
-constexpr std::array<std::uint32_t, 256> crc32c_table() {
-  std::array<std::uint32_t, 256> table{};
-  for (std::uint32_t byte = 0; byte < 256; ++byte) {
-    std::uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1U) ^ ((crc & 1U) != 0 ? 0x82F63B78U : 0U);
-    table[byte] = crc;
-  }
-  return table;
-}
-
-inline std::uint32_t crc32c(std::string_view bytes) {
-  static constexpr auto kTable = crc32c_table();
-  std::uint32_t crc = ~0U;
-  for (const char c : bytes) {
-    crc = (crc >> 8U) ^ kTable[(crc ^ static_cast<unsigned char>(c)) & 0xFFU];
-  }
-  return ~crc;
-}
 
 /// Little-endian, whatever the machine.
 template <class Unsigned>
@@ -98,7 +78,7 @@ inline std::string bytes_field(std::uint32_t number, std::string_view bytes) {
 
 /// The sum that stands in a file, so that sums of data that holds sums are not weak.
 inline std::string masked_crc(std::string_view bytes) {
-  return fixed_bytes(std::rotr(crc32c(bytes), 15) + 0xA282EAD8U);
+  return fixed_bytes(std::rotr(crc32c(bytes.data(), bytes.size()), 15) + 0xA282EAD8U);
 }
 
 /// `message` as a TFRecord.

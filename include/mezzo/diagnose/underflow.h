@@ -66,9 +66,9 @@ struct UnderflowOptions {
   std::int64_t samples = 8192;  ///< at most so many values of a tensor, evenly spread
 };
 
-/// Counts sampled values by exponent, layer by layer, against the range of a low type. Values are
-/// of any floating dtype and may have been in the low type already: gradients of float32 weights
-/// under autocast have, so that what was lost there counts as zero.
+/// Counts sampled values by exponent, layer by layer, against the range of a low type. Values may
+/// be of any floating dtype. Those that were in the low type before, as gradients of float32
+/// weights under autocast were, have lost what it does not hold already: they count as zero.
 ///
 /// Adding launches some small kernels and does not wait for a device; the questions do. A copy
 /// shares the counts. Any thread may add.
@@ -94,8 +94,8 @@ class UnderflowReport {
   /// All layers as one, called "all layers".
   LayerExponents total() const;
 
-  /// total().lost + total().zero would count weights that are not used; this is the lost share of
-  /// those that are not zero, which a Telemetry takes.
+  /// The lost share of the values that are not zero, for TelemetryStep::underflow. Zeros are left
+  /// out because most are gradients of weights that were not used.
   double lost() const;
 
   at::ScalarType dtype() const noexcept { return dtype_; }

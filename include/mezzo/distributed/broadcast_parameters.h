@@ -2,6 +2,7 @@
 /// All ranks begin with the same model.
 #pragma once
 
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 
@@ -20,10 +21,6 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-/// Parameters and buffers under the names that errors call them by, such as
-/// `model->named_parameters().pairs()`.
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 /// Gives every rank the values of `root`'s tensors, in place, once it has compared what the ranks
 /// have: names, dtypes, shapes and whether gradients are wanted, in their order. All ranks call it.

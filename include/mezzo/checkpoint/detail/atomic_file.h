@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
@@ -9,7 +10,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -79,48 +79,6 @@ inline bool is_never_flushed(int error) {
     if (error == hopeless) return true;
   }
   return false;
-}
-
-/// [k][byte] is the CRC of `byte` and k zero bytes behind it.
-inline constexpr auto kCrc32cTables = [] {
-  std::array<std::array<std::uint32_t, 256>, 8> tables{};
-  for (std::uint32_t byte = 0; byte < 256; ++byte) {
-    std::uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82F63B78U : 0U);
-    tables[0][byte] = crc;
-  }
-  for (std::size_t k = 1; k < tables.size(); ++k) {
-    for (std::size_t byte = 0; byte < 256; ++byte) {
-      const std::uint32_t before = tables[k - 1][byte];
-      tables[k][byte] = (before >> 8) ^ tables[0][before & 0xFF];
-    }
-  }
-  return tables;
-}();
-
-/// CRC-32C (Castagnoli) of bytes behind others that have the CRC `crc`, eight bytes at a time.
-inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc = 0) {
-  const auto* bytes = static_cast<const unsigned char*>(data);
-  const auto& tables = kCrc32cTables;
-  crc = ~crc;
-  for (; size >= 8; size -= 8, bytes += 8) {
-    crc = tables[7][bytes[0] ^ (crc & 0xFF)] ^ tables[6][bytes[1] ^ ((crc >> 8) & 0xFF)] ^
-          tables[5][bytes[2] ^ ((crc >> 16) & 0xFF)] ^ tables[4][bytes[3] ^ (crc >> 24)] ^
-          tables[3][bytes[4]] ^ tables[2][bytes[5]] ^ tables[1][bytes[6]] ^ tables[0][bytes[7]];
-  }
-  for (; size > 0; --size, ++bytes) crc = (crc >> 8) ^ tables[0][(crc ^ *bytes) & 0xFF];
-  return ~crc;
-}
-
-/// In eight hexadecimal digits.
-inline std::string crc_text(std::uint32_t crc) {
-  std::string text;
-  for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[(crc >> shift) & 15];
-  return text;
-}
-
-inline std::string crc32c_text(const void* data, std::size_t size) {
-  return crc_text(crc32c(data, size));
 }
 
 /// A file that appears at its place whole or not at all: a temporary beside it, which is flushed to

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>

@@ -63,7 +63,8 @@ class AnomalyJudge {
       lost_scalars_.note(outputs[0], *scalar);
     }
     if (all_finite(frame.outputs)) {
-      for (const at::Tensor& output : outputs) forget_if_whole(output);
+      for (const at::Tensor& output : outputs)
+        memory_.forget(output);  // gradients set to zero, say
       keep(op, std::move(frame));
     } else {
       judge(op, frame, outputs);
@@ -116,14 +117,6 @@ class AnomalyJudge {
     for (std::size_t i = 0; i < gradients.size(); ++i) {
       if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
     }
-  }
-
-  /// Memory that an op has overwritten with finite numbers, all of it: gradients set to zero.
-  void forget_if_whole(const at::Tensor& tensor) {
-    if (memory_.find(tensor) == nullptr) return;
-    const bool is_whole = tensor.is_non_overlapping_and_dense() && tensor.storage_offset() == 0 &&
-                          tensor.nbytes() == tensor.storage().nbytes();
-    if (is_whole) memory_.forget(tensor);
   }
 
   /// Not of ops inside one that computes: they are how it does so.
@@ -255,7 +248,7 @@ class AnomalyJudge {
     anomaly.loss_scale = options_.loss_scale();
     double largest = 0;
     for (const ValueRange& range : anomaly.wide_outputs) largest = std::max(largest, range.largest);
-    if (anomaly.loss_scale > 1 && largest / anomaly.loss_scale <= largest_of(bad->dtype)) {
+    if (anomaly.loss_scale > 1 && !overflows(largest / anomaly.loss_scale, bad->dtype)) {
       anomaly.cause = AnomalyCause::loss_scale;
     }
   }

@@ -13,7 +13,6 @@
 #include <c10/util/StringUtil.h>
 
 #include <cstdint>
-#include <iomanip>
 #include <memory>
 #include <ostream>
 #include <sstream>
@@ -44,9 +43,10 @@ inline std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace)
   for (const AnomalyFrame& frame : frames) {
     for (const ValueRange& range : frame.outputs) {
       if (range.dtype == at::ScalarType::Undefined) continue;
-      text << std::setw(10) << detail::digits(range.smallest) << std::setw(10)
-           << detail::digits(range.largest) << "  " << detail::dtype_name(range.dtype) << " ["
-           << c10::Join(", ", range.sizes) << "]  " << frame.place() << "\n";
+      text << detail::table_line({10, 10, 0},
+                                 {detail::digits(range.smallest), detail::digits(range.largest),
+                                  c10::str("  ", detail::dtype_name(range.dtype), " [",
+                                           c10::Join(", ", range.sizes), "]  ", frame.place())});
     }
   }
   return stream << text.str();

@@ -4,11 +4,12 @@
 #pragma once
 
 #include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -42,16 +43,14 @@ namespace detail {
 class BorrowedModel {
  public:
   explicit BorrowedModel(torch::nn::Module& model) {
-    std::unordered_set<const c10::TensorImpl*> seen;  // tied weights have several names
-    for (const auto& entry : model.named_parameters()) {
-      if (seen.insert(entry.value().unsafeGetTensorImpl()).second) borrow(entry, true);
+    NamedOnce once;
+    for (const auto& [name, tensor] : once.all(model.named_parameters())) {
+      borrow(name, tensor);
+      if (!tensor.requires_grad()) continue;
+      refuse_hooks(name, tensor);
+      trained_.emplace_back(name, tensor);
     }
-    for (const auto& entry : model.named_buffers()) {
-      if (seen.insert(entry.value().unsafeGetTensorImpl()).second) borrow(entry, false);
-    }
-    for (const at::Generator& generator : default_generators(CudaDevices::in_use)) {
-      random_.emplace_back(generator, state_of(generator));
-    }
+    for (const auto& [name, tensor] : once.all(model.named_buffers())) borrow(name, tensor);
     for (const Lent& lent : all_) {
       torch::autograd::impl::set_version_counter(lent.tensor, c10::VariableVersion(0));
     }
@@ -91,12 +90,10 @@ class BorrowedModel {
     }
   }
 
-  void rewind_random() const {
-    for (const auto& [generator, state] : random_) set_state(generator, state);
-  }
+  void rewind_random() const { random_.install(); }
 
   /// The parameters that require grad, in the model's order.
-  const std::vector<std::pair<std::string, at::Tensor>>& trained() const { return trained_; }
+  const NamedTensors& trained() const { return trained_; }
 
  private:
   struct Lent {
@@ -106,16 +103,9 @@ class BorrowedModel {
     c10::VariableVersion version;
   };
 
-  template <class Entry>
-  void borrow(const Entry& entry, bool is_parameter) {
-    const at::Tensor& tensor = entry.value();
-    if (!tensor.defined()) return;
-    TORCH_CHECK(!tensor.is_inference(), "compare_precisions: ", entry.key(),
+  void borrow(const std::string& name, const at::Tensor& tensor) {
+    TORCH_CHECK(!tensor.is_inference(), "compare_precisions: ", name,
                 " was made in inference mode; make the model outside of it");
-    if (is_parameter && tensor.requires_grad()) {
-      refuse_hooks(entry.key(), tensor);
-      trained_.emplace_back(entry.key(), tensor);
-    }
     all_.push_back({tensor, tensor.variable_data(), tensor.grad(),
                     torch::autograd::impl::version_counter(tensor)});
   }
@@ -130,8 +120,8 @@ class BorrowedModel {
   }
 
   std::vector<Lent> all_;
-  std::vector<std::pair<std::string, at::Tensor>> trained_;
-  std::vector<std::pair<at::Generator, at::Tensor>> random_;
+  NamedTensors trained_;
+  RandomState random_;
 };
 
 /// The modules that have parameters of their own, by name, with those parameters. The model itself
@@ -153,51 +143,28 @@ inline std::vector<std::pair<std::string, std::vector<at::Tensor>>> parameter_ow
 /// While it lives, ops of this thread that read one of some parameters and that autocast would run
 /// in low precision run in float32. Autocast's kernels ask for the dtype when they are called, so
 /// it is another during such an op.
-class Float32ForParameters {
+class Float32ForParameters
+    : public OpListener<Float32ForParameters, std::optional<at::ScalarType>> {
  public:
   Float32ForParameters(c10::DeviceType device, const std::vector<at::Tensor>& parameters)
       : device_(device) {
     for (const at::Tensor& parameter : parameters) {
       if (parameter.has_storage()) memory_.insert(parameter.storage().unsafeGetStorageImpl());
     }
-    active() = this;
-    callback_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&Float32ForParameters::start, &Float32ForParameters::end)
-            .needsInputs(true)
-            .scopes({at::RecordScope::FUNCTION}));
   }
-  ~Float32ForParameters() {
-    at::removeCallback(callback_);
-    active() = nullptr;
-  }
-  Float32ForParameters(const Float32ForParameters&) = delete;
-  Float32ForParameters& operator=(const Float32ForParameters&) = delete;
 
  private:
-  struct Context final : at::ObserverContext {
-    bool switched = false;
-    at::ScalarType dtype = at::ScalarType::Undefined;
-  };
+  friend OpListener;
 
-  static Float32ForParameters*& active() {
-    static thread_local Float32ForParameters* scope = nullptr;
-    return scope;
+  /// \returns the dtype to put back after the op, if it was changed
+  std::optional<at::ScalarType> entered(const at::RecordFunction& function) const {
+    if (!reads_one(function)) return std::nullopt;
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device_);
+    at::autocast::set_autocast_dtype(device_, at::kFloat);
+    return dtype;
   }
-
-  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
-    auto context = std::make_unique<Context>();
-    const Float32ForParameters* const scope = active();
-    if (scope == nullptr || !scope->reads_one(function)) return context;
-    context->switched = true;
-    context->dtype = at::autocast::get_autocast_dtype(scope->device_);
-    at::autocast::set_autocast_dtype(scope->device_, at::kFloat);
-    return context;
-  }
-
-  static void end(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
-    const auto* const started = static_cast<Context*>(context);
-    if (active() == nullptr || started == nullptr || !started->switched) return;
-    at::autocast::set_autocast_dtype(active()->device_, started->dtype);
+  void left(std::optional<at::ScalarType> dtype) const {
+    if (dtype) at::autocast::set_autocast_dtype(device_, *dtype);
   }
 
   bool reads_one(const at::RecordFunction& function) const {
@@ -214,7 +181,6 @@ class Float32ForParameters {
 
   c10::DeviceType device_;
   std::unordered_set<const c10::StorageImpl*> memory_;  // which a view, such as weight.t(), shares
-  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
 };
 
 /// The most bytes at a time that this thread, and the backward passes that it starts, took from

@@ -17,12 +17,10 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <exception>
-#include <iomanip>
 #include <iterator>
 #include <limits>
 #include <optional>
@@ -170,12 +168,12 @@ inline PrecisionComparison compare_on(PrecisionBench& bench,
   return comparison;
 }
 
-inline constexpr std::array<const char*, 7> kComparisonColumns = {
-    "setting", "gradient error", "cosine", "loss diff", "skipped", "ms/step", "peak MiB"};
+/// The heads of comparison_cells; the table on the terminal and that on a page hold the same.
+inline std::vector<std::string> comparison_columns() {
+  return {"setting", "gradient error", "cosine", "loss diff", "skipped", "ms/step", "peak MiB"};
+}
 
-/// A row's cells, as wide as kComparisonColumns; the table on the terminal and that on a page hold
-/// the same.
-inline std::array<std::string, 7> comparison_cells(const PrecisionRow& row) {
+inline std::vector<std::string> comparison_cells(const PrecisionRow& row) {
   const auto mib = [](int64_t bytes) { return digits(static_cast<double>(bytes) / 1048576, 4); };
   return {row.setting.name,
           digits(row.gradient_error),
@@ -206,8 +204,8 @@ inline std::vector<PrecisionCause> worst_causes(const std::vector<PrecisionCause
 inline void write_causes(std::ostream& stream, const char* what,
                          const std::vector<PrecisionCause>& causes, double error) {
   for (const PrecisionCause& cause : worst_causes(causes, error, 5)) {
-    stream << "  " << std::left << std::setw(10) << digits(cause.error_without) << std::right
-           << " with the " << what << " " << cause.name << " in float32\n";
+    stream << table_line({-12, 0}, {"  " + digits(cause.error_without),
+                                    c10::str(" with the ", what, " ", cause.name, " in float32")});
   }
 }
 
@@ -266,16 +264,12 @@ inline std::ostream& operator<<(std::ostream& stream, const PrecisionComparison&
   for (const PrecisionRow& row : comparison.rows) {
     width = std::max(width, row.setting.name.size() + 2);
   }
-  const auto write_cells = [&](const auto& cells) {
-    stream << std::left << std::setw(static_cast<int>(width)) << cells[0] << std::right;
-    for (std::size_t i = 1; i < cells.size(); ++i) stream << std::setw(16) << cells[i];
-    stream << "\n";
-  };
-  stream << "precisions on " << comparison.device << "; gradients and losses against float32's\n";
-  write_cells(detail::kComparisonColumns);
+  const std::vector<int> widths = {-static_cast<int>(width), 16, 16, 16, 16, 16, 16};
+  stream << "precisions on " << comparison.device << "; gradients and losses against float32's\n"
+         << detail::table_line(widths, detail::comparison_columns());
   for (const PrecisionRow& row : comparison.rows) {
     if (row.failure.empty()) {
-      write_cells(detail::comparison_cells(row));
+      stream << detail::table_line(widths, detail::comparison_cells(row));
     } else {
       stream << row.setting.name << ": " << row.failure << "\n";
     }

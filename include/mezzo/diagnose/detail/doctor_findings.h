@@ -4,15 +4,13 @@
 
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/base/detail/dtype_names.h>
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
 #include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/value_range.h>
 #include <mezzo/diagnose/doctor.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -60,27 +58,11 @@ inline std::string end_of(at::ScalarType dtype) {
   return c10::str(dtype_name(dtype), ", which ends at ", dtype == at::kHalf ? "65504" : "3.39e+38");
 }
 
-/// What the elements of a tensor are in a dtype.
-struct ValueCounts {
-  std::int64_t nans = 0;
-  std::int64_t infs = 0;
-  double largest = 0;     ///< magnitude, of those that are finite
-  double lost_share = 0;  ///< of those that are not zero
-
-  ValueCounts(const at::Tensor& tensor, at::ScalarType low) {
-    const auto wide = tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const at::Tensor values = tensor.detach().to(wide).abs();
-    if (values.numel() == 0) return;
-    const at::Tensor finite = values.isfinite();
-    const at::Tensor rest = at::where(finite, values, at::zeros({}, values.options()));
-    nans = values.isnan().sum().item<std::int64_t>();
-    infs = values.numel() - finite.sum().item<std::int64_t>() - nans;
-    largest = rest.max().item<double>();
-    const auto used = static_cast<double>(rest.count_nonzero().item<std::int64_t>());
-    const auto kept = static_cast<double>(rest.to(low).count_nonzero().item<std::int64_t>());
-    if (used > 0) lost_share = (used - kept) / used;
-  }
-};
+/// Which share of the values that are not zero `low` makes zero.
+inline double lost_share(const at::Tensor& values, at::ScalarType low) {
+  const auto used = values.count_nonzero().item<double>();
+  return used > 0 ? 1 - values.to(low).count_nonzero().item<double>() / used : 0;
+}
 
 /// Tensors of a kind ("parameter", "buffer", "input") whose values a dtype does not hold.
 class JudgedTensors {
@@ -88,18 +70,19 @@ class JudgedTensors {
   JudgedTensors(const char* kind, bool is_cast) : kind_(kind), is_cast_(is_cast) {}
 
   void add(const std::string& name, const at::Tensor& tensor, at::ScalarType low) {
-    if (!tensor.defined() || !tensor.is_floating_point()) return;
-    const ValueCounts counts(tensor, low);
+    if (!is_readable(tensor) || !tensor.is_floating_point()) return;
+    const ValueRange range = value_ranges({tensor}).front();
     // A mask of -inf is fine; a weight of inf is not.
-    if (counts.nans > 0 || (is_cast_ && counts.infs > 0)) bad_.push_back(name);
-    if (overflows(counts.largest, low)) {
+    if (range.nans > 0 || (is_cast_ && range.infs > 0)) bad_.push_back(name);
+    if (overflows(range.largest, low)) {
       large_.push_back(name);
-      largest_ = std::max(largest_, counts.largest);
+      largest_ = std::max(largest_, range.largest);
     }
     constexpr double kNoticeable = 0.01;
-    if (is_cast_ && counts.lost_share > kNoticeable) {
+    const double lost = is_cast_ ? lost_share(tensor.detach(), low) : 0;
+    if (lost > kNoticeable) {
       lost_.push_back(name);
-      most_lost_ = std::max(most_lost_, counts.lost_share);
+      most_lost_ = std::max(most_lost_, lost);
     }
   }
 

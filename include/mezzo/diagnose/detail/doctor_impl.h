@@ -18,34 +18,17 @@
 #include <cstdint>
 #include <iomanip>
 #include <memory>
+#include <optional>
 #include <ostream>
 #include <sstream>
 #include <string>
 #include <string_view>
 #include <tuple>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Each tensor once.
-class NamedOnce {
- public:
-  void add(const std::string& name, const at::Tensor& tensor) {
-    if (!tensor.defined()) return;
-    if (known_.insert(tensor.unsafeGetTensorImpl()).second) tensors.emplace_back(name, tensor);
-  }
-  void add_floating(const std::string& name, const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.is_floating_point()) add(name, tensor);
-  }
-
-  NamedTensors tensors;
-
- private:
-  std::unordered_set<const c10::TensorImpl*> known_;  // tied weights have several names
-};
 
 /// The eps of a layer of libtorch's that has one.
 template <class... Layers>
@@ -74,14 +57,8 @@ inline void add_eps_of(const std::string& name, const torch::nn::Module& module,
 }
 
 inline DoctorCase case_of(const torch::nn::Module& model, at::ScalarType low) {
-  DoctorCase one;
-  NamedOnce parameters, buffers;
-  for (const auto& entry : model.named_parameters()) {
-    parameters.add_floating(entry.key(), entry.value());
-  }
-  for (const auto& entry : model.named_buffers()) buffers.add(entry.key(), entry.value());
-  one.parameters = std::move(parameters.tensors);
-  one.buffers = std::move(buffers.tensors);
+  DoctorCase one{.parameters = NamedOnce().floating(model.named_parameters()),
+                 .buffers = NamedOnce().all(model.named_buffers())};
   add_eps_of("(model)", model, one.constants, low);
   for (const auto& entry : model.named_modules("", /*include_self=*/false)) {
     add_eps_of(entry.key(), *entry.value(), one.constants, low);
@@ -91,16 +68,9 @@ inline DoctorCase case_of(const torch::nn::Module& model, at::ScalarType low) {
 
 inline DoctorCase case_of(const torch::jit::Module& model, c10::DeviceType device,
                           at::ScalarType low) {
-  DoctorCase one;
-  NamedOnce parameters, buffers;
-  for (const auto& entry : model.named_parameters()) {
-    parameters.add_floating(entry.name, entry.value);
-  }
-  for (const auto& entry : model.named_buffers()) buffers.add(entry.name, entry.value);
-  one.parameters = std::move(parameters.tensors);
-  one.buffers = std::move(buffers.tensors);
-  one.constants = ScriptConstants(model, device, low).found();
-  return one;
+  return {.parameters = NamedOnce().floating(model.named_parameters()),
+          .buffers = NamedOnce().all(model.named_buffers()),
+          .constants = ScriptConstants(model, device, low).found()};
 }
 
 /// The first half of a batch; a tensor with another first dimension as it is.
@@ -171,28 +141,22 @@ inline void write_speeds(std::ostream& stream, const std::vector<DtypeSpeed>& sp
   if (speeds.empty()) return;
   stream << "\nmatrix products on this machine\n";
   for (const DtypeSpeed& speed : speeds) {
-    stream << "  " << std::left << std::setw(10) << speed.name << std::right << std::setw(10)
-           << digits(speed.gflops) << " GFLOP/s" << std::setw(8)
-           << digits(speed.gflops / speeds.front().gflops, 2) << " x float32   "
-           << (speed.native ? "native" : "emulated") << "\n";
+    const std::string ratio = digits(speed.gflops / speeds.front().gflops, 2);
+    stream << table_line({-12, 10, 0, 8, 0},
+                         {"  " + speed.name, digits(speed.gflops), " GFLOP/s", ratio,
+                          c10::str(" x float32   ", speed.native ? "native" : "emulated")});
   }
 }
 
 inline void write_memory(std::ostream& stream, const Diagnosis& diagnosis) {
+  const std::vector<int> widths = {-22, 18, 14, 14, 16};
   stream << "\nmemory with AdamW; " << bytes_text(diagnosis.free_bytes) << " are free\n"
-         << "  " << std::left << std::setw(20) << "weights" << std::right << std::setw(18)
-         << "bytes/parameter" << std::setw(14) << "all" << std::setw(14) << "a row" << std::setw(16)
-         << "largest batch"
-         << "\n";
+         << table_line(widths, {"  weights", "bytes/parameter", "all", "a row", "largest batch"});
   for (const PolicyMemory& row : diagnosis.memory) {
-    const auto number = [](const auto& value, const auto& text) {
-      return value ? text(*value) : std::string("-");
-    };
-    stream << "  " << std::left << std::setw(20) << row.name << std::right << std::setw(18)
-           << digits(row.bytes_a_parameter) << std::setw(14) << bytes_text(row.bytes)
-           << std::setw(14) << number(row.bytes_a_sample, bytes_text) << std::setw(16)
-           << number(row.largest_batch, [](std::int64_t rows) { return std::to_string(rows); })
-           << "\n";
+    const std::optional<std::int64_t> each = row.bytes_a_sample, rows = row.largest_batch;
+    stream << table_line(widths,
+                         {"  " + row.name, digits(row.bytes_a_parameter), bytes_text(row.bytes),
+                          each ? bytes_text(*each) : "-", rows ? std::to_string(*rows) : "-"});
   }
 }
 

@@ -33,12 +33,12 @@ namespace detail {
 
 /// A model as the doctor takes it, whatever it was.
 struct DoctorCase {
-  NamedTensors parameters;              ///< those of a floating dtype
-  NamedTensors buffers;                 ///< of any dtype
-  std::vector<at::Tensor> inputs;       ///< the sample's tensors
-  std::vector<SeenConstant> constants;  ///< that are known without a run
+  NamedTensors parameters = {};              ///< those of a floating dtype
+  NamedTensors buffers = {};                 ///< of any dtype
+  std::vector<at::Tensor> inputs = {};       ///< the sample's tensors
+  std::vector<SeenConstant> constants = {};  ///< that are known without a run
   /// Runs the sample, or the first half of its rows, and gives the outputs; null: there is none.
-  std::function<std::vector<at::Tensor>(bool half)> forward;
+  std::function<std::vector<at::Tensor>(bool half)> forward = nullptr;
 
   std::int64_t batch() const {
     return inputs.empty() || inputs.front().dim() == 0 ? 0 : inputs.front().size(0);
@@ -53,9 +53,6 @@ class KeptBuffers {
       if (at::has_internal_overlap(buffer) == at::MemOverlap::Yes) continue;  // none can write it
       kept_.emplace_back(buffer, buffer.detach().clone());
     }
-    for (const at::Generator& generator : default_generators(CudaDevices::in_use)) {
-      random_.emplace_back(generator, state_of(generator));
-    }
   }
   ~KeptBuffers() { rewind(); }
   KeptBuffers(const KeptBuffers&) = delete;
@@ -65,12 +62,12 @@ class KeptBuffers {
     const at::NoGradGuard no_grad;
     const at::DisableRecordFunctionGuard untraced;
     for (const auto& [buffer, value] : kept_) buffer.copy_(value);
-    for (const auto& [generator, state] : random_) set_state(generator, state);
+    random_.install();
   }
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
-  std::vector<std::pair<at::Generator, at::Tensor>> random_;
+  RandomState random_;
 };
 
 /// The sentence that matters of what a model threw.

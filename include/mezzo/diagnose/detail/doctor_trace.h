@@ -4,10 +4,13 @@
 #pragma once
 
 #include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/autocast/detail/op_policy/trace_recorder.h>
-#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/gemm_times_impl.h>
 #include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/value_range.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,15 +18,12 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -33,25 +33,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Tensors with their names in a model.
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
-
-/// A finite value as `dtype` holds it: inf where it is too large, 0 where it is too small.
-inline double rounded_to(double value, at::ScalarType dtype) {
-  const auto narrow = static_cast<float>(value);
-  if (dtype == at::kHalf) return static_cast<float>(c10::Half(narrow));
-  if (dtype == at::kBFloat16) return static_cast<float>(c10::BFloat16(narrow));
-  return dtype == at::kFloat ? narrow : value;
-}
-
-inline bool overflows(double value, at::ScalarType dtype) {
-  return !nonfinite_bits(value) && nonfinite_bits(rounded_to(value, dtype));
-}
-
-inline bool vanishes(double value, at::ScalarType dtype) {
-  return value != 0 && rounded_to(value, dtype) == 0;
-}
 
 /// "masked_fill" of "aten::masked_fill.Scalar"
 inline std::string short_name(const std::string& op) {
@@ -97,7 +78,7 @@ struct SeenWeight {
 
 /// Notes what this thread's ops do, while it lives. Modules of C++ have no hooks: an op belongs to
 /// the module whose parameter it reads, and one that reads none comes after the last that did.
-class DoctorTrace {
+class DoctorTrace : public OpListener<DoctorTrace, int> {
  public:
   explicit DoctorTrace(const NamedTensors& parameters) {
     for (const auto& [name, parameter] : parameters) {
@@ -105,19 +86,8 @@ class DoctorTrace {
       known_.emplace(parameter.storage().unsafeGetStorageImpl(), weights_.size());
       weights_.push_back({.name = name, .requires_grad = parameter.requires_grad()});
     }
-    TORCH_CHECK(listener() == nullptr, "diagnose: this thread is within another diagnose");
-    listener() = this;
-    callback_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&DoctorTrace::start, &DoctorTrace::end)
-            .needsInputs(true)
-            .scopes({at::RecordScope::FUNCTION}));
+    TORCH_CHECK(!is_nested(), "diagnose: this thread is within another diagnose");
   }
-  ~DoctorTrace() {
-    at::removeCallback(callback_);
-    listener() = nullptr;
-  }
-  DoctorTrace(const DoctorTrace&) = delete;
-  DoctorTrace& operator=(const DoctorTrace&) = delete;
 
   const std::vector<SeenConstant>& constants() const { return constants_; }
   const std::vector<SeenProduct>& products() const { return products_; }
@@ -141,35 +111,26 @@ class DoctorTrace {
   }
 
  private:
-  static DoctorTrace*& listener() {
-    static thread_local DoctorTrace* active = nullptr;
-    return active;
-  }
+  friend OpListener;
 
-  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
-    if (listener() != nullptr) listener()->enter(function);
-    return nullptr;
-  }
-
-  static void end(const at::RecordFunction& /*function*/, at::ObserverContext* /*context*/) {
-    if (listener() != nullptr) listener()->leave();
-  }
-
-  void enter(const at::RecordFunction& function) {
+  /// \returns how many ops are under way around this one
+  int entered(const at::RecordFunction& function) {
     if (depth_++ == 0) owner_.reset();  // another op of the user's
-    const auto name = function.operator_name();
-    if (!name) return;
-    const OpArguments inputs = recorded_inputs(function);
-    if (depth_ == 1) op_ = *name;
-    note_tensors(inputs);
-    if (name->name == "aten::_to_copy" && !inputs.empty()) note_cast(inputs[0]);
-    if (name->name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
-    note_product(name->name, inputs);
-    if (const auto op = c10::Dispatcher::singleton().findSchema(*name)) note_constants(*op, inputs);
+    if (const auto name = function.operator_name()) note(*name, recorded_inputs(function));
+    return depth_ - 1;
+  }
+  void left(int depth) {
+    depth_ = depth;
+    if (depth_ < cast_depth_) cast_depth_ = 0;
   }
 
-  void leave() {
-    if (--depth_ < cast_depth_) cast_depth_ = 0;
+  void note(const c10::OperatorName& name, OpArguments inputs) {
+    if (depth_ == 1) op_ = name;
+    note_tensors(inputs);
+    if (name.name == "aten::_to_copy" && !inputs.empty()) note_cast(inputs[0]);
+    if (name.name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
+    note_product(name.name, inputs);
+    if (const auto op = c10::Dispatcher::singleton().findSchema(name)) note_constants(*op, inputs);
   }
 
   std::optional<std::size_t> weight_in(const at::Tensor& tensor) const {
@@ -202,31 +163,18 @@ class DoctorTrace {
   }
 
   void note_product(std::string_view op, OpArguments inputs) {
-    const bool adds = op == "aten::addmm" || op == "aten::baddbmm";
-    if (adds || op == "aten::mm" || op == "aten::bmm") {
-      note_factors(inputs[adds ? 1 : 0], inputs[adds ? 2 : 1]);
+    if (const auto factors = matrix_factors(op, inputs)) {
+      const auto& [left, right] = *factors;
+      note_product(left.size(-2), right.size(-1), left.size(-1));
     } else if (op == "aten::convolution") {
       const at::Tensor& weight = inputs[1].toTensor();
-      note({.module = place(),
-            .is_of_weight = owner_.has_value(),
-            .m = 8,
-            .n = weight.size(0),
-            .k = weight.size(1)});
+      note_product(/*m=*/8, weight.size(0), weight.size(1));
     }
   }
 
-  void note_factors(const c10::IValue& left, const c10::IValue& right) {
-    if (!left.isTensor() || !right.isTensor() || !left.toTensor().is_floating_point()) return;
-    note({.module = place(),
-          .is_of_weight = owner_.has_value(),
-          .m = left.toTensor().size(-2),
-          .n = right.toTensor().size(-1),
-          .k = left.toTensor().size(-1)});
-  }
-
-  void note(SeenProduct product) {
-    if (product.m % 8 == 0 && product.n % 8 == 0 && product.k % 8 == 0) return;
-    add_once(products_, std::move(product));
+  void note_product(std::int64_t m, std::int64_t n, std::int64_t k) {
+    if (m % 8 == 0 && n % 8 == 0 && k % 8 == 0) return;
+    add_once(products_, SeenProduct{place(), /*is_of_weight=*/owner_.has_value(), m, n, k});
   }
 
   void note_constants(const c10::OperatorHandle& op, OpArguments inputs) {
@@ -298,9 +246,8 @@ class DoctorTrace {
   std::optional<std::string> last_;
   std::optional<std::string> low_op_;
   c10::OperatorName op_{"", ""};
-  int depth_ = 0;
+  int depth_ = 0;       // of ops that have begun and not returned
   int cast_depth_ = 0;  // of the cast under way; 0: none
-  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
 };
 
 }  // namespace detail

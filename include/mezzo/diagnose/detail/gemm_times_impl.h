@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/matmul_precision.h>
 #include <mezzo/diagnose/gemm_times.h>
@@ -24,36 +25,37 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// The factors of mm, addmm, bmm and baddbmm, where they hold floating numbers.
+inline std::optional<std::pair<at::Tensor, at::Tensor>> matrix_factors(std::string_view op,
+                                                                       OpArguments inputs) {
+  const bool adds = op == "aten::addmm" || op == "aten::baddbmm";
+  if (!adds && op != "aten::mm" && op != "aten::bmm") return std::nullopt;
+  const std::size_t left = adds ? 1 : 0;
+  if (inputs.size() < left + 2 || !inputs[left].isTensor() || !inputs[left + 1].isTensor()) {
+    return std::nullopt;
+  }
+  std::pair factors(inputs[left].toTensor(), inputs[left + 1].toTensor());
+  if (!factors.first.is_floating_point()) return std::nullopt;
+  return factors;
+}
+
 /// Notes the matrix products of a thread while it lives.
-class GemmRecorder {
+class GemmRecorder : public OpListener<GemmRecorder, bool> {
  public:
   GemmRecorder() {
-    TORCH_CHECK(listener() == nullptr,
-                "benchmark_gemms: this thread is within another benchmark_gemms");
-    listener() = this;
-    callback_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&GemmRecorder::start, &GemmRecorder::end)
-            .needsInputs(true)
-            .scopes({at::RecordScope::FUNCTION}));
+    TORCH_CHECK(!is_nested(), "benchmark_gemms: this thread is within another benchmark_gemms");
   }
-  ~GemmRecorder() { stop(); }
-  GemmRecorder(const GemmRecorder&) = delete;
-  GemmRecorder& operator=(const GemmRecorder&) = delete;
 
-  void stop() {
-    if (listener() != this) return;
-    at::removeCallback(callback_);
-    listener() = nullptr;
-  }
+  using OpListener::stop;
 
   /// The products by shape, and how many there were of each.
   const std::map<GemmShape, int64_t>& calls() const noexcept { return calls_; }
@@ -71,49 +73,22 @@ class GemmRecorder {
   }
 
  private:
-  struct Context final : at::ObserverContext {
-    bool is_gemm = false;
-  };
+  friend OpListener;
 
-  static GemmRecorder*& listener() {
-    static thread_local GemmRecorder* active = nullptr;
-    return active;
-  }
-
-  /// Which argument is the left factor; the right one follows it.
-  static std::optional<std::size_t> left_factor(std::string_view op) {
-    if (op == "aten::mm" || op == "aten::bmm") return 0;
-    if (op == "aten::addmm" || op == "aten::baddbmm") return 1;
-    return std::nullopt;
-  }
-
-  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
-    auto context = std::make_unique<Context>();
-    if (listener() != nullptr) context->is_gemm = listener()->enter(function);
-    return context;
-  }
-
-  static void end(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
-    const bool is_gemm = context != nullptr && static_cast<Context*>(context)->is_gemm;
-    if (listener() != nullptr && is_gemm) --listener()->depth_;
-  }
-
-  bool enter(const at::RecordFunction& function) {
+  /// \returns whether it is a product. Under autocast the op calls itself with the cast factors.
+  bool entered(const at::RecordFunction& function) {
     const auto name = function.operator_name();
     if (!name) return false;
-    const auto left = left_factor(name->name);
-    const OpArguments inputs = recorded_inputs(function);
-    if (!left || inputs.size() < *left + 2) return false;
-    // Under autocast the op calls itself with the cast factors.
-    if (depth_++ == 0) note(inputs[*left], inputs[*left + 1]);
-    return true;
+    const auto factors = matrix_factors(name->name, recorded_inputs(function));
+    if (factors && depth_++ == 0) note(factors->first, factors->second);
+    return factors.has_value();
+  }
+  void left(bool is_product) {
+    if (is_product) --depth_;
   }
 
-  void note(const c10::IValue& a, const c10::IValue& b) {
-    if (!a.isTensor() || !b.isTensor()) return;
-    const at::Tensor& left = a.toTensor();
-    const at::Tensor& right = b.toTensor();
-    if (!left.is_floating_point() || left.numel() == 0 || right.numel() == 0) return;
+  void note(const at::Tensor& left, const at::Tensor& right) {
+    if (left.numel() == 0 || right.numel() == 0) return;
     ++calls_[{.batch = left.dim() == 3 ? left.size(0) : 1,
               .m = left.size(-2),
               .n = right.size(-1),
@@ -133,7 +108,6 @@ class GemmRecorder {
   std::map<GemmShape, int64_t> calls_;
   std::vector<c10::Device> devices_;
   int depth_ = 0;
-  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
 };
 
 class GemmStopwatch {

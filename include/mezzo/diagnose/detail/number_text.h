@@ -1,16 +1,19 @@
 /// \file
-/// Numbers and text in files that other programs read.
+/// Numbers, names and tables as text, for people and for other programs.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cstddef>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -39,6 +42,19 @@ inline std::string digits(double value, int significant = 3) {
 inline std::string layer_name(const std::string& parameter) {
   const std::size_t dot = parameter.rfind('.');
   return dot == std::string::npos ? "(model)" : parameter.substr(0, dot);
+}
+
+/// A line of a table on a terminal: cells as wide as `widths` says, aligned right, or left where
+/// the width is negative. One that is too long moves those behind it.
+inline std::string table_line(const std::vector<int>& widths,
+                              const std::vector<std::string>& cells) {
+  std::string line;
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    const auto width = static_cast<std::size_t>(std::abs(widths[i]));
+    const std::string gap(width - std::min(width, cells[i].size()), ' ');
+    line += widths[i] < 0 ? cells[i] + gap : gap + cells[i];
+  }
+  return line + "\n";
 }
 
 /// `text` as HTML shows it, also inside of an attribute.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/overflow_report.h>
@@ -12,7 +13,6 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/TensorImpl.h>
 #include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
@@ -24,7 +24,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -51,7 +50,7 @@ inline at::Tensor stacked_on_host(std::vector<at::Tensor> tensors) {
   return at::stack(tensors).cpu();
 }
 
-inline std::vector<SeenGradient> seen_gradients(const NamedParameters& parameters) {
+inline std::vector<SeenGradient> seen_gradients(const NamedTensors& parameters) {
   std::vector<SeenGradient> seen;
   std::vector<at::Tensor> norms;
   for (const auto& [name, parameter] : parameters) {
@@ -134,7 +133,7 @@ inline std::vector<LayerNorm> layer_norms(const std::vector<SeenGradient>& all) 
 /// Sees gradients as this rank's backward pass makes them, while it lives.
 class OwnGradients {
  public:
-  explicit OwnGradients(const NamedParameters& parameters) {
+  explicit OwnGradients(const NamedTensors& parameters) {
     for (const auto& [name, parameter] : parameters) {
       if (!parameter.requires_grad()) continue;
       const at::NoGradGuard no_grad;
@@ -180,18 +179,11 @@ class OwnGradients {
 
 }  // namespace detail
 
-inline NamedParameters name_parameters(const torch::nn::Module& model) {
-  NamedParameters parameters;
-  std::unordered_set<const c10::TensorImpl*> known;  // tied weights have several names
-  for (const auto& entry : model.named_parameters()) {
-    if (!entry.value().defined() || !entry.value().is_floating_point()) continue;
-    if (!known.insert(entry.value().unsafeGetTensorImpl()).second) continue;
-    parameters.emplace_back(entry.key(), entry.value());
-  }
-  return parameters;
+inline NamedTensors name_parameters(const torch::nn::Module& model) {
+  return detail::NamedOnce().floating(model.named_parameters());
 }
 
-inline Overflow find_overflow(const NamedParameters& parameters, double loss_scale) {
+inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale) {
   const at::NoGradGuard no_grad;
   std::vector<detail::SeenGradient> all = detail::seen_gradients(parameters);
   Overflow overflow{.parameters = detail::overflowed(all, 1)};

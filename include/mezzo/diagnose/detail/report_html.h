@@ -93,7 +93,7 @@ inline std::string comparison_html(const PrecisionComparison& comparison) {
   std::ostringstream html;
   html << "<section><h2>Precisions compared on " << comparison.device
        << "</h2><div class=wide><table><tr>";
-  for (const char* column : kComparisonColumns) html << "<th>" << column << "</th>";
+  for (const std::string& column : comparison_columns()) html << "<th>" << column << "</th>";
   html << "</tr>\n";
   std::string causes;
   const PrecisionRow& proposal = comparison.proposal();

@@ -19,7 +19,6 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <iomanip>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -196,31 +195,25 @@ inline double suggest_loss_scale(const UnderflowReport& gradients, int margin) {
 }
 
 inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& report) {
-  const auto write = [&stream](const LayerExponents& layer) {
-    const auto power = [](std::optional<int> exponent) {
-      return exponent ? "2^" + std::to_string(*exponent) : std::string("-");
-    };
-    stream << std::left << std::setw(36) << layer.layer << std::right << std::setw(10)
-           << layer.sampled;
-    for (const double share :
-         {layer.zero, layer.lost, layer.subnormal, layer.overflow, layer.non_finite}) {
-      stream << std::setw(12) << detail::digits(100 * share);
-    }
-    stream << std::setw(10) << power(layer.smallest()) << std::setw(10) << power(layer.largest())
-           << "\n";
+  const std::vector<int> widths = {-36, 10, 12, 12, 12, 12, 12, 10, 10};
+  const auto power = [](std::optional<int> exponent) {
+    return exponent ? "2^" + std::to_string(*exponent) : std::string("-");
+  };
+  const auto line = [&](const LayerExponents& layer) {
+    const auto percent = [](double share) { return detail::digits(100 * share); };
+    return detail::table_line(
+        widths, {layer.layer, std::to_string(layer.sampled), percent(layer.zero),
+                 percent(layer.lost), percent(layer.subnormal), percent(layer.overflow),
+                 percent(layer.non_finite), power(layer.smallest()), power(layer.largest())});
   };
   const ExponentRange range = report.range();
   stream << "values in " << detail::dtype_name(report.dtype()) << ", 2^" << range.smallest
          << " to 2^" << range.largest << ", in percent of those sampled\n"
-         << std::left << std::setw(36) << "layer" << std::right << std::setw(10) << "sampled";
-  for (const char* column : {"zero", "lost", "subnormal", "overflow", "inf or NaN"}) {
-    stream << std::setw(12) << column;
-  }
-  stream << std::setw(10) << "smallest" << std::setw(10) << "largest"
-         << "\n";
-  for (const LayerExponents& layer : report.layers()) write(layer);
+         << detail::table_line(widths, {"layer", "sampled", "zero", "lost", "subnormal", "overflow",
+                                        "inf or NaN", "smallest", "largest"});
+  for (const LayerExponents& layer : report.layers()) stream << line(layer);
   const LayerExponents all = report.total();
-  write(all);
+  stream << line(all);
   if (const auto largest = all.largest()) {
     stream << "the loss scale, " << detail::digits(report.options().loss_scale, 6)
            << ", could change by 2^" << range.largest - *largest

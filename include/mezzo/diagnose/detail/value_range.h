@@ -1,5 +1,5 @@
 /// \file
-/// What tensors hold, and what an op would return in a wider type: for an AnomalyTrace.
+/// What tensors and dtypes hold, and what an op would return in a wider type.
 #pragma once
 
 #include <mezzo/autocast/detail/op_arguments.h>
@@ -9,7 +9,6 @@
 #include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/overflow_report.h>
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
@@ -112,12 +111,20 @@ inline at::ScalarType wider_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-inline double largest_of(at::ScalarType dtype) {
-  double largest = std::numeric_limits<double>::max();
-  if (dtype == at::kHalf) largest = std::numeric_limits<c10::Half>::max();
-  if (dtype == at::kBFloat16) largest = std::numeric_limits<c10::BFloat16>::max();
-  if (dtype == at::kFloat) largest = std::numeric_limits<float>::max();
-  return largest;
+/// A finite value as `dtype` holds it: inf where it is too large, 0 where it is too small.
+inline double rounded_to(double value, at::ScalarType dtype) {
+  const auto narrow = static_cast<float>(value);
+  if (dtype == at::kHalf) return static_cast<float>(c10::Half(narrow));
+  if (dtype == at::kBFloat16) return static_cast<float>(c10::BFloat16(narrow));
+  return dtype == at::kFloat ? narrow : value;
+}
+
+inline bool overflows(double value, at::ScalarType dtype) {
+  return !nonfinite_bits(value) && nonfinite_bits(rounded_to(value, dtype));
+}
+
+inline bool vanishes(double value, at::ScalarType dtype) {
+  return value != 0 && rounded_to(value, dtype) == 0;
 }
 
 /// An argument with its tensors copied in `wide`, and a dtype that it asks for widened.
@@ -149,12 +156,8 @@ inline std::optional<std::vector<ValueRange>> run_again(const c10::OperatorHandl
   const c10::FunctionSchema& schema = op.schema();
   const bool is_libtorchs = schema.name().starts_with("aten::");  // not a collective, say
   if (!is_libtorchs || schema.arguments().size() != inputs.size()) return std::nullopt;
-  std::vector<std::pair<at::Generator, at::Tensor>> random;
-  if (op.hasTag(at::Tag::nondeterministic_seeded)) {
-    for (const at::Generator& generator : default_generators(CudaDevices::in_use)) {
-      random.emplace_back(generator, state_of(generator));
-    }
-  }
+  std::optional<RandomState> random;
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) random.emplace();
   std::optional<std::vector<ValueRange>> ranges;
   try {
     torch::jit::Stack stack;
@@ -166,7 +169,7 @@ inline std::optional<std::vector<ValueRange>> run_again(const c10::OperatorHandl
     if (!results.empty()) ranges = value_ranges(results);
   } catch (const std::exception&) {  // an op that knows only the narrow type, say
   }
-  for (const auto& [generator, state] : random) set_state(generator, state);
+  if (random) random->install();
   return ranges;
 }
 

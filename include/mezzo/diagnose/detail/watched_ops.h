@@ -2,8 +2,9 @@
 /// What an AnomalyTrace knows of ops under way, and of memory.
 #pragma once
 
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/overflow_report.h>
+#include <mezzo/diagnose/detail/value_range.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,8 +14,6 @@
 #include <c10/core/DispatchKey.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
@@ -34,32 +33,85 @@ namespace detail {
 
 class AnomalyRecorder;
 
-/// Memory and what is known of it. It is not given to other tensors meanwhile.
+/// What is known of memory, by the bytes that a tensor takes: gradients in a flat bucket share
+/// their storage. While something is known of it memory is not given to other tensors.
 template <class Fact>
 class KnownMemory {
  public:
   void note(const at::Tensor& tensor, Fact fact) {
     if (!tensor.has_storage()) return;
-    known_.insert_or_assign(tensor.storage().unsafeGetStorageImpl(),
-                            std::pair(tensor.storage().getWeakStorageImpl(), std::move(fact)));
+    forget(tensor);
+    const auto [known, is_new] =
+        known_.try_emplace(tensor.storage().unsafeGetStorageImpl(),
+                           Storage{tensor.storage().getWeakStorageImpl(), {}});
+    known->second.stretches.push_back({bytes_of(tensor), std::move(fact)});
   }
+
+  /// What was noted last of a tensor that shares a byte with this one.
   const Fact* find(const at::Tensor& tensor) const {
     if (!tensor.has_storage()) return nullptr;
     const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
-    return found == known_.end() ? nullptr : &found->second.second;
+    if (found == known_.end()) return nullptr;
+    const Bytes bytes = bytes_of(tensor);
+    const auto& stretches = found->second.stretches;
+    const auto last = std::find_if(stretches.rbegin(), stretches.rend(), [&](const Stretch& one) {
+      return one.bytes.begin < bytes.end && bytes.begin < one.bytes.end;
+    });
+    return last == stretches.rend() ? nullptr : &last->fact;
   }
-  void forget(const at::Tensor& tensor) { known_.erase(tensor.storage().unsafeGetStorageImpl()); }
+
+  /// Nothing is known any more of what the tensor holds. Does nothing where it has gaps.
+  void forget(const at::Tensor& tensor) {
+    if (!tensor.has_storage() || tensor.is_nested()) return;
+    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+    if (found == known_.end() || !tensor.is_non_overlapping_and_dense()) return;
+    const Bytes gone = bytes_of(tensor);
+    std::vector<Stretch> left;
+    for (const auto& [bytes, fact] : found->second.stretches) {
+      const Bytes before{bytes.begin, std::min(bytes.end, gone.begin)};
+      const Bytes behind{std::max(bytes.begin, gone.end), bytes.end};
+      if (before.begin < before.end) left.push_back({before, fact});
+      if (behind.begin < behind.end) left.push_back({behind, fact});
+    }
+    if (left.empty()) {
+      known_.erase(found);
+    } else {
+      found->second.stretches = std::move(left);
+    }
+  }
 
  private:
-  std::unordered_map<const c10::StorageImpl*,
-                     std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, Fact>>
-      known_;
+  struct Bytes {
+    std::int64_t begin = 0, end = 0;  // in the storage
+  };
+  struct Stretch {
+    Bytes bytes;
+    Fact fact;
+  };
+  struct Storage {
+    c10::weak_intrusive_ptr<c10::StorageImpl> held;
+    std::vector<Stretch> stretches;
+  };
+
+  /// From a tensor's first element to its last.
+  static Bytes bytes_of(const at::Tensor& tensor) {
+    if (tensor.is_nested()) return {0, static_cast<std::int64_t>(tensor.storage().nbytes())};
+    const auto each = static_cast<std::int64_t>(tensor.element_size());
+    std::int64_t elements = tensor.numel() > 0 ? 1 : 0;
+    for (std::int64_t i = 0; elements > 0 && i < tensor.dim(); ++i) {
+      elements += (tensor.size(i) - 1) * tensor.stride(i);
+    }
+    const std::int64_t begin = tensor.storage_offset() * each;
+    return {begin, begin + elements * each};
+  }
+
+  std::unordered_map<const c10::StorageImpl*, Storage> known_;
 };
 
 /// Parameters by their memory, and by that of copies in another dtype.
 class ParameterMemory {
  public:
-  explicit ParameterMemory(NamedParameters parameters) : parameters_(std::move(parameters)) {}
+  explicit ParameterMemory(NamedTensors parameters) : parameters_(std::move(parameters)) {}
 
   /// The name of the parameter that the tensor is, is a view of, or is a cast copy of.
   std::string name_of(const at::Tensor& tensor) const {
@@ -82,7 +134,7 @@ class ParameterMemory {
   }
 
  private:
-  NamedParameters parameters_;
+  NamedTensors parameters_;
   KnownMemory<std::string> copies_;
 };
 
@@ -151,11 +203,7 @@ inline std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype)
       "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_"};
   if (std::find(kOps.begin(), kOps.end(), op.name()) == kOps.end()) return std::nullopt;
   for (const c10::IValue& input : op.inputs) {
-    if (!input.isDouble() || input.toDouble() == 0) continue;
-    const auto value = static_cast<float>(input.toDouble());
-    const bool is_lost = (dtype == at::kHalf && static_cast<float>(c10::Half(value)) == 0) ||
-                         (dtype == at::kBFloat16 && static_cast<float>(c10::BFloat16(value)) == 0);
-    if (is_lost) return input.toDouble();
+    if (input.isDouble() && vanishes(input.toDouble(), dtype)) return input.toDouble();
   }
   return std::nullopt;
 }

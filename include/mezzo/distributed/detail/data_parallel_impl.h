@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
@@ -16,7 +17,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -96,16 +96,9 @@ struct ReplicatedTensors {
   NamedTensors buffers;
 
   explicit ReplicatedTensors(const torch::nn::Module& module) {
-    std::unordered_set<const c10::TensorImpl*> known;
-    const auto add = [&](const auto& items, NamedTensors& to) {
-      for (const auto& item : items) {
-        const at::Tensor& tensor = item.value();
-        if (!tensor.defined() || !known.insert(tensor.unsafeGetTensorImpl()).second) continue;
-        to.emplace_back(item.key(), tensor);
-      }
-    };
-    add(module.named_parameters(), parameters);
-    add(module.named_buffers(), buffers);
+    NamedOnce once;
+    parameters = once.all(module.named_parameters());
+    buffers = once.all(module.named_buffers());
   }
 
   NamedTensors all() const {

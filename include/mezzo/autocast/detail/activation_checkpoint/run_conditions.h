@@ -8,57 +8,15 @@
 #include <mezzo/base/version.h>
 
 #include <ATen/Context.h>
-#include <ATen/core/Generator.h>
-#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <optional>
-#include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// The state of random generators, libtorch's default ones in use, as a value.
-class RandomState {
- public:
-  explicit RandomState(
-      const std::vector<at::Generator>& generators = default_generators(CudaDevices::in_use)) {
-    for (const at::Generator& generator : generators) {
-      states_.emplace_back(generator, state_of(generator));
-    }
-  }
-
-  void install() const {
-    for (const auto& [generator, state] : states_) set_state(generator, state);
-  }
-
-  /// Installs a state and puts its generators back at the end of the scope.
-  class Scope;
-
- private:
-  std::vector<at::Generator> generators() const {
-    std::vector<at::Generator> generators;
-    for (const auto& [generator, state] : states_) generators.push_back(generator);
-    return generators;
-  }
-
-  std::vector<std::pair<at::Generator, at::Tensor>> states_;
-};
-
-class RandomState::Scope {
- public:
-  explicit Scope(const RandomState& state) : found_(state.generators()) { state.install(); }
-  ~Scope() { found_.install(); }
-  Scope(const Scope&) = delete;
-  Scope& operator=(const Scope&) = delete;
-
- private:
-  RandomState found_;
-};
 
 /// Leaves libtorch's cache of weight casts unread and unwritten. A cast that was cached before the
 /// first run is gone by the second, so that the two runs would have different graphs.

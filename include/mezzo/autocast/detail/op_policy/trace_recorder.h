@@ -7,6 +7,7 @@
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/override_kernel.h>
 #include <mezzo/autocast/detail/op_policy/override_registry.h>
@@ -20,7 +21,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -120,22 +120,14 @@ struct TracedCost {
   std::int64_t cache_hits = 0;
 };
 
-class TraceRecorder {
+/// What the innermost op under way began, for its end.
+enum class OpenedByOp : std::uint8_t { nothing, scope, call, cast };
+
+class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
  public:
-  TraceRecorder() {
-    TORCH_CHECK(listener() == nullptr, "CastTrace: this thread has one already; end that first");
-    listener() = this;
-    callback_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&TraceRecorder::start, &TraceRecorder::end)
-            .needsInputs(true)
-            .scopes({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}));
+  TraceRecorder() : OpListener({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}) {
+    TORCH_CHECK(!is_nested(), "CastTrace: this thread has one already; end that first");
   }
-  ~TraceRecorder() {
-    at::removeCallback(callback_);
-    listener() = nullptr;
-  }
-  TraceRecorder(const TraceRecorder&) = delete;
-  TraceRecorder& operator=(const TraceRecorder&) = delete;
 
   const std::map<TracedCall, TracedCost>& calls() const { return calls_; }
 
@@ -149,79 +141,56 @@ class TraceRecorder {
     std::int64_t hits_before;
   };
 
-  // What `end` has to undo.
-  struct Context final : at::ObserverContext {
-    enum class Opened { nothing, scope, call, cast } opened = Opened::nothing;
-  };
+  friend OpListener;
 
-  static TraceRecorder*& listener() {
-    static thread_local TraceRecorder* active = nullptr;
-    return active;
-  }
-
-  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
-    auto context = std::make_unique<Context>();
-    if (listener() != nullptr) {
-      context->opened = listener()->enter(function);
-    }
-    return context;
-  }
-
-  static void end(const at::RecordFunction&, at::ObserverContext* context) {
-    if (listener() != nullptr && context != nullptr) {
-      listener()->leave(static_cast<Context*>(context)->opened);
-    }
-  }
-
-  Context::Opened enter(const at::RecordFunction& function) {
+  OpenedByOp entered(const at::RecordFunction& function) {
     if (function.scope() == at::RecordScope::USER_SCOPE) {
       scopes_.emplace_back(function.name());
-      return Context::Opened::scope;
+      return OpenedByOp::scope;
     }
     const auto name = function.operator_name();
     if (!name.has_value()) {
-      return Context::Opened::nothing;
+      return OpenedByOp::nothing;
     }
     if (const auto inside = note_inside_open_call(*name, recorded_inputs(function))) {
       return *inside;
     }
-    return note_call(*name, recorded_inputs(function)) ? Context::Opened::call
-                                                       : Context::Opened::nothing;
+    return note_call(*name, recorded_inputs(function)) ? OpenedByOp::call : OpenedByOp::nothing;
   }
 
-  void leave(Context::Opened opened) {
-    if (opened == Context::Opened::scope && !scopes_.empty()) {
+  void left(OpenedByOp opened) {
+    if (opened == OpenedByOp::scope && !scopes_.empty()) {
       scopes_.pop_back();
-    } else if (opened == Context::Opened::call && !open_.empty()) {
+    } else if (opened == OpenedByOp::call && !open_.empty()) {
       open_.pop_back();
-    } else if (opened == Context::Opened::cast) {
+    } else if (opened == OpenedByOp::cast) {
       in_cast_ = false;
     }
   }
 
   /// Something for a cast of the innermost open call, and for the op itself behind its casts.
-  std::optional<Context::Opened> note_inside_open_call(const c10::OperatorName& name,
-                                                       OpArguments inputs) {
+  std::optional<OpenedByOp> note_inside_open_call(const c10::OperatorName& name,
+                                                  OpArguments inputs) {
     if (open_.empty() || !open_.back().casting) {
       return std::nullopt;
     }
     if (in_cast_) {
-      return Context::Opened::nothing;  // what a cast is made of
+      return OpenedByOp::nothing;  // what a cast is made of
     }
     if (name.name == open_.back().name) {
       open_.back().casting = false;
       open_.back().cost->cache_hits += cache_hits() - open_.back().hits_before;
-      return Context::Opened::nothing;
+      return OpenedByOp::nothing;
     }
     if (name.name == "aten::_to_copy" && !inputs.empty() && inputs[0].isTensor()) {
       note_cast(inputs);
     } else if (name.name == "aten::copy_") {  // a weight cache renews a copy in its place
       note_cast(inputs[1].toTensor(), inputs[0].toTensor().scalar_type());
     } else {
-      return name.name == "aten::to" ? std::optional(Context::Opened::nothing) : std::nullopt;
+      return name.name == "aten::to" ? std::optional(OpenedByOp::nothing) : std::nullopt;
     }
     in_cast_ = true;
-    return Context::Opened::cast;
+    return OpenedByOp::cast;
   }
 
   void note_cast(OpArguments inputs) {
@@ -279,7 +248,6 @@ class TraceRecorder {
     return path;
   }
 
-  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
   std::map<TracedCall, TracedCost> calls_;
   std::vector<std::string> scopes_;
   std::vector<OpenCall> open_;

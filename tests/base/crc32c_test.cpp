@@ -1,4 +1,4 @@
-#include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/base/detail/crc32c.h>
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,60 @@
+/// \file
+/// Tensors with their names in a model.
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// Parameters or buffers under the names that errors and reports call them by, such as
+/// `model->named_parameters().pairs()`. The tensors are the model's own.
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+namespace detail {
+
+/// Takes tensors from a module's lists: those that are defined, each once, under its first name.
+/// Tied weights have several. A list is libtorch's, of a module in C++ or in TorchScript.
+class NamedOnce {
+ public:
+  template <class List>
+  NamedTensors all(const List& list) {
+    return taken(list, [](const at::Tensor&) { return true; });
+  }
+
+  /// Those of a floating dtype.
+  template <class List>
+  NamedTensors floating(const List& list) {
+    return taken(list, [](const at::Tensor& tensor) { return tensor.is_floating_point(); });
+  }
+
+ private:
+  template <class List, class Wanted>
+  NamedTensors taken(const List& list, const Wanted& wanted) {
+    NamedTensors tensors;
+    const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+      if (!tensor.defined() || !wanted(tensor)) return;
+      if (known_.insert(tensor.unsafeGetTensorImpl()).second) tensors.emplace_back(name, tensor);
+    };
+    for (const auto& entry : list) {
+      if constexpr (requires { entry.key(); }) {
+        add(entry.key(), entry.value());
+      } else {
+        add(entry.name, entry.value);
+      }
+    }
+    return tensors;
+  }
+
+  std::unordered_set<const c10::TensorImpl*> known_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
