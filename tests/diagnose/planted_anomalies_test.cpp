@@ -1,0 +1,238 @@
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/diagnose/anomaly_trace.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "planted_faults.h"
+
+// Which op made the first inf or NaN? Asked of AnomalyTrace.
+namespace planted_faults {
+namespace {
+
+/// What the trace says of `step`.
+std::string trace_of(const nn::Module& model, const std::function<void()>& step,
+                     mezzo::AnomalyTraceOptions options = {}) {
+  const mezzo::AnomalyTrace trace(model, std::move(options));
+  step();
+  const auto anomalies = trace.anomalies();
+  return anomalies.empty() ? "nothing" : anomalies.front().message();
+}
+
+std::string trace_of_op(const Op& op, const Tensor& batch = batch_of_ones(),
+                        std::optional<int> rank = std::nullopt) {
+  PatientImpl model(op);
+  return trace_of(model, [&] { model.forward(batch).sum().backward(); }, {.rank = rank});
+}
+
+/// The same under autocast to half.
+std::string trace_in_half(const Op& op, const Tensor& batch = batch_of_ones()) {
+  PatientImpl model(op);
+  return trace_of(model, [&] {
+    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+    model.forward(batch);
+  });
+}
+
+std::string trace_of_weight(const std::string& parameter, float value) {
+  PatientImpl model;
+  plant(model.parameter(parameter), 0, value);
+  return trace_of(model, [&] { model.forward(batch_of_ones()); });
+}
+
+std::string trace_of_scale(double scale) {
+  PatientImpl model;
+  return trace_of(model,
+                  [&] {
+                    Tensor loss;
+                    {
+                      const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+                      loss = model.forward(batch_of_ones()).to(torch::kFloat).sum();
+                    }
+                    (loss * scale).backward();
+                  },
+                  {.loss_scale = [scale] { return scale; }});
+}
+
+template <class Layer>
+std::string trace_of_layer(Layer layer, const Tensor& batch, bool in_half) {
+  const mezzo::AutocastGuard autocast(
+      {.device = torch::kCPU, .dtype = torch::kHalf, .enabled = in_half});
+  const torch::NoGradGuard no_grad;
+  return trace_of(*layer, [&] { layer->forward(batch); });
+}
+
+nn::Conv2d large_conv() {
+  nn::Conv2d conv(8, 8, 3);
+  const torch::NoGradGuard no_grad;
+  conv->weight.fill_(5000);
+  return conv;
+}
+
+/// Of three micro-batches the third has the NaN: that is where the trace sees one.
+std::string trace_of_micro_batches() {
+  PatientImpl model;
+  std::string said;
+  for (int micro_batch = 0; micro_batch < 3; ++micro_batch) {
+    Tensor x = batch_of_ones();
+    if (micro_batch == 2) x[0][0] = kNan;
+    said += c10::str(micro_batch, ": ", trace_of(model, [&] { model.forward(x).sum().backward(); }),
+                     "; ");
+  }
+  return said;
+}
+
+const std::vector<PlantedFault> kAnomalies = {
+    {"LogOfZero",
+     "a log of 0 in the forward pass",
+     [] { return trace_of_op([](const Tensor& x) { return (x * 0).log(); }); },
+     {"forward pass: aten::log, after norm", "In float64 it is not finite either: look for a log"}},
+    {"DivisionByZero",
+     "0 / 0 in the forward pass",
+     [] { return trace_of_op([](const Tensor& x) { return x / (x - x); }); },
+     {"forward pass: aten::div, after norm", "a division of 0"}},
+    {"RootOfZeroInBackward",
+     "the gradient of a root of 0",
+     [] { return trace_of_op([](const Tensor& x) { return (x - x).sqrt() * x; }); },
+     {"backward pass: ", "of SqrtBackward0, after norm", "a root of 0 in the backward pass"}},
+    {"ExpInFloat32",
+     "exp of 100",
+     [] { return trace_of_op([](const Tensor& x) { return (x * 0 + 100).exp(); }); },
+     {"forward pass: aten::exp, after norm", "In float64 it is finite"}},
+    {"ExpInHalf",
+     "exp of 12 in half",
+     [] {
+       return trace_in_half([](const Tensor& x) { return (x.to(torch::kHalf) * 0 + 12).exp(); });
+     },
+     {"forward pass: aten::exp, after norm", "In float32 it is finite, up to 1.63e+05"}},
+    {"SquareInHalf",
+     "a square of 300 in half",
+     [] {
+       return trace_in_half(
+           [](const Tensor& x) { return (x.to(torch::kHalf) * 0 + 300).square(); });
+     },
+     {"after norm", "made float16", "In float32 it is finite, up to 9e+04"}},
+    {"MaskTimesMinus1e9InHalf",
+     "(1 - mask) * -1e9 in half",
+     [] {
+       return trace_in_half(
+           [](const Tensor& x) { return (1 - torch::zeros_like(x, torch::kHalf)) * -1e9; });
+     },
+     {"(in aten::mul), after norm", "In float32 it is finite, up to 1e+09"}},
+    {"EpsLostInHalf",
+     "0 / (0 + 1e-12) in half",
+     [] {
+       return trace_in_half([](const Tensor& x) {
+         const Tensor zero = x.to(torch::kHalf) * 0;
+         return zero / (zero + 1e-12);
+       });
+     },
+     {"forward pass: aten::div, after norm", "made with 1e-12, which float16 rounds to 0"}},
+    {"SoftmaxOfAMaskedRow",
+     "a softmax of -inf alone",
+     [] {
+       return trace_of_op([](const Tensor& x) { return torch::full_like(x, -kInf).softmax(-1); });
+     },
+     {"aten::_softmax (in aten::softmax)", "In float64 it is not finite either"}},
+    {"AcosOutOfRange",
+     "acos of 2",
+     [] { return trace_of_op([](const Tensor& x) { return (x * 0 + 2).acos(); }); },
+     {"forward pass: aten::acos, after norm", "In float64 it is not finite either"}},
+    {"DeviationOfOneValue",
+     "the deviation of a single value",
+     [] {
+       return trace_of_op([](const Tensor& x) { return x / x.slice(1, 0, 1).std(-1, true, true); });
+     },
+     {"forward pass: aten::std, after norm"}},
+    {"NanInTheBatch",
+     "a NaN in the batch",
+     [] {
+       return trace_of_op({}, torch::full({8, 8}, kNan));
+     },
+     {"in body", "look at the batch"}},
+    {"InfInOneWeight",
+     "an inf in head.weight",
+     [] { return trace_of_weight("head.weight", kInf); },
+     {"in head", "The parameter head.weight is not finite"}},
+    {"NanInANorm",
+     "a NaN in norm.bias",
+     [] { return trace_of_weight("norm.bias", kNan); },
+     {"in norm", "The parameter norm.bias is not finite"}},
+    {"InfInAnEmbedding",
+     "an inf in one row of an embedding",
+     [] {
+       nn::Embedding table(4, 8);
+       plant(table->weight, 8, kInf);
+       return trace_of_layer(table, torch::tensor({0, 1}), false);
+     },
+     {"aten::embedding", "The parameter weight is not finite"}},
+    {"ConvolutionInHalf",
+     "a convolution whose sums leave half",
+     [] {
+       return trace_of_layer(large_conv(), torch::ones({1, 8, 4, 4}), true);
+     },
+     {"In float32 it is finite, up to 3.6e+05"}},
+    {"WeightBeyondHalf",
+     "weights of 1e5 under autocast to half",
+     [] {
+       nn::Linear layer(8, 8);
+       plant(layer->weight, 0, 1e5F);
+       return trace_of_layer(layer, batch_of_ones(), true);
+     },
+     {"aten::_to_copy", "weight float32 [8, 8]", "In float32 it is finite, up to 1e+05"}},
+    {"LossScaleTooHigh",
+     "a loss scale of 2^24 in half",
+     [] { return trace_of_scale(16777216); },
+     {"backward pass: ", "would hold it without the loss scale",
+      "nothing is wrong with the model"}},
+    {"NanInTheThirdMicroBatch",
+     "a NaN in the third of three micro-batches",
+     trace_of_micro_batches,
+     {"0: nothing; 1: nothing; 2: forward pass: ", "look at the batch"}},
+    {"LossOfNoLabels",
+     "cross entropy where every label is ignored",
+     [] {
+       PatientImpl model;
+       return trace_of(model, [&] {
+         nn::functional::cross_entropy(model.forward(batch_of_ones()),
+                                       torch::full({8}, -100, torch::kLong));
+       });
+     },
+     {"aten::nll_loss", "after head"}},
+    {"OneBadRankTraced",
+     "a log of 0 on rank 2",
+     [] { return trace_of_op([](const Tensor& x) { return (x * 0).log(); }, batch_of_ones(), 2); },
+     {"rank 2, forward pass: aten::log, after norm"}},
+};
+
+class PlantedAnomalies : public testing::TestWithParam<PlantedFault> {};
+
+TEST_P(PlantedAnomalies, AreNamed) { expect_is_named(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(, PlantedAnomalies, testing::ValuesIn(kAnomalies), name_of_fault);
+
+/// CTC keeps -inf for its backward pass, for the paths that the labels rule out.
+std::string trace_of_ctc() {
+  PatientImpl model;
+  return trace_of(model, [&] {
+    const Tensor scores = model.forward(batch_of_ones()).unsqueeze(1).log_softmax(-1);
+    const auto length = [](int steps) { return torch::full({1}, steps, torch::kLong); };
+    torch::ctc_loss(scores, torch::arange(1, 4).unsqueeze(0), length(8), length(3)).backward();
+  });
+}
+
+TEST(PlantedAnomaliesNowhere, AreNotFound) {
+  EXPECT_EQ(trace_of_op({}), "nothing");
+  EXPECT_EQ(trace_in_half({}), "nothing");
+  EXPECT_EQ(trace_of_ctc(), "nothing");
+}
+
+}  // namespace
+}  // namespace planted_faults
