@@ -1,14 +1,18 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/peer_watch.h>
 #include <mezzo/distributed/watchdog_options.h>
 
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 #include <utility>
@@ -36,6 +40,48 @@ inline WatchdogFault decode_fault(const std::string& text) {
   fault.what = from.text();
   return fault;
 }
+
+inline WatchdogFault connection_broke(const std::exception& error, const std::string& last_seen) {
+  return {WatchdogFault::Kind::unresponsive,
+          {0},
+          "the connection to rank 0, which hosts the store, broke (killed, or ended without a "
+          "word): " +
+              one_line(error.what()) + last_seen};
+}
+
+/// For how long the store has not answered.
+class StoreSilence {
+ public:
+  explicit StoreSilence(const WatchdogOptions& options)
+      : longest_step_(2 * options.interval), timeout_(options.heartbeat_timeout) {}
+
+  void answered() {
+    last_answer_ = std::chrono::steady_clock::now();
+    silence_ = std::chrono::milliseconds(0);
+  }
+
+  std::chrono::milliseconds since_answer() const {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() -
+                                                                 last_answer_);
+  }
+
+  /// `passed` since the last look. Of a longer time only so much counts: then it was this rank that
+  /// was stopped. \returns the fault, if it has been too long
+  std::optional<WatchdogFault> look(std::chrono::milliseconds passed,
+                                    const std::string& last_seen) {
+    silence_ += std::min(passed, longest_step_);
+    if (silence_ <= timeout_) return std::nullopt;
+    return WatchdogFault{WatchdogFault::Kind::unresponsive,
+                         {0},
+                         "rank 0, which hosts the store, has not answered for " +
+                             in_seconds(silence_) + " (stopped or cut off)" + last_seen};
+  }
+
+ private:
+  std::chrono::milliseconds longest_step_, timeout_;
+  std::chrono::milliseconds silence_{0};
+  std::chrono::steady_clock::time_point last_answer_ = std::chrono::steady_clock::now();
+};
 
 /// What the ranks' watchdogs tell each other through the store. One thread's at a time.
 class WatchdogStore {

@@ -3,7 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/peer_watch.h>
-#include <mezzo/distributed/detail/termination_signal.h>
+#include <mezzo/distributed/detail/watchdog_end.h>
 #include <mezzo/distributed/detail/watchdog_store.h>
 #include <mezzo/distributed/watchdog_options.h>
 
@@ -14,11 +14,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <exception>
-#include <future>
-#include <iostream>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -28,16 +24,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// What a program has printed so far, unless a thread that is stuck holds stdio.
-inline void try_to_flush() {
-  const auto flushed = std::make_shared<std::promise<void>>();
-  std::thread([flushed] {
-    std::fflush(nullptr);
-    flushed->set_value();
-  }).detach();
-  flushed->get_future().wait_for(std::chrono::milliseconds(200));
-}
 
 /// The threads of a watchdog, and what they share.
 ///
@@ -57,7 +43,8 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
         termination_(options.explain_sigterm),
         store_(std::move(store), rank, size),
         last_look_(Clock::now()),
-        peers_(rank, size, options) {
+        peers_(rank, size, options),
+        silence_(options) {
     store_.put(sign_of_life());
   }
 
@@ -75,17 +62,15 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   void finish() {
     std::unique_lock lock(mutex_);
     if (!is_settled_) state_ = Heartbeat::State::finished;
-    wake();
-    changed_.wait(lock, [&] { return is_over_; });
+    wait_for_end(lock);
   }
 
-  /// Returns when the others have read it, or after four intervals.
+  /// Returns when the others have read it, or after four intervals; where there is another fault it
+  /// may end the process.
   void fail(const std::string& what) {
     std::unique_lock lock(mutex_);
     if (!is_settled_) failure_ = what;
-    wake();
-    // It ends with the others' having read it, or with the process where there is another fault.
-    changed_.wait(lock, [&] { return is_over_; });
+    wait_for_end(lock);
   }
 
   /// After one of them. A thread that never comes back from the store keeps what it needs.
@@ -106,6 +91,11 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   void wake() {
     is_woken_ = true;
     changed_.notify_all();
+  }
+
+  void wait_for_end(std::unique_lock<std::mutex>& lock) {
+    wake();
+    changed_.wait(lock, [&] { return is_over_; });
   }
 
   void over() {
@@ -130,18 +120,13 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
       const bool expected = state_ == Heartbeat::State::finished || failure_;
       lock.unlock();
       if (expected) return over();
-      settle({WatchdogFault::Kind::unresponsive,
-              {0},
-              "the connection to rank 0, which hosts the store, broke (killed, or ended without a "
-              "word): " +
-                  one_line(error.what()) + last},
-             false);
+      settle(connection_broke(error, last), false);
     }
   }
 
   void exchange_until_done() {
     for (;;) {
-      exchange();
+      const std::optional<WatchdogFault> fault = exchange();
       std::unique_lock lock(mutex_);
       if (is_over_) return;
       if (failure_) {
@@ -149,10 +134,9 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
         lock.unlock();
         return publish_failure(words);
       }
-      if (fault_) {
-        const WatchdogFault fault = *fault_;
+      if (fault) {
         lock.unlock();
-        return settle(fault, true);
+        return settle(*fault, true);
       }
       if (is_done(lock)) return;
       const bool terminated = state_ == Heartbeat::State::terminated;
@@ -171,34 +155,25 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     return true;
   }
 
-  /// Gives a sign of life, and reads those of the others and whether one of them has found a fault.
-  void exchange() {
+  /// Gives a sign of life, and reads those of the others.
+  /// \returns the fault, the same on all ranks, where this rank or another has found one
+  std::optional<WatchdogFault> exchange() {
     const Heartbeat own = sign_of_life();
     store_.put(own);
     // Rank 0 may take this for the last rank's end, and its store with it.
-    if (own.state == Heartbeat::State::finished && rank_ != 0) return;
-    take_note(store_.read(own));
-  }
-
-  void take_note(const WatchdogStore::News& news) {
+    if (own.state == Heartbeat::State::finished && rank_ != 0) return std::nullopt;
+    const WatchdogStore::News news = store_.read(own);
     const auto now = Clock::now();
     const auto passed =
         std::chrono::duration_cast<std::chrono::milliseconds>(now - std::exchange(last_look_, now));
     std::unique_lock lock(mutex_);
-    last_answer_ = now;
-    store_silence_ = std::chrono::milliseconds(0);
+    silence_.answered();
     peers_.look(passed, news.heartbeats);
-    if (is_settled_ || fault_ || failure_) return;
-    if (news.fault) {
-      fault_ = news.fault;
-      return;
-    }
+    if (is_settled_ || failure_) return std::nullopt;
+    if (news.fault) return news.fault;
     const std::optional<WatchdogFault> found = peers_.judge();
-    if (!found) return;
     lock.unlock();
-    const WatchdogFault agreed = store_.publish(*found);
-    lock.lock();
-    fault_ = agreed;
+    return found ? std::optional(store_.publish(*found)) : std::nullopt;
   }
 
   void publish_failure(const std::string& words) {
@@ -253,15 +228,10 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
       conclude();
       return true;
     }
-    store_silence_ += std::min(passed, 2 * options_.interval);
-    if (store_silence_ <= options_.heartbeat_timeout) return false;
-    const WatchdogFault fault{WatchdogFault::Kind::unresponsive,
-                              {0},
-                              "rank 0, which hosts the store, has not answered for " +
-                                  in_seconds(store_silence_) + " (stopped or cut off)" +
-                                  peers_.last_seen(0)};
+    const auto fault = silence_.look(passed, peers_.last_seen(0));
+    if (!fault) return false;
     lock.unlock();
-    settle(fault, false);
+    settle(*fault, false);
     return true;
   }
 
@@ -270,8 +240,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     changed_.wait_for(lock, kExplainAfter, [&] { return is_over_; });
     const bool mine = !std::exchange(is_settled_, true);
     settled_at_ = Clock::now();
-    const WatchdogFault fault = peers_.explain_end(
-        std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - last_answer_));
+    const WatchdogFault fault = peers_.explain_end(silence_.since_answer());
     lock.unlock();
     if (mine) report(fault);
     TerminationSignal::obey();
@@ -294,7 +263,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
       const std::lock_guard lock(mutex_);
       fault = std::exchange(to_end_, std::nullopt);
     }
-    if (fault) end(*fault);
+    if (fault) end_process(options_, *fault);
     over();
   }
 
@@ -320,20 +289,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   }
 
   void report(const WatchdogFault& fault) {
-    const std::string line = "mezzo: rank " + std::to_string(rank_) + " of " +
-                             std::to_string(size_) + " ends: " + fault.what + ". This rank " +
-                             sign_of_life().activity.doing() + '\n';
-    if (options_.report) {
-      options_.report(fault, line);
-    } else {
-      std::cerr << line << std::flush;
-    }
-  }
-
-  void end(const WatchdogFault& fault) {
-    if (options_.end) return options_.end(fault);
-    try_to_flush();
-    std::_Exit(kWatchdogExitStatus);
+    report_end(options_, fault, rank_, size_, sign_of_life().activity.doing());
   }
 
   const int rank_;
@@ -350,13 +306,11 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   std::mutex mutex_;  // what follows
   std::condition_variable changed_;
   PeerWatch peers_;
+  StoreSilence silence_;
   Heartbeat::State state_ = Heartbeat::State::running;
-  std::optional<WatchdogFault> fault_;
-  std::optional<std::string> failure_;            ///< what `fail` was told
-  bool is_woken_ = false;                         ///< the thread that exchanges is to do so at once
-  Clock::time_point last_answer_ = Clock::now();  ///< of the store
-  std::chrono::milliseconds store_silence_{0};    ///< of which only seen time counts
-  bool is_settled_ = false;                       ///< one of the threads reports, or has
+  std::optional<std::string> failure_;  ///< what `fail` was told
+  bool is_woken_ = false;               ///< the thread that exchanges is to do so at once
+  bool is_settled_ = false;             ///< one of the threads reports, or has
   Clock::time_point settled_at_;
   std::optional<WatchdogFault> to_end_;  ///< for which the process is still to be ended
   bool is_over_ = false;                 ///< nothing is watched any more

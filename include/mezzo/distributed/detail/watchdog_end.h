@@ -1,11 +1,22 @@
+/// \file
+/// How a watchdog ends its process, and how it hears that somebody else does.
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/watchdog_options.h>
 
 #include <signal.h>
 
 #include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <future>
+#include <iostream>
+#include <memory>
 #include <mutex>
+#include <string>
+#include <thread>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -79,6 +90,35 @@ class TerminationSignal {
 
   bool wanted_;
 };
+
+/// What a program has printed so far, unless a thread that is stuck holds stdio.
+inline void try_to_flush() {
+  const auto flushed = std::make_shared<std::promise<void>>();
+  std::thread([flushed] {
+    std::fflush(nullptr);
+    flushed->set_value();
+  }).detach();
+  flushed->get_future().wait_for(std::chrono::milliseconds(200));
+}
+
+/// The last line of a rank: why it ends, and what it was `doing`.
+inline void report_end(const WatchdogOptions& options, const WatchdogFault& fault, int rank,
+                       int size, const std::string& doing) {
+  const std::string line = "mezzo: rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                           " ends: " + fault.what + ". This rank " + doing + '\n';
+  if (options.report) {
+    options.report(fault, line);
+  } else {
+    std::cerr << line << std::flush;
+  }
+}
+
+/// Returns only if `options.end` does.
+inline void end_process(const WatchdogOptions& options, const WatchdogFault& fault) {
+  if (options.end) return options.end(fault);
+  try_to_flush();
+  std::_Exit(kWatchdogExitStatus);
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
