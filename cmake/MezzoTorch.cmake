@@ -8,7 +8,8 @@
 #     OFF             never
 #     COMPILE_ONLY    even where CUDA's own libraries are missing: programs link, to check that they do, but do not run
 #
-# Sets MEZZO_TORCH_CUDA (whether mezzo::libtorch carries CUDA) and, where it does not, MEZZO_TORCH_CUDA_WHY_NOT in words.
+# Sets MEZZO_TORCH_CUDA (whether mezzo::libtorch carries CUDA) and, where it does not, MEZZO_TORCH_CUDA_WHY_NOT in words;
+# and TORCH_LIBRARIES to mezzo::libtorch where the project has not called find_package(Torch).
 #
 # find_package(Torch) of a CUDA wheel stops with a fatal error where there is no CUDA toolkit, and its libraries do
 # not link where CUDA's own (cuDNN, NCCL, ...) are missing. The CPU half works all the same, so mezzo::libtorch is
@@ -152,6 +153,15 @@ if(NOT TARGET mezzo::libtorch)
     set(MEZZO_TORCH_CUDA_WHY_NOT "")
     if(NOT TARGET torch_cuda)
       set(MEZZO_TORCH_CUDA_WHY_NOT "the libtorch that this project found was built without CUDA")
+    else()
+      mezzo_missing_libraries("${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" mezzo_missing)
+      if(mezzo_missing AND NOT MEZZO_CUDA STREQUAL "COMPILE_ONLY")
+        list(JOIN mezzo_missing ", " mezzo_missing)
+        message(WARNING
+          "mezzo: this project's own find_package(Torch) links all of libtorch's CUDA half, and libtorch_cuda.so lacks "
+          "${mezzo_missing}: linking is going to fail. Leave find_package(Torch) out (find_package(mezzo) sets "
+          "TORCH_LIBRARIES, to what links here), or install the wheel with its dependencies.")
+      endif()
     endif()
   else()
     mezzo_why_not_cuda(MEZZO_TORCH_CUDA_WHY_NOT)
@@ -184,6 +194,11 @@ if(NOT TARGET mezzo::libtorch)
   else()
     message(STATUS "mezzo: libtorch ${MEZZO_TORCH_VERSION} with CUDA, in ${MEZZO_TORCH_PREFIX}")
   endif()
+endif()
+
+# For a project that links ${TORCH_LIBRARIES} and leaves find_package(Torch) to mezzo.
+if(NOT TORCH_LIBRARIES)
+  set(TORCH_LIBRARIES mezzo::libtorch)
 endif()
 
 # mezzo is headers, compiled as the project is; said once, however many folders find or add it.

@@ -131,6 +131,30 @@ TEST(BenchmarkGemms, TakesModulesBehindPointersToo) {
               UnorderedElementsAre(Pair(GemmShape{.m = 4, .n = 4, .k = 4}, 1)));
 }
 
+TEST(BenchmarkGemms, CountsTheConvolutionsThatItDoesNotTime) {
+  torch::nn::Sequential model(torch::nn::Conv2d(1, 2, 3), torch::nn::Conv2d(2, 2, 3),
+                              torch::nn::Flatten(), torch::nn::Linear(8, 3));
+  const torch::Tensor image = torch::ones({5, 1, 6, 6});
+  const auto table = [](const GemmTimes& times) {
+    std::ostringstream out;
+    out << times;
+    return out.str();
+  };
+  const GemmTimes times = mezzo::benchmark_gemms(model, image, kQuick);
+  EXPECT_EQ(times.convolutions, 2);
+  EXPECT_EQ(times.rows.size(), 1U);
+  EXPECT_THAT(table(times), HasSubstr("not timed: 2 convolutions; compare_precisions"));
+  {
+    const mezzo::Autocast<torch::kCPU> autocast;
+    EXPECT_EQ(mezzo::benchmark_gemms(model, image, kQuick).convolutions, 2);
+  }
+  const auto bare = mezzo::benchmark_gemms(torch::nn::Linear(3, 6), torch::ones({5, 3}), kQuick);
+  EXPECT_EQ(bare.convolutions, 0);
+  EXPECT_THAT(table(bare), testing::Not(HasSubstr("not timed")));
+  EXPECT_THAT([&] { mezzo::benchmark_gemms(torch::nn::Conv2d(1, 2, 3), image, kQuick); },
+              ThrowsMessage<c10::Error>(HasSubstr("1 convolutions, which it does not time")));
+}
+
 TEST(BenchmarkGemms, SaysWhatItCannotTime) {
   const auto relu = [](const torch::Tensor& x) { return x.relu(); };
   const auto square = [](const torch::Tensor& x) { return x.mm(x); };

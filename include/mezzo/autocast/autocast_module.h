@@ -6,11 +6,14 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/module_forward.h>
 #include <mezzo/autocast/detail/region.h>
+#include <mezzo/base/script_module.h>
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <concepts>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -44,7 +47,7 @@ class AutocastModuleImpl : public torch::nn::Module,
   template <class... Args>
   decltype(auto) call(Args&&... args) {
     const detail::Region region(region_);
-    return module_->forward(std::forward<Args>(args)...);
+    return detail::run_forward(*module_, std::forward<Args>(args)...);
   }
 
   /// The wrapped module, for its other members.
@@ -133,11 +136,11 @@ class AutocastModuleImpl : public torch::nn::Module,
 ///     torch::nn::Sequential layers(mezzo::AutocastModule(conv, setting), ReLU());
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE), a std::shared_ptr to a module, or
-/// a module class. It is shared, not copied: parameters(), state dict, to(), train(), torch::save
-/// and torch::load see M's own tensors under M's own names, with no prefix, so a checkpoint fits
-/// with and without the wrapper; clone() gives a wrapped copy. Two things differ: what M registers
-/// after it was wrapped is not listed, and apply(f) meets this class in M's place (M's children as
-/// ever): initialise M before.
+/// a module class; of a torch::jit::Module it is ScriptModule. It is shared, not copied:
+/// parameters(), state dict, to(), train(), torch::save and torch::load see M's own tensors under
+/// M's own names, with no prefix, so a checkpoint fits with and without the wrapper; clone() gives
+/// a wrapped copy. Two things differ: what M registers after it was wrapped is not listed, and
+/// apply(f) meets this class in M's place (M's children as ever): initialise M before.
 ///
 /// Throws c10::Error for an empty holder and for a setting that AutocastGuard refuses.
 template <class M>
@@ -151,6 +154,9 @@ class AutocastModule
       : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting) {}
   AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting)
       : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting)) {}
+  AutocastModule(const torch::jit::Module& script,
+                 const AutocastSetting& setting) requires std::same_as<Impl, ScriptModuleImpl>
+      : AutocastModule(std::make_shared<ScriptModuleImpl>(script), setting) {}
   /// What `register_module("fc", mezzo::AutocastModule(fc, setting))` returns.
   AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
@@ -165,4 +171,5 @@ class AutocastModule
 
 template <class M>
 AutocastModule(M, AutocastSetting) -> AutocastModule<M>;
+AutocastModule(torch::jit::Module, AutocastSetting)->AutocastModule<ScriptModule>;
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

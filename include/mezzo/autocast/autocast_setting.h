@@ -161,6 +161,10 @@ struct AutocastSetting {
 /// `ONEDNN_MAX_CPU_ISA` is honoured, and avx_ne_convert alone, which converts but does not
 /// multiply, is not enough.
 ///
+/// It knows the machine and not the model: one of small products or convolutions can be slower in
+/// bfloat16 where the instructions are there, for casts and calls outweigh them (an mnist network
+/// took 1.2 times as long). compare_precisions (mezzo/diagnose.h) times the model's own steps.
+///
 /// `device` may be a bare type, `torch::kCUDA`, which means the current device. No host sync; reads
 /// CPUID and two environment variables, or asks the CUDA driver. Any thread.
 /// \throws c10::Error for a device type without autocast, and for a CUDA index that does not exist

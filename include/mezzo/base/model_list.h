@@ -2,6 +2,7 @@
 /// Models and optimizers as people hand them over: one, several in braces, or a range of them.
 #pragma once
 
+#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
@@ -46,15 +47,23 @@ auto module_pointer(const M& model) {
   }
 }
 
+template <IsScript M>
+std::shared_ptr<ScriptModuleImpl> module_pointer(const M& script) {
+  return std::make_shared<ScriptModuleImpl>(script);
+}
+
 /// To what somebody else owns, and keeps alive.
 template <ModuleVariable M>
 std::shared_ptr<M> module_pointer(M& model) {
   return {std::shared_ptr<void>(), &model};
 }
 
+template <class M>
+concept ListableModel = ModelHandle<M> || IsScript<M>;
+
 /// One model of a list.
 struct ListedModel {
-  template <ModelHandle M>
+  template <ListableModel M>
   ListedModel(const M& model)  // NOLINT(google-explicit-constructor)
       : module(module_pointer(model)) {}
   template <ModuleVariable M>
@@ -65,10 +74,11 @@ struct ListedModel {
 }  // namespace detail
 
 /// `model`, `{generator, discriminator}`, or a range of models. A model is a module holder, a
-/// shared_ptr to a module, or a module itself, which then stays where it is as long as it is used.
+/// shared_ptr to a module, a torch::jit::Module, or a module itself, which then stays where it is
+/// as long as it is used.
 class ModelList {
  public:
-  template <detail::ModelHandle M>
+  template <detail::ListableModel M>
   ModelList(const M& model) : modules_{detail::module_pointer(model)} {  // NOLINT
     check();
   }
@@ -79,8 +89,8 @@ class ModelList {
     check();
   }
   template <std::ranges::input_range Models>
-  requires(!detail::ModelHandle<Models> && !std::derived_from<Models, torch::nn::Module>) &&
-      detail::ModelHandle<std::ranges::range_value_t<Models>> ModelList(
+  requires(!detail::ListableModel<Models> && !std::derived_from<Models, torch::nn::Module>) &&
+      detail::ListableModel<std::ranges::range_value_t<Models>> ModelList(
           const Models& models) {  // NOLINT(google-explicit-constructor)
     for (const auto& model : models) modules_.push_back(detail::module_pointer(model));
     check();
@@ -96,8 +106,9 @@ class ModelList {
     for (std::size_t i = 0; i < modules_.size(); ++i) {
       TORCH_CHECK(modules_[i] != nullptr, "model ", i, " is an empty holder; construct it first");
       for (std::size_t other = 0; other < i; ++other) {
-        TORCH_CHECK(modules_[i] != modules_[other], "model ", i, " (", modules_[i]->name(),
-                    ") is model ", other, " again; give each once");
+        TORCH_CHECK(detail::identity_of(*modules_[i]) != detail::identity_of(*modules_[other]),
+                    "model ", i, " (", modules_[i]->name(), ") is model ", other,
+                    " again; give each once");
       }
     }
   }

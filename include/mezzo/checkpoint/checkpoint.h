@@ -49,7 +49,7 @@ class TrainingState {
  public:
   /// `object` may be
   /// - a module, a ModuleHolder (`torch::nn::Linear`) or a std::shared_ptr to one, which may be
-  ///   given another module later: parameters and buffers. The file has to have the same names,
+  ///   given another module later, or a torch::jit::Module: parameters and buffers. The file has to have the same names,
   ///   dtypes and shapes;
   /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts;
   /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema;

@@ -63,9 +63,11 @@ struct GemmRow {
 struct GemmTimes {
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   std::vector<GemmRow> rows;
+  int64_t convolutions = 0;  ///< how many the model ran, which are not timed
 };
 
-/// A table: a line a shape, one more where it was padded, and their sums over all calls.
+/// A table: a line a shape, one more where it was padded, their sums over all calls, and what is
+/// not in them.
 inline std::ostream& operator<<(std::ostream& stream, const GemmTimes& times);
 
 struct GemmTimingOptions {
@@ -76,10 +78,12 @@ struct GemmTimingOptions {
 
 /// Runs `model->forward(sample)`, or else `model(sample)`, once and without gradients, and times
 /// the matrix products that it came to: those of mm, addmm, bmm and baddbmm, and so of linear,
-/// matmul, einsum and attention as far as they use these. Convolutions, and products inside a fused
-/// attention kernel, are not seen; nor is what a backward pass would add, which is each product
-/// twice more in other orders. Times are those of the bare product with matrices that lie
-/// contiguous or transposed as the model's do: casts and padding are not in them.
+/// matmul, einsum and attention as far as they use these. Convolutions are counted and not timed;
+/// products inside a fused attention kernel are not seen; nor is what autocast costs a small model,
+/// whose casts and calls take longer than its products (compare_precisions times whole steps), and
+/// what a backward pass would add, which is each product twice more in other orders. Times are
+/// those of the bare product with matrices that lie contiguous or transposed as the model's do:
+/// casts and padding are not in them.
 ///
 /// Takes about a fifth of a second a shape, twice that where it is padded, more where the machine
 /// emulates a dtype; ask on a quiet one. Waits for the device. While it runs, no other thread may
@@ -155,6 +159,11 @@ inline std::ostream& operator<<(std::ostream& stream, const GemmTimes& times) {
   }
   stream << gemm_line("", "all calls", gemm_cells(as_is));
   if (any_padded) stream << gemm_line("", "all calls, padded", gemm_cells(padded));
+  if (times.convolutions > 0) {
+    stream << "not timed: " << times.convolutions << " convolution"
+           << (times.convolutions == 1 ? "" : "s")
+           << "; compare_precisions times whole steps, with their casts\n";
+  }
   return stream;
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <mezzo/base/model_list.h>
+#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/grad_all_reduce.h>
@@ -12,6 +13,7 @@
 #include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/jit/api/module.h>
 
 #include <cstdint>
 #include <memory>
@@ -53,9 +55,10 @@ class Replica;
 /// \endcode
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE, mezzo::AutocastModule) or a
-/// std::shared_ptr to a module. It is shared, not copied: `ddp->` is the model, with its own names
-/// in its state dict. Under autocast in whatever thread calls it, also in one that knows nothing of
-/// a guard, runs `DataParallel ddp(mezzo::AutocastModule(model, setting), world)`.
+/// std::shared_ptr to a module; of a torch::jit::Module it is ScriptModule. It is shared, not
+/// copied: `ddp->` is the model, with its own names in its state dict. Under autocast in whatever
+/// thread calls it, also in one that knows nothing of a guard, runs `DataParallel
+/// ddp(mezzo::AutocastModule(model, setting), world)`.
 ///
 /// **One decision.** Ranks end a backward pass with the same bits of the same gradients, so what is
 /// decided from them is decided alike, with nothing more to send: an inf or NaN on one rank is in
@@ -127,6 +130,8 @@ template <class M>
 DataParallel(M, Communicator) -> DataParallel<M>;
 template <class M>
 DataParallel(M, Communicator, DataParallelOptions) -> DataParallel<M>;
+DataParallel(torch::jit::Module, Communicator)->DataParallel<ScriptModule>;
+DataParallel(torch::jit::Module, Communicator, DataParallelOptions)->DataParallel<ScriptModule>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

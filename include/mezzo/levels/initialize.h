@@ -91,7 +91,8 @@ class Amp {
   /// `level().cast_model_type()`, and go out as `cast_model_outputs()`, in nested containers and
   /// structs with `tensors()` too (see Precision); at O1 the call runs under autocast on the
   /// model's devices. Other arguments and results pass as they are, but for a struct of tensors
-  /// without `tensors()`, which does not compile.
+  /// without `tensors()`, which does not compile. A torch::jit::Module takes its arguments one by
+  /// one, or one vector of IValues, and gives an IValue: `amp(script, ids, mask).toTensor()`.
   /// \throws c10::Error for another model
   template <class Model, class... Args>
   decltype(auto) operator()(Model&& model, Args&&... args) const;
@@ -177,6 +178,9 @@ class Amp {
     bool keeps_own_masters;
   };
 
+  /// The module of that identity; `regions` are then those that its model runs under.
+  torch::nn::Module& find_and_enter(const void* wanted, const std::string& name,
+                                    detail::ForwardRegions& regions) const;
   Given& given(const torch::optim::Optimizer& optimizer);
   std::size_t checked_loss(int64_t loss_id) const;
   at::Tensor begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
@@ -203,17 +207,18 @@ class Amp {
 ///     auto amp = mezzo::initialize({generator, critic}, {for_generator, for_critic},
 ///                                  mezzo::OptLevel::O1(), {.num_losses = 3});
 ///
-/// A model is a module holder, a shared_ptr to a module, or a module itself (`Net model;`), which
-/// must outlive what is returned and stay where it is. Several stand in braces or a range, as do
-/// optimizers (any of torch::optim and mezzo::optim; a range holds pointers).
+/// A model is a module holder, a shared_ptr to a module, a torch::jit::Module, or a module itself
+/// (`Net model;`), which must outlive what is returned and stay where it is. Several stand in
+/// braces or a range, as do optimizers (any of torch::optim and mezzo::optim; a range holds
+/// pointers).
 ///
 /// At O2 and O3 floating parameters and buffers become `cast_model_type`, in place, so that
 /// optimizers still hold them; with keep_batchnorm_fp32 batch norms (BatchNorm1d to 3d and what
-/// derives from them) stay whole, running statistics too, and take low-precision input as they are.
-/// Integer buffers are left alone. At O2 parameters then have float32 masters: mezzo's optimizers
-/// keep them (`WeightStorage::master` in groups that store weights `plain`), any other is stepped
-/// through a MasterWeights. Give models in float32, on their device, and optimizers before their
-/// first step; load what they resume from afterwards.
+/// derives from them; in TorchScript what aten::batch_norm reads) stay whole, running statistics
+/// too, and take low-precision input as they are. Integer buffers are left alone. At O2 parameters
+/// then have float32 masters: mezzo's optimizers keep them (`WeightStorage::master` in groups that
+/// store weights `plain`), any other is stepped through a MasterWeights. Give models in float32, on
+/// their device, and optimizers before their first step; load what they resume from afterwards.
 /// \throws c10::Error, before anything is changed, for a model not in float32 or on no CPU or CUDA
 ///   device, a model or optimizer given twice, an optimizer that holds no parameter of the models,
 ///   one that has stepped already where the model is to be cast, num_losses below 1, and a policy
@@ -239,8 +244,8 @@ requires(!std::convertible_to<Models, ModelList> ||
                const InitializeOptions& = {}) {
   static_assert(std::convertible_to<Models, ModelList>,
                 "mezzo::initialize: the first argument is no model; give a module that is not "
-                "const, a module holder (TORCH_MODULE), a shared_ptr to a module, or several in "
-                "braces");
+                "const, a module holder (TORCH_MODULE), a shared_ptr to a module, a "
+                "torch::jit::Module, or several in braces");
   static_assert(!std::convertible_to<Models, ModelList>,
                 "mezzo::initialize: the second argument is no optimizer and no level; give an "
                 "optimizer by reference (`*pointer`), several in braces, or a mezzo::OptLevel");

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
@@ -30,7 +31,7 @@ namespace detail {
 template <class T>
 std::shared_ptr<const CheckpointPart> part_of(T& object) {
   static_assert(!std::is_const_v<T>, "loading changes the object, so it must not be const");
-  if constexpr (IsModule<T> || HoldsModule<T>) {
+  if constexpr (IsModule<T> || HoldsModule<T> || IsScript<T>) {
     return std::make_shared<ModulePart<T>>(object);
   } else if constexpr (IsOptimizer<T>) {
     return std::make_shared<OptimizerPart>(object);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
@@ -9,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -20,10 +22,6 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-
-namespace torch::nn {
-class Module;
-}  // namespace torch::nn
 
 // What goes through an archive of libtorch's: modules, optimizers, and whatever else has the
 // operators that torch::save and torch::load ask for.
@@ -173,30 +171,33 @@ class ModulePart final : public ArchivePart {
     for_each_tensor([](const char* what, const std::string& name, const at::Tensor& tensor) {
       check_module_tensor(std::string(what) + " \"" + name + "\"", tensor);
     });
-    module().save(archive);
+    module()->save(archive);
   }
-  void take(torch::serialize::InputArchive& archive) const override { module().load(archive); }
+  void take(torch::serialize::InputArchive& archive) const override { module()->load(archive); }
 
  private:
-  auto& module() const {
+  auto module() const {
     if constexpr (IsModule<Owner>) {
-      return owner_;
+      return &owner_;
+    } else if constexpr (IsScript<Owner>) {
+      return std::make_shared<ScriptModuleImpl>(owner_);
     } else {
       TORCH_CHECK(static_cast<bool>(owner_),
                   "TrainingState: a holder has no module; make it first");
-      return *owner_;
+      return &*owner_;
     }
   }
 
   template <class F>
   void for_each_tensor(const F& visit) const {
+    const auto owned = module();
     const auto all = [&visit](const char* what, const auto& tensors) {
       for (const auto& item : tensors) {
         if (item.value().defined()) visit(what, item.key(), item.value());
       }
     };
-    all("parameter", module().named_parameters());
-    all("buffer", module().named_buffers());
+    all("parameter", owned->named_parameters());
+    all("buffer", owned->named_buffers());
   }
 
   Owner& owner_;

@@ -60,10 +60,14 @@ class GemmRecorder : public OpListener<GemmRecorder, bool> {
   /// The products by shape, and how many there were of each.
   const std::map<GemmShape, int64_t>& calls() const noexcept { return calls_; }
 
+  int64_t convolutions() const noexcept { return convolutions_; }
+
   /// Where all of them ran.
   c10::Device device() const {
-    TORCH_CHECK(!devices_.empty(),
-                "benchmark_gemms: the model came to no product by mm, addmm, bmm or baddbmm");
+    TORCH_CHECK(
+        !devices_.empty(),
+        "benchmark_gemms: the model came to no product by mm, addmm, bmm or baddbmm, and to ",
+        convolutions_, " convolutions, which it does not time; use compare_precisions");
     const c10::Device device = devices_.front();
     TORCH_CHECK(devices_.size() == 1, "benchmark_gemms: the model multiplies on ", device,
                 " and on ", devices_.back(), "; time its parts one by one");
@@ -79,6 +83,7 @@ class GemmRecorder : public OpListener<GemmRecorder, bool> {
   bool entered(const at::RecordFunction& function) {
     const auto name = function.operator_name();
     if (!name) return false;
+    if (name->name == "aten::_convolution") ++convolutions_;  // what all others call
     const auto factors = matrix_factors(name->name, recorded_inputs(function));
     if (factors && depth_++ == 0) note(factors->first, factors->second);
     return factors.has_value();
@@ -107,6 +112,7 @@ class GemmRecorder : public OpListener<GemmRecorder, bool> {
 
   std::map<GemmShape, int64_t> calls_;
   std::vector<c10::Device> devices_;
+  int64_t convolutions_ = 0;
   int depth_ = 0;
 };
 
@@ -193,7 +199,7 @@ class GemmStopwatch {
 
 inline GemmTimes timed(const GemmRecorder& recorder, const GemmTimingOptions& options) {
   const at::NoGradGuard no_grad;
-  GemmTimes times{.device = recorder.device(), .rows = {}};
+  GemmTimes times{.device = recorder.device(), .rows = {}, .convolutions = recorder.convolutions()};
   const GemmStopwatch stopwatch(times.device, options.seconds);
   for (const auto& [shape, calls] : recorder.calls()) {
     GemmRow row{

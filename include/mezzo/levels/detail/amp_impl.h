@@ -9,7 +9,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <iostream>
 #include <string>
@@ -88,26 +87,39 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
   static_assert(std::convertible_to<Model, ModelList>,
                 "amp(model, ...): the first argument is no model; give one that was given to "
                 "mezzo::initialize, or a module inside one");
-  const auto module = detail::module_pointer(model);
-  TORCH_CHECK(module != nullptr,
-              "amp(model, ...): the model is an empty holder; construct it first");
-  const auto known = std::find_if(models_.begin(), models_.end(),
-                                  [&](const auto& one) { return one.contains(*module); });
-  TORCH_CHECK(known != models_.end(), "amp(model, ...): ", module->name(),
-              " is none of the models that were given to mezzo::initialize, nor inside one");
+  const detail::CastDtypes dtypes{input_dtype_, output_dtype_};
   detail::ForwardRegions regions;
-  if (enabled_ && level_.uses_op_lists()) {
+  if constexpr (detail::IsScript<std::remove_cvref_t<Model>>) {
+    // The module that was made for the script; another one would have to walk through all of it.
+    auto& known = find_and_enter(model._ivalue().get(), "the script", regions);
+    auto& script = dynamic_cast<ScriptModuleImpl&>(known);
+    return detail::run_cast(script, dtypes, std::forward<Args>(args)...);
+  } else {
+    const auto module = detail::module_pointer(model);
+    TORCH_CHECK(module != nullptr,
+                "amp(model, ...): the model is an empty holder; construct it first");
+    find_and_enter(detail::identity_of(*module), module->name(), regions);
+    return detail::run_cast(*module, dtypes, std::forward<Args>(args)...);
+  }
+}
+
+inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::string& name,
+                                              detail::ForwardRegions& regions) const {
+  for (const detail::AmpModel& model : models_) {
+    torch::nn::Module* const found = model.find(wanted);
+    if (found == nullptr) continue;
+    if (!enabled_ || !level_.uses_op_lists()) return *found;
     for (const auto type : {c10::DeviceType::CPU, c10::DeviceType::CUDA}) {
-      if (!known->runs_on(type)) continue;
+      if (!model.runs_on(type)) continue;
       regions.enter(detail::checked_region({.device = type,
                                             .dtype = level_.precision().compute(),
                                             .cache = weight_cache_,
                                             .policy = policy_}));
     }
+    return *found;
   }
-  return detail::cast_result(output_dtype_, [&]() -> decltype(auto) {
-    return module->forward(detail::forward_argument(input_dtype_, std::forward<Args>(args))...);
-  });
+  TORCH_CHECK(false, "amp(model, ...): ", name,
+              " is none of the models that were given to mezzo::initialize, nor inside one");
 }
 
 inline void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,

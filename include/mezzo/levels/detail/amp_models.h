@@ -9,7 +9,9 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/precision.h>
+#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
+#include <mezzo/levels/detail/amp_scripts.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/trained_once.h>
@@ -75,6 +77,20 @@ inline bool is_batch_norm(const torch::nn::Module& module) {
          dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
 }
 
+/// The parameters and buffers of the batch norms in `model`.
+inline TensorSet tensors_of_batch_norms(torch::nn::Module& model) {
+  TensorSet tensors;
+  model.apply([&tensors](torch::nn::Module& module) {
+    if (const auto* const script = dynamic_cast<const ScriptModuleImpl*>(&module)) {
+      ScriptBatchNorms::collect(script->script(), tensors);
+    } else if (is_batch_norm(module)) {
+      for (const auto& item : module.parameters(false)) tensors.insert(item.unsafeGetTensorImpl());
+      for (const auto& item : module.buffers(false)) tensors.insert(item.unsafeGetTensorImpl());
+    }
+  });
+  return tensors;
+}
+
 /// The same tensor object in another dtype, so that whoever holds it, an optimizer say, sees that.
 inline void cast_in_place(at::Tensor tensor, at::ScalarType dtype) {
   if (!tensor.defined() || !is_training_dtype(tensor.scalar_type())) return;
@@ -96,14 +112,13 @@ void flatten_recurrent_weights(torch::nn::Module& module) {
 /// count of batches would end at 2048 in half), and float8 ones.
 inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep_batchnorm_fp32) {
   const c10::NoGradGuard no_grad;
+  const TensorSet kept = keep_batchnorm_fp32 ? tensors_of_batch_norms(model) : TensorSet();
+  const auto cast = [&](const at::Tensor& tensor) {
+    if (kept.count(tensor.unsafeGetTensorImpl()) == 0) cast_in_place(tensor, dtype);
+  };
   model.apply([&](torch::nn::Module& module) {
-    if (keep_batchnorm_fp32 && is_batch_norm(module)) return;
-    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
-      cast_in_place(parameter, dtype);
-    }
-    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) {
-      cast_in_place(buffer, dtype);
-    }
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) cast(parameter);
+    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) cast(buffer);
     flatten_recurrent_weights<torch::nn::RNNImpl, torch::nn::LSTMImpl, torch::nn::GRUImpl>(module);
   });
 }
@@ -191,12 +206,13 @@ class AmpModel {
 
   const torch::nn::Module& module() const noexcept { return *module_; }
 
-  bool contains(const torch::nn::Module& wanted) const {
-    if (module_.get() == &wanted) return true;
+  /// The model, or the module inside it, of this identity (see identity_of); null if there is none.
+  torch::nn::Module* find(const void* wanted) const {
+    if (identity_of(*module_) == wanted) return module_.get();
     for (const auto& module : module_->modules(/*include_self=*/false)) {
-      if (module.get() == &wanted) return true;
+      if (identity_of(*module) == wanted) return module.get();
     }
-    return false;
+    return nullptr;
   }
 
   /// By its parameters as they lie now; a model without parameters lies everywhere.
@@ -291,6 +307,14 @@ decltype(auto) cast_result(std::optional<at::ScalarType> dtype, const Run& run) 
   } else {
     return run();
   }
+}
+
+/// `module.forward(args...)`, with tensors cast on the way in and out.
+template <class Module, class... Args>
+decltype(auto) run_cast(Module& module, const CastDtypes& dtypes, Args&&... args) {
+  return cast_result(dtypes.output, [&]() -> decltype(auto) {
+    return module.forward(forward_argument(dtypes.input, std::forward<Args>(args))...);
+  });
 }
 
 }  // namespace detail

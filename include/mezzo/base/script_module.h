@@ -1,0 +1,198 @@
+/// \file
+/// TorchScript as a torch::nn::Module: what takes a model takes a torch::jit::Module by way of
+/// this.
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/jit/api/function_impl.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/passes/inliner.h>
+#include <torch/csrc/jit/runtime/interpreter.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <concepts>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <ostream>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+template <class M>
+concept IsScript = std::derived_from<M, torch::jit::Module>;
+
+/// `forward` with its calls inlined and no cast added.
+inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Module& script) {
+  // Under autocast libtorch would write casts into the graph, and keep that graph.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const torch::jit::Method forward = script.get_method("forward");
+  auto graph = torch::jit::toGraphFunction(forward.function()).optimized_graph()->copy();
+  torch::jit::Inline(*graph);
+  return graph;
+}
+
+/// Runs `forward` op by op through the dispatcher, as a model written in C++ runs.
+///
+/// libtorch's executor does otherwise under autocast: it writes casts into the graph by op lists of
+/// its own, with the dtype of the first call, and keeps that for later calls. Edits to the op lists
+/// then mean nothing, and with another dtype backward throws.
+class ScriptInterpreter {
+ public:
+  explicit ScriptInterpreter(const torch::jit::Module& script) : script_(script) {}
+
+  c10::IValue run(std::vector<c10::IValue> arguments) {
+    std::call_once(is_compiled_,
+                   [this] { code_ = torch::jit::Code(inlined_forward(script_), "forward"); });
+    arguments.insert(arguments.begin(), script_._ivalue());
+    const torch::jit::Method forward = script_.get_method("forward");
+    forward.function().getSchema().checkAndNormalizeInputs(arguments);
+    torch::jit::InterpreterState(code_).run(arguments);
+    return arguments.front();
+  }
+
+ private:
+  torch::jit::Module script_;
+  std::once_flag is_compiled_;
+  torch::jit::Code code_;
+};
+
+/// The arguments of a call as TorchScript takes them: a vector of them, or one by one.
+template <class... Args>
+std::vector<c10::IValue> script_arguments(Args&&... args) {
+  return {c10::IValue(std::forward<Args>(args))...};
+}
+inline std::vector<c10::IValue> script_arguments(std::vector<c10::IValue> arguments) {
+  return arguments;
+}
+
+}  // namespace detail
+
+/// What ScriptModule holds.
+class ScriptModuleImpl : public torch::nn::Module {
+ public:
+  explicit ScriptModuleImpl(torch::jit::Module script)
+      : torch::nn::Module("ScriptModule"),
+        script_(std::move(script)),
+        interpreter_(std::make_shared<detail::ScriptInterpreter>(script_)) {
+    for (const auto& item : script_.named_parameters(/*recurse=*/false)) {
+      register_parameter(item.name, item.value, item.value.requires_grad());
+    }
+    for (const auto& item : script_.named_buffers(/*recurse=*/false)) {
+      register_buffer(item.name, item.value);
+    }
+    for (const auto& item : script_.named_children()) {
+      register_module(item.name, std::make_shared<ScriptModuleImpl>(item.value));
+    }
+  }
+
+  /// The script's `forward`. Under autocast each op is cast as in a model written in C++, and
+  /// libtorch's graph optimizer, which has other op lists, is left out.
+  c10::IValue forward(std::vector<c10::IValue> arguments) {
+    const bool is_autocast =
+        at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA);
+    return is_autocast ? interpreter_->run(std::move(arguments))
+                       : script_.forward(std::move(arguments));
+  }
+
+  /// The same with the arguments one by one.
+  template <class... Args>
+  c10::IValue call(Args&&... args) {
+    return forward(detail::script_arguments(std::forward<Args>(args)...));
+  }
+
+  const torch::jit::Module& script() const noexcept { return script_; }
+
+  /// A deep copy; its parameters are leaves.
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override {
+    const c10::NoGradGuard no_grad;
+    const torch::jit::Module copy = script_.deepcopy(device);
+    auto original = script_.parameters().begin();
+    for (const at::Tensor& parameter : copy.parameters()) {
+      parameter.set_requires_grad((*original).requires_grad());
+      ++original;
+    }
+    return std::make_shared<ScriptModuleImpl>(copy);
+  }
+  void train(bool on = true) override {
+    torch::nn::Module::train(on);
+    script_.train(on);
+  }
+  bool is_training() const noexcept override {
+    return !script_.hasattr("training") || script_.is_training();
+  }
+  void pretty_print(std::ostream& stream) const override {
+    stream << "mezzo::ScriptModule(" << script_.type()->repr_str() << ")";
+  }
+
+ private:
+  torch::jit::Module script_;
+  std::shared_ptr<detail::ScriptInterpreter> interpreter_;
+};
+
+/// A TorchScript model with the interface of a torch::nn::Module:
+///
+///     mezzo::ScriptModule net(torch::jit::load("model.pt"));
+///     mezzo::optim::AdamW optimizer(net->parameters(), 2e-5);
+///     const auto logits = net(ids, mask).toTensor();
+///
+/// It is shared, not copied: parameters, buffers and children are the script's own, under its
+/// names, so that each sees what `to`, `train`, loading and an optimizer do to the other. Under
+/// autocast call it, not the script: a bare `script.forward` goes by libtorch's op lists for
+/// TorchScript (see docs/guide.md). What has a torch::jit::Module already (AutocastModule,
+/// initialize, DataParallel, TrainingState) makes one by itself.
+///
+/// Parameters must require grad to be trained; those that torch::jit::load reads do as they did
+/// when they were saved. A frozen model (torch::jit::freeze) has none. What a script registers
+/// later, or `setattr` replaces, is not seen.
+class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
+ public:
+  ScriptModule(torch::jit::Module script)  // NOLINT(google-explicit-constructor)
+      : ScriptModule(std::make_shared<ScriptModuleImpl>(std::move(script))) {}
+  ScriptModule(std::shared_ptr<ScriptModuleImpl> module)  // NOLINT(google-explicit-constructor)
+      : torch::nn::ModuleHolder<ScriptModuleImpl>(std::move(module)) {}
+  /// An empty holder, as `torch::nn::Linear(nullptr)` is.
+  ScriptModule(std::nullptr_t) : torch::nn::ModuleHolder<ScriptModuleImpl>(nullptr) {}  // NOLINT
+
+  /// The script's `forward`: tensors, numbers, lists, or one vector of IValues.
+  template <class... Args>
+  c10::IValue operator()(Args&&... args) const {
+    return impl_->call(std::forward<Args>(args)...);
+  }
+};
+
+namespace detail {
+
+/// `module.forward(args...)`; a script's takes its arguments one by one.
+template <class Module, class... Args>
+decltype(auto) run_forward(Module& module, Args&&... args) {
+  if constexpr (std::derived_from<Module, ScriptModuleImpl>) {
+    return module.call(std::forward<Args>(args)...);
+  } else {
+    return module.forward(std::forward<Args>(args)...);
+  }
+}
+
+/// What tells models apart: scripts are handles, of which there may be several of one object.
+inline const void* identity_of(const torch::nn::Module& module) {
+  const auto* const script = dynamic_cast<const ScriptModuleImpl*>(&module);
+  return script != nullptr ? static_cast<const void*>(script->script()._ivalue().get()) : &module;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,159 @@
+#include <torch/script.h>
+#include <torch/torch.h>
+//
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/base/script_module.h>
+#include <mezzo/optim/adamw.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../support/script_model.h"
+
+namespace {
+
+using mezzo::AutocastModule;
+using mezzo::AutocastSetting;
+using mezzo::ScriptModule;
+using test_support::script_model;
+using test_support::twin;
+
+const torch::Tensor& images() {
+  static const torch::Tensor tensor = [] {
+    torch::manual_seed(7);
+    return torch::randn({4, 3, 6, 6});
+  }();
+  return tensor;
+}
+
+template <class Call>
+std::vector<torch::Tensor> gradients(const std::vector<torch::Tensor>& parameters,
+                                     const Call& call) {
+  for (const auto& parameter : parameters) parameter.mutable_grad() = torch::Tensor();
+  call().to(torch::kFloat).square().sum().backward();
+  std::vector<torch::Tensor> all;
+  for (const auto& parameter : parameters) all.push_back(parameter.grad());
+  return all;
+}
+
+/// Bitwise, or nearly.
+void expect_equal(const std::vector<torch::Tensor>& left, const std::vector<torch::Tensor>& right,
+                  bool bitwise) {
+  ASSERT_EQ(left.size(), right.size());
+  for (std::size_t i = 0; i < left.size(); ++i) {
+    EXPECT_TRUE(bitwise ? torch::equal(left[i], right[i])
+                        : torch::allclose(left[i], right[i], 1e-4, 1e-5))
+        << i;
+  }
+}
+
+/// Again and again, for libtorch's executor first watches and then rewrites a graph. It does so
+/// without autocast, with backward formulas of its own that round otherwise.
+void expect_steps_alike(ScriptModule& script, test_support::Twin& model,
+                        const AutocastSetting& setting) {
+  for (int step = 0; step < 4; ++step) {
+    torch::Tensor output, of_twin;
+    const auto found = gradients(script->parameters(), [&] {
+      output = mezzo::autocast(setting, [&] { return script(images()).toTensor(); });
+      return output;
+    });
+    const auto expected = gradients(model->parameters(), [&] {
+      of_twin = mezzo::autocast(setting, [&] { return model(images()); });
+      return of_twin;
+    });
+    EXPECT_EQ(output.scalar_type(), of_twin.scalar_type());
+    EXPECT_TRUE(torch::equal(output, of_twin));
+    expect_equal(found, expected, /*bitwise=*/setting.enabled);
+  }
+}
+
+TEST(ScriptModule, HasTheBitsOfTheSameModelInCppInEachDtype) {
+  ScriptModule script(script_model());
+  auto model = twin();
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf, torch::kBFloat16}) {
+    expect_steps_alike(script, model, {.device = torch::kCPU, .dtype = dtype});
+  }
+  expect_steps_alike(script, model, {.device = torch::kCPU, .enabled = false});
+}
+
+TEST(ScriptModule, IsNotBoundByWhatABareCallLeftInLibtorchsExecutor) {
+  const auto bare = script_model();
+  for (int step = 0; step < 3; ++step) {
+    const mezzo::Autocast<torch::kCPU> autocast;
+    torch::jit::Module(bare).forward({images()});
+  }
+  ScriptModule script(bare);
+  script->named_buffers()["norm.running_mean"].zero_();
+  script->named_buffers()["norm.running_var"].fill_(1);
+  auto model = twin();
+  expect_steps_alike(script, model, {.device = torch::kCPU, .dtype = torch::kHalf});
+}
+
+TEST(ScriptModule, SharesParametersBuffersAndModeWithTheScript) {
+  auto bare = script_model();
+  ScriptModule script(bare);
+  EXPECT_THAT(script->named_parameters().keys(),
+              testing::UnorderedElementsAreArray(twin()->named_parameters().keys()));
+  EXPECT_THAT(script->named_buffers().keys(),
+              testing::UnorderedElementsAreArray(twin()->named_buffers().keys()));
+  script->eval();
+  EXPECT_FALSE(bare.is_training());
+  EXPECT_FALSE(bare.attr("norm").toModule().is_training());
+  bare.train();
+  EXPECT_TRUE(script->is_training());
+  script->to(torch::kDouble);
+  for (const auto& parameter : bare.parameters()) {
+    EXPECT_EQ(parameter.scalar_type(), torch::kDouble);
+    EXPECT_TRUE(parameter.requires_grad());
+  }
+  mezzo::optim::AdamW optimizer(script->parameters(), 1e-2);
+  const auto before = bare.attr("out").toModule().attr("weight").toTensor().detach().clone();
+  script->forward({images().to(torch::kDouble)}).toTensor().sum().backward();
+  optimizer.step();
+  EXPECT_FALSE(torch::equal(bare.attr("out").toModule().attr("weight").toTensor(), before));
+}
+
+TEST(ScriptModule, ClonesIntoLeavesOfItsOwn) {
+  ScriptModule script(script_model());
+  script->parameters()[0].set_requires_grad(false);
+  const auto copy = std::dynamic_pointer_cast<mezzo::ScriptModuleImpl>(script->clone());
+  ASSERT_NE(copy, nullptr);
+  const auto originals = script->parameters(), copies = copy->parameters();
+  ASSERT_EQ(copies.size(), originals.size());
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    EXPECT_TRUE(copies[i].is_leaf());
+    EXPECT_EQ(copies[i].requires_grad(), originals[i].requires_grad());
+    EXPECT_FALSE(copies[i].is_alias_of(originals[i]));
+    EXPECT_TRUE(torch::equal(copies[i], originals[i]));
+  }
+}
+
+TEST(ScriptModule, RefusesArgumentsThatTheScriptDoesNotTakeUnderAutocastToo) {
+  ScriptModule script(script_model());
+  const mezzo::Autocast<torch::kCPU> autocast;
+  EXPECT_THROW(script(images(), images()), c10::Error);
+  EXPECT_THROW(script(3.0), c10::Error);
+}
+
+TEST(AutocastModule, RunsTorchScriptUnderItsSettingInAnyThread) {
+  const auto bare = script_model();
+  AutocastModule net(bare, {.device = torch::kCPU});
+  torch::Tensor output, forwarded;
+  std::thread([&] {
+    output = net(images()).toTensor();
+    forwarded = net->forward({images()}).toTensor();
+  }).join();
+  EXPECT_EQ(output.scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(forwarded.scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(net->parameters().size(), bare.parameters().size());
+  AutocastModule off(bare, {.device = torch::kCPU, .enabled = false});
+  EXPECT_EQ(off(images()).toTensor().scalar_type(), torch::kFloat);
+}
+
+}  // namespace
