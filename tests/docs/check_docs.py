@@ -4,6 +4,8 @@
     check_docs.py links ROOT       every link inside the repository leads somewhere, headings included
     check_docs.py readme ROOT      the README has at most 200 lines, and its program is examples/quickstart; the citation has
                                    the present version
+    check_docs.py status ROOT      the README's table of what works where has the rows of tests/compat/results.md, and the
+                                   versions of libtorch in it are those of docs/install.md and of CMake
     check_docs.py errors ROOT      docs/errors.md has every message that a header can throw
     check_docs.py errors ROOT --write    adds those that it lacks, and drops those that are gone
 
@@ -67,6 +69,24 @@ def check_readme(root):
     for command in ("./bootstrap bert-ner", "./bootstrap test"):
         if command not in text:
             faults.append(f"README.md: {command} is missing")
+    return faults
+
+
+def check_status(root):
+    readme, install, minimum = ((root / name).read_text(encoding="utf-8")
+                                for name in ("README.md", "docs/install.md", "cmake/MezzoTorch.cmake"))
+    results = (root / "tests/compat/results.md").read_text(encoding="utf-8")
+    rows = [line for line in results.split("\n\n")[1].splitlines() if line.startswith("| ")]
+    faults = [f"README.md lacks a row of tests/compat/results.md: {row}" for row in rows if row not in readme.splitlines()]
+    libtorch = next((row for row in rows if row.startswith("| libtorch |")), "")
+    versions = sorted({tuple(map(int, version)) for version in re.findall(r"\b(\d+)\.(\d+)", libtorch.rsplit("|", 2)[0])})
+    if not versions:
+        return [*faults, "tests/compat/results.md: it has no versions of libtorch"]
+    oldest, newest = (".".join(map(str, version)) for version in (versions[0], versions[-1]))
+    if f"set(MEZZO_MINIMUM_TORCH_VERSION {oldest})" not in minimum:
+        faults.append(f"cmake/MezzoTorch.cmake: the oldest libtorch that was tested is {oldest}")
+    if f"libtorch {oldest} to {newest}" not in install:
+        faults.append(f"docs/install.md does not say that libtorch {oldest} to {newest} are tested")
     return faults
 
 
@@ -176,7 +196,7 @@ def main():
     if what == "errors":
         faults = check_errors(root, "--write" in sys.argv)
     else:
-        faults = {"links": check_links, "readme": check_readme}[what](root)
+        faults = {"links": check_links, "readme": check_readme, "status": check_status}[what](root)
     print("\n".join(faults))
     return 1 if faults else 0
 

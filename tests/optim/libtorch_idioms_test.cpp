@@ -279,13 +279,26 @@ TYPED_TEST(LibtorchIdioms, CopiesOfGroupsKeepAllOfTheirOptions) {
   const typename TypeParam::Options& as_theirs = options;
   const std::unique_ptr<torch::optim::OptimizerOptions> clone =
       static_cast<const torch::optim::OptimizerOptions&>(as_theirs).clone();
-  this->ours_.add_param_group(copy);
   for (const torch::optim::OptimizerOptions* found :
-       {&copy.options(), static_cast<const torch::optim::OptimizerOptions*>(clone.get()),
-        static_cast<const torch::optim::OptimizerOptions*>(
-            &this->ours_.param_groups()[1].options())}) {
+       {&copy.options(), static_cast<const torch::optim::OptimizerOptions*>(clone.get())}) {
     EXPECT_TRUE(dynamic_cast<const OurOptions&>(*found) == options);
   }
+}
+
+TYPED_TEST(LibtorchIdioms, AGroupHasItsOwnOptionsAndInheritsWhatALibtorchsDoes) {
+  using Options = typename TypeParam::Options;
+  using OurOptions = typename TypeParam::OurOptions;
+  const auto options = OurOptions(0.5).seed(7).ema_decay(0.25);
+  const auto add = [](auto& optimizer, const auto& made_with) {
+    using Made = std::decay_t<decltype(made_with)>;
+    optimizer.add_param_group({{some_parameter(2)}, std::make_unique<Made>(made_with)});
+  };
+  add(this->ours_, options);
+  add(this->theirs_, static_cast<const Options&>(options));
+  OurOptions expected = options;  // from libtorch 2.12 on with the defaults' amsgrad or momentum
+  static_cast<Options&>(expected) = this->options_of(this->theirs_, 1);
+  EXPECT_EQ(expected.lr(), 0.5);
+  EXPECT_TRUE(dynamic_cast<const OurOptions&>(this->options_of(this->ours_, 1)) == expected);
 }
 
 TYPED_TEST(LibtorchIdioms, AssigningLibtorchsOptionsLeavesWhatIsAdded) {
@@ -431,6 +444,19 @@ TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) 
   EXPECT_FALSE(LAMBOptions(0.5) == LAMBOptions(0.5).seed(1));
   EXPECT_TRUE(LionOptions(0.5) == LionOptions(0.5));
   EXPECT_FALSE(LionOptions(0.5) == LionOptions(0.25));
+}
+
+TEST(OptionsOfMezzo, OfAGroupCountThoughLibtorchHasNoSuchOptimizer) {
+  const auto options = mezzo::optim::LionOptions(0.5).seed(7).ema_decay(0.25);
+  const auto group = [&options](int seed) {
+    return OptimizerParamGroup({some_parameter(seed)},
+                               std::make_unique<mezzo::optim::LionOptions>(options));
+  };
+  mezzo::optim::Lion optimizer(std::vector{group(1)}, mezzo::optim::LionOptions(1e-3));
+  optimizer.add_param_group(group(2));
+  for (const auto& of_optimizer : optimizer.param_groups()) {
+    EXPECT_TRUE(dynamic_cast<const mezzo::optim::LionOptions&>(of_optimizer.options()) == options);
+  }
 }
 
 TEST(OptionsOfMezzo, AreNotTakenFromAnotherOptimizer) {

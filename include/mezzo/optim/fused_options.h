@@ -26,7 +26,9 @@ namespace optim {
 /// as one of libtorch's, loading it leaves them.
 ///
 /// A param group may hold plain options of libtorch's: the optimizer's `defaults()` then say what
-/// is added here.
+/// is added here. Otherwise a group has the options that it was made with, but for libtorch's own
+/// members that still have their constructor's value: from libtorch 2.12 on these are the
+/// defaults', as in a group of `torch::optim`.
 template <class Own, class Base = torch::optim::OptimizerOptions>
 class FusedOptions : public Base {
  public:

@@ -110,6 +110,9 @@ TEST(OpLists, AgreeWithCudasMacros) {
   lists.emplace("aten::cudnn_convolution", OpCategory::lower_precision);
   lists.emplace("aten::cudnn_convolution_transpose", OpCategory::lower_precision);
   lists.emplace("aten::binary_cross_entropy", OpCategory::banned);
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+  lists.emplace("aten::linalg_matrix_sqrth", OpCategory::fp32);
+#endif
   EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCUDA)), lists);
 }
 

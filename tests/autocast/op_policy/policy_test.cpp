@@ -119,9 +119,10 @@ TEST(OpPolicy, LeavesDoubleIntegerAndDisabledRegionsAlone) {
 TEST(OpPolicy, NamesOneOverloadOrAll) {
   EXPECT_EQ(OpPolicy().deny("softmax.int").edits(),
             (std::vector<mezzo::OpEntry>{{"aten::softmax.int", OpCategory::fp32}}));
-  EXPECT_EQ(OpPolicy().deny("aten::softmax").edits(),
-            (std::vector<mezzo::OpEntry>{{"aten::softmax.Dimname", OpCategory::fp32},
-                                         {"aten::softmax.int", OpCategory::fp32}}));
+  EXPECT_EQ(OpPolicy().deny("aten::pow").edits(),
+            (std::vector<mezzo::OpEntry>{{"aten::pow.Scalar", OpCategory::fp32},
+                                         {"aten::pow.Tensor_Scalar", OpCategory::fp32},
+                                         {"aten::pow.Tensor_Tensor", OpCategory::fp32}}));
 }
 
 TEST(OpPolicy, IsAValueWhoseLaterEditsWin) {

@@ -60,6 +60,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
       : Optimizer(groups, std::make_unique<Options>(defaults)) {
     check_options(defaults);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+      keep_given_options<Options>(param_groups_[group], groups[group]);
       check_options(options_of(group));
     }
     look_at_parameters();
@@ -72,6 +73,13 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   explicit ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults = {})
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
     buckets_ = shared(buckets);
+  }
+
+  /// libtorch's, with all of the group's options; called through `torch::optim::Optimizer&`, from
+  /// libtorch 2.12 on, what mezzo adds to libtorch's options is taken from the defaults.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    Optimizer::add_param_group(group);
+    keep_given_options<Options>(param_groups_.back(), group);
   }
 
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }

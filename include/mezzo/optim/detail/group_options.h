@@ -7,7 +7,9 @@
 
 #include <concepts>
 #include <cstddef>
+#include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 // The options of param groups, which may be plain ones of libtorch's class: these are read where
@@ -42,6 +44,26 @@ Options group_options(const std::vector<torch::optim::OptimizerParamGroup>& grou
   TORCH_CHECK(own, optimizer, ": the options of parameter group ", group,
               " are not mezzo::optim::", optimizer, "Options; make the group with those");
   return *own;
+}
+
+/// Gives `group`, just added from `given`, back the options that libtorch has replaced. From 2.12 on
+/// `add_param_group` takes a copy of the optimizer's defaults and merges into it what differs from
+/// the constructor's values, in members that libtorch knows: what mezzo adds to libtorch's options,
+/// and all options that libtorch has no class for, would be the defaults'. Members of libtorch's
+/// stay as its version leaves them, so that a group inherits what one of `torch::optim` does.
+template <class Options>
+void keep_given_options(torch::optim::OptimizerParamGroup& group,
+                        const torch::optim::OptimizerParamGroup& given) {
+  if (!given.has_options()) return;
+  using Plain = typename Options::LibtorchOptions;
+  constexpr bool kIsLibtorchs = std::constructible_from<Options, const Plain&>;
+  std::unique_ptr<torch::optim::OptimizerOptions> options = given.options().clone();
+  if constexpr (kIsLibtorchs) {
+    auto* const own = dynamic_cast<Options*>(options.get());
+    if (own == nullptr && dynamic_cast<Plain*>(options.get()) != nullptr) return;
+    if (own != nullptr) static_cast<Plain&>(*own) = dynamic_cast<Plain&>(group.options());
+  }
+  group.set_options(std::move(options));
 }
 
 /// Gives `group` the options that a file has for it: in place, unless libtorch's options have no
