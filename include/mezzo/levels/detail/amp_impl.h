@@ -89,12 +89,14 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
                 "amp(model, ...): the first argument is no model; give one that was given to "
                 "mezzo::initialize, or a module inside one");
   const auto module = detail::module_pointer(model);
-  TORCH_CHECK(module != nullptr,
-              "amp(model, ...): the model is an empty holder; construct it first");
+  TORCH_CHECK(
+      module != nullptr,
+      "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
   const auto known = std::find_if(models_.begin(), models_.end(),
                                   [&](const auto& one) { return one.contains(*module); });
   TORCH_CHECK(known != models_.end(), "amp(model, ...): ", module->name(),
-              " is none of the models that were given to mezzo::initialize, nor inside one");
+              " is none of the models that were given to mezzo::initialize, nor inside one; give "
+              "all models to one call, mezzo::initialize({a, b}, ...)");
   detail::ForwardRegions regions;
   if (enabled_ && level_.uses_op_lists()) {
     for (const auto type : {c10::DeviceType::CPU, c10::DeviceType::CUDA}) {
@@ -232,7 +234,8 @@ inline void Amp::load_state_dict(const StateDict& state) {
   for (std::size_t i = 0; i < passes_.losses(); ++i) {
     const std::string key = detail::loss_scaler_key(i);
     const auto entry = state.find(key);
-    TORCH_CHECK(entry != state.end(), "load_state_dict: state_dict lacks \"", key, "\"");
+    TORCH_CHECK(entry != state.end(), "load_state_dict: the state lacks \"", key,
+                "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
     GradScaler trial(GradScalerOptions(passes_.scaler(i).rule()));
     trial.load_state_dict(
         detail::full_scaler_state(key, entry->second, passes_.scaler(i).state_dict()));

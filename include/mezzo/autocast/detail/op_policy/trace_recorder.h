@@ -123,7 +123,8 @@ struct TracedCost {
 class TraceRecorder {
  public:
   TraceRecorder() {
-    TORCH_CHECK(listener() == nullptr, "CastTrace: this thread has one already; end that first");
+    TORCH_CHECK(listener() == nullptr,
+                "CastTrace: this thread has one already; let that one end before another is made");
     listener() = this;
     callback_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback(&TraceRecorder::start, &TraceRecorder::end)
