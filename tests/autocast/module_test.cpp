@@ -217,7 +217,7 @@ TEST(AutocastModule, PrintsTheModuleThatItWraps) {
 
 TEST(AutocastModule, RefusesAnEmptyHolderAndADtypeThatAutocastCannotTake) {
   EXPECT_THAT([] { AutocastModule(torch::nn::Linear(nullptr), kBf16); },
-              ThrowsMessage<c10::Error>(HasSubstr("module: AutocastModule needs a module")));
+              ThrowsMessage<c10::Error>(HasSubstr("AutocastModule: module is an empty holder")));
   EXPECT_THAT(
       [] {
         AutocastModule(torch::nn::Linear(2, 2), {.device = torch::kCPU, .dtype = torch::kFloat});

@@ -152,14 +152,14 @@ def rows_of(page):
     return dict(row.groups() for row in map(ROW.match, page.read_text(encoding="utf-8").splitlines()) if row)
 
 
-IMPERATIVE = re.compile(r"""(add|begin|call|cast|change|choose|clip|clone\(\)|construct|count|end|erase|freeze|give|hold|
-    initialise|keep|leave|let|link|load|make|move|name|pass|put|raise|register|run|save|set|start|step|take|time|train|unset|
+IMPERATIVE = re.compile(r"""(add|begin|build|call|cast|change|choose|clip|clone\(\)|construct|copy|count|end|erase|freeze|give|hold|
+    initialise|keep|leave|let|link|load|make|move|name|pass|put|raise|read|register|run|save|set|start|step|take|time|train|unset|
     update|use|write|(it|they)\ (should|must))\b""", re.X)
 
 
 def remedy_of(message):
     """What a message itself says is to be done; nothing where that is for a person to write."""
-    for mark in ("; ", ". In C++: ", ". "):
+    for mark in ("; ", ". In C++: ", ". ", ": "):
         if mark in message:
             remedy = message.rsplit(mark, 1)[1].strip().rstrip(".")
             if IMPERATIVE.match(remedy[0].lower() + remedy[1:]) and len(remedy) > 8:

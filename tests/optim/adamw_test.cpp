@@ -412,12 +412,11 @@ TEST(AdamWErrors, RefuseAParameterThatIsGivenTwice) {
       [&] {
         AdamW({x, torch::ones({1}), x});
       },
-      ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")));
+      ThrowsMessage<c10::Error>(HasSubstr("is given twice")));
   AdamW optimizer({x}, AdamWOptions(0.1));
   optimizer.add_param_group(torch::optim::OptimizerParamGroup({x}));
   x.mutable_grad() = torch::ones({4});
-  EXPECT_THAT([&] { optimizer.step(); },
-              ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")));
+  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("is given twice")));
   EXPECT_TRUE(torch::equal(x, torch::ones({4})));
 }
 
@@ -427,7 +426,9 @@ TEST(AdamWErrors, RefuseParametersThatShareMemory) {
       [&] {
         AdamW({x.narrow(0, 0, 5), x.narrow(0, 4, 4)});
       },
-      ThrowsMessage<c10::Error>(HasSubstr("two parameters share memory")));
+      ThrowsMessage<c10::Error>(
+          HasSubstr("AdamW: parameter 0 of group 0 (float32 [5] on cpu) and parameter 1 of group 0 "
+                    "(float32 [4] on cpu) share memory")));
   EXPECT_NO_THROW(AdamW({x.narrow(0, 0, 4), x.narrow(0, 4, 4)}));
   EXPECT_NO_THROW(AdamW({at::_lazy_clone(x), at::_lazy_clone(x), torch::ones({0})}));
   const auto expanded = torch::ones({1}).expand({4});
@@ -447,8 +448,7 @@ TEST(AdamWErrors, RefuseAParameterThatTookAnothersPlaceAndIsThereAlready) {
   for (const auto& parameter : {x, y}) parameter.mutable_grad() = torch::ones({4});
   optimizer.param_groups()[0].params()[0] = y;
   for (int i = 0; i < 2; ++i) {
-    EXPECT_THAT([&] { optimizer.step(); },
-                ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")))
+    EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("is given twice")))
         << "at every step";
   }
   EXPECT_TRUE(torch::equal(y, torch::ones({4})));
@@ -457,8 +457,7 @@ TEST(AdamWErrors, RefuseAParameterThatTookAnothersPlaceAndIsThereAlready) {
   const torch::Tensor weights = torch::ones({8});
   x.set_data(weights.narrow(0, 0, 4));
   y.set_data(weights.narrow(0, 3, 4));
-  EXPECT_THAT([&] { optimizer.step(); },
-              ThrowsMessage<c10::Error>(HasSubstr("two parameters share memory")));
+  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("share memory")));
 }
 
 TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {
@@ -472,7 +471,7 @@ TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {
   half.mutable_grad() = torch::ones({4}, torch::kFloat);
   AdamW narrow({half});
   EXPECT_THAT([&] { narrow.step(); },
-              ThrowsMessage<c10::Error>(HasSubstr("its gradient of Float")));
+              ThrowsMessage<c10::Error>(HasSubstr("has a gradient of float32")));
   EXPECT_TRUE(torch::equal(good, torch::ones({4})));
   EXPECT_TRUE(optimizer.state().empty());
 }

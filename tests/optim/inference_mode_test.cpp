@@ -137,7 +137,7 @@ TYPED_TEST(StepUnderInference, TrainsWhatWasMadeThereAndNothingOutside) {
   inference.reset();
   const auto before = parameter.clone();
   EXPECT_THAT([&] { optimizer.step(); },
-              ThrowsMessage<c10::Error>(HasSubstr("made under InferenceMode")));
+              ThrowsMessage<c10::Error>(HasSubstr("made under c10::InferenceMode")));
   EXPECT_TRUE(torch::equal(parameter, before));
 }
 

@@ -310,7 +310,7 @@ TEST(LAMB, OnDevicesWithoutMezzosKernelsSaysWhatToDo) {
   x.mutable_grad() = torch::ones({3});
   LAMB optimizer({x});
   EXPECT_THAT([&] { optimizer.apply_with_aten({}); },
-              ThrowsMessage<c10::Error>(HasSubstr("link the target mezzo::cuda")));
+              ThrowsMessage<c10::Error>(HasSubstr("link the CMake target mezzo::cuda")));
   EXPECT_TRUE(torch::equal(x, torch::ones({3})));
 }
 

@@ -533,10 +533,10 @@ TEST(StatesOfMezzo, WriteAStepToWhereTheDeviceCounts) {
   state.step(2);
   EXPECT_EQ(on_device.item<float>(), 2.0F) << "captured graphs go on from there";
   EXPECT_EQ(state.step(), 2);
-  EXPECT_THAT([&] { state.step(-1); }, ThrowsMessage<c10::Error>(HasSubstr("step is -1")));
+  EXPECT_THAT([&] { state.step(-1); }, ThrowsMessage<c10::Error>(HasSubstr("has step -1")));
   static_cast<torch::optim::AdamWParamState&>(state).step(-3);
   EXPECT_THAT([&] { (void)state.count().on_device(); },
-              ThrowsMessage<c10::Error>(HasSubstr("step is -3")));
+              ThrowsMessage<c10::Error>(HasSubstr("has step -3")));
   EXPECT_EQ(on_device.item<float>(), 2.0F);
 }
 
@@ -547,7 +547,7 @@ TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
   optimizer.step();
   const auto before = parameter.detach().clone();
   state_as<torch::optim::AdamWParamState>(optimizer, parameter).step(-3);
-  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("step is -3")));
+  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("has step -3")));
   EXPECT_TRUE(torch::equal(parameter, before));
 }
 

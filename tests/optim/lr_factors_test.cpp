@@ -160,7 +160,7 @@ TEST(LrFactors, AreChecked) {
         [&] {
           optimizer.set_lr_factors({1.0, bad});
         },
-        ThrowsMessage<c10::Error>(HasSubstr("lr factor 1 is")));
+        ThrowsMessage<c10::Error>(HasSubstr("factors[1] is")));
   }
   EXPECT_TRUE(optimizer.lr_factors().empty());
 }

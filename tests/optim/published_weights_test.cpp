@@ -219,7 +219,8 @@ TEST(PublishToCache, RefusesADtypeThatAutocastDoesNotHave) {
   const auto parameter = torch::ones({1}).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(1e-2));
   EXPECT_THAT([&] { optimizer.publish_to(cache, torch::kDouble); },
-              ThrowsMessage<c10::Error>(HasSubstr("publish_to takes bfloat16 and half")));
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("publish_to: dtype is Double; it should be torch::kBFloat16")));
 }
 
 }  // namespace

@@ -29,7 +29,6 @@ namespace {
 using test_support::error_of;
 using test_support::parameter;
 using test_support::quiet_scaler;
-using testing::AnyOf;
 using testing::HasSubstr;
 using torch::Tensor;
 
@@ -80,10 +79,8 @@ TEST_P(OddDtypes, WithGradientsAreRefusedByNameBeforeAnyWrite) {
   mezzo::optim::AdamW optimizer({x, odd_});
   auto scaler = quiet_scaler({});
   const std::string name = c10::toString(GetParam());
-  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("a parameter is of " + name));
-  EXPECT_THAT(
-      error_of([&] { scaler.step(optimizer); }),
-      AnyOf(HasSubstr("a parameter is of " + name), HasSubstr("A gradient has the dtype " + name)));
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("(" + name + " ["));
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("(" + name + " ["));
   EXPECT_EQ(x.item<float>(), 1);
   EXPECT_EQ(x.grad().item<float>(), 1);
   EXPECT_TRUE(torch::equal(values_of(odd_), values_));

@@ -153,10 +153,11 @@ TYPED_TEST(ScalerCallProbes, NothingToCheckIsAnError) {
   auto without_parameters = this->sgd({});
   auto scaler = quiet_scaler({});
   for (auto* optimizer : {&without_gradients, &without_parameters}) {
-    EXPECT_EQ(error_of([&] { scaler.step(*optimizer); }),
-              "No inf checks were recorded for this optimizer.");
+    EXPECT_THAT(error_of([&] { scaler.step(*optimizer); }),
+                HasSubstr("No inf checks were recorded for this optimizer."));
   }
-  EXPECT_EQ(error_of([&] { scaler.update(); }), "No inf checks were recorded prior to update.");
+  EXPECT_THAT(error_of([&] { scaler.update(); }),
+              HasSubstr("No inf checks were recorded prior to update."));
 }
 
 TYPED_TEST(ScalerCallProbes, GradientsThatNoScalerTakesAreNamed) {
@@ -167,9 +168,9 @@ TYPED_TEST(ScalerCallProbes, GradientsThatNoScalerTakesAreNamed) {
     set_gradient(x, {2});
     y.mutable_grad() = torch::ones({1}).to(dtype);
     EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
-                HasSubstr("A gradient has the dtype"));
+                HasSubstr("the gradient of a parameter ("));
     EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
-                AnyOf(HasSubstr("A gradient has the dtype"), HasSubstr("and its gradient of")));
+                AnyOf(HasSubstr("the gradient of a parameter ("), HasSubstr("has a gradient of")));
     EXPECT_EQ(x.grad().item<float>(), 2) << "unscaled though it threw";
     EXPECT_EQ(x.item<float>(), 1);
   }

@@ -206,9 +206,12 @@ TEST(GradScaler, LeavesOutUndefinedGradients) {
 TEST(GradScaler, SaysSoWhenNoParameterHasAGradient) {
   auto scaler = quiet_scaler({});
   auto optimizer = sgd({parameter({1})});
-  EXPECT_EQ(error_of([&] { scaler.step(optimizer); }),
-            "No inf checks were recorded for this optimizer.");
-  EXPECT_EQ(error_of([&] { scaler.update(); }), "No inf checks were recorded prior to update.");
+  EXPECT_THAT(
+      error_of([&] { scaler.step(optimizer); }),
+      testing::StartsWith("No inf checks were recorded for this optimizer. In C++: of its 1 "
+                          "parameter none has a gradient;"));
+  EXPECT_THAT(error_of([&] { scaler.update(); }),
+              testing::StartsWith("No inf checks were recorded prior to update. In C++: call"));
 }
 
 TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
@@ -246,7 +249,8 @@ TEST(GradScaler, RefusesComplexGradients) {
   const auto x = torch::zeros({1}, torch::dtype(torch::kComplexFloat).requires_grad(true));
   x.mutable_grad() = torch::ones({1}, torch::kComplexFloat);
   auto optimizer = sgd({x});
-  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("dtype ComplexFloat"));
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+              HasSubstr("the gradient of a parameter (ComplexFloat [1] on cpu) is"));
 }
 
 // torch tests the gradient before it multiplies, finds 1e30 finite, and steps with an inf.

@@ -36,7 +36,9 @@ class AutocastModuleImpl : public torch::nn::Module,
  public:
   AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting)
       : module_(std::move(module)), region_(detail::checked_region(setting)) {
-    TORCH_CHECK(module_ != nullptr, "module: AutocastModule needs a module; this holder is empty");
+    TORCH_CHECK(
+        module_ != nullptr,
+        "AutocastModule: module is an empty holder or a null pointer; construct the module first");
     // Before there are children, so that none of them is switched.
     torch::nn::Module::train(module_->is_training());
     adopt_names();

@@ -36,7 +36,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 template <class F>
 [[nodiscard]] auto cast_inputs(at::ScalarType dtype, F&& function) {
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
-              "dtype: cast_inputs casts to Float, Half or BFloat16, not to ", dtype);
+              "cast_inputs: dtype is ", dtype,
+              "; it should be torch::kFloat, torch::kHalf or torch::kBFloat16");
   return detail::CastingFunction<std::decay_t<F>, detail::ToDtype>(std::forward<F>(function),
                                                                    {dtype});
 }

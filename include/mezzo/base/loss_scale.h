@@ -151,10 +151,11 @@ inline void check_bounds(double min_scale, double max_scale) {
 
 inline void check_factors(double growth_factor, double backoff_factor) {
   TORCH_CHECK(is_finite(growth_factor) && growth_factor > 1.0,
-              "The growth factor must be > 1.0. (growth_factor is ", growth_factor, ")");
+              "The growth factor must be > 1.0. (growth_factor is ", growth_factor,
+              "; 2 is usual)");
   TORCH_CHECK(is_finite(backoff_factor) && backoff_factor > 0.0 && backoff_factor < 1.0,
               "The backoff factor must be < 1.0. (backoff_factor is ", backoff_factor,
-              "; it must also be > 0.0)");
+              "; it must be > 0.0 too: 0.5 is usual)");
 }
 
 inline void check_counts(int64_t growth_interval, int64_t hysteresis) {

@@ -102,13 +102,14 @@ class ModelList {
 
  private:
   void check() const {
-    TORCH_CHECK(!modules_.empty(), "models: none was given; give one, or several in braces");
+    TORCH_CHECK(!modules_.empty(), "models: none was given; give a model, or several in braces");
     for (std::size_t i = 0; i < modules_.size(); ++i) {
-      TORCH_CHECK(modules_[i] != nullptr, "model ", i, " is an empty holder; construct it first");
+      TORCH_CHECK(modules_[i] != nullptr, "model ", i,
+                  " is empty; construct the module before its holder is passed");
       for (std::size_t other = 0; other < i; ++other) {
         TORCH_CHECK(detail::identity_of(*modules_[i]) != detail::identity_of(*modules_[other]),
                     "model ", i, " (", modules_[i]->name(), ") is model ", other,
-                    " again; give each once");
+                    " again; give each model once");
       }
     }
   }
@@ -148,7 +149,8 @@ class OptimizerList {
   requires detail::OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerList(
       const Optimizers& optimizers) {  // NOLINT(google-explicit-constructor)
     for (const auto& pointer : optimizers) {
-      TORCH_CHECK(pointer != nullptr, "optimizer ", optimizers_.size(), " is a null pointer");
+      TORCH_CHECK(pointer != nullptr, "optimizer ", optimizers_.size(),
+                  " is a null pointer; make the optimizer before its pointer is passed");
       optimizers_.push_back(&*pointer);
     }
     check();
@@ -161,7 +163,7 @@ class OptimizerList {
     for (std::size_t i = 0; i < optimizers_.size(); ++i) {
       for (std::size_t other = 0; other < i; ++other) {
         TORCH_CHECK(optimizers_[i] != optimizers_[other], "optimizer ", i, " is optimizer ", other,
-                    " again; give each once");
+                    " again; give each optimizer once");
       }
     }
   }

@@ -129,7 +129,7 @@ struct PrecisionText {
     const auto key = trimmed(part.substr(0, equals));
     auto& target = dtype_of(key);
     TORCH_CHECK(!target.has_value(), "Precision \"", whole, "\": \"", key,
-                "\" says again what an earlier part says; leave one of them out");
+                "\" is given twice; leave one of them out");
     target = dtype(trimmed(part.substr(equals + 1)));
   }
 };

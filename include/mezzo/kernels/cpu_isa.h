@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_lanes.h>
 
@@ -115,8 +116,8 @@ auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make
     case at::kBFloat16:
       return make(c10::BFloat16{});
     default:
-      TORCH_CHECK(false, "A gradient has the dtype ", dtype,
-                  "; gradients are float, double, bfloat16 or half");
+      TORCH_CHECK(false, "A gradient has the dtype ", dtype_name(dtype),
+                  "; it should be float32, float64, bfloat16 or float16");
   }
 }
 

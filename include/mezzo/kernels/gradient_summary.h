@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/gradient_element.h>
@@ -190,17 +191,17 @@ inline void check_summary_arguments(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale) {
   TORCH_CHECK(
       inv_scale.defined() && inv_scale.numel() == 1 && inv_scale.scalar_type() == at::kFloat,
-      "inv_scale must be a float tensor of one element");
-  for (const at::Tensor& gradient : gradients) {
-    TORCH_CHECK(gradient.defined() && gradient.layout() == at::kStrided,
-                "A gradient is undefined or not dense; leave it out, or give the values of a "
-                "coalesced sparse one");
-    TORCH_CHECK(gradient.device() == inv_scale.device(), "A gradient is on ", gradient.device(),
-                " and inv_scale on ", inv_scale.device(), "; a summary is of one device");
-    const at::ScalarType dtype = gradient.scalar_type();
-    TORCH_CHECK(
-        dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-        "A gradient has the dtype ", dtype, "; gradients are float, double, bfloat16 or half");
+      "inv_scale is ", tensor_words(inv_scale), "; it should be float32 of one element");
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const at::Tensor& gradient = gradients[i];
+    TORCH_CHECK(gradient.defined() && gradient.layout() == at::kStrided, "Gradient ", i, " is ",
+                tensor_words(gradient),
+                "; leave undefined ones out, and give the values of a coalesced sparse one");
+    TORCH_CHECK(gradient.device() == inv_scale.device(), "Gradient ", i, " is on ",
+                gradient.device(), " and inv_scale on ", inv_scale.device(),
+                "; give the gradients of one device at a time");
+    TORCH_CHECK(is_training_dtype(gradient.scalar_type()), "Gradient ", i, " is ",
+                tensor_words(gradient), "; it should be of float32, float64, bfloat16 or float16");
   }
 }
 

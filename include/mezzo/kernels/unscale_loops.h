@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
@@ -97,7 +98,8 @@ inline UnscaleLoops unscale_loops(at::ScalarType dtype, CpuIsa isa) {
     case at::kBFloat16:
       return unscale_loops<c10::BFloat16>(isa);
     default:
-      TORCH_CHECK(false, "unscale: dtype ", dtype, " is none of float, double, half and bfloat16");
+      TORCH_CHECK(false, "A gradient has the dtype ", dtype_name(dtype),
+                  "; it should be float32, float64, bfloat16 or float16");
   }
 }
 

@@ -143,8 +143,8 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
                         archive.try_read("scaler", scaler) &&
                         archive.try_read("iterations", iterations) && iterations.isInt();
   TORCH_CHECK(is_whole,
-              "LossScaleOptimizer: the archive holds something else; save it with "
-              "torch::save(optimizer, path)");
+              "LossScaleOptimizer: the archive holds something else; load what "
+              "torch::save(optimizer, path) wrote");
   optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();

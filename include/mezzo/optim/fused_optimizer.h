@@ -80,9 +80,11 @@ class FusedOptimizer : public OptimizerInterface {
   /// stored weights `plain`, and in groups to come.
   /// \throws c10::Error where it has no masters
   virtual void enable_master_weights() {
-    TORCH_CHECK(false,
-                "enable_master_weights: this optimizer keeps no float masters; choose an "
-                "optimization level without master_weights");
+    TORCH_CHECK(
+        false,
+        "enable_master_weights: this optimizer keeps no float masters; give "
+        "mezzo::initialize a level with master_weights = false, or use mezzo::optim::AdamW, "
+        "Adam, SGD, Lion or LAMB");
   }
 
   /// From here on each step writes copies of weights of float in `dtype` (bfloat16 or half),
@@ -96,10 +98,8 @@ class FusedOptimizer : public OptimizerInterface {
   template <class Cache>
   requires std::same_as<Cache, WeightCache>
   void publish_to(const Cache& cache, at::ScalarType dtype) {
-    TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf,
-                "publish_to takes bfloat16 and half, "
-                "the dtypes of autocast, and got ",
-                dtype);
+    TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf, "publish_to: dtype is ", dtype,
+                "; it should be torch::kBFloat16 or torch::kHalf, as the regions lower to");
     published_dtype_ = dtype;
     copy_for_ = [cache, dtype](const at::Tensor& weight) {
       return cache.is_asked_for(weight, dtype) ? cache.buffer_for(weight, dtype) : at::Tensor();

@@ -115,9 +115,10 @@ class FusedOptions : public Base {
     was_read_ = archive.try_read("weight_storage", storage);
     if (!was_read_) return;
     const int64_t number = storage.toInt();
-    TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic),
-                "The archive of an optimizer has the weight_storage ", number,
-                ", which this version does not know; it is a newer one's, or damaged");
+    TORCH_CHECK(
+        number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic),
+        "The archive of an optimizer has the weight_storage ", number,
+        ", which this version of mezzo does not know; read it with the version that wrote it");
     extras_ = {static_cast<WeightStorage>(number), detail::read_key<double>(archive, "ema_decay"),
                static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed"))};
   }

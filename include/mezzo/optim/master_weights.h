@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
 
@@ -122,6 +123,7 @@ class MasterWeights : public optim::FusedOptimizer {
   };
 
   static constexpr const char* kName = "MasterWeights";
+  detail::OptimizerWords words() const { return {kName, inner_->param_groups()}; }
 
   void follow_parameters();
   at::Tensor find_master(const at::Tensor& parameter) const;

@@ -56,8 +56,9 @@ class OptimizerInterface {
   /// number of steps. Empty: no schedule. \throws c10::Error if a factor is negative or not finite
   void set_lr_factors(std::vector<double> factors) {
     for (std::size_t i = 0; i < factors.size(); ++i) {
-      TORCH_CHECK(!detail::nonfinite_bits(factors[i]) && factors[i] >= 0, "lr factor ", i, " is ",
-                  factors[i], "; it should be finite and at least 0");
+      TORCH_CHECK(!detail::nonfinite_bits(factors[i]) && factors[i] >= 0,
+                  "set_lr_factors: factors[", i, "] is ", factors[i],
+                  "; it should be finite and at least 0");
     }
     lr_factors_ = std::move(factors);
     lr_factors_on_device_ = at::Tensor();

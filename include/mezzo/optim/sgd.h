@@ -125,10 +125,11 @@ struct SgdTraits : OptimizerTraits<Options, State> {
   /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
   /// 0. A kernel told of a first step would not see that the device skipped it.
   static void check_for_aten(const Options& options) {
-    TORCH_CHECK(
-        options.dampening() == 0 || options.momentum() == 0, "SGD: dampening is ",
-        options.dampening(),
-        " on a device that has no kernel of mezzo's; link the target mezzo::cuda, or set 0");
+    TORCH_CHECK(options.dampening() == 0 || options.momentum() == 0, "SGD: dampening is ",
+                options.dampening(),
+                ", and the parameters are on a device where mezzo has no kernel, and ATen's "
+                "dampens the first "
+                "step too; link the CMake target mezzo::cuda, or set dampening(0)");
   }
 
   static void aten_step(const Options& options, const AtenLists& lists,

@@ -137,16 +137,17 @@ inline void multiply_by(const std::vector<DeviceGradientReport>& all,
 }
 
 inline void check_norm_arguments(double max_norm, double norm_type) {
-  TORCH_CHECK(max_norm >= 0, "max_norm is ", max_norm,
+  TORCH_CHECK(max_norm >= 0, "clip_grad_norm_: max_norm is ", max_norm,
               "; it should be at least 0, and infinite to measure the norm without clipping");
-  TORCH_CHECK(norm_type > 0, "norm_type is ", norm_type,
+  TORCH_CHECK(norm_type > 0, "clip_grad_norm_: norm_type is ", norm_type,
               "; it should be positive, and infinite for the largest magnitude");
 }
 
 inline void require_finite(const at::Tensor& norm, double norm_type) {
-  TORCH_CHECK(!nonfinite_bits(norm.item<double>()), "The total norm of order ", norm_type,
-              " for gradients from `parameters` is non-finite, so it cannot be clipped. Leave "
-              "error_if_nonfinite at false to go on; GradScaler::step then skips this step");
+  TORCH_CHECK(
+      !nonfinite_bits(norm.item<double>()), "The total norm of order ", norm_type,
+      " for gradients from `parameters` is non-finite, so it cannot be clipped. In C++: leave "
+      "error_if_nonfinite at false to go on; GradScaler::step then skips this step");
 }
 
 /// Each element into [-limit, limit]; NaN stays NaN.
@@ -176,7 +177,8 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, do
 }
 
 inline void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double clip_value) {
-  TORCH_CHECK(clip_value > 0, "clip_value is ", clip_value, "; it should be positive");
+  TORCH_CHECK(clip_value > 0, "clip_grad_value_: clip_value is ", clip_value,
+              "; it should be positive");
   const c10::NoGradGuard no_grad;
   for (const DeviceGradientReport& one : detail::gradients_to_clip(scaler, optimizer)) {
     detail::clamp_to(one.gradients, clip_value);

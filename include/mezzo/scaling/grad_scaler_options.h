@@ -109,7 +109,7 @@ inline LossScale GradScalerOptions::rule() const {
     case LossScaleKind::dynamic:
       return dynamic;
   }
-  TORCH_CHECK(false, "loss_scale is no LossScaleKind; use none, fixed or dynamic");
+  TORCH_CHECK(false, "loss_scale is no LossScaleKind; use LossScaleKind::none, fixed or dynamic");
 }
 
 inline std::string SkippedStep::message() const {

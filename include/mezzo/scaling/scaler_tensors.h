@@ -4,6 +4,7 @@
 /// (examples/bert_ner/safetensors.h does).
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -61,8 +62,9 @@ inline std::map<std::string, at::Tensor> scaler_tensors(const GradScaler::StateD
 inline GradScaler::StateDict scaler_state(const std::map<std::string, at::Tensor>& tensors) {
   GradScaler::StateDict state;
   for (const auto& [key, tensor] : tensors) {
-    TORCH_CHECK(tensor.defined() && tensor.numel() == 1, "scaler_state: \"", key,
-                "\" should be a tensor of one element");
+    TORCH_CHECK(tensor.defined() && tensor.numel() == 1, "scaler_state: \"", key, "\" is ",
+                detail::tensor_words(tensor),
+                "; it should be a tensor of one element, as scaler_tensors() makes them");
     TORCH_CHECK(at::isFloatingType(tensor.scalar_type()) ||
                     at::isIntegralType(tensor.scalar_type(), /*includeBool=*/false),
                 "scaler_state: \"", key, "\" is a tensor of ", tensor.scalar_type(),

@@ -104,8 +104,9 @@ TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
   mask.zero_();
   EXPECT_THAT(
       error_of([&] { y.sum().backward(); }),
-      HasSubstr("a tensor argument, Float[4, 4], was modified in place between its forward and "
-                "its backward"));
+      HasSubstr(
+          "a tensor argument, float32 [4, 4] on cpu, was modified in place between its forward and "
+          "its backward"));
 }
 
 TEST_F(CheckpointErrors, NoticeAParameterModifiedBeforeBackward) {
@@ -116,7 +117,7 @@ TEST_F(CheckpointErrors, NoticeAParameterModifiedBeforeBackward) {
     v_.add_(1);
   }
   EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-              HasSubstr("a parameter, Float[4, 4], was modified in place between"));
+              HasSubstr("a parameter, float32 [4, 4] on cpu, was modified in place between"));
 }
 
 TEST_F(CheckpointErrors, NoticeAFrozenParameterModifiedBeforeBackward) {
@@ -126,7 +127,7 @@ TEST_F(CheckpointErrors, NoticeAFrozenParameterModifiedBeforeBackward) {
     const auto y = mezzo::activation_checkpoint(frozen, x_);
     parameter.mul_(2);
     EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-                HasSubstr("a tensor that it reads, Float" + c10::str(parameter.sizes()) +
+                HasSubstr("a tensor that it reads, float32" + c10::str(parameter.sizes()) +
                           ", was modified in place between"));
   }
 }
@@ -141,7 +142,7 @@ TEST_F(CheckpointErrors, NoticeACapturedTensorModifiedBeforeBackward) {
     const auto y = mezzo::activation_checkpoint(outer, x_);
     each.zero_();
     EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-                HasSubstr("a tensor that it reads, Float" + c10::str(each.sizes())));
+                HasSubstr("a tensor that it reads, float32" + c10::str(each.sizes())));
   }
 }
 
@@ -205,10 +206,11 @@ TEST_F(CheckpointErrors, SpareWhatTheFunctionMakes) {
 }
 
 TEST_F(CheckpointErrors, NoticeAFunctionThatModifiesItsArgument) {
-  EXPECT_THAT(
-      error_of(
-          [&] { mezzo::activation_checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_)); }),
-      HasSubstr("a tensor argument, Float[4, 4], was modified in place by the function itself"));
+  EXPECT_THAT(error_of([&] {
+                mezzo::activation_checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_));
+              }),
+              HasSubstr("a tensor argument, float32 [4, 4] on cpu, was modified in place by the "
+                        "function itself"));
 }
 
 TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {

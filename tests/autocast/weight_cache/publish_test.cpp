@@ -290,16 +290,21 @@ TEST(WeightCachePublish, NamesWhatIsWrong) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = parameter();
   const auto copy = [&](at::ScalarType dtype) { return weight.detach().to(dtype); };
-  expect_error([&] { static_cast<void>(cache.buffer_for({}, kBFloat16)); }, "weight: an undefined");
-  expect_error([&] { static_cast<void>(cache.buffer_for(weight, kFloat)); }, "dtype: Float");
-  expect_error([&] { static_cast<void>(cache.buffer_for(weight, torch::kLong)); }, "dtype: Long");
-  expect_error([&] { static_cast<void>(cache.buffer_for(weight * 2, kHalf)); }, "only a leaf");
+  expect_error([&] { static_cast<void>(cache.buffer_for({}, kBFloat16)); }, "weight is undefined");
+  expect_error([&] { static_cast<void>(cache.buffer_for(weight, kFloat)); },
+               "dtype is float32, which is no low precision");
+  expect_error([&] { static_cast<void>(cache.buffer_for(weight, torch::kLong)); },
+               "dtype is Long, which is no low precision");
+  expect_error([&] { static_cast<void>(cache.buffer_for(weight * 2, kHalf)); }, "is no dense leaf");
   expect_error([&] { cache.publish(torch::ones({2}, torch::kLong), copy(kHalf)); }, "weight: Long");
-  expect_error([&] { cache.publish(weight, {}); }, "copy: an undefined");
-  expect_error([&] { cache.publish(weight, copy(kFloat)); }, "copy: Float");
-  expect_error([&] { cache.publish(weight, copy(kHalf)[0]); }, "copy: its shape");
-  expect_error([&] { cache.publish(weight, copy(kHalf).requires_grad_()); }, "copy: pass a dense");
-  expect_error([&] { cache.forget({}); }, "weight: an undefined");
+  expect_error([&] { cache.publish(weight, {}); }, "copy is undefined");
+  expect_error([&] { cache.publish(weight, copy(kFloat)); },
+               "copy is float32, which is no low precision");
+  expect_error([&] { cache.publish(weight, copy(kHalf)[0]); },
+               "; pass what buffer_for(weight, dtype) returned");
+  expect_error([&] { cache.publish(weight, copy(kHalf).requires_grad_()); },
+               "copy requires grad, is not dense");
+  expect_error([&] { cache.forget({}); }, "weight is undefined");
   const c10::InferenceMode inference;
   const auto made_here = torch::ones({2});
   expect_error([&] { static_cast<void>(cache.buffer_for(made_here, kHalf)); }, "inference mode");

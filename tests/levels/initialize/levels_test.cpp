@@ -449,14 +449,14 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
       [&] {
         mezzo::initialize({net, net}, optimizer, level, kQuiet);
       },
-      "is model 0 again; give each once");
+      "is model 0 again; give each model once");
   expect_error(
       [&] {
         mezzo::initialize(net, {optimizer, optimizer}, level, kQuiet);
       },
       "optimizer 1 is optimizer 0 again");
   expect_error([&] { mezzo::initialize(Net(nullptr), optimizer, level, kQuiet); },
-               "model 0 is an empty holder");
+               "model 0 is empty; construct");
   expect_error([&] { mezzo::initialize(net, lbfgs, level, kQuiet); }, "LBFGS");
   expect_error([&] { mezzo::initialize(net, level, {.num_losses = 0, .verbosity = 0}); },
                "num_losses is 0");
@@ -468,8 +468,9 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   };
   const auto tied = std::make_shared<Tied>();
   torch::optim::SGD of_tied(tied->parameters(), 0.1);  // libtorch names a tied weight twice
-  expect_error([&] { mezzo::initialize(tied, of_tied, level, kQuiet); },
-               "a parameter is given twice; give each once, tied ones too");
+  expect_error(
+      [&] { mezzo::initialize(tied, of_tied, level, kQuiet); },
+      "is given twice, as model->parameters() gives a weight that two modules share; give it once");
   EXPECT_EQ(tied->net->weight.scalar_type(), torch::kFloat);
 
   other->head->to(torch::kHalf);
@@ -478,7 +479,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   expect_error([&] { mezzo::initialize(other, OptLevel::O0(), kQuiet); },
                "with type float16, expected float32. When using amp.initialize, you do not need to "
                "call .half() on your model before passing it, no matter what optimization level "
-               "you choose. Call model->to(torch::kFloat) before making the optimizer");
+               "you choose. In C++: call model->to(torch::kFloat) before making the optimizer");
   struct Quantized : torch::nn::Module {
     Quantized() {
       const torch::Tensor weight = torch::ones({2}).to(torch::kFloat8_e4m3fn);

@@ -225,9 +225,10 @@ TEST_P(GradBucketsIn, SaysWhatIsWrongWithAGradient) {
   const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
   GradBuckets buckets(parameters, options());
   parameters[1].mutable_grad() = torch::ones({5});
-  EXPECT_ERROR(buckets.reattach_gradients(), "parameter 1 is of Float, [5]");
+  EXPECT_ERROR(buckets.reattach_gradients(),
+               "the gradient of parameter 1 (float32 [4] on cpu) is float32 [5] on cpu");
   parameters[1].mutable_grad() = torch::ones({4}, torch::kHalf);
-  EXPECT_ERROR(buckets.reattach_gradients(), "parameter 1 is of Half");
+  EXPECT_ERROR(buckets.reattach_gradients(), "(float32 [4] on cpu) is float16 [4] on cpu");
   parameters[1].mutable_grad() = torch::ones({2, 2}).to_sparse_csr();
   EXPECT_ERROR(buckets.reattach_gradients(), "SparseCsr");
   parameters[1].mutable_grad() = torch::ones({4});
@@ -354,17 +355,20 @@ TEST(GradBuckets, CanBeCutIntoEqualPartsThatBeginAtMultiplesOf64Bytes) {
 
 TEST(GradBuckets, RefusesWhatItCannotHold) {
   const auto good = leaf({3});
-  EXPECT_ERROR(GradBuckets({good, Tensor()}), "Parameter 1 is undefined");
-  EXPECT_ERROR(GradBuckets({good, good}), "Parameter 1 is given twice");
-  EXPECT_ERROR(GradBuckets({good * 2}), "Parameter 0 is not a leaf");
-  EXPECT_ERROR(GradBuckets({torch::ones({2}, torch::kLong)}), "dtype Long");
-  EXPECT_ERROR(GradBuckets({torch::ones({2}).to_sparse()}), "layout Sparse");
+  EXPECT_ERROR(GradBuckets({good, Tensor()}),
+               "GradBuckets: parameter 1 is undefined; leave it out");
+  EXPECT_ERROR(GradBuckets({good, good}),
+               "GradBuckets: parameter 1 (float32 [3] on cpu) is given twice");
+  EXPECT_ERROR(GradBuckets({good * 2}), "parameter 0 (float32 [3] on cpu) is no leaf");
+  EXPECT_ERROR(GradBuckets({torch::ones({2}, torch::kLong)}), "parameter 0 (Long [2] on cpu)");
+  EXPECT_ERROR(GradBuckets({torch::ones({2}).to_sparse()}),
+               "parameter 0 (Sparse float32 [2] on cpu)");
   EXPECT_ERROR(GradBuckets({good}, GradBucketsOptions().bucket_bytes(0)), "bucket_bytes is 0");
   EXPECT_ERROR(GradBuckets({good}, GradBucketsOptions().parts(0)), "parts is 0");
   EXPECT_ERROR(GradBuckets({good}, GradBucketsOptions().storage(static_cast<GradStorage>(7))),
                "storage is 7");
   GradBuckets buckets({good});
-  EXPECT_ERROR(buckets.add_parameters({good}), "Parameter 0 is given twice");
+  EXPECT_ERROR(buckets.add_parameters({good}), "parameter 0 (float32 [3] on cpu) is given twice");
   EXPECT_ERROR(buckets.rebuild_buckets(), "rebuild_buckets: nothing watches");
   EXPECT_ERROR(buckets.summarize(torch::ones({2})), "inv_scale");
   EXPECT_ERROR(buckets.accumulate_if_finite([] {}), "flat storage");

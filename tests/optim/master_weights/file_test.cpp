@@ -155,9 +155,9 @@ TEST_F(RefusedFile, OfAnotherNumberOfMasters) {
   model.parameters[0] = model.parameters[0].detach().to(torch::kFloat).requires_grad_();
   torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7));
   const MasterWeights other(sgd);
-  EXPECT_THAT(error_of_loading(saved(other)), HasSubstr("masters of the parameters number "
-                                                        "[2, 3, 4, 5], and here those of half "
-                                                        "and bfloat16 are [0, 2, 3, 4, 5]"));
+  EXPECT_THAT(
+      error_of_loading(saved(other)),
+      HasSubstr("saved with 4 parameters of float16 or bfloat16, and this optimizer has 5"));
 }
 
 TEST_F(RefusedFile, OfMastersOfAnotherShape) {
@@ -167,8 +167,7 @@ TEST_F(RefusedFile, OfMastersOfAnotherShape) {
   MasterWeights other(sgd);
   train(model, other, 0, 2);
   EXPECT_THAT(error_of_loading(saved(other)),
-              HasSubstr("a master of the shape [5, 7] and of Float for parameter number 0, whose "
-                        "shape is [7, 5]"));
+              HasSubstr("the master float32 [5, 7] on cpu for parameter 0 ("));
 }
 
 }  // namespace

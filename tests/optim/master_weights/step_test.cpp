@@ -525,10 +525,10 @@ TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
   torch::optim::SGD overlapping({x, x.detach().slice(0, 1, 3).requires_grad_()},
                                 torch::optim::SGDOptions(0.1));
   EXPECT_THAT([&] { MasterWeights optimizer(overlapping); },
-              ThrowsMessage<c10::Error>(HasSubstr("two parameters share memory")));
+              ThrowsMessage<c10::Error>(HasSubstr("share memory")));
   torch::optim::SGD twice({x, x}, torch::optim::SGDOptions(0.1));
   EXPECT_THAT([&] { MasterWeights optimizer(twice); },
-              ThrowsMessage<c10::Error>(HasSubstr("a parameter is given twice")));
+              ThrowsMessage<c10::Error>(HasSubstr("is given twice")));
 }
 
 TEST(MasterWeightsStep, AModelThatIsCastMeanwhileTrainsAsWhatItIs) {

@@ -437,7 +437,7 @@ TEST(UnscaledMasters, AreNotTakenByTheInnerOptimizer) {
     GradScaler scaler(GradScalerOptions().init_scale(1024).enabled(is_enabled));
     scaler.scale((weight.to(torch::kFloat) * 1e-3).sum()).backward();
     scaler.unscale_(masters);
-    const auto names_it = ThrowsMessage<c10::Error>(HasSubstr("Pass the MasterWeights to step()"));
+    const auto names_it = ThrowsMessage<c10::Error>(HasSubstr("pass the MasterWeights to step()"));
     EXPECT_THAT([&] { scaler.step(sgd); }, names_it);
     EXPECT_THAT([&] { scaler.step(sgd, {.zero_grad = true}); }, names_it);
     EXPECT_THAT([&] { scaler.step(sgd, {.max_norm = 1.0}); }, names_it);

@@ -87,7 +87,8 @@ inline AutocastSetting recommend_cuda(std::optional<ComputeCapability> gpu) {
 inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
   const c10::DeviceIndex count = torch::cuda::device_count();
   TORCH_CHECK(!device.has_index() || device.index() < count, "device: there is no ", device,
-              "; libtorch sees ", int{count}, " CUDA devices");
+              "; libtorch sees ", int{count}, count == 1 ? " CUDA device" : " CUDA devices",
+              ", of which the first is cuda:0");
   if (count == 0) {
     return std::nullopt;
   }

@@ -40,15 +40,21 @@ inline uint64_t capture_by_driver(void* stream) {
   static const auto query = [] {
     void* const driver = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
     void* const found = driver == nullptr ? nullptr : dlsym(driver, "cuStreamGetCaptureInfo");
-    TORCH_CHECK(found != nullptr,
-                "mezzo cannot ask CUDA's driver whether a stream is being captured: libcuda.so.1 "
-                "has no cuStreamGetCaptureInfo; link the target mezzo::cuda");
+    TORCH_CHECK(
+        found != nullptr,
+        "mezzo cannot ask CUDA's driver whether a stream is being captured: libcuda.so.1 "
+        "has no cuStreamGetCaptureInfo; link the CMake target mezzo::cuda, or update the driver");
     return reinterpret_cast<Query>(found);
   }();
   int status = 0;
   uint64_t id = 0;
   const int error = query(stream, &status, &id);
-  TORCH_CHECK(error == 0, "cuStreamGetCaptureInfo failed with error ", error);
+  TORCH_CHECK(error == 0,
+              "CUDA's driver cannot say whether a stream is being captured: cuStreamGetCaptureInfo "
+              "returned ",
+              error,
+              "; an earlier CUDA call failed: run with CUDA_LAUNCH_BLOCKING=1, and "
+              "the call that failed throws");
   return status == 0 ? 0 : id;
 }
 

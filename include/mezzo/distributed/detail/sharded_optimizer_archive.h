@@ -195,7 +195,9 @@ auto ShardedOptimizer<OptimizerType>::part_of(State& whole, const detail::ShardS
   const auto to = detail::kept_tensors<Traits>(*part);
   for (std::size_t kind = 0; kind < from.size(); ++kind) {
     if (!from[kind]->defined()) continue;
-    detail::check_shape_of(*from[kind], kind == 0 ? "a master" : "a moment", place, Traits::kName);
+    detail::check_shape_of(*from[kind], kind == 0 ? "a master" : "a moment",
+                           detail::shared(buckets_)->parameters()[slice.parameter],
+                           {Traits::kName, param_groups_});
     const at::Tensor laid_out = detail::in_layout_of(place, *from[kind]);
     *to[kind] =
         laid_out.as_strided({slice.weights.numel()}, {1}, laid_out.storage_offset() + slice.begin)

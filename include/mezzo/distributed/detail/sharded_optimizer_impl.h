@@ -268,7 +268,8 @@ template <class OptimizerType>
 bool ShardedOptimizer<OptimizerType>::keeps_master(std::size_t group,
                                                    const at::Tensor& parameter) const {
   const optim::WeightStorage wanted = options_of(group).weight_storage();
-  return detail::storage_of(parameter, wanted, Traits::kName) == optim::WeightStorage::master;
+  return detail::storage_of(parameter, wanted, {Traits::kName, param_groups_}) ==
+         optim::WeightStorage::master;
 }
 
 template <class OptimizerType>

@@ -38,7 +38,7 @@ inline std::vector<at::Tensor> start_groups_alike(
       if (parameter.requires_grad()) trained.push_back(parameter);
     }
   }
-  refuse_duplicates(trained, "ShardedOptimizer");
+  refuse_duplicates(trained, {"ShardedOptimizer", groups});
   broadcast_parameters(named, communicator);
   return trained;
 }

@@ -96,8 +96,9 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
     return detail::run_cast(script, dtypes, std::forward<Args>(args)...);
   } else {
     const auto module = detail::module_pointer(model);
-    TORCH_CHECK(module != nullptr,
-                "amp(model, ...): the model is an empty holder; construct it first");
+    TORCH_CHECK(
+        module != nullptr,
+        "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
     find_and_enter(detail::identity_of(*module), module->name(), regions);
     return detail::run_cast(*module, dtypes, std::forward<Args>(args)...);
   }
@@ -119,7 +120,8 @@ inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::str
     return *found;
   }
   TORCH_CHECK(false, "amp(model, ...): ", name,
-              " is none of the models that were given to mezzo::initialize, nor inside one");
+              " is none of the models that were given to mezzo::initialize, nor inside one; give "
+              "all models to one call, mezzo::initialize({a, b}, ...)");
 }
 
 inline void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
@@ -244,7 +246,8 @@ inline void Amp::load_state_dict(const StateDict& state) {
   for (std::size_t i = 0; i < passes_.losses(); ++i) {
     const std::string key = detail::loss_scaler_key(i);
     const auto entry = state.find(key);
-    TORCH_CHECK(entry != state.end(), "load_state_dict: state_dict lacks \"", key, "\"");
+    TORCH_CHECK(entry != state.end(), "load_state_dict: the state lacks \"", key,
+                "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
     GradScaler trial(GradScalerOptions(passes_.scaler(i).rule()));
     trial.load_state_dict(
         detail::full_scaler_state(key, entry->second, passes_.scaler(i).state_dict()));

@@ -14,6 +14,7 @@
 #include <mezzo/levels/detail/amp_scripts.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/master_weights.h>
@@ -45,8 +46,9 @@ namespace detail {
 inline const char* expected_float32(at::ScalarType found) {
   return is_training_dtype(found)
              ? ", expected float32. When using amp.initialize, you do not need to call .half() on "
-               "your model before passing it, no matter what optimization level you choose. Call "
-               "model->to(torch::kFloat) before making the optimizer, and leave the cast to "
+               "your model before passing it, no matter what optimization level you choose. In "
+               "C++: call model->to(torch::kFloat) before making the optimizer, and leave the cast "
+               "to "
                "mezzo::initialize"
              : ", expected float32. What is quantized cannot be trained, at any level: load the "
                "float32 weights that it was made from, or leave it out of the model's parameters, "
@@ -159,7 +161,7 @@ inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size
   for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
     parameters.push_back(parameter);
   });
-  refuse_duplicates(parameters, "MasterWeights");
+  refuse_duplicates(parameters, {"MasterWeights", optimizer.param_groups()});
 }
 
 inline void check_models_and_optimizers(const ModelList& models, const OptimizerList& optimizers,
@@ -186,10 +188,9 @@ inline void refuse_shared_parameters(const OptimizerList& optimizers) {
   for (const auto* optimizer : optimizers.optimizers()) {
     for_each_parameter(*optimizer, [&](std::size_t, const at::Tensor& parameter) {
       const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
-      TORCH_CHECK(known->second == optimizer,
-                  "scale_loss: two of the optimizers hold the same parameter (of the shape ",
-                  parameter.sizes(),
-                  "), whose gradient both would unscale; give it to one of them, or call "
+      TORCH_CHECK(known->second == optimizer, "scale_loss: two of the optimizers hold ",
+                  OptimizerWords{"", optimizer->param_groups()}.parameter(parameter),
+                  ", whose gradient both would unscale; give it to one of them, or call "
                   "scale_loss for one of them at a time");
     });
   }

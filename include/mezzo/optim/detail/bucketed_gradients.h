@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary.h>
@@ -106,14 +107,13 @@ inline void check_gradient(const GradientSlot& slot, std::size_t number) {
   const at::Tensor& gradient = slot.gradient();
   const at::Tensor& parameter = slot.parameter;
   TORCH_CHECK(gradient.layout() == at::kStrided || gradient.is_sparse(),
-              "The gradient of parameter ", number, " has the layout ", gradient.layout(),
-              "; GradBuckets takes dense (strided) and sparse (COO) gradients");
+              "GradBuckets: the gradient of ", parameter_words(number, parameter), " is ",
+              tensor_words(gradient), "; make it dense, or sparse in COO layout");
   TORCH_CHECK(gradient.scalar_type() == parameter.scalar_type() &&
                   gradient.device() == parameter.device() && gradient.sizes() == parameter.sizes(),
-              "The gradient of parameter ", number, " is of ", gradient.scalar_type(), ", ",
-              gradient.sizes(), " on ", gradient.device(), " and the parameter of ",
-              parameter.scalar_type(), ", ", parameter.sizes(), " on ", parameter.device(),
-              "; set .grad to a tensor like the parameter, or to an undefined one");
+              "GradBuckets: the gradient of ", parameter_words(number, parameter), " is ",
+              tensor_words(gradient),
+              "; set the parameter's mutable_grad() to a tensor like it, or to torch::Tensor()");
 }
 
 /// Gradients of one device for a summary, with the numbers of their parameters.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/which_kernels.h>
@@ -162,11 +163,11 @@ inline void BucketedGradients::forget_pass() {
 inline bool BucketedGradients::count_arrival(std::size_t number) {
   GradientSlot& slot = slots_[number];
   if (slot.has_arrived) {
-    TORCH_CHECK(on_ready_ == nullptr || !was_ready_[slot.bucket], "The gradient of parameter ",
-                number,
-                " came once more in one backward pass, after its bucket had been reported "
-                "ready; a parameter that several checkpointed calls share cannot be used with "
-                "on_ready");
+    TORCH_CHECK(on_ready_ == nullptr || !was_ready_[slot.bucket], "GradBuckets: the gradient of ",
+                parameter_words(number, slot.parameter),
+                " came once more in one backward pass, after its bucket had been reported ready; "
+                "a parameter that several checkpointed calls share cannot be used with on_ready, "
+                "which DataParallel sets: call the shared layer outside of activation_checkpoint");
     return false;
   }
   slot.has_arrived = true;

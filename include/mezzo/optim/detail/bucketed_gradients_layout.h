@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/bucket_layout.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
@@ -29,18 +30,19 @@ inline void BucketedGradients::check_parameters(const std::vector<at::Tensor>& p
   for (const at::Tensor& parameter : parameters_) seen.insert(parameter.unsafeGetTensorImpl());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i];
-    TORCH_CHECK(parameter.defined(), "Parameter ", i, " is undefined");
+    TORCH_CHECK(parameter.defined(), "GradBuckets: parameter ", i, " is undefined; leave it out");
     const at::ScalarType dtype = parameter.scalar_type();
-    TORCH_CHECK(parameter.layout() == at::kStrided, "Parameter ", i, " has the layout ",
-                parameter.layout(), "; GradBuckets takes dense (strided) parameters");
-    TORCH_CHECK(
-        dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-        "Parameter ", i, " has the dtype ", dtype,
-        "; GradBuckets takes float, double, bfloat16 and half");
-    TORCH_CHECK(parameter.is_leaf() && !parameter.is_inference(), "Parameter ", i,
-                " is not a leaf: give the tensor that autograd accumulates into");
-    TORCH_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second, "Parameter ", i,
-                " is given twice; leave shared parameters in once");
+    TORCH_CHECK(parameter.layout() == at::kStrided && is_training_dtype(dtype),
+                "GradBuckets: ", parameter_words(i, parameter),
+                " should be dense, and of float32, float64, bfloat16 or float16; leave it out");
+    TORCH_CHECK(parameter.is_leaf() && !parameter.is_inference(),
+                "GradBuckets: ", parameter_words(i, parameter),
+                " is no leaf, or was made under c10::InferenceMode; give the tensor that the "
+                "module registered, made outside of inference mode");
+    TORCH_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second,
+                "GradBuckets: ", parameter_words(i, parameter),
+                " is given twice, as model->parameters() gives a weight that two modules share; "
+                "give it once");
   }
 }
 
@@ -159,11 +161,9 @@ inline void BucketedGradients::settle(std::size_t number) {
 inline void BucketedGradients::move_to_place(std::size_t number) {
   GradientSlot& slot = slots_[number];
   const at::Tensor& gradient = slot.gradient();
-  TORCH_CHECK(fits_place(slot), "Parameter ", number, " was of ", slot.place.scalar_type(), ", ",
-              slot.place.sizes(), " on ", slot.place.device(), " when its GradBuckets (those of a ",
-              "DataParallel, say) were made, and is now of ", slot.parameter.scalar_type(), ", ",
-              slot.parameter.sizes(), " on ", slot.parameter.device(),
-              "; cast and move the model first, then make them");
+  TORCH_CHECK(fits_place(slot), "GradBuckets: ", parameter_words(number, slot.parameter), " was ",
+              tensor_words(slot.place), " when these GradBuckets (or the DataParallel that ",
+              "made them) were made; cast and move the model first, then make them");
   // One that is another part of the buffer, or this one seen otherwise, must not be overwritten
   // while it is read.
   const bool overlaps = shares_storage(gradient, slot.place);

@@ -54,8 +54,11 @@ inline at::Tensor flag_on(at::Device device, const at::Tensor& flag) {
 
 inline at::Tensor BucketedGradients::accumulate_if_finite(const std::function<void()>& backward) {
   TORCH_CHECK(is_flat(),
-              "accumulate_if_finite needs flat storage: the buffer holds what is accumulated");
-  TORCH_CHECK(backward != nullptr, "accumulate_if_finite: backward is null");
+              "accumulate_if_finite: it needs flat storage, whose buffer holds what is "
+              "accumulated; make the buckets with GradBucketsOptions().storage(GradStorage::flat)");
+  TORCH_CHECK(
+      backward != nullptr,
+      "accumulate_if_finite: backward is an empty function; pass one that calls backward()");
   reattach_gradients();
   std::vector<at::Tensor> accumulated;
   for (GradientSlot& slot : slots_) {

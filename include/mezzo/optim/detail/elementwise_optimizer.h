@@ -10,6 +10,7 @@
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/detail/kept_weights.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/detail/step_participants.h>
@@ -131,6 +132,8 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  OptimizerWords words() const noexcept { return {Traits::kName, param_groups_}; }
+
   using Constants = typename Traits::Constants;
   using Coefficients = typename Traits::Coefficients;
   using Task = StepTask<typename Traits::Loop, Coefficients>;
@@ -239,7 +242,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   at::Tensor applied_on(at::Device device, bool counts_there);
   static void restart_counts(const Many& all);
   struct AtenCall;
-  static void check_for_aten(const One& one);
+  void check_for_aten(const One& one) const;
   static void make_calls(std::vector<AtenCall>& calls, const std::vector<at::Tensor>& counts,
                          const AtenVerdict& verdict);
   void step_with_aten(Many& all, const GradientReport& report, const StepOptions& options);

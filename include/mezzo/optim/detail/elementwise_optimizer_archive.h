@@ -57,8 +57,8 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::load(torch::serialize::InputArchive& archive) {
   c10::IValue version;
   TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
-              ": the archive holds no optimizer's state, or that of a libtorch before 1.5; save "
-              "it with torch::save(optimizer, path)");
+              ": the archive holds no optimizer's state, or that of a libtorch before 1.5; load "
+              "what torch::save(optimizer, path) wrote");
   const NoGraphGuard no_graph;
   ReadOptimizer read;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {

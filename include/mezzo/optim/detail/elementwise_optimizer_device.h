@@ -137,15 +137,15 @@ struct ElementwiseOptimizer<Traits>::AtenCall {
 
 /// Before anything is written, or counted.
 template <class Traits>
-void ElementwiseOptimizer<Traits>::check_for_aten(const One& one) {
-  TORCH_CHECK(Traits::kAtenHasIt, Traits::kName, ": ATen has no kernel for it on ",
-              one.parameter->device(),
-              "; link the target mezzo::cuda, or keep the parameters on the CPU");
+void ElementwiseOptimizer<Traits>::check_for_aten(const One& one) const {
+  TORCH_CHECK(Traits::kAtenHasIt, Traits::kName, ": ", words().parameter(*one.parameter),
+              " has gradients, and ATen has no kernel of this optimizer; link the CMake target "
+              "mezzo::cuda, or keep the parameters on the CPU");
   TORCH_CHECK(
       one.storage == optim::WeightStorage::plain || one.storage == optim::WeightStorage::master,
-      Traits::kName, ": WeightStorage::split_master and stochastic need mezzo's kernels, ",
-      "which there are for the CPU, and for CUDA with the target mezzo::cuda; a parameter ",
-      "is on ", one.parameter->device(), "; use WeightStorage::master there");
+      Traits::kName, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
+      "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
+      words().parameter(*one.parameter), " has none; use WeightStorage::master there");
   if constexpr (Traits::kAtenHasIt) Traits::check_for_aten(*one.options);
 }
 

@@ -15,7 +15,7 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
   Traits::check(options);
   TORCH_CHECK(options.ema_decay() >= 0 && options.ema_decay() < 1, Traits::kName, ": ema_decay is ",
-              options.ema_decay(), "; it should be at least 0, which is none, and less than 1");
+              options.ema_decay(), "; it should be at least 0 (no average) and less than 1");
 }
 
 template <class Traits>
@@ -49,7 +49,7 @@ void ElementwiseOptimizer<Traits>::settle_parameters(bool are_others) {
   if (!are_others) return;
   ++parameters_version_;
   try {
-    refuse_duplicates(own_parameters(), Traits::kName);
+    refuse_duplicates(own_parameters(), words());
   } catch (...) {
     seen_.forget();
     throw;
@@ -134,7 +134,7 @@ bool ElementwiseOptimizer<Traits>::is_planned(const GradientReport& report) cons
 template <class Traits>
 void ElementwiseOptimizer<Traits>::plan_parameter(const at::Tensor& parameter, std::uint64_t number,
                                                   const Options& options, bool of_masters) {
-  const auto storage = storage_of(parameter, options.weight_storage(), Traits::kName);
+  const auto storage = storage_of(parameter, options.weight_storage(), words());
   const bool has_master = storage == optim::WeightStorage::master;
   at::Tensor gradient = of_masters && has_master ? master_gradient(parameter) : parameter.grad();
   if (!gradient.defined()) {
@@ -143,7 +143,7 @@ void ElementwiseOptimizer<Traits>::plan_parameter(const at::Tensor& parameter, s
     }
     return;
   }
-  const auto run = checked_loop<Traits>(options, storage, parameter, gradient);
+  const auto run = checked_loop<Traits>(options, storage, parameter, gradient, words());
   State* const state =
       keeps_state<Traits>(options, storage) ? checked_state(parameter, options) : nullptr;
   const at::Device device = parameter.device();
@@ -168,7 +168,7 @@ optim::WeightStorage ElementwiseOptimizer<Traits>::storage_in(std::size_t group,
                                                               const at::Tensor& parameter) const {
   const auto* const own = dynamic_cast<const Options*>(&param_groups_[group].options());
   const auto wanted = own != nullptr ? own->weight_storage() : options_of(group).weight_storage();
-  return storage_of(parameter, wanted, Traits::kName);
+  return storage_of(parameter, wanted, words());
 }
 
 template <class Traits>
@@ -188,7 +188,7 @@ at::Tensor ElementwiseOptimizer<Traits>::master_param(std::size_t group,
   if (storage != WeightStorage::master) return parameter;
   const NoGraphGuard no_graph(parameter.is_inference());
   State& state = state_for(parameter);
-  check_shape_of(state.master(), "a master", parameter, Traits::kName);
+  check_shape_of(state.master(), "a master", parameter, words());
   settle_weights(parameter, storage, state);
   state.master() = in_layout_of(dense_parameter(parameter), state.master());
   return state.master();
@@ -197,7 +197,7 @@ at::Tensor ElementwiseOptimizer<Traits>::master_param(std::size_t group,
 /// Made if there is none.
 template <class Traits>
 auto ElementwiseOptimizer<Traits>::state_for(const at::Tensor& parameter) -> State& {
-  return own_state<State>(state_[parameter.unsafeGetTensorImpl()], Traits::kName);
+  return own_state<State>(state_[parameter.unsafeGetTensorImpl()], parameter, words());
 }
 
 /// Null if there is none. What is kept may be another optimizer's, or another model's.
@@ -208,12 +208,12 @@ auto ElementwiseOptimizer<Traits>::checked_state(const at::Tensor& parameter,
   if (found == state_.end()) return nullptr;
   auto& slot = found->second;
   const bool is_own = slot != nullptr && typeid(*slot) == typeid(State);  // and no cast is needed
-  State& state = is_own ? static_cast<State&>(*slot) : own_state<State>(slot, Traits::kName);
+  State& state = is_own ? static_cast<State&>(*slot) : own_state<State>(slot, parameter, words());
   state.count().check();
-  check_shape_of(state.master(), "a master", parameter, Traits::kName);
-  check_shape_of(state.ema(), "an ema", parameter, Traits::kName);
+  check_shape_of(state.master(), "a master", parameter, words());
+  check_shape_of(state.ema(), "an ema", parameter, words());
   for (int k = 0; k < Traits::moments(options); ++k) {
-    check_shape_of(Traits::moment(state, k), "a moment", parameter, Traits::kName);
+    check_shape_of(Traits::moment(state, k), "a moment", parameter, words());
   }
   return &state;
 }

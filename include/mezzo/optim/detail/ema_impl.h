@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/move_average.h>
 #include <mezzo/optim/ema.h>
@@ -25,7 +26,8 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
     const at::Tensor& parameter = parameters_[i];
     TORCH_CHECK(parameter.defined() && parameter.layout() == at::kStrided &&
                     at::isFloatingType(parameter.scalar_type()),
-                "Ema: parameter ", i, " should be a dense tensor of floating point");
+                "Ema: parameter ", i, " is ", detail::tensor_words(parameter),
+                "; it should be a dense tensor of a floating dtype: leave others out");
   }
   const c10::NoGradGuard no_grad;
   averages_.resize(parameters_.size());
@@ -34,18 +36,21 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
 
 inline std::vector<at::Tensor> Ema::weights() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]), "Ema: parameter ", i,
-                " holds an average, for an EmaScope is alive; let it end first");
+    TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]),
+                "Ema: ", detail::parameter_words(i, parameters_[i]),
+                " holds its average, for an EmaScope is alive; let that scope end first");
   }
   if (!options_.masters) return parameters_;
   std::vector<at::Tensor> weights = options_.masters();
-  TORCH_CHECK(weights.size() == parameters_.size(), "Ema: there are ", weights.size(),
-              " masters and ", parameters_.size(),
-              " parameters; give one for each, undefined where there is none");
+  TORCH_CHECK(weights.size() == parameters_.size(), "Ema: options.masters returned ",
+              weights.size(), " tensors; it should return ", parameters_.size(),
+              ", one for each parameter, undefined where there is no master");
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (!weights[i].defined()) weights[i] = parameters_[i];
-    TORCH_CHECK(weights[i].sizes() == parameters_[i].sizes(), "Ema: parameter ", i,
-                " has the shape ", parameters_[i].sizes(), " and its master ", weights[i].sizes());
+    TORCH_CHECK(weights[i].sizes() == parameters_[i].sizes(),
+                "Ema: ", detail::parameter_words(i, parameters_[i]), " has a master that is ",
+                detail::tensor_words(weights[i]),
+                "; options.masters should return one of the parameter's shape, or undefined");
   }
   return weights;
 }
@@ -63,8 +68,9 @@ inline void Ema::update() {
   const c10::NoGradGuard no_grad;
   const std::vector<at::Tensor> trained = weights();
   for (std::size_t i = 0; i < averages_.size(); ++i) {
-    TORCH_CHECK(trained[i].sizes() == averages_[i].sizes(), "Ema: parameter ", i, " had the shape ",
-                averages_[i].sizes(), " and now has ", trained[i].sizes(), "; make a new Ema");
+    TORCH_CHECK(trained[i].sizes() == averages_[i].sizes(),
+                "Ema: ", detail::parameter_words(i, trained[i]), " had the shape ",
+                averages_[i].sizes(), " when this Ema was made; make a new Ema");
   }
   settle(trained);
   for (std::size_t i = 0; i < averages_.size(); ++i) {
@@ -79,15 +85,18 @@ inline void Ema::update(const StepResult& result) {
 }
 
 inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& averages) {
-  TORCH_CHECK(updates >= 0, "The archive of an Ema has ", updates, " updates; it is damaged");
+  TORCH_CHECK(updates >= 0, "The archive of an Ema has ", updates,
+              " updates; it is damaged: load an earlier file");
   TORCH_CHECK(averages.size() == averages_.size(), "The archive of an Ema has ", averages.size(),
-              " averages, and here are ", averages_.size(), " parameters");
+              " averages, and this Ema ", averages_.size(),
+              " parameters; make it with the parameters that it had when it was saved");
   for (std::size_t i = 0; i < averages.size(); ++i) {
     TORCH_CHECK(averages[i].sizes() == averages_[i].sizes() &&
                     averages[i].scalar_type() == averages_[i].scalar_type(),
-                "The archive of an Ema has an average of ", averages[i].scalar_type(), ' ',
-                averages[i].sizes(), " for parameter ", i, ", whose own is of ",
-                averages_[i].scalar_type(), ' ', averages_[i].sizes());
+                "The archive of an Ema has the average ", detail::tensor_words(averages[i]),
+                " for ", detail::parameter_words(i, parameters_[i]), ", whose own is ",
+                detail::tensor_words(averages_[i]),
+                "; build the model as it was when the Ema was saved");
   }
   const c10::NoGradGuard no_grad;
   for (std::size_t i = 0; i < averages.size(); ++i) averages_[i].copy_(averages[i]);
@@ -97,8 +106,8 @@ inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& av
 inline EmaScope::EmaScope(const torch::optim::Optimizer& optimizer) {
   const auto* const mezzos = dynamic_cast<const optim::OptimizerInterface*>(&optimizer);
   TORCH_CHECK(mezzos != nullptr && mezzos->keeps_averages(),
-              "EmaScope: this optimizer keeps no average; set ema_decay in its options, or keep "
-              "one beside it with mezzo::Ema");
+              "EmaScope: this optimizer keeps no averages; set ema_decay in the options of a "
+              "mezzo::optim optimizer, or keep averages beside any other with mezzo::Ema");
   std::vector<std::pair<at::Tensor, at::Tensor>> averages;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
@@ -125,9 +134,10 @@ inline void EmaScope::put_in(const std::vector<std::pair<at::Tensor, at::Tensor>
   std::vector<std::pair<at::Tensor, at::Tensor>> rounded;
   for (const auto& [parameter, average] : averages) {
     if (!average.defined()) continue;
-    TORCH_CHECK(average.sizes() == parameter.sizes(), "EmaScope: a parameter of the shape ",
-                parameter.sizes(), " has an average of the shape ", average.sizes(),
-                "; it is another model's, or of before the parameter was resized");
+    TORCH_CHECK(average.sizes() == parameter.sizes(), "EmaScope: a parameter (",
+                detail::tensor_words(parameter), ") has an average of the shape ", average.sizes(),
+                "; it is another model's, or older than a resize of the parameter: make a new Ema, "
+                "or load the model's own file into its optimizer");
     at::Tensor copy = at::empty_like(parameter, parameter.options().requires_grad(false));
     copy.copy_(average);
     rounded.emplace_back(parameter, std::move(copy));
@@ -166,7 +176,8 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   c10::IValue updates, averages;
   TORCH_CHECK(archive.try_read("updates", updates) && archive.try_read("averages", averages) &&
                   updates.isInt() && averages.isTensorList(),
-              "This archive is not an Ema's: it lacks updates or averages");
+              "This archive is not that of an Ema: it lacks \"updates\" or \"averages\"; load what "
+              "torch::save(ema, path) wrote");
   ema.restore(updates.toInt(), averages.toTensorVector());
   return archive;
 }

@@ -16,12 +16,13 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
                                 const GradBucketsOptions& options) {
-  TORCH_CHECK(options.bucket_bytes() > 0, "bucket_bytes is ", options.bucket_bytes(),
+  TORCH_CHECK(options.bucket_bytes() > 0, "GradBuckets: bucket_bytes is ", options.bucket_bytes(),
               "; it must be greater than 0");
-  TORCH_CHECK(options.parts() > 0, "parts is ", options.parts(), "; it must be greater than 0");
+  TORCH_CHECK(options.parts() > 0, "GradBuckets: parts is ", options.parts(),
+              "; it must be greater than 0");
   TORCH_CHECK(options.storage() == GradStorage::in_place || options.storage() == GradStorage::flat,
-              "storage is ", static_cast<int>(options.storage()),
-              "; it is GradStorage::in_place or GradStorage::flat");
+              "GradBuckets: storage is ", static_cast<int>(options.storage()),
+              "; it should be GradStorage::in_place or GradStorage::flat");
   state_ = std::make_shared<detail::BucketedGradients>(options);
   state_->add_parameters(parameters);
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
@@ -51,10 +52,12 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
   const at::ScalarType dtype = gradient.scalar_type();
   TORCH_CHECK(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      "A gradient has the dtype ", dtype, "; GradScaler takes float, double, bfloat16 and half");
+      "GradScaler: the gradient of a parameter (", tensor_words(parameter), ") is ",
+      tensor_words(gradient), "; it should be of float32, float64, bfloat16 or float16");
   if (!gradient.is_sparse()) {
-    TORCH_CHECK(gradient.layout() == at::kStrided, "A gradient has the layout ", gradient.layout(),
-                "; GradScaler takes dense (strided) and sparse (COO) gradients");
+    TORCH_CHECK(gradient.layout() == at::kStrided, "GradScaler: the gradient of a parameter (",
+                tensor_words(parameter), ") is ", tensor_words(gradient),
+                "; make it dense, or sparse in COO layout");
     return gradient;
   }
   if (!gradient.is_coalesced()) {

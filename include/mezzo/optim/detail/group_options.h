@@ -42,7 +42,8 @@ Options group_options(const std::vector<torch::optim::OptimizerParamGroup>& grou
   if (const auto* const own = dynamic_cast<const Options*>(&options)) return *own;
   const std::optional<Options> own = widened<Options>(options, defaults);
   TORCH_CHECK(own, optimizer, ": the options of parameter group ", group,
-              " are not mezzo::optim::", optimizer, "Options; make the group with those");
+              " are not mezzo::optim::", optimizer,
+              "Options; give OptimizerParamGroup a std::make_unique of those");
   return *own;
 }
 

@@ -5,6 +5,7 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/move_average.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_options.h>
 
@@ -41,16 +42,16 @@ inline at::Tensor is_rounded_from(const at::Tensor& master, const at::Tensor& pa
 
 /// How `parameter` is kept: as the group's options say, if it has 16 bits.
 inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::WeightStorage wanted,
-                                       const char* optimizer) {
+                                       const OptimizerWords& optimizer) {
   using optim::WeightStorage;
   const at::ScalarType dtype = parameter.scalar_type();
   if (dtype != at::kBFloat16 && dtype != at::kHalf) return WeightStorage::plain;
   const bool is_for_bfloat16 =
       wanted == WeightStorage::split_master || wanted == WeightStorage::stochastic;
-  TORCH_CHECK(
-      dtype == at::kBFloat16 || !is_for_bfloat16, optimizer,
-      ": WeightStorage::", wanted == WeightStorage::stochastic ? "stochastic" : "split_master",
-      " takes parameters of bfloat16, and one is of half; use WeightStorage::master for it");
+  TORCH_CHECK(dtype == at::kBFloat16 || !is_for_bfloat16, optimizer, ": WeightStorage::",
+              wanted == WeightStorage::stochastic ? "stochastic" : "split_master",
+              " takes parameters of bfloat16, not ", optimizer.parameter(parameter),
+              "; use WeightStorage::master for a float16 model");
   return wanted;
 }
 
@@ -62,11 +63,12 @@ inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightSto
 
 /// What a state has from a file may be another model's.
 inline void check_shape_of(const at::Tensor& kept, const char* what, const at::Tensor& parameter,
-                           const char* optimizer) {
-  TORCH_CHECK(!kept.defined() || kept.sizes() == parameter.sizes(), optimizer,
-              ": the state of a parameter of the shape ", parameter.sizes(), " has ", what,
-              " of the shape ", kept.sizes(),
-              "; it is another model's, or of before the parameter was resized: erase it");
+                           const OptimizerWords& optimizer) {
+  TORCH_CHECK(!kept.defined() || kept.sizes() == parameter.sizes(), optimizer, ": the state of ",
+              optimizer.parameter(parameter), " has ", what, " of the shape ", kept.sizes(),
+              "; it is another model's, or older than a resize of the parameter: load the model's "
+              "own file, or begin anew with "
+              "optimizer.state().erase(parameter.unsafeGetTensorImpl())");
 }
 
 /// Whether the lower half completes the parameter as it is now. Where the parameter was written it

@@ -56,7 +56,7 @@ template <LrCurve Curve>
 std::vector<double> lr_factors(const Curve& curve) {
   const int64_t total = curve.total_steps;
   TORCH_CHECK(total >= 0 && total < (int64_t{1} << 24), "LrSchedule: total_steps is ", total,
-              "; a device counts applied steps up to 16777215");
+              "; it should be from 0 to 16777215, up to which a device counts steps");
   std::vector<double> factors;
   factors.reserve(static_cast<std::size_t>(total) + 1);
   for (int64_t n = 0; n <= total; ++n) factors.push_back(curve.factor(n));
@@ -169,19 +169,19 @@ template <LrCurve Curve>
 void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>& base_lrs) {
   auto& groups = optimizer_.optimizer().param_groups();
   TORCH_CHECK(applied_steps >= 0, "The archive of a schedule has ", applied_steps,
-              " applied steps; it is damaged");
+              " applied steps; it is damaged: load an earlier file");
   TORCH_CHECK(base_lrs.size() == groups.size(), "The archive of a schedule has ", base_lrs.size(),
-              " param groups, and this optimizer ", groups.size(),
+              " parameter groups, and this optimizer ", groups.size(),
               "; make the groups that were there when it was saved");
   for (const double lr : base_lrs) {
-    TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the rate ", lr,
-                "; it is damaged");
+    TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the learning rate ", lr,
+                "; it is damaged: load an earlier file");
   }
   if (optimizer_.mezzos() != nullptr) {
     TORCH_CHECK(applied_steps == optimizer_.mezzos()->applied_steps(),
                 "The archive of a schedule has ", applied_steps,
                 " applied steps, and this optimizer has ", optimizer_.mezzos()->applied_steps(),
-                "; it counts them itself, so load the file that it was saved to first");
+                "; load the optimizer's own file first, for it counts them itself");
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(base_lrs[i]);
     return;
   }
@@ -205,7 +205,8 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   TORCH_CHECK(archive.try_read("applied_steps", applied_steps) &&
                   archive.try_read("base_lrs", base_lrs) && applied_steps.isInt() &&
                   base_lrs.isDoubleList(),
-              "This archive is not a schedule's: it lacks applied_steps or base_lrs");
+              "This archive is not that of a schedule: it lacks \"applied_steps\" or \"base_lrs\"; "
+              "load what torch::save(schedule, path) wrote");
   schedule.restore(applied_steps.toInt(), base_lrs.toDoubleVector());
   return archive;
 }

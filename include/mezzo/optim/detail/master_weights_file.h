@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/optim/detail/master_weights_impl.h>
 #include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/master_weights.h>
@@ -49,21 +50,21 @@ inline void check_file(torch::serialize::InputArchive& archive, const MasterLayo
   c10::IValue format;
   TORCH_CHECK(
       archive.try_read(kMasterWeightsKey, format),
-      "MasterWeights: the archive holds no masters; it is that of an optimizer alone, which "
-      "torch::load(masters.optimizer(), path) reads, or of something else");
+      "MasterWeights: the archive holds no masters; load what "
+      "torch::save(masters, path) wrote (torch::load(masters.optimizer(), path) reads the file of "
+      "the optimizer alone)");
   TORCH_CHECK(format.isInt() && format.toInt() == kMasterWeightsFormat,
-              "MasterWeights: the archive has a format that this version does not know; it is a "
-              "newer one's, or damaged");
+              "MasterWeights: the archive has a format that this version of mezzo does not know; "
+              "read it with the version that wrote it, or, if it is damaged, load an earlier one");
   const auto group_sizes = read_key<std::vector<int64_t>>(archive, "group_sizes");
   TORCH_CHECK(group_sizes == layout.group_sizes, "MasterWeights: the archive has groups of ",
               c10::IntArrayRef(group_sizes), " parameters, and this optimizer has groups of ",
               c10::IntArrayRef(layout.group_sizes),
               "; make the groups that were there when it was saved");
   const auto low_precision = read_key<std::vector<int64_t>>(archive, "low_precision");
-  TORCH_CHECK(low_precision == layout.low_precision,
-              "MasterWeights: the archive was saved for masters of the parameters number ",
-              c10::IntArrayRef(low_precision), ", and here those of half and bfloat16 are ",
-              c10::IntArrayRef(layout.low_precision), "; cast the model as it was then");
+  TORCH_CHECK(low_precision == layout.low_precision, "MasterWeights: the archive was saved with ",
+              low_precision.size(), " parameters of float16 or bfloat16, and this optimizer has ",
+              layout.low_precision.size(), ", or others; cast the model as it was then");
 }
 
 inline std::vector<std::pair<at::Tensor, at::Tensor>> read_masters(
@@ -74,9 +75,9 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_masters(
     at::Tensor master;
     if (!archive.try_read(master_key(number), master, /*is_buffer=*/true)) continue;
     TORCH_CHECK(master.sizes() == parameter.sizes() && master.scalar_type() == at::kFloat,
-                "MasterWeights: the archive has a master of the shape ", master.sizes(), " and of ",
-                master.scalar_type(), " for parameter number ", number, ", whose shape is ",
-                parameter.sizes(), "; it is another model's");
+                "MasterWeights: the archive has the master ", tensor_words(master), " for ",
+                parameter_words(static_cast<std::size_t>(number), parameter),
+                "; it is another model's: load the file of this one");
     masters.emplace_back(parameter, master);
   }
   return masters;
@@ -125,8 +126,9 @@ MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   auto masters = detail::read_masters(archive, layout);
   const auto applied = detail::read_key<int64_t>(archive, "applied_steps");
   torch::serialize::InputArchive inner;
-  TORCH_CHECK(archive.try_read("optimizer", inner),
-              "MasterWeights: the archive lacks the inner optimizer; it is damaged");
+  TORCH_CHECK(
+      archive.try_read("optimizer", inner),
+      "MasterWeights: the archive lacks the inner optimizer; it is damaged: load an earlier one");
   detail::load_whole(inner, *inner_);
   masters_.clear();
   for (auto& [parameter, master] : masters) {  // the next step compares it with the parameter

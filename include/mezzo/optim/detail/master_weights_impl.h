@@ -128,7 +128,7 @@ MEZZO_INLINE at::Tensor MasterWeights::settled_master(const at::Tensor& paramete
   const c10::NoGradGuard no_grad;
   Kept& kept = masters_[parameter.unsafeGetTensorImpl()];
   kept.parameter = parameter;
-  detail::check_shape_of(kept.master, "a master", parameter, kName);
+  detail::check_shape_of(kept.master, "a master", parameter, words());
   if (kept.master.defined()) {
     detail::follow_writes(parameter, kept.master);
   } else {
@@ -150,7 +150,7 @@ MEZZO_INLINE void MasterWeights::follow_parameters() {
   for (const at::Tensor& parameter : low_precision) seen_.see(parameter);
   if (!seen_.end()) return;
   try {
-    detail::refuse_duplicates(low_precision, kName);
+    detail::refuse_duplicates(low_precision, words());
   } catch (...) {
     seen_.forget();
     throw;

@@ -81,7 +81,8 @@ template <class T>
 T read_key(torch::serialize::InputArchive& archive, const std::string& key) {
   c10::IValue value;
   TORCH_CHECK(archive.try_read(key, value), "The archive of an optimizer lacks \"", key,
-              "\"; it is another optimizer's, or damaged");
+              "\"; it is that of another class of optimizer, or damaged: load the file of an "
+              "optimizer of the same class");
   return value.to<T>();
 }
 

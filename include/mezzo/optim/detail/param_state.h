@@ -3,6 +3,7 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>
@@ -88,7 +89,9 @@ class ParamState : public Base {
   /// Of a file that has none, as one of libtorch's SGD.
   int64_t step_without_count() const {
     TORCH_CHECK(
-        false, "The archive of an optimizer lacks \"step\"; it is another optimizer's, or damaged");
+        false,
+        "The archive of an optimizer lacks \"step\"; it is that of another class of optimizer, or "
+        "damaged: load the file of an optimizer of the same class");
   }
 
  private:
@@ -110,7 +113,8 @@ class ParamState : public Base {
 /// The state in `slot` as mezzo's: made where there is none, and taken over from one of libtorch's,
 /// as whoever copies the states of a `torch::optim` optimizer leaves there.
 template <class State>
-State& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot, const char* optimizer) {
+State& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot,
+                 const at::Tensor& parameter, const OptimizerWords& optimizer) {
   using Plain = typename State::LibtorchState;
   if (!slot) slot = std::make_unique<State>();
   if (auto* const own = dynamic_cast<State*>(slot.get())) return *own;
@@ -122,8 +126,9 @@ State& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot, const
       return taken;
     }
   }
-  TORCH_CHECK(false, optimizer, ": the state of a parameter is not a mezzo::optim::", optimizer,
-              "ParamState; copy states between optimizers of the same kind alone");
+  TORCH_CHECK(false, optimizer, ": the state of ", optimizer.parameter(parameter),
+              " is not a mezzo::optim::", optimizer,
+              "ParamState; copy states only between optimizers of the same class");
 }
 
 }  // namespace detail

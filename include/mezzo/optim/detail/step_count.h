@@ -21,8 +21,8 @@ namespace detail {
 inline constexpr int64_t kDeviceCounts = -1;
 
 inline void check_steps(int64_t steps) {
-  TORCH_CHECK(steps >= 0, "step is ", steps,
-              " in the state of an optimizer; it should be at least 0");
+  TORCH_CHECK(steps >= 0, "The state of an optimizer has step ", steps,
+              "; it should be at least 0");
 }
 
 /// A device's count, if there is one. Copies count on their own.

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/kept_weights.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_options.h>
 
@@ -57,19 +59,22 @@ bool keeps_state(const typename Traits::Options& options, optim::WeightStorage s
 }
 
 inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradient,
-                           const char* optimizer) {
-  TORCH_CHECK(!parameter.is_inference() || c10::InferenceMode::is_enabled(), optimizer,
-              ": a parameter was made under InferenceMode, outside of which it cannot be written; "
-              "make or load the model outside of it, or step inside of it");
+                           const OptimizerWords& optimizer) {
+  TORCH_CHECK(!parameter.is_inference() || c10::InferenceMode::is_enabled(), optimizer, ": ",
+              optimizer.parameter(parameter),
+              " was made under c10::InferenceMode, outside of which it cannot be written; make or "
+              "load the model outside of it, or step inside of it");
   TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
-              " takes dense parameters and gradients, and has one of the layout ",
-              gradient.layout(), "; torch::optim::SGD takes sparse ones");
-  TORCH_CHECK(gradient.device() == parameter.device(), optimizer, ": a parameter is on ",
-              parameter.device(), " and its gradient on ", gradient.device());
-  TORCH_CHECK(gradient.sizes() == parameter.sizes(), optimizer, ": a parameter has the shape ",
-              parameter.sizes(), " and its gradient ", gradient.sizes());
+              " takes dense parameters and gradients, and the gradient of ",
+              optimizer.parameter(parameter), " is ", tensor_words(gradient),
+              "; give this parameter to a torch::optim::SGD of its own, which takes sparse ones, "
+              "or make the embedding with sparse(false)");
+  TORCH_CHECK(gradient.device() == parameter.device() && gradient.sizes() == parameter.sizes(),
+              optimizer, ": ", optimizer.parameter(parameter), " has a gradient that is ",
+              tensor_words(gradient),
+              "; call zero_grad() after the model was moved or resized, and backward() after that");
   TORCH_CHECK(at::has_internal_overlap(parameter) != at::MemOverlap::Yes, optimizer,
-              ": several elements of a parameter of the shape ", parameter.sizes(),
+              ": several elements of ", optimizer.parameter(parameter),
               " are the same memory, as expand() makes them; give the tensor that was expanded");
 }
 
@@ -77,15 +82,15 @@ inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradie
 template <class Traits>
 typename Traits::Loop checked_loop(const typename Traits::Options& options,
                                    optim::WeightStorage storage, const at::Tensor& parameter,
-                                   const at::Tensor& gradient) {
-  check_gradient(parameter, gradient, Traits::kName);
+                                   const at::Tensor& gradient, const OptimizerWords& optimizer) {
+  check_gradient(parameter, gradient, optimizer);
   const at::ScalarType own = parameter.scalar_type();
   const auto kept = storage == optim::WeightStorage::master ? at::kFloat : own;
   const auto run = Traits::loop(options, storage, kept, gradient.scalar_type(), best_isa());
-  TORCH_CHECK(run, Traits::kName, " takes parameters of float, double, bfloat16 and half with ",
-              "gradients of the same dtype, float ones also with gradients of bfloat16 and half, ",
-              "double ones with float; here a parameter is of ", own, " and its gradient of ",
-              gradient.scalar_type());
+  TORCH_CHECK(run, optimizer, ": ", optimizer.parameter(parameter), " has a gradient of ",
+              dtype_name(gradient.scalar_type()), "; parameters are of float32, float64, bfloat16 ",
+              "or float16, and gradients of the same dtype, for float32 also of bfloat16 or ",
+              "float16, and for float64 of float32: cast the model before its optimizer is made");
   return run;
 }
 

@@ -2,16 +2,18 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/dense_memory.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <unordered_set>
 #include <vector>
 
@@ -19,20 +21,33 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// The message for two of `dense` that share memory.
+inline std::string overlap_words(const std::vector<at::Tensor>& dense,
+                                 const OptimizerWords& optimizer) {
+  for (std::size_t i = 0; i < dense.size(); ++i) {
+    for (std::size_t other = 0; other < i; ++other) {
+      if (!may_overlap({dense[i], dense[other]})) continue;
+      return c10::str(optimizer.parameter(dense[other]), " and ", optimizer.parameter(dense[i]));
+    }
+  }
+  return "two parameters";
+}
+
 /// Two threads would step the same memory at once; or two masters would be rounded into it.
-inline void refuse_duplicates(const std::vector<at::Tensor>& all, const char* optimizer) {
-  std::vector<const void*> parameters;
+inline void refuse_duplicates(const std::vector<at::Tensor>& all, const OptimizerWords& optimizer) {
+  std::unordered_set<const void*> parameters;
   std::vector<at::Tensor> dense;
   for (const at::Tensor& parameter : all) {
-    parameters.push_back(parameter.unsafeGetTensorImpl());
+    TORCH_CHECK(parameters.insert(parameter.unsafeGetTensorImpl()).second, optimizer, ": ",
+                optimizer.parameter(parameter),
+                " is given twice, as model->parameters() gives a weight that two modules share; "
+                "give it once");
     const bool is_dense = parameter.layout() == at::kStrided;
     if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
   }
-  std::sort(parameters.begin(), parameters.end());
-  TORCH_CHECK(std::adjacent_find(parameters.begin(), parameters.end()) == parameters.end(),
-              optimizer, ": a parameter is given twice; give each once, tied ones too");
-  TORCH_CHECK(!may_overlap(dense), optimizer,
-              ": two parameters share memory; give one tensor for what is tied");
+  TORCH_CHECK(!may_overlap(dense), optimizer, ": ", overlap_words(dense, optimizer),
+              " share memory, which a step would change twice; give the tensor once that both are "
+              "views of, or clone() one of them");
 }
 
 /// Those of `some` that are not among `known`.

@@ -1,14 +1,17 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -21,16 +24,37 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline constexpr const char* kHalfGradients =
-    "Attempting to unscale FP16 gradients. They underflow in half: keep the weights in float and "
-    "run "
-    "the forward pass under mezzo::Autocast, or train float masters with mezzo::MasterWeights or "
-    "weight_storage(WeightStorage::master) in the optimizer's options; "
-    "GradScalerOptions().allow_fp16_gradients(true) unscales them in half";
+/// Throws for the first gradient that would be unscaled in float16.
+[[noreturn]] inline void refuse_half_gradients(const StepTaker& taker) {
+  std::string which = "a parameter";
+  for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
+    const at::Tensor& gradient = parameter.grad();
+    const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
+    if (which != "a parameter" || !is_half || taker.keeps_master(group, parameter)) return;
+    which = OptimizerWords{"", taker.optimizer().param_groups()}.parameter(parameter);
+  });
+  TORCH_CHECK(false, "Attempting to unscale FP16 gradients. In C++: the gradient of ", which,
+              " is float16, in which it underflows without the loss scale; keep the weights in "
+              "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
+              "with mezzo::MasterWeights or weight_storage(WeightStorage::master) in the "
+              "optimizer's options (GradScalerOptions().allow_fp16_gradients(true) unscales in "
+              "float16 all the same)");
+}
+
+inline void check_has_gradients(bool has_gradients, const torch::optim::Optimizer& optimizer) {
+  if (has_gradients) return;
+  std::size_t parameters = 0;
+  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor&) { ++parameters; });
+  TORCH_CHECK(
+      false, "No inf checks were recorded for this optimizer. In C++: of its ", parameters,
+      parameters == 1 ? " parameter" : " parameters",
+      " none has a gradient; call scaler.scale(loss).backward() before step(), and make the "
+      "optimizer from the parameters() of the model that computed the loss");
+}
 
 inline constexpr const char* kNoneHasNoNewScale =
-    "update(new_scale): this scaler has LossScaleKind::none, whose scale is 1 for good; make it "
-    "fixed or dynamic";
+    "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
+    "loss_scale(LossScaleKind::fixed) or dynamic, or call update()";
 
 /// To std::cerr: of a scale that cannot fall further once, and then rarely.
 inline void tell_of_skip(const SkippedStep& skipped) {
@@ -62,9 +86,14 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
   if (!enabled_) return hand_to_masters(taker);
   require_scale("unscale_");
   const detail::Stage stage = records_.of(taker.optimizer()).stage;
-  TORCH_CHECK(stage != detail::Stage::unscaled,
-              "unscale_() has already been called on this optimizer since the last update().");
-  TORCH_CHECK(stage != detail::Stage::stepped, "unscale_() is being called after step().");
+  TORCH_CHECK(
+      stage != detail::Stage::unscaled,
+      "unscale_() has already been called on this optimizer since the last update(). In C++: "
+      "call scaler.unscale_(optimizer) once an iteration, after its last backward(), and "
+      "scaler.update() at the end of each iteration");
+  TORCH_CHECK(stage != detail::Stage::stepped,
+              "unscale_() is being called after step(). In C++: call scaler.unscale_(optimizer) "
+              "before scaler.step(optimizer), and scaler.update() at the end of each iteration");
   unscale_into(taker);
 }
 
@@ -89,13 +118,14 @@ MEZZO_INLINE void GradScaler::hand_to_masters(const detail::StepTaker& taker) {
 MEZZO_INLINE detail::OptimizerRecord& GradScaler::unscale_into(const detail::StepTaker& taker) {
   c10::NoGradGuard no_grad;
   detail::OptimizerRecord& record = records_.of(taker.optimizer());
-  detail::for_each_parameter(
-      taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
-        const at::Tensor& gradient = parameter.grad();
-        if (!gradient.defined() || gradient.scalar_type() != at::kHalf) return;
-        TORCH_CHECK(allow_fp16_gradients_ || taker.keeps_master(group, parameter),
-                    detail::kHalfGradients);
-      });
+  detail::for_each_parameter(taker.optimizer(),
+                             [&](std::size_t group, const at::Tensor& parameter) {
+                               const at::Tensor& gradient = parameter.grad();
+                               if (!gradient.defined() || gradient.scalar_type() != at::kHalf)
+                                 return;
+                               if (!allow_fp16_gradients_ && !taker.keeps_master(group, parameter))
+                                 detail::refuse_half_gradients(taker);
+                             });
   if (taker.fused() != nullptr) record.masters = detail::MasterGradients(taker);
   std::vector<DeviceGradientReport> all =
       detail::gradients_by_device(record.masters.holders(taker));
@@ -133,8 +163,10 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
   require_scale("update");
   TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-              "torch.FloatTensor with requires_grad=False. In C++: a double, or a tensor of one "
-              "element that does not require grad");
+              "torch.FloatTensor with requires_grad=False. In C++: pass a double, or a tensor of "
+              "one element that requires no grad, not one that is ",
+              detail::tensor_words(new_scale),
+              new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
   scale_.write_scale(new_scale, rule_.min_scale(), rule_.max_scale());
   finish_iteration();
@@ -148,7 +180,11 @@ MEZZO_INLINE void GradScaler::check_new_scale(double new_scale) const {
 
 MEZZO_INLINE void GradScaler::advance_scale() {
   const std::vector<at::Tensor> checks = records_.found_inf();
-  TORCH_CHECK(!checks.empty(), "No inf checks were recorded prior to update.");
+  TORCH_CHECK(
+      !checks.empty(),
+      "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
+      "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
+      "iteration");
   c10::NoGradGuard no_grad;
   const at::Device device = scale_.original().device();
   std::vector<at::Tensor> floats;

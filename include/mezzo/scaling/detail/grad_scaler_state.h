@@ -20,7 +20,7 @@ class StateReader {
   double value(const char* key) const {
     const auto found = state_.find(key);
     TORCH_CHECK(found != state_.end(), "The source state dict lacks \"", key,
-                "\"; it should be what state_dict() of a GradScaler returned");
+                "\"; give load_state_dict what state_dict() of a GradScaler returned");
     return found->second;
   }
   double value(const char* key, double fallback) const {
@@ -37,7 +37,7 @@ class StateReader {
     constexpr double kLargest = std::numeric_limits<int32_t>::max();
     TORCH_CHECK(is_finite(value) && value >= 0 && value <= kLargest && value == std::floor(value),
                 "The source state dict has ", key, " = ", value,
-                "; it should be a whole number from 0 to ", kLargest);
+                "; it should be a whole number from 0 to 2147483647");
     return static_cast<int64_t>(value);
   }
 
@@ -49,9 +49,10 @@ class StateReader {
 MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
 MEZZO_INLINE GradScalerOptions GradScaler::dynamic_options(const char* option) const {
-  TORCH_CHECK(rule_.kind() == LossScaleKind::dynamic, option,
-              " belongs to a dynamic loss scale, and this scaler's is constant; make it with "
-              "loss_scale(LossScaleKind::dynamic)");
+  TORCH_CHECK(
+      rule_.kind() == LossScaleKind::dynamic, option,
+      " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler with "
+      "GradScalerOptions().loss_scale(LossScaleKind::dynamic)");
   return GradScalerOptions(rule_);
 }
 
@@ -95,7 +96,9 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   if (!enabled_) return;
   TORCH_CHECK(!state.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
-              "instance of GradScaler.");
+              "instance of GradScaler. In C++: make this scaler with "
+              "GradScalerOptions().enabled(false) too, or leave load_state_dict out and begin with "
+              "a new scale");
   const detail::StateReader reader(state);
   const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind()));
   TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),

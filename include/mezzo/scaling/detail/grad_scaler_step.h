@@ -46,8 +46,10 @@ MEZZO_INLINE detail::OptimizerRecord& GradScaler::record_to_step(
     const torch::optim::Optimizer& optimizer) {
   require_scale("step");
   detail::OptimizerRecord& record = records_.of(optimizer);
-  TORCH_CHECK(record.stage != detail::Stage::stepped,
-              "step() has already been called since the last update().");
+  TORCH_CHECK(
+      record.stage != detail::Stage::stepped,
+      "step() has already been called since the last update(). In C++: call scaler.update() "
+      "at the end of each iteration, after the steps of all its optimizers");
   return record;
 }
 
@@ -115,8 +117,8 @@ MEZZO_INLINE GradientReport GradScaler::report_into(detail::OptimizerRecord& rec
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale_.original()) : scale_.inverse();
   GradientReport report = taker.report(inv_scale, !record.masters.empty());
-  TORCH_CHECK(was_unscaled || allow_fp16_gradients_ || !report.has_bare_half,
-              detail::kHalfGradients);
+  if (!was_unscaled && !allow_fp16_gradients_ && report.has_bare_half)
+    detail::refuse_half_gradients(taker);
   if (!was_unscaled) record.found_inf.clear();
   if (report.devices.empty() &&
       !record.checks().empty()) {  // they have gone since they were checked
@@ -128,7 +130,7 @@ MEZZO_INLINE GradientReport GradScaler::report_into(detail::OptimizerRecord& rec
     const at::Tensor found = counts ? one.found_inf : at::zeros_like(one.found_inf);
     detail::add_check(record.found_inf, detail::beyond(record.found_elsewhere, found));
   }
-  TORCH_CHECK(!record.found_inf.empty(), "No inf checks were recorded for this optimizer.");
+  detail::check_has_gradients(!record.found_inf.empty(), taker.optimizer());
   detail::combine(report, record.checks());
   return report;
 }
@@ -197,8 +199,8 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
       !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
   if (unscales_here) unscale_into(taker);
   TORCH_CHECK(torch_step == nullptr || record.masters.empty(),
-              "step(optimizer, arguments...): the optimizer's gradients were unscaled onto its "
-              "masters, of which a step of its own does not know; use step(optimizer), or "
+              "step(optimizer, arguments...): the gradients were unscaled onto the optimizer's "
+              "masters, which a call of its own step would not read; call step(optimizer), or "
               "step(optimizer, {.max_norm = ...})");
   GradientReport report;
   const bool counts = was_unscaled ? recheck_ : !unscales_here;
@@ -207,7 +209,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
     const c10::NoGradGuard no_grad;
     report = report_into(record, taker, counts);
   }
-  TORCH_CHECK(!record.checks().empty(), "No inf checks were recorded for this optimizer.");
+  detail::check_has_gradients(!record.checks().empty(), taker.optimizer());
   const detail::HostFacts known(scale_.original(), record.checks(), report);
   if (!was_unscaled && known.has_norm) {
     clip_watch_.see(&taker.optimizer(), known.scale, known.norm(), known.max_abs);

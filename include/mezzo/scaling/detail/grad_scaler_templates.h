@@ -66,7 +66,12 @@ requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
     if (is_bare && record != nullptr) return step(optimizer, StepOptions{});
     return StepResult(StepOutcome{.ran = true, .value = call_step()});
   }
-  TORCH_CHECK(!has_closure, "Closure use is not currently supported if GradScaler is enabled.");
+  TORCH_CHECK(
+      !has_closure,
+      "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
+      "and "
+      "call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
+      "with GradScalerOptions().enabled(false)");
   if (is_bare && taker.fused() != nullptr) return step_on_device(taker, {});
   return step_on_host(taker, {}, call_step);
 }
@@ -79,7 +84,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   TORCH_CHECK(
       scaler.records_.empty(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-      "end after scaler.update(). In C++: torch::save(scaler, path) after update()");
+      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
   for (const auto& [key, value] : scaler.state_dict()) {
     archive.write(key, at::scalar_tensor(value, at::kDouble), /*is_buffer=*/true);
   }

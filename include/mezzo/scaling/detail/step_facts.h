@@ -26,7 +26,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline void check_step_options(const StepOptions& options) {
-  TORCH_CHECK(options.max_norm > 0, "max_norm is ", options.max_norm,
+  TORCH_CHECK(options.max_norm > 0, "step: max_norm is ", options.max_norm,
               "; it should be positive, and infinite for no clipping");
 }
 
@@ -130,7 +130,7 @@ inline void check_masters(const StepTaker& taker, bool of_masters) {
   TORCH_CHECK(
       taker.fused() != nullptr || !of_masters,
       "step(): the gradients were unscaled onto the float masters of a MasterWeights around "
-      "this optimizer, which alone can step with them. Pass the MasterWeights to step()");
+      "this optimizer, which alone can step with them; pass the MasterWeights to step()");
 }
 
 /// The step of a disabled scaler: clips, sets to zero and steps, whatever the gradients are.

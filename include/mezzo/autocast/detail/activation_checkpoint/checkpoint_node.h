@@ -126,7 +126,7 @@ inline torch::autograd::edge_list result_edges(const std::vector<at::Tensor>& te
   torch::autograd::edge_list edges;
   for (const auto i : results) {
     TORCH_CHECK(i < tensors.size() && tensors[i].defined() && tensors[i].requires_grad(),
-                "checkpoint: result ", i,
+                "activation_checkpoint: result ", i,
                 " of the first run is missing from the recomputation, or "
                 "does not require grad there.",
                 kSameEachTime);

@@ -138,28 +138,28 @@ inline torch::autograd::edge_list targets(const RunGraph& graph) {
 }
 
 inline constexpr const char* kSameEachTime =
-    " A function passed to mezzo::activation_checkpoint runs again during backward and must do the "
-    "same then: "
-    "it "
-    "may depend on its arguments, on captured values that do not change until backward, and on "
+    " The function runs again during backward and must do the same then: it may depend on its "
+    "arguments, on captured values that do not change until backward, and on "
     "libtorch's default random generators.";
 
 /// Throws unless `second`, a recomputation, made the ops of the first run.
 inline void check_same_ops(const GraphTrace& first, const GraphTrace& second) {
   for (std::size_t i = 0; i < std::min(first.size(), second.size()); ++i) {
-    TORCH_CHECK(first[i] == second[i], "checkpoint: op ", i, ", counted from the end, was ",
-                first[i], " in the first run and is ", second[i], " in the recomputation.",
-                kSameEachTime);
+    TORCH_CHECK(first[i] == second[i], "activation_checkpoint: op ", i,
+                ", counted from the end, was ", first[i], " in the first run and is ", second[i],
+                " in the recomputation.", kSameEachTime);
   }
-  TORCH_CHECK(first.size() == second.size(), "checkpoint: the first run made ", first.size(),
-              " differentiable ops, the recomputation ", second.size(), ".", kSameEachTime);
+  TORCH_CHECK(first.size() == second.size(), "activation_checkpoint: the first run made ",
+              first.size(), " differentiable ops, the recomputation ", second.size(), ".",
+              kSameEachTime);
 }
 
 /// Throws unless `second`, a recomputation, led to where the first run did.
 inline void check_same_targets(const torch::autograd::edge_list& first,
                                const torch::autograd::edge_list& second) {
   TORCH_CHECK(first == second,
-              "checkpoint: the recomputation used other parameters or other tensors that require "
+              "activation_checkpoint: the recomputation used other parameters or other tensors "
+              "that require "
               "grad than the first run, made such a tensor itself, or ran ops in other threads.",
               kSameEachTime);
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 
@@ -38,13 +39,13 @@ class WatchedTensor {
   void check(const char* when) const {
     const at::Tensor tensor(tensor_.lock());
     if (!tensor.defined()) return;
-    TORCH_CHECK(version_of(tensor) == stamp_.version, "checkpoint: ", role_, ", ",
-                tensor.scalar_type(), tensor.sizes(), ", was modified in place ", when,
-                " (version ", version_of(tensor), ", expected ", stamp_.version,
+    TORCH_CHECK(version_of(tensor) == stamp_.version, "activation_checkpoint: ", role_, ", ",
+                tensor_words(tensor), ", was modified in place ", when, " (version ",
+                version_of(tensor), ", expected ", stamp_.version,
                 "), so that running the function again would compute something else. Clone it "
                 "first, or modify it after backward.");
-    TORCH_CHECK(stamp_.has_memory_of(tensor), "checkpoint: ", role_, ", ", tensor.scalar_type(),
-                tensor.sizes(), ", was given other memory ", when,
+    TORCH_CHECK(stamp_.has_memory_of(tensor), "activation_checkpoint: ", role_, ", ",
+                tensor_words(tensor), ", was given other memory ", when,
                 ", as set_data and EmaScope do, so that running the function again would compute "
                 "something else. Give it back its own before backward, or do it after backward.");
   }

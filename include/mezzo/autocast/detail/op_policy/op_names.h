@@ -102,7 +102,8 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
     auto op = find_op(name);
     TORCH_CHECK(op.has_value(), "op: no operator \"", name, "\" is registered", suggestions(name));
     TORCH_CHECK(is_functional(*op), "op: ", name,
-                " writes into its arguments; autocast acts on functional ops only");
+                " writes into its arguments; autocast acts on functional ops only: name the op "
+                "without the underscore, and not its out overload");
     return {*op};
   }
   auto ops = functional_overloads(name);
@@ -111,7 +112,8 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
     const bool exists =
         std::any_of(names.begin(), names.end(), [&](const auto& op) { return op.name == name; });
     TORCH_CHECK(!exists, "op: every overload of ", name,
-                " writes into its arguments; autocast acts on functional ops only");
+                " writes into its arguments; autocast acts on functional ops only: name the op "
+                "without the underscore, and not its out overload");
     TORCH_CHECK(false, "op: no operator \"", name, "\" is registered", suggestions(name));
   }
   return ops;

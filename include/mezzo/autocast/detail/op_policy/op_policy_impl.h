@@ -24,7 +24,7 @@ namespace detail {
 inline void check_category(const c10::OperatorHandle& op, OpCategory category) {
   const auto name = full_name(op.operator_name());
   TORCH_CHECK(category != OpCategory::unknown,
-              "category: unknown says nothing; name a category for ", name);
+              "category: OpCategory::unknown says nothing; name another category for ", name);
   TORCH_CHECK(category != OpCategory::fp32_set_opt_dtype || optional_dtype_index(op.schema()),
               "category: ", name,
               " has no optional dtype argument for fp32_set_opt_dtype to set; use "
@@ -66,7 +66,8 @@ inline OpPolicy edit_in_line(OpPolicy policy, std::string line) {
     return policy;
   }
   std::string op;
-  TORCH_CHECK(words >> op, "\"", verb, "\" names no op");
+  TORCH_CHECK(words >> op, "\"", verb,
+              "\" names no op; write the ops behind the verb, as in \"deny aten::bmm\"");
   do {
     policy = edit_in_words(policy, verb, op);
   } while (words >> op);
@@ -166,7 +167,7 @@ MEZZO_INLINE OpPolicy OpPolicy::allow_banned(std::string_view op) const {
     }
   }
   TORCH_CHECK(banned, "op: ", detail::qualified(op),
-              " is banned on no device; to run it in float32 use deny");
+              " is banned on no device; to run it in float32 use OpPolicy::deny");
   return set(op, OpCategory::fp32);
 }
 
@@ -231,9 +232,11 @@ MEZZO_INLINE OpPolicy OpPolicy::parse(std::string_view text) {
 
 MEZZO_INLINE OpPolicy OpPolicy::from_file(const std::string& path) {
   std::ifstream file(path);
-  TORCH_CHECK(file.is_open(), path, ": cannot be opened; an op policy is a readable text file");
+  TORCH_CHECK(file.is_open(), path,
+              ": cannot be opened; name an op policy's text file that exists and may be read");
   OpPolicy policy = detail::parse_policy(file, path);
-  TORCH_CHECK(file.eof() && !file.bad(), path, ": could not be read to its end");
+  TORCH_CHECK(file.eof() && !file.bad(), path,
+              ": could not be read to its end; is it a folder, or the disk damaged?");
   return policy;
 }
 

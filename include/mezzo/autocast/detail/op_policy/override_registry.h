@@ -55,7 +55,8 @@ class OverrideRegistry {
   /// `category` is not already what libtorch does. \throws c10::Error if the op is gone
   void install(const OpRecord& op, OpCategory category) {
     const auto handle = find_op(op.name);
-    TORCH_CHECK(handle.has_value(), "op: ", op.name, " is no longer registered");
+    TORCH_CHECK(handle.has_value(), "op: ", op.name,
+                " is no longer registered; keep the library loaded that registered it");
     const std::lock_guard lock(mutex_);
     OpRecord& record = records_[op.slot];
     for (const auto device : kPolicyDevices) {

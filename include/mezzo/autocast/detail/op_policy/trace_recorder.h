@@ -126,7 +126,8 @@ enum class OpenedByOp : std::uint8_t { nothing, scope, call, cast };
 class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
  public:
   TraceRecorder() : OpListener({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}) {
-    TORCH_CHECK(!is_nested(), "CastTrace: this thread has one already; end that first");
+    TORCH_CHECK(!is_nested(),
+                "CastTrace: this thread has one already; let that one end before another is made");
   }
 
   const std::map<TracedCall, TracedCost>& calls() const { return calls_; }

@@ -122,8 +122,8 @@ inline constexpr auto cached_ops() {
 inline void install_cache_kernels() {
   for (const auto& [name, roles] : cached_ops()) {
     const auto op = find_op(name);
-    TORCH_CHECK(op.has_value(), "install_op_overrides: libtorch has no operator ", name,
-                "; mezzo needs libtorch 2.11");
+    TORCH_CHECK(op.has_value(), "install_op_overrides: this libtorch (", TORCH_VERSION,
+                ") has no operator ", name, "; use libtorch 2.11, or leave the WeightCache out");
     const auto kernel = [&op, &asked = roles](c10::DeviceType device, OpSlot slot) {
       return c10::KernelFunction::makeFromBoxedFunctor(
           std::make_unique<CachingKernel>(*op, asked, device, slot));

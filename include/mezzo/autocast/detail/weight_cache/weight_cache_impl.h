@@ -6,6 +6,7 @@
 #include <mezzo/autocast/detail/weight_cache/caching_kernel.h>
 #include <mezzo/autocast/detail/weight_cache/weight_store.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/base/detail/tensor_words.h>
 
 #include <c10/util/Exception.h>
 
@@ -22,37 +23,41 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline void check_can_be_held(const at::Tensor& weight) {
-  TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter");
-  TORCH_CHECK(weight.is_floating_point(), "weight: ", weight.scalar_type(),
-              " is never cast by autocast; pass a floating-point parameter");
-  TORCH_CHECK(
-      !weight.is_inference(),
-      "weight: a tensor of inference mode has no version that tells when it changes; make or "
-      "load the model outside of inference mode");
-  TORCH_CHECK(can_be_held(weight),
-              "weight: only a leaf, dense and without forward gradient, can be held; pass the "
+  TORCH_CHECK(weight.defined(),
+              "weight is undefined; construct the module before its parameters are passed");
+  TORCH_CHECK(weight.is_floating_point(), "weight: ", tensor_words(weight),
+              " is never cast by autocast; pass a parameter of a floating dtype");
+  TORCH_CHECK(!weight.is_inference(), "weight: ", tensor_words(weight),
+              " was made in inference mode, and has no version that tells "
+              "when it changes; make or load the model outside of c10::InferenceMode");
+  TORCH_CHECK(can_be_held(weight), "weight: ", tensor_words(weight),
+              " is no dense leaf without forward gradient; pass the "
               "parameter itself, not what is computed from it");
-  TORCH_CHECK(shown_by(weight)->is_same(weight),
-              "weight: a view of all of another tensor, whose copy regions use; pass that tensor");
+  TORCH_CHECK(shown_by(weight)->is_same(weight), "weight: ", tensor_words(weight),
+              " is a view of the whole of another tensor; pass that "
+              "tensor, under which regions look the copy up");
 }
 
 inline void check_low_precision(const at::Tensor& weight, at::ScalarType dtype, const char* what) {
-  TORCH_CHECK(c10::isFloatingType(dtype) && dtype != weight.scalar_type(), what, ": ", dtype,
-              " is no low precision of a weight of ", weight.scalar_type(),
-              "; use Half or BFloat16");
+  TORCH_CHECK(c10::isFloatingType(dtype) && dtype != weight.scalar_type(), what, " is ",
+              dtype_name(dtype), ", which is no low precision of the weight (",
+              tensor_words(weight), "); use torch::kHalf or torch::kBFloat16");
 }
 
 inline void check_copy(const at::Tensor& weight, const at::Tensor& copy) {
-  TORCH_CHECK(copy.defined(), "copy: an undefined tensor; pass what buffer_for gave");
+  TORCH_CHECK(copy.defined(), "copy is undefined; pass what buffer_for(weight, dtype) returned");
   check_low_precision(weight, copy.scalar_type(), "copy");
-  TORCH_CHECK(copy.sizes() == weight.sizes(), "copy: its shape ", copy.sizes(), " is not ",
-              weight.sizes(), ", the weight's");
-  TORCH_CHECK(is_laid_out_as(copy, weight), "copy: its strides ", copy.strides(), " are not ",
-              weight.strides(), ", the weight's; give both the same memory format");
-  TORCH_CHECK(copy.device() == weight.device(), "copy: it is on ", copy.device(),
-              ", the weight on ", weight.device());
+  TORCH_CHECK(copy.sizes() == weight.sizes(), "copy is ", tensor_words(copy), ", and the weight ",
+              tensor_words(weight), "; pass what buffer_for(weight, dtype) returned");
+  TORCH_CHECK(is_laid_out_as(copy, weight), "copy has the strides ", copy.strides(),
+              ", and the weight ", weight.strides(),
+              "; give both the same memory format, as buffer_for does");
+  TORCH_CHECK(copy.device() == weight.device(), "copy is on ", copy.device(),
+              ", and the weight on ", weight.device(),
+              "; pass what buffer_for(weight, dtype) returned");
   TORCH_CHECK(!copy.is_inference() && can_be_held(copy) && !copy.requires_grad(),
-              "copy: pass a dense tensor that requires no grad and was not made in inference mode");
+              "copy requires grad, is not dense, or was made in inference mode; pass what "
+              "buffer_for(weight, dtype) returned");
 }
 
 }  // namespace detail
@@ -147,8 +152,8 @@ class WeightCache::Shared final : public detail::CacheOwner,
 };
 
 MEZZO_INLINE WeightCache::WeightCache(WeightCacheOptions options) {
-  TORCH_CHECK(options.max_bytes >= 0, "max_bytes: ", options.max_bytes,
-              " is negative; give a bound in bytes, or leave it out for none");
+  TORCH_CHECK(options.max_bytes >= 0, "max_bytes is ", options.max_bytes,
+              "; give a bound in bytes, or leave it out for none");
   shared_ = std::make_shared<Shared>(options);
 }
 
@@ -186,7 +191,8 @@ MEZZO_INLINE bool WeightCache::is_asked_for(const at::Tensor& weight, at::Scalar
 }
 
 MEZZO_INLINE void WeightCache::forget(const at::Tensor& weight) const {
-  TORCH_CHECK(weight.defined(), "weight: an undefined tensor; pass a parameter, or call clear()");
+  TORCH_CHECK(weight.defined(),
+              "weight is undefined; pass a parameter, or call clear() for all of them");
   const auto shown = detail::shown_by(weight);
   for (auto& store : shared_->stores()) store->forget(shown->unsafeGetTensorImpl());
 }
