@@ -24,9 +24,13 @@
 
 #include "../support/error_of.h"
 #include "../support/scratch.h"
+#include "some_ranks.h"
 
 namespace checkpoint_ranks {
 
+using distributed_test::numbers_of_ranks;
+using distributed_test::SomeRanks;
+using distributed_test::world_size;
 using mezzo::CheckpointManager;
 using mezzo::Communicator;
 using mezzo::DistributedCheckpointManager;
@@ -61,12 +65,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 /// To be made by all ranks together.
 inline Communicator everyone() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
-
-inline int world_size() {
-  int size = 0;
-  MPI_Comm_size(MPI_COMM_WORLD, &size);
-  return size;
-}
 
 /// `text` of the world's rank 0, on all ranks.
 inline std::string text_of_rank_0(const std::string& text) {
@@ -117,36 +115,6 @@ class SharedFolder {
   std::optional<test_support::Scratch> own_;
   std::filesystem::path path_;
 };
-
-/// The first ranks of the world; the others have no part in it.
-class SomeRanks {
- public:
-  explicit SomeRanks(int size) {
-    int rank = 0;
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_split(MPI_COMM_WORLD, rank < size ? 0 : MPI_UNDEFINED, rank, &communicator_);
-  }
-  ~SomeRanks() {
-    if (communicator_ != MPI_COMM_NULL) MPI_Comm_free(&communicator_);
-    MPI_Barrier(MPI_COMM_WORLD);
-  }
-  SomeRanks(const SomeRanks&) = delete;
-  SomeRanks& operator=(const SomeRanks&) = delete;
-
-  bool has_this() const { return communicator_ != MPI_COMM_NULL; }
-  Communicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
-
- private:
-  MPI_Comm communicator_ = MPI_COMM_NULL;
-};
-
-inline std::vector<int> numbers_of_ranks() {
-  std::vector<int> all;
-  for (const int size : {1, 2, 4}) {
-    if (size <= world_size()) all.push_back(size);
-  }
-  return all;
-}
 
 inline mezzo::CheckpointManagerOptions warning_into(std::vector<std::string>& warnings) {
   return {.on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};

@@ -48,7 +48,7 @@ at::Tensor expected(int ranks, Reduction reduction,
     const at::Tensor next = tensor_of(rank).to(wide);
     reduced = reduction == Reduction::max ? at::maximum(reduced, next) : reduced + next;
   }
-  if (reduction == Reduction::average) reduced = reduced * (1. / ranks);
+  if (reduction == Reduction::average) reduced = reduced / ranks;
   return reduced.to(dtype);
 }
 
@@ -115,6 +115,21 @@ TEST_P(MpiCommunicatorTest, AveragesOfEveryFloatingDtypeAreThoseOfAllRanks) {
   EXPECT_THAT(
       error_of([&] { world.all_reduce(torch::ones({3}, at::kLong), Reduction::average).wait(); }),
       HasSubstr("Long has no average"));
+}
+
+/// Multiplied by 1 / 3 about a third of them would be off in the last bit.
+TEST_P(MpiCommunicatorTest, AnAverageIsASumThatIsDividedAndRoundedOnce) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    const at::Tensor sum = torch::arange(1, 1001).to(dtype);  // whose sums are exact
+    const at::Tensor wanted = sum / size;
+    const at::Tensor own = rank == 0 ? sum.clone() : torch::zeros_like(sum);
+    world.all_reduce(own, Reduction::average).wait();
+    EXPECT_TRUE(at::equal(own, wanted)) << dtype;
+    const at::Tensor all = rank == 0 ? sum.repeat({size}) : torch::zeros({1000 * size}, dtype);
+    const at::Tensor part = torch::empty({1000}, dtype);
+    world.reduce_scatter(part, all, Reduction::average).wait();
+    EXPECT_TRUE(at::equal(part, wanted)) << dtype;
+  }
 }
 
 TEST_P(MpiCommunicatorTest, AnAverageOfHalfOverflowsOnlyWhereItDoesNotFit) {

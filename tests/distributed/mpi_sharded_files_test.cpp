@@ -15,10 +15,13 @@
 
 #include "../support/error_of.h"
 #include "sharded_model.h"
+#include "some_ranks.h"
 
 namespace sharded_files_test {
 namespace {
 
+using distributed_test::numbers_of_ranks;
+using distributed_test::SomeRanks;
 using mezzo::Communicator;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
@@ -29,36 +32,6 @@ using sharded_test::Model;
 using sharded_test::world;
 using test_support::error_of;
 using testing::HasSubstr;
-
-/// The first `size` ranks of the world; null on the others.
-class FirstRanks {
- public:
-  explicit FirstRanks(int size) {
-    int rank = 0;
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_split(MPI_COMM_WORLD, rank < size ? 0 : MPI_UNDEFINED, rank, &communicator_);
-  }
-  ~FirstRanks() {
-    if (communicator_ != MPI_COMM_NULL) MPI_Comm_free(&communicator_);
-  }
-  FirstRanks(const FirstRanks&) = delete;
-  FirstRanks& operator=(const FirstRanks&) = delete;
-
-  bool has_this() const { return communicator_ != MPI_COMM_NULL; }
-  Communicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
-
- private:
-  MPI_Comm communicator_ = MPI_COMM_NULL;
-};
-
-/// The numbers of ranks that the world has room for.
-std::vector<int> sizes() {
-  std::vector<int> all;
-  for (const int size : {1, 2, 4}) {
-    if (size <= world().size()) all.push_back(size);
-  }
-  return all;
-}
 
 std::string from_rank_0(const std::string& text) {
   Communicator ranks = world();
@@ -125,7 +98,7 @@ Model fresh_model(at::ScalarType dtype) {
 /// weights.
 template <class Optimizer, class Options>
 Saved train_on_ranks(int size, const Options& options, Model wanted) {
-  const FirstRanks group(size);
+  const SomeRanks group(size);
   Saved saved;
   if (group.has_this()) {
     Model model = fresh_model(wanted->out->bias.scalar_type());
@@ -154,13 +127,14 @@ template <class Optimizer, class Options>
 void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype) {
   Model alone = fresh_model(dtype);
   std::vector<Saved> files{train_alone<Optimizer>(alone, options)};
-  for (const int size : sizes()) files.push_back(train_on_ranks<Optimizer>(size, options, alone));
+  for (const int size : numbers_of_ranks())
+    files.push_back(train_on_ranks<Optimizer>(size, options, alone));
   for (const Saved& file : files) {
     Model unsharded = fresh_model(dtype);
     Optimizer optimizer(unsharded->parameters(), options);
     expect_to_go_on(file, unsharded, optimizer, alone, "an optimizer alone");
-    for (const int size : sizes()) {
-      const FirstRanks group(size);
+    for (const int size : numbers_of_ranks()) {
+      const SomeRanks group(size);
       if (!group.has_this()) continue;
       Model model = fresh_model(dtype);
       ShardedOptimizer<Optimizer> sharded(model->parameters(), group.ranks(), options,
@@ -210,7 +184,7 @@ void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWPa
 /// What the archive holds is what the optimizer alone would have written: no state more or less,
 /// each of the parameter's shape, strides and dtype.
 TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
-  const FirstRanks group(sizes().back());  // of three, averages would be rounded
+  const SomeRanks group(numbers_of_ranks().back());  // of three, averages would be rounded
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
     Model alone = fresh_model(dtype), other = fresh_model(dtype);

@@ -250,9 +250,11 @@ TEST(ShardedTraining, ClosuresRunOnce) {
   EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks.size() + 1) / 2.)));
 }
 
-/// Gradients are whole numbers, whose sums and averages are exact in all of them.
+/// Gradients are whole numbers, whose sums are exact in all of them, and so are averages where the
+/// number of ranks is a power of two: a step multiplies the sum by 1/N.
 TEST(ShardedTraining, DtypesGoTogether) {
   Communicator ranks = world();
+  if ((ranks.size() & (ranks.size() - 1)) != 0) GTEST_SKIP() << "1/N is rounded";
   const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
   const auto parameters = [] {
     torch::manual_seed(5);

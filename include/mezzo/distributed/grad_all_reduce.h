@@ -101,8 +101,10 @@ struct GradAllReduceOptions {
 /// orders.
 ///
 /// Errors of the communicator are thrown by `backward()`; after one, and after a backward pass that
-/// threw, the ranks are no longer in step, and the next pass says so. Host syncs: none of its own,
-/// unless a parameter went without gradient on this rank.
+/// threw, the ranks are no longer in step, and the next pass says so. What one rank alone throws, for
+/// a gradient that it refuses, say, the others do not hear of: they wait for it in their next
+/// collective, until a Watchdog (or NCCL's timeout) ends them. Host syncs: none of its own, unless
+/// a parameter went without gradient on this rank.
 class GradAllReduce {
  public:
   /// \throws c10::Error if the buckets' storage is not flat, the communicator does not serve their

@@ -3,15 +3,20 @@
 /// target mezzo::mpi.
 #pragma once
 
-#include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
-
 #if !__has_include(<mpi.h>)
 #error "this header needs MPI: link the target mezzo::mpi, find_package(mezzo COMPONENTS mpi)"
 #endif
+
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/mpi_calls.h>
+
+#include <c10/util/Exception.h>
+
 #include <mpi.h>
 
 #include <cstdint>
+#include <exception>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -80,6 +85,27 @@ class MpiCommunicator : public Communicator {
   /// \throws c10::Error if MPI is not initialised, or `options` are out of range
   explicit MpiCommunicator(MPI_Comm communicator, const MpiCommunicatorOptions& options = {});
 };
+
+inline MpiEnvironment::MpiEnvironment(int thread_level) : exceptions_(std::uncaught_exceptions()) {
+  TORCH_CHECK(!detail::mpi_is_finalized(),
+              "MpiEnvironment: MPI has been finalised in this process and cannot be initialised "
+              "again; keep one MpiEnvironment for as long as main runs");
+  if (detail::mpi_is_initialized()) return;
+  int provided = MPI_THREAD_SINGLE;
+  detail::check_mpi(MPI_Init_thread(nullptr, nullptr, thread_level, &provided), "MPI_Init_thread",
+                    "MpiEnvironment");
+  initialised_it_ = true;
+  if (provided < thread_level) {
+    MPI_Finalize();
+    TORCH_CHECK(false, "MpiEnvironment: this MPI library allows thread level ", provided, " where ",
+                thread_level, " was asked for; it must be built with threads");
+  }
+}
+
+inline MpiEnvironment::~MpiEnvironment() {
+  if (!initialised_it_ || std::uncaught_exceptions() > exceptions_) return;
+  if (!detail::mpi_is_finalized()) MPI_Finalize();
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

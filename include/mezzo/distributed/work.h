@@ -18,7 +18,8 @@ enum class Reduction : uint8_t {
   sum,
   /// The sum divided by the number of ranks, of floating dtypes. bfloat16 and half overflow only
   /// where the average itself does: MPI's are added up and divided in float and rounded once, those
-  /// of others are divided before they are added.
+  /// of others are divided before they are added. On a GPU libtorch and NCCL multiply by 1 / ranks
+  /// instead: unless the number of ranks is a power of two the last bit may differ.
   average,
   /// Of bools it is "or". Whether a NaN survives is the transport's matter (MPI: always; NCCL:
   /// not).

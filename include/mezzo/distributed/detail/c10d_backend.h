@@ -103,7 +103,7 @@ class C10dBackend final : public CommunicatorBackend {
   Work all_reduce(const at::Tensor& tensor, Reduction reduction) override {
     const c10::NoGradGuard no_grad;
     const WrittenTensor written(tensor, WrittenTensor::Contents::read);
-    if (divides_before(tensor, reduction)) written.flat().mul_(1. / size_);
+    if (divides_before(tensor, reduction)) written.flat().div_(size_);
     return launch({Collective::all_reduce, tensor, reduction}, {}, written, [&](const auto& group) {
       std::vector<at::Tensor> tensors = {written.flat()};
       c10d::AllreduceOptions options;
@@ -157,7 +157,7 @@ class C10dBackend final : public CommunicatorBackend {
           },
           [rows, reduction, written] { written.flat().copy_(reduce_rows(rows, reduction)); });
     }
-    if (divides_before(input, reduction)) given = given.mul(1. / size_);
+    if (divides_before(input, reduction)) given = given.div(size_);
     return launch(call, given, written, [&](const auto& group) {
       at::Tensor to = written.flat();
       c10d::ReduceScatterOptions options;

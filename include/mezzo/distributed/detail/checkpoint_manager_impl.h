@@ -5,7 +5,7 @@
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
-#include <mezzo/distributed/detail/collected_state.h>
+#include <mezzo/distributed/detail/rank_agreement.h>
 
 #include <c10/util/Exception.h>
 
@@ -263,13 +263,9 @@ inline void DistributedCheckpointManager::apply(const std::string& name,
                                                 detail::LoadAttempt& attempt) {
   const std::string file = (folder_ / name).string();
   std::optional<detail::LoadedParts> parts;
-  std::string failure;
-  try {
-    parts.emplace(file, std::move(attempt.decoded.pending));
-  } catch (...) {
-    failure = detail::failure_of_current_exception();
-  }
-  ranks_.check(detail::kLoadCaller, failure);
+  ranks_.check(detail::kLoadCaller, detail::failure_of([&] {
+                 parts.emplace(file, std::move(attempt.decoded.pending));
+               }));
 
   std::vector<std::string> failures = ranks_.gather(parts->apply());
   const bool has_failed =

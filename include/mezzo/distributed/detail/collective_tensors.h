@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
+#include <c10/core/GradMode.h>
 
 #include <cstdint>
 
@@ -45,6 +46,13 @@ class WrittenTensor {
   at::Tensor flat_;
 };
 
+/// Makes the ranks' sum what `reduction` wants: divided where it is an average. Divided, and not
+/// multiplied by 1 / ranks, so that it is rounded once.
+inline void finish_sum(const at::Tensor& sum, Reduction reduction, int64_t ranks) {
+  const c10::NoGradGuard no_grad;
+  if (reduction == Reduction::average && ranks > 1) sum.div_(ranks);
+}
+
 /// Received from each rank, a row a rank: added up in float in the order of the ranks, the average
 /// of that, or their maximum.
 inline at::Tensor reduce_rows(const at::Tensor& rows, Reduction reduction) {
@@ -57,7 +65,7 @@ inline at::Tensor reduce_rows(const at::Tensor& rows, Reduction reduction) {
       reduced.add_(row);
     }
   }
-  if (reduction == Reduction::average) reduced.mul_(1. / static_cast<double>(rows.size(0)));
+  finish_sum(reduced, reduction, rows.size(0));
   return reduced;
 }
 

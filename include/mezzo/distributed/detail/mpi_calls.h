@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/work.h>
 
 #include <c10/core/ScalarType.h>
@@ -9,9 +10,14 @@
 
 #include <mpi.h>
 
+#include <array>
 #include <cmath>
+#include <cstdint>
+#include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -142,6 +148,39 @@ class MpiReductions {
  private:
   MPI_Op max_float_ = MPI_OP_NULL;
   MPI_Op max_double_ = MPI_OP_NULL;
+};
+
+/// A call that starts one of MPI's non-blocking collectives.
+struct MpiCall {
+  const char* name;                                  ///< for errors
+  std::function<int(MPI_Request*)> start = nullptr;  ///< null: there is none. Returns MPI's code
+};
+
+/// What MPI is given at one time: one collective, and for some dtypes local work and a second one
+/// behind it.
+struct MpiPart {
+  MpiCall first;
+  std::function<void()> between = nullptr;  ///< null: nothing
+  MpiCall second = {""};
+
+  enum class Stage : uint8_t { waiting, first, second, done } stage = Stage::waiting;
+  MPI_Request request = MPI_REQUEST_NULL;
+};
+
+/// One collective of this rank: its parts and what is to be done when all are there. The closures
+/// keep the tensors.
+struct MpiOperation {
+  explicit MpiOperation(const CollectiveCall& of) : call(of) {}
+
+  CollectiveCall call;
+  std::vector<MpiPart> parts;
+  std::function<void()> finish;  ///< null: nothing
+
+  enum class Stage : uint8_t { announced, running, done } stage = Stage::announced;
+  std::exception_ptr error;
+  std::array<int64_t, 6> announcement{};
+  std::vector<int64_t> announcements;  ///< of all ranks
+  MPI_Request announced = MPI_REQUEST_NULL;
 };
 
 }  // namespace detail

@@ -9,49 +9,19 @@
 
 #include <mpi.h>
 
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// What MPI is given at one time: one non-blocking collective, and for some dtypes local work and a
-/// second one behind it.
-struct MpiPart {
-  std::function<void(MPI_Request*)> first;
-  std::function<void()> between = nullptr;             ///< null: nothing
-  std::function<void(MPI_Request*)> second = nullptr;  ///< null: none
-
-  enum class Stage : uint8_t { waiting, first, second, done } stage = Stage::waiting;
-  MPI_Request request = MPI_REQUEST_NULL;
-};
-
-/// One collective of this rank: its parts and what is to be done when all are there. The closures
-/// keep the tensors.
-struct MpiOperation {
-  explicit MpiOperation(const CollectiveCall& of) : call(of) {}
-
-  CollectiveCall call;
-  std::vector<MpiPart> parts;
-  std::function<void()> finish;  ///< null: nothing
-
-  enum class Stage : uint8_t { announced, running, done } stage = Stage::announced;
-  std::exception_ptr error;
-  std::array<int64_t, 6> announcement{};
-  std::vector<int64_t> announcements;  ///< of all ranks
-  MPI_Request announced = MPI_REQUEST_NULL;
-};
 
 /// The collectives of one communicator that are under way, in the order of their calls.
 ///
@@ -204,9 +174,12 @@ class MpiQueue {
   void start(MpiOperation& operation) {
     operation.stage = MpiOperation::Stage::running;
     for (MpiPart& part : operation.parts) {
-      part.first(&part.request);
+      start(operation, part, part.first);
       part.stage = MpiPart::Stage::first;
     }
+  }
+  void start(const MpiOperation& operation, MpiPart& part, const MpiCall& call) const {
+    check_mpi(call.start(&part.request), call.name, context(operation.call));
   }
 
   void progress() noexcept {
@@ -250,18 +223,15 @@ class MpiQueue {
   bool advance(const MpiOperation& operation, MpiPart& part, bool may_start_second) {
     using PartStage = MpiPart::Stage;
     if (part.stage == PartStage::first && test(operation, part.request)) {
-      if (part.second == nullptr) {
-        if (part.between) part.between();
-        part.stage = PartStage::done;
-      } else if (may_start_second) {
-        if (part.between) part.between();
-        part.second(&part.request);
-        part.stage = PartStage::second;
-      }
+      if (part.second.start != nullptr && !may_start_second) return false;
+      if (part.between) part.between();
+      part.stage = part.second.start != nullptr ? PartStage::second : PartStage::done;
+      if (part.second.start != nullptr) start(operation, part, part.second);
     }
-    if (part.stage == PartStage::second && test(operation, part.request))
+    if (part.stage == PartStage::second && test(operation, part.request)) {
       part.stage = PartStage::done;
-    return may_start_second && !(part.second && part.stage == PartStage::first);
+    }
+    return may_start_second && !(part.second.start != nullptr && part.stage == PartStage::first);
   }
 
   bool test(const MpiOperation& operation, MPI_Request& request) const {

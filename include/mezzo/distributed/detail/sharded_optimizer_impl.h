@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/agreed_summary.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/sharded_optimizer.h>
