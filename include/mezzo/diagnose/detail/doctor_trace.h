@@ -79,8 +79,9 @@ struct SeenConstant {
 /// A product with a size that is no multiple of 8.
 struct SeenProduct {
   std::string module;
-  bool is_of_weight = false;  ///< whether the module's parameter is a factor, k x n
-  std::int64_t m = 0;         ///< rows; 8 of a convolution, which has none
+  bool is_of_weight = false;    ///< whether the module's parameter is a factor, k x n
+  bool is_convolution = false;  ///< then n and k are channels
+  std::int64_t m = 0;           ///< rows; 8 of a convolution, which has none
   std::int64_t n = 0;
   std::int64_t k = 0;
 
@@ -209,6 +210,7 @@ class DoctorTrace {
       const at::Tensor& weight = inputs[1].toTensor();
       note({.module = place(),
             .is_of_weight = owner_.has_value(),
+            .is_convolution = true,
             .m = 8,
             .n = weight.size(0),
             .k = weight.size(1)});
