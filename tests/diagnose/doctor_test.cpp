@@ -208,6 +208,17 @@ TEST(Doctor, TellsOpsThatRunInFloat32AndWhatTheirCastsCost) {
   EXPECT_THAT(diagnose(model, rows(), torch::kCPU, kInBfloat16).findings, Not(Contains(softmax)));
 }
 
+TEST(Doctor, TellsOfTheChannelsOfAConvolutionAsOfChannels) {
+  const torch::nn::Conv2d model(1, 16, 3);
+  const auto all = diagnose(model, torch::ones({8, 1, 6, 6}), torch::kCPU, kInBfloat16).findings;
+  const auto found = std::find_if(all.begin(), all.end(), [](const DoctorFinding& one) {
+    return one.topic == FindingTopic::dimensions;
+  });
+  ASSERT_NE(found, all.end());
+  EXPECT_THAT(found->reason, HasSubstr("its channels are 1 in, 16 out"));
+  EXPECT_THAT(found->remedy, HasSubstr("torch::nn::Conv2dOptions(8, 16, kernel_size)"));
+}
+
 TEST(Doctor, NamesSizesThatAreNoMultipleOf8) {
   torch::nn::Sequential model(torch::nn::Linear(16, 16), torch::nn::Linear(16, 9));
   const auto all = diagnose(model, torch::ones({8, 16}), torch::kCPU, kInBfloat16).findings;

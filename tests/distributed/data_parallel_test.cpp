@@ -235,7 +235,8 @@ TEST(DataParallel, TrainsTorchScriptAsTheSameModelInCpp) {
   const auto model = test_support::twin();
   DataParallel ddp(script, AlikeRanks(2));
   DataParallel of_twin(model, AlikeRanks(2));
-  DataParallel wrapped(mezzo::AutocastModule(script, {.device = torch::kCPU}), AlikeRanks(2));
+  DataParallel wrapped(mezzo::AutocastModule(test_support::script_model(), {.device = torch::kCPU}),
+                       AlikeRanks(2));
   const auto x = torch::randn({4, 3, 6, 6});
   {
     const mezzo::Autocast<torch::kCPU> autocast;

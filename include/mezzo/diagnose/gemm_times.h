@@ -78,12 +78,11 @@ struct GemmTimingOptions {
 
 /// Runs `model->forward(sample)`, or else `model(sample)`, once and without gradients, and times
 /// the matrix products that it came to: those of mm, addmm, bmm and baddbmm, and so of linear,
-/// matmul, einsum and attention as far as they use these. Convolutions are counted and not timed;
-/// products inside a fused attention kernel are not seen; nor is what autocast costs a small model,
-/// whose casts and calls take longer than its products (compare_precisions times whole steps), and
-/// what a backward pass would add, which is each product twice more in other orders. Times are
-/// those of the bare product with matrices that lie contiguous or transposed as the model's do:
-/// casts and padding are not in them.
+/// matmul, einsum and attention as far as they use these. Convolutions are counted and not timed.
+/// Not seen are products inside a fused attention kernel, what a backward pass would add (each
+/// product twice more, in other orders), and the casts and calls that outweigh the products of a
+/// small model; compare_precisions times whole steps. Times are those of the bare product with
+/// matrices that lie contiguous or transposed as the model's do: casts and padding are not in them.
 ///
 /// Takes about a fifth of a second a shape, twice that where it is padded, more where the machine
 /// emulates a dtype; ask on a quiet one. Waits for the device. While it runs, no other thread may

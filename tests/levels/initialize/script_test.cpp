@@ -65,7 +65,7 @@ TEST(InitializeScript, FindsABatchNormsStatisticsBehindConditions) {
 
 /// The loss at the end of 30 steps, over that of the first.
 template <class Optimizer>
-double trained(const torch::jit::Module& script, Optimizer& optimizer, const OptLevel& level) {
+double loss_left(const torch::jit::Module& script, Optimizer& optimizer, const OptLevel& level) {
   auto amp = mezzo::initialize(script, optimizer, level, kSilent);
   torch::manual_seed(3);
   const auto input = torch::randn({16, 3, 6, 6}), target = torch::randn({16, 4});
@@ -88,12 +88,12 @@ TEST(InitializeScript, TrainsAtEachLevel) {
     std::vector<torch::Tensor> parameters;
     for (const auto& parameter : script.parameters()) parameters.push_back(parameter);
     mezzo::optim::AdamW fused(parameters, 1e-2);
-    EXPECT_LT(trained(script, fused, OptLevel::parse(name)), 0.9) << name;
+    EXPECT_LT(loss_left(script, fused, OptLevel::parse(name)), 0.9) << name;
   }
   const auto script = script_model();
   const mezzo::ScriptModule module(script);
   torch::optim::SGD sgd(module->parameters(), 0.1);
-  EXPECT_LT(trained(script, sgd, OptLevel::O2_bf16()), 0.95);
+  EXPECT_LT(loss_left(script, sgd, OptLevel::O2_bf16()), 0.95);
 }
 
 TEST(InitializeScript, CallsTheModelUnderItsLevelByAnyHandle) {

@@ -20,6 +20,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -201,12 +202,12 @@ inline void add_float32_ops(Diagnosis& diagnosis, const std::vector<CastRecord>&
 
 /// Products with a weight by its sizes, and others by the size that is awkward.
 inline void add_dimensions(Diagnosis& diagnosis, const std::vector<SeenProduct>& products) {
-  std::map<std::pair<std::int64_t, std::int64_t>, std::vector<std::string>> by_weight;
+  std::map<std::tuple<bool, std::int64_t, std::int64_t>, std::vector<std::string>> by_weight;
   std::map<std::int64_t, std::vector<std::string>> by_length;
   for (const SeenProduct& product : products) {
     const bool is_weight = product.n % 8 != 0 || product.k % 8 != 0;
     if (product.is_of_weight && is_weight) {
-      add_name(by_weight[{product.k, product.n}], product.module);
+      add_name(by_weight[{product.is_convolution, product.k, product.n}], product.module);
       continue;
     }
     for (const std::int64_t size : {product.m, product.n, product.k}) {
@@ -226,7 +227,13 @@ inline void add_dimensions(Diagnosis& diagnosis, const std::vector<SeenProduct>&
          .remedy = std::move(remedy)});
   };
   for (const auto& [size, modules] : by_weight) {
-    const auto [k, n] = size;
+    const auto [is_convolution, k, n] = size;
+    if (is_convolution) {
+      add(modules, c10::str("its channels are ", k, " in, ", n, " out"),
+          c10::str("torch::nn::Conv2dOptions(", up(k), ", ", up(n),
+                   ", kernel_size);  // inputs padded with channels of zeros"));
+      continue;
+    }
     const std::string rest = n % 8 == 0 ? "" : c10::str("  // use .slice(-1, 0, ", n, ")");
     add(modules, c10::str("its weight is ", k, " x ", n),
         c10::str("torch::nn::Linear(", up(k), ", ", up(n), ");", rest));

@@ -60,8 +60,9 @@ struct SeenConstant {
 /// A product with a size that is no multiple of 8.
 struct SeenProduct {
   std::string module;
-  bool is_of_weight = false;  ///< whether the module's parameter is a factor, k x n
-  std::int64_t m = 0;         ///< rows; 8 of a convolution, which has none
+  bool is_of_weight = false;    ///< whether the module's parameter is a factor, k x n
+  bool is_convolution = false;  ///< then n and k are channels
+  std::int64_t m = 0;           ///< rows; 8 of a convolution, which has none
   std::int64_t n = 0;
   std::int64_t k = 0;
 
@@ -165,16 +166,18 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   void note_product(std::string_view op, OpArguments inputs) {
     if (const auto factors = matrix_factors(op, inputs)) {
       const auto& [left, right] = *factors;
-      note_product(left.size(-2), right.size(-1), left.size(-1));
+      note_product({.m = left.size(-2), .n = right.size(-1), .k = left.size(-1)});
     } else if (op == "aten::convolution") {
       const at::Tensor& weight = inputs[1].toTensor();
-      note_product(/*m=*/8, weight.size(0), weight.size(1));
+      note_product({.is_convolution = true, .m = 8, .n = weight.size(0), .k = weight.size(1)});
     }
   }
 
-  void note_product(std::int64_t m, std::int64_t n, std::int64_t k) {
-    if (m % 8 == 0 && n % 8 == 0 && k % 8 == 0) return;
-    add_once(products_, SeenProduct{place(), /*is_of_weight=*/owner_.has_value(), m, n, k});
+  void note_product(SeenProduct product) {
+    if (product.m % 8 == 0 && product.n % 8 == 0 && product.k % 8 == 0) return;
+    product.module = place();
+    product.is_of_weight = owner_.has_value();
+    add_once(products_, product);
   }
 
   void note_constants(const c10::OperatorHandle& op, OpArguments inputs) {

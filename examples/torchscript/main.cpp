@@ -1,0 +1,80 @@
+// TorchScript trained from C++: torch::jit::load, autocast, a loss scale, checkpoints.
+// `torchscript model.pt` loads a file of yours, whose forward takes 16 numbers a row and gives
+// scores of 4 classes; without one the program makes such a file itself. Exits with 1 if the loss
+// did not fall, or if the checkpoint gives other weights.
+#include <mezzo/base/script_module.h>
+#include <mezzo/checkpoint.h>
+#include <mezzo/mezzo.h>
+
+#include <torch/script.h>
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <random>
+#include <string>
+
+namespace {
+
+/// What `torch.jit.script(model).save(file)` does in Python.
+void make_model(const std::string& file) {
+  torch::jit::Module model("Net");
+  const auto weight = [](int64_t rows, int64_t columns) {
+    return (torch::randn({rows, columns}) / 4).set_requires_grad(true);
+  };
+  model.register_parameter("first", weight(64, 16), /*is_buffer=*/false);
+  model.register_parameter("last", weight(4, 64), /*is_buffer=*/false);
+  model.define(R"(
+    def forward(self, x):
+        return torch.linear(torch.gelu(torch.linear(x, self.first)), self.last)
+  )");
+  model.save(file);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  torch::manual_seed(0);
+  const auto folder = std::filesystem::temp_directory_path() /
+                      ("mezzo_torchscript_" + std::to_string(std::random_device()()));
+  std::filesystem::create_directories(folder);
+  const std::string file = argc > 1 ? argv[1] : (folder / "model.pt").string();
+  if (argc <= 1) make_model(file);
+
+  mezzo::ScriptModule model(torch::jit::load(file));  // a torch::nn::Module from here on
+  torch::nn::CrossEntropyLoss criterion;
+  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
+  mezzo::GradScaler scaler;
+  mezzo::TrainingState state;
+  state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
+  mezzo::CheckpointManager checkpoints(folder / "checkpoints");
+
+  const auto teacher = torch::randn({16, 4});
+  torch::Tensor first, last;
+  for (int step = 0; step < 100; ++step) {
+    const auto input = torch::randn({64, 16});
+    const auto target = input.mm(teacher).argmax(1);
+    optimizer.zero_grad();
+    const auto loss = mezzo::autocast({.device = torch::kCPU}, [&] {
+      return criterion(model(input).toTensor(), target);  // forward gives an IValue
+    });
+    scaler.scale(loss).backward();
+    scaler.step(optimizer, {.max_norm = 1.0});
+    scaler.update();
+    (step == 0 ? first : last) = loss.detach();
+  }
+  checkpoints.save(state, 100);
+
+  auto fresh = torch::jit::load(file);  // a checkpoint takes a torch::jit::Module as it is
+  mezzo::TrainingState weights;
+  weights.add("model", fresh);
+  checkpoints.load_newest(weights, {.subset = true});
+  const auto input = torch::randn({8, 16});
+  const bool is_same = torch::equal(fresh.forward({input}).toTensor(), model(input).toTensor());
+  fresh.save((folder / "trained.pt").string());  // for torch.jit.load in Python, or a server
+  std::filesystem::remove_all(folder);
+
+  const auto from = first.item<double>(), to = last.item<double>();
+  std::printf("loss %.3f -> %.3f, %s\n", from, to, is_same ? "the same model" : "another model");
+  return to < from / 2 && is_same ? 0 : 1;
+}
