@@ -14,7 +14,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <sstream>
+#include <cstring>
+#include <exception>
 
 namespace {
 
@@ -46,16 +47,26 @@ class ForkedTraining {
   mezzo::GradScaler scaler_{mezzo::GradScalerOptions().init_scale(1024)};
 };
 
-/// Runs `work` in a child process; whether it said true within a minute.
+enum class Ended { well, badly, refused };
+
+/// How `work` ended in a child process, which had a minute for it.
 template <class Work>
-bool holds_in_a_child(const Work& work) {
+Ended in_a_child(const Work& work) {
   const pid_t child = fork();
   if (child == 0) {
     alarm(60);
-    _exit(work() ? 0 : 1);
+    auto ended = Ended::badly;
+    try {
+      if (work()) ended = Ended::well;
+    } catch (const std::exception& error) {  // or the child would run the tests that come next
+      const bool is_libtorchs = std::strstr(error.what(), "fork-based multiprocessing") != nullptr;
+      if (is_libtorchs) ended = Ended::refused;
+    }
+    _exit(static_cast<int>(ended));
   }
   int status = 0;
-  return waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  const bool has_ended = waitpid(child, &status, 0) == child && WIFEXITED(status);
+  return has_ended ? static_cast<Ended>(WEXITSTATUS(status)) : Ended::badly;
 }
 
 TEST(Fork, AChildTrainsOnAsItsParentDoes) {
@@ -67,11 +78,17 @@ TEST(Fork, AChildTrainsOnAsItsParentDoes) {
   int bytes[2];
   ASSERT_EQ(pipe(bytes), 0);
   const Tensor in_child = torch::empty_like(training.weight());
-  EXPECT_TRUE(holds_in_a_child([&] {
+  const Ended ended = in_a_child([&] {
     training.steps(3);
     const auto size = training.weight().nbytes();
     return write(bytes[1], training.weight().const_data_ptr(), size) == static_cast<ssize_t>(size);
-  }));
+  });
+  at::set_num_threads(threads);
+  if (ended == Ended::refused) {
+    GTEST_SKIP() << "tests of nested backward passes came before: libtorch refuses any in a child";
+  }
+  ASSERT_EQ(ended, Ended::well);
+  at::set_num_threads(1);
   EXPECT_EQ(read(bytes[0], in_child.mutable_data_ptr(), in_child.nbytes()),
             static_cast<ssize_t>(in_child.nbytes()));
   training.steps(3);

@@ -58,6 +58,18 @@ inline uint64_t capture_by_driver(void* stream) {
   return status == 0 ? 0 : id;
 }
 
+/// The CUstream behind `stream`. libtorch 2.10 tells it to nobody who does not link CUDA.
+template <class Stream>
+void* native_handle(const Stream& stream) {
+  if constexpr (requires { stream.native_handle(); }) {
+    return stream.native_handle();
+  } else {
+    TORCH_CHECK(false,
+                "libtorch 2.10 does not tell mezzo whether a stream is being captured; link the "
+                "target mezzo::cuda, or update libtorch to 2.11");
+  }
+}
+
 #endif
 
 /// The number of the capture that the device's current stream is part of; 0: of none.
@@ -69,7 +81,7 @@ inline uint64_t capture_on(at::Device device) {
 #else
   if (!device.is_cuda()) return 0;
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  return capture_by_driver(stream.native_handle());
+  return capture_by_driver(native_handle(stream));
 #endif
 }
 

@@ -47,11 +47,12 @@ Options group_options(const std::vector<torch::optim::OptimizerParamGroup>& grou
   return *own;
 }
 
-/// Gives `group`, just added from `given`, back the options that libtorch has replaced. From 2.12 on
-/// `add_param_group` takes a copy of the optimizer's defaults and merges into it what differs from
-/// the constructor's values, in members that libtorch knows: what mezzo adds to libtorch's options,
-/// and all options that libtorch has no class for, would be the defaults'. Members of libtorch's
-/// stay as its version leaves them, so that a group inherits what one of `torch::optim` does.
+/// Gives `group`, just added from `given`, back the options that libtorch has replaced. From 2.12
+/// on `add_param_group` takes a copy of the optimizer's defaults and merges into it what differs
+/// from the constructor's values, in members that libtorch knows: what mezzo adds to libtorch's
+/// options, and all options that libtorch has no class for, would be the defaults'. Members of
+/// libtorch's stay as its version leaves them, so that a group inherits what one of `torch::optim`
+/// does.
 template <class Options>
 void keep_given_options(torch::optim::OptimizerParamGroup& group,
                         const torch::optim::OptimizerParamGroup& given) {
