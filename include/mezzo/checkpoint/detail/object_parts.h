@@ -183,7 +183,7 @@ class ModulePart final : public ArchivePart {
       return owner_;
     } else {
       TORCH_CHECK(static_cast<bool>(owner_),
-                  "TrainingState: a holder has no module; make it first");
+                  "the module holder is empty; construct the module before saving or loading");
       return *owner_;
     }
   }

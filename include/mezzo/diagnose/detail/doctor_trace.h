@@ -105,7 +105,9 @@ class DoctorTrace {
       known_.emplace(parameter.storage().unsafeGetStorageImpl(), weights_.size());
       weights_.push_back({.name = name, .requires_grad = parameter.requires_grad()});
     }
-    TORCH_CHECK(listener() == nullptr, "diagnose: this thread is within another diagnose");
+    TORCH_CHECK(
+        listener() == nullptr,
+        "diagnose: it is called within another diagnose; call it outside of the model's forward");
     listener() = this;
     callback_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback(&DoctorTrace::start, &DoctorTrace::end)

@@ -38,7 +38,8 @@ class GemmRecorder {
  public:
   GemmRecorder() {
     TORCH_CHECK(listener() == nullptr,
-                "benchmark_gemms: this thread is within another benchmark_gemms");
+                "benchmark_gemms: it is called within another benchmark_gemms; call it outside of "
+                "the model's forward");
     listener() = this;
     callback_ = at::addThreadLocalCallback(
         at::RecordFunctionCallback(&GemmRecorder::start, &GemmRecorder::end)
@@ -60,13 +61,16 @@ class GemmRecorder {
 
   /// Where all of them ran.
   c10::Device device() const {
-    TORCH_CHECK(!devices_.empty(),
-                "benchmark_gemms: the model came to no product by mm, addmm, bmm or baddbmm");
+    TORCH_CHECK(
+        !devices_.empty(),
+        "benchmark_gemms: the model called none of mm, addmm, bmm and baddbmm, which are timed; "
+        "use mezzo::compare_precisions for other models, such as those of convolutions");
     const c10::Device device = devices_.front();
-    TORCH_CHECK(devices_.size() == 1, "benchmark_gemms: the model multiplies on ", device,
+    TORCH_CHECK(devices_.size() == 1, "benchmark_gemms: the model multiplies matrices on ", device,
                 " and on ", devices_.back(), "; time its parts one by one");
-    TORCH_CHECK(device.is_cpu() || device.is_cuda(), "benchmark_gemms: the model multiplies on ",
-                device, "; it can be timed on cpu and cuda");
+    TORCH_CHECK(device.is_cpu() || device.is_cuda(),
+                "benchmark_gemms: the model multiplies matrices on ", device,
+                "; move it to cpu or cuda, where it can be timed");
     return device;
   }
 

@@ -96,7 +96,9 @@ inline void check_states(const char* caller, RankAgreement& ranks, const Trainin
   std::string text;
   std::string failure;
   try {
-    TORCH_CHECK(!CheckpointAccess::parts(state).empty(), "the state is empty; add to it");
+    TORCH_CHECK(
+        !CheckpointAccess::parts(state).empty(),
+        "the state is empty; add what training goes on from, as in state.add(\"model\", model)");
     text = call + '\n' + describe(state, with_values);
   } catch (...) {
     failure = failure_of_current_exception();
