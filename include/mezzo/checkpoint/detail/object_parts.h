@@ -183,7 +183,8 @@ class ModulePart final : public ArchivePart {
       return owner_;
     } else {
       TORCH_CHECK(static_cast<bool>(owner_),
-                  "the module holder is empty; construct the module before saving or loading");
+                  "TrainingState::add: the module holder is empty; construct the module before it "
+                  "is added");
       return *owner_;
     }
   }
