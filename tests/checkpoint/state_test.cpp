@@ -143,7 +143,7 @@ TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
   model = torch::nn::Linear(1, 1);
   mezzo::load_checkpoint(file, state);
   EXPECT_TRUE(torch::equal(model->weight, weight));
-  EXPECT_THAT(error_of([&] { state.add("none", none); }), HasSubstr("a holder has no module"));
+  EXPECT_THAT(error_of([&] { state.add("none", none); }), HasSubstr("the module holder is empty"));
 }
 
 /// Saves under the names of `saver`, and says what loading into `loader` throws.
@@ -185,7 +185,7 @@ TEST(Checkpoint, AnotherKindOrShapeIsNamedBeforeAnythingIsLoaded) {
   torch::Tensor whole_numbers = torch::arange(3), floats = torch::zeros({3});
   EXPECT_THAT(
       error_between(TrainingState().add("x", whole_numbers), TrainingState().add("x", floats)),
-      HasSubstr("it is Long Strided in the file, and Float Strided here"));
+      HasSubstr("and the tensor here is float32"));
   EXPECT_TRUE(torch::equal(floats, torch::zeros({3})));
   torch::nn::Linear narrow(2, 3), wide(4, 3), plain(torch::nn::LinearOptions(2, 3).bias(false));
   torch::nn::Linear half(2, 3);
@@ -348,7 +348,7 @@ TEST(Checkpoint, WrongArgumentsAreNamed) {
   int64_t value = 0;
   EXPECT_THAT(error_of([&] { TrainingState().add("a", value).add("a", value); }),
               HasSubstr("\"a\" is given twice"));
-  EXPECT_THAT(error_of([&] { TrainingState().add("", value); }), HasSubstr("a name is empty"));
+  EXPECT_THAT(error_of([&] { TrainingState().add("", value); }), HasSubstr("name is empty"));
   EXPECT_THAT(error_of([&] { CheckpointManager("x", {.keep = 0}); }), HasSubstr("keep is 0"));
   const Scratch scratch;
   EXPECT_THAT(error_of([&] {

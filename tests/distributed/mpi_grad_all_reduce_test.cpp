@@ -292,7 +292,7 @@ TEST(GradAllReduce, SparseGradientsAreRefused) {
   EXPECT_THAT(error_of([&] {
                 embedding->forward(torch::tensor({1, 2})).sum().backward();
               }),
-              testing::HasSubstr("the gradient of parameter 0 is sparse"));
+              testing::HasSubstr("on cpu) is sparse"));
 }
 
 TEST(GradAllReduce, WhatOneRankRefusesThrowsOnAllOfThem) {
@@ -301,11 +301,11 @@ TEST(GradAllReduce, WhatOneRankRefusesThrowsOnAllOfThem) {
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(is_sparse));
   GradBuckets buckets(embedding->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
-  EXPECT_THAT(error_of([&] {
-                embedding->forward(torch::tensor({1, 2})).sum().backward();
-              }),
-              testing::HasSubstr(is_sparse ? "the gradient of parameter 0 is sparse"
-                                           : "another rank refuses a gradient"));
+  EXPECT_THAT(
+      error_of([&] {
+        embedding->forward(torch::tensor({1, 2})).sum().backward();
+      }),
+      testing::HasSubstr(is_sparse ? "on cpu) is sparse" : "another rank refuses a gradient"));
 }
 
 TEST(GradAllReduce, BucketsThatCannotBeReducedAreRefused) {

@@ -166,12 +166,17 @@ def remedy_of(message):
     return ""
 
 
+def first_words(message):
+    """What a message is looked up by: its words from the first on that stand in every one of its kind."""
+    return re.sub(rf"^[{GAP}\W]+", "", message).lower()
+
+
 def errors_page(root, known):
     introduction = (root / "docs/errors.md").read_text(encoding="utf-8").split("\n## ", 1)[0].rstrip()
     text = [introduction]
     for room, messages in sorted(messages_of(root).items()):
         text.append(f"\n## {room}/\n\n| message | what to do |\n|---|---|")
-        text += [f"| `{message}` | {known.get(message) or remedy_of(message)} |" for message in sorted(messages)]
+        text += [f"| `{message}` | {known.get(message) or remedy_of(message)} |" for message in sorted(messages, key=first_words)]
     return "\n".join(text) + "\n"
 
 

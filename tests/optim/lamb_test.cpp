@@ -297,8 +297,9 @@ TEST(LAMB, RefusesWhatItCannotStepAndTouchesNothing) {
   good.mutable_grad() = torch::ones({3});
   for (const auto& gradient : {torch::ones({3}).to_sparse(), torch::ones({3})}) {
     bad.mutable_grad() = gradient;
-    const char* const message = gradient.is_sparse() ? "LAMB takes dense parameters and gradients"
-                                                     : "LAMB takes parameters of float, double";
+    const char* const message = gradient.is_sparse()
+                                    ? "LAMB takes dense parameters and gradients"
+                                    : "has a gradient of float32; parameters are of";
     EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr(message)));
   }
   EXPECT_TRUE(torch::equal(good, torch::ones({3})));

@@ -206,10 +206,9 @@ TEST(GradScaler, LeavesOutUndefinedGradients) {
 TEST(GradScaler, SaysSoWhenNoParameterHasAGradient) {
   auto scaler = quiet_scaler({});
   auto optimizer = sgd({parameter({1})});
-  EXPECT_THAT(
-      error_of([&] { scaler.step(optimizer); }),
-      testing::StartsWith("No inf checks were recorded for this optimizer. In C++: of its 1 "
-                          "parameter none has a gradient;"));
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+              testing::StartsWith("No inf checks were recorded for this optimizer. In C++: none of "
+                                  "its parameters (1 in all) has a gradient;"));
   EXPECT_THAT(error_of([&] { scaler.update(); }),
               testing::StartsWith("No inf checks were recorded prior to update. In C++: call"));
 }

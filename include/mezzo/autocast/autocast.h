@@ -12,6 +12,7 @@
 #include <mezzo/autocast/detail/region.h>
 #include <mezzo/base/version.h>
 
+#include <concepts>
 #include <functional>
 #include <type_traits>
 #include <utility>
@@ -83,6 +84,10 @@ class AutocastGuard {
 /// Throws as AutocastGuard does.
 template <class F>
 decltype(auto) autocast(const AutocastSetting& setting, F&& function) {
+  static_assert(
+      std::invocable<F>,
+      "mezzo::autocast(setting, f) calls f at once and without arguments; capture them, or "
+      "make a callable that takes them: mezzo::autocast(f, setting)");
   const detail::Region region(detail::checked_region(setting));
   return std::invoke(std::forward<F>(function));
 }

@@ -133,11 +133,13 @@ inline void check_can_be_reduced(const char* caller, const GradBuckets& buckets,
                                  const Communicator& communicator) {
   TORCH_CHECK(buckets.options().storage() == GradStorage::flat, caller, " on rank ",
               communicator.rank(),
-              ": `buckets` must have flat storage: "
+              ": `buckets` must have flat storage; make them with "
               "GradBucketsOptions().storage(GradStorage::flat)");
   for (const GradBucket& bucket : buckets.buckets()) {
-    TORCH_CHECK(communicator.serves(bucket.device.type()), caller, " on rank ", communicator.rank(),
-                ": gradients lie on ", bucket.device, ", which `communicator` does not serve");
+    TORCH_CHECK(
+        communicator.serves(bucket.device.type()), caller, " on rank ", communicator.rank(),
+        ": gradients lie on ", bucket.device,
+        ", which `communicator` does not serve; move the model (MPI takes cpu, NCCL takes cuda)");
   }
 }
 
@@ -147,9 +149,10 @@ inline void check_options(const char* caller, const GradAllReduceOptions& option
               options.compress_dtype.value_or(at::kFloat));
   TORCH_CHECK(
       !options.error_feedback || options.compress_dtype, caller,
-      ": `error_feedback` is of what rounding to `compress_dtype` loses; set `compress_dtype`");
+      ": `error_feedback` carries what rounding to `compress_dtype` loses; set compress_dtype too");
   TORCH_CHECK(!options.loss_scale || options.error_feedback, caller,
-              ": `loss_scale` is for `error_feedback`, which is off");
+              ": `loss_scale` is for `error_feedback`, which is off; set error_feedback = true, or "
+              "leave loss_scale out");
 }
 
 /// `buffers` is null where nothing is compressed.

@@ -98,7 +98,7 @@ inline MpiEnvironment::MpiEnvironment(int thread_level) : exceptions_(std::uncau
   if (provided < thread_level) {
     MPI_Finalize();
     TORCH_CHECK(false, "MpiEnvironment: this MPI library allows thread level ", provided, " where ",
-                thread_level, " was asked for; it must be built with threads");
+                thread_level, " was asked for; use a library that is built with threads");
   }
 }
 

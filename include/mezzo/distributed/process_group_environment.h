@@ -97,7 +97,7 @@ class LaunchReader {
   std::string text(const char* name, const char* launcher) const {
     const std::optional<std::string> value = find(name);
     TORCH_CHECK(value, "ProcessGroupEnvironment: ", launcher, " started this process, but ", name,
-                " is not set");
+                " is not set; start it with torchrun, mpirun or srun, or set the variable");
     return *value;
   }
 

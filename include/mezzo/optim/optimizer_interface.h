@@ -137,6 +137,16 @@ class AnyOptimizer {
   template <detail::StepsAnother T>
   AnyOptimizer(T& stepper)  // NOLINT(google-explicit-constructor)
       : mezzos_(&stepper) {}
+  /// Only to say at compile time what is wrong.
+  template <class Pointer>
+  requires requires(const Pointer& pointer) {
+    { *pointer } -> std::convertible_to<torch::optim::Optimizer&>;
+  }
+  AnyOptimizer(const Pointer&)  // NOLINT(google-explicit-constructor)
+      : mezzos_(nullptr) {
+    static_assert(!std::same_as<Pointer, Pointer>,
+                  "mezzo takes an optimizer by reference, and this is a pointer; give *optimizer");
+  }
 
   /// Whose groups and gradients they are; of a MasterWeights the optimizer that it steps.
   torch::optim::Optimizer& optimizer() const noexcept {

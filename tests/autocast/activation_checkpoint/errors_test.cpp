@@ -127,8 +127,8 @@ TEST_F(CheckpointErrors, NoticeAFrozenParameterModifiedBeforeBackward) {
     const auto y = mezzo::activation_checkpoint(frozen, x_);
     parameter.mul_(2);
     EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-                HasSubstr("a tensor that it reads, float32" + c10::str(parameter.sizes()) +
-                          ", was modified in place between"));
+                HasSubstr("a tensor that it reads, float32 " + c10::str(parameter.sizes()) +
+                          " on cpu, was modified in place between"));
   }
 }
 
@@ -142,7 +142,7 @@ TEST_F(CheckpointErrors, NoticeACapturedTensorModifiedBeforeBackward) {
     const auto y = mezzo::activation_checkpoint(outer, x_);
     each.zero_();
     EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-                HasSubstr("a tensor that it reads, float32" + c10::str(each.sizes())));
+                HasSubstr("a tensor that it reads, float32 " + c10::str(each.sizes())));
   }
 }
 
@@ -155,7 +155,7 @@ TEST_F(CheckpointErrors, NoticeMemoryThatSetDataGaveBeforeBackward) {
     const auto y = mezzo::activation_checkpoint(block, x_, mask);
     Tensor(tensor).set_data(torch::full({4, 4}, 5.0));
     EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-                HasSubstr(role + ", Float[4, 4], was given other memory between"));
+                HasSubstr(role + ", float32 [4, 4] on cpu, was given other memory between"));
   }
 }
 

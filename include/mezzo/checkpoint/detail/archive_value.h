@@ -89,7 +89,9 @@ inline c10::IValue with_type(const c10::IValue& value, const c10::TypePtr& type)
   if (const auto tuple_type = type->cast<c10::TupleType>()) {
     std::vector<c10::IValue> elements;
     const auto& untyped = value.toTupleRef().elements();
-    TORCH_CHECK(untyped.size() == tuple_type->elements().size(), "a tuple has another length");
+    TORCH_CHECK(untyped.size() == tuple_type->elements().size(), "a tuple has ", untyped.size(),
+                " elements in the file, and ", tuple_type->elements().size(),
+                " here; the file is that of another object");
     for (std::size_t i = 0; i < untyped.size(); ++i) {
       elements.push_back(with_type(untyped[i], tuple_type->elements()[i]));
     }

@@ -30,7 +30,9 @@ namespace detail {
 
 template <class T>
 std::shared_ptr<const CheckpointPart> part_of(T& object) {
-  static_assert(!std::is_const_v<T>, "loading changes the object, so it must not be const");
+  static_assert(!std::is_const_v<T>,
+                "mezzo::TrainingState::add: the object is const, and loading a checkpoint changes "
+                "it; add one that is not const");
   if constexpr (IsModule<T> || HoldsModule<T> || IsScript<T>) {
     return std::make_shared<ModulePart<T>>(object);
   } else if constexpr (IsOptimizer<T>) {
@@ -48,9 +50,13 @@ std::shared_ptr<const CheckpointPart> part_of(T& object) {
   } else if constexpr (std::same_as<T, at::Generator>) {
     return std::make_shared<GeneratorPart>(object);
   } else {
-    static_assert(GoesThroughArchives<T>,
-                  "a TrainingState takes what torch::save and torch::load take (include its header "
-                  "and <torch/serialize/archive.h>), numbers, strings and generators");
+    static_assert(
+        GoesThroughArchives<T>,
+        "mezzo::TrainingState::add: torch::save and torch::load cannot take this type; add "
+        "modules, "
+        "optimizers, tensors, numbers, strings and generators, or give the type operator<< "
+        "and operator>> for torch::serialize archives, and include its header and "
+        "<torch/serialize/archive.h>");
     return std::make_shared<ObjectPart<T>>(object);
   }
 }
@@ -102,9 +108,10 @@ inline TrainingState& TrainingState::with_random_state() {
 inline TrainingState& TrainingState::add_part(std::string name,
                                               std::shared_ptr<const detail::CheckpointPart> part,
                                               bool is_per_rank) {
-  TORCH_CHECK(!name.empty(), "TrainingState: a name is empty; give each object one");
+  TORCH_CHECK(!name.empty(), "TrainingState::add: name is empty; give each object one of its own");
   for (const detail::NamedPart& other : parts_) {
-    TORCH_CHECK(other.name != name, "TrainingState: the name \"", name, "\" is given twice");
+    TORCH_CHECK(other.name != name, "TrainingState::add: the name \"", name,
+                "\" is given twice; give each object one of its own");
   }
   parts_.push_back({std::move(name), std::move(part), is_per_rank});
   return *this;
@@ -152,7 +159,9 @@ inline void CheckpointManager::hold_lock() {
 
 inline SavedCheckpoint CheckpointManager::save(const TrainingState& state, std::int64_t step) {
   const auto& parts = detail::CheckpointAccess::parts(state);
-  TORCH_CHECK(!parts.empty(), "CheckpointManager::save: the state is empty; add to it");
+  TORCH_CHECK(!parts.empty(),
+              "CheckpointManager::save: the state is empty; add what training goes on from, as in "
+              "state.add(\"model\", model)");
   return write(step, [&parts](detail::CheckpointZip& zip) {
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const auto& [name, part, is_per_rank] = parts[i];
@@ -225,7 +234,8 @@ inline void CheckpointManager::pass_over(const std::filesystem::path& file,
 inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const TrainingState& state,
                                                                       const LoadOptions& options) {
   TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
-              "CheckpointManager::load_newest: the state is empty; add to it");
+              "CheckpointManager::load_newest: the state is empty; add what was saved, as in "
+              "state.add(\"model\", model)");
   std::string damages;
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
     LoadedCheckpoint loaded{name.path, 0};
@@ -258,8 +268,9 @@ inline std::vector<std::filesystem::path> CheckpointManager::files() const {
 
 inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
                                         const TrainingState& state, const LoadOptions& options) {
-  TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
-              "load_checkpoint: the state is empty; add to it");
+  TORCH_CHECK(
+      !detail::CheckpointAccess::parts(state).empty(),
+      "load_checkpoint: the state is empty; add what was saved, as in state.add(\"model\", model)");
   LoadedCheckpoint loaded{file, 0};
   std::string damage;
   auto decoded =

@@ -39,8 +39,10 @@ class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
     TORCH_CHECK(file_.is_open(), path.string(), " cannot be opened: ", reason(errno));
     struct stat status {};
     TORCH_CHECK(::fstat(file_.descriptor(), &status) == 0, path.string(),
-                " cannot be looked at: ", reason(errno));
-    TORCH_CHECK(S_ISREG(status.st_mode), path.string(), " is not a file");
+                " cannot be read: ", reason(errno));
+    TORCH_CHECK(
+        S_ISREG(status.st_mode), path.string(),
+        " is no regular file; name a checkpoint, or give its folder to a CheckpointManager");
     size_ = static_cast<std::size_t>(status.st_size);
   }
 

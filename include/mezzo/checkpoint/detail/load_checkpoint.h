@@ -32,7 +32,7 @@ inline void check_names(const CheckpointReader& reader, const std::vector<NamedP
   for (const NamedPart& part : parts) {
     const bool is_optional = part.is_per_rank && who.ranks > 0;
     if (reader.index().find(part.name) == nullptr && !is_optional) {
-      missing += " \"" + part.name + "\"";
+      missing += (missing.empty() ? " \"" : ", \"") + part.name + "\"";
     }
   }
   for (const CheckpointEntry& entry : reader.index().entries) {
@@ -40,13 +40,17 @@ inline void check_names(const CheckpointReader& reader, const std::vector<NamedP
       return part.name == entry.name;
     });
     const bool is_per_rank = entry.owner.ranks > 1;
-    if (!is_wanted && !is_per_rank && !subset) extra += " \"" + entry.name + "\"";
+    if (!is_wanted && !is_per_rank && !subset)
+      extra += (extra.empty() ? " \"" : ", \"") + entry.name + "\"";
   }
-  TORCH_CHECK(
-      missing.empty() && extra.empty(), reader.path().string(), " is another training state's:",
-      missing.empty() ? std::string() : " it lacks" + missing + ";",
-      extra.empty() ? std::string() : " it has" + extra + ", which the state does not name;",
-      " nothing was loaded");
+  TORCH_CHECK(missing.empty() && extra.empty(), reader.path().string(),
+              " is another training state's:",
+              missing.empty() ? std::string() : " it lacks" + missing + ";",
+              extra.empty()
+                  ? std::string()
+                  : " it has" + extra +
+                        ", which the state does not name: add them, or load with {.subset = true};",
+              " nothing was loaded");
 }
 
 inline std::map<std::string, std::string> layout_lines(const std::string& layout) {

@@ -183,7 +183,8 @@ class ModulePart final : public ArchivePart {
       return std::make_shared<ScriptModuleImpl>(owner_);
     } else {
       TORCH_CHECK(static_cast<bool>(owner_),
-                  "TrainingState: a holder has no module; make it first");
+                  "TrainingState::add: the module holder is empty; construct the module before it "
+                  "is added");
       return &*owner_;
     }
   }

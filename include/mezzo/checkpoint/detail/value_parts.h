@@ -3,6 +3,7 @@
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
@@ -44,7 +45,7 @@ requires(sizeof(T) <= sizeof(std::int64_t)) class IntegerPart final : public Che
   SavedValue save() const override {
     if constexpr (std::same_as<T, bool>) return {c10::IValue(value_)};
     TORCH_CHECK(std::in_range<std::int64_t>(wide(value_)), "the integer ", wide(value_),
-                " is beyond int64");
+                " is beyond std::int64_t; save it as a string, or in two parts");
     return {c10::IValue(static_cast<std::int64_t>(value_))};
   }
 
@@ -53,7 +54,8 @@ requires(sizeof(T) <= sizeof(std::int64_t)) class IntegerPart final : public Che
         saved.value.isBool() ? std::int64_t{saved.value.toBool()} : saved.value.toInt();
     TORCH_CHECK(std::cmp_greater_equal(number, wide(std::numeric_limits<T>::min())) &&
                     std::cmp_less_equal(number, wide(std::numeric_limits<T>::max())),
-                "the file has the integer ", number, ", which the variable's type cannot hold");
+                "the file has the integer ", number,
+                ", which the variable's type cannot hold; load it into a std::int64_t");
     return [this, number] { value_ = static_cast<T>(number); };
   }
 
@@ -81,7 +83,8 @@ requires(sizeof(T) <= sizeof(double)) class RealPart final : public CheckpointPa
     const double number = saved.value.toDouble();
     constexpr double kLargest = std::numeric_limits<T>::max();
     TORCH_CHECK(nonfinite_bits(number) || std::abs(number) <= kLargest,
-                "the file has the real number ", number, ", which the variable's type cannot hold");
+                "the file has the real number ", number,
+                ", which the variable's type cannot hold; load it into a double");
     return [this, number] { value_ = static_cast<T>(number); };
   }
 
@@ -131,8 +134,10 @@ class TensorPart final : public CheckpointPart {
         return;
       }
       TORCH_CHECK(tensor_.scalar_type() == read.scalar_type() && tensor_.layout() == read.layout(),
-                  "it is ", read.scalar_type(), ' ', read.layout(), " in the file, and ",
-                  tensor_.scalar_type(), ' ', tensor_.layout(), " here");
+                  "the file has ", tensor_words(read), ", and the tensor here is ",
+                  tensor_words(tensor_),
+                  "; make it of the dtype and layout that it had, or give an "
+                  "undefined torch::Tensor");
       tensor_.set_data(read.to(tensor_.device()));
     };
   }
@@ -161,7 +166,8 @@ class TensorsPart final : public CheckpointPart {
   std::string layout() const override {
     std::ostringstream lines;
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
-      TORCH_CHECK(tensors_[i].defined(), "tensor ", i, " is undefined");
+      TORCH_CHECK(tensors_[i].defined(), "tensor ", i,
+                  " is undefined; give it a value before saving or loading");
       lines << "tensor " << i << ": " << tensors_[i].scalar_type() << ' ' << tensors_[i].sizes()
             << '\n';
     }
@@ -176,8 +182,8 @@ class TensorsPart final : public CheckpointPart {
 
   std::function<void()> load(SavedValue saved) const override {
     const auto& list = saved.value.toListRef();
-    TORCH_CHECK(list.size() == tensors_.size(), "the file has ", list.size(), " tensors, and here ",
-                "are ", tensors_.size());
+    TORCH_CHECK(list.size() == tensors_.size(), "the file has ", list.size(),
+                " tensors, and the vector here ", tensors_.size(), "; make it as long as it was");
     return [this, saved] {
       for (std::size_t i = 0; i < tensors_.size(); ++i) {
         tensors_[i].copy_(saved.value.toListRef()[i].toTensor());

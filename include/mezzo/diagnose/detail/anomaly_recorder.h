@@ -74,8 +74,9 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
 
   void start() {
     WatchedThread& thread = watched_thread();
-    TORCH_CHECK(thread.recorder == nullptr,
-                "AnomalyTrace: this thread has one already; end that first");
+    TORCH_CHECK(
+        thread.recorder == nullptr,
+        "AnomalyTrace: this thread has one already; let that one end before another is made");
     thread.recorder = shared_from_this();
     {
       const std::scoped_lock lock(of_threads().mutex);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/compare_precisions.h>
@@ -50,15 +51,16 @@ inline void check_comparison(torch::nn::Module& model, std::size_t batches,
               "compare_precisions: gradient_batches is 0; it should be at least 1");
   TORCH_CHECK(options.learning_rate >= 0, "compare_precisions: learning_rate is ",
               options.learning_rate, "; it should be at least 0");
-  TORCH_CHECK(batches > 0, "compare_precisions: there are no batches; give ten or more");
+  TORCH_CHECK(batches > 0, "compare_precisions: batches is empty; give ten or more");
   TORCH_CHECK(!c10::InferenceMode::is_enabled(),
-              "compare_precisions: it trains; call it outside of inference mode");
+              "compare_precisions: it is called in inference mode, and it trains; call it outside "
+              "of c10::InferenceMode");
   bool trains = false;
   for (const auto& entry : model.named_parameters()) {
     const at::Tensor& parameter = entry.value();
     trains = trains || parameter.requires_grad();
     TORCH_CHECK(parameter.scalar_type() == at::kFloat || parameter.scalar_type() == at::kDouble,
-                "compare_precisions: ", entry.key(), " is of ", parameter.scalar_type(),
+                "compare_precisions: ", entry.key(), " is ", tensor_words(parameter),
                 "; give it the model in float32, and dtypes of weights in settings");
     TORCH_CHECK(autocast_accepts(parameter.device().type(), at::kBFloat16),
                 "compare_precisions: ", entry.key(), " is on ", parameter.device(),
@@ -67,7 +69,9 @@ inline void check_comparison(torch::nn::Module& model, std::size_t batches,
                 "compare_precisions: autocast is on; call it outside of Autocast regions, which it "
                 "enters itself");
   }
-  TORCH_CHECK(trains, "compare_precisions: no parameter of the model requires grad");
+  TORCH_CHECK(trains,
+              "compare_precisions: no parameter of the model requires grad, and precisions are "
+              "compared by gradients; call requires_grad_() on those that train");
 }
 
 /// float32's row, and those of other settings against it.

@@ -204,7 +204,8 @@ template <DoctorsModel Model, class Sample>
 Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
                    const DoctorOptions& options) {
   const auto module = detail::module_pointer(model);
-  TORCH_CHECK(module != nullptr, "diagnose: the model is an empty holder; construct it first");
+  TORCH_CHECK(module != nullptr,
+              "diagnose: the model is an empty holder or a null pointer; construct it first");
   detail::DoctorCase one =
       detail::case_of(*module, options.dtype.value_or(default_autocast_dtype(device.type())));
   detail::for_each_tensor(sample, [&one](const at::Tensor& tensor) {

@@ -91,7 +91,9 @@ class Doctor {
                 "; use torch::kHalf or torch::kBFloat16");
     TORCH_CHECK(!at::autocast::is_autocast_enabled(device.type()),
                 "diagnose: call it outside of Autocast regions, it opens its own");
-    TORCH_CHECK(!case_.parameters.empty(), "diagnose: the model has no parameters");
+    TORCH_CHECK(!case_.parameters.empty(),
+                "diagnose: the model has no parameters; register them and its modules, or diagnose "
+                "the model that trains");
     for (const auto& [name, parameter] : case_.parameters) {
       TORCH_CHECK(parameter.device().type() == device.type(), "diagnose: parameter ", name,
                   " is on ", parameter.device(), " and device is ", device,

@@ -87,7 +87,9 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
       known_.emplace(parameter.storage().unsafeGetStorageImpl(), weights_.size());
       weights_.push_back({.name = name, .requires_grad = parameter.requires_grad()});
     }
-    TORCH_CHECK(!is_nested(), "diagnose: this thread is within another diagnose");
+    TORCH_CHECK(
+        !is_nested(),
+        "diagnose: it is called within another diagnose; call it outside of the model's forward");
   }
 
   const std::vector<SeenConstant>& constants() const { return constants_; }

@@ -52,7 +52,9 @@ inline std::optional<std::pair<at::Tensor, at::Tensor>> matrix_factors(std::stri
 class GemmRecorder : public OpListener<GemmRecorder, bool> {
  public:
   GemmRecorder() {
-    TORCH_CHECK(!is_nested(), "benchmark_gemms: this thread is within another benchmark_gemms");
+    TORCH_CHECK(!is_nested(),
+                "benchmark_gemms: it is called within another benchmark_gemms; call it outside of "
+                "the model's forward");
   }
 
   using OpListener::stop;
@@ -64,15 +66,16 @@ class GemmRecorder : public OpListener<GemmRecorder, bool> {
 
   /// Where all of them ran.
   c10::Device device() const {
-    TORCH_CHECK(
-        !devices_.empty(),
-        "benchmark_gemms: the model came to no product by mm, addmm, bmm or baddbmm, and to ",
-        convolutions_, " convolutions, which it does not time; use compare_precisions");
+    TORCH_CHECK(!devices_.empty(),
+                "benchmark_gemms: the model called none of mm, addmm, bmm and baddbmm, which are "
+                "timed, and ",
+                convolutions_, " convolutions, which are not; use mezzo::compare_precisions");
     const c10::Device device = devices_.front();
-    TORCH_CHECK(devices_.size() == 1, "benchmark_gemms: the model multiplies on ", device,
+    TORCH_CHECK(devices_.size() == 1, "benchmark_gemms: the model multiplies matrices on ", device,
                 " and on ", devices_.back(), "; time its parts one by one");
-    TORCH_CHECK(device.is_cpu() || device.is_cuda(), "benchmark_gemms: the model multiplies on ",
-                device, "; it can be timed on cpu and cuda");
+    TORCH_CHECK(device.is_cpu() || device.is_cuda(),
+                "benchmark_gemms: the model multiplies matrices on ", device,
+                "; move it to cpu or cuda, where it can be timed");
     return device;
   }
 

@@ -251,7 +251,7 @@ class PrecisionBench {
     TORCH_CHECK(loss.defined() && loss.numel() == 1, "compare_precisions: loss returned ",
                 loss.defined() ? c10::str("a tensor of ", loss.numel(), " elements")
                                : std::string("an undefined tensor"),
-                "; it should be one number a batch");
+                "; it should be one number a batch: return its mean() or sum()");
     return loss;
   }
 

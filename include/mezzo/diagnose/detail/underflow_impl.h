@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/underflow.h>
@@ -114,7 +115,7 @@ inline ExponentRange ExponentRange::of(at::ScalarType dtype) {
   if (dtype == at::kHalf) return detail::exponent_range<c10::Half>();
   if (dtype == at::kBFloat16) return detail::exponent_range<c10::BFloat16>();
   TORCH_CHECK(dtype == at::kFloat, "ExponentRange: dtype is ", dtype,
-              "; it can be half, bfloat16 or float32");
+              "; it should be torch::kHalf, torch::kBFloat16 or torch::kFloat");
   return detail::exponent_range<float>();
 }
 
@@ -141,7 +142,7 @@ inline UnderflowReport::UnderflowReport(at::ScalarType dtype, const UnderflowOpt
 
 inline void UnderflowReport::add(const std::string& layer, const at::Tensor& values) {
   TORCH_CHECK(!values.defined() || values.is_floating_point(), "UnderflowReport::add: ", layer,
-              " is of ", values.scalar_type(), "; give it values of a floating dtype");
+              " is ", detail::tensor_words(values), "; give it values of a floating dtype");
   counts_->add(layer, values, options_.samples);
 }
 
@@ -184,7 +185,8 @@ inline double suggest_loss_scale(const UnderflowReport& gradients, int margin) {
   const LayerExponents all = gradients.total();
   const auto largest = all.largest();
   TORCH_CHECK(largest.has_value() || all.non_finite > 0,
-              "suggest_loss_scale: no value but zeros was seen; add gradients after backward()");
+              "suggest_loss_scale: this report has no values, or zeros alone; add gradients after "
+              "backward()");
   const double scale = gradients.options().loss_scale;
   const int room = largest.has_value() ? gradients.range().largest - margin - *largest : 0;
   double exponent = std::floor(std::log2(scale)) + room;

@@ -56,7 +56,9 @@ class C10dPending final : public Work::Pending {
 
   void wait() override {
     const bool done = with_context(name_, [&] { return !work_ || work_->wait(); });
-    TORCH_CHECK(done, name_, ": it was aborted");
+    TORCH_CHECK(
+        done, name_,
+        ": it was aborted: look at what the other ranks say, and begin again from a checkpoint");
     const c10::NoGradGuard no_grad;
     if (after_) after_();
     if (written_) written_->finish();
@@ -82,7 +84,7 @@ class C10dBackend final : public CommunicatorBackend {
   C10dBackend(Group group, std::vector<c10::DeviceType> devices)
       : group_(std::move(group)), devices_(std::move(devices)) {
     TORCH_CHECK(std::visit([](auto& g) { return bool(g); }, group_),
-                "C10dCommunicator: `group` is null");
+                "C10dCommunicator: `group` is null; make the process group first");
     TORCH_CHECK(!devices_.empty(),
                 "C10dCommunicator: `devices` is empty; name those that the group can take, such as "
                 "{torch::kCUDA} for NCCL");

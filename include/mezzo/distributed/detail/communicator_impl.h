@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/collective_log.h>
@@ -30,13 +31,16 @@ class CollectiveArguments {
 
   void check(const char* argument, const at::Tensor& tensor) const {
     TORCH_CHECK(tensor.defined(), collective_, " on rank ", rank_, ": `", argument,
-                "` is undefined");
+                "` is undefined; give it a value before the call, on every rank");
     TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg(),
                 collective_, " on rank ", rank_, ": `", argument,
-                "` must be a dense tensor whose values lie in memory as they are");
-    TORCH_CHECK(communicator_.serves(tensor.device().type()), collective_, " on rank ", rank_,
-                ": `", argument, "` is on ", tensor.device(),
-                ", which this communicator does not serve");
+                "` must be a dense tensor, but is ", tensor_words(tensor),
+                tensor.is_conj() || tensor.is_neg() ? " and a conjugate or negative view" : "",
+                "; give tensor.to_dense(), resolve_conj() or resolve_neg()");
+    TORCH_CHECK(
+        communicator_.serves(tensor.device().type()), collective_, " on rank ", rank_, ": `",
+        argument, "` is on ", tensor.device(),
+        ", which this communicator does not serve; move it (MPI takes cpu, NCCL takes cuda)");
   }
 
   void check_written(const char* argument, const at::Tensor& tensor) const {
@@ -57,10 +61,12 @@ class CollectiveArguments {
   void check_part_sizes(const char* whole_name, const at::Tensor& whole, const char* part_name,
                         const at::Tensor& part) const {
     TORCH_CHECK(whole.device() == part.device(), collective_, " on rank ", rank_, ": `", whole_name,
-                "` is on ", whole.device(), " and `", part_name, "` on ", part.device());
+                "` is on ", whole.device(), " and `", part_name, "` on ", part.device(),
+                "; move both to one device");
     TORCH_CHECK(whole.numel() == part.numel() * size_, collective_, " on rank ", rank_, ": `",
                 whole_name, "` must have ", size_, " times the ", part.numel(), " elements of `",
-                part_name, "`, one part a rank, but has ", whole.numel());
+                part_name, "`, one part a rank, but has ", whole.numel(),
+                "; size it by communicator.size()");
   }
 
   /// The same of what is reduced. Sums of bfloat16 and half may also be wanted in float, as they
@@ -129,7 +135,8 @@ class PendingRequests {
 
 inline Communicator::Communicator(std::shared_ptr<CommunicatorBackend> backend)
     : backend_(std::move(backend)) {
-  TORCH_CHECK(backend_ != nullptr, "Communicator: `backend` is null");
+  TORCH_CHECK(backend_ != nullptr,
+              "Communicator: `backend` is null; give a std::make_shared of a CommunicatorBackend");
 }
 
 template <class Start>

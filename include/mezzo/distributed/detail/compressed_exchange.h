@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
@@ -174,10 +175,12 @@ class CompressedExchange final : public BucketExchange {
     if (!loss_scale_) return;
     scale_ = loss_scale_();
     TORCH_CHECK(scale_.defined() && scale_.numel() == 1, "GradAllReduce on rank ",
-                communicator_.rank(), ": `loss_scale` must return a tensor of one element");
+                communicator_.rank(),
+                ": `loss_scale` must return a tensor of one element, but returned ",
+                tensor_words(scale_), "; return scaler.scale(torch::ones({}, device))");
     TORCH_CHECK(!scale_.is_cpu() || scale_.item<double>() > 0., "GradAllReduce on rank ",
                 communicator_.rank(), ": `loss_scale` must return a positive number, but returned ",
-                scale_.item<double>());
+                scale_.item<double>(), "; return scaler.scale(torch::ones({}, device))");
     scale_ = scale_.detach().reshape(at::IntArrayRef());
   }
 

@@ -178,7 +178,8 @@ class Replica {
 template <ModelHandle M>
 const torch::nn::Module& module_of(const M& model) {
   const auto pointer = module_pointer(model);
-  TORCH_CHECK(pointer != nullptr, "DataParallel: `model` is empty");
+  TORCH_CHECK(pointer != nullptr,
+              "DataParallel: `model` is empty; construct the module before its holder is passed");
   return *pointer;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
@@ -135,10 +136,10 @@ class GradientReduction {
     for (std::size_t number = 0; number < gradients_.parameters().size(); ++number) {
       const bool is_alone = !gradients_.is_reduced_elsewhere(number);
       is_known_alone_ = is_alone;
-      TORCH_CHECK(is_alone, caller_, " on rank ", communicator_.rank(),
-                  ": the gradient of parameter ", number,
+      TORCH_CHECK(is_alone, caller_, " on rank ", communicator_.rank(), ": the gradient of ",
+                  parameter_words(number, gradients_.parameters()[number]),
                   " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; "
-                  "leave it to one of them, and end the other's life");
+                  "leave it to one of them, and destroy the other");
     }
   }
 
@@ -162,7 +163,8 @@ class GradientReduction {
       const at::Tensor& gradient = parameter.grad();
       const std::string refusal = refusal_of(gradient);
       if (refused.empty() && !refusal.empty()) {
-        refused = c10::str("the gradient of parameter ", has_gradient.size(), refusal);
+        refused =
+            c10::str("the gradient of ", parameter_words(has_gradient.size(), parameter), refusal);
       }
       has_gradient.push_back(gradient.defined() ? 1 : 0);
       all = all && (gradient.defined() || !parameter.requires_grad());

@@ -38,7 +38,7 @@ class MpiQueue {
                 "MpiCommunicator: MPI is not initialised; put a mezzo::MpiEnvironment before it");
     TORCH_CHECK(communicator != MPI_COMM_NULL,
                 "MpiCommunicator: `communicator` is MPI_COMM_NULL: this process is not one of its "
-                "ranks");
+                "ranks; make it on those alone");
     const std::lock_guard lock(mpi_mutex());
     int level = MPI_THREAD_SINGLE;
     check_mpi(MPI_Query_thread(&level), "MPI_Query_thread", context);
@@ -125,7 +125,8 @@ class MpiQueue {
     TORCH_CHECK(
         broken_words_.empty(), context(call),
         ": this communicator failed earlier, and its ranks are no longer in step: ", broken_words_);
-    TORCH_CHECK(!mpi_is_finalized(), context(call), ": MPI has been finalised");
+    TORCH_CHECK(!mpi_is_finalized(), context(call),
+                ": MPI has been finalised; let the MpiEnvironment outlive its communicators");
     int main = 1;
     if (!any_thread_) MPI_Is_thread_main(&main);
     TORCH_CHECK(

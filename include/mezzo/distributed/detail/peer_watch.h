@@ -50,7 +50,8 @@ class FieldReader {
   std::string text() {
     const std::size_t end = rest_.find('\n');
     TORCH_CHECK(end != std::string_view::npos,
-                "Watchdog: the store holds something else under a key of the watchdog's");
+                "Watchdog: the store holds something else under a key of the watchdog's; give it a "
+                "store of its own, as mezzo::rendezvous makes");
     std::string value(rest_.substr(0, end));
     rest_.remove_prefix(end + 1);
     return value;
@@ -61,7 +62,8 @@ class FieldReader {
     const char* const end = value.data() + value.size();
     const auto [read_to, error] = std::from_chars(value.data(), end, number);
     TORCH_CHECK(error == std::errc() && read_to == end,
-                "Watchdog: the store holds something else under a key of the watchdog's");
+                "Watchdog: the store holds something else under a key of the watchdog's; give it a "
+                "store of its own, as mezzo::rendezvous makes");
     return number;
   }
 

@@ -224,7 +224,8 @@ inline void check_states(const char* caller, RankAgreement& ranks, const Trainin
   std::string text;
   ranks.check(caller, failure_of([&] {
                 TORCH_CHECK(!CheckpointAccess::parts(state).empty(),
-                            "the state is empty; add to it");
+                            "the state is empty; add what training goes on from, as in "
+                            "state.add(\"model\", model)");
                 text = call + '\n' + describe(state, with_values);
               }));
   ranks.check_alike(caller, text);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/detail/sharded_state.h>
@@ -91,7 +92,7 @@ void ShardedOptimizer<OptimizerType>::check_groups() const {
                   "in group ",
                   group, "; make a new ShardedOptimizer with all parameters");
       TORCH_CHECK(known_[number].is_trained || !parameter.requires_grad(),
-                  "ShardedOptimizer: parameter ", number,
+                  "ShardedOptimizer: ", detail::parameter_words(number, parameter),
                   " was frozen when the optimizer was made and has no part in it; make a new "
                   "ShardedOptimizer once it requires grad");
       ++number;

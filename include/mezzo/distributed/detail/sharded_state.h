@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
@@ -35,8 +36,9 @@ inline std::vector<at::Tensor> start_groups_alike(
     for (std::size_t i = 0; i < groups[group].params().size(); ++i) {
       const at::Tensor& parameter = groups[group].params()[i];
       TORCH_CHECK(communicator.serves(parameter.device().type()), "ShardedOptimizer: parameter ", i,
-                  " of group ", group, " is on ", parameter.device(),
-                  ", which `communicator` does not serve");
+                  " of group ", group, " (", tensor_words(parameter),
+                  ") is on a device that `communicator` does not serve; move the model (MPI takes "
+                  "cpu, NCCL takes cuda)");
       named.emplace_back(c10::str("parameter ", i, " of group ", group), parameter);
       if (parameter.requires_grad()) trained.push_back(parameter);
     }

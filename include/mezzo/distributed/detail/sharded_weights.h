@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
@@ -184,12 +185,11 @@ inline void ShardedWeights::settle(std::size_t number) {
 inline bool ShardedWeights::is_in_place(std::size_t number) const {
   const at::Tensor& parameter = parameters()[number];
   const at::Tensor& place = gradients_->place(number);
-  TORCH_CHECK(parameter.scalar_type() == place.scalar_type() &&
-                  parameter.device() == place.device() && parameter.sizes() == place.sizes(),
-              "ShardedOptimizer: parameter ", number, " was of ", place.scalar_type(), ", ",
-              place.sizes(), " on ", place.device(), " and is now of ", parameter.scalar_type(),
-              ", ", parameter.sizes(), " on ", parameter.device(),
-              "; cast and move the model first, then make the optimizer");
+  TORCH_CHECK(
+      parameter.scalar_type() == place.scalar_type() && parameter.device() == place.device() &&
+          parameter.sizes() == place.sizes(),
+      "ShardedOptimizer: ", parameter_words(number, parameter), " was ", tensor_words(place),
+      " when the optimizer was made; cast and move the model first, then make the optimizer");
   const auto* const buffer = static_cast<const char*>(flats_[bucket_of_[number]].const_data_ptr());
   return parameter.const_data_ptr() == buffer + place.storage_offset() * place.element_size() &&
          same_layout(parameter, place);

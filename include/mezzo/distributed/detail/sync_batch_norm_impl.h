@@ -142,15 +142,18 @@ inline SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& n
 
 inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", communicator_.rank(),
-              ": `input` must be [N, C] or [N, C, ...], but has ", input.dim(), " dimensions");
+              ": `input` must be [N, C] or [N, C, ...], but has ", input.dim(),
+              " dimensions; give it a batch dimension");
   TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm on rank ",
               communicator_.rank(), ": `input` has ", input.size(1),
-              " channels, and num_features is ", options.num_features());
+              " channels, and num_features is ", options.num_features(),
+              "; make it with the number of channels");
   TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", communicator_.rank(),
               ": `input` is ", input.scalar_type(), "; it must be of a floating dtype");
   TORCH_CHECK(communicator_.serves(input.device().type()), "SyncBatchNorm on rank ",
               communicator_.rank(), ": `input` is on ", input.device(),
-              ", which the communicator does not serve");
+              ", which the communicator does not serve; move the model and its input (MPI takes "
+              "cpu, NCCL takes cuda)");
 }
 
 inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
@@ -164,7 +167,8 @@ inline at::Tensor SyncBatchNormImpl::normalise(const at::Tensor& input) {
   TORCH_CHECK(
       communicator_.size() > 1 || input.numel() != input.size(1),
       "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
-      input.sizes());
+      input.sizes(),
+      ". In C++: give all ranks together more than one value per channel, or call eval()");
   const bool affine = options.affine();
   const auto results = detail::NormaliseOverRanks::apply(
       input, affine ? weight : at::ones({input.size(1)}, input.options()),

@@ -46,9 +46,9 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
   std::size_t parameters = 0;
   for_each_parameter(optimizer, [&](std::size_t, const at::Tensor&) { ++parameters; });
   TORCH_CHECK(
-      false, "No inf checks were recorded for this optimizer. In C++: of its ", parameters,
-      parameters == 1 ? " parameter" : " parameters",
-      " none has a gradient; call scaler.scale(loss).backward() before step(), and make the "
+      false, "No inf checks were recorded for this optimizer. In C++: none of its parameters (",
+      parameters,
+      " in all) has a gradient; call scaler.scale(loss).backward() before step(), and make the "
       "optimizer from the parameters() of the model that computed the loss");
 }
 

@@ -29,7 +29,9 @@ struct ScaledOutputs {
     if constexpr (std::same_as<Outputs, at::Tensor>) {
       return scale_tensor(outputs);
     } else {
-      static_assert(kNotScalable<Outputs>, "outputs must be a Tensor or an iterable of Tensors");
+      static_assert(kNotScalable<Outputs>,
+                    "outputs must be a Tensor or an iterable of Tensors. In C++: give "
+                    "GradScaler::scale the loss itself, as in scaler.scale(out.loss)");
     }
   }
 };
