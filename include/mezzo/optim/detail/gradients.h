@@ -52,6 +52,8 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
   TORCH_CHECK(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
       "A gradient has the dtype ", dtype, "; GradScaler takes float, double, bfloat16 and half");
+  TORCH_CHECK(gradient.device() == parameter.device(), "A gradient lies on ", gradient.device(),
+              ", and its parameter on ", parameter.device(), "; move it there");
   if (!gradient.is_sparse()) {
     TORCH_CHECK(gradient.layout() == at::kStrided, "A gradient has the layout ", gradient.layout(),
                 "; GradScaler takes dense (strided) and sparse (COO) gradients");
