@@ -47,6 +47,7 @@ def bert(layers=1, hidden=2, inner=3, vocabulary=5, positions=4, types=2):
 def seeds():
     config, entries = bert()
     prefixed = [("bert." + name, dtype, shape) for name, dtype, shape in entries]
+    twos, entries_of_twos = bert(2, 2, 2, 2, 2, 2)  # the target finetune has no other sizes
     vocabulary = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\n##s\na\n##b\n,\n\xe4\xb8\xad\n"
     columns = b"-DOCSTART-\n\nEU\tB-ORG\nrejects\tO\n\nthe\tB-a\nab\tI-a\n\na O\n\nb I-x\n\nc\tO\n\nd\tO\n\ne\tO\n\n"
     return {
@@ -58,7 +59,7 @@ def seeds():
                       b'"tokenizer_class": "BertTokenizer"}\0The a' + b"b" * 120],
         "conll": [columns, b"\xef\xbb\xbfEU NNP B-NP B-ORG\r\n . . O O\r\n\t\r\nx\tO\n"],
         "model_config": [config + b"\0" + safetensors(entries), config + b"\0" + safetensors(prefixed)],
-        "finetune": [vocabulary + b"\0" + columns + b"\0" + config + b"\0" + safetensors(prefixed),
+        "finetune": [vocabulary + b"\0" + columns + b"\0" + twos + b"\0" + safetensors(entries_of_twos),
                      vocabulary + b"\0" + columns + b"\0" + config + b"\0" + safetensors(entries)],
         # Edits: an offset in two bytes, how many bytes go, how many come. 1: a whole file. 2: with a new CRC.
         "checkpoint": [b"\0", b"\0\x01\x00\x01\x01x", b"\0\x02\x00\x00\x04abcd", b"\0\x05\x00\x07\x00", b"\1", b"\2",
