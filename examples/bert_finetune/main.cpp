@@ -33,13 +33,13 @@ Module named(nn::Module& parent, const std::string& path, Module module) {
 }
 
 struct LayerImpl : nn::Module {
-  explicit LayerImpl(const json& c) : heads(c["num_attention_heads"]) {
-    const int64_t hidden = c["hidden_size"], inner = c["intermediate_size"];
+  explicit LayerImpl(const json& c) : heads(c.at("num_attention_heads")) {
+    const int64_t hidden = c.at("hidden_size"), inner = c.at("intermediate_size");
     const auto linear = [&](const std::string& name, int64_t in, int64_t out) {
       return named(*this, name, nn::Linear(in, out));
     };
     const auto norm = [&](const std::string& name) {
-      const auto options = nn::LayerNormOptions({hidden}).eps(c["layer_norm_eps"]);
+      const auto options = nn::LayerNormOptions({hidden}).eps(c.at("layer_norm_eps"));
       return named(*this, name + ".LayerNorm", nn::LayerNorm(options));
     };
     query = linear("attention.self.query", hidden, hidden);
@@ -73,16 +73,16 @@ TORCH_MODULE(Layer);
 
 struct TokenClassifierImpl : nn::Module {
   TokenClassifierImpl(const json& c, std::size_t labels) {
-    const int64_t hidden = c["hidden_size"];
+    const int64_t hidden = c.at("hidden_size");
     const auto table = [&](const std::string& name, int64_t rows) {
       return named(*this, "bert.embeddings." + name + "_embeddings", nn::Embedding(rows, hidden));
     };
-    words = table("word", c["vocab_size"]);
-    positions = table("position", c["max_position_embeddings"]);
-    segments = table("token_type", c["type_vocab_size"]);
+    words = table("word", c.at("vocab_size"));
+    positions = table("position", c.at("max_position_embeddings"));
+    segments = table("token_type", c.at("type_vocab_size"));
     norm = named(*this, "bert.embeddings.LayerNorm",
-                 nn::LayerNorm(nn::LayerNormOptions({hidden}).eps(c["layer_norm_eps"])));
-    for (int i = 0; i < c["num_hidden_layers"]; ++i) {
+                 nn::LayerNorm(nn::LayerNormOptions({hidden}).eps(c.at("layer_norm_eps"))));
+    for (int i = 0; i < c.at("num_hidden_layers"); ++i) {
       layers.push_back(named(*this, "bert.encoder.layer." + std::to_string(i), Layer(c)));
     }
     classifier = register_module("classifier", nn::Linear(hidden, static_cast<int64_t>(labels)));
@@ -127,9 +127,9 @@ void load_weights(nn::Module& model, const std::filesystem::path& path) {
     const std::string& name = parameter.key();
     const auto entry = header.value(name, header.value(name.substr(5), json::object()));
     const uint64_t size = parameter->nbytes();
-    TORCH_CHECK(entry.value("dtype", "") == "F32" && entry["shape"] == parameter->sizes().vec(),
+    TORCH_CHECK(entry.value("dtype", "") == "F32" && entry.at("shape") == parameter->sizes().vec(),
                 path, ": ", name, " should be of dtype F32 and shape ", parameter->sizes());
-    const uint64_t begin = entry["data_offsets"][0];
+    const uint64_t begin = entry.at("data_offsets").at(0);
     TORCH_CHECK(begin <= data.size() && size <= data.size() - begin, path, " is cut off at ", name);
     std::memcpy(parameter->mutable_data_ptr(), data.data() + begin, size);
   }
@@ -261,7 +261,7 @@ int main(int argc, char** argv) try {
     vocabulary.emplace(piece, vocabulary.size());
 
   std::vector<std::string> tags;
-  auto sentences = read_conll(argv[2], vocabulary, config["max_position_embeddings"], tags);
+  auto sentences = read_conll(argv[2], vocabulary, config.at("max_position_embeddings"), tags);
   std::mt19937_64 generator(1);
   std::shuffle(sentences.begin(), sentences.end(), generator);
   const auto fifth = static_cast<std::ptrdiff_t>(sentences.size() / 5);

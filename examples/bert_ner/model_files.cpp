@@ -263,10 +263,11 @@ void check_sizes(const BertConfig& config, const fs::path& folder) {
   expect("bert.embeddings.word_embeddings.weight", {config.vocab_size, hidden});
   expect("bert.embeddings.position_embeddings.weight", {config.max_position_embeddings, hidden});
   expect("bert.embeddings.token_type_embeddings.weight", {config.type_vocab_size, hidden});
-  expect("bert.encoder.layer.0.intermediate.dense.weight", {config.intermediate_size, hidden});
-  const std::string last = std::to_string(config.num_hidden_layers - 1);
-  expect("bert.encoder.layer." + last + ".intermediate.dense.weight",
-         {config.intermediate_size, hidden});
+  // Every layer, or a config.json could have any number of them made. Ends at the first that lacks.
+  for (int64_t layer = 0; layer < config.num_hidden_layers; ++layer) {
+    expect("bert.encoder.layer." + std::to_string(layer) + ".intermediate.dense.weight",
+           {config.intermediate_size, hidden});
+  }
 }
 
 std::vector<std::string> load_weights(BertForTokenClassification& model, const fs::path& folder,

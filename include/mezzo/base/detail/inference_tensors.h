@@ -29,6 +29,7 @@ inline void bump_version(c10::TensorImpl& written) {
 }
 
 inline void clear_gradient(const at::Tensor& gradient) {
+  if (gradient._is_zerotensor()) return;  // it has no memory, and refuses writes
   const NoGraphGuard no_graph(gradient.is_inference());
   gradient.zero_();
 }

@@ -54,6 +54,9 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
       "GradScaler: the gradient of a parameter (", tensor_words(parameter), ") is ",
       tensor_words(gradient), "; it should be of float32, float64, bfloat16 or float16");
+  TORCH_CHECK(gradient.device() == parameter.device(), "GradScaler: the gradient of a parameter (",
+              tensor_words(parameter), ") is ", tensor_words(gradient),
+              "; it should be on the parameter's device: move it there");
   if (!gradient.is_sparse()) {
     TORCH_CHECK(gradient.layout() == at::kStrided, "GradScaler: the gradient of a parameter (",
                 tensor_words(parameter), ") is ", tensor_words(gradient),

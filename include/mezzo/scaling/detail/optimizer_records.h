@@ -28,9 +28,12 @@ class MasterGradients {
   /// Gives each master a copy of its parameter's gradient, still scaled.
   explicit MasterGradients(const StepTaker& taker) {
     const NoGraphGuard no_graph;
+    // All are coalesced and checked before the first master gets one: it would keep it.
+    for_each_parameter(taker.optimizer(), [](std::size_t, const at::Tensor& parameter) {
+      if (parameter.grad().defined()) (void)gradient_values(parameter);
+    });
     for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
       if (!parameter.grad().defined() || !taker.keeps_master(group, parameter)) return;
-      (void)gradient_values(parameter);  // coalesces it
       const at::Tensor gradient =
           parameter.grad().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
       const at::Tensor master = taker.master_param(group, parameter);

@@ -54,13 +54,17 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
 /// is close. `wanted` has an overload or not, and so have the suggestions.
 inline std::string suggestions(const std::string& wanted) {
   const bool with_overload = wanted.find('.') != std::string::npos;
+  const std::size_t farthest = wanted.size() / 3;
   std::set<std::pair<std::size_t, std::string>> ranked;
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     std::string name = with_overload ? full_name(op) : op.name;
-    const std::size_t distance = edit_distance(wanted, name);
-    if (distance <= wanted.size() / 3) {
-      ranked.emplace(distance, std::move(name));
+    // Names differ in at least as many letters as their lengths: without this a file that is no
+    // policy, and has one line of a megabyte, takes minutes.
+    if (std::max(wanted.size(), name.size()) - std::min(wanted.size(), name.size()) > farthest) {
+      continue;
     }
+    const std::size_t distance = edit_distance(wanted, name);
+    if (distance <= farthest) ranked.emplace(distance, std::move(name));
   }
   std::string text;
   std::size_t count = 0;

@@ -1,0 +1,10 @@
+#include <cstddef>
+#include <cstdint>
+
+#include "targets.h"
+
+/// What libFuzzer calls. FUZZ_TARGET is the name of a function of targets.h.
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  fuzz::FUZZ_TARGET({reinterpret_cast<const char*>(data), size});
+  return 0;
+}

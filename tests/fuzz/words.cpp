@@ -1,0 +1,98 @@
+#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/hardware.h>
+#include <mezzo/base/precision.h>
+#include <mezzo/distributed/process_group_environment.h>
+#include <mezzo/levels/opt_level.h>
+
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "targets.h"
+
+namespace fuzz {
+namespace {
+
+void precision(std::string_view text) {
+  const auto precision = mezzo::Precision::parse(text);
+  require(mezzo::Precision::parse(precision.to_string()) == precision,
+          "a precision reads back what it printed");
+}
+
+/// A level, and after a comma a loss scale.
+void level(std::string_view text) {
+  const auto name = take_until(text, ',');
+  mezzo::OptLevelOverrides overrides;
+  if (!text.empty()) overrides.loss_scale = mezzo::LossScaleChoice(std::string(text));
+  const auto level = mezzo::OptLevel::parse(name, overrides);
+  require(level.name() == name && !level.describe().empty(),
+          "a level has the name that it was given");
+  const double scale = level.loss_scale().initial_state().scale;
+  require(std::isfinite(scale) && scale > 0, "a loss scale is positive and finite");
+}
+
+void autocast(std::string_view text) {
+  const auto device = take_byte(text) % 2 == 0 ? c10::kCPU : c10::kCUDA;
+  const auto setting = mezzo::detail::parse_autocast(text, device, mezzo::detail::cpu_features());
+  require(setting.device == device && !setting.reason.empty(), "a setting has a reason");
+}
+
+void onednn(std::string_view text) {
+  mezzo::detail::CpuFeatures all{.known = true,
+                                 .avx512 = true,
+                                 .avx512_bf16 = true,
+                                 .avx512_fp16 = true,
+                                 .amx_bf16 = true,
+                                 .amx_fp16 = true};
+  const auto left = mezzo::detail::capped(all, "ONEDNN_MAX_CPU_ISA", text);
+  require(left.avx512 || !left.bf16() || left.amx_bf16, "a cap takes away, and adds nothing");
+}
+
+/// NAME=VALUE lines, as the launchers of jobs set them.
+void launcher(std::string_view text) {
+  std::map<std::string, std::string, std::less<>> variables;
+  while (!text.empty()) {
+    auto line = take_until(text, '\n');
+    const auto name = take_until(line, '=');
+    variables.insert_or_assign(std::string(name), std::string(line));
+  }
+  const auto read = [&variables](const char* name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::nullopt : std::optional(found->second);
+  };
+  static_cast<void>(mezzo::ProcessGroupEnvironment::is_launched(read));
+  const auto environment = mezzo::ProcessGroupEnvironment::read(read);
+  require(environment.rank >= 0 && environment.rank < environment.world_size &&
+              environment.local_rank >= 0 && environment.local_rank < environment.world_size &&
+              environment.master_port > 0 && !environment.master_addr.empty(),
+          "ranks and ports are in range");
+}
+
+}  // namespace
+
+/// The first byte says which of the words that people write in flags and variables it is.
+void words(std::string_view bytes) {
+  try {
+    switch (take_byte(bytes) % 6) {
+      case 0:
+        return precision(bytes);
+      case 1:
+        return level(bytes);
+      case 2:
+        return autocast(bytes);
+      case 3:
+        return onednn(bytes);
+      case 4:
+        return launcher(bytes);
+      default:
+        static_cast<void>(mezzo::detail::dtype_named(bytes));
+    }
+  } catch (const c10::Error&) {
+  }
+}
+
+}  // namespace fuzz

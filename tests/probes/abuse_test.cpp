@@ -1,0 +1,553 @@
+// Gradients that nobody would want to step with, given to every kind of optimizer: a step gives the
+// bits that a plain copy of the gradient gives, or is refused and leaves everything as it was.
+
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "../support/tiny_optimizer.h"
+
+namespace {
+
+using mezzo::AnyOptimizer;
+using mezzo::GradBuckets;
+using mezzo::GradBucketsOptions;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::GradStorage;
+using mezzo::optim::WeightStorage;
+using test_support::error_of;
+using testing::HasSubstr;
+using torch::Tensor;
+
+/// What owns an optimizer, and what it stands on.
+struct Stepper {
+  std::shared_ptr<GradBuckets> buckets{};
+  std::shared_ptr<torch::optim::Optimizer> optimizer{};
+  std::shared_ptr<mezzo::MasterWeights> masters{};
+
+  AnyOptimizer any() const { return masters ? AnyOptimizer(*masters) : AnyOptimizer(*optimizer); }
+  mezzo::StepResult step(GradScaler& scaler, const mezzo::StepOptions& options) const {
+    return scaler.step(any(), options);
+  }
+  /// As torch.amp has it: gradients are unscaled in place, where the optimizer is not mezzo's.
+  mezzo::StepResult step(GradScaler& scaler) const {
+    return masters ? scaler.step(*masters) : scaler.step(*optimizer);
+  }
+};
+
+/// A way from gradients to weights.
+struct StepPath {
+  std::string name;
+  torch::ScalarType dtype;  ///< of the parameters
+  std::function<Stepper(const std::vector<Tensor>&)> make;
+};
+std::ostream& operator<<(std::ostream& stream, const StepPath& path) { return stream << path.name; }
+
+template <class Optimizer, class Options>
+StepPath plain(std::string name, Options options, torch::ScalarType dtype = torch::kFloat) {
+  return {std::move(name), dtype, [options](const std::vector<Tensor>& parameters) {
+            return Stepper{.optimizer = std::make_shared<Optimizer>(parameters, options)};
+          }};
+}
+
+template <class Optimizer, class Options>
+StepPath with_masters(std::string name, Options options) {
+  return {std::move(name), torch::kBFloat16, [options](const std::vector<Tensor>& parameters) {
+            Stepper made{.optimizer = std::make_shared<Optimizer>(parameters, options)};
+            made.masters = std::make_shared<mezzo::MasterWeights>(*made.optimizer);
+            return made;
+          }};
+}
+
+template <class Optimizer, class Options>
+StepPath on_buckets(std::string name, Options options, GradStorage storage,
+                    torch::ScalarType dtype = torch::kFloat) {
+  return {std::move(name), dtype, [options, storage](const std::vector<Tensor>& parameters) {
+            Stepper made{.buckets = std::make_shared<GradBuckets>(
+                             parameters, GradBucketsOptions().storage(storage))};
+            if constexpr (std::is_constructible_v<Optimizer, GradBuckets&, Options>) {
+              made.optimizer = std::make_shared<Optimizer>(*made.buckets, options);
+            } else {
+              made.optimizer = std::make_shared<Optimizer>(parameters, options);
+            }
+            return made;
+          }};
+}
+
+namespace to = torch::optim;
+namespace mo = mezzo::optim;
+
+const StepPath kPaths[] = {
+    plain<to::SGD>("TorchSgd", to::SGDOptions(0.5).momentum(0.9)),
+    plain<to::AdamW>("TorchAdamW", to::AdamWOptions(0.5)),
+    plain<mo::SGD>("Sgd", mo::SGDOptions(0.5).momentum(0.9)),
+    plain<mo::AdamW>("AdamW", mo::AdamWOptions(0.5)),
+    plain<mo::LAMB>("Lamb", mo::LAMBOptions(0.5)),
+    plain<mo::Lion>("Lion", mo::LionOptions(0.5)),
+    plain<mo::AdamW>("AdamWOfBfloat16", mo::AdamWOptions(0.5), torch::kBFloat16),
+    plain<mo::AdamW>("AdamWWithMasters",
+                     mo::AdamWOptions(0.5).weight_storage(WeightStorage::master), torch::kBFloat16),
+    plain<mo::AdamW>("AdamWWithSplitMasters",
+                     mo::AdamWOptions(0.5).weight_storage(WeightStorage::split_master),
+                     torch::kBFloat16),
+    with_masters<to::AdamW>("MastersOfTorchAdamW", to::AdamWOptions(0.5)),
+    with_masters<to::SGD>("MastersOfTorchSgd", to::SGDOptions(0.5).momentum(0.9)),
+    on_buckets<to::AdamW>("TorchAdamWOverFlatBuckets", to::AdamWOptions(0.5), GradStorage::flat),
+    on_buckets<mo::AdamW>("AdamWOnFlatBuckets", mo::AdamWOptions(0.5), GradStorage::flat),
+    on_buckets<mo::AdamW>("AdamWOnBucketsInPlace", mo::AdamWOptions(0.5), GradStorage::in_place),
+    on_buckets<mo::AdamW>("AdamWWithMastersOnFlatBuckets",
+                          mo::AdamWOptions(0.5).weight_storage(WeightStorage::master),
+                          GradStorage::flat, torch::kBFloat16),
+    on_buckets<mo::SGD>("SgdOnBucketsInPlace", mo::SGDOptions(0.5).momentum(0.9),
+                        GradStorage::in_place),
+};
+
+constexpr double kScale = 1024;
+
+/// Values of bfloat16, times the scale, which is a power of two.
+Tensor values(std::vector<int64_t> shape, torch::ScalarType dtype) {
+  return (torch::randn(shape).to(torch::kBFloat16).to(torch::kFloat) * kScale).to(dtype);
+}
+
+/// A gradient of {4, 6} for a parameter of `dtype`.
+struct Form {
+  std::string name;
+  std::function<Tensor(torch::ScalarType dtype)> make;
+};
+
+const Form kForms[] = {
+    {"Plain",
+     [](auto dtype) {
+       return values({4, 6}, dtype);
+     }},
+    {"Transposed",
+     [](auto dtype) {
+       return values({6, 4}, dtype).t();
+     }},
+    {"WithGaps",
+     [](auto dtype) {
+       const Tensor all = torch::full({8, 12}, NAN, dtype);
+       all.slice(0, 0, 8, 2).slice(1, 0, 12, 2).copy_(values({4, 6}, dtype));
+       return all.slice(0, 0, 8, 2).slice(1, 0, 12, 2);
+     }},
+    {"ExpandedRows",
+     [](auto dtype) {
+       return values({1, 6}, dtype).expand({4, 6});
+     }},
+    {"ExpandedColumns",
+     [](auto dtype) {
+       return values({4, 1}, dtype).expand({4, 6});
+     }},
+    {"OneNumberExpanded",
+     [](auto dtype) {
+       return values({}, dtype).expand({4, 6});
+     }},
+    {"Overlapping",
+     [](auto dtype) {
+       return values({9}, dtype).as_strided({4, 6}, {1, 1});
+     }},
+    {"OverlappingRows",
+     [](auto dtype) {
+       return values({18}, dtype).as_strided({4, 6}, {4, 1});
+     }},
+    {"NegativeByABit",
+     [](auto dtype) {
+       return torch::_neg_view(values({4, 6}, dtype));
+     }},
+    {"WithoutMemory",
+     [](auto dtype) {
+       return torch::_efficientzerotensor({4, 6}, torch::dtype(dtype));
+     }},
+    {"WithAGraph",
+     [](auto dtype) {
+       return values({4, 6}, dtype).requires_grad_() * 1;
+     }},
+    {"Sparse",
+     [](auto dtype) {
+       return values({4, 6}, dtype).to_sparse(1);
+     }},
+    {"SparseWithAnIndexTwice",
+     [](auto dtype) {
+       return torch::sparse_coo_tensor(torch::tensor({{0, 2, 0}}, torch::kLong),
+                                       values({3, 6}, dtype).sign() * kScale, {4, 6});
+     }},
+};
+
+/// What no optimizer of mezzo's takes.
+const Form kRefusedForms[] = {
+    {"Integer",
+     [](auto) {
+       return torch::ones({4, 6}, torch::kLong);
+     }},
+    {"Bool",
+     [](auto) {
+       return torch::ones({4, 6}, torch::kBool);
+     }},
+    {"Complex",
+     [](auto) {
+       return torch::ones({4, 6}, torch::kComplexFloat);
+     }},
+    {"Float8",
+     [](auto) {
+       return torch::ones({4, 6}).to(torch::kFloat8_e4m3fn);
+     }},
+    {"Quantised",
+     [](auto) {
+       return torch::quantize_per_tensor(torch::ones({4, 6}), 0.5, 0, torch::kQInt8);
+     }},
+    {"Meta",
+     [](auto dtype) {
+       return torch::ones({4, 6}, torch::dtype(dtype).device(torch::kMeta));
+     }},
+    {"CompressedRows",
+     [](auto dtype) {
+       return values({4, 6}, dtype).to_sparse_csr();
+     }},
+};
+
+std::string bytes_of(const AnyOptimizer& optimizer) {
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return stream.str();
+}
+
+bool same_bits(const Tensor& a, const Tensor& b) {
+  if (a.defined() != b.defined()) return false;
+  return !a.defined() || (a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+                          torch::allclose(a, b, 0, 0, /*equal_nan=*/true));
+}
+
+/// Three parameters, of which the one in the middle gets the odd gradients.
+struct Training {
+  explicit Training(const StepPath& path) : dtype(path.dtype) {
+    torch::manual_seed(1);
+    for (const std::vector<int64_t>& shape : std::vector<std::vector<int64_t>>{{5}, {4, 6}, {3}}) {
+      parameters.push_back(torch::randn(shape).to(dtype).requires_grad_());
+    }
+    stepper = path.make(parameters);
+    scaler.on_skip(nullptr);
+    (void)scaler.scale(torch::zeros({}));
+  }
+
+  /// Gradients of step `step`; the middle one as `form` makes it, or a plain copy of that.
+  void set_gradients(int step, const Form& form, bool is_plain) {
+    torch::manual_seed(10 + step);
+    Tensor odd = form.make(dtype);
+    if (is_plain)
+      odd = odd.detach().to_dense().clone(torch::MemoryFormat::Contiguous).resolve_neg();
+    parameters[1].mutable_grad() = odd;
+    parameters[0].mutable_grad() = values({5}, dtype);
+    parameters[2].mutable_grad() = values({3}, dtype);
+  }
+
+  std::vector<Tensor> weights() const {
+    std::vector<Tensor> copies;
+    for (const Tensor& parameter : parameters) copies.push_back(parameter.detach().clone());
+    return copies;
+  }
+  AnyOptimizer any() const { return stepper.any(); }
+  mezzo::StepResult step(const mezzo::StepOptions& options) {
+    return stepper.step(scaler, options);
+  }
+  mezzo::StepResult step() { return stepper.step(scaler); }
+
+  torch::ScalarType dtype;
+  std::vector<Tensor> parameters;
+  Stepper stepper;
+  GradScaler scaler{GradScalerOptions().init_scale(kScale)};
+};
+
+void expect_same_weights(const std::vector<Tensor>& now, const std::vector<Tensor>& then) {
+  for (std::size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(same_bits(now[i], then[i])) << i;
+}
+
+/// One way to step.
+struct Call {
+  std::string name;
+  std::function<std::optional<mezzo::StepResult>(Training&)> step;
+};
+
+const Call kCalls[] = {
+    {"Step",
+     [](Training& training) {
+       std::optional result = training.step();
+       training.scaler.update();
+       return result;
+     }},
+    {"StepThatClipsAndClears",
+     [](Training& training) {
+       std::optional result = training.step({.max_norm = 0.5, .zero_grad = true});
+       training.scaler.update();
+       return result;
+     }},
+    {"UnscaleThenStep",
+     [](Training& training) {
+       training.scaler.unscale_(training.any());
+       std::optional result = training.step();
+       training.scaler.update();
+       return result;
+     }},
+    {"NoScaler",
+     [](Training& training) {
+       training.any().step();
+       return std::optional<mezzo::StepResult>();
+     }},
+};
+
+/// Whose last word is a step of libtorch's.
+bool is_libtorchs(const StepPath& path) { return path.name.find("Torch") != std::string::npos; }
+
+bool is_libtorchs_error(const std::string& error) {
+  return error.find("does not support sparse gradients") != std::string::npos;
+}
+
+class Abuse : public testing::TestWithParam<StepPath> {};
+
+TEST_P(Abuse, GradientsOfOddMemoryGiveTheBitsOfPlainOnesOrAreRefused) {
+  for (const Call& call : kCalls) {
+    for (const Form& form : kForms) {
+      SCOPED_TRACE(call.name + ", " + form.name);
+      Training odd(GetParam()), plain(GetParam());
+      for (int step = 0; step < 2; ++step) {
+        odd.set_gradients(step, form, false);
+        plain.set_gradients(step, form, true);
+        const auto before = odd.weights();
+        const std::string error = error_of([&] { call.step(odd); });
+        if (error != "no error") {
+          // What libtorch wrote before it threw stays.
+          if (!is_libtorchs_error(error)) expect_same_weights(odd.weights(), before);
+          break;
+        }
+        call.step(plain);
+        for (std::size_t i = 0; i < odd.parameters.size(); ++i) {
+          EXPECT_TRUE(torch::isfinite(odd.parameters[i]).all().item<bool>()) << i;
+          // libtorch adds in another order what is expanded or sparse; without a scaler gradients
+          // are as large as the scale.
+          const double rounding = is_libtorchs(GetParam()) ? 1e-6 : 0;
+          EXPECT_TRUE(
+              torch::allclose(odd.parameters[i], plain.parameters[i], rounding, rounding * kScale))
+              << i;
+        }
+      }
+    }
+  }
+}
+
+// After the refusal a plain gradient is enough: no other gradient was unscaled in between.
+TEST_P(Abuse, AGradientThatIsRefusedSpoilsNoOther) {
+  for (const Form& form : kRefusedForms) {
+    for (const Call& call : kCalls) {
+      if (call.name == "NoScaler" && is_libtorchs(GetParam())) continue;  // it takes integers
+      SCOPED_TRACE(call.name + ", " + form.name);
+      Training odd(GetParam()), plain(GetParam());
+      for (Training* training : {&odd, &plain}) {
+        training->set_gradients(0, kForms[0], false);
+        call.step(*training);
+        training->set_gradients(1, kForms[0], false);
+      }
+      const auto before = odd.weights();
+      const std::string state = bytes_of(odd.any());
+      const Tensor good = odd.parameters[1].grad();
+      odd.parameters[1].mutable_grad() = form.make(odd.dtype);
+      EXPECT_NE(error_of([&] { call.step(odd); }), "no error");
+      expect_same_weights(odd.weights(), before);
+      EXPECT_EQ(bytes_of(odd.any()), state);
+      odd.parameters[1].mutable_grad() = good;
+      call.step(odd);
+      call.step(plain);
+      expect_same_weights(odd.weights(), plain.weights());
+    }
+  }
+}
+
+TEST_P(Abuse, AnInfInAGradientOfOddMemorySkipsTheStep) {
+  const double inf = std::numeric_limits<double>::infinity();
+  for (const Call& call : kCalls) {
+    if (call.name == "NoScaler") continue;
+    for (const Form& form : kForms) {
+      if (form.name == "WithoutMemory" || form.name == "WithAGraph") continue;
+      SCOPED_TRACE(call.name + ", " + form.name);
+      Training training(GetParam());
+      training.set_gradients(0, kForms[0], false);
+      call.step(training);
+      training.set_gradients(1, form, false);
+      const Tensor gradient = training.parameters[1].grad();
+      const Tensor memory = gradient.is_sparse() ? gradient._values() : gradient;
+      memory.select(0, 0).select(-1, 0).fill_(inf);
+      const auto before = training.weights();
+      const std::string state = bytes_of(training.any());
+      std::optional<mezzo::StepResult> result;
+      if (error_of([&] { result = call.step(training); }) != "no error") continue;
+      EXPECT_FALSE(result->ran());
+      expect_same_weights(training.weights(), before);
+      EXPECT_EQ(bytes_of(training.any()), state);
+      EXPECT_EQ(training.scaler.get_scale(), kScale / 2);
+    }
+  }
+}
+
+TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
+  for (const Call& call : kCalls) {
+    if (call.name == "NoScaler") continue;
+    SCOPED_TRACE(call.name);
+    Training training(GetParam());
+    training.set_gradients(0, kForms[0], false);
+    call.step(training);
+    const auto before = training.weights();
+    const std::string state = bytes_of(training.any());
+    for (int step = 1; step < 200; ++step) {
+      training.set_gradients(step, kForms[0], false);
+      for (const Tensor& parameter : training.parameters) {
+        parameter.mutable_grad() = torch::full_like(parameter, NAN);
+      }
+      EXPECT_FALSE(call.step(training)->ran());
+    }
+    expect_same_weights(training.weights(), before);
+    EXPECT_EQ(bytes_of(training.any()), state);
+    const double scale = training.scaler.get_scale();
+    EXPECT_GT(scale, 0);
+    EXPECT_TRUE(std::isfinite(1 / static_cast<float>(scale)));
+    // And it trains on when the NaN has gone.
+    for (const Tensor& parameter : training.parameters) {
+      parameter.mutable_grad() = torch::full_like(parameter, scale);
+    }
+    EXPECT_TRUE(call.step(training)->ran());
+    EXPECT_TRUE(torch::isfinite(training.weights()[1]).all().item<bool>());
+    EXPECT_FALSE(same_bits(training.weights()[1], before[1]));
+  }
+}
+
+TEST_P(Abuse, AnInfInOneOfSeveralMicroBatchesSkipsTheStep) {
+  for (int bad = 0; bad < 3; ++bad) {
+    SCOPED_TRACE(bad);
+    Training training(GetParam());
+    const auto accumulate = [&](bool has_inf) {
+      for (int micro = 0; micro < 3; ++micro) {
+        Tensor loss = torch::zeros({});
+        for (const Tensor& parameter : training.parameters) {
+          loss = loss + parameter.to(torch::kFloat).square().sum();
+        }
+        if (has_inf && micro == bad) loss = loss * std::numeric_limits<float>::infinity();
+        training.scaler.scale(loss).backward();
+      }
+    };
+    accumulate(false);
+    EXPECT_TRUE(training.step().ran());
+    training.scaler.update();
+    for (const Tensor& parameter : training.parameters) parameter.mutable_grad() = Tensor();
+    const auto before = training.weights();
+    const std::string state = bytes_of(training.any());
+    accumulate(true);
+    EXPECT_FALSE(training.step().ran());
+    training.scaler.update();
+    expect_same_weights(training.weights(), before);
+    EXPECT_EQ(bytes_of(training.any()), state);
+  }
+}
+
+TEST_P(Abuse, ParametersWithoutAGradientStayAsTheyAre) {
+  for (const Call& call : kCalls) {
+    SCOPED_TRACE(call.name);
+    Training all(GetParam()), some(GetParam());
+    for (int step = 0; step < 2; ++step) {
+      all.set_gradients(step, kForms[0], false);
+      some.set_gradients(step, kForms[0], false);
+      some.parameters[1].mutable_grad() = Tensor();
+      const Tensor untouched = some.weights()[1];
+      // Clipping and LAMB's ratio take a gradient by itself alone where nothing is clipped.
+      if (call.name == "StepThatClipsAndClears") all.parameters[1].mutable_grad().zero_();
+      call.step(all);
+      call.step(some);
+      EXPECT_TRUE(same_bits(some.weights()[1], untouched));
+      EXPECT_TRUE(same_bits(some.weights()[0], all.weights()[0]));
+      EXPECT_TRUE(same_bits(some.weights()[2], all.weights()[2]));
+    }
+  }
+}
+
+TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
+  Stepper stepper;
+  const std::string made = error_of([&] { stepper = GetParam().make({}); });
+  if (made != "no error") {
+    EXPECT_THAT(made, HasSubstr("parameter"));
+    return;
+  }
+  GradScaler scaler(GradScalerOptions().init_scale(kScale));
+  (void)scaler.scale(torch::zeros({}));
+  EXPECT_NO_THROW(stepper.any().step());
+  EXPECT_THAT(error_of([&] { stepper.step(scaler); }),
+              HasSubstr("No inf checks were recorded for this optimizer"));
+  EXPECT_THAT(error_of([&] { scaler.update(); }), HasSubstr("No inf checks were recorded"));
+  EXPECT_FALSE(bytes_of(stepper.any()).empty());
+}
+
+TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {
+  Training thrown(GetParam()), plain(GetParam());
+  bool throws = true;
+  thrown.parameters[0].register_hook([&](const Tensor& gradient) {
+    if (throws) throw std::runtime_error("a hook");
+    return gradient;
+  });
+  const auto backward = [](Training& training) {
+    Tensor loss = torch::zeros({});
+    for (const Tensor& parameter : training.parameters) {
+      loss = loss + parameter.to(torch::kFloat).square().sum();
+    }
+    training.scaler.scale(loss).backward();
+  };
+  EXPECT_THROW(backward(thrown), std::runtime_error);
+  throws = false;
+  for (Training* training : {&thrown, &plain}) {
+    training->stepper.optimizer->zero_grad();
+    backward(*training);
+    training->step({.max_norm = 0.5});
+    training->scaler.update();
+  }
+  expect_same_weights(thrown.weights(), plain.weights());
+}
+
+TEST_P(Abuse, AClosureThatThrowsChangesNothing) {
+  Training thrown(GetParam()), plain(GetParam());
+  for (Training* training : {&thrown, &plain}) training->set_gradients(0, kForms[0], false);
+  const auto before = thrown.weights();
+  const std::string state = bytes_of(thrown.any());
+  EXPECT_THROW(thrown.any().step([]() -> Tensor { throw std::runtime_error("a closure"); }),
+               std::runtime_error);
+  expect_same_weights(thrown.weights(), before);
+  EXPECT_EQ(bytes_of(thrown.any()), state);
+  for (Training* training : {&thrown, &plain}) {
+    training->step();
+    training->scaler.update();
+  }
+  expect_same_weights(thrown.weights(), plain.weights());
+}
+
+INSTANTIATE_TEST_SUITE_P(Of, Abuse, testing::ValuesIn(kPaths),
+                         [](const auto& path) { return path.param.name; });
+
+}  // namespace
