@@ -135,12 +135,10 @@ class AnyOptimizer {
       : optimizer_(&optimizer), mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)) {}
   template <detail::StepsAnother T>
   AnyOptimizer(T& stepper)  // NOLINT(google-explicit-constructor)
-      : mezzos_(&stepper) {}
+      : optimizer_(&stepper.optimizer()), mezzos_(&stepper) {}
 
   /// Whose groups and gradients they are; of a MasterWeights the optimizer that it steps.
-  torch::optim::Optimizer& optimizer() const noexcept {
-    return mezzos_ != nullptr ? mezzos_->optimizer() : *optimizer_;
-  }
+  torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
   /// What counts the steps; null where it is not mezzo's.
   optim::OptimizerInterface* mezzos() const noexcept { return mezzos_; }
 
@@ -156,7 +154,7 @@ class AnyOptimizer {
   }
 
  private:
-  torch::optim::Optimizer* optimizer_ = nullptr;
+  torch::optim::Optimizer* optimizer_;
   optim::OptimizerInterface* mezzos_;
 };
 

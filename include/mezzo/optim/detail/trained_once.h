@@ -9,7 +9,6 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <unordered_set>
@@ -21,16 +20,14 @@ namespace detail {
 
 /// Two threads would step the same memory at once; or two masters would be rounded into it.
 inline void refuse_duplicates(const std::vector<at::Tensor>& all, const char* optimizer) {
-  std::vector<const void*> parameters;
+  std::unordered_set<const c10::TensorImpl*> known;
   std::vector<at::Tensor> dense;
   for (const at::Tensor& parameter : all) {
-    parameters.push_back(parameter.unsafeGetTensorImpl());
+    TORCH_CHECK(known.insert(parameter.unsafeGetTensorImpl()).second, optimizer,
+                ": a parameter is given twice; give each once, tied ones too");
     const bool is_dense = parameter.layout() == at::kStrided;
     if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
   }
-  std::sort(parameters.begin(), parameters.end());
-  TORCH_CHECK(std::adjacent_find(parameters.begin(), parameters.end()) == parameters.end(),
-              optimizer, ": a parameter is given twice; give each once, tied ones too");
   TORCH_CHECK(!may_overlap(dense), optimizer,
               ": two parameters share memory; give one tensor for what is tied");
 }
