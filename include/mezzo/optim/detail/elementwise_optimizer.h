@@ -14,7 +14,7 @@
 #include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/detail/step_participants.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/optim/grad_bucket.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
@@ -22,6 +22,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -69,7 +70,8 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
   }
 
-  explicit ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults = {})
+  template <std::same_as<GradBuckets> Buckets>
+  explicit ElementwiseOptimizer(Buckets& buckets, const Options& defaults = {})
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
     buckets_ = shared(buckets);
   }
@@ -240,7 +242,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
 
-  std::shared_ptr<BucketedGradients> buckets_;  // null where the optimizer stands on parameters
+  std::shared_ptr<OptimizerBuckets> buckets_;  // null where the optimizer stands on parameters
   Plan plan_;
   std::uint64_t last_plan_ = 0;
   SeenParameters seen_;
