@@ -203,7 +203,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   void average(const GradientReport& report);
 
   static int64_t read_applied_steps(torch::serialize::InputArchive& archive,
-                                    const Optimizer& read);  // elementwise_optimizer_archive.h
+                                    const Optimizer& read);  // elementwise_optimizer_state.h
 
   // mezzo's kernels (elementwise_optimizer_step.h)
   static std::optional<double> gradient_factor(const GradientReport& report, double max_norm);
@@ -256,7 +256,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/optim/detail/elementwise_optimizer_archive.h>
 #include <mezzo/optim/detail/elementwise_optimizer_device.h>
 #include <mezzo/optim/detail/elementwise_optimizer_plan.h>
+#include <mezzo/optim/detail/elementwise_optimizer_state.h>
 #include <mezzo/optim/detail/elementwise_optimizer_step.h>
