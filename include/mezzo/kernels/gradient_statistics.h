@@ -1,7 +1,12 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/dense_gradients.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_summary_cpu.h>
+#include <mezzo/kernels/gradient_summary_loops.h>
+#include <mezzo/kernels/which_kernels.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
