@@ -1,8 +1,9 @@
 /// \file
 /// The core of mezzo: regions of autocast, optimizers, loss scaling. What else there is has an
-/// umbrella of its own: mezzo/levels.h, mezzo/checkpoint.h, mezzo/diagnose.h, mezzo/distributed.h;
-/// and mezzo/autocast.h, whose op policies, traces, weight caches and activation checkpointing cost
-/// every unit that includes them 2 to 3 seconds of compile time.
+/// umbrella of its own: mezzo/levels.h, mezzo/checkpoint.h, mezzo/diagnose.h, mezzo/distributed.h.
+/// So have two things that cost every unit that includes them seconds of compile time:
+/// mezzo/autocast.h adds op policies, traces, weight caches and activation checkpointing, and
+/// mezzo/optim.h gradient buckets.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>           // IWYU pragma: export
@@ -13,5 +14,18 @@
 #include <mezzo/base/matmul_precision.h>       // IWYU pragma: export
 #include <mezzo/base/precision.h>              // IWYU pragma: export
 #include <mezzo/base/version.h>                // IWYU pragma: export
-#include <mezzo/optim.h>                       // IWYU pragma: export
+#include <mezzo/base/weight_storage.h>         // IWYU pragma: export
+#include <mezzo/optim/adam.h>                  // IWYU pragma: export
+#include <mezzo/optim/adamw.h>                 // IWYU pragma: export
+#include <mezzo/optim/ema.h>                   // IWYU pragma: export
+#include <mezzo/optim/fused_optimizer.h>       // IWYU pragma: export
+#include <mezzo/optim/fused_options.h>         // IWYU pragma: export
+#include <mezzo/optim/gradient_report.h>       // IWYU pragma: export
+#include <mezzo/optim/lamb.h>                  // IWYU pragma: export
+#include <mezzo/optim/lion.h>                  // IWYU pragma: export
+#include <mezzo/optim/lr_schedule.h>           // IWYU pragma: export
+#include <mezzo/optim/master_weights.h>        // IWYU pragma: export
+#include <mezzo/optim/optimizer_interface.h>   // IWYU pragma: export
+#include <mezzo/optim/sgd.h>                   // IWYU pragma: export
+#include <mezzo/optim/step_result.h>           // IWYU pragma: export
 #include <mezzo/scaling.h>                     // IWYU pragma: export

@@ -1,6 +1,7 @@
 // Gradient summaries and buckets on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is
 // defined, through mezzo's: what the CPU says of the same gradients.
 
+#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/cuda/CUDAGraph.h>

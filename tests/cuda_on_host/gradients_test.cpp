@@ -3,6 +3,7 @@
 // of a sum can change where something is.
 
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
+#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>

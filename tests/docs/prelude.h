@@ -8,6 +8,7 @@
 #include <mezzo/distributed.h>
 #include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+#include <mezzo/optim.h>
 
 #include <torch/torch.h>
 

@@ -1,6 +1,7 @@
 // One read of the gradients against a plain reference in double: every dtype and instruction set,
 // sizes around vectors and chunks, values at the edges, layouts.
 
+#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/kernels/gradient_summary.h>
 
 #include <torch/torch.h>

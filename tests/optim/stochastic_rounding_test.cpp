@@ -203,6 +203,26 @@ TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
   EXPECT_NEAR(moved.std().item<double>(), std::sqrt(32 * 0.125 * 0.875), 0.1);
 }
 
+/// A step of SGD with momentum that is the first to have a buffer moves a weight as one without.
+TEST(StochasticRounding, DrawsOtherBitsWhenMomentumIsTurnedOn) {
+  const auto start = torch::full({10000}, 1.5F).to(torch::kBFloat16);
+  const auto parameter = start.clone().requires_grad_();
+  mezzo::optim::SGD optimizer(
+      {parameter}, mezzo::optim::SGDOptions(0x1p-8).weight_storage(WeightStorage::stochastic));
+  parameter.mutable_grad() = torch::ones({10000}, torch::kBFloat16);
+  optimizer.step();
+  const auto first = parameter.detach().clone();
+  {
+    const torch::NoGradGuard no_grad;
+    parameter.copy_(start);
+  }
+  auto& options = optimizer.param_groups().front().options();
+  static_cast<mezzo::optim::SGDOptions&>(options).momentum(0.9);
+  optimizer.step();
+  const auto differ = parameter.detach().ne(first).to(torch::kFloat).mean().item<double>();
+  EXPECT_NEAR(differ, 0.5, 0.05) << "half of the weights go down in each step, independently";
+}
+
 /// The loss of a least-squares problem after 1,000 steps of AdamW, trained in `dtype`.
 double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
   const Threads one(1);  // small operations: threads that wait for each other take longer

@@ -8,6 +8,7 @@
 // interleaved rounds; ratios are medians of the rounds' own. On one thread time is that thread's
 // own, so that what else the machine does counts less.
 
+#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <torch/torch.h>

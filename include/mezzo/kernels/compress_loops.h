@@ -184,5 +184,16 @@ inline CompressLoops compress_loops(at::ScalarType dtype, at::ScalarType sent, C
                : compress_loops<double, c10::Half>(isa);
 }
 
+// Held by mezzo::compiled (mezzo/optim/compiled.h).
+#define MEZZO_COMPILED_COMPRESSIONS(EXTERN)                                   \
+  EXTERN template CompressLoops compress_loops<float, c10::Half>(CpuIsa);     \
+  EXTERN template CompressLoops compress_loops<float, c10::BFloat16>(CpuIsa); \
+  EXTERN template CompressLoops compress_loops<double, c10::Half>(CpuIsa);    \
+  EXTERN template CompressLoops compress_loops<double, c10::BFloat16>(CpuIsa);
+
+#ifdef MEZZO_LEFT_TO_LIBRARY
+MEZZO_COMPILED_COMPRESSIONS(extern)
+#endif
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

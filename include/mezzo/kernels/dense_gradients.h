@@ -23,6 +23,19 @@ inline bool is_dense_memory(const at::Tensor& tensor) {
          !tensor._is_zerotensor();
 }
 
+/// In lists of one dtype each, as ATen's kernels for lists take tensors; the order within a dtype
+/// stays.
+inline std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<at::Tensor>> lists;
+  for (const at::Tensor& tensor : tensors) {
+    auto list = lists.begin();
+    while (list != lists.end() && list->front().scalar_type() != tensor.scalar_type()) ++list;
+    if (list == lists.end()) list = lists.emplace(list);
+    list->push_back(tensor);
+  }
+  return lists;
+}
+
 /// Gradients as memory that a kernel can walk: what has gaps or no memory, or is negative by a
 /// bit, is copied.
 class DenseGradients {

@@ -12,18 +12,14 @@
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -34,17 +30,11 @@ namespace detail {
 // without the target mezzo::cuda).
 
 /// The norms of the gradients, one element each, in `dtype`. ATen's fast route wants one dtype.
-inline at::Tensor foreach_norms(std::vector<at::Tensor> gradients, double order,
+inline at::Tensor foreach_norms(const std::vector<at::Tensor>& gradients, double order,
                                 at::ScalarType dtype) {
   std::vector<at::Tensor> norms;
-  while (!gradients.empty()) {
-    const at::ScalarType first = gradients.front().scalar_type();
-    const auto rest = std::stable_partition(
-        gradients.begin(), gradients.end(),
-        [&](const at::Tensor& gradient) { return gradient.scalar_type() == first; });
-    const at::TensorList same(gradients.data(), static_cast<std::size_t>(rest - gradients.begin()));
+  for (const std::vector<at::Tensor>& same : by_dtype(gradients)) {
     for (at::Tensor& norm : at::_foreach_norm(same, order, dtype)) norms.push_back(std::move(norm));
-    gradients.erase(gradients.begin(), rest);
   }
   return at::stack(norms);
 }
@@ -66,11 +56,10 @@ inline AtenSummary summarize_with_aten(std::vector<at::Tensor> gradients,
     return {at::zeros({}, options.dtype(at::kFloat)), at::zeros({}, options.dtype(wide)),
             at::zeros({}, options.dtype(wide))};
   }
-  const auto doubles = std::stable_partition(
-      gradients.begin(), gradients.end(),
-      [](const at::Tensor& gradient) { return gradient.scalar_type() != at::kDouble; });
-  const std::vector<at::Tensor> of_float(gradients.begin(), doubles);
-  const std::vector<at::Tensor> of_double(doubles, gradients.end());
+  std::vector<at::Tensor> of_float, of_double;
+  for (const at::Tensor& gradient : gradients) {
+    (gradient.scalar_type() == at::kDouble ? of_double : of_float).push_back(gradient);
+  }
   const at::Tensor factor = inv_scale.reshape({});
   std::vector<at::Tensor> products;  // of the largest magnitudes, each in what it is computed in
   const double infinity = std::numeric_limits<double>::infinity();
@@ -87,39 +76,6 @@ inline AtenSummary summarize_with_aten(std::vector<at::Tensor> gradients,
   return {found_inf.to(at::kFloat), at::where(found_inf, max_abs, norms.square().sum()), max_abs};
 }
 
-struct AtenCounts {
-  at::Tensor zeros;
-  at::Tensor underflows;
-  at::Tensor scaled_underflows;
-  at::Tensor first_bad;
-};
-
-/// Several kernels a tensor: a diagnosis, not a step's work.
-inline AtenCounts count_with_aten(const std::vector<at::Tensor>& gradients,
-                                  const at::Tensor& inv_scale, double underflow) {
-  const auto count = inv_scale.options().dtype(at::kLong);
-  AtenCounts counts{at::zeros({}, count), at::zeros({}, count), at::zeros({}, count),
-                    at::full({2}, -1, count)};
-  const at::Tensor factor = inv_scale.reshape({});
-  for (std::size_t i = gradients.size(); i-- > 0;) {  // backwards: the first bad one stays
-    if (gradients[i].numel() == 0) continue;
-    // In the order of memory, whatever the strides.
-    const at::Tensor stored = gradients[i].as_strided({gradients[i].numel()}, {1});
-    const bool is_double = stored.scalar_type() == at::kDouble;
-    const at::Tensor value = is_double ? stored : stored.to(at::kFloat);
-    const at::Tensor product = value.mul(is_double ? factor.to(at::kDouble) : factor);
-    const at::Tensor is_not_zero = value.ne(0);
-    counts.zeros.add_(is_not_zero.logical_not().sum());
-    counts.underflows.add_(product.abs().le(underflow).logical_and(is_not_zero).sum());
-    counts.scaled_underflows.add_(value.abs().le(underflow).logical_and(is_not_zero).sum());
-    const at::Tensor is_bad = at::isfinite(product).logical_not();
-    const at::Tensor found = at::stack({at::full({}, static_cast<int64_t>(i), count),
-                                        is_bad.to(at::kByte).argmax().to(at::kLong)});
-    counts.first_bad = at::where(is_bad.any(), found, counts.first_bad);
-  }
-  return counts;
-}
-
 }  // namespace detail
 
 /// What one read of the gradients of one device gives; one-element tensors on that device. All is
@@ -132,28 +88,12 @@ struct GradientSummary {
   at::Tensor max_abs;  ///< double: the largest magnitude; NaN if there is a NaN
 };
 
-/// What a richer read gives.
-struct GradientStatistics {
-  GradientSummary summary;
-  at::Tensor zeros;              ///< int64: gradients that are 0
-  at::Tensor underflows;         ///< int64: not 0, but a product that the low-precision dtype loses
-  at::Tensor scaled_underflows;  ///< int64: the same of the gradients as they lie, still scaled
-  at::Tensor first_bad;          ///< int64 {which, element}: the first product that is inf or NaN
-                                 ///< in the order of the list, then of memory; or {-1, -1}
-};
-
 namespace detail {
 
 inline GradientSummary new_summary(at::Device device) {
   const auto options = at::TensorOptions().device(device);
   const auto wide = options.dtype(at::kDouble);
   return {at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide), at::empty({}, wide)};
-}
-
-inline GradientStatistics new_statistics(at::Device device) {
-  const auto count = at::TensorOptions().device(device).dtype(at::kLong);
-  return {new_summary(device), at::empty({}, count), at::empty({}, count), at::empty({}, count),
-          at::empty({2}, count)};
 }
 
 /// On the CPU: what the partial results of all gradients come to.
@@ -165,26 +105,6 @@ inline GradientSummary finish_summary_cpu(const GradientPartial& partial,
   *summary.sum_of_squares.mutable_data_ptr<double>() = finished.sum_of_squares;
   *summary.max_abs.mutable_data_ptr<double>() = finished.max_abs;
   return summary;
-}
-
-/// Half the smallest subnormal: non-zero magnitudes up to here round to zero, ties going to even.
-inline double underflow_of(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return std::ldexp(1.0, -25);
-    case at::kBFloat16:
-      return std::ldexp(1.0, -134);
-    case at::kFloat8_e5m2:
-      return std::ldexp(1.0, -17);
-    case at::kFloat8_e4m3fn:
-      return std::ldexp(1.0, -10);
-    case at::kFloat:
-      return std::ldexp(1.0, -150);
-    default:
-      TORCH_CHECK(false, "low_precision is ", dtype,
-                  "; underflows are counted for half, bfloat16, float8_e5m2, float8_e4m3fn and "
-                  "float");
-  }
 }
 
 inline void check_summary_arguments(const std::vector<at::Tensor>& gradients,
@@ -236,46 +156,6 @@ inline GradientSummary summarize_gradients(const std::vector<at::Tensor>& gradie
 #endif
   const AtenSummary summary = summarize_with_aten(dense.tensors(), inv_scale);
   return {summary.found_inf, summary.sum_of_squares, summary.max_abs};
-}
-
-/// The richer read: about twice the work on the same bytes. `low_precision` is the dtype whose
-/// underflows are counted.
-inline GradientStatistics gradient_statistics(const std::vector<at::Tensor>& gradients,
-                                              const at::Tensor& inv_scale,
-                                              at::ScalarType low_precision) {
-  check_summary_arguments(gradients, inv_scale);
-  const double underflow = underflow_of(low_precision);
-  const DenseGradients dense(gradients);
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(inv_scale.device())) {
-    const GradientStatistics statistics = new_statistics(inv_scale.device());
-    const GradientSummary& summary = statistics.summary;
-    cuda::statistics_(dense.tensors(), inv_scale, underflow,
-                      {summary.found_inf, summary.sum_of_squares, summary.max_abs, statistics.zeros,
-                       statistics.underflows, statistics.scaled_underflows, statistics.first_bad});
-    return statistics;
-  }
-#endif
-  if (!has_cpu_loops(inv_scale.device())) {
-    const AtenSummary summary = summarize_with_aten(dense.tensors(), inv_scale);
-    const AtenCounts counts = count_with_aten(dense.tensors(), inv_scale, underflow);
-    return {{summary.found_inf, summary.sum_of_squares, summary.max_abs},
-            counts.zeros,
-            counts.underflows,
-            counts.scaled_underflows,
-            counts.first_bad};
-  }
-  const StatisticsQuery query{*inv_scale.const_data_ptr<float>(), underflow};
-  const StatisticsPartial total = merged(statistics_cpu(summary_stretches(dense), query));
-  GradientStatistics statistics = new_statistics(inv_scale.device());
-  statistics.summary = finish_summary_cpu(total.summary, inv_scale);
-  statistics.zeros.fill_(total.zeros);
-  statistics.underflows.fill_(total.underflows);
-  statistics.scaled_underflows.fill_(total.scaled_underflows);
-  auto* first_bad = statistics.first_bad.mutable_data_ptr<int64_t>();
-  first_bad[0] = total.first_bad_gradient;
-  first_bad[1] = total.first_bad_element;
-  return statistics;
 }
 
 }  // namespace detail

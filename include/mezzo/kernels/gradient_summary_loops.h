@@ -193,82 +193,15 @@ struct CopySummaryKernel {
   }
 };
 
-/// Lane counts of the richer read.
-template <class Element, class Lanes>
-struct StatisticsAccumulator {
-  using Format = typename Lanes::Format;
-  StatisticsElement<Format, typename Lanes::Value, typename Lanes::Bits> element;
-  typename Lanes::Bits zeros{};
-  typename Lanes::Bits underflows{};
-  typename Lanes::Bits scaled_underflows{};
-
-  C10_ALWAYS_INLINE explicit StatisticsAccumulator(const StatisticsQuery& query) {
-    Lanes::broadcast(static_cast<typename Format::Value>(query.inv_scale), element.inv_scale);
-    element.set_underflow(query.underflow);
-  }
-  C10_ALWAYS_INLINE int64_t add(const typename Format::Stored* data, int64_t begin, int64_t count) {
-    int64_t i = begin;
-    for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
-      typename Lanes::Bits bits;
-      Lanes::load(data + i, bits);
-      element(bits, zeros, underflows, scaled_underflows);
-    }
-    return i;
-  }
-  C10_ALWAYS_INLINE void finish(StatisticsPartial& partial) const {
-    partial.zeros += sum_of_lanes(zeros);
-    partial.underflows += sum_of_lanes(underflows);
-    partial.scaled_underflows += sum_of_lanes(scaled_underflows);
-  }
-
- private:
-  C10_ALWAYS_INLINE static int64_t sum_of_lanes(const typename Lanes::Bits& lanes) {
-    typename Format::Bits each[Lanes::kWidth];
-    unpack(lanes, each);
-    int64_t sum = 0;
-    for (const auto lane : each) sum += static_cast<int64_t>(lane);
-    return sum;
-  }
-};
-
-template <class Element, class Lanes>
-struct StatisticsKernel {
-  C10_ALWAYS_INLINE static void run(const void* data, int64_t count, const StatisticsQuery& query,
-                                    StatisticsPartial& partial) {
-    SummaryKernel<Element, Lanes>::run(data, count, partial.summary);
-    const auto* stored = static_cast<const typename Lanes::Format::Stored*>(data);
-    StatisticsAccumulator<Element, Lanes> many(query);
-    const int64_t done = many.add(stored, 0, count);
-    many.finish(partial);
-    StatisticsAccumulator<Element, ScalarLanes<Element>> one(query);
-    one.add(stored, done, count);
-    one.finish(partial);
-    if (!FinishedSummary(partial.summary, query.inv_scale).found_inf) return;
-    for (int64_t i = 0; i < count && partial.first_bad_element < 0; ++i) {
-      typename Lanes::Format::Bits bits;
-      ScalarLanes<Element>::load(stored + i, bits);
-      if (one.element.is_bad(bits)) partial.first_bad_element = i;
-    }
-  }
-};
-
 /// The loops for one dtype and one instruction set.
 struct SummaryLoops {
   void (*summarize)(const void* data, int64_t count, GradientPartial& partial);
   void (*copy_and_summarize)(const void* data, void* to, int64_t count, GradientPartial& partial);
 };
 
-using StatisticsLoop = void (*)(const void* data, int64_t count, const StatisticsQuery& query,
-                                StatisticsPartial& partial);
-
 template <class Element>
 SummaryLoops summary_loops(CpuIsa isa) {
   return {cpu_kernel<SummaryKernel, Element>(isa), cpu_kernel<CopySummaryKernel, Element>(isa)};
-}
-
-template <class Element>
-StatisticsLoop statistics_loop(CpuIsa isa) {
-  return cpu_kernel<StatisticsKernel, Element>(isa);
 }
 
 inline SummaryLoops summary_loops(at::ScalarType dtype, CpuIsa isa) {
@@ -276,11 +209,16 @@ inline SummaryLoops summary_loops(at::ScalarType dtype, CpuIsa isa) {
                             [isa]<class Element>(Element) { return summary_loops<Element>(isa); });
 }
 
-/// Apart from the others: it is the largest, and training alone does not need it.
-inline StatisticsLoop statistics_loop(at::ScalarType dtype, CpuIsa isa) {
-  return for_gradient_dtype(
-      dtype, [isa]<class Element>(Element) { return statistics_loop<Element>(isa); });
-}
+// Held by mezzo::compiled (mezzo/optim/compiled.h).
+#define MEZZO_COMPILED_SUMMARIES(EXTERN)                         \
+  EXTERN template SummaryLoops summary_loops<float>(CpuIsa);     \
+  EXTERN template SummaryLoops summary_loops<double>(CpuIsa);    \
+  EXTERN template SummaryLoops summary_loops<c10::Half>(CpuIsa); \
+  EXTERN template SummaryLoops summary_loops<c10::BFloat16>(CpuIsa);
+
+#ifdef MEZZO_LEFT_TO_LIBRARY
+MEZZO_COMPILED_SUMMARIES(extern)
+#endif
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

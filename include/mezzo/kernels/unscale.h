@@ -75,17 +75,10 @@ inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_sca
 }
 
 /// ATen's kernel takes tensors of one dtype and tests what comes in.
-inline void unscale_with_aten_(std::vector<at::Tensor> gradients, at::Tensor found_inf,
+inline void unscale_with_aten_(const std::vector<at::Tensor>& gradients, at::Tensor found_inf,
                                const at::Tensor& inv_scale) {
-  while (!gradients.empty()) {
-    const at::ScalarType dtype = gradients.front().scalar_type();
-    const auto rest = std::stable_partition(
-        gradients.begin(), gradients.end(),
-        [&](const at::Tensor& gradient) { return gradient.scalar_type() == dtype; });
-    const at::TensorList same_dtype(gradients.data(),
-                                    static_cast<std::size_t>(rest - gradients.begin()));
-    at::_amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale);
-    gradients.erase(gradients.begin(), rest);
+  for (const std::vector<at::Tensor>& same : by_dtype(gradients)) {
+    at::_amp_foreach_non_finite_check_and_unscale_(same, found_inf, inv_scale);
   }
 }
 

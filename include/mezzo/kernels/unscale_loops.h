@@ -103,5 +103,16 @@ inline UnscaleLoops unscale_loops(at::ScalarType dtype, CpuIsa isa) {
   }
 }
 
+// Held by mezzo::compiled (mezzo/optim/compiled.h).
+#define MEZZO_COMPILED_UNSCALES(EXTERN)                          \
+  EXTERN template UnscaleLoops unscale_loops<float>(CpuIsa);     \
+  EXTERN template UnscaleLoops unscale_loops<double>(CpuIsa);    \
+  EXTERN template UnscaleLoops unscale_loops<c10::Half>(CpuIsa); \
+  EXTERN template UnscaleLoops unscale_loops<c10::BFloat16>(CpuIsa);
+
+#ifdef MEZZO_LEFT_TO_LIBRARY
+MEZZO_COMPILED_UNSCALES(extern)
+#endif
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

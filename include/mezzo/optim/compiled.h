@@ -15,7 +15,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/compiled_loops.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -80,7 +79,7 @@ namespace detail {
   MEZZO_COMPILED_MEMBERS_OF(EXTERN, SGD, torch::optim::SGDOptions,                                \
                             detail::CountedState<torch::optim::SGDParamState>)
 
-#if defined(MEZZO_COMPILED) && (!defined(MEZZO_WITH_CUDA) || defined(MEZZO_COMPILED_WITH_CUDA))
+#ifdef MEZZO_LEFT_TO_LIBRARY
 MEZZO_COMPILED_ADAM(extern)
 MEZZO_COMPILED_LAMB(extern)
 MEZZO_COMPILED_LION_AND_SGD(extern)
@@ -88,7 +87,7 @@ MEZZO_COMPILED_LION_AND_SGD(extern)
 
 }  // namespace detail
 
-#if defined(MEZZO_COMPILED) && (!defined(MEZZO_WITH_CUDA) || defined(MEZZO_COMPILED_WITH_CUDA))
+#ifdef MEZZO_LEFT_TO_LIBRARY
 MEZZO_COMPILED_ADAM_MEMBERS(extern)
 MEZZO_COMPILED_LAMB_MEMBERS(extern)
 MEZZO_COMPILED_LION_AND_SGD_MEMBERS(extern)

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -60,4 +61,30 @@ struct BucketGradient {
   at::Tensor gradient;
 };
 
+class GradBuckets;
+struct GradientSummary;
+
+namespace detail {
+
+class BucketedGradients;
+
+/// For who stands on the buckets, as an optimizer or a reduction does: it may outlive them.
+std::shared_ptr<BucketedGradients> shared(const GradBuckets& buckets) noexcept;
+
+/// What an optimizer asks of the buckets that it stands on. Apart from them, so that a unit with an
+/// optimizer compiles no buckets.
+class OptimizerBuckets {
+ public:
+  OptimizerBuckets() = default;
+  OptimizerBuckets(const OptimizerBuckets&) = delete;
+  OptimizerBuckets& operator=(const OptimizerBuckets&) = delete;
+  virtual ~OptimizerBuckets() = default;
+
+  virtual const std::vector<at::Tensor>& parameters() const noexcept = 0;
+  virtual void add_parameters(const std::vector<at::Tensor>& parameters) = 0;
+  virtual void reattach_gradients() = 0;
+  virtual GradientSummary summarize(const at::Tensor& inv_scale) = 0;
+};
+
+}  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/grad_bucket.h>
@@ -18,13 +19,6 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-class GradBuckets;
-
-namespace detail {
-/// For who stands on the buckets, as an optimizer or a reduction does: it may outlive them.
-std::shared_ptr<BucketedGradients> shared(const GradBuckets& buckets) noexcept;
-}  // namespace detail
 
 /// The gradients of a set of parameters.
 ///

@@ -136,22 +136,20 @@ class AnyOptimizer {
       : optimizer_(&optimizer), mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)) {}
   template <detail::StepsAnother T>
   AnyOptimizer(T& stepper)  // NOLINT(google-explicit-constructor)
-      : mezzos_(&stepper) {}
+      : optimizer_(&stepper.optimizer()), mezzos_(&stepper) {}
   /// Only to say at compile time what is wrong.
   template <class Pointer>
   requires requires(const Pointer& pointer) {
     { *pointer } -> std::convertible_to<torch::optim::Optimizer&>;
   }
   AnyOptimizer(const Pointer&)  // NOLINT(google-explicit-constructor)
-      : mezzos_(nullptr) {
+      : optimizer_(nullptr), mezzos_(nullptr) {
     static_assert(!std::same_as<Pointer, Pointer>,
                   "mezzo takes an optimizer by reference, and this is a pointer; give *optimizer");
   }
 
   /// Whose groups and gradients they are; of a MasterWeights the optimizer that it steps.
-  torch::optim::Optimizer& optimizer() const noexcept {
-    return mezzos_ != nullptr ? mezzos_->optimizer() : *optimizer_;
-  }
+  torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
   /// What counts the steps; null where it is not mezzo's.
   optim::OptimizerInterface* mezzos() const noexcept { return mezzos_; }
 
@@ -167,7 +165,7 @@ class AnyOptimizer {
   }
 
  private:
-  torch::optim::Optimizer* optimizer_ = nullptr;
+  torch::optim::Optimizer* optimizer_;
   optim::OptimizerInterface* mezzos_;
 };
 

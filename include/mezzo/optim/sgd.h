@@ -110,9 +110,12 @@ struct SgdTraits : OptimizerTraits<Options, State> {
 
   static int moments(const Options& options) { return options.momentum() == 0 ? 0 : 1; }
   static bool has_state(const Options& options) { return options.momentum() != 0; }
-  /// A buffer begins as a gradient, though there were steps before without momentum.
+  /// A buffer begins as a gradient, though there were steps before without momentum. Without
+  /// dampening one of zeros becomes that by itself, and the count goes on, from which stochastic
+  /// rounding has the random bits of each step.
   static bool begins(const Options& options, State& state) {
-    return options.momentum() != 0 && !state.momentum_buffer().defined();
+    return options.momentum() != 0 && options.dampening() != 0 &&
+           !state.momentum_buffer().defined();
   }
 
 #ifdef MEZZO_WITH_CUDA

@@ -102,7 +102,7 @@ inline at::Tensor norm_on_device(const std::vector<at::Tensor>& gradients, doubl
   std::vector<at::Tensor> tensors = gradients;
   std::erase_if(tensors, [](const at::Tensor& tensor) { return tensor.numel() == 0; });
   if (tensors.empty()) return at::zeros({}, options.dtype(wide));
-  return at::linalg_vector_norm(foreach_norms(std::move(tensors), norm_type, wide), norm_type);
+  return at::linalg_vector_norm(foreach_norms(tensors, norm_type, wide), norm_type);
 }
 
 /// The norm of all, on the first device. Does not wait, unless for a device to tell the CPU.

@@ -139,8 +139,9 @@ class GradScaler {
 
   /// torch.amp's: calls `unscale_` unless that has been done, so that `.grad` loses the scale, then
   /// `optimizer.step(args...)` unless an inf or NaN was found. Waits for the device to know which;
-  /// with an optimizer of mezzo's, and no arguments, it is the step below with no options. \throws c10::Error when called twice in an iteration, before any `scale`, when no
-  ///   parameter has a gradient, or when given a closure while enabled
+  /// with an optimizer of mezzo's, and no arguments, it is the step below with no options.
+  /// \throws c10::Error when called twice in an iteration, before any `scale`, when no parameter has
+  ///   a gradient, or when given a closure while enabled
   template <class OptimizerType, class... Args>
   requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
            !(std::same_as<std::remove_cvref_t<Args>, StepOptions> || ...)) StepResult
@@ -306,8 +307,4 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 #include <mezzo/scaling/detail/grad_scaler_impl.h>   // IWYU pragma: export
 #include <mezzo/scaling/detail/grad_scaler_state.h>  // IWYU pragma: export
 #include <mezzo/scaling/detail/grad_scaler_step.h>   // IWYU pragma: export
-#endif
-
-#ifdef MEZZO_COMPILED
-#include <mezzo/kernels/compiled_loops.h>  // IWYU pragma: keep
 #endif

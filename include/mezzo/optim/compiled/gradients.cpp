@@ -1,9 +1,16 @@
-#include <mezzo/optim/compiled.h>
+// The loops over gradients, compiled once: see mezzo/optim/compiled.h.
+#include <mezzo/kernels/compress_loops.h>
+#include <mezzo/kernels/gradient_statistics.h>
+#include <mezzo/kernels/gradient_summary_loops.h>
+#include <mezzo/kernels/unscale_loops.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-MEZZO_COMPILED_GRADIENTS()
+MEZZO_COMPILED_SUMMARIES()
+MEZZO_COMPILED_STATISTICS()
+MEZZO_COMPILED_UNSCALES()
+MEZZO_COMPILED_COMPRESSIONS()
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

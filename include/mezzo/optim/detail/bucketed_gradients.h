@@ -3,6 +3,7 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_element.h>
+#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/grad_bucket.h>
 
@@ -123,23 +124,23 @@ struct GradientsToRead {
 };
 
 /// What GradBuckets holds, at an address that hooks can refer to.
-class BucketedGradients : public std::enable_shared_from_this<BucketedGradients> {
+class BucketedGradients final : public OptimizerBuckets,
+                                public std::enable_shared_from_this<BucketedGradients> {
  public:
   explicit BucketedGradients(const GradBucketsOptions& options) : options_(options) {}
-  BucketedGradients(const BucketedGradients&) = delete;
-  BucketedGradients& operator=(const BucketedGradients&) = delete;
-  ~BucketedGradients() = default;
 
   const GradBucketsOptions& options() const noexcept { return options_; }
-  const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
+  const std::vector<at::Tensor>& parameters() const noexcept override { return parameters_; }
   const std::vector<GradBucket>& buckets() const noexcept { return buckets_; }
 
-  void add_parameters(const std::vector<at::Tensor>& parameters);
+  // Virtual ones are declared inline: the first that is not would bring the vtable, and all that it
+  // refers to, into every unit.
+  inline void add_parameters(const std::vector<at::Tensor>& parameters) override;
   void remove_hooks();
-  void reattach_gradients();
+  inline void reattach_gradients() override;
   std::vector<BucketGradient> gradients();
   std::vector<std::size_t> sparse_gradients();
-  GradientSummary summarize(const at::Tensor& inv_scale);
+  inline GradientSummary summarize(const at::Tensor& inv_scale) override;
   GradientStatistics statistics(const at::Tensor& inv_scale, at::ScalarType low_precision);
   void forget_reads();
   void zero_grad(bool set_to_none);

@@ -15,7 +15,7 @@
 #include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/detail/step_participants.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/optim/grad_bucket.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
@@ -23,6 +23,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -71,7 +72,8 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
   }
 
-  explicit ElementwiseOptimizer(GradBuckets& buckets, const Options& defaults = {})
+  template <std::same_as<GradBuckets> Buckets>
+  explicit ElementwiseOptimizer(Buckets& buckets, const Options& defaults = {})
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
     buckets_ = shared(buckets);
   }
@@ -212,7 +214,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   void average(const GradientReport& report);
 
   static int64_t read_applied_steps(torch::serialize::InputArchive& archive,
-                                    const Optimizer& read);  // elementwise_optimizer_archive.h
+                                    const Optimizer& read);  // elementwise_optimizer_state.h
 
   // mezzo's kernels (elementwise_optimizer_step.h)
   static std::optional<double> gradient_factor(const GradientReport& report, double max_norm);
@@ -251,7 +253,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
 
-  std::shared_ptr<BucketedGradients> buckets_;  // null where the optimizer stands on parameters
+  std::shared_ptr<OptimizerBuckets> buckets_;  // null where the optimizer stands on parameters
   Plan plan_;
   std::uint64_t last_plan_ = 0;
   SeenParameters seen_;
@@ -265,7 +267,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/optim/detail/elementwise_optimizer_archive.h>
 #include <mezzo/optim/detail/elementwise_optimizer_device.h>
 #include <mezzo/optim/detail/elementwise_optimizer_plan.h>
+#include <mezzo/optim/detail/elementwise_optimizer_state.h>
 #include <mezzo/optim/detail/elementwise_optimizer_step.h>

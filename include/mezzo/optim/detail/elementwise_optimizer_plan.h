@@ -2,12 +2,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
-#include <mezzo/optim/detail/move_average.h>
 
-#include <typeinfo>
-
-// An optimizer's parameters: which have a gradient and take part in a step, what the state keeps of
-// them, in which buckets they are; and averages of those that a step passes by.
+// An optimizer's parameters: which have a gradient and take part in a step, which are trained as
+// masters, and in which buckets they are.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -21,13 +18,6 @@ void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
 template <class Traits>
 auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> Options {
   return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
-}
-
-/// Null where there is none, or one of libtorch's, which has nothing of what mezzo's adds.
-template <class Traits>
-auto ElementwiseOptimizer<Traits>::state_of(const at::Tensor& parameter) const -> const State* {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  return found == state_.end() ? nullptr : dynamic_cast<const State*>(found->second.get());
 }
 
 template <class Traits>
@@ -194,30 +184,6 @@ at::Tensor ElementwiseOptimizer<Traits>::master_param(std::size_t group,
   return state.master();
 }
 
-/// Made if there is none.
-template <class Traits>
-auto ElementwiseOptimizer<Traits>::state_for(const at::Tensor& parameter) -> State& {
-  return own_state<State>(state_[parameter.unsafeGetTensorImpl()], parameter, words());
-}
-
-/// Null if there is none. What is kept may be another optimizer's, or another model's.
-template <class Traits>
-auto ElementwiseOptimizer<Traits>::checked_state(const at::Tensor& parameter,
-                                                 const Options& options) -> State* {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  if (found == state_.end()) return nullptr;
-  auto& slot = found->second;
-  const bool is_own = slot != nullptr && typeid(*slot) == typeid(State);  // and no cast is needed
-  State& state = is_own ? static_cast<State&>(*slot) : own_state<State>(slot, parameter, words());
-  state.count().check();
-  check_shape_of(state.master(), "a master", parameter, words());
-  check_shape_of(state.ema(), "an ema", parameter, words());
-  for (int k = 0; k < Traits::moments(options); ++k) {
-    check_shape_of(Traits::moment(state, k), "a moment", parameter, words());
-  }
-  return &state;
-}
-
 /// For a step that will not be skipped, as far as the host knows.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::open_state(One& one) {
@@ -227,79 +193,6 @@ void ElementwiseOptimizer<Traits>::open_state(One& one) {
   }
   if (one.state == nullptr) one.state = &state_for(*one.parameter);
   one.begins = Traits::begins(*one.options, *one.state);
-}
-
-/// The k-th moment, in memory laid out as the parameter's: made when there is none yet, and
-/// converted when it was loaded from elsewhere.
-template <class Traits>
-at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
-                                                         const at::Tensor& parameter) {
-  at::Tensor& moment = Traits::moment(*one.state, k);
-  const at::ScalarType dtype = moment_dtype(parameter, one.storage);
-  const bool is_as_kept =
-      moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
-  if (!is_as_kept) check_is_warm(parameter.device(), "a moment");
-  if (!moment.defined()) {
-    moment = at::zeros_like(parameter, parameter.options().dtype(dtype).requires_grad(false),
-                            at::MemoryFormat::Preserve);
-    return moment;
-  }
-  if (!is_as_kept) moment = moment.to(parameter.device(), dtype);
-  if (!is_plain(moment) || !same_layout(parameter, moment)) {
-    moment = in_layout_of(parameter, moment);
-  }
-  return moment;
-}
-
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::keeps_averages() const {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (options_of(group).ema_decay() != 0) return true;
-  }
-  return false;
-}
-
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
-  const State* const state = state_of(parameter);
-  return state == nullptr ? at::Tensor() : state->ema();
-}
-
-/// Whether a parameter without a gradient has an average, or is to have one. Checks what is kept.
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::is_averaged(const at::Tensor& parameter,
-                                               const Options& options) {
-  if (options.ema_decay() == 0 && !average_of(parameter).defined()) return false;
-  (void)checked_state(parameter, options);
-  return at::isFloatingType(parameter.scalar_type()) && parameter.layout() == at::kStrided;
-}
-
-/// found_inf on `device`; undefined if the step runs unconditionally. A device without gradients
-/// gets a copy of another's: all are equal.
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::found_inf_on(at::Device device,
-                                                      const GradientReport& report) {
-  for (const DeviceGradientReport& one : report.devices) {
-    if (one.found_inf.device() == device) return one.found_inf;
-  }
-  return report.devices.empty() ? at::Tensor() : report.devices.front().found_inf.to(device);
-}
-
-/// Moves the averages of parameters that this step does not train, if the step is applied.
-template <class Traits>
-void ElementwiseOptimizer<Traits>::average(const GradientReport& report) {
-  for (const auto& [parameter, ema_decay, storage] : plan_.bystanders) {
-    at::Tensor found_inf = found_inf_on(parameter->device(), report);
-    if (found_inf.defined() && found_inf.is_cpu()) {
-      if (*found_inf.template const_data_ptr<float>() != 0.0F) return;
-      found_inf = at::Tensor();
-    }
-    const NoGraphGuard no_graph(parameter->is_inference());
-    State& state = state_for(*parameter);
-    const at::Tensor value = present_value(*parameter, storage, state);
-    settle_average(*parameter, ema_decay, state);
-    if (ema_decay != 0) move_average(state.ema(), value, 1.0 - ema_decay, found_inf);
-  }
 }
 
 }  // namespace detail

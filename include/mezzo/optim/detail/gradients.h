@@ -159,10 +159,9 @@ class LentGradients {
 /// How an optimizer's gradients are read, whichever kind it is.
 class StepTaker {
  public:
-  explicit StepTaker(AnyOptimizer optimizer)
-      : any_(optimizer), optimizer_(&optimizer.optimizer()), fused_(as_fused(optimizer)) {}
+  explicit StepTaker(AnyOptimizer optimizer) : any_(optimizer), fused_(as_fused(optimizer)) {}
 
-  torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
+  torch::optim::Optimizer& optimizer() const noexcept { return any_.optimizer(); }
   /// Null where it cannot read a report.
   optim::FusedOptimizer* fused() const noexcept { return fused_; }
   /// Its own step: that of what was passed, which may be more than the optimizer's whose groups
@@ -189,7 +188,7 @@ class StepTaker {
                               TableMemory* memory) const {
     GradientReport report{.of_masters = of_masters};
     std::vector<at::Tensor> holders;
-    for_each_parameter(*optimizer_, [&](std::size_t group, const at::Tensor& parameter) {
+    for_each_parameter(optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
       const bool may_have_master = of_masters || parameter.scalar_type() == at::kHalf;
       const bool has_master = may_have_master && keeps_master(group, parameter);
       const at::Tensor holder =
@@ -205,7 +204,6 @@ class StepTaker {
 
  private:
   AnyOptimizer any_;
-  torch::optim::Optimizer* optimizer_;
   optim::FusedOptimizer* fused_;
 };
 

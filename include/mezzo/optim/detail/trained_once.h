@@ -35,10 +35,10 @@ inline std::string overlap_words(const std::vector<at::Tensor>& dense,
 
 /// Two threads would step the same memory at once; or two masters would be rounded into it.
 inline void refuse_duplicates(const std::vector<at::Tensor>& all, const OptimizerWords& optimizer) {
-  std::unordered_set<const void*> parameters;
+  std::unordered_set<const c10::TensorImpl*> known;
   std::vector<at::Tensor> dense;
   for (const at::Tensor& parameter : all) {
-    TORCH_CHECK(parameters.insert(parameter.unsafeGetTensorImpl()).second, optimizer, ": ",
+    TORCH_CHECK(known.insert(parameter.unsafeGetTensorImpl()).second, optimizer, ": ",
                 optimizer.parameter(parameter),
                 " is given twice, as model->parameters() gives a weight that two modules share; "
                 "give it once");

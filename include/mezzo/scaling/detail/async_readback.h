@@ -16,7 +16,7 @@
 
 #include <cmath>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -231,7 +231,7 @@ class PendingLines {
     return readbacks.back()->is_next_scale_there();  // which was sent last
   }
 
-  std::deque<std::vector<std::shared_ptr<AsyncReadback>>> iterations_;
+  std::list<std::vector<std::shared_ptr<AsyncReadback>>> iterations_;
 };
 
 }  // namespace detail

@@ -92,11 +92,10 @@ class ClipWatch {
   /// Whether it still wants to see steps of `optimizer`.
   bool wants(const void* optimizer) const {
     if (told_) return false;
-    const auto series = std::find_if(series_.begin(), series_.end(), [&](const Series& candidate) {
-      return candidate.optimizer == optimizer;
-    });
-    return series == series_.end() ? series_.size() < kMostOptimizers
-                                   : series->looks < kWatchedSteps;
+    for (const Series& series : series_) {
+      if (series.optimizer == optimizer) return series.looks < kWatchedSteps;
+    }
+    return series_.size() < kMostOptimizers;
   }
 
   /// Norm and largest magnitude of the gradients of a step, without the scale. Warns once in its

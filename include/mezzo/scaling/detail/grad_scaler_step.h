@@ -34,10 +34,8 @@ MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptio
     return taker.fused() != nullptr ? step_on_device(taker, options)
                                     : step_on_host(taker, options, /*torch_step=*/nullptr);
   }
-  const detail::OptimizerRecord* const record = records_.find(taker.optimizer());
-  const bool of_masters = record != nullptr && !record->masters.empty();
-  detail::check_masters(taker, of_masters);
-  StepResult result = detail::step_without_scale(taker, of_masters, options, readback_pool_);
+  StepResult result =
+      detail::step_without_scale(taker, records_.of_masters(taker), options, readback_pool_);
   records_.forget(taker.optimizer());
   return result;
 }
@@ -193,7 +191,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
                                                  const StepOptions& options,
                                                  const StepFunction& torch_step) {
   detail::OptimizerRecord& record = record_to_step(taker.optimizer());
-  detail::check_masters(taker, !record.masters.empty());
+  (void)records_.of_masters(taker);
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const bool unscales_here =
       !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));

@@ -61,9 +61,9 @@ requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
   const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
   const detail::StepTaker taker(optimizer);
   if (!enabled_) {
-    const detail::OptimizerRecord* const record = records_.find(taker.optimizer());
-    detail::check_masters(taker, record != nullptr && !record->masters.empty());
-    if (is_bare && record != nullptr) return step(optimizer, StepOptions{});
+    (void)records_.of_masters(taker);
+    const bool is_known = records_.find(taker.optimizer()) != nullptr;
+    if (is_bare && is_known) return step(optimizer, StepOptions{});
     return StepResult(StepOutcome{.ran = true, .value = call_step()});
   }
   TORCH_CHECK(

@@ -7,11 +7,12 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -91,7 +92,7 @@ class MasterGradients {
   }
 
  private:
-  std::unordered_map<const c10::TensorImpl*, at::Tensor> masters_;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> masters_;
 };
 
 enum class Stage : uint8_t { ready, unscaled, stepped };
@@ -133,8 +134,21 @@ class OptimizerRecords {
     return const_cast<OptimizerRecords*>(this)->find(optimizer);
   }
 
+  /// Whether the gradients of `taker` lie unscaled on float masters, for its step to take.
+  /// \throws c10::Error if they do and it is the inner optimizer of a MasterWeights, whose own
+  ///   gradients still carry the scale
+  bool of_masters(const StepTaker& taker) const {
+    const OptimizerRecord* const record = find(taker.optimizer());
+    const bool has_masters = record != nullptr && !record->masters.empty();
+    TORCH_CHECK(
+        taker.fused() != nullptr || !has_masters,
+        "step(): the gradients were unscaled onto the float masters of a MasterWeights around "
+        "this optimizer, which alone can step with them; pass the MasterWeights to step()");
+    return has_masters;
+  }
+
   void forget(const torch::optim::Optimizer& optimizer) {
-    std::erase_if(entries_, [&](const Entry& entry) { return entry.optimizer == &optimizer; });
+    entries_.remove_if([&](const Entry& entry) { return entry.optimizer == &optimizer; });
   }
 
   /// The same, but what was found still counts.
@@ -176,7 +190,7 @@ class OptimizerRecords {
   }
 
   std::vector<at::Tensor> released_;
-  std::deque<Entry> entries_;  // a deque: references to records stay valid as others are added
+  std::list<Entry> entries_;  // a list: references to records stay valid as others are added
 };
 
 }  // namespace detail

@@ -124,15 +124,6 @@ inline GradientReport report_to_clip(const StepTaker& taker, bool of_masters) {
   return report;
 }
 
-/// Gradients that lie unscaled on masters are no inner optimizer's to take: its own still carry the
-/// scale.
-inline void check_masters(const StepTaker& taker, bool of_masters) {
-  TORCH_CHECK(
-      taker.fused() != nullptr || !of_masters,
-      "step(): the gradients were unscaled onto the float masters of a MasterWeights around "
-      "this optimizer, which alone can step with them; pass the MasterWeights to step()");
-}
-
 /// The step of a disabled scaler: clips, sets to zero and steps, whatever the gradients are.
 inline StepResult step_without_scale(const StepTaker& taker, bool of_masters,
                                      const StepOptions& options, ReadbackPool& pool) {
