@@ -37,6 +37,10 @@ void set_library_defaults() {
   setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16", /*overwrite=*/0);
   // In place of 300,000; threads that never look (OMP_WAIT_POLICY=passive) are woken for each op.
   if (std::getenv("OMP_WAIT_POLICY") == nullptr) setenv("GOMP_SPINCOUNT", "10000", 0);
+  // The gradient of the word embeddings is 47 MB in float32, and freed each step. By default malloc
+  // asks the kernel for that much anew, and each page of it faults: an eighth of the step.
+  if (std::getenv("MALLOC_MMAP_THRESHOLD_") == nullptr) mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  if (std::getenv("MALLOC_TRIM_THRESHOLD_") == nullptr) mallopt(M_TRIM_THRESHOLD, 1 << 30);
 }
 
 int cores_of_this_process() {

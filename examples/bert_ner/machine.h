@@ -21,13 +21,15 @@ torch::Device find_device(const std::string& name, int index = 0);
 /// each then takes its part of the cores, unless OMP_NUM_THREADS says otherwise.
 void set_threads(int threads, int processes = 1);
 
-/// Sets two variables that libraries read from the environment, unless the user did. Call it before
-/// the first op and before other threads run.
+/// Sets what libraries read from the environment, unless the user did. Call it before the first op
+/// and before other threads run.
 /// - ONEDNN_PRIMITIVE_CACHE_CAPACITY, how many kernels oneDNN keeps. Its own bound is 1,024, which
 ///   batches of many lengths fill, with a quarter of a MiB each and more.
 /// - GOMP_SPINCOUNT, how often libgomp's threads look before they sleep. Its own 300,000 times
 ///   waste the cores that they wait for, where another program has some. libgomp reads it when it is
 ///   loaded, so that it holds in processes that this one starts: the rows of the table.
+/// - MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, in this process: malloc keeps what large
+///   tensors leave for the next step, and does not give it back to the kernel.
 void set_library_defaults();
 
 /// Cores that this process may run on.
