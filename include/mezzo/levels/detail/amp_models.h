@@ -25,7 +25,6 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/rnn.h>
 #include <torch/optim/adagrad.h>
 
@@ -71,26 +70,6 @@ inline void check_model(const torch::nn::Module& model) {
     TORCH_CHECK(!is_low_precision(dtype), "Found buffer ", item.key(), " of ", model.name(),
                 " with type ", dtype_name(dtype), expected_float32(dtype));
   }
-}
-
-inline bool is_batch_norm(const torch::nn::Module& module) {
-  return dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
-         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
-         dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
-}
-
-/// The parameters and buffers of the batch norms in `model`.
-inline TensorSet tensors_of_batch_norms(torch::nn::Module& model) {
-  TensorSet tensors;
-  model.apply([&tensors](torch::nn::Module& module) {
-    if (const auto* const script = dynamic_cast<const ScriptModuleImpl*>(&module)) {
-      ScriptBatchNorms::collect(script->script(), tensors);
-    } else if (is_batch_norm(module)) {
-      for (const auto& item : module.parameters(false)) tensors.insert(item.unsafeGetTensorImpl());
-      for (const auto& item : module.buffers(false)) tensors.insert(item.unsafeGetTensorImpl());
-    }
-  });
-  return tensors;
 }
 
 /// The same tensor object in another dtype, so that whoever holds it, an optimizer say, sees that.

@@ -1,6 +1,6 @@
 /// \file
-/// What initialize must know of TorchScript: which tensors are a batch norm's, and how values are
-/// cast on the way in and out.
+/// Which tensors are a batch norm's, in C++ and in TorchScript, and how a script's values are cast
+/// on the way in and out.
 #pragma once
 
 #include <mezzo/base/detail/low_precision.h>
@@ -12,6 +12,8 @@
 #include <ATen/core/symbol.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/jit/ir/ir.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
 
 #include <cstddef>
 #include <memory>
@@ -73,6 +75,26 @@ class ScriptBatchNorms {
   c10::IValue model_;
   TensorSet& tensors_;
 };
+
+inline bool is_batch_norm(const torch::nn::Module& module) {
+  return dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
+         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
+         dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
+}
+
+/// The parameters and buffers of the batch norms in `model`.
+inline TensorSet tensors_of_batch_norms(torch::nn::Module& model) {
+  TensorSet tensors;
+  model.apply([&tensors](torch::nn::Module& module) {
+    if (const auto* const script = dynamic_cast<const ScriptModuleImpl*>(&module)) {
+      ScriptBatchNorms::collect(script->script(), tensors);
+    } else if (is_batch_norm(module)) {
+      for (const auto& item : module.parameters(false)) tensors.insert(item.unsafeGetTensorImpl());
+      for (const auto& item : module.buffers(false)) tensors.insert(item.unsafeGetTensorImpl());
+    }
+  });
+  return tensors;
+}
 
 /// `value` with its floating tensors in `dtype`, in tuples, lists and dicts too, which are copied.
 inline c10::IValue cast_script_value(const c10::IValue& value, at::ScalarType dtype) {
