@@ -1,6 +1,10 @@
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wreturn-type"  // only the real `main` may end without a value
+#pragma GCC diagnostic ignored "-Wsign-conversion"
 #define main bert_finetune_main
 #include "../../examples/bert_finetune/main.cpp"
 #undef main
+#pragma GCC diagnostic pop
 
 #include "../support/scratch.h"
 #include "targets.h"

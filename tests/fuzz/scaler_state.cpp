@@ -108,13 +108,9 @@ void train(mezzo::GradScaler& scaler, std::string_view bytes) {
 /// A state dictionary, the same as tensors, and an archive of them. What is refused changes
 /// nothing; what is taken is a scaler that trains.
 void scaler_state(std::string_view bytes) {
-  static const bool has_no_warnings = [] {
-    c10::WarningUtils::set_warnAlways(false);
-    return true;
-  }();
-  static_cast<void>(has_no_warnings);
   const unsigned char way = take_byte(bytes);
   mezzo::GradScaler scaler;
+  scaler.on_skip(nullptr);
   if (way % 2 == 1) static_cast<void>(scaler.scale(at::zeros({})));  // the state lies on a device
   if (way % 2 == 1) scaler.set_growth_interval(7);
   const StateDict before = scaler.state_dict();
