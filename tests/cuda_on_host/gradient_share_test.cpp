@@ -2,6 +2,7 @@
 // element once, and the table sends each block to its part of a tensor, beyond 2^31 elements too.
 
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
+#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/gradient_table.h>
 

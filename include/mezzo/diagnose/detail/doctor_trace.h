@@ -168,16 +168,20 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   void note_product(std::string_view op, OpArguments inputs) {
     if (const auto factors = matrix_factors(op, inputs)) {
       const auto& [left, right] = *factors;
-      note_product({.m = left.size(-2), .n = right.size(-1), .k = left.size(-1)});
+      note_product(
+          {.module = place(), .m = left.size(-2), .n = right.size(-1), .k = left.size(-1)});
     } else if (op == "aten::convolution") {
       const at::Tensor& weight = inputs[1].toTensor();
-      note_product({.is_convolution = true, .m = 8, .n = weight.size(0), .k = weight.size(1)});
+      note_product({.module = place(),
+                    .is_convolution = true,
+                    .m = 8,
+                    .n = weight.size(0),
+                    .k = weight.size(1)});
     }
   }
 
   void note_product(SeenProduct product) {
     if (product.m % 8 == 0 && product.n % 8 == 0 && product.k % 8 == 0) return;
-    product.module = place();
     product.is_of_weight = owner_.has_value();
     add_once(products_, product);
   }

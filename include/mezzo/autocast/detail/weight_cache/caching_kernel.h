@@ -18,6 +18,7 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <torch/version.h>
 
 #include <array>
 #include <cstddef>
