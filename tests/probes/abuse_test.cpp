@@ -125,11 +125,11 @@ const StepPath kPaths[] = {
                         GradStorage::in_place),
 };
 
-constexpr double kScale = 1024;
+constexpr double kLossScale = 1024;
 
 /// Values of bfloat16, times the scale, which is a power of two.
 Tensor values(std::vector<int64_t> shape, torch::ScalarType dtype) {
-  return (torch::randn(shape).to(torch::kBFloat16).to(torch::kFloat) * kScale).to(dtype);
+  return (torch::randn(shape).to(torch::kBFloat16).to(torch::kFloat) * kLossScale).to(dtype);
 }
 
 /// A gradient of {4, 6} for a parameter of `dtype`.
@@ -192,7 +192,7 @@ const Form kForms[] = {
     {"SparseWithAnIndexTwice",
      [](auto dtype) {
        return torch::sparse_coo_tensor(torch::tensor({{0, 2, 0}}, torch::kLong),
-                                       values({3, 6}, dtype).sign() * kScale, {4, 6});
+                                       values({3, 6}, dtype).sign() * kLossScale, {4, 6});
      }},
 };
 
@@ -243,8 +243,8 @@ bool same_bits(const Tensor& a, const Tensor& b) {
 }
 
 /// Three parameters, of which the one in the middle gets the odd gradients.
-struct Training {
-  explicit Training(const StepPath& path) : dtype(path.dtype) {
+struct Trained {
+  explicit Trained(const StepPath& path) : dtype(path.dtype) {
     torch::manual_seed(1);
     for (const std::vector<int64_t>& shape : std::vector<std::vector<int64_t>>{{5}, {4, 6}, {3}}) {
       parameters.push_back(torch::randn(shape).to(dtype).requires_grad_());
@@ -279,7 +279,7 @@ struct Training {
   torch::ScalarType dtype;
   std::vector<Tensor> parameters;
   Stepper stepper;
-  GradScaler scaler{GradScalerOptions().init_scale(kScale)};
+  GradScaler scaler{GradScalerOptions().init_scale(kLossScale)};
 };
 
 void expect_same_weights(const std::vector<Tensor>& now, const std::vector<Tensor>& then) {
@@ -289,31 +289,31 @@ void expect_same_weights(const std::vector<Tensor>& now, const std::vector<Tenso
 /// One way to step.
 struct Call {
   std::string name;
-  std::function<std::optional<mezzo::StepResult>(Training&)> step;
+  std::function<std::optional<mezzo::StepResult>(Trained&)> step;
 };
 
 const Call kCalls[] = {
     {"Step",
-     [](Training& training) {
+     [](Trained& training) {
        std::optional result = training.step();
        training.scaler.update();
        return result;
      }},
     {"StepThatClipsAndClears",
-     [](Training& training) {
+     [](Trained& training) {
        std::optional result = training.step({.max_norm = 0.5, .zero_grad = true});
        training.scaler.update();
        return result;
      }},
     {"UnscaleThenStep",
-     [](Training& training) {
+     [](Trained& training) {
        training.scaler.unscale_(training.any());
        std::optional result = training.step();
        training.scaler.update();
        return result;
      }},
     {"NoScaler",
-     [](Training& training) {
+     [](Trained& training) {
        training.any().step();
        return std::optional<mezzo::StepResult>();
      }},
@@ -332,7 +332,7 @@ TEST_P(Abuse, GradientsOfOddMemoryGiveTheBitsOfPlainOnesOrAreRefused) {
   for (const Call& call : kCalls) {
     for (const Form& form : kForms) {
       SCOPED_TRACE(call.name + ", " + form.name);
-      Training odd(GetParam()), plain(GetParam());
+      Trained odd(GetParam()), plain(GetParam());
       for (int step = 0; step < 2; ++step) {
         odd.set_gradients(step, form, false);
         plain.set_gradients(step, form, true);
@@ -349,8 +349,8 @@ TEST_P(Abuse, GradientsOfOddMemoryGiveTheBitsOfPlainOnesOrAreRefused) {
           // libtorch adds in another order what is expanded or sparse; without a scaler gradients
           // are as large as the scale.
           const double rounding = is_libtorchs(GetParam()) ? 1e-6 : 0;
-          EXPECT_TRUE(
-              torch::allclose(odd.parameters[i], plain.parameters[i], rounding, rounding * kScale))
+          EXPECT_TRUE(torch::allclose(odd.parameters[i], plain.parameters[i], rounding,
+                                      rounding * kLossScale))
               << i;
         }
       }
@@ -364,8 +364,8 @@ TEST_P(Abuse, AGradientThatIsRefusedSpoilsNoOther) {
     for (const Call& call : kCalls) {
       if (call.name == "NoScaler" && is_libtorchs(GetParam())) continue;  // it takes integers
       SCOPED_TRACE(call.name + ", " + form.name);
-      Training odd(GetParam()), plain(GetParam());
-      for (Training* training : {&odd, &plain}) {
+      Trained odd(GetParam()), plain(GetParam());
+      for (Trained* training : {&odd, &plain}) {
         training->set_gradients(0, kForms[0], false);
         call.step(*training);
         training->set_gradients(1, kForms[0], false);
@@ -392,7 +392,7 @@ TEST_P(Abuse, AnInfInAGradientOfOddMemorySkipsTheStep) {
     for (const Form& form : kForms) {
       if (form.name == "WithoutMemory" || form.name == "WithAGraph") continue;
       SCOPED_TRACE(call.name + ", " + form.name);
-      Training training(GetParam());
+      Trained training(GetParam());
       training.set_gradients(0, kForms[0], false);
       call.step(training);
       training.set_gradients(1, form, false);
@@ -406,7 +406,7 @@ TEST_P(Abuse, AnInfInAGradientOfOddMemorySkipsTheStep) {
       EXPECT_FALSE(result->ran());
       expect_same_weights(training.weights(), before);
       EXPECT_EQ(bytes_of(training.any()), state);
-      EXPECT_EQ(training.scaler.get_scale(), kScale / 2);
+      EXPECT_EQ(training.scaler.get_scale(), kLossScale / 2);
     }
   }
 }
@@ -415,7 +415,7 @@ TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
   for (const Call& call : kCalls) {
     if (call.name == "NoScaler") continue;
     SCOPED_TRACE(call.name);
-    Training training(GetParam());
+    Trained training(GetParam());
     training.set_gradients(0, kForms[0], false);
     call.step(training);
     const auto before = training.weights();
@@ -445,7 +445,7 @@ TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
 TEST_P(Abuse, AnInfInOneOfSeveralMicroBatchesSkipsTheStep) {
   for (int bad = 0; bad < 3; ++bad) {
     SCOPED_TRACE(bad);
-    Training training(GetParam());
+    Trained training(GetParam());
     const auto accumulate = [&](bool has_inf) {
       for (int micro = 0; micro < 3; ++micro) {
         Tensor loss = torch::zeros({});
@@ -473,7 +473,7 @@ TEST_P(Abuse, AnInfInOneOfSeveralMicroBatchesSkipsTheStep) {
 TEST_P(Abuse, ParametersWithoutAGradientStayAsTheyAre) {
   for (const Call& call : kCalls) {
     SCOPED_TRACE(call.name);
-    Training all(GetParam()), some(GetParam());
+    Trained all(GetParam()), some(GetParam());
     for (int step = 0; step < 2; ++step) {
       all.set_gradients(step, kForms[0], false);
       some.set_gradients(step, kForms[0], false);
@@ -497,7 +497,7 @@ TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
     EXPECT_THAT(made, HasSubstr("parameter"));
     return;
   }
-  GradScaler scaler(GradScalerOptions().init_scale(kScale));
+  GradScaler scaler(GradScalerOptions().init_scale(kLossScale));
   (void)scaler.scale(torch::zeros({}));
   EXPECT_NO_THROW(stepper.any().step());
   EXPECT_THAT(error_of([&] { stepper.step(scaler); }),
@@ -507,13 +507,13 @@ TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
 }
 
 TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {
-  Training thrown(GetParam()), plain(GetParam());
+  Trained thrown(GetParam()), plain(GetParam());
   bool throws = true;
   thrown.parameters[0].register_hook([&](const Tensor& gradient) {
     if (throws) throw std::runtime_error("a hook");
     return gradient;
   });
-  const auto backward = [](Training& training) {
+  const auto backward = [](Trained& training) {
     Tensor loss = torch::zeros({});
     for (const Tensor& parameter : training.parameters) {
       loss = loss + parameter.to(torch::kFloat).square().sum();
@@ -522,7 +522,7 @@ TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {
   };
   EXPECT_THROW(backward(thrown), std::runtime_error);
   throws = false;
-  for (Training* training : {&thrown, &plain}) {
+  for (Trained* training : {&thrown, &plain}) {
     training->stepper.optimizer->zero_grad();
     backward(*training);
     training->step({.max_norm = 0.5});
@@ -532,15 +532,15 @@ TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {
 }
 
 TEST_P(Abuse, AClosureThatThrowsChangesNothing) {
-  Training thrown(GetParam()), plain(GetParam());
-  for (Training* training : {&thrown, &plain}) training->set_gradients(0, kForms[0], false);
+  Trained thrown(GetParam()), plain(GetParam());
+  for (Trained* training : {&thrown, &plain}) training->set_gradients(0, kForms[0], false);
   const auto before = thrown.weights();
   const std::string state = bytes_of(thrown.any());
   EXPECT_THROW(thrown.any().step([]() -> Tensor { throw std::runtime_error("a closure"); }),
                std::runtime_error);
   expect_same_weights(thrown.weights(), before);
   EXPECT_EQ(bytes_of(thrown.any()), state);
-  for (Training* training : {&thrown, &plain}) {
+  for (Trained* training : {&thrown, &plain}) {
     training->step();
     training->scaler.update();
   }
