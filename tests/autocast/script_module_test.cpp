@@ -10,6 +10,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -139,6 +140,51 @@ TEST(ScriptModule, RefusesArgumentsThatTheScriptDoesNotTakeUnderAutocastToo) {
   const mezzo::Autocast<torch::kCPU> autocast;
   EXPECT_THROW(script(images(), images()), c10::Error);
   EXPECT_THROW(script(3.0), c10::Error);
+}
+
+TEST(ScriptModule, HasTheBuffersThatItsForwardReplaced) {
+  const auto counter = [] {
+    torch::jit::Module inner("Counter");
+    inner.register_buffer("calls", torch::zeros({1}));
+    inner.define("def forward(self, x):\n  self.calls = self.calls + 1\n  return x * self.calls\n");
+    torch::jit::Module outer("Net");
+    outer.register_module("counter", inner);
+    outer.define("def forward(self, x):\n  return self.counter.forward(x)\n");
+    return outer;
+  };
+  const torch::jit::Module script = counter();
+  ScriptModule net(script);
+  net(images());
+  {
+    const mezzo::Autocast<torch::kCPU> autocast;
+    net(images());
+  }
+  EXPECT_EQ(net->named_buffers()["counter.calls"].item<float>(), 2);
+
+  torch::jit::Module(script).forward({images()});  // not by way of the ScriptModule
+  std::stringstream file;
+  torch::save(net.ptr(), file);
+  ScriptModule loaded(counter());
+  loaded(images());
+  auto pointer = loaded.ptr();
+  torch::load(pointer, file);
+  EXPECT_EQ(loaded->script().attr("counter").toModule().attr("calls").toTensor().item<float>(), 3);
+}
+
+// The file is torch.jit.script's of
+//     def forward(self, x):
+//         with torch.autocast("cpu", enabled=False):
+//             return self.fc(x)
+TEST(ScriptModule, RefusesAScriptThatOpensARegionItself) {
+  ScriptModule net(torch::jit::load(MEZZO_AUTOCAST_TEST_DATA "/opens_autocast.pt"));
+  EXPECT_NO_THROW(net(torch::ones({2, 2})));
+  const mezzo::Autocast<torch::kCPU> autocast;
+  EXPECT_THAT(
+      [&] {
+        net(torch::ones({2, 2}));
+      },
+      testing::ThrowsMessage<c10::Error>(
+          testing::HasSubstr("opens a torch.autocast region in its forward")));
 }
 
 TEST(AutocastModule, RunsTorchScriptUnderItsSettingInAnyThread) {

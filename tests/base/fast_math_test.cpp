@@ -1,6 +1,8 @@
 // Compiled with -ffast-math, under which `x != x` and std::isfinite(x) are constants. The kernels
-// come in an inline namespace of their own, or the linker might pick another unit's copy of them.
+// come in an inline namespace of their own, or the linker might pick another unit's copy of them;
+// mezzo::compiled has none of that name.
 
+#undef MEZZO_COMPILED
 #include <mezzo/base/version.h>
 #undef MEZZO_ABI_NAMESPACE
 #define MEZZO_ABI_NAMESPACE fast_math

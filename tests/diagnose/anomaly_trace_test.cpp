@@ -265,6 +265,14 @@ TEST(AnomalyTrace, NamesAnEpsThatHalfRoundsToZero) {
   }
 }
 
+TEST(AnomalyTrace, BlamesNoEpsThatFloat32Loses) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model);
+  torch::zeros({4}).add(1e-50).log();
+  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+  EXPECT_EQ(trace.anomalies()[0].lost_scalar, std::nullopt);
+}
+
 TEST(AnomalyTrace, TakesMemoryThatAnOpHasNotWrittenYetForNoAnomaly) {
   auto model = traced_model();
   for (int repeat = 0; repeat < 20; ++repeat) {

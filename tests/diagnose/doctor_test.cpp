@@ -149,6 +149,21 @@ TEST(Doctor, NamesWeightsBuffersAndInputsThatTheTypeDoesNotHold) {
   EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, range, "input 0", "this input")));
 }
 
+TEST(Doctor, ReadsWeightsThatHaveNoArithmeticAndCountsWhatIsFinite) {
+  Attention model;
+  model.register_buffer("packed", torch::ones({4}).to(torch::kFloat8_e4m3fn));
+  torch::Tensor values = torch::ones({1000});
+  values.slice(0, 0, 985).fill_(std::numeric_limits<float>::quiet_NaN());
+  values[999] = 1e-30;  // one of 15, and of 1000
+  model.register_parameter("half_lost", values);
+  const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, kInHalf);
+  EXPECT_THAT(
+      diagnosis.findings,
+      Contains(AllOf(about(FindingTopic::range), Field("where", &DoctorFinding::where, "half_lost"),
+                     Field("reason", &DoctorFinding::reason, HasSubstr("6.7")))))
+      << diagnosis;
+}
+
 TEST(Doctor, TellsAFaultOfPrecisionFromOneOfTheModel) {
   struct Large : torch::nn::Module {
     torch::nn::Linear layer{8, 8};

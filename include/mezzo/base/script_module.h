@@ -36,6 +36,18 @@ namespace detail {
 template <class M>
 concept IsScript = std::derived_from<M, torch::jit::Module>;
 
+/// Whether a `with` statement of the script is about an autocast region.
+inline bool opens_autocast(const torch::jit::Block& block) {
+  for (const torch::jit::Node* const node : block.nodes()) {
+    const bool enters = node->kind() == c10::prim::Enter;
+    if (enters && node->input(0)->type()->str().find("autocast") != std::string::npos) return true;
+    for (const torch::jit::Block* const inner : node->blocks()) {
+      if (opens_autocast(*inner)) return true;
+    }
+  }
+  return false;
+}
+
 /// `forward` with its calls inlined and no cast added.
 inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Module& script) {
   // Under autocast libtorch would write casts into the graph, and keep that graph.
@@ -43,6 +55,11 @@ inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Modu
   const torch::jit::Method forward = script.get_method("forward");
   auto graph = torch::jit::toGraphFunction(forward.function()).optimized_graph()->copy();
   torch::jit::Inline(*graph);
+  TORCH_CHECK(
+      !opens_autocast(*graph->block()),
+      "ScriptModule: this script opens a torch.autocast region in its forward, which means "
+      "nothing when its ops run one by one; save it without, and use mezzo::Autocast and op "
+      "policies, or call it outside of autocast");
   return graph;
 }
 
@@ -96,7 +113,8 @@ class ScriptModuleImpl : public torch::nn::Module {
       register_buffer(item.name, item.value);
     }
     for (const auto& item : script_.named_children()) {
-      register_module(item.name, std::make_shared<ScriptModuleImpl>(item.value));
+      scripts_.push_back(
+          register_module(item.name, std::make_shared<ScriptModuleImpl>(item.value)));
     }
   }
 
@@ -105,8 +123,25 @@ class ScriptModuleImpl : public torch::nn::Module {
   c10::IValue forward(std::vector<c10::IValue> arguments) {
     const bool is_autocast =
         at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA);
-    return is_autocast ? interpreter_->run(std::move(arguments))
-                       : script_.forward(std::move(arguments));
+    c10::IValue result = is_autocast ? interpreter_->run(std::move(arguments))
+                                     : script_.forward(std::move(arguments));
+    settle_buffers();
+    return result;
+  }
+
+  /// Takes over the values of buffers that the script has replaced, as `self.mean = ...` does in
+  /// its forward, and gives it the tensor back that it had; not where gradients flow through the
+  /// new one. What runs the script by way of this class, saves, loads or moves it has that done.
+  void settle_buffers() {
+    const c10::NoGradGuard no_grad;
+    for (auto& item : named_buffers(/*recurse=*/false)) {
+      const at::Tensor present = script_._ivalue()->getAttr(item.key()).toTensor();
+      if (present.is_same(item.value()) || present.requires_grad()) continue;
+      if (present.is_inference() != item.value().is_inference()) continue;
+      item.value().set_data(present);
+      script_._ivalue()->setAttr(item.key(), item.value());
+    }
+    for (const auto& child : scripts_) child->settle_buffers();
   }
 
   /// The same with the arguments one by one.
@@ -129,6 +164,26 @@ class ScriptModuleImpl : public torch::nn::Module {
     }
     return std::make_shared<ScriptModuleImpl>(copy);
   }
+  void save(torch::serialize::OutputArchive& archive) const override {
+    const_cast<ScriptModuleImpl*>(this)->settle_buffers();  // what is saved is the script's
+    torch::nn::Module::save(archive);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    settle_buffers();
+    torch::nn::Module::load(archive);
+  }
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override {
+    settle_buffers();
+    torch::nn::Module::to(device, dtype, non_blocking);
+  }
+  void to(torch::Dtype dtype, bool non_blocking = false) override {
+    settle_buffers();
+    torch::nn::Module::to(dtype, non_blocking);
+  }
+  void to(torch::Device device, bool non_blocking = false) override {
+    settle_buffers();
+    torch::nn::Module::to(device, non_blocking);
+  }
   void train(bool on = true) override {
     torch::nn::Module::train(on);
     script_.train(on);
@@ -142,6 +197,7 @@ class ScriptModuleImpl : public torch::nn::Module {
 
  private:
   torch::jit::Module script_;
+  std::vector<std::shared_ptr<ScriptModuleImpl>> scripts_;  // its children
   std::shared_ptr<detail::ScriptInterpreter> interpreter_;
 };
 
@@ -158,8 +214,8 @@ class ScriptModuleImpl : public torch::nn::Module {
 /// initialize, DataParallel, TrainingState) makes one by itself.
 ///
 /// Parameters must require grad to be trained; those that torch::jit::load reads do as they did
-/// when they were saved. A frozen model (torch::jit::freeze) has none. What a script registers
-/// later, or `setattr` replaces, is not seen.
+/// when they were saved. A frozen model (torch::jit::freeze) has none. What is registered later,
+/// or a parameter that `setattr` replaces, is not seen.
 class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
  public:
   ScriptModule(torch::jit::Module script)  // NOLINT(google-explicit-constructor)

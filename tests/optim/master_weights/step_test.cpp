@@ -494,6 +494,19 @@ TEST(MasterWeightsStep, ADisabledScalerClipsClearsAndSteps) {
   EXPECT_TRUE(torch::allclose(master_params(optimizer)[0], torch::tensor({-3.6F, -4.8F})));
 }
 
+TEST(MasterWeightsStep, ADisabledScalerLeavesAloneWhatHasNoMaster) {
+  const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  const auto y = torch::zeros({2}, torch::kComplexFloat).requires_grad_();
+  torch::optim::SGD inner({x, y}, torch::optim::SGDOptions(1.0));
+  MasterWeights optimizer(inner);
+  GradScaler disabled(GradScalerOptions().enabled(false));
+  x.mutable_grad() = torch::ones_like(x);
+  y.mutable_grad() = torch::ones_like(y);
+  disabled.unscale_(optimizer);
+  disabled.step(optimizer);
+  EXPECT_TRUE(torch::equal(y, -torch::ones_like(y)));
+}
+
 TEST(MasterWeightsStep, PublishesFloatWeightsToACache) {
   torch::nn::Linear model(4, 3);
   model->bias.set_data(model->bias.detach().to(torch::kBFloat16));

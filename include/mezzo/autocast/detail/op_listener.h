@@ -17,7 +17,8 @@ namespace detail {
 /// The base of a class that hears this thread's ops while it lives. `Listener` derives from it and
 /// has `Note entered(const at::RecordFunction&)`, called before an op, and `void left(const
 /// Note&)`, called after it with what `entered` returned. libtorch's callbacks are plain functions:
-/// they find the listener through the thread, which has one of each class.
+/// they find the listener through the thread. Of a class the innermost hears, for itself and for
+/// those around it: listeners of one class end in the reverse order, on their own thread.
 template <class Listener, class Note>
 class OpListener {
  public:

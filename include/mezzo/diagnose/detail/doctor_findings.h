@@ -59,8 +59,10 @@ inline std::string end_of(at::ScalarType dtype) {
   return c10::str(dtype_name(dtype), ", which ends at ", dtype == at::kHalf ? "65504" : "3.39e+38");
 }
 
-/// Which share of the values that are not zero `low` makes zero.
-inline double lost_share(const at::Tensor& values, at::ScalarType low) {
+/// Which share of the finite values that are not zero `low` makes zero.
+inline double lost_share(const at::Tensor& tensor, at::ScalarType low) {
+  const at::Tensor all = magnitudes(tensor);
+  const at::Tensor values = at::where(all.isfinite(), all, 0.0);
   const auto used = values.count_nonzero().item<double>();
   return used > 0 ? 1 - values.to(low).count_nonzero().item<double>() / used : 0;
 }

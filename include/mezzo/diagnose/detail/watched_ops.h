@@ -44,7 +44,10 @@ class KnownMemory {
     const auto [known, is_new] =
         known_.try_emplace(tensor.storage().unsafeGetStorageImpl(),
                            Storage{tensor.storage().getWeakStorageImpl(), {}});
-    known->second.stretches.push_back({bytes_of(tensor), std::move(fact)});
+    const Bytes bytes = bytes_of(tensor);
+    auto& stretches = known->second.stretches;
+    std::erase_if(stretches, [&](const Stretch& one) { return one.bytes == bytes; });
+    stretches.push_back({bytes, std::move(fact)});
   }
 
   /// What was noted last of a tensor that shares a byte with this one.
@@ -83,6 +86,7 @@ class KnownMemory {
  private:
   struct Bytes {
     std::int64_t begin = 0, end = 0;  // in the storage
+    bool operator==(const Bytes&) const = default;
   };
   struct Stretch {
     Bytes bytes;
@@ -196,8 +200,10 @@ inline bool results_in_first(const OpenOp& op) {
   return name.starts_with("aten::_scaled_dot_product_") && !name.ends_with("_backward");
 }
 
-/// An eps that was added, or clamped to, and that the dtype rounds to 0.
+/// An eps that was added, or clamped to, and that a dtype of 16 bits rounds to 0: float32 would
+/// hold it.
 inline std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype) {
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return std::nullopt;
   constexpr std::array<std::string_view, 8> kOps = {
       "aten::add",   "aten::add_",   "aten::sub",       "aten::sub_",
       "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_"};

@@ -226,8 +226,8 @@ class MpiQueue {
     if (part.stage == PartStage::first && test(operation, part.request)) {
       if (part.second.start != nullptr && !may_start_second) return false;
       if (part.between) part.between();
-      part.stage = part.second.start != nullptr ? PartStage::second : PartStage::done;
       if (part.second.start != nullptr) start(operation, part, part.second);
+      part.stage = part.second.start != nullptr ? PartStage::second : PartStage::done;
     }
     if (part.stage == PartStage::second && test(operation, part.request)) {
       part.stage = PartStage::done;

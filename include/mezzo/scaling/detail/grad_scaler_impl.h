@@ -110,7 +110,7 @@ MEZZO_INLINE std::vector<at::Tensor> GradScaler::unscaled_parameters(AnyOptimize
 /// Of a disabled scaler: whoever clips the gradients of the masters finds them there all the same.
 MEZZO_INLINE void GradScaler::hand_to_masters(const detail::StepTaker& taker) {
   if (taker.fused() == nullptr) return;
-  detail::MasterGradients masters(taker);
+  detail::MasterGradients masters(taker, /*reads_all=*/false);
   if (!masters.empty()) records_.of(taker.optimizer()).masters = std::move(masters);
 }
 
@@ -126,7 +126,7 @@ MEZZO_INLINE detail::OptimizerRecord& GradScaler::unscale_into(const detail::Ste
                                if (!allow_fp16_gradients_ && !taker.keeps_master(group, parameter))
                                  detail::refuse_half_gradients(taker);
                              });
-  if (taker.fused() != nullptr) record.masters = detail::MasterGradients(taker);
+  if (taker.fused() != nullptr) record.masters = detail::MasterGradients(taker, /*reads_all=*/true);
   std::vector<DeviceGradientReport> all =
       detail::gradients_by_device(record.masters.holders(taker));
   record.found_inf.clear();

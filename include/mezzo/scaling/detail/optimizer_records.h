@@ -26,12 +26,14 @@ class MasterGradients {
  public:
   MasterGradients() = default;
 
-  /// Gives each master a copy of its parameter's gradient, still scaled.
-  explicit MasterGradients(const StepTaker& taker) {
+  /// Gives each master a copy of its parameter's gradient, still scaled. `reads_all` says whether
+  /// the caller is about to read the gradients of parameters without a master too.
+  MasterGradients(const StepTaker& taker, bool reads_all) {
     const NoGraphGuard no_graph;
     // All are coalesced and checked before the first master gets one: it would keep it.
-    for_each_parameter(taker.optimizer(), [](std::size_t, const at::Tensor& parameter) {
-      if (parameter.grad().defined()) (void)gradient_values(parameter);
+    for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
+      if (!parameter.grad().defined()) return;
+      if (reads_all || taker.keeps_master(group, parameter)) (void)gradient_values(parameter);
     });
     for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
       if (!parameter.grad().defined() || !taker.keeps_master(group, parameter)) return;
