@@ -179,7 +179,7 @@ TEST(ModelFiles, SaysWhatIsWrongWithTheConfiguration) {
 
 TEST(ModelFiles, ComparesSizesBeforeItTakesMemoryForThem) {
   const std::vector<std::pair<const char*, const char*>> cases{
-      {"num_hidden_layers", "lacks bert.encoder.layer.999999.intermediate.dense.weight"},
+      {"num_hidden_layers", "lacks bert.encoder.layer.2.intermediate.dense.weight"},
       {"hidden_size", "bert.embeddings.word_embeddings.weight is"},
       {"vocab_size", "bert.embeddings.word_embeddings.weight is"},
       {"max_position_embeddings", "bert.embeddings.position_embeddings.weight is"},

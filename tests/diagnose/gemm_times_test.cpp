@@ -152,7 +152,7 @@ TEST(BenchmarkGemms, CountsTheConvolutionsThatItDoesNotTime) {
   EXPECT_EQ(bare.convolutions, 0);
   EXPECT_THAT(table(bare), testing::Not(HasSubstr("not timed")));
   EXPECT_THAT([&] { mezzo::benchmark_gemms(torch::nn::Conv2d(1, 2, 3), image, kQuick); },
-              ThrowsMessage<c10::Error>(HasSubstr("1 convolutions, which it does not time")));
+              ThrowsMessage<c10::Error>(HasSubstr("1 convolutions, which are not")));
 }
 
 TEST(BenchmarkGemms, SaysWhatItCannotTime) {

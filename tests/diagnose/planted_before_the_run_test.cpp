@@ -144,7 +144,7 @@ const std::vector<PlantedFault> kBeforeTheRun = {
      [] {
        return doctor_of_layer(nn::Conv2d(3, 8, 3), torch::ones({2, 3, 8, 8}));
      },
-     {"note (model): its weight is 3 x 8"}},
+     {"note (model): its channels are 3 in, 8 out"}},
     {"DoctorWeightCastTwice",
      "one weight that two products read",
      [] {

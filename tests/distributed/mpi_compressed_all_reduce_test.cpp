@@ -384,7 +384,7 @@ TEST(CompressedAllReduce, WrongOptionsAreRefused) {
   };
   EXPECT_THAT(error({.compress_dtype = at::kFloat}),
               testing::HasSubstr("`compress_dtype` must be bfloat16 or half, but is Float"));
-  EXPECT_THAT(error({.error_feedback = true}), testing::HasSubstr("set `compress_dtype`"));
+  EXPECT_THAT(error({.error_feedback = true}), testing::HasSubstr("set compress_dtype too"));
   EXPECT_THAT(error({.compress_dtype = at::kHalf, .loss_scale = [] { return at::ones({}); }}),
               testing::HasSubstr("`loss_scale` is for `error_feedback`, which is off"));
 }

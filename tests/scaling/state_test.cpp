@@ -125,10 +125,11 @@ TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
       "The source state dict is empty, possibly because it was saved from a disabled instance of "
       "GradScaler.";
   GradScaler scaler;
-  EXPECT_EQ(error_of([&] { scaler.load_state_dict(disabled.state_dict()); }), words);
+  EXPECT_THAT(error_of([&] { scaler.load_state_dict(disabled.state_dict()); }),
+              testing::StartsWith(words));
   std::stringstream stream;
   torch::save(disabled, stream);
-  EXPECT_EQ(error_of([&] { torch::load(scaler, stream); }), words);
+  EXPECT_THAT(error_of([&] { torch::load(scaler, stream); }), testing::StartsWith(words));
 }
 
 TEST(GradScalerState, RefusesABadStateAndStaysAsItWas) {

@@ -113,7 +113,7 @@ TEST(PrecisionText, NamesTheBadPartAndWhatIsKnown) {
        "\"grads\" is not a key; known are params (p), compute (c) and output (o)"},
       {"p=f32,", "\"\" should be key=dtype"},
       {"f32,bf16", "\"f32\" should be key=dtype"},
-      {"c=f16,compute=bf16", "\"compute\" says again what an earlier part says"},
+      {"c=f16,compute=bf16", "\"compute\" is given twice"},
       {"c=f16=f16", "\"f16=f16\" is not a dtype"}};
   for (const auto& [text, error] : errors) {
     EXPECT_THAT([text = text] { Precision::parse(text); },

@@ -111,7 +111,7 @@ TEST(InitializeScript, CallsTheModelUnderItsLevelByAnyHandle) {
   EXPECT_THAT(error_of([&] {
                 mezzo::initialize({script, handle}, OptLevel::O0(), kSilent);
               }),
-              HasSubstr("again; give each once"));
+              HasSubstr("again; give each model once"));
 }
 
 TEST(InitializeScript, CastsTensorsInsideOfWhatGoesInAndComesOut) {
