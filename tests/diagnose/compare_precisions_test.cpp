@@ -316,6 +316,9 @@ TEST(ComparePrecisions, SaysWhatItCannotCompare) {
   const auto compare = [&] { mezzo::compare_precisions(model, kCrossEntropy, batches, {kBf16}); };
   EXPECT_THAT([&] { mezzo::compare_precisions(model, kCrossEntropy, batches_of(0)); },
               ThrowsMessage<c10::Error>(HasSubstr("batches is empty; give ten")));
+  torch::nn::Linear empty(nullptr);
+  EXPECT_THAT([&] { mezzo::compare_precisions(empty, kCrossEntropy, batches, {kBf16}); },
+              ThrowsMessage<c10::Error>(HasSubstr("the model is an empty holder")));
   {
     const mezzo::Autocast<torch::kCPU> autocast;
     EXPECT_THAT(compare, ThrowsMessage<c10::Error>(HasSubstr("outside of Autocast regions")));

@@ -189,7 +189,7 @@ TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
                               .communicator = 2,
                               .sequence = 9,
                               .collective = "all_gather\nof 3 Float"}};
-  const Heartbeat read = Heartbeat::decode(beat.encode());
+  const Heartbeat read = mezzo::detail::decode<Heartbeat>(mezzo::detail::encode(beat));
   EXPECT_EQ(read.count, beat.count);
   EXPECT_EQ(read.state, beat.state);
   EXPECT_EQ(read.activity.calls, beat.activity.calls);
@@ -199,7 +199,7 @@ TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
   EXPECT_FALSE(read.activity.has_called(2, 10));
   EXPECT_FALSE(read.activity.has_called(3, 1));
   for (const char* const other : {"", "12", "x\n", "1\n2\n"}) {
-    EXPECT_THAT(error_of([&] { Heartbeat::decode(other); }),
+    EXPECT_THAT(error_of([&] { mezzo::detail::decode<Heartbeat>(other); }),
                 HasSubstr("the store holds something else"));
   }
 }

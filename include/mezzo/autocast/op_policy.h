@@ -90,17 +90,21 @@ class OpPolicy {
   OpPolicy() = default;
 
   /// Floating inputs are cast to the region's dtype.
-  [[nodiscard]] OpPolicy allow(std::string_view op) const;
+  [[nodiscard]] OpPolicy allow(std::string_view op) const {
+    return set(op, OpCategory::lower_precision);
+  }
 
   /// Floating inputs are cast to float32.
-  [[nodiscard]] OpPolicy deny(std::string_view op) const;
+  [[nodiscard]] OpPolicy deny(std::string_view op) const { return set(op, OpCategory::fp32); }
 
   /// Floating inputs are cast to the widest of their dtypes; half and bfloat16 meet in float32.
-  [[nodiscard]] OpPolicy promote(std::string_view op) const;
+  [[nodiscard]] OpPolicy promote(std::string_view op) const { return set(op, OpCategory::promote); }
 
   /// Autocast looks past the op: it runs in its inputs' dtypes, and ops that it is made of are
   /// treated as ever.
-  [[nodiscard]] OpPolicy ignore(std::string_view op) const;
+  [[nodiscard]] OpPolicy ignore(std::string_view op) const {
+    return set(op, OpCategory::fallthrough);
+  }
 
   /// A banned op runs in float32, as binary_cross_entropy does on the CPU.
   /// \throws c10::Error also when no device bans the op
@@ -127,10 +131,10 @@ class OpPolicy {
   /// mv and einsum in the region's dtype, binary_cross_entropy banned. Edits every op on which the
   /// two devices differ, about 200. An op that the CPU has no low-precision kernel for (many linear
   /// algebra ops and Fourier transforms) then refuses such inputs, as CUDA does.
-  static OpPolicy cuda_like();
+  static OpPolicy cuda_like() { return like(c10::DeviceType::CUDA); }
 
   /// The CPU's lists, on either device.
-  static OpPolicy cpu_like();
+  static OpPolicy cpu_like() { return like(c10::DeviceType::CPU); }
 
   /// The edits, sorted by name.
   std::vector<OpEntry> edits() const;

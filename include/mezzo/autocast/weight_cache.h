@@ -141,7 +141,9 @@ class WeightCache {
   /// the device but, on CUDA, an event. In a cache that isolates threads it holds for the calling
   /// thread. \throws c10::Error as buffer_for does, and if `copy` does not fit `weight`; nothing
   /// has changed then
-  void publish(const at::Tensor& weight, const at::Tensor& copy) const;
+  void publish(const at::Tensor& weight, const at::Tensor& copy) const {
+    publish({{weight, copy}});
+  }
 
   /// The same for all that one stream has just written, weights with their copies: one event for
   /// each device. Those before a pair that throws are published.

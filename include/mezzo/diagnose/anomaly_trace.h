@@ -15,23 +15,28 @@
 /// DebugUnderflowOverflow does in Python.
 #pragma once
 
+#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly.h>
+#include <mezzo/diagnose/detail/anomaly_recorder.h>
+#include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/telemetry.h>
 
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
 #include <functional>
 #include <iostream>
 #include <memory>
+#include <ostream>
+#include <sstream>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-namespace detail {
-class AnomalyRecorder;
-}
 
 /// While it exists, reads what each op of the creating thread returns, and each op and node of the
 /// backward passes that this thread calls for what it computed, on whatever thread autograd runs
@@ -50,27 +55,46 @@ class AnomalyRecorder;
 class AnomalyTrace {
  public:
   /// Keeps the parameters, not the model. \throws c10::Error if the thread has one already
-  explicit AnomalyTrace(const torch::nn::Module& model, AnomalyTraceOptions options = {});
-  ~AnomalyTrace();
+  explicit AnomalyTrace(const torch::nn::Module& model, AnomalyTraceOptions options = {})
+      : recorder_(std::make_shared<detail::AnomalyRecorder>(model, std::move(options))) {
+    recorder_->start();
+  }
+  ~AnomalyTrace() { recorder_->stop(); }
   AnomalyTrace(const AnomalyTrace&) = delete;
   AnomalyTrace& operator=(const AnomalyTrace&) = delete;
 
   /// The anomalies so far, in their order. Results that read a bad one are not listed again. After
   /// four anomalies no result is read any more.
-  std::vector<Anomaly> anomalies() const;
+  std::vector<Anomaly> anomalies() const { return recorder_->anomalies(); }
 
   /// The last ops before the first anomaly, or so far, the earliest first. Views are left out.
-  std::vector<AnomalyFrame> frames() const;
+  std::vector<AnomalyFrame> frames() const { return recorder_->frames(); }
 
   /// Whether a backward pass has run a node since this object was made.
-  bool saw_backward() const;
+  bool saw_backward() const { return recorder_->saw_backward(); }
 
  private:
   std::shared_ptr<detail::AnomalyRecorder> recorder_;
 };
 
 /// The anomalies, a line each, and the frames before the first as a table.
-std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace);
+inline std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace) {
+  const std::vector<Anomaly> anomalies = trace.anomalies();
+  std::ostringstream text;
+  if (anomalies.empty()) text << "no op made an inf or NaN\n";
+  for (const Anomaly& anomaly : anomalies) text << anomaly.message() << "\n";
+  text << (anomalies.empty() ? "the last ops" : "the ops before the first") << ", |x| from to:\n";
+  for (const AnomalyFrame& frame : trace.frames()) {
+    for (const ValueRange& range : frame.outputs) {
+      if (range.dtype == at::ScalarType::Undefined) continue;
+      text << detail::table_line({10, 10, 0},
+                                 {detail::digits(range.smallest), detail::digits(range.largest),
+                                  c10::str("  ", detail::dtype_name(range.dtype), " [",
+                                           c10::Join(", ", range.sizes), "]  ", frame.place())});
+    }
+  }
+  return stream << text.str();
+}
 
 struct AnomalyWatchOptions {
   std::int64_t skips_in_a_row = 3;  ///< so many wake it
@@ -88,7 +112,11 @@ class AnomalyWatch {
  public:
   /// Keeps the parameters of `model`, which has to live as long as the watch.
   /// \throws c10::Error unless skips_in_a_row is positive
-  explicit AnomalyWatch(const torch::nn::Module& model, AnomalyWatchOptions options = {});
+  explicit AnomalyWatch(const torch::nn::Module& model, AnomalyWatchOptions options = {})
+      : model_(&model), options_(std::move(options)) {
+    TORCH_CHECK(options_.skips_in_a_row > 0, "AnomalyWatch: skips_in_a_row is ",
+                options_.skips_in_a_row, "; it should be positive");
+  }
 
   void operator()(const TelemetryRecord& record);
 
@@ -102,6 +130,28 @@ class AnomalyWatch {
   std::shared_ptr<AnomalyTrace> trace_;  // of the step under way
 };
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+inline void AnomalyWatch::operator()(const TelemetryRecord& record) {
+  constexpr std::int64_t kRarely = 1000;
+  skips_ = record.skipped ? skips_ + 1 : 0;
+  if (trace_ != nullptr) {
+    if (!trace_->saw_backward()) return;  // of a step before, told late
+    const std::shared_ptr<AnomalyTrace> done = std::exchange(trace_, nullptr);
+    quiet_until_ = record.step + kRarely;
+    tell(*done);
+    return;
+  }
+  if (skips_ < options_.skips_in_a_row || record.step < quiet_until_) return;
+  trace_ = std::make_shared<AnomalyTrace>(*model_, options_.trace);
+}
 
-#include <mezzo/diagnose/detail/anomaly_trace_impl.h>  // IWYU pragma: export
+inline void AnomalyWatch::tell(const AnomalyTrace& trace) const {
+  const bool is_first = options_.trace.rank.value_or(0) == 0;
+  if (options_.stream != nullptr && (is_first || !trace.anomalies().empty())) {
+    std::ostringstream text;
+    text << "Traced a step after " << options_.skips_in_a_row << " skipped in a row: " << trace;
+    *options_.stream << text.str() << std::flush;
+  }
+  if (options_.callback) options_.callback(trace);
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

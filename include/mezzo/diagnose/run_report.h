@@ -112,8 +112,8 @@ inline void RunReport::add(const Overflow& overflow) {
 inline void RunReport::add(const AnomalyTrace& trace) {
   std::ostringstream text;
   text << trace;
-  anomalies_ += "<section><h2>Where it began</h2><pre>" + detail::html_text(text.str()) +
-                "</pre></section>\n";
+  anomalies_ +=
+      detail::section_html("Where it began", "<pre>" + detail::html_text(text.str()) + "</pre>");
 }
 
 inline void RunReport::Point::add(const Point& other) {

@@ -23,10 +23,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-namespace detail {
-class CompressBuffers;
-}
-
 struct GradAllReduceOptions {
   /// Gradients become averages over the ranks (`Reduction::average`): NCCL divides as it reads, and
   /// so does `compress_dtype`; gradients of float and double cost MPI one more pass over the
@@ -123,74 +119,61 @@ class GradAllReduce {
 
  private:
   std::shared_ptr<detail::BucketedGradients> gradients_;
-  std::shared_ptr<detail::CompressBuffers> compress_buffers_;  ///< null where nothing is compressed
+  std::shared_ptr<detail::CompressedExchange> compressed_;  ///< null where nothing is compressed
   int64_t callback_ = 0;
 };
 
 namespace detail {
 
-inline void check_can_be_reduced(const char* caller, const GradBuckets& buckets,
-                                 const Communicator& communicator) {
-  TORCH_CHECK(buckets.options().storage() == GradStorage::flat, caller, " on rank ",
+inline void check_can_be_reduced(const GradBuckets& buckets, const Communicator& communicator) {
+  TORCH_CHECK(buckets.options().storage() == GradStorage::flat, "GradAllReduce on rank ",
               communicator.rank(),
               ": `buckets` must have flat storage; make them with "
               "GradBucketsOptions().storage(GradStorage::flat)");
   for (const GradBucket& bucket : buckets.buckets()) {
     TORCH_CHECK(
-        communicator.serves(bucket.device.type()), caller, " on rank ", communicator.rank(),
+        communicator.serves(bucket.device.type()), "GradAllReduce on rank ", communicator.rank(),
         ": gradients lie on ", bucket.device,
         ", which `communicator` does not serve; move the model (MPI takes cpu, NCCL takes cuda)");
   }
 }
 
-inline void check_options(const char* caller, const GradAllReduceOptions& options) {
-  TORCH_CHECK(!options.compress_dtype || is_low_precision(*options.compress_dtype), caller,
-              ": `compress_dtype` must be bfloat16 or half, but is ",
+inline void check_options(const GradAllReduceOptions& options) {
+  TORCH_CHECK(!options.compress_dtype || is_low_precision(*options.compress_dtype),
+              "GradAllReduce: `compress_dtype` must be bfloat16 or half, but is ",
               options.compress_dtype.value_or(at::kFloat));
-  TORCH_CHECK(
-      !options.error_feedback || options.compress_dtype, caller,
-      ": `error_feedback` carries what rounding to `compress_dtype` loses; set compress_dtype too");
-  TORCH_CHECK(!options.loss_scale || options.error_feedback, caller,
-              ": `loss_scale` is for `error_feedback`, which is off; set error_feedback = true, or "
+  TORCH_CHECK(!options.error_feedback || options.compress_dtype,
+              "GradAllReduce: `error_feedback` carries what rounding to `compress_dtype` loses; "
+              "set compress_dtype too");
+  TORCH_CHECK(!options.loss_scale || options.error_feedback,
+              "GradAllReduce: `loss_scale` is for `error_feedback`, which is off; set "
+              "error_feedback = true, or "
               "leave loss_scale out");
-}
-
-/// `buffers` is null where nothing is compressed.
-inline std::unique_ptr<BucketExchange> make_exchange(const GradAllReduceOptions& options,
-                                                     BucketedGradients& gradients,
-                                                     const Communicator& communicator,
-                                                     std::shared_ptr<CompressBuffers> buffers) {
-  if (buffers == nullptr) {
-    return std::make_unique<AllReduceExchange>(gradients, communicator, options.average);
-  }
-  return std::make_unique<CompressedExchange>(gradients, communicator, std::move(buffers),
-                                              options.average, options.loss_scale);
-}
-
-inline std::shared_ptr<CompressBuffers> make_compress_buffers(const GradAllReduceOptions& options,
-                                                              const Communicator& communicator) {
-  if (!options.compress_dtype) return nullptr;
-  return std::make_shared<CompressBuffers>(communicator, *options.compress_dtype,
-                                           options.error_feedback);
 }
 
 }  // namespace detail
 
 inline GradAllReduce::GradAllReduce(GradBuckets& buckets, Communicator communicator,
                                     const GradAllReduceOptions& options)
-    : gradients_(detail::shared(buckets)),
-      compress_buffers_(detail::make_compress_buffers(options, communicator)) {
-  detail::check_can_be_reduced("GradAllReduce", buckets, communicator);
-  detail::check_options("GradAllReduce", options);
-  auto exchange = detail::make_exchange(options, *gradients_, communicator, compress_buffers_);
+    : gradients_(detail::shared(buckets)) {
+  detail::check_can_be_reduced(buckets, communicator);
+  detail::check_options(options);
+  std::shared_ptr<detail::BucketExchange> exchange;
+  if (options.compress_dtype) {
+    exchange = compressed_ = std::make_shared<detail::CompressedExchange>(
+        *gradients_, communicator, *options.compress_dtype, options.average, options.error_feedback,
+        options.loss_scale);
+  } else {
+    exchange =
+        std::make_shared<detail::AllReduceExchange>(*gradients_, communicator, options.average);
+  }
   auto reduction = std::make_shared<detail::GradientReduction>(
       "GradAllReduce", *gradients_, std::move(communicator), std::move(exchange));
   callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 
 inline std::vector<at::Tensor> GradAllReduce::residuals() const {
-  return compress_buffers_ == nullptr ? std::vector<at::Tensor>()
-                                      : compress_buffers_->residuals(gradients_->buckets());
+  return compressed_ == nullptr ? std::vector<at::Tensor>() : compressed_->residuals();
 }
 
 inline GradAllReduce::~GradAllReduce() { gradients_->end_ready(callback_); }

@@ -5,7 +5,6 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
@@ -44,6 +43,8 @@ struct ShardedOptimizerBytes {
 };
 
 namespace detail {
+
+class StateTable;
 
 template <class Traits>
 Traits traits_of(const ElementwiseOptimizer<Traits>& optimizer);  // never called
@@ -241,7 +242,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOpti
   mutable Communicator communicator_;
   std::vector<Known> known_;  // of all groups, in order
   GradBuckets buckets_;
-  detail::ShardExchange* exchange_;  // lives as long as the buckets
+  std::shared_ptr<detail::ShardExchange> exchange_;
   detail::ShardedWeights weights_;
   std::vector<std::size_t> group_of_;  // a parameter of the buckets
   std::unique_ptr<Inner> inner_;

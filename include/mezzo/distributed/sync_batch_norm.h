@@ -2,14 +2,33 @@
 /// Batch normalisation over the batches of all ranks.
 #pragma once
 
+#include <mezzo/autocast/autograd_function.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/batch_norm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <ostream>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -50,7 +69,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
-  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options, Communicator communicator);
+  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options, Communicator communicator)
+      : NormImplBase(norm_options), communicator_(std::move(communicator)) {}
 
   at::Tensor forward(const at::Tensor& input);
 
@@ -62,12 +82,177 @@ class SyncBatchNormImpl
 
  private:
   at::Tensor normalise(const at::Tensor& input);
-  double momentum_of_this_batch();
 
   Communicator communicator_;
 };
 TORCH_MODULE(SyncBatchNorm);
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+namespace detail {
 
-#include <mezzo/distributed/detail/sync_batch_norm_impl.h>  // IWYU pragma: export
+/// Of each channel, over the batches of all ranks; one-dimensional, in the wide dtype.
+struct ChannelStatistics {
+  at::Tensor mean, variance;  ///< [C]; the variance is the biased one
+  at::Tensor count;           ///< [1]: values a channel
+};
+
+/// All dimensions but that of the channels.
+inline std::vector<int64_t> dims_within_channel(const at::Tensor& input) {
+  std::vector<int64_t> dims{0};
+  for (int64_t dim = 2; dim < input.dim(); ++dim) dims.push_back(dim);
+  return dims;
+}
+
+/// [C] in a shape that spreads over [N, C, ...].
+inline at::Tensor spread(const at::Tensor& of_channel, const at::Tensor& input) {
+  std::vector<int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
+  shape[1] = -1;
+  return of_channel.view(shape);
+}
+
+inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
+                                                 Communicator& communicator) {
+  const int64_t channels = wide_input.size(1);
+  const int64_t count = wide_input.numel() / std::max<int64_t>(channels, 1);
+  at::Tensor variance = at::zeros({channels}, wide_input.options());
+  at::Tensor mean = variance;
+  if (count > 0) {
+    std::tie(variance, mean) =
+        at::var_mean(wide_input, dims_within_channel(wide_input), /*correction=*/0);
+  }
+  const at::Tensor own =
+      at::cat({mean, variance, at::full({1}, static_cast<double>(count), wide_input.options())});
+  const at::Tensor all = at::empty({communicator.size(), own.numel()}, own.options());
+  communicator.all_gather(all, own).wait();
+
+  const at::Tensor means = all.narrow(1, 0, channels);
+  const at::Tensor variances = all.narrow(1, channels, channels);
+  const at::Tensor counts = all.narrow(1, 2 * channels, 1);
+  const at::Tensor total = counts.sum(0);
+  const at::Tensor joint_mean = means.mul(counts).sum(0).div(total);
+  const at::Tensor squares = variances.add(means.sub(joint_mean).square()).mul(counts);
+  return {joint_mean, squares.sum(0).div(total), total};
+}
+
+struct HeldCommunicator : torch::CustomClassHolder {
+  explicit HeldCommunicator(Communicator held) : communicator(std::move(held)) {}
+  Communicator communicator;
+};
+
+/// (x - mean) / sqrt(variance + eps) * weight + bias of all ranks' statistics; beside it mean,
+/// variance and count, without gradient.
+struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
+  using Context = torch::autograd::AutogradContext;
+
+  static torch::autograd::variable_list forward(Context* context, const at::Tensor& input,
+                                                const at::Tensor& weight, const at::Tensor& bias,
+                                                double eps, Communicator communicator) {
+    const AutocastOff autocast_off;
+    const at::Tensor wide = input.to(wide_dtype(input));
+    const ChannelStatistics statistics = statistics_of_all_ranks(wide, communicator);
+    const at::Tensor inverse = statistics.variance.add(eps).rsqrt();
+    at::Tensor output = wide.sub(spread(statistics.mean, input));
+    output.mul_(spread(inverse.mul(weight), input));
+    output.add_(spread(bias, input));
+    context->save_for_backward({input, weight, statistics.mean, inverse, statistics.count});
+    context->saved_data["communicator"] =
+        at::IValue::make_capsule(c10::make_intrusive<HeldCommunicator>(std::move(communicator)));
+    context->mark_non_differentiable({statistics.mean, statistics.variance, statistics.count});
+    return {output.to(input.scalar_type()), statistics.mean, statistics.variance, statistics.count};
+  }
+
+  static torch::autograd::variable_list backward(Context* context,
+                                                 torch::autograd::variable_list gradients) {
+    TORCH_CHECK(
+        !c10::GradMode::is_enabled(),
+        "SyncBatchNorm has no gradient of its gradient: call backward without create_graph");
+    const AutocastOff autocast_off;
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &input = saved[0], &weight = saved[1], &mean = saved[2], &inverse = saved[3];
+    const auto dims = dims_within_channel(input);
+    const at::Tensor gradient = gradients[0].to(mean.scalar_type());
+    const at::Tensor normalised =
+        input.to(mean.scalar_type()).sub(spread(mean, input)).mul_(spread(inverse, input));
+    const at::Tensor own_sum = gradient.sum(dims);
+    const at::Tensor own_product = gradient.mul(normalised).sum(dims);
+
+    torch::autograd::variable_list results(5);  // autograd brings them to the inputs' dtypes
+    if (context->needs_input_grad(0)) {
+      const at::Tensor sums = at::cat({own_sum, own_product});
+      auto held = context->saved_data["communicator"].toCapsule();
+      auto& communicator = static_cast<HeldCommunicator&>(*held).communicator;
+      communicator.all_reduce(sums, Reduction::sum).wait();
+      sums.div_(saved[4]);
+      const at::Tensor mean_gradient = sums.narrow(0, 0, input.size(1));
+      const at::Tensor mean_product = sums.narrow(0, input.size(1), input.size(1));
+      at::Tensor result = gradient.sub(spread(mean_gradient, input));
+      result.sub_(normalised.mul(spread(mean_product, input)));
+      result.mul_(spread(inverse.mul(weight), input));
+      results[0] = result;
+    }
+    if (context->needs_input_grad(1)) results[1] = own_product;
+    if (context->needs_input_grad(2)) results[2] = own_sum;
+    return results;
+  }
+};
+
+}  // namespace detail
+
+inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
+  TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", communicator_.rank(),
+              ": `input` must be [N, C] or [N, C, ...], but has ", input.dim(),
+              " dimensions; give it a batch dimension");
+  TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm on rank ",
+              communicator_.rank(), ": `input` has ", input.size(1),
+              " channels, and num_features is ", options.num_features(),
+              "; make it with the number of channels");
+  TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", communicator_.rank(),
+              ": `input` is ", input.scalar_type(), "; it must be of a floating dtype");
+  TORCH_CHECK(communicator_.serves(input.device().type()), "SyncBatchNorm on rank ",
+              communicator_.rank(), ": `input` is on ", input.device(),
+              ", which the communicator does not serve; move the model and its input (MPI takes "
+              "cpu, NCCL takes cuda)");
+}
+
+inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
+  _check_input_dim(input);
+  if (is_training() || !options.track_running_stats()) return normalise(input);
+  return at::batch_norm(input, weight, bias, running_mean, running_var, /*training=*/false,
+                        /*momentum=*/0.0, options.eps(), /*cudnn_enabled=*/true);
+}
+
+inline at::Tensor SyncBatchNormImpl::normalise(const at::Tensor& input) {
+  TORCH_CHECK(
+      communicator_.size() > 1 || input.numel() != input.size(1),
+      "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
+      input.sizes(),
+      ". In C++: give all ranks together more than one value per channel, or call eval()");
+  const bool affine = options.affine();
+  const auto results = detail::NormaliseOverRanks::apply(
+      input, affine ? weight : at::ones({input.size(1)}, input.options()),
+      affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), communicator_);
+  if (is_training() && options.track_running_stats()) {
+    const c10::NoGradGuard no_grad;
+    const at::Tensor &mean = results[1], &variance = results[2], &count = results[3];
+    num_batches_tracked.add_(1);
+    const double momentum =
+        options.momentum() ? *options.momentum() : 1.0 / num_batches_tracked.item<double>();
+    const at::Tensor unbiased = variance.mul(count.div(count.sub(1).clamp_min_(1)));
+    running_mean.lerp_(mean.to(running_mean.scalar_type()), momentum);
+    running_var.lerp_(unbiased.to(running_var.scalar_type()), momentum);
+  }
+  return results[0];
+}
+
+inline void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
+  stream << std::boolalpha << "mezzo::SyncBatchNorm(" << options.num_features()
+         << ", eps=" << options.eps() << ", momentum=";
+  if (options.momentum().has_value()) {
+    stream << *options.momentum();
+  } else {
+    stream << "None";
+  }
+  stream << ", affine=" << options.affine()
+         << ", track_running_stats=" << options.track_running_stats() << ')';
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -4,6 +4,8 @@
 /// optimization level says. Includes libtorch's modules, which take twelve seconds to compile.
 #pragma once
 
+#include <mezzo/autocast/detail/in_force.h>
+#include <mezzo/autocast/detail/region.h>
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/detail/amp_models.h>
@@ -17,6 +19,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/optim/optimizer.h>
 
+#include <array>
 #include <concepts>
 #include <cstdint>
 #include <exception>
@@ -178,9 +181,12 @@ class Amp {
     bool keeps_own_masters;
   };
 
+  /// Autocast on the devices of a model, or none.
+  using ForwardRegions = std::array<std::optional<detail::Region>, detail::kPolicyDevices.size()>;
+
   /// The module of that identity; `regions` are then those that its model runs under.
   torch::nn::Module& find_and_enter(const void* wanted, const std::string& name,
-                                    detail::ForwardRegions& regions) const;
+                                    ForwardRegions& regions) const;
   Given& given(const torch::optim::Optimizer& optimizer);
   std::size_t checked_loss(int64_t loss_id) const;
   at::Tensor begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,

@@ -194,9 +194,6 @@ class WeightCasts {
   virtual void leave() noexcept = 0;
 
  protected:
-  WeightCasts() = default;
-  WeightCasts(const WeightCasts&) = delete;
-  WeightCasts& operator=(const WeightCasts&) = delete;
   ~WeightCasts() = default;
 };
 
@@ -205,9 +202,6 @@ class WeightCasts {
 /// the weight cache into each unit that has a region.
 class CacheOwner {
  public:
-  CacheOwner(const CacheOwner&) = delete;
-  CacheOwner& operator=(const CacheOwner&) = delete;
-
   std::shared_ptr<WeightCasts> casts_of_this_thread() { return casts_of_this_thread_(*this); }
 
  protected:

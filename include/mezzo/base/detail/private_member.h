@@ -1,6 +1,6 @@
 /// \file
 /// A private data member of libtorch's, where nothing public tells the same. Three are read so, and
-/// each reader says why: RecordFunction's inputs (op_arguments.h), the number of tensors that share
+/// each reader says why: RecordFunction's inputs (op_listener.h), the number of tensors that share
 /// a version (weight_identity.h) and what an archive holds (archive_value.h).
 #pragma once
 

@@ -72,20 +72,13 @@ struct CheckpointAccess {
   }
 };
 
-inline std::optional<DecodedParts> decode_if_whole(const FileCalls& calls,
-                                                   const std::filesystem::path& file,
-                                                   const TrainingState& state,
-                                                   const LoadOptions& options, std::int64_t& step,
-                                                   std::string& damage, RankOf who = {}) {
-  try {
-    const CheckpointReader reader(calls, file);
-    step = reader.index().step;
-    return decode_parts(reader, CheckpointAccess::parts(state), options.subset, options.device,
-                        who);
-  } catch (const DamagedCheckpoint& error) {
-    damage = error.what();
-    return std::nullopt;
-  }
+/// \throws DamagedCheckpoint, or c10::Error for a file that is whole but does not fit
+inline DecodedParts decode_file(const FileCalls& calls, const std::filesystem::path& file,
+                                const TrainingState& state, const LoadOptions& options,
+                                std::int64_t& step, RankOf who = {}) {
+  const CheckpointReader reader(calls, file);
+  step = reader.index().step;
+  return decode_parts(reader, CheckpointAccess::parts(state), options.subset, options.device, who);
 }
 
 }  // namespace detail
@@ -239,21 +232,20 @@ inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const Trai
   std::string damages;
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
     LoadedCheckpoint loaded{name.path, 0};
-    std::string damage;
-    std::optional<detail::DecodedParts> decoded;
+    detail::DecodedParts decoded;
     try {
-      decoded = detail::decode_if_whole(calls_, name.path, state, options, loaded.step, damage);
+      decoded = detail::decode_file(calls_, name.path, state, options, loaded.step);
+    } catch (const detail::DamagedCheckpoint& damage) {
+      pass_over(name.path, damage.what());
+      damages += "\n  " + name.path.string() + ": " + damage.what();
+      continue;
     } catch (const c10::Error&) {
       if (detail::is_there(name.path)) throw;
       return load_newest(state, options);  // who saves has removed it: there is a newer one
     }
-    if (decoded) {
-      detail::apply_parts(name.path.string(), std::move(decoded->pending));
-      for (const std::string& note : decoded->notes) warn(name.path.string() + ": " + note);
-      return loaded;
-    }
-    pass_over(name.path, damage);
-    damages += "\n  " + name.path.string() + ": " + damage;
+    detail::apply_parts(name.path.string(), std::move(decoded.pending));
+    for (const std::string& note : decoded.notes) warn(name.path.string() + ": " + note);
+    return loaded;
   }
   TORCH_CHECK(damages.empty(), folder_.string(), " has no checkpoint that is whole:", damages,
               "\nMove them elsewhere to begin anew");
@@ -272,13 +264,15 @@ inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
       !detail::CheckpointAccess::parts(state).empty(),
       "load_checkpoint: the state is empty; add what was saved, as in state.add(\"model\", model)");
   LoadedCheckpoint loaded{file, 0};
-  std::string damage;
-  auto decoded =
-      detail::decode_if_whole(detail::FileCalls(), file, state, options, loaded.step, damage);
-  TORCH_CHECK(decoded.has_value(), file.string(), " is damaged (", damage,
-              "); load the checkpoint before it");
-  detail::apply_parts(file.string(), std::move(decoded->pending));
-  for (const std::string& note : decoded->notes) TORCH_WARN(file.string(), ": ", note);
+  detail::DecodedParts decoded;
+  try {
+    decoded = detail::decode_file(detail::FileCalls(), file, state, options, loaded.step);
+  } catch (const detail::DamagedCheckpoint& damage) {
+    TORCH_CHECK(false, file.string(), " is damaged (", damage.what(),
+                "); load the checkpoint before it");
+  }
+  detail::apply_parts(file.string(), std::move(decoded.pending));
+  for (const std::string& note : decoded.notes) TORCH_WARN(file.string(), ": ", note);
   return loaded;
 }
 

@@ -2,7 +2,7 @@
 /// Which op made an inf or NaN, and why.
 #pragma once
 
-#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly.h>

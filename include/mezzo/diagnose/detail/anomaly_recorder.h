@@ -2,7 +2,7 @@
 /// Listens to the ops and autograd nodes of a step.
 #pragma once
 
-#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/detail/anomaly_judge.h>

@@ -3,7 +3,6 @@
 /// modules in float32, and a count of bytes.
 #pragma once
 
-#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/named_tensors.h>

@@ -4,6 +4,7 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
+#include <mezzo/base/model_list.h>
 #include <mezzo/base/precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/compare_precisions.h>
@@ -19,7 +20,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <concepts>
 #include <cstddef>
 #include <exception>
 #include <iterator>
@@ -27,21 +27,11 @@
 #include <optional>
 #include <ostream>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-template <class Model>
-torch::nn::Module& module_of(Model& model) {
-  if constexpr (std::derived_from<std::remove_cvref_t<Model>, torch::nn::Module>) {
-    return model;
-  } else {
-    return *model;
-  }
-}
 
 inline void check_comparison(torch::nn::Module& model, std::size_t batches,
                              const ComparisonOptions& options) {
@@ -251,14 +241,17 @@ template <class Model, class Loss, class Batches>
 PrecisionComparison compare_precisions(Model&& model, const Loss& loss, const Batches& batches,
                                        const std::vector<PrecisionSetting>& settings,
                                        const ComparisonOptions& options) {
-  torch::nn::Module& module = detail::module_of(model);
+  const auto module = detail::module_pointer(model);
+  TORCH_CHECK(module != nullptr,
+              "compare_precisions: the model is an empty holder or a null pointer; construct it "
+              "first");
   const auto number =
       static_cast<std::size_t>(std::distance(std::begin(batches), std::end(batches)));
-  detail::check_comparison(module, number, options);
+  detail::check_comparison(*module, number, options);
   const auto loss_of = [&](std::size_t batch) -> at::Tensor {
     return loss(model, *std::next(std::begin(batches), static_cast<std::ptrdiff_t>(batch)));
   };
-  detail::PrecisionBench bench(module, loss_of, number, options);
+  detail::PrecisionBench bench(*module, loss_of, number, options);
   return detail::compare_on(
       bench, settings.empty() ? candidate_precisions(bench.device().type()) : settings, options);
 }

@@ -176,67 +176,49 @@ inline std::string start_of(at::ScalarType dtype) {
                   dtype == at::kHalf ? "6e-08" : "9.2e-41");
 }
 
-/// One constant under the eyes of a dtype.
-class JudgedConstant {
- public:
-  JudgedConstant(const SeenConstant& seen, at::ScalarType low, c10::DeviceType device)
-      : seen_(seen), low_(low), device_(device), name_(short_name(seen.op)) {}
+inline std::string remedy_of_large(double value, c10::DeviceType device) {
+  if (value < 0) return "scores.masked_fill(mask, -std::numeric_limits<float>::infinity());";
+  return c10::str("mezzo::AutocastGuard exact({.device = ", cpp_name(device),
+                  ", .enabled = false});  // around it, with x.to(torch::kFloat)");
+}
 
-  DoctorFinding finding() const {
-    DoctorFinding finding{.topic = FindingTopic::range};
-    const std::string what = name_ + " with " + digits(seen_.value);
-    const bool is_large = overflows(seen_.value, at::kHalf);
-    if (!overflows(seen_.value, low_) && !vanishes(seen_.value, low_)) {
-      finding.reason = c10::str(what, " holds in ", dtype_name(low_), "; float16 would make it ",
-                                is_large ? "inf" : "0");
-    } else if (seen_.dtype != low_) {
-      finding.reason = c10::str(what, " computes in ", dtype_name(seen_.dtype), " here; ",
-                                dtype_name(low_), " would make it ", is_large ? "inf" : "0");
-    } else if (!seen_.was_met && !seen_.is_of_layer) {
-      finding.reason = what + " is in the code, but the traced run met no floating tensor with it";
-    } else if (is_large) {
-      finding.severity = FindingSeverity::error;
-      finding.reason = what + " computes in " + end_of(low_) + ": it throws, or makes inf and NaN";
-      finding.remedy = remedy_of_large();
-    } else if (adds_in_float32()) {
-      finding.reason = c10::str(what, ": the op adds it in float32, where it holds, but ",
-                                dtype_name(low_), " inputs have no variance so small to guard");
-      finding.remedy = ".eps(1e-5)  // of the layer's options";
-    } else {
-      finding.severity = FindingSeverity::warning;
-      finding.reason =
-          what + " computes in " + start_of(low_) + ": it becomes 0 and guards nothing";
-      finding.remedy = "x / norm.clamp_min(1e-6)  // or any eps of 6e-08 and more";
-    }
-    return finding;
+/// One constant under the eyes of `low`.
+inline DoctorFinding judged(const SeenConstant& seen, at::ScalarType low, c10::DeviceType device) {
+  DoctorFinding finding{.topic = FindingTopic::range};
+  const std::string name = short_name(seen.op);
+  const std::string what = name + " with " + digits(seen.value);
+  const bool is_large = overflows(seen.value, at::kHalf);
+  const bool adds_in_float32 = name.find("norm") != std::string::npos && name != "norm";
+  if (!overflows(seen.value, low) && !vanishes(seen.value, low)) {
+    finding.reason = c10::str(what, " holds in ", dtype_name(low), "; float16 would make it ",
+                              is_large ? "inf" : "0");
+  } else if (seen.dtype != low) {
+    finding.reason = c10::str(what, " computes in ", dtype_name(seen.dtype), " here; ",
+                              dtype_name(low), " would make it ", is_large ? "inf" : "0");
+  } else if (!seen.was_met && !seen.is_of_layer) {
+    finding.reason = what + " is in the code, but the traced run met no floating tensor with it";
+  } else if (is_large) {
+    finding.severity = FindingSeverity::error;
+    finding.reason = what + " computes in " + end_of(low) + ": it throws, or makes inf and NaN";
+    finding.remedy = remedy_of_large(seen.value, device);
+  } else if (adds_in_float32) {
+    finding.reason = c10::str(what, ": the op adds it in float32, where it holds, but ",
+                              dtype_name(low), " inputs have no variance so small to guard");
+    finding.remedy = ".eps(1e-5)  // of the layer's options";
+  } else {
+    finding.severity = FindingSeverity::warning;
+    finding.reason = what + " computes in " + start_of(low) + ": it becomes 0 and guards nothing";
+    finding.remedy = "x / norm.clamp_min(1e-6)  // or any eps of 6e-08 and more";
   }
-
- private:
-  bool adds_in_float32() const {
-    return name_.find("norm") != std::string::npos && name_ != "norm";
-  }
-
-  std::string remedy_of_large() const {
-    if (seen_.value < 0) {
-      return "scores.masked_fill(mask, -std::numeric_limits<float>::infinity());";
-    }
-    return c10::str("mezzo::AutocastGuard exact({.device = ", cpp_name(device_),
-                    ", .enabled = false});  // around it, with x.to(torch::kFloat)");
-  }
-
-  const SeenConstant& seen_;
-  at::ScalarType low_;
-  c10::DeviceType device_;
-  std::string name_;
-};
+  return finding;
+}
 
 /// Constants of one value and one verdict are one finding.
 inline void add_constants(Diagnosis& diagnosis, const std::vector<SeenConstant>& constants) {
   std::vector<std::pair<DoctorFinding, std::vector<std::string>>> found;
   std::vector<double> values;
   for (const SeenConstant& seen : constants) {
-    const DoctorFinding finding =
-        JudgedConstant(seen, diagnosis.dtype, diagnosis.device.type()).finding();
+    const DoctorFinding finding = judged(seen, diagnosis.dtype, diagnosis.device.type());
     std::size_t i = 0;
     while (i < found.size() &&
            !(values[i] == seen.value && found[i].first.severity == finding.severity)) {

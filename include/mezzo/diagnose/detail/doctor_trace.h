@@ -3,7 +3,6 @@
 /// awkward sizes, and casts of weights.
 #pragma once
 
-#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/autocast/detail/op_policy/trace_recorder.h>
 #include <mezzo/base/named_tensors.h>

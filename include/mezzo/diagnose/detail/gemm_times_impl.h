@@ -2,7 +2,6 @@
 /// From a model's products to their times.
 #pragma once
 
-#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/matmul_precision.h>

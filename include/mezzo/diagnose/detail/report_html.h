@@ -18,7 +18,6 @@
 #include <optional>
 #include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -59,59 +58,66 @@ td.text{text-align:left;white-space:normal;min-width:16rem;color:var(--soft)}
 td.name,th.name{text-align:left}tr.proposed{background:var(--good)}p{margin:.7rem 0 0}pre{margin:.6rem 0 0;overflow-x:auto}
 )";
 
+inline std::string td(const std::string& html, const char* attributes = "") {
+  return c10::str("<td", attributes, ">", html, "</td>");
+}
+
+/// `heads` are the cells of the first row, `rows` the others, all as HTML.
+inline std::string table_html(const std::string& heads, const std::string& rows) {
+  return "<div class=wide><table><tr>" + heads + "</tr>\n" + rows + "</table></div>";
+}
+
+inline std::string section_html(const std::string& title, const std::string& content) {
+  return "<section><h2>" + title + "</h2>" + content + "</section>\n";
+}
+
 inline std::string comparison_row_html(const PrecisionRow& row, bool is_proposed) {
-  std::ostringstream html;
-  html << (is_proposed ? "<tr class=proposed>" : "<tr>");
-  const auto cells = comparison_cells(row);
-  for (std::size_t i = 0; i < cells.size(); ++i) {
-    if (i > 0 && !row.failure.empty()) {
-      html << "<td class=text colspan=" << cells.size() - 1 << ">" << html_text(row.failure)
-           << "</td>";
-      break;
-    }
-    html << "<td>" << html_text(cells[i]) << "</td>";
+  std::string cells;
+  for (const std::string& cell : comparison_cells(row)) {
+    cells += td(html_text(cell));
+    if (row.failure.empty()) continue;
+    const std::size_t others = comparison_columns().size() - 1;
+    cells += td(html_text(row.failure), c10::str(" class=text colspan=", others).c_str());
+    break;
   }
-  html << "</tr>\n";
-  return html.str();
+  return (is_proposed ? "<tr class=proposed>" : "<tr>") + cells + "</tr>\n";
 }
 
 inline std::string causes_html(const PrecisionRow& row) {
-  std::ostringstream html;
+  std::string rows;
   const auto add = [&](const char* what, const std::vector<PrecisionCause>& causes) {
     for (const PrecisionCause& cause : worst_causes(causes, row.single_batch_error, 5)) {
-      html << "<tr><td>" << html_text(row.setting.name) << "</td><td class=name>" << what << " "
-           << html_text(cause.name) << "</td><td>" << digits(row.single_batch_error) << "</td><td>"
-           << digits(cause.error_without) << "</td></tr>\n";
+      rows +=
+          c10::str("<tr>", td(html_text(row.setting.name)),
+                   td(c10::str(what, " ", html_text(cause.name)), " class=name"),
+                   td(digits(row.single_batch_error)), td(digits(cause.error_without)), "</tr>\n");
     }
   };
   add("op", row.ops);
   add("module", row.modules);
-  return html.str();
+  return rows;
 }
 
 inline std::string comparison_html(const PrecisionComparison& comparison) {
-  std::ostringstream html;
-  html << "<section><h2>Precisions compared on " << comparison.device
-       << "</h2><div class=wide><table><tr>";
-  for (const std::string& column : comparison_columns()) html << "<th>" << column << "</th>";
-  html << "</tr>\n";
-  std::string causes;
+  std::string heads, rows, causes;
+  for (const std::string& column : comparison_columns()) heads += "<th>" + column + "</th>";
   const PrecisionRow& proposal = comparison.proposal();
   for (const PrecisionRow& row : comparison.rows) {
-    html << comparison_row_html(row, &row == &proposal);
+    rows += comparison_row_html(row, &row == &proposal);
     causes += causes_html(row);
   }
-  html << "</table></div><p>" << html_text(proposal_line(comparison)) << "</p>";
+  std::string html =
+      table_html(heads, rows) + "<p>" + html_text(proposal_line(comparison)) + "</p>";
   const std::string edits = proposal.setting.policy.to_string();
-  if (!edits.empty()) html << "<pre>" << html_text(edits) << "</pre>";
+  if (!edits.empty()) html += "<pre>" + html_text(edits) + "</pre>";
   if (!causes.empty()) {
-    html << "<h2 style='margin-top:1.2rem'>What costs accuracy</h2><div class=wide><table>"
-            "<tr><th>setting</th><th class=name>in float32</th><th>gradient error</th><th>without "
-            "it</th></tr>\n"
-         << causes << "</table></div>";
+    html += "<h2 style='margin-top:1.2rem'>What costs accuracy</h2>" +
+            table_html(
+                "<th>setting</th><th class=name>in float32</th><th>gradient error</th>"
+                "<th>without it</th>",
+                causes);
   }
-  html << "</section>\n";
-  return html.str();
+  return section_html(c10::str("Precisions compared on ", comparison.device), html);
 }
 
 /// From `first` to `last`, a bar for each exponent, darker where there are more values, over what
@@ -146,58 +152,52 @@ inline std::string exponents_html(const UnderflowReport& report) {
   const LayerExponents all = report.total();
   const int first = std::max(std::min(all.smallest().value_or(0), range.smallest - 4), -60);
   const int last = std::min(std::max(all.largest().value_or(0), range.largest) + 1, 60);
-  std::ostringstream html;
-  html << "<section><h2>Exponents by layer, in " << dtype_name(report.dtype())
-       << "</h2><div class=wide><table><tr><th>layer</th><th><div class=x><span>2^" << first
-       << "</span><span>2^" << last
-       << "</span></div></th><th>zero</th><th>lost</th><th>overflow</th></tr>\n";
+  std::string rows;
   for (const LayerExponents& layer : report.layers()) {
-    html << "<tr><td>" << html_text(layer.layer) << "</td><td>"
-         << exponent_strip(layer, range, first, last) << "</td>";
+    rows += "<tr>" + td(html_text(layer.layer)) + td(exponent_strip(layer, range, first, last));
     for (const double share : {layer.zero, layer.lost, layer.overflow + layer.non_finite}) {
-      html << "<td>" << digits(100 * share) << " %</td>";
+      rows += td(digits(100 * share) + " %");
     }
-    html << "</tr>\n";
+    rows += "</tr>\n";
   }
-  html << "</table></div><p>Red ground: lost or overflowing in this type; faint: subnormal. Loss "
-          "scale "
-       << digits(report.options().loss_scale, 6) << ".</p></section>\n";
-  return html.str();
+  const std::string heads =
+      c10::str("<th>layer</th><th><div class=x><span>2^", first, "</span><span>2^", last,
+               "</span></div></th><th>zero</th><th>lost</th><th>overflow</th>");
+  return section_html(
+      c10::str("Exponents by layer, in ", dtype_name(report.dtype())),
+      c10::str(table_html(heads, rows),
+               "<p>Red ground: lost or overflowing in this type; faint: subnormal. Loss scale ",
+               digits(report.options().loss_scale, 6), ".</p>"));
 }
 
 /// \param step  the first that is not recorded yet: the overflow's or, on a device, one before it;
 ///   none: nobody told of one
 inline std::string overflow_row_html(const Overflow& overflow, std::optional<std::int64_t> step) {
-  std::ostringstream html;
-  html << "<tr><td>";
-  if (step) html << "about step " << *step;
-  if (overflow.rank) html << (step ? ", rank " : "rank ") << *overflow.rank;
-  html << "</td><td>" << digits(overflow.step.scale, 8) << "</td>";
+  std::string when = step ? c10::str("about step ", *step) : std::string();
+  if (overflow.rank) when += c10::str(step ? ", rank " : "rank ", *overflow.rank);
+  const std::string begin = "<tr>" + td(when) + td(digits(overflow.step.scale, 8));
   if (overflow.parameters.empty()) {
-    html << "<td class=text colspan=6>" << html_text(overflow.cause()) << "</td></tr>\n";
-    return html.str();
+    return begin + td(html_text(overflow.cause()), " class=text colspan=6") + "</tr>\n";
   }
   const OverflowedParameter& first = overflow.parameters.front();
   double largest = 0;
   for (const LayerNorm& layer : overflow.layers) largest = std::max(largest, layer.norm);
-  html << "<td class=name>" << html_text(first.name) << "</td><td>" << number_text(first.value)
-       << " at [" << c10::Join(", ", first.first) << "]</td><td>" << first.infs << "</td><td>"
-       << first.nans << "</td><td>" << overflow.overflowed_layers().size() << " of "
-       << overflow.layers.size() << "</td><td>" << digits(largest) << "</td></tr>\n";
-  return html.str();
+  return c10::str(
+      begin, td(html_text(first.name), " class=name"),
+      td(c10::str(number_text(first.value), " at [", c10::Join(", ", first.first), "]")),
+      td(std::to_string(first.infs)), td(std::to_string(first.nans)),
+      td(c10::str(overflow.overflowed_layers().size(), " of ", overflow.layers.size())),
+      td(digits(largest)), "</tr>\n");
 }
 
 inline std::string overflows_html(const std::vector<std::string>& rows, std::int64_t all) {
-  std::ostringstream html;
-  html << "<section><h2>Overflows</h2><div class=wide><table><tr><th>step</th><th>loss scale</th>"
-          "<th class=name>first parameter</th><th>first value</th><th>inf</th><th>NaN</th>"
-          "<th>layers</th><th>largest norm</th></tr>\n";
-  for (const std::string& row : rows) html << row;
-  html << "</table></div>";
+  std::string html = table_html(
+      "<th>step</th><th>loss scale</th><th class=name>first parameter</th>"
+      "<th>first value</th><th>inf</th><th>NaN</th><th>layers</th><th>largest norm</th>",
+      c10::Join("", rows));
   const auto shown = static_cast<std::int64_t>(rows.size());
-  if (all > shown) html << "<p>The first and the last " << shown / 2 << " of " << all << ".</p>";
-  html << "</section>\n";
-  return html.str();
+  if (all > shown) html += c10::str("<p>The first and the last ", shown / 2, " of ", all, ".</p>");
+  return section_html("Overflows", html);
 }
 
 }  // namespace detail

@@ -2,7 +2,7 @@
 /// What tensors and dtypes hold, and what an op would return in a wider type.
 #pragma once
 
-#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>

@@ -238,16 +238,14 @@ inline detail::LoadAttempt DistributedCheckpointManager::try_file(
   detail::LoadAttempt attempt;
   attempt.loaded.file = file;
   try {
-    auto decoded = detail::decode_if_whole(calls_, file, state, options, attempt.loaded.step,
-                                           attempt.words, {ranks_.rank(), ranks_.size()});
-    if (!decoded) {
-      attempt.outcome = Outcome::damaged;
-      return attempt;
-    }
-    attempt.decoded = std::move(*decoded);
+    attempt.decoded = detail::decode_file(calls_, file, state, options, attempt.loaded.step,
+                                          {ranks_.rank(), ranks_.size()});
     attempt.words = detail::first_failure(
         state, [](const detail::NamedPart& one) { one.part->check_savable(); });
     if (!attempt.words.empty()) attempt.outcome = Outcome::refused;
+  } catch (const detail::DamagedCheckpoint& damage) {
+    attempt.outcome = Outcome::damaged;
+    attempt.words = damage.what();
   } catch (...) {
     const bool is_gone = !detail::is_there(file);
     attempt.outcome = is_gone ? Outcome::gone : Outcome::refused;

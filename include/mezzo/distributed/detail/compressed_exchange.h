@@ -16,79 +16,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Is a bucket of this dtype sent in another? One of two bytes goes as it is.
-inline bool is_compressed(const GradBucket& bucket) {
-  return bucket.dtype == at::kFloat || bucket.dtype == at::kDouble;
-}
-
-/// What lies beside each bucket that is compressed, from one pass to the next.
-class CompressBuffers {
- public:
-  struct Buffer {
-    at::Tensor flat;      ///< the bucket's own, whose this is
-    at::Tensor sent;      ///< its elements in two bytes each, made up to a multiple of ranks
-    at::Tensor own_part;  ///< of `sent`, this rank's share of the adding up
-    at::Tensor residual;  ///< what rounding this rank's gradients lost
-    at::Tensor own_sum;   ///< float
-    at::Tensor own_sum_residual;  ///< what rounding the sum lost
-  };
-
-  CompressBuffers(const Communicator& communicator, at::ScalarType dtype, bool error_feedback)
-      : rank_(communicator.rank()),
-        size_(communicator.size()),
-        dtype_(dtype),
-        error_feedback_(error_feedback) {}
-
-  bool error_feedback() const noexcept { return error_feedback_; }
-
-  /// Buckets may have been added or laid out anew: what was lost of other gradients is dropped.
-  Buffer& of(const std::vector<GradBucket>& buckets, std::size_t number) {
-    if (buffers_.size() != buckets.size()) buffers_.resize(buckets.size());
-    Buffer& buffer = buffers_[number];
-    const GradBucket& bucket = buckets[number];
-    if (!buffer.flat.is_same(bucket.flat)) buffer = make(bucket.flat);
-    return buffer;
-  }
-
-  /// Those that there are, in the order of the buckets.
-  std::vector<at::Tensor> residuals(const std::vector<GradBucket>& buckets) {
-    std::vector<at::Tensor> all;
-    for (std::size_t number = 0; error_feedback_ && number < buckets.size(); ++number) {
-      if (!is_compressed(buckets[number])) continue;
-      const Buffer& buffer = of(buckets, number);
-      all.push_back(buffer.residual);
-      all.push_back(buffer.own_sum_residual);
-    }
-    return all;
-  }
-
- private:
-  Buffer make(const at::Tensor& flat) const {
-    const int64_t part = (flat.numel() + size_ - 1) / size_;
-    Buffer buffer;
-    buffer.flat = flat;
-    buffer.sent = at::zeros({part * size_}, flat.options().dtype(dtype_));
-    if (!error_feedback_) return buffer;
-    buffer.own_part = buffer.sent.narrow(0, rank_ * part, part);
-    buffer.residual = at::zeros_like(flat);
-    buffer.own_sum = at::empty({part}, flat.options().dtype(at::kFloat));
-    buffer.own_sum_residual = at::zeros_like(buffer.own_sum);
-    return buffer;
-  }
-
-  int rank_;
-  int size_;
-  at::ScalarType dtype_;
-  bool error_feedback_;
-  std::vector<Buffer> buffers_;
-};
 
 /// Gradients of float and double go in two bytes an element, as this rank's part of the average, so
 /// that their sum overflows only where the average does; what comes back is widened, and multiplied
@@ -101,16 +33,30 @@ class CompressBuffers {
 /// the next pass.
 class CompressedExchange final : public BucketExchange {
  public:
+  /// `loss_scale` is null where nothing scales.
   CompressedExchange(BucketedGradients& gradients, const Communicator& communicator,
-                     std::shared_ptr<CompressBuffers> buffers, bool average,
+                     at::ScalarType dtype, bool average, bool error_feedback,
                      std::function<at::Tensor()> loss_scale)
       : gradients_(gradients),
         communicator_(communicator),
-        buffers_(std::move(buffers)),
         plain_(gradients, communicator, average),
+        dtype_(dtype),
         times_(average ? 1. : communicator.size()),
-        error_feedback_(buffers_->error_feedback()),
+        error_feedback_(error_feedback),
         loss_scale_(std::move(loss_scale)) {}
+
+  /// Those that there are, in the order of the buckets.
+  std::vector<at::Tensor> residuals() {
+    std::vector<at::Tensor> all;
+    for (std::size_t bucket = 0; error_feedback_ && bucket < gradients_.buckets().size();
+         ++bucket) {
+      if (!is_compressed(gradients_.buckets()[bucket])) continue;
+      const Beside& beside = beside_bucket(bucket);
+      all.push_back(beside.residual);
+      all.push_back(beside.own_sum_residual);
+    }
+    return all;
+  }
 
   void begin(std::size_t bucket) override {
     const GradBucket& of = gradients_.buckets()[bucket];
@@ -120,15 +66,15 @@ class CompressedExchange final : public BucketExchange {
     }
     if (begun_.empty()) read_loss_scale();
     begun_.push_back(bucket);
-    const CompressBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), bucket);
-    const at::Tensor sent = buffer.sent.narrow(0, 0, of.flat.numel());
+    const Beside& beside = beside_bucket(bucket);
+    const at::Tensor sent = beside.sent.narrow(0, 0, of.flat.numel());
     const double share = 1. / communicator_.size();
     if (error_feedback_) {
-      narrow_into(sent, of.flat, buffer.residual, {share, scale_like(of.flat)});
-      requests_.add(communicator_.reduce_scatter(buffer.own_sum, buffer.sent, Reduction::sum));
+      narrow_into(sent, of.flat, beside.residual, {share, scale_like(of.flat)});
+      requests_.add(communicator_.reduce_scatter(beside.own_sum, beside.sent, Reduction::sum));
     } else {
       narrow_into(sent, of.flat, share);
-      requests_.add(communicator_.all_reduce(buffer.sent, Reduction::sum));
+      requests_.add(communicator_.all_reduce(beside.sent, Reduction::sum));
     }
   }
 
@@ -142,9 +88,9 @@ class CompressedExchange final : public BucketExchange {
     at::Tensor finite;
     for (std::size_t i = 0; i < begun_.size(); ++i) {
       (error_feedback_ ? gathers_ : requests_).wait_for(i);
-      const CompressBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
-      const at::Tensor sent = buffer.sent.narrow(0, 0, buffer.flat.numel());
-      note(finite, widen_into(buffer.flat, sent, times_));
+      const Beside& beside = beside_bucket(begun_[i]);
+      const at::Tensor sent = beside.sent.narrow(0, 0, beside.flat.numel());
+      note(finite, widen_into(beside.flat, sent, times_));
     }
     requests_.wait();
     gathers_.wait();
@@ -160,14 +106,46 @@ class CompressedExchange final : public BucketExchange {
   }
 
  private:
+  /// What lies beside a bucket that is compressed, from one pass to the next.
+  struct Beside {
+    at::Tensor flat = {};      ///< the bucket's own, whose this is
+    at::Tensor sent = {};      ///< its elements in two bytes each, made up to a multiple of ranks
+    at::Tensor own_part = {};  ///< of `sent`, this rank's share of the adding up
+    at::Tensor residual = {};  ///< what rounding this rank's gradients lost
+    at::Tensor own_sum = {};   ///< float
+    at::Tensor own_sum_residual = {};  ///< what rounding the sum lost
+  };
+
+  /// Is a bucket of this dtype sent in another? One of two bytes goes as it is.
+  static bool is_compressed(const GradBucket& bucket) {
+    return bucket.dtype == at::kFloat || bucket.dtype == at::kDouble;
+  }
+
+  /// Buckets may have been added or laid out anew: what was lost of other gradients is dropped.
+  const Beside& beside_bucket(std::size_t number) {
+    beside_.resize(gradients_.buckets().size());
+    Beside& beside = beside_[number];
+    const at::Tensor& flat = gradients_.buckets()[number].flat;
+    if (beside.flat.is_same(flat)) return beside;
+    const int64_t ranks = communicator_.size();
+    const int64_t part = (flat.numel() + ranks - 1) / ranks;
+    beside = {.flat = flat, .sent = at::zeros({part * ranks}, flat.options().dtype(dtype_))};
+    if (!error_feedback_) return beside;
+    beside.own_part = beside.sent.narrow(0, communicator_.rank() * part, part);
+    beside.residual = at::zeros_like(flat);
+    beside.own_sum = at::empty({part}, flat.options().dtype(at::kFloat));
+    beside.own_sum_residual = at::zeros_like(beside.own_sum);
+    return beside;
+  }
+
   /// The second half starts when all first halves are done, for all ranks must do so at one place.
   void gather_sums() {
     for (std::size_t i = 0; i < begun_.size(); ++i) {
       requests_.wait_for(i);
-      const CompressBuffers::Buffer& buffer = buffers_->of(gradients_.buckets(), begun_[i]);
-      narrow_into(buffer.own_part, buffer.own_sum, buffer.own_sum_residual,
-                  {1., scale_like(buffer.own_sum)});
-      gathers_.add(communicator_.all_gather(buffer.sent, buffer.own_part));
+      const Beside& beside = beside_bucket(begun_[i]);
+      narrow_into(beside.own_part, beside.own_sum, beside.own_sum_residual,
+                  {1., scale_like(beside.own_sum)});
+      gathers_.add(communicator_.all_gather(beside.sent, beside.own_part));
     }
   }
 
@@ -195,7 +173,7 @@ class CompressedExchange final : public BucketExchange {
   /// Of a step that will be skipped nothing must reach the next one: beside an inf there may be
   /// values so large that even what rounding them lost is out of proportion.
   void drop_unless(const at::Tensor& finite) {
-    for (const at::Tensor& residual : buffers_->residuals(gradients_.buckets())) {
+    for (const at::Tensor& residual : residuals()) {
       if (residual.is_cpu() && finite.is_cpu()) {
         if (!finite.item<bool>()) residual.zero_();
       } else {
@@ -206,12 +184,13 @@ class CompressedExchange final : public BucketExchange {
 
   BucketedGradients& gradients_;
   Communicator communicator_;
-  std::shared_ptr<CompressBuffers> buffers_;
   AllReduceExchange plain_;
+  at::ScalarType dtype_;
   double times_;
   bool error_feedback_;
   std::function<at::Tensor()> loss_scale_;
-  at::Tensor scale_;  ///< of this pass, undefined: 1
+  at::Tensor scale_;            ///< of this pass, undefined: 1
+  std::vector<Beside> beside_;  ///< a bucket
   std::vector<std::size_t> begun_;
   std::vector<std::size_t> begun_plain_;
   PendingRequests requests_;

@@ -14,7 +14,6 @@
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -27,10 +26,10 @@ namespace detail {
 /// hundreds, of a few bytes each.
 class BufferBroadcast {
  public:
-  BufferBroadcast(const std::vector<at::Tensor>& buffers, Communicator communicator, int root)
+  BufferBroadcast(const NamedTensors& buffers, Communicator communicator, int root)
       : communicator_(std::move(communicator)), root_(root) {
     if (communicator_.size() == 1) return;
-    for (const at::Tensor& buffer : buffers) group_for(buffer).buffers.push_back(buffer);
+    for (const auto& [name, buffer] : buffers) group_for(buffer).buffers.push_back(buffer);
     for (Group& group : groups_) {
       int64_t count = 0;
       for (const at::Tensor& buffer : group.buffers) count += buffer.numel();
@@ -90,30 +89,24 @@ class BufferBroadcast {
   std::vector<Group> groups_;
 };
 
-/// A module's parameters, and then its buffers; what several names stand for under the first.
-struct ReplicatedTensors {
-  NamedTensors parameters;
-  NamedTensors buffers;
-
-  explicit ReplicatedTensors(const torch::nn::Module& module) {
-    NamedOnce once;
-    parameters = once.all(module.named_parameters());
-    buffers = once.all(module.named_buffers());
-  }
-
-  NamedTensors all() const {
-    NamedTensors both = parameters;
-    both.insert(both.end(), buffers.begin(), buffers.end());
-    return both;
-  }
-};
-
 /// One rank's copy of the model: what of DataParallel does not depend on the model's type.
 class Replica {
  public:
-  Replica(const torch::nn::Module& module, Communicator communicator,
+  Replica(const torch::nn::Module& module, const Communicator& communicator,
           const DataParallelOptions& options)
-      : Replica(ReplicatedTensors(module), std::move(communicator), options) {}
+      : parameters_(once_.all(module.named_parameters())),
+        module_buffers_(once_.all(module.named_buffers())),
+        buckets_(
+            broadcast_and_select_trained(communicator, options.root),
+            GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(options.bucket_bytes)),
+        all_reduce_(buckets_, communicator, options.all_reduce),
+        buffers_(module_buffers_, communicator, options.root),
+        rank_(communicator.rank()),
+        broadcasts_(options.broadcast_buffers) {
+    for (const auto& named : parameters_) {
+      if (!named.second.requires_grad()) frozen_.push_back(named);
+    }
+  }
 
   GradBuckets& buckets() noexcept { return buckets_; }
   void broadcast_buffers() { buffers_.run(); }
@@ -131,33 +124,14 @@ class Replica {
   }
 
  private:
-  Replica(const ReplicatedTensors& tensors, Communicator communicator,
-          const DataParallelOptions& options)
-      : buckets_(
-            broadcast_and_select_trained(tensors, communicator, options),
-            GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(options.bucket_bytes)),
-        all_reduce_(buckets_, communicator, options.all_reduce),
-        buffers_(values(tensors.buffers), communicator, options.root),
-        rank_(communicator.rank()),
-        broadcasts_(options.broadcast_buffers) {
-    for (const auto& item : tensors.parameters) {
-      if (!item.second.requires_grad()) frozen_.push_back(item);
-    }
-  }
-
-  static std::vector<at::Tensor> values(const NamedTensors& tensors) {
-    std::vector<at::Tensor> values;
-    for (const auto& item : tensors) values.push_back(item.second);
-    return values;
-  }
-
   /// Gives all ranks the root's values; returns the parameters that require grad.
-  static std::vector<at::Tensor> broadcast_and_select_trained(const ReplicatedTensors& tensors,
-                                                              const Communicator& communicator,
-                                                              const DataParallelOptions& options) {
-    broadcast_parameters(tensors.all(), communicator, options.root);
+  std::vector<at::Tensor> broadcast_and_select_trained(const Communicator& communicator,
+                                                       int root) const {
+    NamedTensors all = parameters_;
+    all.insert(all.end(), module_buffers_.begin(), module_buffers_.end());
+    broadcast_parameters(all, communicator, root);
     std::vector<at::Tensor> trained;
-    for (const auto& [name, parameter] : tensors.parameters) {
+    for (const auto& [name, parameter] : parameters_) {
       if (parameter.requires_grad()) trained.push_back(parameter);
     }
     TORCH_CHECK(!trained.empty(), "DataParallel on rank ", communicator.rank(),
@@ -166,6 +140,9 @@ class Replica {
     return trained;
   }
 
+  NamedOnce once_;  // what several names stand for is there under the first
+  NamedTensors parameters_;
+  NamedTensors module_buffers_;
   GradBuckets buckets_;
   GradAllReduce all_reduce_;
   BufferBroadcast buffers_;
@@ -200,8 +177,8 @@ template <detail::ModelHandle M>
 DataParallel<M>::DataParallel(M model, Communicator communicator,
                               const DataParallelOptions& options)
     : model_(std::move(model)),
-      replica_(std::make_unique<detail::Replica>(detail::module_of(model_), std::move(communicator),
-                                                 options)) {}
+      replica_(
+          std::make_unique<detail::Replica>(detail::module_of(model_), communicator, options)) {}
 
 template <detail::ModelHandle M>
 GradBuckets& DataParallel<M>::buckets() noexcept {

@@ -93,7 +93,7 @@ class GradientReduction {
  public:
   /// `caller` is the name that errors begin with.
   GradientReduction(const char* caller, BucketedGradients& gradients, Communicator communicator,
-                    std::unique_ptr<BucketExchange> exchange)
+                    std::shared_ptr<BucketExchange> exchange)
       : caller_(caller),
         gradients_(gradients),
         communicator_(std::move(communicator)),
@@ -220,7 +220,7 @@ class GradientReduction {
   const char* caller_;
   BucketedGradients& gradients_;
   Communicator communicator_;
-  std::unique_ptr<BucketExchange> exchange_;
+  std::shared_ptr<BucketExchange> exchange_;
   std::mutex mutex_;
   std::vector<bool> is_ready_;              ///< a bucket, in this pass
   std::vector<std::uint8_t> known_layout_;  ///< the fingerprint that all ranks had last

@@ -4,72 +4,17 @@
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/watchdog_options.h>
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
-#include <system_error>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// A line, so that words from elsewhere do not look like another field: control characters become
-/// blanks, and backtraces are cut off.
-inline std::string one_line(std::string_view words) {
-  constexpr std::size_t kMost = 1000;
-  const std::size_t backtrace = words.find("\nException raised from ");
-  std::string line(words.substr(0, std::min(backtrace, kMost)));
-  std::replace_if(
-      line.begin(), line.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20; }, ' ');
-  return line;
-}
-
-/// Fields of text, a line each, written and read in one order.
-class FieldWriter {
- public:
-  void number(int64_t value) { text(std::to_string(value)); }
-  void text(std::string_view value) { (all_ += one_line(value)) += '\n'; }
-  const std::string& all() const noexcept { return all_; }
-
- private:
-  std::string all_;
-};
-
-class FieldReader {
- public:
-  explicit FieldReader(std::string_view all) : rest_(all) {}
-
-  std::string text() {
-    const std::size_t end = rest_.find('\n');
-    TORCH_CHECK(end != std::string_view::npos,
-                "Watchdog: the store holds something else under a key of the watchdog's; give it a "
-                "store of its own, as mezzo::rendezvous makes");
-    std::string value(rest_.substr(0, end));
-    rest_.remove_prefix(end + 1);
-    return value;
-  }
-  int64_t number() {
-    const std::string value = text();
-    int64_t number = 0;
-    const char* const end = value.data() + value.size();
-    const auto [read_to, error] = std::from_chars(value.data(), end, number);
-    TORCH_CHECK(error == std::errc() && read_to == end,
-                "Watchdog: the store holds something else under a key of the watchdog's; give it a "
-                "store of its own, as mezzo::rendezvous makes");
-    return number;
-  }
-
- private:
-  std::string_view rest_;
-};
 
 /// A rank's sign of life.
 struct Heartbeat {
@@ -84,35 +29,6 @@ struct Heartbeat {
   int64_t count = 0;
   State state = State::running;
   RankActivity activity = {};
-
-  std::string encode() const {
-    FieldWriter to;
-    to.number(count);
-    to.number(static_cast<int64_t>(state));
-    to.number(static_cast<int64_t>(activity.calls.size()));
-    for (const int64_t number : activity.calls) to.number(number);
-    to.number(activity.waits ? 1 : 0);
-    to.number(activity.waited_ms);
-    to.number(activity.communicator);
-    to.number(activity.sequence);
-    to.text(activity.collective);
-    return to.all();
-  }
-
-  static Heartbeat decode(std::string_view text) {
-    FieldReader from(text);
-    Heartbeat heartbeat;
-    heartbeat.count = from.number();
-    heartbeat.state = static_cast<State>(from.number());
-    RankActivity& activity = heartbeat.activity;
-    for (int64_t left = from.number(); left > 0; --left) activity.calls.push_back(from.number());
-    activity.waits = from.number() != 0;
-    activity.waited_ms = from.number();
-    activity.communicator = from.number();
-    activity.sequence = from.number();
-    activity.collective = from.text();
-    return heartbeat;
-  }
 };
 
 inline std::string names_of(const std::vector<int>& ranks) {
@@ -140,9 +56,11 @@ class PeerWatch {
   PeerWatch(int rank, int size, const WatchdogOptions& options)
       : rank_(rank), options_(options), peers_(static_cast<std::size_t>(size)) {}
 
-  /// All that is in `heartbeats` (an element a rank, empty: it has not come) was there at one time.
+  /// The store has answered. All that is in `heartbeats` (an element a rank, empty: it has not
+  /// come) was there at one time.
   void look(Time passed, const std::vector<std::optional<Heartbeat>>& heartbeats) {
     passed = std::min(passed, 2 * options_.interval);
+    store_silence_ = Time(0);
     for (std::size_t number = 0; number < peers_.size(); ++number) {
       Peer& peer = peers_[number];
       if (!heartbeats[number]) continue;
@@ -151,6 +69,16 @@ class PeerWatch {
       peer.last = heartbeats[number];
     }
     wait(passed);
+  }
+
+  /// The store has not answered for so long more. \returns the fault, if it has been too long
+  std::optional<WatchdogFault> look_without_answer(Time passed) {
+    store_silence_ += std::min(passed, 2 * options_.interval);
+    if (store_silence_ <= options_.heartbeat_timeout) return std::nullopt;
+    return WatchdogFault{WatchdogFault::Kind::unresponsive,
+                         {0},
+                         "rank 0, which hosts the store, has not answered for " +
+                             in_seconds(store_silence_) + " (stopped or cut off)" + last_seen(0)};
   }
 
   /// Peers that may still answer: all that are not known to be dead, done, or through with it.
@@ -186,7 +114,7 @@ class PeerWatch {
     return last ? "; " + last->activity.did() : "";
   }
 
-  /// A while after SIGTERM: who is not there any more?
+  /// A while after SIGTERM: who is not there any more? `store_silence` is by the clock.
   WatchdogFault explain_end(Time store_silence) const {
     WatchdogFault fault{WatchdogFault::Kind::terminated, {}, "a signal (SIGTERM) told it to"};
     if (store_silence >= kSilenceWhenTerminated) {  // and so there is no news of any other rank
@@ -292,6 +220,7 @@ class PeerWatch {
   int rank_;
   WatchdogOptions options_;
   std::vector<Peer> peers_;
+  Time store_silence_{0};
   std::pair<int64_t, int64_t> waits_for_{-1, -1};
   Time waited_{0};
 };

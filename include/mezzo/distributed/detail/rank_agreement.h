@@ -16,7 +16,6 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
@@ -92,12 +91,11 @@ class RankAgreement {
   /// What `f` returns on rank 0, on all; and what it throws there.
   template <std::invocable F>
   std::string from_rank_0(const char* caller, const F& f) {
-    std::string text;
-    std::string failure;
+    std::string text, failure;
     if (rank() == 0) failure = failure_of([&] { text = f(); });
-    failure = broadcast(failure);
+    failure = gather(failure)[0];
     TORCH_CHECK(failure.empty(), caller, ": rank 0 of ", size(), ": ", failure);
-    return broadcast(text);
+    return gather(text)[0];
   }
 
   /// Sends the bytes of rank `from` to rank 0, where `take` gets them piece by piece; the other
@@ -123,31 +121,14 @@ class RankAgreement {
 
   /// Rank 0's answer, on all.
   bool asks_for_more(bool does) {
-    const at::Tensor flag = at::full({1}, does ? 1 : 0, on_device(at::kByte));
+    const at::Tensor flag =
+        at::full({1}, does ? 1 : 0, at::TensorOptions(at::kByte).device(device_));
     communicator_.broadcast(flag, 0).wait();
     return flag.item<uint8_t>() != 0;
   }
 
  private:
   static constexpr std::uint64_t kPieceBytes = std::uint64_t{4} << 20;
-
-  at::TensorOptions on_device(at::ScalarType dtype) const {
-    return at::TensorOptions().dtype(dtype).device(device_);
-  }
-
-  std::string broadcast(const std::string& text) {
-    const at::Tensor length =
-        at::full({1}, static_cast<int64_t>(text.size()), on_device(at::kLong));
-    communicator_.broadcast(length, 0).wait();
-    const at::Tensor bytes = at::zeros({length.item<int64_t>()}, at::kByte);
-    if (bytes.numel() == 0) return {};
-    if (rank() == 0) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-    const at::Tensor sent = bytes.to(device_);
-    communicator_.broadcast(sent, 0).wait();
-    const at::Tensor here = sent.cpu();
-    return {static_cast<const char*>(here.const_data_ptr()),
-            static_cast<std::size_t>(here.numel())};
-  }
 
   Communicator communicator_;
   at::Device device_;

@@ -2,15 +2,16 @@
 
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/sharded_state.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/member_table.h>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 
@@ -30,6 +31,48 @@ inline constexpr const char* kShardRankKey = "mezzo_shard_rank";
 inline constexpr const char* kShardCountKey = "mezzo_shard_count";
 inline constexpr const char* kShardKey = "mezzo_shard";
 inline constexpr const char* kShardAppliedKey = "mezzo_shard_applied_steps";
+
+/// For a file, which has the whole of split weights.
+template <class State>
+at::Tensor filed_master(const at::Tensor& weights, State& state) {
+  const bool is_split = state.lower_half().defined() && !state.master().defined();
+  return is_split ? trained_value(weights, state) : state.master();
+}
+
+/// What the ranks know of the states together: a row for each parameter, of the number of steps and
+/// the dtypes of what is kept, each one higher than it is and 0 where there is none.
+class StateTable {
+ public:
+  StateTable(std::size_t parameters, std::size_t kinds)
+      : table_(at::zeros({static_cast<int64_t>(parameters), static_cast<int64_t>(kinds) + 1},
+                         at::kLong)) {}
+
+  void set_steps(std::size_t parameter, int64_t steps) { at(parameter, 0) = steps + 1; }
+  void set_dtype(std::size_t parameter, std::size_t kind, at::ScalarType dtype) {
+    at(parameter, kind + 1) = static_cast<int64_t>(dtype) + 1;
+  }
+
+  void agree(Communicator& communicator, at::Device device) {
+    const at::Tensor there = table_.to(device);
+    communicator.all_reduce(there, Reduction::max).wait();
+    table_ = there.cpu();
+  }
+
+  bool has_state(std::size_t parameter) { return at(parameter, 0) != 0; }
+  int64_t steps(std::size_t parameter) { return at(parameter, 0) - 1; }
+  bool has(std::size_t parameter, std::size_t kind) { return at(parameter, kind + 1) != 0; }
+  at::ScalarType dtype(std::size_t parameter, std::size_t kind) {
+    return static_cast<at::ScalarType>(at(parameter, kind + 1) - 1);
+  }
+
+ private:
+  int64_t& at(std::size_t parameter, std::size_t column) {
+    const auto columns = static_cast<std::size_t>(table_.size(1));
+    return table_.mutable_data_ptr<int64_t>()[parameter * columns + column];
+  }
+
+  at::Tensor table_;
+};
 
 }  // namespace detail
 

@@ -3,7 +3,7 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
-#include <mezzo/distributed/detail/sharded_state.h>
+#include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/fused_options.h>
@@ -38,10 +38,9 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     }
   }
   inner_ = make_inner(defaults);
-  auto exchange = std::make_unique<detail::ShardExchange>(*detail::shared(buckets_), communicator_);
-  exchange_ = exchange.get();
+  exchange_ = std::make_shared<detail::ShardExchange>(*detail::shared(buckets_), communicator_);
   auto reduction = std::make_shared<detail::GradientReduction>(
-      "ShardedOptimizer", *detail::shared(buckets_), communicator_, std::move(exchange));
+      "ShardedOptimizer", *detail::shared(buckets_), communicator_, exchange_);
   buckets_.on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 

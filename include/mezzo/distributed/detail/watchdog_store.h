@@ -1,44 +1,128 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/peer_watch.h>
 #include <mezzo/distributed/watchdog_options.h>
 
+#include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
-#include <chrono>
+#include <charconv>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <system_error>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline std::string encode(const WatchdogFault& fault) {
+/// A line, so that words from elsewhere do not look like another field: control characters become
+/// blanks, and backtraces are cut off.
+inline std::string one_line(std::string_view words) {
+  constexpr std::size_t kMost = 1000;
+  const std::size_t backtrace = words.find("\nException raised from ");
+  std::string line(words.substr(0, std::min(backtrace, kMost)));
+  std::replace_if(
+      line.begin(), line.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20; }, ' ');
+  return line;
+}
+
+/// Fields of text, a line each.
+class FieldWriter {
+ public:
+  template <class Number>
+  void number(Number value) {
+    text(std::to_string(static_cast<int64_t>(value)));
+  }
+  template <class Number>
+  void numbers(const std::vector<Number>& values) {
+    number(values.size());
+    for (const Number value : values) number(value);
+  }
+  void text(std::string_view value) { (all_ += one_line(value)) += '\n'; }
+  const std::string& all() const noexcept { return all_; }
+
+ private:
+  std::string all_;
+};
+
+class FieldReader {
+ public:
+  explicit FieldReader(std::string_view all) : rest_(all) {}
+
+  void text(std::string& value) {
+    const std::size_t end = rest_.find('\n');
+    check(end != std::string_view::npos);
+    value = rest_.substr(0, end);
+    rest_.remove_prefix(end + 1);
+  }
+  template <class Number>
+  void number(Number& value) {
+    std::string digits;
+    text(digits);
+    int64_t number = 0;
+    const char* const end = digits.data() + digits.size();
+    const auto [read_to, error] = std::from_chars(digits.data(), end, number);
+    check(error == std::errc() && read_to == end);
+    value = static_cast<Number>(number);
+  }
+  template <class Number>
+  void numbers(std::vector<Number>& values) {
+    int64_t left = 0;
+    for (number(left); left > 0; --left) number(values.emplace_back());
+  }
+
+ private:
+  static void check(bool is_ours) {
+    TORCH_CHECK(is_ours,
+                "Watchdog: the store holds something else under a key of the watchdog's; give it a "
+                "store of its own, as mezzo::rendezvous makes");
+  }
+
+  std::string_view rest_;
+};
+
+/// What is written and read of each, in one order.
+template <class Fields, class Value>
+void visit_fields(Fields& fields, Value& value) {
+  if constexpr (std::same_as<std::remove_const_t<Value>, WatchdogFault>) {
+    fields.number(value.kind);
+    fields.numbers(value.ranks);
+    fields.text(value.what);
+  } else {
+    fields.number(value.count);
+    fields.number(value.state);
+    fields.numbers(value.activity.calls);
+    fields.number(value.activity.waits);
+    fields.number(value.activity.waited_ms);
+    fields.number(value.activity.communicator);
+    fields.number(value.activity.sequence);
+    fields.text(value.activity.collective);
+  }
+}
+
+template <class Value>
+std::string encode(const Value& value) {
   FieldWriter to;
-  to.number(static_cast<int64_t>(fault.kind));
-  to.number(static_cast<int64_t>(fault.ranks.size()));
-  for (const int rank : fault.ranks) to.number(rank);
-  to.text(fault.what);
+  visit_fields(to, value);
   return to.all();
 }
 
-inline WatchdogFault decode_fault(const std::string& text) {
+template <class Value>
+Value decode(std::string_view text) {
   FieldReader from(text);
-  WatchdogFault fault;
-  fault.kind = static_cast<WatchdogFault::Kind>(from.number());
-  for (int64_t left = from.number(); left > 0; --left) {
-    fault.ranks.push_back(static_cast<int>(from.number()));
-  }
-  fault.what = from.text();
-  return fault;
+  Value value;
+  visit_fields(from, value);
+  return value;
 }
 
 inline WatchdogFault connection_broke(const std::exception& error, const std::string& last_seen) {
@@ -48,40 +132,6 @@ inline WatchdogFault connection_broke(const std::exception& error, const std::st
           "word): " +
               one_line(error.what()) + last_seen};
 }
-
-/// For how long the store has not answered.
-class StoreSilence {
- public:
-  explicit StoreSilence(const WatchdogOptions& options)
-      : longest_step_(2 * options.interval), timeout_(options.heartbeat_timeout) {}
-
-  void answered() {
-    last_answer_ = std::chrono::steady_clock::now();
-    silence_ = std::chrono::milliseconds(0);
-  }
-
-  std::chrono::milliseconds since_answer() const {
-    return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() -
-                                                                 last_answer_);
-  }
-
-  /// `passed` since the last look. Of a longer time only so much counts: then it was this rank that
-  /// was stopped. \returns the fault, if it has been too long
-  std::optional<WatchdogFault> look(std::chrono::milliseconds passed,
-                                    const std::string& last_seen) {
-    silence_ += std::min(passed, longest_step_);
-    if (silence_ <= timeout_) return std::nullopt;
-    return WatchdogFault{WatchdogFault::Kind::unresponsive,
-                         {0},
-                         "rank 0, which hosts the store, has not answered for " +
-                             in_seconds(silence_) + " (stopped or cut off)" + last_seen};
-  }
-
- private:
-  std::chrono::milliseconds longest_step_, timeout_;
-  std::chrono::milliseconds silence_{0};
-  std::chrono::steady_clock::time_point last_answer_ = std::chrono::steady_clock::now();
-};
 
 /// What the ranks' watchdogs tell each other through the store. One thread's at a time.
 class WatchdogStore {
@@ -96,7 +146,7 @@ class WatchdogStore {
   }
 
   /// Gives a sign of life.
-  void put(const Heartbeat& own) { store_->set(key_of(rank_), own.encode()); }
+  void put(const Heartbeat& own) { store_->set(key_of(rank_), encode(own)); }
 
   struct News {
     std::vector<std::optional<Heartbeat>> heartbeats;  ///< an element a rank, empty: not yet come
@@ -117,16 +167,16 @@ class WatchdogStore {
     News news;
     news.heartbeats.resize(has_come_.size());
     for (std::size_t rank = 0, i = 1; rank < has_come_.size(); ++rank) {
-      if (has_come_[rank]) news.heartbeats[rank] = Heartbeat::decode(text(i++));
+      if (has_come_[rank]) news.heartbeats[rank] = decode<Heartbeat>(text(i++));
     }
     news.heartbeats[static_cast<std::size_t>(rank_)] = own;
-    if (text(0) != kNoFault) news.fault = decode_fault(text(0));
+    if (text(0) != kNoFault) news.fault = decode<WatchdogFault>(text(0));
     return news;
   }
 
   /// \returns the fault that was published first, by whichever rank.
   WatchdogFault publish(const WatchdogFault& fault) {
-    return decode_fault(store_->compareSet(fault_key(), kNoFault, encode(fault)));
+    return decode<WatchdogFault>(store_->compareSet(fault_key(), kNoFault, encode(fault)));
   }
 
  private:

@@ -42,9 +42,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
         log_(std::move(log)),
         termination_(options.explain_sigterm),
         store_(std::move(store), rank, size),
-        last_look_(Clock::now()),
-        peers_(rank, size, options),
-        silence_(options) {
+        peers_(rank, size, options) {
     store_.put(sign_of_life());
   }
 
@@ -104,6 +102,10 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     changed_.notify_all();
   }
 
+  static std::chrono::milliseconds since(Clock::time_point then) {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - then);
+  }
+
   Heartbeat sign_of_life() {
     RankActivity activity = log_->activity();
     const std::lock_guard lock(mutex_);
@@ -115,12 +117,11 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
       exchange_until_done();
     } catch (const std::exception& error) {
       std::unique_lock lock(mutex_);
-      const std::string last = peers_.last_seen(0);
+      const WatchdogFault fault = connection_broke(error, peers_.last_seen(0));
       // Rank 0 goes when all are done.
       const bool expected = state_ == Heartbeat::State::finished || failure_;
       lock.unlock();
-      if (expected) return over();
-      settle(connection_broke(error, last), false);
+      expected ? over() : settle(fault, false);
     }
   }
 
@@ -129,30 +130,20 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
       const std::optional<WatchdogFault> fault = exchange();
       std::unique_lock lock(mutex_);
       if (is_over_) return;
-      if (failure_) {
-        const std::string words = *failure_;
+      // This rank has said so, and on rank 0 all others have too.
+      const bool is_done = state_ == Heartbeat::State::finished && !is_woken_ &&
+                           (rank_ != 0 || peers_.all_others_finished());
+      if (failure_ || fault || is_done) {
+        const std::optional<std::string> failure = failure_;
         lock.unlock();
-        return publish_failure(words);
+        if (failure) return publish_failure(*failure);
+        return fault ? settle(*fault, true) : over();
       }
-      if (fault) {
-        lock.unlock();
-        return settle(*fault, true);
-      }
-      if (is_done(lock)) return;
       const bool terminated = state_ == Heartbeat::State::terminated;
       changed_.wait_for(lock, terminated ? kIntervalWhenTerminated : options_.interval,
                         [&] { return is_woken_; });
       is_woken_ = false;
     }
-  }
-
-  /// This rank has said so, and on rank 0 all others have too.
-  bool is_done(std::unique_lock<std::mutex>& lock) {
-    if (state_ != Heartbeat::State::finished || is_woken_) return false;
-    if (rank_ == 0 && !peers_.all_others_finished()) return false;
-    lock.unlock();
-    over();
-    return true;
   }
 
   /// Gives a sign of life, and reads those of the others.
@@ -163,11 +154,9 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     // Rank 0 may take this for the last rank's end, and its store with it.
     if (own.state == Heartbeat::State::finished && rank_ != 0) return std::nullopt;
     const WatchdogStore::News news = store_.read(own);
-    const auto now = Clock::now();
-    const auto passed =
-        std::chrono::duration_cast<std::chrono::milliseconds>(now - std::exchange(last_look_, now));
     std::unique_lock lock(mutex_);
-    silence_.answered();
+    const auto passed = since(last_answer_);
+    last_answer_ += passed;
     peers_.look(passed, news.heartbeats);
     if (is_settled_ || failure_) return std::nullopt;
     if (news.fault) return news.fault;
@@ -181,18 +170,19 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
                                                 {rank_},
                                                 names_of({rank_}) + " failed: " + one_line(words) +
                                                     "; it " + sign_of_life().activity.doing()});
-    if (!claim(Heartbeat::State::failed)) return;
+    if (!claim(Heartbeat::State::failed, std::nullopt)) return;
     linger(fault, true);
     over();
   }
 
-  /// Only one thread deals with the end, and once.
-  bool claim(Heartbeat::State state) {
+  /// Only one thread deals with the end, and once. `to_end`: for which the process is to be ended.
+  bool claim(Heartbeat::State state, const std::optional<WatchdogFault>& to_end) {
     const std::lock_guard lock(mutex_);
     if (is_settled_) return false;
     is_settled_ = true;
     settled_at_ = Clock::now();
     state_ = state;
+    to_end_ = to_end;
     return true;
   }
 
@@ -200,25 +190,20 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     const auto tick = std::min(options_.interval / 4, std::chrono::milliseconds(50));
     auto last = Clock::now();
     for (;;) {
-      {
-        std::unique_lock lock(mutex_);
-        if (changed_.wait_for(lock, tick, [&] { return is_over_; })) return;
-      }
-      const auto now = Clock::now();
-      const auto passed =
-          std::chrono::duration_cast<std::chrono::milliseconds>(now - std::exchange(last, now));
-      if (look(passed)) return;
+      std::unique_lock lock(mutex_);
+      if (changed_.wait_for(lock, tick, [&] { return is_over_; })) return;
+      const auto passed = since(last);
+      last += passed;
+      if (look(passed, lock)) return;
     }
   }
 
   /// \returns whether there is nothing more to be seen.
-  bool look(std::chrono::milliseconds passed) {
-    std::unique_lock lock(mutex_);
+  bool look(std::chrono::milliseconds passed, std::unique_lock<std::mutex>& lock) {
     if (termination_.received() && state_ == Heartbeat::State::running) {
       state_ = Heartbeat::State::terminated;
       wake();
-      lock.unlock();
-      explain_termination();
+      explain_termination(lock);
       return true;
     }
     if (is_settled_) {
@@ -228,41 +213,34 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
       conclude();
       return true;
     }
-    const auto fault = silence_.look(passed, peers_.last_seen(0));
+    const auto fault = peers_.look_without_answer(passed);
     if (!fault) return false;
     lock.unlock();
     settle(*fault, false);
     return true;
   }
 
-  void explain_termination() {
-    std::unique_lock lock(mutex_);
+  void explain_termination(std::unique_lock<std::mutex>& lock) {
     changed_.wait_for(lock, kExplainAfter, [&] { return is_over_; });
     const bool mine = !std::exchange(is_settled_, true);
     settled_at_ = Clock::now();
-    const WatchdogFault fault = peers_.explain_end(silence_.since_answer());
+    const WatchdogFault fault = peers_.explain_end(since(last_answer_));
     lock.unlock();
     if (mine) report(fault);
     TerminationSignal::obey();
   }
 
   void settle(const WatchdogFault& fault, bool store_answers) {
-    if (!claim(Heartbeat::State::ended)) return;
-    {
-      const std::lock_guard lock(mutex_);
-      to_end_ = fault;
-    }
+    if (!claim(Heartbeat::State::ended, fault)) return;
     report(fault);
     linger(fault, store_answers);
     conclude();
   }
 
   void conclude() {
-    std::optional<WatchdogFault> fault;
-    {
-      const std::lock_guard lock(mutex_);
-      fault = std::exchange(to_end_, std::nullopt);
-    }
+    std::unique_lock lock(mutex_);
+    const std::optional<WatchdogFault> fault = std::exchange(to_end_, std::nullopt);
+    lock.unlock();
     if (fault) end_process(options_, *fault);
     over();
   }
@@ -281,11 +259,11 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
         }
         std::this_thread::sleep_for(pause);
       }
+      if (store_answers) return;
     } catch (const std::exception&) {  // rank 0 has gone: so has the store, and with it all news
-      store_answers = false;
     }
     // Each rank sees for itself that the store is gone, within an interval.
-    if (!store_answers) std::this_thread::sleep_for(options_.interval * 3 / 2);
+    std::this_thread::sleep_for(options_.interval * 3 / 2);
   }
 
   void report(const WatchdogFault& fault) {
@@ -298,15 +276,13 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
   const std::shared_ptr<CollectiveLog> log_;
   TerminationSignal termination_;
 
-  // Of the thread that exchanges.
-  WatchdogStore store_;
-  int64_t count_ = 0;
-  Clock::time_point last_look_;
+  WatchdogStore store_;  // of the thread that exchanges
 
-  std::mutex mutex_;  // what follows
+  std::mutex mutex_;   // what follows
+  int64_t count_ = 0;  ///< signs of life
   std::condition_variable changed_;
   PeerWatch peers_;
-  StoreSilence silence_;
+  Clock::time_point last_answer_ = Clock::now();  ///< of the store
   Heartbeat::State state_ = Heartbeat::State::running;
   std::optional<std::string> failure_;  ///< what `fail` was told
   bool is_woken_ = false;               ///< the thread that exchanges is to do so at once

@@ -2,6 +2,7 @@
 /// Amp: how models are called, what steps an optimizer, and its state in files.
 #pragma once
 
+#include <mezzo/levels/detail/amp_call.h>
 #include <mezzo/levels/detail/amp_models.h>
 #include <mezzo/levels/initialize.h>
 
@@ -88,7 +89,7 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
                 "amp(model, ...): the first argument is no model; give one that was given to "
                 "mezzo::initialize, or a module inside one");
   const detail::CastDtypes dtypes{input_dtype_, output_dtype_};
-  detail::ForwardRegions regions;
+  ForwardRegions regions;
   if constexpr (detail::IsScript<std::remove_cvref_t<Model>>) {
     // The module that was made for the script; another one would have to walk through all of it.
     auto& known = find_and_enter(model._ivalue().get(), "the script", regions);
@@ -105,17 +106,17 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
 }
 
 inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::string& name,
-                                              detail::ForwardRegions& regions) const {
+                                              ForwardRegions& regions) const {
   for (const detail::AmpModel& model : models_) {
     torch::nn::Module* const found = model.find(wanted);
     if (found == nullptr) continue;
     if (!enabled_ || !level_.uses_op_lists()) return *found;
-    for (const auto type : {c10::DeviceType::CPU, c10::DeviceType::CUDA}) {
-      if (!model.runs_on(type)) continue;
-      regions.enter(detail::checked_region({.device = type,
-                                            .dtype = level_.precision().compute(),
-                                            .cache = weight_cache_,
-                                            .policy = policy_}));
+    for (std::size_t i = 0; i < regions.size(); ++i) {
+      if (!model.runs_on(detail::kPolicyDevices[i])) continue;
+      regions[i].emplace(detail::checked_region({.device = detail::kPolicyDevices[i],
+                                                 .dtype = level_.precision().compute(),
+                                                 .cache = weight_cache_,
+                                                 .policy = policy_}));
     }
     return *found;
   }

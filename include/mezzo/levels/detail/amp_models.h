@@ -1,17 +1,14 @@
 /// \file
-/// The models that were given to initialize: what must hold before anything is changed, the cast,
-/// and one call with tensors cast on the way in and out, under autocast where the level says so.
+/// The models that were given to initialize: what must hold before anything is changed, and the
+/// cast. Which tensors are a batch norm's, in C++ and in TorchScript.
 #pragma once
 
-#include <mezzo/autocast/detail/region.h>
 #include <mezzo/base/detail/dtype_names.h>
-#include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/precision.h>
 #include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
-#include <mezzo/levels/detail/amp_scripts.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
@@ -20,11 +17,15 @@
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/symbol.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/jit/ir/ir.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/rnn.h>
 #include <torch/optim/adagrad.h>
 
@@ -32,7 +33,6 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
-#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -87,6 +87,77 @@ void flatten_recurrent_weights(torch::nn::Module& module) {
     if (layer != nullptr) layer->flatten_parameters();
   };
   (flatten(dynamic_cast<Layers*>(&module)), ...);
+}
+
+using TensorSet = std::unordered_set<const c10::TensorImpl*>;
+
+/// The parameters and buffers that `aten::batch_norm` reads in a script's `forward`. The classes of
+/// scripts can have any name; what they do tells what they are.
+class ScriptBatchNorms {
+ public:
+  static void collect(const torch::jit::Module& script, TensorSet& tensors) {
+    if (!script.find_method("forward")) return;
+    const auto graph = inlined_forward(script);
+    ScriptBatchNorms(graph->inputs().at(0), script._ivalue(), tensors).visit(*graph->block());
+  }
+
+ private:
+  ScriptBatchNorms(const torch::jit::Value* self, c10::IValue model, TensorSet& tensors)
+      : self_(self), model_(std::move(model)), tensors_(tensors) {}
+
+  void visit(const torch::jit::Block& block) {
+    for (const torch::jit::Node* const node : block.nodes()) {
+      for (const torch::jit::Block* const inner : node->blocks()) visit(*inner);
+      if (node->kind() != c10::aten::batch_norm) continue;
+      for (std::size_t i = 1; i <= 4; ++i) keep(node->input(i));  // weight, bias, mean, variance
+    }
+  }
+
+  /// What a value is: an attribute, one of several by a condition, or an optional's content.
+  void keep(const torch::jit::Value* value) {
+    const torch::jit::Node* const node = value->node();
+    if (node->kind() == c10::prim::If) {
+      for (const torch::jit::Block* const branch : node->blocks()) {
+        keep(branch->outputs().at(value->offset()));
+      }
+    } else if (node->kind() == c10::prim::unchecked_cast) {
+      keep(node->input());
+    } else if (const auto attribute = attribute_of(value); attribute && attribute->isTensor()) {
+      tensors_.insert(attribute->toTensor().unsafeGetTensorImpl());
+    }
+  }
+
+  std::optional<c10::IValue> attribute_of(const torch::jit::Value* value) const {
+    if (value == self_) return model_;
+    if (value->node()->kind() != c10::prim::GetAttr) return std::nullopt;
+    const auto owner = attribute_of(value->node()->input());
+    if (!owner || !owner->isObject()) return std::nullopt;
+    return owner->toObjectRef().getAttr(value->node()->s(c10::attr::name));
+  }
+
+  const torch::jit::Value* self_;
+  c10::IValue model_;
+  TensorSet& tensors_;
+};
+
+inline bool is_batch_norm(const torch::nn::Module& module) {
+  return dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
+         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
+         dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
+}
+
+/// The parameters and buffers of the batch norms in `model`.
+inline TensorSet tensors_of_batch_norms(torch::nn::Module& model) {
+  TensorSet tensors;
+  model.apply([&tensors](torch::nn::Module& module) {
+    if (const auto* const script = dynamic_cast<const ScriptModuleImpl*>(&module)) {
+      ScriptBatchNorms::collect(script->script(), tensors);
+    } else if (is_batch_norm(module)) {
+      for (const auto& item : module.parameters(false)) tensors.insert(item.unsafeGetTensorImpl());
+      for (const auto& item : module.buffers(false)) tensors.insert(item.unsafeGetTensorImpl());
+    }
+  });
+  return tensors;
 }
 
 /// Unlike torch::nn::Module::to(dtype), which in libtorch casts integer buffers too (a batch norm's
@@ -184,8 +255,6 @@ class AmpModel {
     }
   }
 
-  const torch::nn::Module& module() const noexcept { return *module_; }
-
   /// The model, or the module inside it, of this identity (see identity_of); null if there is none.
   torch::nn::Module* find(const void* wanted) const {
     if (identity_of(*module_) == wanted) return module_.get();
@@ -208,94 +277,6 @@ class AmpModel {
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<at::Tensor> placed_;  // one parameter for each type of device
 };
-
-/// Autocast on the devices of a model, or none.
-class ForwardRegions {
- public:
-  ForwardRegions() = default;
-
-  void enter(const RegionState& region) {
-    (region.device == c10::DeviceType::CPU ? cpu_ : cuda_).emplace(region);
-  }
-
- private:
-  std::optional<Region> cpu_;
-  std::optional<Region> cuda_;
-};
-
-/// Converts to a tensor and to nothing else; to anything; to nothing.
-struct OnlyTensor {
-  operator at::Tensor() const;  // NOLINT(google-explicit-constructor)
-};
-struct Anything {
-  template <class T>
-  operator T() const;  // NOLINT(google-explicit-constructor)
-};
-struct Nothing {};
-
-template <class T, class Member, std::size_t... Before>
-consteval bool takes_at(std::index_sequence<Before...>) {
-  return requires { T{(void(Before), Anything{})..., Member{}}; };
-}
-
-/// Whether a member of the struct `T`, among the first eight, is a tensor that only `T` knows of.
-template <class T>
-consteval bool hides_tensors() {
-  if constexpr (std::is_class_v<T> && std::is_aggregate_v<T> && !carries_tensors<T>()) {
-    return []<std::size_t... I>(std::index_sequence<I...>) {
-      return ((takes_at<T, OnlyTensor>(std::make_index_sequence<I>()) &&
-               !takes_at<T, Nothing>(std::make_index_sequence<I>())) ||
-              ...);
-    }
-    (std::make_index_sequence<8>());
-  }
-  return false;
-}
-
-template <class T>
-consteval void check_lists_tensors() {
-  static_assert(
-      !hides_tensors<std::remove_cvref_t<T>>(),
-      "amp(model, ...): this struct has tensors that no level could cast, for it does not "
-      "list them; give it a member `auto tensors() { return std::tie(logits, loss); }`");
-}
-
-/// What `forward` gets: a cast copy of what holds tensors, and everything else as it is.
-template <class Argument>
-decltype(auto) forward_argument(std::optional<at::ScalarType> dtype, Argument&& argument) {
-  check_lists_tensors<Argument>();
-  if constexpr (carries_tensors<Argument>()) {
-    OwningType<Argument> value = owned(std::forward<Argument>(argument));
-    if (dtype) return cast_tensors(std::move(value), *dtype);
-    return value;
-  } else {
-    return std::forward<Argument>(argument);
-  }
-}
-
-/// What `run` returns, with its tensors cast.
-template <class Run>
-decltype(auto) cast_result(std::optional<at::ScalarType> dtype, const Run& run) {
-  using Result = std::invoke_result_t<const Run&>;
-  check_lists_tensors<Result>();
-  if constexpr (std::is_void_v<Result>) {
-    run();
-  } else if constexpr (carries_tensors<Result>()) {
-    OwningType<Result> value = owned(run());
-    if (dtype) return cast_tensors(std::move(value), *dtype);
-    return value;
-  } else {
-    return run();
-  }
-}
-
-/// `module.forward(args...)`, with tensors cast on the way in and out.
-template <class Module, class... Args>
-decltype(auto) run_cast(Module& module, const CastDtypes& dtypes, Args&&... args) {
-  return cast_result(dtypes.output, [&]() -> decltype(auto) {
-    return module.forward(forward_argument(dtypes.input, std::forward<Args>(args))...);
-  });
-}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -5,7 +5,6 @@
 
 #include <mezzo/autocast/detail/activation_checkpoint/run_conditions.h>
 #include <mezzo/autocast/detail/activation_checkpoint/run_graph.h>
-#include <mezzo/autocast/detail/activation_checkpoint/watched_tensors.h>
 #include <mezzo/autocast/detail/autograd_node.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>

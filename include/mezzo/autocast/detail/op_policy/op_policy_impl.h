@@ -143,22 +143,6 @@ MEZZO_INLINE OpPolicy OpPolicy::set(std::string_view op, OpCategory category) co
   return OpPolicy(std::move(edits));
 }
 
-MEZZO_INLINE OpPolicy OpPolicy::allow(std::string_view op) const {
-  return set(op, OpCategory::lower_precision);
-}
-
-MEZZO_INLINE OpPolicy OpPolicy::deny(std::string_view op) const {
-  return set(op, OpCategory::fp32);
-}
-
-MEZZO_INLINE OpPolicy OpPolicy::promote(std::string_view op) const {
-  return set(op, OpCategory::promote);
-}
-
-MEZZO_INLINE OpPolicy OpPolicy::ignore(std::string_view op) const {
-  return set(op, OpCategory::fallthrough);
-}
-
 MEZZO_INLINE OpPolicy OpPolicy::allow_banned(std::string_view op) const {
   bool banned = false;
   for (const auto& overload : detail::find_ops(op)) {
@@ -212,10 +196,6 @@ MEZZO_INLINE OpPolicy OpPolicy::like(c10::DeviceType device) {
   }
   return policy;
 }
-
-MEZZO_INLINE OpPolicy OpPolicy::cuda_like() { return like(c10::DeviceType::CUDA); }
-
-MEZZO_INLINE OpPolicy OpPolicy::cpu_like() { return like(c10::DeviceType::CPU); }
 
 MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy) {
   if (!policy.empty()) {

@@ -1,12 +1,13 @@
 /// \file
-/// The kernel that mezzo puts in front of libtorch's autocast kernel of one op and device: it asks
-/// the thread's policy, and where that is silent it calls the kernel that was there.
+/// The kernels that mezzo puts in front of libtorch's autocast kernel of one op and device: one
+/// asks the thread's policy, and where that is silent it calls the kernel that was there; the other
+/// asks the thread's weight cache.
 #pragma once
 
 #include <mezzo/autocast/detail/eligible.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
-#include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
@@ -14,10 +15,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -204,6 +207,59 @@ class OverrideKernel final : public c10::OperatorKernel {
   std::optional<std::size_t> dtype_index_;
   std::optional<c10::OperatorHandle> with_dtype_;
   std::optional<c10::SafeKernelFunction> previous_;
+};
+
+/// Of an op's first arguments; those behind are other.
+using ArgumentRoles = std::array<ArgumentRole, 6>;
+
+/// Stands in front of an op that consumes weights: does what libtorch's lower_precision kernels do,
+/// but asks the region's WeightCache, where there is one, for the weights. Boxed: one kernel serves
+/// all ops, which are a table of names and roles (weight_cache_impl.h).
+class CachingKernel final : public c10::OperatorKernel {
+ public:
+  /// Takes over from whatever kernel `op` has now.
+  CachingKernel(const c10::OperatorHandle& op, const ArgumentRoles& roles, c10::DeviceType device,
+                OpSlot slot)
+      : roles_(roles),
+        arity_(op.schema().arguments().size()),
+        device_(device),
+        device_index_(policy_device_index(device)),
+        slot_(slot),
+        previous_(op.getComputedKernelForDispatchKey(autocast_key(device))) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
+    if (!is_lowered()) {
+      previous_.callBoxed(op, keys, stack);
+      return;
+    }
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key(device_));
+    // In a trace a copy would be a constant.
+    const ThreadCache cache =
+        keys.has(c10::DispatchKey::Tracer) ? ThreadCache() : thread_caches()[device_index_];
+    const auto dtype = at::autocast::get_autocast_dtype(device_);
+    c10::IValue* arguments = stack->data() + (stack->size() - arity_);
+    for (std::size_t i = 0; i < arity_; ++i) {
+      const ArgumentRole role = i < roles_.size() ? roles_[i] : ArgumentRole::other;
+      cast_argument(arguments[i], dtype, device_, cache, role);
+    }
+    op.callBoxed(stack);
+  }
+
+ private:
+  /// Unless a policy says otherwise: then the policy's kernel knows what to do, which is the
+  /// previous one or stands in front of this.
+  bool is_lowered() const {
+    const PolicyEdits* edits = thread_policies()[device_index_].get();
+    const auto category = edits == nullptr ? std::nullopt : edits->find(slot_);
+    return category.value_or(OpCategory::lower_precision) == OpCategory::lower_precision;
+  }
+
+  ArgumentRoles roles_;
+  std::size_t arity_;
+  c10::DeviceType device_;
+  std::size_t device_index_;
+  OpSlot slot_;
+  c10::SafeKernelFunction previous_;
 };
 
 }  // namespace detail

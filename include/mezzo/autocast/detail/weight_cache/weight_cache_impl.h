@@ -1,15 +1,20 @@
 /// \file
-/// WeightCache's members: one store, or one a thread.
+/// Which ops ask a WeightCache; and its members: one store, or one a thread.
 #pragma once
 
 #include <mezzo/autocast/detail/in_force.h>
-#include <mezzo/autocast/detail/weight_cache/caching_kernel.h>
+#include <mezzo/autocast/detail/op_policy/op_names.h>
+#include <mezzo/autocast/detail/op_policy/override_kernel.h>
+#include <mezzo/autocast/detail/op_policy/override_registry.h>
 #include <mezzo/autocast/detail/weight_cache/weight_store.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/base/detail/tensor_words.h>
 
+#include <ATen/core/boxing/KernelFunction.h>
 #include <c10/util/Exception.h>
+#include <torch/version.h>
 
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -21,6 +26,62 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// An op that asks caches, by its full name.
+struct CachedOp {
+  const char* name;
+  ArgumentRoles roles;
+};
+
+/// All of them. Those that a device does not lower, as the CPU does not the cells, are left alone
+/// there: the ops that they are made of meet the cache.
+inline constexpr auto cached_ops() {
+  using enum ArgumentRole;
+  constexpr ArgumentRoles kInputWeightBias{other, weight, weight};
+  constexpr ArgumentRoles kFactors{left_factor, right_factor};
+  constexpr ArgumentRoles kBiasAndFactors{right_factor, left_factor, right_factor};
+  constexpr ArgumentRoles kCell{other, other, weight, weight, weight, weight};
+  return std::array<CachedOp, 24>{{
+      {"aten::linear", kInputWeightBias},
+      {"aten::mm", kFactors},
+      {"aten::matmul", kFactors},
+      {"aten::bmm", kFactors},
+      {"aten::addmm", kBiasAndFactors},
+      {"aten::addbmm", kBiasAndFactors},
+      {"aten::baddbmm", kBiasAndFactors},
+      {"aten::conv1d", kInputWeightBias},
+      {"aten::conv1d.padding", kInputWeightBias},
+      {"aten::conv2d", kInputWeightBias},
+      {"aten::conv2d.padding", kInputWeightBias},
+      {"aten::conv3d", kInputWeightBias},
+      {"aten::conv3d.padding", kInputWeightBias},
+      {"aten::conv_tbc", kInputWeightBias},
+      {"aten::conv_transpose1d", kInputWeightBias},
+      {"aten::conv_transpose2d.input", kInputWeightBias},
+      {"aten::conv_transpose3d.input", kInputWeightBias},
+      {"aten::_convolution", kInputWeightBias},
+      {"aten::prelu", {other, weight}},
+      {"aten::lstm_cell", kCell},
+      {"aten::gru_cell", kCell},
+      {"aten::rnn_tanh_cell", kCell},
+      {"aten::rnn_relu_cell", kCell},
+      {"aten::mkldnn_rnn_layer", {other, weight, weight, weight, weight}},
+  }};
+}
+
+inline void install_cache_kernels() {
+  for (const auto& [name, roles] : cached_ops()) {
+    const auto op = find_op(name);
+    TORCH_CHECK(op.has_value(), "install_op_overrides: this libtorch (", TORCH_VERSION,
+                ") has no operator ", name, "; use libtorch 2.11, or leave the WeightCache out");
+    const auto kernel = [&op, &asked = roles](c10::DeviceType device, OpSlot slot) {
+      return c10::KernelFunction::makeFromBoxedFunctor(
+          std::make_unique<CachingKernel>(*op, asked, device, slot));
+    };
+    override_registry().install_cache_kernel(*op, kernel);
+  }
+  cache_ops_are_installed() = true;
+}
 
 inline void check_can_be_held(const at::Tensor& weight) {
   TORCH_CHECK(weight.defined(),
@@ -162,10 +223,6 @@ MEZZO_INLINE at::Tensor WeightCache::buffer_for(const at::Tensor& weight,
   detail::check_can_be_held(weight);
   detail::check_low_precision(weight, dtype, "dtype");
   return shared_->store().fixed_copy(weight, dtype);
-}
-
-MEZZO_INLINE void WeightCache::publish(const at::Tensor& weight, const at::Tensor& copy) const {
-  publish({{weight, copy}});
 }
 
 MEZZO_INLINE void WeightCache::publish(

@@ -7,7 +7,6 @@
 #include <mezzo/autocast/detail/weight_cache/held_copies.h>
 #include <mezzo/autocast/detail/weight_cache/held_copy.h>
 #include <mezzo/autocast/detail/weight_cache/weight_cache_statistics.h>
-#include <mezzo/autocast/detail/weight_cache/weight_cast_node.h>
 #include <mezzo/autocast/detail/weight_cache/weight_identity.h>
 #include <mezzo/base/version.h>
 
@@ -230,7 +229,12 @@ class WeightStore final : public WeightCasts {
   HeldCopy renewed_or_put_back(const at::Tensor& weight, at::ScalarType dtype,
                                std::optional<HeldCopy>& old, HeldCopies::List& out) {
     try {
-      return renewed(weight, dtype, old);
+      HeldCopy entry = cast_again(weight, dtype, old);
+      const std::lock_guard lock(mutex_);
+      entry.made = ++made_;
+      ++counts_.casts;
+      counts_.bytes_cast += cast_bytes(weight, dtype);
+      return entry;
     } catch (...) {
       if (old.has_value() && old->fixed) {
         const std::lock_guard lock(mutex_);
@@ -239,15 +243,6 @@ class WeightStore final : public WeightCasts {
       }
       throw;
     }
-  }
-
-  HeldCopy renewed(const at::Tensor& weight, at::ScalarType dtype, std::optional<HeldCopy>& old) {
-    HeldCopy entry = cast_again(weight, dtype, old);
-    const std::lock_guard lock(mutex_);
-    entry.made = ++made_;
-    ++counts_.casts;
-    counts_.bytes_cast += cast_bytes(weight, dtype);
-    return entry;
   }
 
   void insert(HeldCopy entry, bool is_new, HeldCopies::List& out) {

@@ -1,0 +1,146 @@
+/// \file
+/// One call of a model, of C++ or TorchScript, with tensors cast on the way in and out.
+#pragma once
+
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/precision.h>
+#include <mezzo/base/script_module.h>
+#include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// `value` with its floating tensors in `dtype`, in tuples, lists and dicts too, which are copied.
+inline c10::IValue cast_script_value(const c10::IValue& value, at::ScalarType dtype) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    const bool casts = tensor.defined() && is_training_dtype(tensor.scalar_type());
+    return casts ? tensor.to(dtype) : tensor;
+  }
+  if (value.isTuple()) {
+    std::vector<c10::IValue> elements;
+    for (const c10::IValue& element : value.toTupleRef().elements()) {
+      elements.push_back(cast_script_value(element, dtype));
+    }
+    return c10::ivalue::Tuple::createNamed(std::move(elements), value.toTupleRef().type());
+  }
+  if (value.isList()) {
+    const c10::List<c10::IValue> list = value.toList();
+    c10::List<c10::IValue> copy(list.elementType());
+    for (const c10::IValue& element : list) copy.push_back(cast_script_value(element, dtype));
+    return copy;
+  }
+  if (value.isGenericDict()) {
+    const auto dict = value.toGenericDict();
+    c10::impl::GenericDict copy(dict.keyType(), dict.valueType());
+    for (const auto& entry : dict) {
+      copy.insert(entry.key(), cast_script_value(entry.value(), dtype));
+    }
+    return copy;
+  }
+  return value;
+}
+
+/// What a level makes of a call.
+struct CastDtypes {
+  std::optional<at::ScalarType> input;
+  std::optional<at::ScalarType> output;
+};
+
+template <class... Args>
+c10::IValue run_cast(ScriptModuleImpl& script, const CastDtypes& dtypes, Args&&... args) {
+  std::vector<c10::IValue> arguments = script_arguments(std::forward<Args>(args)...);
+  if (dtypes.input) {
+    for (c10::IValue& argument : arguments) argument = cast_script_value(argument, *dtypes.input);
+  }
+  const c10::IValue result = script.forward(std::move(arguments));
+  return dtypes.output ? cast_script_value(result, *dtypes.output) : result;
+}
+
+/// Converts to a tensor and to nothing else; to anything; to nothing.
+struct OnlyTensor {
+  operator at::Tensor() const;  // NOLINT(google-explicit-constructor)
+};
+struct Anything {
+  template <class T>
+  operator T() const;  // NOLINT(google-explicit-constructor)
+};
+struct Nothing {};
+
+template <class T, class Member, std::size_t... Before>
+consteval bool takes_at(std::index_sequence<Before...>) {
+  return requires { T{(void(Before), Anything{})..., Member{}}; };
+}
+
+/// Whether a member of the struct `T`, among the first eight, is a tensor that only `T` knows of.
+template <class T>
+consteval bool hides_tensors() {
+  if constexpr (std::is_class_v<T> && std::is_aggregate_v<T> && !carries_tensors<T>()) {
+    return []<std::size_t... I>(std::index_sequence<I...>) {
+      return ((takes_at<T, OnlyTensor>(std::make_index_sequence<I>()) &&
+               !takes_at<T, Nothing>(std::make_index_sequence<I>())) ||
+              ...);
+    }
+    (std::make_index_sequence<8>());
+  }
+  return false;
+}
+
+template <class T>
+consteval void check_lists_tensors() {
+  static_assert(
+      !hides_tensors<std::remove_cvref_t<T>>(),
+      "amp(model, ...): this struct has tensors that no level could cast, for it does not "
+      "list them; give it a member `auto tensors() { return std::tie(logits, loss); }`");
+}
+
+/// What `forward` gets: a cast copy of what holds tensors, and everything else as it is.
+template <class Argument>
+decltype(auto) forward_argument(std::optional<at::ScalarType> dtype, Argument&& argument) {
+  check_lists_tensors<Argument>();
+  if constexpr (carries_tensors<Argument>()) {
+    OwningType<Argument> value = owned(std::forward<Argument>(argument));
+    if (dtype) return cast_tensors(std::move(value), *dtype);
+    return value;
+  } else {
+    return std::forward<Argument>(argument);
+  }
+}
+
+/// What `run` returns, with its tensors cast.
+template <class Run>
+decltype(auto) cast_result(std::optional<at::ScalarType> dtype, const Run& run) {
+  using Result = std::invoke_result_t<const Run&>;
+  check_lists_tensors<Result>();
+  if constexpr (std::is_void_v<Result>) {
+    run();
+  } else if constexpr (carries_tensors<Result>()) {
+    OwningType<Result> value = owned(run());
+    if (dtype) return cast_tensors(std::move(value), *dtype);
+    return value;
+  } else {
+    return run();
+  }
+}
+
+/// `module.forward(args...)`, with tensors cast on the way in and out.
+template <class Module, class... Args>
+decltype(auto) run_cast(Module& module, const CastDtypes& dtypes, Args&&... args) {
+  return cast_result(dtypes.output, [&]() -> decltype(auto) {
+    return module.forward(forward_argument(dtypes.input, std::forward<Args>(args))...);
+  });
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
