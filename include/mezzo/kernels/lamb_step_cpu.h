@@ -170,27 +170,15 @@ struct LambLoop {
   explicit operator bool() const noexcept { return learn != nullptr; }
 };
 
-template <class Parameter, class Gradient, class Weights = PlainWeights<Parameter>>
-LambLoop lamb_loop(CpuIsa isa) {
-  return {cpu_kernel<LambMomentsKernel, Parameter, Gradient, Weights>(isa),
-          cpu_kernel<LambParameterKernel, Parameter, Weights>(isa)};
-}
-
-/// The loops for parameters that are kept in a dtype and a way, as step_loop gives others'. A
-/// template, so that who does not call it instantiates none of them.
+/// The loops for a parameter's types, as step_function gives others'. A template, so that who does
+/// not call it instantiates none of them.
 template <std::same_as<optim::WeightStorage> Storage>
 LambLoop lamb_loop(Storage storage, at::ScalarType kept, at::ScalarType gradient, CpuIsa isa) {
-  using optim::WeightStorage;
-  if (storage == WeightStorage::plain || storage == WeightStorage::master) {
-    const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {
-      return lamb_loop<Parameter, Gradient>(isa);
-    };
-    return for_step_dtypes(kept, gradient, loop);
-  }
-  if (gradient != at::kBFloat16) return {};
-  return storage == WeightStorage::split_master
-             ? lamb_loop<c10::BFloat16, c10::BFloat16, SplitWeights>(isa)
-             : lamb_loop<c10::BFloat16, c10::BFloat16, StochasticWeights>(isa);
+  return for_step_types(storage, kept, gradient,
+                        [isa]<class Parameter, class Gradient, class Weights>() -> LambLoop {
+                          return {cpu_kernel<LambMomentsKernel, Parameter, Gradient, Weights>(isa),
+                                  cpu_kernel<LambParameterKernel, Parameter, Weights>(isa)};
+                        });
 }
 
 using LambTask = StepTask<LambLoop, LambCoefficients>;

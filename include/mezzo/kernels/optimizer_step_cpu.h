@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/optimizer_step_body.h>
@@ -85,41 +86,48 @@ struct OptimizerStepKernel {
 template <class Coefficients>
 using StepFunction = void (*)(const StepSpan&, const Coefficients&, const StepUse&);
 
-/// `make(Parameter{}, Gradient{})` of a parameter's dtype, all of whose streams have it, and its
-/// gradient's, which is the same or a narrower one; null for a pair that there is no loop for.
+/// `make` of a parameter's types: its dtype, all of whose streams have it; its gradient's, which is
+/// the same or a narrower one; and how it is kept. `kept` is the dtype of what is trained, float
+/// where that is a master. Null where there is no loop.
 template <class Make>
-auto for_step_dtypes(at::ScalarType parameter, at::ScalarType gradient, const Make& make)
-    -> decltype(make(float{}, float{})) {
-  if (parameter == at::kFloat) {
-    if (gradient == at::kFloat) return make(float{}, float{});
-    if (gradient == at::kBFloat16) return make(float{}, c10::BFloat16{});
-    if (gradient == at::kHalf) return make(float{}, c10::Half{});
+auto for_step_types(optim::WeightStorage storage, at::ScalarType kept, at::ScalarType gradient,
+                    const Make& make)
+    -> decltype(make.template operator()<float, float, PlainWeights<float>>()) {
+  using c10::BFloat16;
+  using c10::Half;
+  using optim::WeightStorage;
+  const auto plain = [&]<class Parameter, class Gradient>(Parameter, Gradient) {
+    return make.template operator()<Parameter, Gradient, PlainWeights<Parameter>>();
+  };
+  if (storage == WeightStorage::split_master || storage == WeightStorage::stochastic) {
+    if (gradient != at::kBFloat16) return {};
+    return storage == WeightStorage::split_master
+               ? make.template operator()<BFloat16, BFloat16, SplitWeights>()
+               : make.template operator()<BFloat16, BFloat16, StochasticWeights>();
   }
-  if (parameter == at::kDouble) {
-    if (gradient == at::kDouble) return make(double{}, double{});
-    if (gradient == at::kFloat) return make(double{}, float{});
+  if (kept == at::kFloat) {
+    if (gradient == at::kFloat) return plain(float{}, float{});
+    if (gradient == at::kBFloat16) return plain(float{}, BFloat16{});
+    if (gradient == at::kHalf) return plain(float{}, Half{});
   }
-  if (parameter == at::kBFloat16 && gradient == at::kBFloat16) {
-    return make(c10::BFloat16{}, c10::BFloat16{});
+  if (kept == at::kDouble) {
+    if (gradient == at::kDouble) return plain(double{}, double{});
+    if (gradient == at::kFloat) return plain(double{}, float{});
   }
-  if (parameter == at::kHalf && gradient == at::kHalf) return make(c10::Half{}, c10::Half{});
+  if (kept == at::kBFloat16 && gradient == at::kBFloat16) return plain(BFloat16{}, BFloat16{});
+  if (kept == at::kHalf && gradient == at::kHalf) return plain(Half{}, Half{});
   return {};
 }
 
-/// The loop for a parameter's dtype and its gradient's; null for a pair that there is none for.
+/// A Rule's loop for a parameter's types; null where there is none.
 template <class Rule>
-StepFunction<typename Rule::Coefficients> step_function(at::ScalarType parameter,
+StepFunction<typename Rule::Coefficients> step_function(optim::WeightStorage storage,
+                                                        at::ScalarType kept,
                                                         at::ScalarType gradient, CpuIsa isa) {
-  const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {
-    return cpu_kernel<OptimizerStepKernel, Parameter, Gradient, Rule, PlainWeights<Parameter>>(isa);
-  };
-  return for_step_dtypes(parameter, gradient, loop);
-}
-
-/// The loop for parameters and gradients of bfloat16 that are kept as Weights say.
-template <class Rule, class Weights>
-StepFunction<typename Rule::Coefficients> bfloat16_step_function(CpuIsa isa) {
-  return cpu_kernel<OptimizerStepKernel, c10::BFloat16, c10::BFloat16, Rule, Weights>(isa);
+  return for_step_types(
+      storage, kept, gradient, [isa]<class Parameter, class Gradient, class Weights>() {
+        return cpu_kernel<OptimizerStepKernel, Parameter, Gradient, Rule, Weights>(isa);
+      });
 }
 
 /// Bytes of an element of each stream that has one of its own.

@@ -9,7 +9,7 @@
 #include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_table.h>
-#include <mezzo/kernels/scale_tensors.h>
+#include <mezzo/kernels/update_scale.h>
 
 #include <cstdint>
 
