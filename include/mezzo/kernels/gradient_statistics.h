@@ -4,7 +4,6 @@
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/gradient_summary_cpu.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/which_kernels.h>
 
