@@ -11,7 +11,6 @@
 #include <mezzo/scaling/detail/clip_watch.h>
 #include <mezzo/scaling/detail/device_scale.h>
 #include <mezzo/scaling/detail/optimizer_records.h>
-#include <mezzo/scaling/detail/scaled_outputs.h>
 #include <mezzo/scaling/detail/step_facts.h>
 #include <mezzo/scaling/grad_scaler_options.h>
 
