@@ -5,11 +5,10 @@
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
-#include <mezzo/kernels/parallel_spans.h>
 #include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/which_kernels.h>
+#include <mezzo/kernels/work_chunks.h>
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/cat.h>
@@ -20,8 +19,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -45,75 +42,23 @@ inline SummaryStretch summary_stretch(const at::Tensor& gradient, void* copy_to 
           gradient.numel(), static_cast<int64_t>(gradient.element_size()), gradient.scalar_type()};
 }
 
-/// Stretches cut into chunks that do not depend on the number of threads.
-class SummaryChunks {
- public:
-  struct Chunk {
-    std::size_t stretch;
-    int64_t begin;
-    int64_t count;
-  };
-
-  explicit SummaryChunks(const std::vector<SummaryStretch>& stretches) {
-    for (std::size_t i = 0; i < stretches.size(); ++i) {
-      for (int64_t begin = 0; begin < stretches[i].count; begin += kSummaryChunk) {
-        const int64_t count = std::min(kSummaryChunk, stretches[i].count - begin);
-        if (cost_ == 0) first_of_batch_.push_back(chunks_.size());
-        chunks_.push_back({i, begin, count});
-        cost_ += count + kChunkCost;
-        if (cost_ >= kBatchCost) cost_ = 0;
-      }
-    }
-  }
-
-  std::size_t size() const noexcept { return chunks_.size(); }
-  const Chunk& operator[](std::size_t i) const { return chunks_[i]; }
-
-  /// Runs `work(i)` for every chunk on libtorch's threads. Each thread takes the next batch when it
-  /// is done with one: a thread that the system holds up holds up no more than its own.
-  template <class Work>
-  void for_each(const Work& work) const {
-    std::atomic<std::size_t> next{0};
-    const auto drain = [&](int /*worker*/) {
-      for (std::size_t batch = next++; batch < first_of_batch_.size(); batch = next++) {
-        const bool is_last = batch + 1 == first_of_batch_.size();
-        const std::size_t end = is_last ? chunks_.size() : first_of_batch_[batch + 1];
-        for (std::size_t i = first_of_batch_[batch]; i < end; ++i) work(i);
-      }
-    };
-    const auto threads = static_cast<std::size_t>(at::get_num_threads());
-    std::vector<int> workers(std::min(threads, first_of_batch_.size()));
-    parallel_for_each(workers, drain);
-  }
-
- private:
-  static constexpr int64_t kChunkCost = 128;    // a call, in elements
-  static constexpr int64_t kBatchCost = 32768;  // below it, a thread costs more than it brings
-
-  std::vector<Chunk> chunks_;
-  std::vector<std::size_t> first_of_batch_;
-  int64_t cost_ = 0;  // of the last batch; 0 when it is full
-};
-
 /// One partial result a stretch: its chunks', merged in their order.
 template <class Partial, class Work>
 std::vector<Partial> summarize_stretches(const std::vector<SummaryStretch>& stretches,
                                          const Work& work) {
-  const SummaryChunks chunks(stretches);
+  WorkChunks chunks(kSummaryChunk);
+  for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
   std::vector<Partial> of_chunk(chunks.size());
-  chunks.for_each([&](std::size_t i) {
-    const auto& chunk = chunks[i];
-    work(stretches[chunk.stretch], chunk, of_chunk[i]);
-  });
+  chunks.for_each([&](std::size_t i) { work(stretches[chunks[i].item], chunks[i], of_chunk[i]); });
   std::vector<Partial> of_stretch(stretches.size());
   for (std::size_t i = 0; i < chunks.size(); ++i) {
-    of_stretch[chunks[i].stretch].merge(of_chunk[i]);
+    of_stretch[chunks[i].item].merge(of_chunk[i]);
   }
   return of_stretch;
 }
 
 inline std::vector<GradientPartial> summarize_cpu(const std::vector<SummaryStretch>& stretches) {
-  const auto work = [](const SummaryStretch& stretch, const SummaryChunks::Chunk& chunk,
+  const auto work = [](const SummaryStretch& stretch, const WorkChunks::Chunk& chunk,
                        GradientPartial& partial) {
     const SummaryLoops loops = summary_loops(stretch.dtype, best_isa());
     const int64_t offset = chunk.begin * stretch.element_size;

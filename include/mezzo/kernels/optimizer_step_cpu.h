@@ -5,16 +5,16 @@
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/optimizer_step_body.h>
-#include <mezzo/kernels/parallel_spans.h>
 #include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/work_chunks.h>
 
-#include <ATen/Parallel.h>
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
 #include <algorithm>
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 // The CPU's loop of every optimizer whose update looks at one element at a time: reads gradient,
@@ -148,12 +148,6 @@ struct StepTask {
   StepUse use;
 };
 
-/// Where a piece of work begins; it ends where the next one begins.
-struct StepPiece {
-  std::size_t task;
-  int64_t offset;
-};
-
 /// What one thread takes at a time: 16 bytes an element and more, so that this much lies in a
 /// second-level cache, and few enough pieces that taking them costs nothing.
 inline constexpr int64_t kStepPiece = 16384;
@@ -174,60 +168,15 @@ inline StepSpan part_of(const StepSpan& span, int64_t begin, int64_t count,
   return part;
 }
 
-/// Cuts tasks into pieces of `kStepPiece` elements; small tasks share one.
-template <class Task>
-std::vector<StepPiece> step_pieces(const std::vector<Task>& tasks) {
-  std::vector<StepPiece> pieces;
-  int64_t room = 0;
-  for (std::size_t task = 0; task < tasks.size(); ++task) {
-    for (int64_t begin = 0; begin < tasks[task].span.count;) {
-      if (room == 0) {
-        pieces.push_back({task, begin});
-        room = kStepPiece;
-      }
-      const int64_t count = std::min(room, tasks[task].span.count - begin);
-      begin += count;
-      room -= count;
-    }
-  }
-  return pieces;
-}
-
-/// Calls `work(i)` once for each i below `count` on libtorch's threads, each of which takes the
-/// next as soon as it is free: cores are not equally fast.
-template <class Work>
-void parallel_dynamic(int64_t count, const Work& work) {
-  std::atomic<int64_t> next{0};
-  std::vector<int> workers(
-      static_cast<std::size_t>(std::min<int64_t>(count, at::get_num_threads())));
-  parallel_for_each(workers, [&](int&) {
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
-  });
-}
-
-/// Calls `work(task number, the part of its span)` for all of `tasks`, piece by piece.
-template <class Task, class Work>
-void for_each_part(const std::vector<Task>& tasks, const Work& work) {
-  const std::vector<StepPiece> pieces = step_pieces(tasks);
-  parallel_dynamic(static_cast<int64_t>(pieces.size()), [&](int64_t index) {
-    int64_t left = kStepPiece;
-    const StepPiece& piece = pieces[static_cast<std::size_t>(index)];
-    int64_t begin = piece.offset;
-    for (std::size_t i = piece.task; left > 0 && i < tasks.size(); ++i) {
-      const Task& task = tasks[i];
-      const int64_t count = std::min(left, task.span.count - begin);
-      work(i, part_of(task.span, begin, count, task.sizes));
-      left -= count;
-      begin = 0;
-    }
-  });
-}
-
-/// All tasks of a step, in one pass over their memory.
+/// All tasks of a step, in one pass over their memory. Small ones share a batch.
 template <class Coefficients>
 void run_step_cpu(const std::vector<StepTask<StepFunction<Coefficients>, Coefficients>>& tasks) {
-  for_each_part(tasks, [&](std::size_t i, const StepSpan& part) {
-    tasks[i].run(part, tasks[i].coefficients, tasks[i].use);
+  WorkChunks pieces(kStepPiece, kStepPiece);
+  for (std::size_t i = 0; i < tasks.size(); ++i) pieces.add(i, tasks[i].span.count);
+  pieces.for_each([&](std::size_t i) {
+    const auto& task = tasks[pieces[i].item];
+    task.run(part_of(task.span, pieces[i].begin, pieces[i].count, task.sizes), task.coefficients,
+             task.use);
   });
 }
 
