@@ -10,7 +10,6 @@
 #include <mezzo/optim/fused_options.h>        // IWYU pragma: export
 #include <mezzo/optim/grad_bucket.h>          // IWYU pragma: export
 #include <mezzo/optim/grad_buckets.h>         // IWYU pragma: export
-#include <mezzo/optim/gradient_report.h>      // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                 // IWYU pragma: export
 #include <mezzo/optim/lion.h>                 // IWYU pragma: export
 #include <mezzo/optim/lr_schedule.h>          // IWYU pragma: export

@@ -8,7 +8,7 @@
 #define MEZZO_ABI_NAMESPACE fast_math
 
 #include <mezzo/base/loss_scale.h>
-#include <mezzo/kernels/unscale_loops.h>
+#include <mezzo/kernels/unscale.h>
 
 #include <gtest/gtest.h>
 

@@ -24,7 +24,7 @@ struct CountVisits {
   std::vector<int> visits;
   const uint16_t* data;
   template <int kPacks>
-  void operator()(const mezzo::detail::cuda::SummaryPack<uint16_t> (&packs)[kPacks], int64_t index,
+  void operator()(const mezzo::detail::GradientPack<uint16_t> (&packs)[kPacks], int64_t index,
                   int64_t stride) {
     for (int k = 0; k < kPacks; ++k) {
       for (int lane = 0; lane < 8; ++lane) {

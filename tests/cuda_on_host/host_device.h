@@ -108,6 +108,7 @@ constexpr std::size_t bytes_of_parameters(void (*)(Parameters...)) {
 #define MEZZO_ARGUMENT(Type) const Type&
 
 #define MEZZO_UNROLL
+#define MEZZO_NO_UNROLL
 
 #define MEZZO_SHARED(Type, name)                               \
   static thread_local host_device::Shared<Type> name##_shared; \

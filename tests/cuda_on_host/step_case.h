@@ -5,6 +5,7 @@
 #include <mezzo/kernels/lamb_step_cpu.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/kernels/table_memory.h>
 
@@ -250,31 +251,6 @@ template <class Rule>
 inline constexpr bool kIsVariant = std::is_same_v<Rule, mezzo::detail::AdamRule<true>> ||
                                    std::is_same_v<Rule, mezzo::detail::SgdRule<true>>;
 
-inline void launch_step(const std::vector<mezzo::detail::StepRow>& rows,
-                        const std::vector<mezzo::detail::StepGroup<AdamConstants>>& groups,
-                        const mezzo::detail::StepInputs& inputs,
-                        mezzo::detail::TableMemory& memory) {
-  mezzo::detail::cuda::adam_step_(at::kCPU, rows, groups, inputs, memory);
-}
-inline void launch_step(const std::vector<mezzo::detail::StepRow>& rows,
-                        const std::vector<mezzo::detail::StepGroup<SgdConstants>>& groups,
-                        const mezzo::detail::StepInputs& inputs,
-                        mezzo::detail::TableMemory& memory) {
-  mezzo::detail::cuda::sgd_step_(at::kCPU, rows, groups, inputs, memory);
-}
-inline void launch_step(
-    const std::vector<mezzo::detail::StepRow>& rows,
-    const std::vector<mezzo::detail::StepGroup<mezzo::detail::LionConstants>>& groups,
-    const mezzo::detail::StepInputs& inputs, mezzo::detail::TableMemory& memory) {
-  mezzo::detail::cuda::lion_step_(at::kCPU, rows, groups, inputs, memory);
-}
-inline void launch_step(const std::vector<mezzo::detail::StepRow>& rows,
-                        const std::vector<mezzo::detail::StepGroup<LambConstants>>& groups,
-                        const mezzo::detail::StepInputs& inputs,
-                        mezzo::detail::TableMemory& memory) {
-  mezzo::detail::cuda::lamb_step_(at::kCPU, rows, groups, inputs, memory);
-}
-
 /// In one call, as the library makes it. Moments that the rule has none of are null.
 template <class Rule>
 void step_on_device(const std::vector<StepParameters*>& all, const StepCase& step,
@@ -310,7 +286,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
   }
   mezzo::detail::TableMemory memory;
   mezzo::detail::cuda::begin_step_(at::kCPU, memory);
-  launch_step(rows, groups, inputs, memory);
+  mezzo::detail::cuda::step_(at::kCPU, rows, groups, inputs, memory);
 }
 
 /// What `weights` may differ by where two trust ratios, of norms that were summed in other orders,

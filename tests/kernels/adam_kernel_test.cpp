@@ -59,9 +59,10 @@ struct AdamCase {
 
   void run(const mezzo::detail::StepSpan& span, const StepUse& use) const {
     using mezzo::detail::step_function;
+    constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
     const auto [parameter, gradient] = dtypes;
-    const auto loop = amsgrad ? step_function<AdamRule<true>>(parameter, gradient, isa)
-                              : step_function<AdamRule<false>>(parameter, gradient, isa);
+    const auto loop = amsgrad ? step_function<AdamRule<true>>(kPlain, parameter, gradient, isa)
+                              : step_function<AdamRule<false>>(kPlain, parameter, gradient, isa);
     loop(span, coefficients(), use);
   }
 
@@ -154,11 +155,14 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, AdamLoop,
 
 TEST(AdamLoopDtypes, HasNoLoopForGradientsWiderThanTheirParameters) {
   using mezzo::detail::step_function;
+  constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
   using Rule = AdamRule<false>;
-  EXPECT_EQ(step_function<Rule>(torch::kBFloat16, torch::kFloat, CpuIsa::vector128), nullptr);
-  EXPECT_EQ(step_function<Rule>(torch::kFloat, torch::kDouble, CpuIsa::vector128), nullptr);
-  EXPECT_EQ(step_function<Rule>(torch::kHalf, torch::kBFloat16, CpuIsa::vector128), nullptr);
-  EXPECT_EQ(step_function<Rule>(torch::kLong, torch::kLong, CpuIsa::vector128), nullptr);
+  EXPECT_EQ(step_function<Rule>(kPlain, torch::kBFloat16, torch::kFloat, CpuIsa::vector128),
+            nullptr);
+  EXPECT_EQ(step_function<Rule>(kPlain, torch::kFloat, torch::kDouble, CpuIsa::vector128), nullptr);
+  EXPECT_EQ(step_function<Rule>(kPlain, torch::kHalf, torch::kBFloat16, CpuIsa::vector128),
+            nullptr);
+  EXPECT_EQ(step_function<Rule>(kPlain, torch::kLong, torch::kLong, CpuIsa::vector128), nullptr);
 }
 
 TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {

@@ -3,12 +3,16 @@
 
 #include <mezzo/kernels/gradient_table.h>
 #include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/work_chunks.h>
 
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -236,27 +240,26 @@ TEST(UnscaleCpu, RunsOnSeveralThreadsThoughItsCallerIsCompiledWithoutOpenMp) {
   EXPECT_EQ(threads.size(), 4U);
 }
 
-TEST(UnscaleCpu, CutsTheWorkIntoEqualPartsThatCoverItOnce) {
+TEST(WorkChunks, CoverEachElementOnceInChunksThatDoNotDependOnTheThreads) {
+  const std::vector<int64_t> counts{1, 0, 700, 299};
+  mezzo::detail::WorkChunks chunks(/*size=*/100, /*batch=*/300);
+  for (std::size_t i = 0; i < counts.size(); ++i) chunks.add(i, counts[i]);
+  ASSERT_EQ(chunks.size(), 1U + 7U + 3U);
   const int before = torch::get_num_threads();
-  torch::set_num_threads(3);
-  std::vector<char> memory(1000);
-  std::vector<mezzo::detail::Span<int>> spans;
-  for (const auto& [begin, count] : {std::pair{0, 1}, {1, 0}, {1, 700}, {701, 299}}) {
-    spans.push_back({memory.data() + begin, count, 1, 0});
+  for (const int threads : {1, 3}) {
+    torch::set_num_threads(threads);
+    std::vector<std::vector<char>> visits;
+    for (const int64_t count : counts) visits.emplace_back(static_cast<std::size_t>(count));
+    EXPECT_TRUE(chunks.any([&](const auto& chunk) {
+      EXPECT_EQ(chunk.begin % 100, 0);
+      EXPECT_EQ(chunk.count, std::min<int64_t>(100, counts[chunk.item] - chunk.begin));
+      for (int64_t i = 0; i < chunk.count; ++i) ++visits[chunk.item][chunk.begin + i];
+      return chunk.item == 3 && chunk.begin == 200;
+    }));
+    EXPECT_FALSE(chunks.any([](const auto&) { return false; }));
+    for (const auto& item : visits) EXPECT_EQ(item, std::vector<char>(item.size(), 1));
   }
-  const auto parts = mezzo::detail::equal_parts(spans, /*grain=*/10);
   torch::set_num_threads(before);
-  ASSERT_EQ(parts.size(), 3U);
-  for (const auto& part : parts) {
-    int64_t size = 0;
-    for (const auto& span : part.spans) {
-      size += span.count;
-      for (int64_t i = 0; i < span.count; ++i) ++span.data[i];
-    }
-    EXPECT_LE(size, 334);
-    EXPECT_GE(size, 332);
-  }
-  EXPECT_EQ(memory, std::vector<char>(1000, 1));
 }
 
 TEST(UnscaleCpu, WalksTransposedTensorsInPlace) {

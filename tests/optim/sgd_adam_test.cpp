@@ -185,7 +185,7 @@ class SgdLoop : public testing::TestWithParam<CpuIsa> {
     };
     is_double ? step_all(double{}) : step_all(float{});
     const auto loop = mezzo::detail::step_function<SgdRule<kHasMomentum>>(
-        dtypes.parameter, dtypes.gradient, GetParam());
+        mezzo::optim::WeightStorage::plain, dtypes.parameter, dtypes.gradient, GetParam());
     loop(buffers.span(), coefficients, {0.3, false});
     EXPECT_TRUE(same_bits(buffers.parameter, parameter.to(dtypes.parameter))) << name_of(dtypes);
     EXPECT_TRUE(same_bits(buffers.moments[0], buffer.to(dtypes.parameter))) << name_of(dtypes);

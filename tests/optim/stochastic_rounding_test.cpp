@@ -134,9 +134,8 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
 
   template <bool kAmsgrad>
   void expect_plain_results(int64_t first) {
-    using mezzo::detail::StochasticWeights;
-    const auto loop =
-        mezzo::detail::bfloat16_step_function<AdamRule<kAmsgrad>, StochasticWeights>(GetParam());
+    const auto loop = mezzo::detail::step_function<AdamRule<kAmsgrad>>(
+        mezzo::optim::WeightStorage::stochastic, torch::kBFloat16, torch::kBFloat16, GetParam());
     const auto coefficients = mezzo::detail::AdamConstants{0.9, 0.999, 1e-8, 0.1, true}.at(1e-2, 7);
     const mezzo::detail::StepUse use{.factor = 0.25, .seed = 11, .step = 7, .parameter = 3};
     for (const int64_t count : {0, 1, 15, 16, 17, 100, 1000}) {

@@ -63,31 +63,6 @@ inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Modu
   return graph;
 }
 
-/// Runs `forward` op by op through the dispatcher, as a model written in C++ runs.
-///
-/// libtorch's executor does otherwise under autocast: it writes casts into the graph by op lists of
-/// its own, with the dtype of the first call, and keeps that for later calls. Edits to the op lists
-/// then mean nothing, and with another dtype backward throws.
-class ScriptInterpreter {
- public:
-  explicit ScriptInterpreter(const torch::jit::Module& script) : script_(script) {}
-
-  c10::IValue run(std::vector<c10::IValue> arguments) {
-    std::call_once(is_compiled_,
-                   [this] { code_ = torch::jit::Code(inlined_forward(script_), "forward"); });
-    arguments.insert(arguments.begin(), script_._ivalue());
-    const torch::jit::Method forward = script_.get_method("forward");
-    forward.function().getSchema().checkAndNormalizeInputs(arguments);
-    torch::jit::InterpreterState(code_).run(arguments);
-    return arguments.front();
-  }
-
- private:
-  torch::jit::Module script_;
-  std::once_flag is_compiled_;
-  torch::jit::Code code_;
-};
-
 /// The arguments of a call as TorchScript takes them: a vector of them, or one by one.
 template <class... Args>
 std::vector<c10::IValue> script_arguments(Args&&... args) {
@@ -103,9 +78,7 @@ inline std::vector<c10::IValue> script_arguments(std::vector<c10::IValue> argume
 class ScriptModuleImpl : public torch::nn::Module {
  public:
   explicit ScriptModuleImpl(torch::jit::Module script)
-      : torch::nn::Module("ScriptModule"),
-        script_(std::move(script)),
-        interpreter_(std::make_shared<detail::ScriptInterpreter>(script_)) {
+      : torch::nn::Module("ScriptModule"), script_(std::move(script)) {
     for (const auto& item : script_.named_parameters(/*recurse=*/false)) {
       register_parameter(item.name, item.value, item.value.requires_grad());
     }
@@ -123,8 +96,8 @@ class ScriptModuleImpl : public torch::nn::Module {
   c10::IValue forward(std::vector<c10::IValue> arguments) {
     const bool is_autocast =
         at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA);
-    c10::IValue result = is_autocast ? interpreter_->run(std::move(arguments))
-                                     : script_.forward(std::move(arguments));
+    c10::IValue result =
+        is_autocast ? interpret(std::move(arguments)) : script_.forward(std::move(arguments));
     settle_buffers();
     return result;
   }
@@ -132,7 +105,7 @@ class ScriptModuleImpl : public torch::nn::Module {
   /// Takes over the values of buffers that the script has replaced, as `self.mean = ...` does in
   /// its forward, and gives it the tensor back that it had; not where gradients flow through the
   /// new one. What runs the script by way of this class, saves, loads or moves it has that done.
-  void settle_buffers() {
+  void settle_buffers() const {
     const c10::NoGradGuard no_grad;
     for (auto& item : named_buffers(/*recurse=*/false)) {
       const at::Tensor present = script_._ivalue()->getAttr(item.key()).toTensor();
@@ -165,7 +138,7 @@ class ScriptModuleImpl : public torch::nn::Module {
     return std::make_shared<ScriptModuleImpl>(copy);
   }
   void save(torch::serialize::OutputArchive& archive) const override {
-    const_cast<ScriptModuleImpl*>(this)->settle_buffers();  // what is saved is the script's
+    settle_buffers();  // what is saved is the script's
     torch::nn::Module::save(archive);
   }
   void load(torch::serialize::InputArchive& archive) override {
@@ -196,9 +169,26 @@ class ScriptModuleImpl : public torch::nn::Module {
   }
 
  private:
+  /// Runs `forward` op by op through the dispatcher, as a model written in C++ runs.
+  ///
+  /// libtorch's executor does otherwise under autocast: it writes casts into the graph by op lists
+  /// of its own, with the dtype of the first call, and keeps that for later calls. Edits to the op
+  /// lists then mean nothing, and with another dtype backward throws.
+  c10::IValue interpret(std::vector<c10::IValue> arguments) {
+    std::call_once(is_compiled_, [this] {
+      code_ = torch::jit::Code(detail::inlined_forward(script_), "forward");
+    });
+    arguments.insert(arguments.begin(), script_._ivalue());
+    const torch::jit::Method forward = script_.get_method("forward");
+    forward.function().getSchema().checkAndNormalizeInputs(arguments);
+    torch::jit::InterpreterState(code_).run(arguments);
+    return arguments.front();
+  }
+
   torch::jit::Module script_;
   std::vector<std::shared_ptr<ScriptModuleImpl>> scripts_;  // its children
-  std::shared_ptr<detail::ScriptInterpreter> interpreter_;
+  std::once_flag is_compiled_;
+  torch::jit::Code code_;  // of what is called; its calls of children are inlined
 };
 
 /// A TorchScript model with the interface of a torch::nn::Module:

@@ -3,10 +3,9 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/compress_loops.h>
 #include <mezzo/kernels/cpu_isa.h>
-#include <mezzo/kernels/parallel_spans.h>
 #include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/work_chunks.h>
 
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/all.h>
@@ -16,7 +15,6 @@
 #include <ATen/ops/where.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -26,26 +24,12 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A stretch of the same elements in three buffers.
-struct CompressStretch {
-  int64_t begin;
-  int64_t count;
-  bool found = false;
-};
-
-/// Runs `work(stretch)` over `count` elements on libtorch's threads; true if it returned true.
+/// Runs `work(chunk)` over `count` elements on libtorch's threads; true if it returned true.
 template <class Work>
-bool any_stretch(int64_t count, const Work& work) {
-  constexpr int64_t kGrain = 32768;  // below this a thread of its own costs more than it brings
-  const int64_t parts = std::clamp<int64_t>(count / kGrain, 1, at::get_num_threads());
-  const int64_t size = (count + parts - 1) / parts;
-  std::vector<CompressStretch> stretches;
-  for (int64_t begin = 0; begin < count; begin += size) {
-    stretches.push_back({begin, std::min(size, count - begin)});
-  }
-  parallel_for_each(stretches, [&](CompressStretch& stretch) { stretch.found = work(stretch); });
-  return std::any_of(stretches.begin(), stretches.end(),
-                     [](const CompressStretch& stretch) { return stretch.found; });
+bool any_chunk(int64_t count, const Work& work) {
+  WorkChunks chunks(kThreadGrain);
+  chunks.add(0, count);
+  return chunks.any(work);
 }
 
 inline const char* read_at(const at::Tensor& tensor, int64_t element) {
@@ -98,7 +82,7 @@ inline void narrow_into(const at::Tensor& to, const at::Tensor& from, double fac
   if (!from.is_cpu()) return AtenCompress::narrow(to, from, factor);
   const CompressLoops loops = compress_loops(from.scalar_type(), to.scalar_type(), best_isa());
   char* const target = write_at(to, 0);
-  any_stretch(from.numel(), [&](const CompressStretch& s) {
+  any_chunk(from.numel(), [&](const WorkChunks::Chunk& s) {
     loops.narrow(read_at(from, s.begin), target + s.begin * to.element_size(), s.count, factor);
     return false;
   });
@@ -116,7 +100,7 @@ inline void narrow_into(const at::Tensor& to, const at::Tensor& from, const at::
   const ResidualFactors by{factors.value, scale, 1. / scale};
   char* const target = write_at(to, 0);
   char* const left = write_at(residual, 0);
-  any_stretch(from.numel(), [&](const CompressStretch& s) {
+  any_chunk(from.numel(), [&](const WorkChunks::Chunk& s) {
     loops.narrow_with_residual(read_at(from, s.begin), left + s.begin * residual.element_size(),
                                target + s.begin * to.element_size(), s.count, &by);
     return false;
@@ -132,7 +116,7 @@ inline at::Tensor widen_into(const at::Tensor& to, const at::Tensor& from, doubl
   if (!to.is_cpu()) return AtenCompress::widen(to, from, factor);
   const CompressLoops loops = compress_loops(to.scalar_type(), from.scalar_type(), best_isa());
   char* const target = write_at(to, 0);
-  const bool found = any_stretch(to.numel(), [&](const CompressStretch& s) {
+  const bool found = any_chunk(to.numel(), [&](const WorkChunks::Chunk& s) {
     return loops.widen(read_at(from, s.begin), target + s.begin * to.element_size(), s.count,
                        factor);
   });

@@ -4,16 +4,7 @@
 #error "mezzo's CUDA kernels come with the target mezzo::cuda, which defines MEZZO_WITH_CUDA"
 #endif
 
-#include <mezzo/base/detail/capture.h>  // IWYU pragma: keep
-#include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/adam_element.h>
-#include <mezzo/kernels/lamb_element.h>
-#include <mezzo/kernels/lion_element.h>
-#include <mezzo/kernels/optimizer_step_table.h>
-#include <mezzo/kernels/scale_tensors.h>
-#include <mezzo/kernels/sgd_element.h>
-#include <mezzo/kernels/table_memory.h>
 
 #include <ATen/core/Tensor.h>
 
@@ -28,6 +19,25 @@
 #define MEZZO_CUDA_LAUNCHER __attribute__((visibility("hidden")))
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+class LossScale;
+
+namespace detail {
+
+// Who calls a launcher has the headers of what it passes (optimizer_step_table.h, *_element.h).
+class TableMemory;
+struct AdamConstants;
+struct LambConstants;
+struct LionConstants;
+struct ScaleTensors;
+struct SgdConstants;
+struct StepInputs;
+struct StepRow;
+template <class Constants>
+struct StepGroup;
+
+}  // namespace detail
+
 namespace detail::cuda {
 
 /// Multiplies gradients (of one device, of any floating dtypes) by `inv_scale` in place and sets
@@ -75,20 +85,20 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors
 /// each pair of dtypes, variant and weight storage, whatever their number; where that is beyond
 /// 300, or 8 groups, a table of 32 KB for each 300 is copied to the device unless it lies there.
 /// `groups[row.group]` are a row's numbers; all pointers are the device's. Counts nothing.
-MEZZO_CUDA_LAUNCHER void adam_step_(at::Device device, const std::vector<StepRow>& rows,
-                                    const std::vector<StepGroup<AdamConstants>>& groups,
-                                    const StepInputs& inputs, TableMemory& memory);
-MEZZO_CUDA_LAUNCHER void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
-                                   const std::vector<StepGroup<SgdConstants>>& groups,
-                                   const StepInputs& inputs, TableMemory& memory);
-MEZZO_CUDA_LAUNCHER void lion_step_(at::Device device, const std::vector<StepRow>& rows,
-                                    const std::vector<StepGroup<LionConstants>>& groups,
-                                    const StepInputs& inputs, TableMemory& memory);
+MEZZO_CUDA_LAUNCHER void step_(at::Device device, const std::vector<StepRow>& rows,
+                               const std::vector<StepGroup<AdamConstants>>& groups,
+                               const StepInputs& inputs, TableMemory& memory);
+MEZZO_CUDA_LAUNCHER void step_(at::Device device, const std::vector<StepRow>& rows,
+                               const std::vector<StepGroup<SgdConstants>>& groups,
+                               const StepInputs& inputs, TableMemory& memory);
+MEZZO_CUDA_LAUNCHER void step_(at::Device device, const std::vector<StepRow>& rows,
+                               const std::vector<StepGroup<LionConstants>>& groups,
+                               const StepInputs& inputs, TableMemory& memory);
 
 /// The same for LAMB, in three launches, which take memory for a few norms.
-MEZZO_CUDA_LAUNCHER void lamb_step_(at::Device device, const std::vector<StepRow>& rows,
-                                    const std::vector<StepGroup<LambConstants>>& groups,
-                                    const StepInputs& inputs, TableMemory& memory);
+MEZZO_CUDA_LAUNCHER void step_(at::Device device, const std::vector<StepRow>& rows,
+                               const std::vector<StepGroup<LambConstants>>& groups,
+                               const StepInputs& inputs, TableMemory& memory);
 
 /// Puts four numbers of one element each, floats and doubles, into `letter`, four doubles on their
 /// device: one launch.

@@ -19,10 +19,6 @@ namespace detail {
 /// sum is the same number whatever the number of threads.
 inline constexpr int64_t kSummaryChunk = 65536;
 
-C10_HOST_DEVICE inline int64_t summary_chunks(int64_t count) {
-  return (count + kSummaryChunk - 1) / kSummaryChunk;
-}
-
 /// A stretch of gradients as it lies in memory, before any scale. Largest magnitudes are kept as
 /// bits, whose order is that of the values with NaN above all; those of double apart, for whether a
 /// product overflows depends on what it is computed in.

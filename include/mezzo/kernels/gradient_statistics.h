@@ -4,7 +4,6 @@
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/gradient_summary_cpu.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/which_kernels.h>
 
@@ -123,12 +122,12 @@ MEZZO_COMPILED_STATISTICS(extern)
 
 inline std::vector<StatisticsPartial> statistics_cpu(const std::vector<SummaryStretch>& stretches,
                                                      const StatisticsQuery& query) {
-  const auto work = [&](const SummaryStretch& stretch, const SummaryChunks::Chunk& chunk,
+  const auto work = [&](const SummaryStretch& stretch, const WorkChunks::Chunk& chunk,
                         StatisticsPartial& partial) {
     statistics_loop(stretch.dtype, best_isa())(stretch.data + chunk.begin * stretch.element_size,
                                                chunk.count, query, partial);
     if (partial.first_bad_element < 0) return;
-    partial.first_bad_gradient = static_cast<int64_t>(chunk.stretch);
+    partial.first_bad_gradient = static_cast<int64_t>(chunk.item);
     partial.first_bad_element += chunk.begin;
   };
   return summarize_stretches<StatisticsPartial>(stretches, work);

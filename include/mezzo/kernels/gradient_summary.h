@@ -4,9 +4,10 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_gradients.h>
 #include <mezzo/kernels/gradient_element.h>
-#include <mezzo/kernels/gradient_summary_cpu.h>
+#include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/which_kernels.h>
+#include <mezzo/kernels/work_chunks.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_foreach_norm.h>
@@ -18,13 +19,66 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <limits>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
 namespace detail {
+
+/// One gradient's memory, to be read once.
+struct SummaryStretch {
+  const char* data;
+  char* copy_to;  ///< null, or where its elements go as well
+  int64_t count;
+  int64_t element_size;
+  at::ScalarType dtype;
+};
+
+inline SummaryStretch summary_stretch(const at::Tensor& gradient, void* copy_to = nullptr) {
+  return {static_cast<const char*>(gradient.const_data_ptr()), static_cast<char*>(copy_to),
+          gradient.numel(), static_cast<int64_t>(gradient.element_size()), gradient.scalar_type()};
+}
+
+/// One partial result a stretch: its chunks', merged in their order.
+template <class Partial, class Work>
+std::vector<Partial> summarize_stretches(const std::vector<SummaryStretch>& stretches,
+                                         const Work& work) {
+  WorkChunks chunks(kSummaryChunk);
+  for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
+  std::vector<Partial> of_chunk(chunks.size());
+  chunks.for_each([&](std::size_t i) { work(stretches[chunks[i].item], chunks[i], of_chunk[i]); });
+  std::vector<Partial> of_stretch(stretches.size());
+  for (std::size_t i = 0; i < chunks.size(); ++i) {
+    of_stretch[chunks[i].item].merge(of_chunk[i]);
+  }
+  return of_stretch;
+}
+
+inline std::vector<GradientPartial> summarize_cpu(const std::vector<SummaryStretch>& stretches) {
+  const auto work = [](const SummaryStretch& stretch, const WorkChunks::Chunk& chunk,
+                       GradientPartial& partial) {
+    const SummaryLoops loops = summary_loops(stretch.dtype, best_isa());
+    const int64_t offset = chunk.begin * stretch.element_size;
+    if (stretch.copy_to == nullptr) {
+      loops.summarize(stretch.data + offset, chunk.count, partial);
+    } else {
+      loops.copy_and_summarize(stretch.data + offset, stretch.copy_to + offset, chunk.count,
+                               partial);
+    }
+  };
+  return summarize_stretches<GradientPartial>(stretches, work);
+}
+
+/// All partial results as one, in their order.
+template <class Partial>
+Partial merged(const std::vector<Partial>& partials) {
+  Partial total;
+  for (const Partial& partial : partials) total.merge(partial);
+  return total;
+}
 
 // The same questions asked of ATen's kernels, on devices for which mezzo has none of its own (CUDA
 // without the target mezzo::cuda).

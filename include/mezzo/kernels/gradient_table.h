@@ -18,6 +18,13 @@ struct GradientSlice {
   int64_t end;
 };
 
+/// Sixteen bytes of elements, read and written at once where a tensor is so aligned.
+template <class Stored>
+struct alignas(16) GradientPack {
+  static constexpr int kSize = 16 / sizeof(Stored);
+  Stored element[kSize];
+};
+
 /// The tensors of one kernel launch, of one dtype, cut into blocks. It travels as the kernel's
 /// argument, so that nothing has to be copied to the device and a CUDA graph keeps its own.
 class GradientTable {

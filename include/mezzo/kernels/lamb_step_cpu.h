@@ -8,11 +8,11 @@
 #include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/work_chunks.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
-#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -170,80 +170,18 @@ struct LambLoop {
   explicit operator bool() const noexcept { return learn != nullptr; }
 };
 
-template <class Parameter, class Gradient, class Weights = PlainWeights<Parameter>>
-LambLoop lamb_loop(CpuIsa isa) {
-  return {cpu_kernel<LambMomentsKernel, Parameter, Gradient, Weights>(isa),
-          cpu_kernel<LambParameterKernel, Parameter, Weights>(isa)};
-}
-
-/// The loops for parameters that are kept in a dtype and a way, as step_loop gives others'. A
-/// template, so that who does not call it instantiates none of them.
+/// The loops for a parameter's types, as step_function gives others'. A template, so that who does
+/// not call it instantiates none of them.
 template <std::same_as<optim::WeightStorage> Storage>
 LambLoop lamb_loop(Storage storage, at::ScalarType kept, at::ScalarType gradient, CpuIsa isa) {
-  using optim::WeightStorage;
-  if (storage == WeightStorage::plain || storage == WeightStorage::master) {
-    const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {
-      return lamb_loop<Parameter, Gradient>(isa);
-    };
-    return for_step_dtypes(kept, gradient, loop);
-  }
-  if (gradient != at::kBFloat16) return {};
-  return storage == WeightStorage::split_master
-             ? lamb_loop<c10::BFloat16, c10::BFloat16, SplitWeights>(isa)
-             : lamb_loop<c10::BFloat16, c10::BFloat16, StochasticWeights>(isa);
+  return for_step_types(storage, kept, gradient,
+                        [isa]<class Parameter, class Gradient, class Weights>() -> LambLoop {
+                          return {cpu_kernel<LambMomentsKernel, Parameter, Gradient, Weights>(isa),
+                                  cpu_kernel<LambParameterKernel, Parameter, Weights>(isa)};
+                        });
 }
 
 using LambTask = StepTask<LambLoop, LambCoefficients>;
-
-/// Tasks cut every kStepPiece of their own elements, so that a norm, summed piece by piece, is the
-/// same number whatever the other tasks and the number of threads. (step_pieces cuts where the
-/// tasks before leave off.)
-class LambPieces {
- public:
-  struct Piece {
-    std::size_t task;
-    int64_t begin;
-    int64_t count;
-  };
-
-  /// Of those tasks for which `takes_part` says so.
-  template <class TakesPart>
-  LambPieces(const std::vector<LambTask>& tasks, const TakesPart& takes_part) {
-    int64_t room = 0;
-    for (std::size_t task = 0; task < tasks.size(); ++task) {
-      if (!takes_part(tasks[task])) continue;
-      const int64_t total = tasks[task].span.count;
-      for (int64_t begin = 0; begin < total; begin += kStepPiece) {
-        const int64_t count = std::min(kStepPiece, total - begin);
-        if (room <= 0) {
-          first_of_batch_.push_back(pieces_.size());
-          room = kStepPiece;
-        }
-        pieces_.push_back({task, begin, count});
-        room -= count + kPieceCost;
-      }
-    }
-    first_of_batch_.push_back(pieces_.size());
-  }
-
-  std::size_t size() const noexcept { return pieces_.size(); }
-  const Piece& operator[](std::size_t i) const { return pieces_[i]; }
-
-  /// Calls `work(i)` once for every piece on libtorch's threads, which take batches of small ones.
-  template <class Work>
-  void for_each(const Work& work) const {
-    parallel_dynamic(static_cast<int64_t>(first_of_batch_.size()) - 1, [&](int64_t index) {
-      const auto batch = static_cast<std::size_t>(index);
-      for (std::size_t i = first_of_batch_[batch]; i < first_of_batch_[batch + 1]; ++i) work(i);
-    });
-  }
-
- private:
-  static constexpr int64_t kPieceCost = 128;  // two calls, in elements
-
-  std::vector<Piece> pieces_;
-  std::vector<std::size_t> first_of_batch_;  // and the number of all pieces
-};
 
 /// Whether a task is one piece, which is moved while it lies in the cache, or wants no norm.
 inline bool needs_one_pass(const LambTask& task) {
@@ -256,25 +194,31 @@ inline void move_piece(const LambTask& task, const StepSpan& part, const LambNor
   task.run.move(part, coefficients, task.use);
 }
 
-/// All tasks of a step: in one pass over their memory where that will do, in two elsewhere.
+/// All tasks of a step: in one pass over their memory where that will do, in two elsewhere. They
+/// are cut every kStepPiece of their own elements, so that a norm, summed piece by piece, is the
+/// same number whatever the other tasks and the number of threads.
 inline void run_step_cpu(const std::vector<LambTask>& tasks) {
-  const auto part_of_piece = [&](const LambPieces::Piece& piece) {
-    const LambTask& task = tasks[piece.task];
+  const auto part_of_piece = [&](const WorkChunks::Chunk& piece) {
+    const LambTask& task = tasks[piece.item];
     return part_of(task.span, piece.begin, piece.count, task.sizes);
   };
-  const LambPieces pieces(tasks, [](const LambTask&) { return true; });
+  WorkChunks pieces(kStepPiece, kStepPiece);
+  WorkChunks left(kStepPiece, kStepPiece);
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    pieces.add(i, tasks[i].span.count);
+    if (!needs_one_pass(tasks[i])) left.add(i, tasks[i].span.count);
+  }
   std::vector<LambNorms> of_piece(pieces.size());
   pieces.for_each([&](std::size_t i) {
-    const LambTask& task = tasks[pieces[i].task];
+    const LambTask& task = tasks[pieces[i].item];
     const StepSpan part = part_of_piece(pieces[i]);
     task.run.learn(part, task.coefficients, task.use, of_piece[i]);
     if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
   });
   std::vector<LambNorms> of_task(tasks.size());
-  for (std::size_t i = 0; i < pieces.size(); ++i) of_task[pieces[i].task].merge(of_piece[i]);
-  const LambPieces left(tasks, [](const LambTask& task) { return !needs_one_pass(task); });
+  for (std::size_t i = 0; i < pieces.size(); ++i) of_task[pieces[i].item].merge(of_piece[i]);
   left.for_each([&](std::size_t i) {
-    const std::size_t task = left[i].task;
+    const std::size_t task = left[i].item;
     move_piece(tasks[task], part_of_piece(left[i]), of_task[task]);
   });
 }

@@ -1,19 +1,20 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/optimizer_step_body.h>
-#include <mezzo/kernels/parallel_spans.h>
 #include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/work_chunks.h>
 
-#include <ATen/Parallel.h>
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
 #include <algorithm>
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 // The CPU's loop of every optimizer whose update looks at one element at a time: reads gradient,
@@ -85,41 +86,48 @@ struct OptimizerStepKernel {
 template <class Coefficients>
 using StepFunction = void (*)(const StepSpan&, const Coefficients&, const StepUse&);
 
-/// `make(Parameter{}, Gradient{})` of a parameter's dtype, all of whose streams have it, and its
-/// gradient's, which is the same or a narrower one; null for a pair that there is no loop for.
+/// `make` of a parameter's types: its dtype, all of whose streams have it; its gradient's, which is
+/// the same or a narrower one; and how it is kept. `kept` is the dtype of what is trained, float
+/// where that is a master. Null where there is no loop.
 template <class Make>
-auto for_step_dtypes(at::ScalarType parameter, at::ScalarType gradient, const Make& make)
-    -> decltype(make(float{}, float{})) {
-  if (parameter == at::kFloat) {
-    if (gradient == at::kFloat) return make(float{}, float{});
-    if (gradient == at::kBFloat16) return make(float{}, c10::BFloat16{});
-    if (gradient == at::kHalf) return make(float{}, c10::Half{});
+auto for_step_types(optim::WeightStorage storage, at::ScalarType kept, at::ScalarType gradient,
+                    const Make& make)
+    -> decltype(make.template operator()<float, float, PlainWeights<float>>()) {
+  using c10::BFloat16;
+  using c10::Half;
+  using optim::WeightStorage;
+  const auto plain = [&]<class Parameter, class Gradient>(Parameter, Gradient) {
+    return make.template operator()<Parameter, Gradient, PlainWeights<Parameter>>();
+  };
+  if (storage == WeightStorage::split_master || storage == WeightStorage::stochastic) {
+    if (gradient != at::kBFloat16) return {};
+    return storage == WeightStorage::split_master
+               ? make.template operator()<BFloat16, BFloat16, SplitWeights>()
+               : make.template operator()<BFloat16, BFloat16, StochasticWeights>();
   }
-  if (parameter == at::kDouble) {
-    if (gradient == at::kDouble) return make(double{}, double{});
-    if (gradient == at::kFloat) return make(double{}, float{});
+  if (kept == at::kFloat) {
+    if (gradient == at::kFloat) return plain(float{}, float{});
+    if (gradient == at::kBFloat16) return plain(float{}, BFloat16{});
+    if (gradient == at::kHalf) return plain(float{}, Half{});
   }
-  if (parameter == at::kBFloat16 && gradient == at::kBFloat16) {
-    return make(c10::BFloat16{}, c10::BFloat16{});
+  if (kept == at::kDouble) {
+    if (gradient == at::kDouble) return plain(double{}, double{});
+    if (gradient == at::kFloat) return plain(double{}, float{});
   }
-  if (parameter == at::kHalf && gradient == at::kHalf) return make(c10::Half{}, c10::Half{});
+  if (kept == at::kBFloat16 && gradient == at::kBFloat16) return plain(BFloat16{}, BFloat16{});
+  if (kept == at::kHalf && gradient == at::kHalf) return plain(Half{}, Half{});
   return {};
 }
 
-/// The loop for a parameter's dtype and its gradient's; null for a pair that there is none for.
+/// A Rule's loop for a parameter's types; null where there is none.
 template <class Rule>
-StepFunction<typename Rule::Coefficients> step_function(at::ScalarType parameter,
+StepFunction<typename Rule::Coefficients> step_function(optim::WeightStorage storage,
+                                                        at::ScalarType kept,
                                                         at::ScalarType gradient, CpuIsa isa) {
-  const auto loop = [isa]<class Parameter, class Gradient>(Parameter, Gradient) {
-    return cpu_kernel<OptimizerStepKernel, Parameter, Gradient, Rule, PlainWeights<Parameter>>(isa);
-  };
-  return for_step_dtypes(parameter, gradient, loop);
-}
-
-/// The loop for parameters and gradients of bfloat16 that are kept as Weights say.
-template <class Rule, class Weights>
-StepFunction<typename Rule::Coefficients> bfloat16_step_function(CpuIsa isa) {
-  return cpu_kernel<OptimizerStepKernel, c10::BFloat16, c10::BFloat16, Rule, Weights>(isa);
+  return for_step_types(
+      storage, kept, gradient, [isa]<class Parameter, class Gradient, class Weights>() {
+        return cpu_kernel<OptimizerStepKernel, Parameter, Gradient, Rule, Weights>(isa);
+      });
 }
 
 /// Bytes of an element of each stream that has one of its own.
@@ -138,12 +146,6 @@ struct StepTask {
   StepElementSizes sizes;
   Coefficients coefficients;
   StepUse use;
-};
-
-/// Where a piece of work begins; it ends where the next one begins.
-struct StepPiece {
-  std::size_t task;
-  int64_t offset;
 };
 
 /// What one thread takes at a time: 16 bytes an element and more, so that this much lies in a
@@ -166,60 +168,15 @@ inline StepSpan part_of(const StepSpan& span, int64_t begin, int64_t count,
   return part;
 }
 
-/// Cuts tasks into pieces of `kStepPiece` elements; small tasks share one.
-template <class Task>
-std::vector<StepPiece> step_pieces(const std::vector<Task>& tasks) {
-  std::vector<StepPiece> pieces;
-  int64_t room = 0;
-  for (std::size_t task = 0; task < tasks.size(); ++task) {
-    for (int64_t begin = 0; begin < tasks[task].span.count;) {
-      if (room == 0) {
-        pieces.push_back({task, begin});
-        room = kStepPiece;
-      }
-      const int64_t count = std::min(room, tasks[task].span.count - begin);
-      begin += count;
-      room -= count;
-    }
-  }
-  return pieces;
-}
-
-/// Calls `work(i)` once for each i below `count` on libtorch's threads, each of which takes the
-/// next as soon as it is free: cores are not equally fast.
-template <class Work>
-void parallel_dynamic(int64_t count, const Work& work) {
-  std::atomic<int64_t> next{0};
-  std::vector<int> workers(
-      static_cast<std::size_t>(std::min<int64_t>(count, at::get_num_threads())));
-  parallel_for_each(workers, [&](int&) {
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
-  });
-}
-
-/// Calls `work(task number, the part of its span)` for all of `tasks`, piece by piece.
-template <class Task, class Work>
-void for_each_part(const std::vector<Task>& tasks, const Work& work) {
-  const std::vector<StepPiece> pieces = step_pieces(tasks);
-  parallel_dynamic(static_cast<int64_t>(pieces.size()), [&](int64_t index) {
-    int64_t left = kStepPiece;
-    const StepPiece& piece = pieces[static_cast<std::size_t>(index)];
-    int64_t begin = piece.offset;
-    for (std::size_t i = piece.task; left > 0 && i < tasks.size(); ++i) {
-      const Task& task = tasks[i];
-      const int64_t count = std::min(left, task.span.count - begin);
-      work(i, part_of(task.span, begin, count, task.sizes));
-      left -= count;
-      begin = 0;
-    }
-  });
-}
-
-/// All tasks of a step, in one pass over their memory.
+/// All tasks of a step, in one pass over their memory. Small ones share a batch.
 template <class Coefficients>
 void run_step_cpu(const std::vector<StepTask<StepFunction<Coefficients>, Coefficients>>& tasks) {
-  for_each_part(tasks, [&](std::size_t i, const StepSpan& part) {
-    tasks[i].run(part, tasks[i].coefficients, tasks[i].use);
+  WorkChunks pieces(kStepPiece, kStepPiece);
+  for (std::size_t i = 0; i < tasks.size(); ++i) pieces.add(i, tasks[i].span.count);
+  pieces.for_each([&](std::size_t i) {
+    const auto& task = tasks[pieces[i].item];
+    task.run(part_of(task.span, pieces[i].begin, pieces[i].count, task.sizes), task.coefficients,
+             task.use);
   });
 }
 

@@ -2,10 +2,12 @@
 
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/dense_gradients.h>
-#include <mezzo/kernels/parallel_spans.h>
-#include <mezzo/kernels/unscale_loops.h>
+#include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/which_kernels.h>
+#include <mezzo/kernels/work_chunks.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
@@ -24,38 +26,132 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Below this many elements a thread of its own costs more than it brings.
-inline constexpr int64_t kUnscaleGrain = 32768;
+/// Whole vectors of [begin, count): returns where it stopped, and adds to `found` what it saw.
+template <class Lanes>
+C10_ALWAYS_INLINE int64_t unscale_lanes(const typename Lanes::Format::Stored* from,
+                                        typename Lanes::Format::Stored* to, int64_t begin,
+                                        int64_t count, typename Lanes::Format::Value inv_scale,
+                                        bool& found) {
+  UnscaleElement<typename Lanes::Format, typename Lanes::Value> unscale;
+  Lanes::broadcast(inv_scale, unscale.inv_scale);
+  typename Lanes::Flags nonfinite{};
+  int64_t i = begin;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+    typename Lanes::Bits bits;
+    Lanes::load(from + i, bits);
+    unscale(bits, nonfinite);
+    Lanes::store(bits, to + i);
+  }
+  found |= Lanes::any(nonfinite);
+  return i;
+}
 
-inline Span<UnscaleLoops> unscale_span(const at::Tensor& tensor, void* data) {
+template <class Lanes>
+C10_ALWAYS_INLINE int64_t check_lanes(const typename Lanes::Format::Stored* data, int64_t begin,
+                                      int64_t count, bool& found) {
+  const CheckElement<typename Lanes::Format> check;
+  typename Lanes::Flags nonfinite{};
+  int64_t i = begin;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+    typename Lanes::Bits bits;
+    Lanes::load(data + i, bits);
+    check(bits, nonfinite);
+  }
+  found |= Lanes::any(nonfinite);
+  return i;
+}
+
+/// `count` elements, of any alignment: those at `from` times `inv_scale` go to `to`, which may be
+/// the same place; true if one became inf or NaN. All but double round `inv_scale` to float.
+template <class Element, class Lanes>
+struct UnscaleKernel {
+  C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double inv_scale) {
+    const auto* source = static_cast<const typename Lanes::Format::Stored*>(from);
+    auto* target = static_cast<typename Lanes::Format::Stored*>(to);
+    const auto factor = static_cast<typename Lanes::Format::Value>(inv_scale);
+    bool found = false;
+    const int64_t done = unscale_lanes<Lanes>(source, target, 0, count, factor, found);
+    unscale_lanes<ScalarLanes<Element>>(source, target, done, count, factor, found);
+    return found;
+  }
+};
+
+/// `count` elements at `data`, of any alignment: true if one is inf or NaN.
+template <class Element, class Lanes>
+struct CheckKernel {
+  C10_ALWAYS_INLINE static bool run(const void* data, int64_t count) {
+    const auto* stored = static_cast<const typename Lanes::Format::Stored*>(data);
+    bool found = false;
+    const int64_t done = check_lanes<Lanes>(stored, 0, count, found);
+    check_lanes<ScalarLanes<Element>>(stored, done, count, found);
+    return found;
+  }
+};
+
+/// The loops for one dtype and one instruction set.
+struct UnscaleLoops {
+  bool (*unscale)(const void* from, void* to, int64_t count, double inv_scale);
+  bool (*check)(const void* data, int64_t count);
+};
+
+template <class Element>
+UnscaleLoops unscale_loops(CpuIsa isa) {
+  return {cpu_kernel<UnscaleKernel, Element>(isa), cpu_kernel<CheckKernel, Element>(isa)};
+}
+
+inline UnscaleLoops unscale_loops(at::ScalarType dtype, CpuIsa isa) {
+  return for_gradient_dtype(dtype,
+                            [isa]<class Element>(Element) { return unscale_loops<Element>(isa); });
+}
+
+// Held by mezzo::compiled (mezzo/optim/compiled.h).
+#define MEZZO_COMPILED_UNSCALES(EXTERN)                          \
+  EXTERN template UnscaleLoops unscale_loops<float>(CpuIsa);     \
+  EXTERN template UnscaleLoops unscale_loops<double>(CpuIsa);    \
+  EXTERN template UnscaleLoops unscale_loops<c10::Half>(CpuIsa); \
+  EXTERN template UnscaleLoops unscale_loops<c10::BFloat16>(CpuIsa);
+
+#ifdef MEZZO_LEFT_TO_LIBRARY
+MEZZO_COMPILED_UNSCALES(extern)
+#endif
+
+/// A stretch of memory that the loops walk.
+struct UnscaleSpan {
+  char* data;
+  int64_t count;
+  int64_t element_size;
+  UnscaleLoops loops;
+  char* result = nullptr;  ///< where products go that are not written in place
+};
+
+inline UnscaleSpan unscale_span(const at::Tensor& tensor, void* data) {
   return {static_cast<char*>(data), tensor.numel(), static_cast<int64_t>(tensor.element_size()),
           unscale_loops(tensor.scalar_type(), best_isa())};
 }
 
 /// Runs `work` over all memory, on several threads; true if it returned true for any stretch.
 template <class Work>
-bool any_span(const std::vector<Span<UnscaleLoops>>& spans, const Work& work) {
-  auto parts = equal_parts(spans, kUnscaleGrain);
-  parallel_for_each(parts, [&](Part<UnscaleLoops>& part) {
-    bool found = false;
-    for (const auto& span : part.spans) found |= work(span);
-    part.found = found;
+bool any_span(const std::vector<UnscaleSpan>& spans, const Work& work) {
+  WorkChunks chunks(kThreadGrain);
+  for (std::size_t i = 0; i < spans.size(); ++i) chunks.add(i, spans[i].count);
+  return chunks.any([&](const WorkChunks::Chunk& chunk) {
+    UnscaleSpan part = spans[chunk.item];
+    part.data += chunk.begin * part.element_size;
+    if (part.result != nullptr) part.result += chunk.begin * part.element_size;
+    part.count = chunk.count;
+    return work(part);
   });
-  bool found = false;
-  for (const auto& part : parts) found |= part.found;
-  return found;
 }
 
 /// Whether any gradient has an inf or NaN. CPU tensors of any of the four floating dtypes.
 inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
   const DenseGradients dense(gradients);
-  std::vector<Span<UnscaleLoops>> spans;
+  std::vector<UnscaleSpan> spans;
   for (const at::Tensor& tensor : dense.tensors()) {  // a copy-on-write tensor stays shared
     spans.push_back(unscale_span(tensor, const_cast<void*>(tensor.const_data_ptr())));
   }
-  return any_span(spans, [](const Span<UnscaleLoops>& span) {
-    return span.loops.check(span.data, span.count);
-  });
+  return any_span(spans,
+                  [](const UnscaleSpan& span) { return span.loops.check(span.data, span.count); });
 }
 
 /// Multiplies all gradients, which are writable, by `inv_scale` in place; whether a product is inf
@@ -63,11 +159,11 @@ inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
 inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
   if (inv_scale == 1.0F) return any_nonfinite_cpu(gradients);
   const DenseGradients dense(gradients);
-  std::vector<Span<UnscaleLoops>> spans;
+  std::vector<UnscaleSpan> spans;
   for (const at::Tensor& tensor : dense.tensors()) {
     spans.push_back(unscale_span(tensor, tensor.mutable_data_ptr()));
   }
-  const bool found = any_span(spans, [&](const Span<UnscaleLoops>& span) {
+  const bool found = any_span(spans, [&](const UnscaleSpan& span) {
     return span.loops.unscale(span.data, span.data, span.count, inv_scale);
   });
   dense.written();
@@ -159,8 +255,8 @@ inline void multiply_with_aten(const std::vector<at::Tensor>& gradients,
     std::vector<at::Tensor> alike;
     for (auto i = others.begin(); i != rest; ++i) alike.push_back(gradients[*i]);
     const bool is_double = first.scalar_type() == at::kDouble;
-    std::vector<at::Tensor> made = at::_foreach_mul(
-        alike, is_double ? factor : static_cast<double>(static_cast<float>(factor)));
+    const double own_factor = is_double ? factor : static_cast<float>(factor);
+    std::vector<at::Tensor> made = at::_foreach_mul(alike, own_factor);
     for (std::size_t i = 0; i < made.size(); ++i) products.tensors[others[i]] = made[i];
     if (!(factor <= 1.0)) {
       for (at::Tensor& one : made) {
@@ -181,7 +277,7 @@ inline GradientProducts multiply_gradients(const std::vector<at::Tensor>& gradie
   const NoGraphGuard no_graph;
   GradientProducts products;
   products.tensors.resize(gradients.size());
-  std::vector<Span<UnscaleLoops>> spans;
+  std::vector<UnscaleSpan> spans;
   std::vector<std::size_t> others;
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     const at::Tensor& gradient = gradients[i];
@@ -195,7 +291,7 @@ inline GradientProducts multiply_gradients(const std::vector<at::Tensor>& gradie
         spans.emplace_back(unscale_span(gradient, const_cast<void*>(gradient.const_data_ptr())));
     span.result = static_cast<char*>(product.mutable_data_ptr());
   }
-  products.found_inf = any_span(spans, [&](const Span<UnscaleLoops>& span) {
+  products.found_inf = any_span(spans, [&](const UnscaleSpan& span) {
     return span.loops.unscale(span.data, span.result, span.count, factor);
   });
   multiply_with_aten(gradients, std::move(others), factor, products);

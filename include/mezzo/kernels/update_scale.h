@@ -2,16 +2,34 @@
 
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/scale_tensors.h>
 #include <mezzo/kernels/which_kernels.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/reciprocal.h>
+#include <c10/macros/Macros.h>
 #include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <limits>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// A loss scale's state on a device, as tensors of one element.
+struct ScaleTensors {
+  at::Tensor scale;            ///< float
+  at::Tensor inverse;          ///< float: inverse_scale(scale), written whenever that is
+  at::Tensor growth_tracker;   ///< int32
+  at::Tensor hysteresis_left;  ///< int32
+};
+
+/// 1 / scale, rounded once: by way of double, whose 53 bits are enough for the second rounding to
+/// change nothing (they are at least 2 * 24 + 2), and whose division no compiler's flag makes an
+/// approximate one. The same bits as torch.amp's, and as at::reciprocal's.
+C10_HOST_DEVICE inline float inverse_scale(float scale) {
+  return static_cast<float>(1.0 / static_cast<double>(scale));
+}
 
 /// Throws where `rule` asks for what ATen's kernel lacks and mezzo has none of its own.
 inline void require_update_kernel(const LossScale& rule, at::Device device) {

@@ -27,11 +27,7 @@ namespace detail {
 
 #define MEZZO_COMPILED_STEPS_OF(EXTERN, ...)                                          \
   EXTERN template StepFunction<__VA_ARGS__::Coefficients> step_function<__VA_ARGS__>( \
-      at::ScalarType, at::ScalarType, CpuIsa);                                        \
-  EXTERN template StepFunction<__VA_ARGS__::Coefficients>                             \
-      bfloat16_step_function<__VA_ARGS__, SplitWeights>(CpuIsa);                      \
-  EXTERN template StepFunction<__VA_ARGS__::Coefficients>                             \
-      bfloat16_step_function<__VA_ARGS__, StochasticWeights>(CpuIsa);
+      optim::WeightStorage, at::ScalarType, at::ScalarType, CpuIsa);
 
 #define MEZZO_COMPILED_ADAM(EXTERN)                                                   \
   MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<false>)                                    \
@@ -41,16 +37,9 @@ namespace detail {
   EXTERN template class ElementwiseOptimizer<                                         \
       AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;
 
-#define MEZZO_COMPILED_LAMB(EXTERN)                                                            \
-  EXTERN template LambLoop lamb_loop<float, float>(CpuIsa);                                    \
-  EXTERN template LambLoop lamb_loop<float, c10::BFloat16>(CpuIsa);                            \
-  EXTERN template LambLoop lamb_loop<float, c10::Half>(CpuIsa);                                \
-  EXTERN template LambLoop lamb_loop<double, double>(CpuIsa);                                  \
-  EXTERN template LambLoop lamb_loop<double, float>(CpuIsa);                                   \
-  EXTERN template LambLoop lamb_loop<c10::BFloat16, c10::BFloat16>(CpuIsa);                    \
-  EXTERN template LambLoop lamb_loop<c10::Half, c10::Half>(CpuIsa);                            \
-  EXTERN template LambLoop lamb_loop<c10::BFloat16, c10::BFloat16, SplitWeights>(CpuIsa);      \
-  EXTERN template LambLoop lamb_loop<c10::BFloat16, c10::BFloat16, StochasticWeights>(CpuIsa); \
+#define MEZZO_COMPILED_LAMB(EXTERN)                                                        \
+  EXTERN template LambLoop lamb_loop(optim::WeightStorage, at::ScalarType, at::ScalarType, \
+                                     CpuIsa);                                              \
   EXTERN template class ElementwiseOptimizer<LambTraits<optim::LAMBOptions, optim::LAMBParamState>>;
 
 #define MEZZO_COMPILED_LION_AND_SGD(EXTERN)                   \

@@ -24,10 +24,6 @@
 #include <utility>
 #include <vector>
 
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
-
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
@@ -83,16 +79,12 @@ struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::Counte
 namespace detail {
 
 /// What ElementwiseOptimizer asks about LAMB, which looks at one element at a time, but twice:
-/// run_step_cpu and cuda_step make two passes.
+/// run_step_cpu and cuda::step_ make two passes.
 template <class Options, class State>
-struct LambTraits : OptimizerTraits<Options, State> {
-  using Constants = LambConstants;
-  using Coefficients = LambCoefficients;
+struct LambTraits : OptimizerTraits<LambTraits<Options, State>, Options, State, LambRule> {
   static constexpr const char* kName = "LAMB";
 
-  static void check(const Options& options) { check_members(kName, options); }
-
-  static Constants constants(const Options& options) {
+  static LambConstants constants(const Options& options) {
     return {.beta1 = std::get<0>(options.betas()),
             .beta2 = std::get<1>(options.betas()),
             .eps = options.eps(),
@@ -106,11 +98,6 @@ struct LambTraits : OptimizerTraits<Options, State> {
                    at::ScalarType gradient, CpuIsa isa) {
     return lamb_loop(storage, kept, gradient, isa);
   }
-
-  static int moments(const Options&) { return 2; }
-#ifdef MEZZO_WITH_CUDA
-  static constexpr auto cuda_step = &cuda::lamb_step_;
-#endif
 };
 
 }  // namespace detail

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/member_table.h>
@@ -14,7 +13,6 @@
 #include <mezzo/optim/fused_options.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
@@ -22,10 +20,6 @@
 #include <tuple>
 #include <utility>
 #include <vector>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -68,29 +62,14 @@ namespace detail {
 
 /// What ElementwiseOptimizer asks about Lion.
 template <class Options, class State>
-struct LionTraits : OptimizerTraits<Options, State> {
-  using Constants = LionConstants;
-  using Coefficients = LionCoefficients;
+struct LionTraits : OptimizerTraits<LionTraits<Options, State>, Options, State, LionRule> {
   static constexpr const char* kName = "Lion";
 
-  static void check(const Options& options) { check_members(kName, options); }
-
-  static Constants constants(const Options& options) {
+  static LionConstants constants(const Options& options) {
     return {.beta1 = std::get<0>(options.betas()),
             .beta2 = std::get<1>(options.betas()),
             .weight_decay = options.weight_decay()};
   }
-
-  using Loop = StepFunction<Coefficients>;
-  static Loop loop(const Options&, optim::WeightStorage storage, at::ScalarType kept,
-                   at::ScalarType gradient, CpuIsa isa) {
-    return step_loop<LionRule>(storage, kept, gradient, isa);
-  }
-
-  static int moments(const Options&) { return 1; }
-#ifdef MEZZO_WITH_CUDA
-  static constexpr auto cuda_step = &cuda::lion_step_;
-#endif
 };
 
 }  // namespace detail

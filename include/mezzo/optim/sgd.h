@@ -5,9 +5,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/sgd_element.h>
-#include <mezzo/optim/detail/aten_step.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
 #include <mezzo/optim/detail/member_table.h>
@@ -16,9 +14,7 @@
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_sgd.h>
-#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
@@ -27,10 +23,6 @@
 #include <tuple>
 #include <utility>
 #include <vector>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -82,33 +74,24 @@ namespace detail {
 
 /// What ElementwiseOptimizer asks about SGD.
 template <class Options, class State>
-struct SgdTraits : OptimizerTraits<Options, State> {
-  using Constants = SgdConstants;
-  using Coefficients = SgdCoefficients;
+struct SgdTraits
+    : OptimizerTraits<SgdTraits<Options, State>, Options, State, SgdRule<false>, SgdRule<true>> {
   static constexpr const char* kName = "SGD";
 
   static void check(const Options& options) {
-    check_members(kName, options);
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
                 "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
                 options.dampening(), "; it needs a positive momentum and a dampening of 0");
   }
 
-  static Constants constants(const Options& options) {
+  static SgdConstants constants(const Options& options) {
     return {.momentum = options.momentum(),
             .dampening = options.dampening(),
             .weight_decay = options.weight_decay(),
             .nesterov = options.nesterov()};
   }
 
-  using Loop = StepFunction<Coefficients>;
-  static Loop loop(const Options& options, optim::WeightStorage storage, at::ScalarType kept,
-                   at::ScalarType gradient, CpuIsa isa) {
-    return options.momentum() != 0 ? step_loop<SgdRule<true>>(storage, kept, gradient, isa)
-                                   : step_loop<SgdRule<false>>(storage, kept, gradient, isa);
-  }
-
-  static int moments(const Options& options) { return options.momentum() == 0 ? 0 : 1; }
+  static bool variant(const Options& options) { return options.momentum() != 0; }
   static bool has_state(const Options& options) { return options.momentum() != 0; }
   /// A buffer begins as a gradient, though there were steps before without momentum. Without
   /// dampening one of zeros becomes that by itself, and the count goes on, from which stochastic
@@ -117,11 +100,6 @@ struct SgdTraits : OptimizerTraits<Options, State> {
     return options.momentum() != 0 && options.dampening() != 0 &&
            !state.momentum_buffer().defined();
   }
-
-#ifdef MEZZO_WITH_CUDA
-  static bool variant(const Options& options) { return options.momentum() != 0; }
-  static constexpr auto cuda_step = &cuda::sgd_step_;
-#endif
 
   static constexpr bool kAtenHasIt = true;
 

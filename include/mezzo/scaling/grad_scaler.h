@@ -11,8 +11,6 @@
 #include <mezzo/scaling/detail/clip_watch.h>
 #include <mezzo/scaling/detail/device_scale.h>
 #include <mezzo/scaling/detail/optimizer_records.h>
-#include <mezzo/scaling/detail/scaled_outputs.h>
-#include <mezzo/scaling/detail/step_facts.h>
 #include <mezzo/scaling/grad_scaler_options.h>
 
 #include <ATen/core/Tensor.h>
@@ -244,25 +242,17 @@ class GradScaler {
 
   detail::OptimizerRecord& record_to_step(const torch::optim::Optimizer& optimizer);
   detail::OptimizerRecord& unscale_into(const detail::StepTaker& taker);
-  void hand_to_masters(const detail::StepTaker& taker);
   StepResult step_on_device(const detail::StepTaker& taker, const StepOptions& options);
   StepResult step_on_host(const detail::StepTaker& taker, const StepOptions& options,
                           const StepFunction& torch_step);
-  void step_with_products(const detail::StepTaker& taker, double factor,
-                          detail::OptimizerRecord& record, StepOutcome& outcome);
   GradientReport report_into(detail::OptimizerRecord& record, const detail::StepTaker& taker,
                              bool counts);
-  static void finish_step(detail::OptimizerRecord& record);
   void note_skip(const detail::OptimizerRecord& record, float scale);
   void post_line(const std::vector<at::Tensor>& found_inf);
   void require_scale(const char* call) const;
-  void create_scale(at::Device device);
   const at::Tensor& scale_on(at::Device device);
   LossScaleState read_state() const;
-  void write_state(const LossScaleState& state);
-  void advance_scale();
   void finish_iteration();
-  void check_new_scale(double new_scale) const;
   GradScalerOptions dynamic_options(const char* option) const;
 
   LossScale rule_;

@@ -29,6 +29,9 @@
 /// Before a loop whose arrays are to stay in registers.
 #define MEZZO_UNROLL _Pragma("unroll")
 
+/// Before a loop that takes long to compile unrolled, and is no faster.
+#define MEZZO_NO_UNROLL _Pragma("unroll 1")
+
 /// `Type& name` in the block's shared memory, for its threads to give a value: none has been
 /// constructed there.
 #define MEZZO_SHARED(Type, name)                                     \

@@ -21,18 +21,11 @@ template <class Element>
 inline constexpr int64_t kSummaryBlock =
     int64_t{kSummaryThreads} * 16 * 8 / int64_t{sizeof(Element)};
 
-/// Sixteen bytes of elements, read at once where a tensor is so aligned.
-template <class Stored>
-struct alignas(16) SummaryPack {
-  static constexpr int kSize = 16 / sizeof(Stored);
-  Stored element[kSize];
-};
-
 /// How many packs a thread reads at once.
 inline constexpr int kPacksAtOnce = 4;
 
 /// Of so many elements at most the squares are summed in float.
-inline constexpr int kSquaresInFloat = kPacksAtOnce * SummaryPack<uint16_t>::kSize;
+inline constexpr int kSquaresInFloat = kPacksAtOnce * GradientPack<uint16_t>::kSize;
 
 /// Whether a sum of squares in float is to be trusted, of finite numbers: nothing overflowed, and
 /// what was lost of squares below 2^-126 is less than the roundings of the rest.
@@ -74,7 +67,7 @@ __device__ void add_squares(const double (&values)[kCount], double& sum) {
 template <class Stored, class Visit>
 __device__ void visit_share(const Stored* data, int64_t count, int thread, int threads,
                             Visit& visit) {
-  using Pack = SummaryPack<Stored>;
+  using Pack = GradientPack<Stored>;
   const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) == 0;
   const int64_t packs = is_aligned ? count / Pack::kSize : 0;
   const auto* const pack = reinterpret_cast<const Pack*>(data);
@@ -98,7 +91,7 @@ class SummaryShare {
  public:
   using Format = FloatFormat<Element>;
   using Stored = typename Format::Stored;
-  using Pack = SummaryPack<Stored>;
+  using Pack = GradientPack<Stored>;
 
   template <int kPacks>
   __device__ void operator()(const Pack (&packs)[kPacks], int64_t /*index*/, int64_t /*stride*/) {
@@ -146,13 +139,13 @@ class StatisticsShare {
     element_.set_underflow(query.underflow);
   }
   template <int kPacks>
-  __device__ void operator()(const SummaryPack<Stored> (&packs)[kPacks], int64_t index,
+  __device__ void operator()(const GradientPack<Stored> (&packs)[kPacks], int64_t index,
                              int64_t stride) {
     summary_(packs, index, stride);
     MEZZO_UNROLL
     for (int k = 0; k < kPacks; ++k) {
       MEZZO_UNROLL
-      for (int lane = 0; lane < SummaryPack<Stored>::kSize; ++lane) {
+      for (int lane = 0; lane < GradientPack<Stored>::kSize; ++lane) {
         count(packs[k].element[lane], index + k * stride + lane);
       }
     }
@@ -270,22 +263,17 @@ struct SummaryOutputs {
   int64_t* first_bad;
 };
 
-__device__ inline void write_summary(const GradientPartial& total, float inv_scale,
-                                     const SummaryOutputs& outputs) {
+__device__ inline void write_total(const GradientPartial& total, float inv_scale,
+                                   const SummaryOutputs& outputs) {
   const FinishedSummary finished(total, inv_scale);
   *outputs.found_inf = finished.found_inf ? 1.0F : 0.0F;
   *outputs.sum_of_squares = finished.sum_of_squares;
   *outputs.max_abs = finished.max_abs;
 }
 
-__device__ inline void write_total(const GradientPartial& total, float inv_scale,
-                                   const SummaryOutputs& outputs) {
-  write_summary(total, inv_scale, outputs);
-}
-
 __device__ inline void write_total(const StatisticsPartial& total, float inv_scale,
                                    const SummaryOutputs& outputs) {
-  write_summary(total.summary, inv_scale, outputs);
+  write_total(total.summary, inv_scale, outputs);
   *outputs.zeros = total.zeros;
   *outputs.underflows = total.underflows;
   *outputs.scaled_underflows = total.scaled_underflows;

@@ -2,6 +2,10 @@
 // them. Two objects with all of this link into one program: what is not weak is static. (nvcc 13
 // makes the functions of an unnamed namespace global.)
 
+#include <mezzo/base/detail/capture.h>  // which declares capture_on
+#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/version.h>
+#include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/lamb_step.cuh>
@@ -9,6 +13,12 @@
 #include <mezzo/kernels/cuda/unscale.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_gradients.h>
+#include <mezzo/kernels/lamb_element.h>
+#include <mezzo/kernels/lion_element.h>
+#include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/table_memory.h>
+#include <mezzo/kernels/update_scale.h>
 
 #include <ATen/ops/empty.h>
 
@@ -16,6 +26,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -326,38 +337,40 @@ __attribute__((weak)) void count_steps_(at::Device device, const std::vector<flo
                              found_inf);
 }
 
-__attribute__((weak)) void adam_step_(at::Device device, const std::vector<StepRow>& rows,
-                                      const std::vector<StepGroup<AdamConstants>>& groups,
-                                      const StepInputs& inputs, TableMemory& memory) {
+/// Rules are an optimizer's loops: the first of rows that are no variant, the second of those that
+/// are.
+template <class... Rules, class Constants>
+static void step_by_rules(at::Device device, const std::vector<StepRow>& rows,
+                          const std::vector<StepGroup<Constants>>& groups, const StepInputs& inputs,
+                          TableMemory& memory) {
   const DeviceGuard guard(device);
   const StepTarget target{device, current_stream(), inputs, memory};
-  step_all_dtypes<AdamRule<false>>(rows, groups, /*variant=*/false, target);
-  step_all_dtypes<AdamRule<true>>(rows, groups, /*variant=*/true, target);
+  bool variant = false;
+  (step_all_dtypes<Rules>(rows, groups, std::exchange(variant, true), target), ...);
 }
 
-__attribute__((weak)) void lion_step_(at::Device device, const std::vector<StepRow>& rows,
-                                      const std::vector<StepGroup<LionConstants>>& groups,
-                                      const StepInputs& inputs, TableMemory& memory) {
-  const DeviceGuard guard(device);
-  const StepTarget target{device, current_stream(), inputs, memory};
-  step_all_dtypes<LionRule>(rows, groups, /*variant=*/false, target);
+__attribute__((weak)) void step_(at::Device device, const std::vector<StepRow>& rows,
+                                 const std::vector<StepGroup<AdamConstants>>& groups,
+                                 const StepInputs& inputs, TableMemory& memory) {
+  step_by_rules<AdamRule<false>, AdamRule<true>>(device, rows, groups, inputs, memory);
 }
 
-__attribute__((weak)) void lamb_step_(at::Device device, const std::vector<StepRow>& rows,
-                                      const std::vector<StepGroup<LambConstants>>& groups,
-                                      const StepInputs& inputs, TableMemory& memory) {
-  const DeviceGuard guard(device);
-  const StepTarget target{device, current_stream(), inputs, memory};
-  step_all_dtypes<LambRule>(rows, groups, /*variant=*/false, target);
+__attribute__((weak)) void step_(at::Device device, const std::vector<StepRow>& rows,
+                                 const std::vector<StepGroup<SgdConstants>>& groups,
+                                 const StepInputs& inputs, TableMemory& memory) {
+  step_by_rules<SgdRule<false>, SgdRule<true>>(device, rows, groups, inputs, memory);
 }
 
-__attribute__((weak)) void sgd_step_(at::Device device, const std::vector<StepRow>& rows,
-                                     const std::vector<StepGroup<SgdConstants>>& groups,
-                                     const StepInputs& inputs, TableMemory& memory) {
-  const DeviceGuard guard(device);
-  const StepTarget target{device, current_stream(), inputs, memory};
-  step_all_dtypes<SgdRule<false>>(rows, groups, /*variant=*/false, target);
-  step_all_dtypes<SgdRule<true>>(rows, groups, /*variant=*/true, target);
+__attribute__((weak)) void step_(at::Device device, const std::vector<StepRow>& rows,
+                                 const std::vector<StepGroup<LionConstants>>& groups,
+                                 const StepInputs& inputs, TableMemory& memory) {
+  step_by_rules<LionRule>(device, rows, groups, inputs, memory);
+}
+
+__attribute__((weak)) void step_(at::Device device, const std::vector<StepRow>& rows,
+                                 const std::vector<StepGroup<LambConstants>>& groups,
+                                 const StepInputs& inputs, TableMemory& memory) {
+  step_by_rules<LambRule>(device, rows, groups, inputs, memory);
 }
 
 }  // namespace detail::cuda

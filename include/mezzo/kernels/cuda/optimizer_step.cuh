@@ -53,18 +53,14 @@ __device__ void visit_slice(const Streams& streams, int count, const Whole& whol
   const int packed = streams.is_aligned ? count - count % Streams::kPack : 0;
   const auto thread = static_cast<int>(threadIdx.x);
   Streams here = streams;  // what moves are pointers: an index costs several instructions a stream
-  here.advance(thread * Streams::kPack);
+  here.base = here.place(thread * Streams::kPack);
   // Not unrolled: a pack is enough work for a turn, and copies of it take time to compile.
-#ifdef __CUDA_ARCH__
-#pragma unroll 1
-#endif
+  MEZZO_NO_UNROLL
   for (int at = thread * Streams::kPack; at < packed; at += kStride) {
     whole(here, at);
-    here.advance(kStride);
+    here.base = here.place(kStride);
   }
-#ifdef __CUDA_ARCH__
-#pragma unroll 1
-#endif
+  MEZZO_NO_UNROLL
   for (int at = packed + thread; at < count; at += kStepThreads) single(at);
 }
 
@@ -80,7 +76,6 @@ struct StepStreams {
   using Scalar = typename Lanes::Format::Value;
   static constexpr int kPack = kStepPack<Stored>;
   static constexpr unsigned kMoments = Rule::kMoments;
-  static constexpr bool kReadsLowHalf = Body::kIsSplit;
 
   Place base;
   bool is_aligned;
@@ -101,8 +96,6 @@ struct StepStreams {
       is_aligned = is_aligned && holds_packs(base.moments[k]);
     }
   }
-
-  __device__ void advance(int by) { base = place(by); }
 
   template <class T>
   __device__ static bool holds_packs(const T* pointer) {
@@ -142,7 +135,7 @@ struct StepStreams {
                    {},
                    &low_half.element[i],
                    nullptr,
-                   kReadsLowHalf,
+                   Body::kIsSplit,
                    false};
       MEZZO_UNROLL
       for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = &moments[k].element[i];
@@ -156,14 +149,14 @@ struct StepStreams {
     load_pack(base.parameter, packs.parameter);
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) load_pack(base.moments[k], packs.moments[k]);
-    if (kReadsLowHalf) load_pack(base.low_half_or_copy, packs.low_half);
+    if (Body::kIsSplit) load_pack(base.low_half_or_copy, packs.low_half);
   }
 
   template <StepPass kPass>
   __device__ void store(const Packs& packs) const {
     if (kPass != StepPass::learn) {
       store_pack(packs.parameter, base.parameter);
-      if (kReadsLowHalf) store_pack(packs.low_half, base.low_half_or_copy);
+      if (Body::kIsSplit) store_pack(packs.low_half, base.low_half_or_copy);
     }
     if (kPass != StepPass::move) {
       MEZZO_UNROLL

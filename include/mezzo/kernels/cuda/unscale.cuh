@@ -9,7 +9,7 @@
 #include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_table.h>
-#include <mezzo/kernels/scale_tensors.h>
+#include <mezzo/kernels/update_scale.h>
 
 #include <cstdint>
 
@@ -23,18 +23,11 @@ template <class Element>
 inline constexpr int64_t kElementsPerBlock =
     int64_t{kUnscaleThreads} * 16 * 8 / int64_t{sizeof(Element)};
 
-/// Sixteen bytes of elements, read and written at once where a tensor is so aligned.
-template <class Stored>
-struct alignas(16) Pack {
-  static constexpr int kSize = 16 / sizeof(Stored);
-  Stored element[kSize];
-};
-
 /// Calls `visit(Stored&)` on [begin, end) of `data`, shared among the block's threads, in packs
 /// where alignment allows. With kWrites what `visit` leaves is written back.
 template <bool kWrites, class Stored, class Visit>
 __device__ void visit_elements(Stored* data, int64_t begin, int64_t end, Visit& visit) {
-  using Vector = Pack<Stored>;
+  using Vector = GradientPack<Stored>;
   Stored* const first = data + begin;
   const int64_t count = end - begin;
   const bool is_aligned = reinterpret_cast<uintptr_t>(first) % sizeof(Vector) == 0;

@@ -2,7 +2,7 @@
 #include <mezzo/kernels/compress_loops.h>
 #include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
-#include <mezzo/kernels/unscale_loops.h>
+#include <mezzo/kernels/unscale.h>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

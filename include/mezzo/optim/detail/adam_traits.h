@@ -2,23 +2,16 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
-#include <mezzo/kernels/cpu_isa.h>
-#include <mezzo/optim/detail/aten_step.h>
+#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/optimizer_traits.h>
 #include <mezzo/optim/detail/param_state.h>
-#include <mezzo/optim/fused_options.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
-#include <c10/core/ScalarType.h>
 
 #include <optional>
 #include <tuple>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -39,14 +32,11 @@ class AdamState : public ParamState<Own, Base> {
 
 /// What ElementwiseOptimizer asks about Adam and, with kIsDecoupled, AdamW.
 template <class Options, class State, bool kIsDecoupled>
-struct AdamTraits : OptimizerTraits<Options, State> {
-  using Constants = AdamConstants;
-  using Coefficients = AdamCoefficients;
+struct AdamTraits : OptimizerTraits<AdamTraits<Options, State, kIsDecoupled>, Options, State,
+                                    AdamRule<false>, AdamRule<true>> {
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
 
-  static void check(const Options& options) { check_members(kName, options); }
-
-  static Constants constants(const Options& options) {
+  static AdamConstants constants(const Options& options) {
     return {.beta1 = std::get<0>(options.betas()),
             .beta2 = std::get<1>(options.betas()),
             .eps = options.eps(),
@@ -54,19 +44,7 @@ struct AdamTraits : OptimizerTraits<Options, State> {
             .is_decoupled = kIsDecoupled};
   }
 
-  using Loop = StepFunction<Coefficients>;
-  static Loop loop(const Options& options, optim::WeightStorage storage, at::ScalarType kept,
-                   at::ScalarType gradient, CpuIsa isa) {
-    return options.amsgrad() ? step_loop<AdamRule<true>>(storage, kept, gradient, isa)
-                             : step_loop<AdamRule<false>>(storage, kept, gradient, isa);
-  }
-
-  static int moments(const Options& options) { return options.amsgrad() ? 3 : 2; }
-
-#ifdef MEZZO_WITH_CUDA
   static bool variant(const Options& options) { return options.amsgrad(); }
-  static constexpr auto cuda_step = &cuda::adam_step_;
-#endif
 
   static constexpr bool kAtenHasIt = true;
   static void check_for_aten(const Options&) {}

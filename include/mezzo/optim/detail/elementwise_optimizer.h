@@ -6,14 +6,15 @@
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/which_kernels.h>
-#include <mezzo/optim/detail/aten_step.h>
+#include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/detail/kept_weights.h>
+#include <mezzo/optim/detail/optimizer_traits.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/detail/step_count.h>
-#include <mezzo/optim/detail/step_participants.h>
+#include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/grad_bucket.h>
 
@@ -31,24 +32,40 @@
 #include <vector>
 
 #ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/optimizer_step_table.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The steps of an optimizer whose update looks at one element of a parameter at a time.
-///
-/// Traits say what is AdamW's, SGD's ... own:
-///   kName; Options and State, as libtorch's serialization wants them; Constants and Coefficients,
-///   the numbers of a group and of one step (adam_element.h);
-///   check(options), constants(options); Loop, and loop(options, storage, kept dtype, gradient
-///   dtype, isa), the CPU's;
-///   moments(options), how many there are, and moment(state, k), the k-th; has_state(options),
-///   whether anything is remembered of a parameter;
-///   begins(options, state), whether what the state counts begins anew with the next step;
-///   kAtenHasIt, and if so check_for_aten(options), which refuses what ATen cannot do, and
-///   aten_step(options, lists, verdict); and cuda_step, with variant(options) (cuda_launch.h).
+/// A parameter with a gradient.
+template <class Traits>
+struct Participant {
+  const at::Tensor* parameter;
+  at::Tensor gradient;
+  const typename Traits::Options* options;
+  optim::WeightStorage storage;
+  typename Traits::Loop run;
+  typename Traits::State* state;  ///< null where nothing is remembered, or nothing yet
+  uint64_t number;                ///< in the optimizer
+  bool begins = false;            ///< what the state counts begins anew with this step
+};
+
+/// A parameter without a gradient, whose average follows it nevertheless.
+struct Bystander {
+  const at::Tensor* parameter;
+  double ema_decay;  ///< 0 where the average that there was goes
+  optim::WeightStorage storage;
+};
+
+template <class Traits>
+struct DeviceParticipants {
+  at::Device device;
+  std::vector<Participant<Traits>> participants;
+};
+
+/// The steps of an optimizer whose update looks at one element of a parameter at a time. Traits say
+/// what is AdamW's, SGD's ... own (optimizer_traits.h).
 template <class Traits>
 class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::FusedOptimizer {
  public:

@@ -4,11 +4,18 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/move_average.h>
+#include <mezzo/optim/detail/optimizer_traits.h>
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 
-// The step on CUDA, and, through ATen's fused optimizers, on devices that mezzo has no kernel for.
+#include <limits>
+#include <optional>
+#include <vector>
+
+// The step on CUDA, and on devices that mezzo has no kernel for, CUDA without mezzo::cuda among
+// them, through ATen's fused optimizers: still without a wait, and in one pass of theirs, beside a
+// copy of the gradients, since ATen's kernels write them.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -58,7 +65,7 @@ void ElementwiseOptimizer<Traits>::step_on_cuda(Many& all, const GradientReport&
   std::vector<StepRow> rows = rows_of(all, inputs.clear, groups, prepared);
   std::vector<float*> counters = place_counters(all, device, rows);
   cuda::begin_step_(device, table_memory());
-  Traits::cuda_step(device, rows, groups, inputs, table_memory());
+  cuda::step_(device, rows, groups, inputs, table_memory());
   if (counts_applied) counters.push_back(applied.template mutable_data_ptr<float>());
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
@@ -147,6 +154,27 @@ void ElementwiseOptimizer<Traits>::check_for_aten(const One& one) const {
       "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
       words().parameter(*one.parameter), " has none; use WeightStorage::master there");
   if constexpr (Traits::kAtenHasIt) Traits::check_for_aten(*one.options);
+}
+
+/// ATen's fused optimizers write without bumping: autograd would not notice, nor a WeightCache.
+inline void bump_versions(const AtenLists& lists) {
+  const auto bump = [](const std::vector<at::Tensor>& written) {
+    for (const at::Tensor& tensor : written) bump_version(*tensor.unsafeGetTensorImpl());
+  };
+  bump(lists.parameters);
+  bump(lists.gradients);
+  for (const std::vector<at::Tensor>& moments : lists.moments) bump(moments);
+}
+
+inline AtenVerdict aten_verdict(const DeviceGradientReport* report, double max_norm) {
+  if (report == nullptr) return {};
+  at::Tensor factor = report->inv_scale;
+  const bool clips = max_norm != std::numeric_limits<double>::infinity();
+  if (clips && report->sum_of_squares.defined()) {
+    const at::Tensor norm = report->sum_of_squares.sqrt();
+    factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0).mul(factor);
+  }
+  return {factor.reciprocal().to(at::kFloat), report->found_inf, std::nullopt};
 }
 
 /// With counts one higher than they were, as ATen's kernels want them, which is taken back where

@@ -6,7 +6,6 @@
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/gradient_report.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

@@ -3,7 +3,6 @@
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/scale_tensors.h>
 #include <mezzo/kernels/update_scale.h>
 
 #include <ATen/core/Tensor.h>

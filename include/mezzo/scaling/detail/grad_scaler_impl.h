@@ -6,6 +6,7 @@
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/scaling/detail/step_facts.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/zeros.h>
@@ -83,7 +84,12 @@ MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
 MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
   const detail::StepTaker taker(optimizer);
   taker.check_unscale();
-  if (!enabled_) return hand_to_masters(taker);
+  if (!enabled_) {  // whoever clips the gradients of the masters finds them there all the same
+    if (taker.fused() == nullptr) return;
+    detail::MasterGradients masters(taker, /*reads_all=*/false);
+    if (!masters.empty()) records_.of(taker.optimizer()).masters = std::move(masters);
+    return;
+  }
   require_scale("unscale_");
   const detail::Stage stage = records_.of(taker.optimizer()).stage;
   TORCH_CHECK(
@@ -105,13 +111,6 @@ MEZZO_INLINE std::vector<at::Tensor> GradScaler::unscaled_parameters(AnyOptimize
   record = records_.find(taker.optimizer());
   const detail::MasterGradients none;
   return (record != nullptr ? record->masters : none).holders(taker);
-}
-
-/// Of a disabled scaler: whoever clips the gradients of the masters finds them there all the same.
-MEZZO_INLINE void GradScaler::hand_to_masters(const detail::StepTaker& taker) {
-  if (taker.fused() == nullptr) return;
-  detail::MasterGradients masters(taker, /*reads_all=*/false);
-  if (!masters.empty()) records_.of(taker.optimizer()).masters = std::move(masters);
 }
 
 /// In place, or onto masters.
@@ -146,14 +145,25 @@ MEZZO_INLINE detail::OptimizerRecord& GradScaler::unscale_into(const detail::Ste
 MEZZO_INLINE void GradScaler::update() {
   if (!enabled_) return records_.clear();
   require_scale("update");
-  advance_scale();
+  const std::vector<at::Tensor> checks = records_.found_inf();
+  TORCH_CHECK(
+      !checks.empty(),
+      "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
+      "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
+      "iteration");
+  const c10::NoGradGuard no_grad;
+  std::vector<at::Tensor> floats;
+  for (const at::Tensor& check : checks) floats.push_back(check.to(at::kFloat));
+  scale_.advance(rule_, detail::sum_on(scale_.original().device(), floats));
   finish_iteration();
 }
 
 MEZZO_INLINE void GradScaler::update(double new_scale) {
   if (!enabled_) return records_.clear();
   require_scale("update");
-  check_new_scale(new_scale);
+  TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
+  detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
   scale_.write_scale(static_cast<float>(new_scale));
   finish_iteration();
 }
@@ -170,26 +180,6 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
   scale_.write_scale(new_scale, rule_.min_scale(), rule_.max_scale());
   finish_iteration();
-}
-
-MEZZO_INLINE void GradScaler::check_new_scale(double new_scale) const {
-  TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
-  detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
-}
-
-MEZZO_INLINE void GradScaler::advance_scale() {
-  const std::vector<at::Tensor> checks = records_.found_inf();
-  TORCH_CHECK(
-      !checks.empty(),
-      "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
-      "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
-      "iteration");
-  c10::NoGradGuard no_grad;
-  const at::Device device = scale_.original().device();
-  std::vector<at::Tensor> floats;
-  for (const at::Tensor& check : checks) floats.push_back(check.to(at::kFloat));
-  scale_.advance(rule_, detail::sum_on(device, floats));
 }
 
 MEZZO_INLINE void GradScaler::finish_iteration() {
@@ -226,13 +216,11 @@ MEZZO_INLINE void GradScaler::require_scale(const char* call) const {
 }
 
 MEZZO_INLINE const at::Tensor& GradScaler::scale_on(at::Device device) {
-  if (!scale_.defined()) create_scale(device);
+  if (!scale_.defined()) {
+    detail::require_update_kernel(rule_, device);
+    scale_ = detail::DeviceScale(initial_state_, device);
+  }
   return scale_.on(device);
-}
-
-MEZZO_INLINE void GradScaler::create_scale(at::Device device) {
-  detail::require_update_kernel(rule_, device);
-  scale_ = detail::DeviceScale(initial_state_, device);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

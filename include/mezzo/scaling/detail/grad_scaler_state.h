@@ -72,11 +72,6 @@ MEZZO_INLINE LossScaleState GradScaler::read_state() const {
   return scale_.defined() ? scale_.read() : initial_state_;
 }
 
-MEZZO_INLINE void GradScaler::write_state(const LossScaleState& state) {
-  initial_state_ = state;
-  if (scale_.defined()) scale_.write(state);
-}
-
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
   if (!enabled_) return {};
   const LossScaleState state = read_state();
@@ -120,7 +115,8 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
       static_cast<int32_t>(reader.count("_hysteresis_left", next.hysteresis_left));
   if (scale_.defined()) detail::require_update_kernel(rule, scale_.original().device());
   rule_ = rule;
-  write_state(next);
+  initial_state_ = next;
+  if (scale_.defined()) scale_.write(next);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -26,6 +26,26 @@
 // GradScaler::step: the stage is checked, the optimizer reports its gradients, the step is decided,
 // and the optimizer applies the report.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Of an optimizer that is not mezzo's: with gradients times `factor` for its time. Skipped after
+/// all, and told to `record`, where multiplying makes an inf.
+inline void step_with_products(const StepTaker& taker, double factor, OptimizerRecord& record,
+                               StepOutcome& outcome) {
+  const LentGradients lent(taker.optimizer(), factor);
+  const bool is_unscaled = record.stage == Stage::unscaled;  // what there is was looked at
+  const bool has_norm = outcome.grad_norm.has_value();
+  if (is_unscaled || !lent.found_inf()) {
+    outcome.value = taker.step();
+    return;
+  }
+  outcome = {.ran = false, .found_inf = true, .scale = outcome.scale};
+  if (has_norm) outcome.grad_norm = std::numeric_limits<double>::infinity();
+  add_check(record.found_inf, at::ones_like(record.checks().front()));
+}
+
+}  // namespace detail
+
 MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
   detail::check_step_options(options);
   const c10::NoGradGuard no_grad;
@@ -103,11 +123,6 @@ MEZZO_INLINE void GradScaler::adopt(AnyOptimizer optimizer, std::vector<at::Tens
   record.found_elsewhere = std::move(found_inf);
 }
 
-MEZZO_INLINE void GradScaler::finish_step(detail::OptimizerRecord& record) {
-  record.stage = detail::Stage::stepped;
-  record.masters.drop();
-}
-
 /// One read of the gradients. What it finds joins what `unscale_` noted, if it `counts`; a check
 /// that found what others had found before it says nothing about this scale.
 MEZZO_INLINE GradientReport GradScaler::report_into(detail::OptimizerRecord& record,
@@ -146,14 +161,14 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(const detail::StepTaker& take
     const detail::HostFacts known(scale, record.checks(), report);
     if (!was_unscaled) clip_watch_.see(optimizer, known.scale, known.norm(), known.max_abs);
     taker.fused()->apply(report, options);
-    finish_step(record);
+    record.finish();
     if (known.found_inf) note_skip(record, known.scale);
     return StepResult(known.outcome());
   }
   const std::shared_ptr<detail::AsyncReadback> readback =
       readback_pool_.readback_for(scale.device());
   taker.fused()->apply(report, options);
-  finish_step(record);
+  record.finish();
   const bool is_watched = !was_unscaled && !readback->is_captured() && clip_watch_.wants(optimizer);
   const at::Tensor sum = report.devices.front().sum_of_squares.to(scale.device());
   readback->send({scale, detail::sum_on(scale.device(), record.checks()), sum,
@@ -165,23 +180,6 @@ MEZZO_INLINE StepResult GradScaler::step_on_device(const detail::StepTaker& take
     post_line(record.found_inf);
   }
   return StepResult(std::make_shared<detail::DeviceStepSlot>(readback));
-}
-
-/// Of an optimizer that is not mezzo's: with gradients times `factor` for its time. Skipped after
-/// all, and told to `record`, where multiplying makes an inf.
-MEZZO_INLINE void GradScaler::step_with_products(const detail::StepTaker& taker, double factor,
-                                                 detail::OptimizerRecord& record,
-                                                 StepOutcome& outcome) {
-  const detail::LentGradients lent(taker.optimizer(), factor);
-  const bool is_unscaled = record.stage == detail::Stage::unscaled;  // what there is was looked at
-  const bool has_norm = outcome.grad_norm.has_value();
-  if (is_unscaled || !lent.found_inf()) {
-    outcome.value = taker.step();
-    return;
-  }
-  outcome = {.ran = false, .found_inf = true, .scale = outcome.scale};
-  if (has_norm) outcome.grad_norm = std::numeric_limits<double>::infinity();
-  detail::add_check(record.found_inf, at::ones({}, scale_.original().options()));
 }
 
 /// Any other optimizer, or arguments of its own: the host decides. `torch_step` is torch.amp's
@@ -220,10 +218,10 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
     const bool is_unscaled = was_unscaled || unscales_here;
     const double inverse = is_unscaled ? 1.0 : detail::inverse_scale(known.scale);
     const double coefficient = detail::clip_coefficient(known.sum_of_squares, options.max_norm);
-    step_with_products(taker, inverse * coefficient, record, outcome);
+    detail::step_with_products(taker, inverse * coefficient, record, outcome);
   }
   if (!outcome.ran) note_skip(record, known.scale);
-  finish_step(record);
+  record.finish();
   if (options.zero_grad) detail::zero_gradients(taker.optimizer());
   return StepResult(std::move(outcome));
 }

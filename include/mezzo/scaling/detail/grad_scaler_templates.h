@@ -2,9 +2,9 @@
 /// GradScaler's templates, which every unit that calls them compiles for itself.
 #pragma once
 
+#include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/scaling/detail/scaled_outputs.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/scalar_tensor.h>
@@ -12,8 +12,11 @@
 
 #include <array>
 #include <concepts>
+#include <cstddef>
+#include <ranges>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -24,6 +27,32 @@ inline constexpr std::array<std::string_view, 5> kTorchStateKeys{
     "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"};
 inline constexpr std::array<std::string_view, 5> kMezzoStateKeys{
     "min_scale", "max_scale", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
+
+template <class T>
+consteval bool is_scalable();
+
+template <class T, std::size_t... I>
+consteval bool elements_are_scalable(std::index_sequence<I...>) {
+  return (is_scalable<std::tuple_element_t<I, T>>() && ...);
+}
+
+/// Whether a `T` is tensors and nothing else, which can be copied; but for the keys of maps.
+template <class T>
+consteval bool is_scalable() {
+  if constexpr (std::same_as<T, at::Tensor>) {
+    return true;
+  } else if constexpr (kIsOptional<T>) {
+    return is_scalable<typename T::value_type>();
+  } else if constexpr (TupleLike<T>) {
+    return elements_are_scalable<T>(std::make_index_sequence<std::tuple_size_v<T>>());
+  } else if constexpr (requires { typename T::mapped_type; }) {
+    return is_scalable<typename T::mapped_type>();
+  } else if constexpr (Collection<T> && requires { typename T::allocator_type; }) {
+    return is_scalable<std::ranges::range_value_t<T>>();
+  } else {
+    return false;
+  }
+}
 
 template <class Argument>
 inline constexpr bool kMayBeClosure = std::is_convertible_v<const std::remove_cvref_t<Argument>&,
@@ -43,8 +72,11 @@ bool is_closure(const Argument& argument) {
 
 template <class Outputs>
 std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
+  static_assert(detail::is_scalable<Outputs>(),
+                "outputs must be a Tensor or an iterable of Tensors. In C++: give "
+                "GradScaler::scale the loss itself, as in scaler.scale(out.loss)");
   if (!enabled_) return outputs;
-  return detail::scaled_outputs(outputs, [this](const at::Tensor& output) -> at::Tensor {
+  return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
     const at::Tensor& scale = scale_on(output.device());
     return rule_.kind() == LossScaleKind::none ? output : output.mul(scale);
   });

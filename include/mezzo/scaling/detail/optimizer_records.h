@@ -107,6 +107,12 @@ struct OptimizerRecord {
   /// Of an adopted optimizer, likewise: they decide about its step and not about the scale.
   std::vector<at::Tensor> found_elsewhere{};
 
+  /// The step is over: its gradients leave the masters.
+  void finish() {
+    stage = Stage::stepped;
+    masters.drop();
+  }
+
   /// All that decides whether to step.
   std::vector<at::Tensor> checks() const {
     std::vector<at::Tensor> all = found_inf;

@@ -4,7 +4,6 @@
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/gradient_report.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/async_readback.h>
 
