@@ -7,6 +7,7 @@
 #undef MEZZO_ABI_NAMESPACE
 #define MEZZO_ABI_NAMESPACE fast_math
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/kernels/unscale.h>
 
@@ -63,6 +64,16 @@ TEST_P(FastMath, RoundsHalfAndBfloat16AllTheSame) {
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, FastMath,
                          testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512));
+
+TEST(FastMathMaximum, KeepsNanOnEitherSide) {
+  const auto nan = std::bit_cast<float>(kNonfinite[2]);
+  for (const float kept : {mezzo::fast_math::detail::max_or_nan(nan, 1.0F),
+                           mezzo::fast_math::detail::max_or_nan(1.0F, nan)}) {
+    EXPECT_EQ(std::bit_cast<uint32_t>(kept), kNonfinite[2]);
+  }
+  EXPECT_EQ(mezzo::fast_math::detail::max_or_nan(1.0F, 2.0F), 2.0F);
+  EXPECT_EQ(mezzo::fast_math::detail::max_or_nan(2.0F, 1.0F), 2.0F);
+}
 
 TEST(FastMathLossScale, TakesNoGrowthToInfinity) {
   const auto rule = LossScale::dynamic({.init_scale = 3e38, .growth_interval = 1});

@@ -69,7 +69,7 @@ TEST_P(UnscaleLoop, TakesMemoryAtAnyByteAndTouchesNothingElse) {
   constexpr int64_t kCount = 37;
   const auto values = random(kCount);
   const auto expected = product(values, 0.125F);
-  const auto bytes = static_cast<std::size_t>(kCount) * values.element_size();
+  const auto bytes = static_cast<std::size_t>(kCount * values.element_size());
   for (std::size_t offset = 0; offset < 65; ++offset) {
     std::vector<char> memory(bytes + 130, 'm');
     std::memcpy(memory.data() + offset, values.data_ptr(), bytes);

@@ -80,7 +80,7 @@ State& state_as(torch::optim::Optimizer& optimizer, const torch::Tensor& paramet
 }
 
 torch::Tensor some_parameter(int seed) {
-  torch::manual_seed(seed);
+  torch::manual_seed(static_cast<uint64_t>(seed));
   return torch::randn({13, 3}, torch::kDouble).requires_grad_();
 }
 

@@ -30,6 +30,25 @@ C10_HOST_DEVICE inline bool nonfinite_bits(double value) {
   return (bits & 0x7FF0000000000000U) == 0x7FF0000000000000U;
 }
 
+inline bool nan_bits(float value) {
+  uint32_t bits = 0;
+  reinterpret_bits(value, bits);
+  return (bits & 0x7FFFFFFFU) > 0x7F800000U;
+}
+
+inline bool nan_bits(double value) {
+  uint64_t bits = 0;
+  reinterpret_bits(value, bits);
+  return (bits & 0x7FFFFFFFFFFFFFFFU) > 0x7FF0000000000000U;
+}
+
+/// The larger of two, and NaN if one of them is, whichever it is.
+template <class Float>
+Float max_or_nan(Float a, Float b) {
+  if (nan_bits(a)) return a;
+  return nan_bits(b) || b > a ? b : a;
+}
+
 inline bool is_positive_infinity(double value) {
   uint64_t bits = 0;
   reinterpret_bits(value, bits);

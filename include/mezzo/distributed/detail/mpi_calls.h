@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/work.h>
@@ -11,7 +12,6 @@
 #include <mpi.h>
 
 #include <array>
-#include <cmath>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -92,9 +92,7 @@ template <class T>
 void max_that_keeps_nan(void* in, void* inout, int* length, MPI_Datatype* /*type*/) {
   const T* const given = static_cast<const T*>(in);
   T* const kept = static_cast<T*>(inout);
-  for (int i = 0; i < *length; ++i) {
-    if (given[i] > kept[i] || std::isnan(given[i])) kept[i] = given[i];
-  }
+  for (int i = 0; i < *length; ++i) kept[i] = max_or_nan(kept[i], given[i]);
 }
 
 /// MPI's reductions for the dtypes that it can add up without losing anything that torch keeps.

@@ -200,9 +200,9 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
   }
 
   void note_cast(const at::Tensor& source, at::ScalarType target) {
-    const auto width = source.element_size() + c10::elementSize(target);
+    const auto written = static_cast<std::int64_t>(c10::elementSize(target));
     open_.back().cost->casts += 1;
-    open_.back().cost->bytes += source.numel() * static_cast<std::int64_t>(width);
+    open_.back().cost->bytes += source.numel() * (source.element_size() + written);
   }
 
   bool note_call(const c10::OperatorName& name, OpArguments inputs) {

@@ -143,8 +143,8 @@ struct HeldCopy {
 
 /// Bytes that a cast of `weight` to `dtype` reads and writes.
 inline std::int64_t cast_bytes(const at::Tensor& weight, at::ScalarType dtype) {
-  return weight.numel() *
-         static_cast<std::int64_t>(weight.element_size() + c10::elementSize(dtype));
+  const auto written = static_cast<std::int64_t>(c10::elementSize(dtype));
+  return weight.numel() * (weight.element_size() + written);
 }
 
 /// Whether `copy` is what a cast of `weight` would be, but for its values.
