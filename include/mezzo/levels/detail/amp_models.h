@@ -225,11 +225,11 @@ class ForwardRegions {
 
 /// Converts to a tensor and to nothing else; to anything; to nothing.
 struct OnlyTensor {
-  operator at::Tensor() const;  // NOLINT(google-explicit-constructor)
+  operator at::Tensor() const;
 };
 struct Anything {
   template <class T>
-  operator T() const;  // NOLINT(google-explicit-constructor)
+  operator T() const;
 };
 struct Nothing {};
 

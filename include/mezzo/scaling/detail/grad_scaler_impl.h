@@ -188,6 +188,7 @@ MEZZO_INLINE void GradScaler::advance_scale() {
   c10::NoGradGuard no_grad;
   const at::Device device = scale_.original().device();
   std::vector<at::Tensor> floats;
+  floats.reserve(checks.size());
   for (const at::Tensor& check : checks) floats.push_back(check.to(at::kFloat));
   scale_.advance(rule_, detail::sum_on(device, floats));
 }
