@@ -147,6 +147,12 @@ TEST(BenchmarkGemms, CountsTheConvolutionsThatItDoesNotTime) {
   {
     const mezzo::Autocast<torch::kCPU> autocast;
     EXPECT_EQ(mezzo::benchmark_gemms(model, image, kQuick).convolutions, 2);
+    const auto bare_op = [](const torch::Tensor& x) {
+      const auto y = at::convolution(x, torch::ones({2, 1, 3, 3}), {}, {1, 1}, {0, 0}, {1, 1},
+                                     /*transposed=*/false, {0, 0}, 1);
+      return y.flatten(1).mm(torch::ones({32, 2}));
+    };
+    EXPECT_EQ(mezzo::benchmark_gemms(bare_op, image, kQuick).convolutions, 1);
   }
   const auto bare = mezzo::benchmark_gemms(torch::nn::Linear(3, 6), torch::ones({5, 3}), kQuick);
   EXPECT_EQ(bare.convolutions, 0);
