@@ -13,6 +13,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/macros/Export.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <cstddef>
 #include <deque>
@@ -29,26 +31,24 @@ namespace detail {
 
 /// What the dispatcher is told of who overrides an op: mezzo's namespace, which says version and
 /// build. Other versions read it there, the one place that all of a process share.
+inline constexpr std::string_view kOverrideBy = "override by mezzo::";
 #define MEZZO_QUOTE(name) #name
 #define MEZZO_QUOTE_NAME(name) MEZZO_QUOTE(name)
-inline constexpr std::string_view kOverrideOwner =
-    "override of mezzo::" MEZZO_QUOTE_NAME(MEZZO_ABI_NAMESPACE) " ";
+inline constexpr std::string_view kOwnVersion = MEZZO_QUOTE_NAME(MEZZO_ABI_NAMESPACE);
 #undef MEZZO_QUOTE_NAME
 #undef MEZZO_QUOTE
 
 /// Throws if another version of mezzo, or the same one built otherwise, has put its kernel in front
 /// of the op's: neither knows of the other's policies and caches, and one would go unheard.
 inline void check_no_other_mezzo_overrides(const c10::OperatorHandle& op) {
-  static constexpr std::string_view kOfMezzo =
-      kOverrideOwner.substr(0, kOverrideOwner.find("::") + 2);
   const std::string kernels = op.dumpState();
-  for (std::size_t at = kernels.find(kOfMezzo); at != std::string::npos;
-       at = kernels.find(kOfMezzo, at + 1)) {
-    const std::size_t begin = at + kOfMezzo.size();
-    const std::string owner = kernels.substr(begin, kernels.find(' ', begin) - begin);
-    const std::string_view own = kOverrideOwner.substr(kOfMezzo.size());
-    TORCH_CHECK(owner + ' ' == own, "install_op_overrides: ", full_name(op.operator_name()),
-                " is overridden by mezzo ", owner, " in this process, and this is mezzo ", own,
+  for (std::size_t at = kernels.find(kOverrideBy); at != std::string::npos;
+       at = kernels.find(kOverrideBy, at + 1)) {
+    const std::size_t begin = at + kOverrideBy.size();
+    const std::string version = kernels.substr(begin, kernels.find(' ', begin) - begin);
+    TORCH_CHECK(version == kOwnVersion, "install_op_overrides: ", full_name(op.operator_name()),
+                " is overridden by mezzo ", version, " in this process, and this is mezzo ",
+                kOwnVersion,
                 "; build both libraries with one version of mezzo, alike with or without its CUDA "
                 "kernels, or name other ops in one of the policies");
   }
@@ -137,7 +137,7 @@ class OverrideRegistry {
     const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
     handles_.push_back(c10::Dispatcher::singleton().registerImpl(
         op.operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
-        std::string(kOverrideOwner) + who));
+        c10::str(kOverrideBy, kOwnVersion, ' ', who)));
   }
 
   std::mutex mutex_;
