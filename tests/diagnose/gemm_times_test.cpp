@@ -147,6 +147,15 @@ TEST(BenchmarkGemms, CountsTheConvolutionsThatItDoesNotTime) {
   {
     const mezzo::Autocast<torch::kCPU> autocast;
     EXPECT_EQ(mezzo::benchmark_gemms(model, image, kQuick).convolutions, 2);
+    // As traces of TorchScript call it: it is cast, calls itself, and then its newer overload.
+    const auto bare_op = [](const torch::Tensor& x) {
+      const auto y = at::_convolution(x, torch::ones({2, 1, 3, 3}), {}, {1, 1}, {0, 0}, {1, 1},
+                                      /*transposed=*/false, {0, 0}, /*groups=*/1,
+                                      /*benchmark=*/false, /*deterministic=*/false,
+                                      /*cudnn_enabled=*/true);
+      return y.flatten(1).mm(torch::ones({32, 2}));
+    };
+    EXPECT_EQ(mezzo::benchmark_gemms(bare_op, image, kQuick).convolutions, 1);
   }
   const auto bare = mezzo::benchmark_gemms(torch::nn::Linear(3, 6), torch::ones({5, 3}), kQuick);
   EXPECT_EQ(bare.convolutions, 0);

@@ -461,7 +461,8 @@ TEST(OptionsOfMezzo, OfAGroupCountThoughLibtorchHasNoSuchOptimizer) {
 
 TEST(OptionsOfMezzo, AreNotTakenFromAnotherOptimizer) {
   mezzo::optim::AdamW optimizer({some_parameter(1)});
-  optimizer.add_param_group(
+  torch::optim::Optimizer& as_libtorch_knows_it = optimizer;
+  as_libtorch_knows_it.add_param_group(
       OptimizerParamGroup({some_parameter(2)}, std::make_unique<torch::optim::AdamOptions>(1e-3)));
   EXPECT_THAT([&] { optimizer.step(); },
               ThrowsMessage<c10::Error>(HasSubstr("not mezzo::optim::AdamWOptions")));

@@ -168,7 +168,9 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& poli
 ///
 /// **Call it in main, before other threads run ops**: it writes the dispatcher's table, which a
 /// concurrent call of such an op may not survive. What is installed stays for the life of the
-/// process. Again for the same policy it does nothing, from any thread.
+/// process. Again for the same policy it does nothing, from any thread. \throws c10::Error, before
+/// it changes anything, if a library that was built with another version of mezzo overrides one of
+/// the ops.
 ///
 /// Returns the policy, so that one line can make and install it:
 ///

@@ -183,7 +183,8 @@ class WeightCache {
 ///
 /// **Call it in main, before other threads run ops**: a concurrent call of such an op may not
 /// survive it. What is installed stays for the life of the process; again it does nothing, from any
-/// thread. Returns the cache, so that one line can make and install it:
+/// thread. \throws c10::Error as OpPolicy's does. Returns the cache, so that one line can make and
+/// install it:
 ///
 ///     const auto cache = mezzo::install_op_overrides(mezzo::WeightCache());
 ///

@@ -64,10 +64,9 @@ concept ListableModel = ModelHandle<M> || IsScript<M>;
 /// One model of a list.
 struct ListedModel {
   template <ListableModel M>
-  ListedModel(const M& model)  // NOLINT(google-explicit-constructor)
-      : module(module_pointer(model)) {}
+  ListedModel(const M& model) : module(module_pointer(model)) {}
   template <ModuleVariable M>
-  ListedModel(M& model) : module(module_pointer(model)) {}  // NOLINT(google-explicit-constructor)
+  ListedModel(M& model) : module(module_pointer(model)) {}
   std::shared_ptr<torch::nn::Module> module;
 };
 
@@ -79,19 +78,18 @@ struct ListedModel {
 class ModelList {
  public:
   template <detail::ListableModel M>
-  ModelList(const M& model) : modules_{detail::module_pointer(model)} {  // NOLINT
+  ModelList(const M& model) : modules_{detail::module_pointer(model)} {
     check();
   }
   template <detail::ModuleVariable M>
-  ModelList(M& model) : modules_{detail::module_pointer(model)} {}  // NOLINT
+  ModelList(M& model) : modules_{detail::module_pointer(model)} {}
   ModelList(std::initializer_list<detail::ListedModel> models) {
     for (const detail::ListedModel& model : models) modules_.push_back(model.module);
     check();
   }
   template <std::ranges::input_range Models>
   requires(!detail::ListableModel<Models> && !std::derived_from<Models, torch::nn::Module>) &&
-      detail::ListableModel<std::ranges::range_value_t<Models>> ModelList(
-          const Models& models) {  // NOLINT(google-explicit-constructor)
+      detail::ListableModel<std::ranges::range_value_t<Models>> ModelList(const Models& models) {
     for (const auto& model : models) modules_.push_back(detail::module_pointer(model));
     check();
   }
@@ -121,8 +119,7 @@ namespace detail {
 
 /// One optimizer of a list. It must be there already: a temporary would be gone after the call.
 struct ListedOptimizer {
-  ListedOptimizer(torch::optim::Optimizer& listed)  // NOLINT(google-explicit-constructor)
-      : optimizer(&listed) {}
+  ListedOptimizer(torch::optim::Optimizer& listed) : optimizer(&listed) {}
   torch::optim::Optimizer* optimizer;
 };
 
@@ -138,8 +135,7 @@ concept OptimizerPointer = requires(const P& pointer) {
 class OptimizerList {
  public:
   OptimizerList() = default;
-  OptimizerList(torch::optim::Optimizer& optimizer)  // NOLINT(google-explicit-constructor)
-      : optimizers_{&optimizer} {}
+  OptimizerList(torch::optim::Optimizer& optimizer) : optimizers_{&optimizer} {}
   OptimizerList(std::initializer_list<detail::ListedOptimizer> optimizers) {
     for (const detail::ListedOptimizer& listed : optimizers)
       optimizers_.push_back(listed.optimizer);
@@ -147,7 +143,7 @@ class OptimizerList {
   }
   template <std::ranges::input_range Optimizers>
   requires detail::OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerList(
-      const Optimizers& optimizers) {  // NOLINT(google-explicit-constructor)
+      const Optimizers& optimizers) {
     for (const auto& pointer : optimizers) {
       TORCH_CHECK(pointer != nullptr, "optimizer ", optimizers_.size(),
                   " is a null pointer; make the optimizer before its pointer is passed");

@@ -208,12 +208,12 @@ class ScriptModuleImpl : public torch::nn::Module {
 /// or a parameter that `setattr` replaces, is not seen.
 class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
  public:
-  ScriptModule(torch::jit::Module script)  // NOLINT(google-explicit-constructor)
+  ScriptModule(torch::jit::Module script)
       : ScriptModule(std::make_shared<ScriptModuleImpl>(std::move(script))) {}
-  ScriptModule(std::shared_ptr<ScriptModuleImpl> module)  // NOLINT(google-explicit-constructor)
+  ScriptModule(std::shared_ptr<ScriptModuleImpl> module)
       : torch::nn::ModuleHolder<ScriptModuleImpl>(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
-  ScriptModule(std::nullptr_t) : torch::nn::ModuleHolder<ScriptModuleImpl>(nullptr) {}  // NOLINT
+  ScriptModule(std::nullptr_t) : torch::nn::ModuleHolder<ScriptModuleImpl>(nullptr) {}
 
   /// The script's `forward`: tensors, numbers, lists, or one vector of IValues.
   template <class... Args>

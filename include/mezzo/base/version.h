@@ -10,13 +10,19 @@
 #define MEZZO_VERSION \
   (MEZZO_VERSION_MAJOR * 10000 + MEZZO_VERSION_MINOR * 100 + MEZZO_VERSION_PATCH)
 
-/// Everything in mezzo lives in `mezzo::inline MEZZO_ABI_NAMESPACE`. The name carries the ABI
-/// version and whether the CUDA kernels are compiled in, so that two shared libraries built with
-/// and without them keep their own code instead of picking up each other's by link order.
+/// Everything in mezzo lives in `mezzo::inline MEZZO_ABI_NAMESPACE`: v1_2_3, and v1_2_3_cuda where
+/// the CUDA kernels are compiled in. So shared libraries that were built with different versions,
+/// or with and without the kernels, keep their own code in one process instead of picking up each
+/// other's by link order.
+#define MEZZO_JOIN_NAMES(major, minor, patch, suffix) v##major##_##minor##_##patch##suffix
+#define MEZZO_NAMESPACE_OF(major, minor, patch, suffix) \
+  MEZZO_JOIN_NAMES(major, minor, patch, suffix)
 #ifdef MEZZO_WITH_CUDA
-#define MEZZO_ABI_NAMESPACE v0_cuda
+#define MEZZO_ABI_NAMESPACE \
+  MEZZO_NAMESPACE_OF(MEZZO_VERSION_MAJOR, MEZZO_VERSION_MINOR, MEZZO_VERSION_PATCH, _cuda)
 #else
-#define MEZZO_ABI_NAMESPACE v0
+#define MEZZO_ABI_NAMESPACE \
+  MEZZO_NAMESPACE_OF(MEZZO_VERSION_MAJOR, MEZZO_VERSION_MINOR, MEZZO_VERSION_PATCH, )
 #endif
 
 // A program of many units can have mezzo's functions compiled once, in the target mezzo::compiled

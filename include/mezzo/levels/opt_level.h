@@ -21,17 +21,17 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// A loss scale as people write it: 128.0, "128.0", "dynamic", or a LossScale.
 class LossScaleChoice {
  public:
-  LossScaleChoice(const LossScale& rule) : rule_(rule) {}  // NOLINT(google-explicit-constructor)
+  LossScaleChoice(const LossScale& rule) : rule_(rule) {}
 
   /// A constant scale.
   /// \throws c10::Error unless it is positive and finite as a float
-  LossScaleChoice(double scale);  // NOLINT(google-explicit-constructor)
+  LossScaleChoice(double scale);
 
   /// A number, or "dynamic": Apex's rule, from 2^16 doubled every 2000 clean steps up to 2^24 and
   /// halved by an overflow. For other bounds give `LossScale::dynamic({...})`.
   /// \throws c10::Error for any other text
-  LossScaleChoice(const char* text);         // NOLINT(google-explicit-constructor)
-  LossScaleChoice(const std::string& text);  // NOLINT(google-explicit-constructor)
+  LossScaleChoice(const char* text);
+  LossScaleChoice(const std::string& text);
 
   const LossScale& rule() const noexcept { return rule_; }
 

@@ -46,7 +46,7 @@ class Adam : public detail::ElementwiseOptimizer<
  public:
   /// AdamW's constructors, on param groups, parameters or buckets, with AdamOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   where a parameter is given twice or two share memory
+  ///   where there is no parameter, one is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;
 };
 

@@ -94,7 +94,7 @@ class AdamW : public detail::ElementwiseOptimizer<
   /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
   /// have read during backward, and parameters of groups that are added later join them.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   where a parameter is given twice or two share memory
+  ///   where there is no parameter, one is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;
 };
 

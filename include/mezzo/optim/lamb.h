@@ -34,7 +34,7 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
 
   /// A template, so that what only sees it compiles no virtual functions.
   template <std::convertible_to<double> Lr = double>
-  LAMBOptions(Lr lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
+  LAMBOptions(Lr lr = 1e-3) : lr_(lr) {}
 
   /// The 2-norm of a parameter's step is lr times that of the parameter.
   TORCH_ARG(double, lr) = 1e-3;
@@ -127,7 +127,7 @@ class LAMB : public detail::ElementwiseOptimizer<detail::LambTraits<LAMBOptions,
  public:
   /// AdamW's constructors, on param groups, parameters or buckets, with LAMBOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   where a parameter is given twice or two share memory
+  ///   where there is no parameter, one is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;
 };
 

@@ -30,7 +30,7 @@ struct LionOptions : public FusedOptions<LionOptions> {
 
   /// A template, so that what only sees it compiles no virtual functions.
   template <std::convertible_to<double> Lr = double>
-  LionOptions(Lr lr = 1e-4) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
+  LionOptions(Lr lr = 1e-4) : lr_(lr) {}
 
   /// Every element moves by lr in a step: take a third to a tenth of AdamW's rate.
   TORCH_ARG(double, lr) = 1e-4;
@@ -84,7 +84,7 @@ class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions,
  public:
   /// AdamW's constructors, on param groups, parameters or buckets, with LionOptions.
   /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or where
-  ///   a parameter is given twice or two share memory
+  ///   there is no parameter, one is given twice or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;
 };
 

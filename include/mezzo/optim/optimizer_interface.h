@@ -126,27 +126,24 @@ template <class T>
 concept StepsAnother = std::derived_from<T, optim::OptimizerInterface> &&
     !std::derived_from<T, torch::optim::Optimizer>;
 
+/// Deleted where it is given: a compiler then shows the line that says what to write instead.
+template <class T>
+concept PointsToOptimizer = requires(const T& pointer) {
+  { *pointer } -> std::convertible_to<torch::optim::Optimizer&>;
+};
+
 }  // namespace detail
 
 /// A reference to any optimizer: what GradScaler, clipping and schedules take. Pass an optimizer of
 /// torch::optim or your own, one of mezzo's, or a MasterWeights; it must outlive the reference.
 class AnyOptimizer {
  public:
-  AnyOptimizer(torch::optim::Optimizer& optimizer)  // NOLINT(google-explicit-constructor)
+  AnyOptimizer(torch::optim::Optimizer& optimizer)
       : optimizer_(&optimizer), mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)) {}
   template <detail::StepsAnother T>
-  AnyOptimizer(T& stepper)  // NOLINT(google-explicit-constructor)
-      : optimizer_(&stepper.optimizer()), mezzos_(&stepper) {}
-  /// Only to say at compile time what is wrong.
-  template <class Pointer>
-  requires requires(const Pointer& pointer) {
-    { *pointer } -> std::convertible_to<torch::optim::Optimizer&>;
-  }
-  AnyOptimizer(const Pointer&)  // NOLINT(google-explicit-constructor)
-      : optimizer_(nullptr), mezzos_(nullptr) {
-    static_assert(!std::same_as<Pointer, Pointer>,
-                  "mezzo takes an optimizer by reference, and this is a pointer; give *optimizer");
-  }
+  AnyOptimizer(T& stepper) : optimizer_(&stepper.optimizer()), mezzos_(&stepper) {}
+  template <detail::PointsToOptimizer Pointer>
+  AnyOptimizer(const Pointer&) = delete;  // mezzo takes optimizers by reference: give *optimizer
 
   /// Whose groups and gradients they are; of a MasterWeights the optimizer that it steps.
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }

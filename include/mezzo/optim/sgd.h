@@ -33,7 +33,9 @@ namespace optim {
 /// - `lr`: at least 0.
 /// - `momentum` (0): how much of the running sum of gradients a step keeps; at least 0.
 /// - `dampening` (0): how much of a gradient is kept out of that sum, but for the first, with which
-///   it begins; 0 for nesterov, and where ATen's kernels step.
+///   it begins; 0 for nesterov, and where ATen's kernels step. With dampening, momentum that is
+///   switched on in mid-run counts its steps from 0, and WeightStorage::stochastic then rounds with
+///   the random bits of the first steps again.
 /// - `weight_decay` (0): weight_decay * parameter is added to the gradient.
 /// - `nesterov` (false): step along the gradient as it would be after the momentum's step
 ///   (Sutskever et al., 2013).
@@ -142,8 +144,8 @@ class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SG
   /// AdamW's constructors, on param groups, parameters or buckets, with SGDOptions, which have no
   /// default.
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
-  ///   momentum is positive and dampening 0; or where a parameter is given twice or two share
-  ///   memory
+  ///   momentum is positive and dampening 0; or where there is no parameter, one is given twice
+  ///   or two share memory
   using ElementwiseOptimizer::ElementwiseOptimizer;
 };
 

@@ -109,6 +109,7 @@ inline at::Tensor norm_on_device(const std::vector<at::Tensor>& gradients, doubl
 inline at::Tensor total_norm(const std::vector<DeviceGradientReport>& all, double norm_type) {
   const at::Device device = all.front().gradients.front().device();
   std::vector<at::Tensor> norms;
+  norms.reserve(all.size());
   for (const DeviceGradientReport& one : all) {
     norms.push_back(on_device(norm_on_device(one.gradients, norm_type), device));
   }
@@ -153,7 +154,7 @@ inline void require_finite(const at::Tensor& norm, double norm_type) {
 /// Each element into [-limit, limit]; NaN stays NaN.
 inline void clamp_to(const std::vector<at::Tensor>& gradients, double limit) {
   if (gradients.front().is_cpu()) {  // where there is no foreach kernel, one pass beats two
-    for (at::Tensor gradient : gradients) gradient.clamp_(-limit, limit);
+    for (const at::Tensor& gradient : gradients) gradient.clamp_(-limit, limit);
     return;
   }
   at::_foreach_clamp_min_(gradients, -limit);

@@ -20,7 +20,7 @@ struct GradScalerOptions {
   GradScalerOptions() = default;
 
   /// A scaler that follows `rule`: `GradScaler(LossScale::fixed(128.))`.
-  GradScalerOptions(const LossScale& rule);  // NOLINT(google-explicit-constructor)
+  GradScalerOptions(const LossScale& rule);
 
   /// The scale before the first iteration, and for good when `loss_scale` is fixed.
   TORCH_ARG(double, init_scale) = kDefaultInitScale;

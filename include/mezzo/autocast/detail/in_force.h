@@ -132,8 +132,8 @@ class PolicyEdits {
 /// thread.
 using ThreadPolicies = std::array<std::shared_ptr<const PolicyEdits>, kPolicyDevices.size()>;
 
-/// This thread's. One a thread and process: the symbol is exported even from units compiled with
-/// hidden visibility, so shared libraries agree on it.
+/// This thread's. One a thread, process and version of mezzo: the symbol is exported even from
+/// units compiled with hidden visibility, so shared libraries agree on it.
 C10_EXPORT inline ThreadPolicies& thread_policies() {
   static constinit thread_local NeverDestroyed<ThreadPolicies> policies;
   return policies.get();

@@ -83,12 +83,14 @@ inline DecodedParts decode_file(const FileCalls& calls, const std::filesystem::p
 
 }  // namespace detail
 
-template <class T>
+template <class T>  // moved on, which clang-tidy does not see in a template
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
 TrainingState& TrainingState::add(std::string name, T& object) {
   return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
 }
 
-template <class T>
+template <class T>  // moved on, which clang-tidy does not see in a template
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
 TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
   return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
 }
@@ -272,7 +274,9 @@ inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
                 "); load the checkpoint before it");
   }
   detail::apply_parts(file.string(), std::move(decoded.pending));
-  for (const std::string& note : decoded.notes) TORCH_WARN(file.string(), ": ", note);
+  for (const std::string& note : decoded.notes) {
+    TORCH_WARN(file.string(), ": ", note);
+  }
   return loaded;
 }
 

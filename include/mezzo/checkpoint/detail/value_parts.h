@@ -61,10 +61,11 @@ requires(sizeof(T) <= sizeof(std::int64_t)) class IntegerPart final : public Che
 
  private:
   static auto wide(T value) {
-    if constexpr (std::unsigned_integral<T>)
+    if constexpr (std::unsigned_integral<T>) {
       return static_cast<std::uint64_t>(value);
-    else
+    } else {
       return static_cast<std::int64_t>(value);
+    }
   }
 
   T& value_;

@@ -81,17 +81,21 @@ class GemmRecorder : public OpListener<GemmRecorder, bool> {
  private:
   friend OpListener;
 
-  /// \returns whether it is a product. Under autocast the op calls itself with the cast factors.
+  /// \returns whether it is a product or convolution. Under autocast the op calls itself with the
+  /// cast factors.
   bool entered(const at::RecordFunction& function) {
     const auto name = function.operator_name();
     if (!name) return false;
-    if (name->name == "aten::_convolution") ++convolutions_;  // what all others call
+    const bool is_convolution = name->name == "aten::_convolution";  // what all others call
     const auto factors = matrix_factors(name->name, recorded_inputs(function));
-    if (factors && depth_++ == 0) note(factors->first, factors->second);
-    return factors.has_value();
+    if (!is_convolution && !factors) return false;
+    if (depth_++ > 0) return true;
+    if (is_convolution) ++convolutions_;
+    if (factors) note(factors->first, factors->second);
+    return true;
   }
-  void left(bool is_product) {
-    if (is_product) --depth_;
+  void left(bool is_counted) {
+    if (is_counted) --depth_;
   }
 
   void note(const at::Tensor& left, const at::Tensor& right) {

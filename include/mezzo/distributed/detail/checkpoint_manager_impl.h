@@ -187,6 +187,7 @@ inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest
     const auto reports = ranks_.gather(static_cast<char>(attempt.outcome) + attempt.words);
     const auto words_of = [&reports](Outcome outcome) {
       std::vector<std::string> words;
+      words.reserve(reports.size());
       for (const std::string& report : reports) {
         words.push_back(report[0] == static_cast<char>(outcome) ? report.substr(1) : "");
       }

@@ -35,7 +35,7 @@ struct CollectiveCall {
   Reduction reduction = Reduction::sum;
   int root = 0;
 
-  CollectiveCall(Collective of) : collective(of) {}  // NOLINT: implicit, for a barrier
+  CollectiveCall(Collective of) : collective(of) {}  // implicit, for a barrier
   CollectiveCall(Collective of, const at::Tensor& input, Reduction by = Reduction::sum,
                  int from = 0)
       : collective(of),

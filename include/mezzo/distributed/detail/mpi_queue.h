@@ -154,7 +154,7 @@ class MpiQueue {
   /// Every rank reads the same announcements, so all throw or none does, and the next calls match.
   void compare(const MpiOperation& operation) const {
     const auto call_of = [&](int rank) {
-      const int64_t* const words = operation.announcements.data() + rank * 6;
+      const int64_t* const words = operation.announcements.data() + std::ptrdiff_t{6} * rank;
       CollectiveCall call(static_cast<Collective>(words[0]));
       call.dtype = static_cast<at::ScalarType>(words[1]);
       call.numel = words[2];

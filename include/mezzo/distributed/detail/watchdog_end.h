@@ -34,7 +34,7 @@ __attribute__((visibility("default"))) inline TerminationState& termination_stat
   return state;
 }
 
-extern "C" inline void mezzo_note_termination(int /*signal*/) {
+inline void note_termination(int /*signal*/) {
   termination_state().received.store(true);  // made before the handler was installed
 }
 
@@ -51,7 +51,7 @@ class TerminationSignal {
     sigaction(SIGTERM, nullptr, &present);
     if ((present.sa_flags & SA_SIGINFO) != 0 || present.sa_handler != SIG_DFL) return;
     struct sigaction noting {};
-    noting.sa_handler = mezzo_note_termination;
+    noting.sa_handler = note_termination;
     noting.sa_flags = SA_RESTART;
     sigemptyset(&noting.sa_mask);
     state.installed = sigaction(SIGTERM, &noting, nullptr) == 0;
@@ -82,7 +82,7 @@ class TerminationSignal {
   static void restore(TerminationState& state) {
     struct sigaction present {};
     sigaction(SIGTERM, nullptr, &present);
-    if (state.installed && present.sa_handler == mezzo_note_termination) {
+    if (state.installed && present.sa_handler == note_termination) {
       signal(SIGTERM, SIG_DFL);
     }
     state.installed = false;

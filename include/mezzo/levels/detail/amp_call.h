@@ -70,11 +70,11 @@ c10::IValue run_cast(ScriptModuleImpl& script, const CastDtypes& dtypes, Args&&.
 
 /// Converts to a tensor and to nothing else; to anything; to nothing.
 struct OnlyTensor {
-  operator at::Tensor() const;  // NOLINT(google-explicit-constructor)
+  operator at::Tensor() const;
 };
 struct Anything {
   template <class T>
-  operator T() const;  // NOLINT(google-explicit-constructor)
+  operator T() const;
 };
 struct Nothing {};
 

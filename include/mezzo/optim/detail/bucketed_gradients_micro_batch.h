@@ -135,7 +135,7 @@ inline at::Tensor BucketedGradients::accumulate(std::vector<at::Tensor>& accumul
   const std::vector<at::Device> all = devices();
   const bool on_host = all.empty() || (all.size() == 1 && all.front().is_cpu());
   check_micro_batch(accumulated, on_host);
-  const at::Tensor is_bad = any_bad(flag);
+  at::Tensor is_bad = any_bad(flag);
   bool has_any = false;
   for (const at::Tensor& gradient : accumulated) has_any |= gradient.defined();
   // With nothing accumulated yet, whatever comes replaces it, a bad one too.

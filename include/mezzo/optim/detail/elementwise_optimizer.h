@@ -78,6 +78,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
                                 const Options& defaults = {})
       : Optimizer(groups, std::make_unique<Options>(defaults)) {
     check_options(defaults);
+    check_has_parameters(!groups.empty());
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       keep_given_options<Options>(param_groups_[group], groups[group]);
       check_options(options_of(group));
@@ -87,6 +88,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
 
   explicit ElementwiseOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {})
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
+    check_has_parameters(!param_groups_.front().params().empty());
   }
 
   template <std::same_as<GradBuckets> Buckets>
@@ -97,9 +99,17 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
 
   /// libtorch's, with all of the group's options; called through `torch::optim::Optimizer&`, from
   /// libtorch 2.12 on, what mezzo adds to libtorch's options is taken from the defaults.
+  /// \throws c10::Error, and has not added the group, if its options are out of range or those of
+  ///   another optimizer
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
     keep_given_options<Options>(param_groups_.back(), group);
+    try {
+      check_options(options_of(param_groups_.size() - 1));
+    } catch (const c10::Error&) {
+      param_groups_.pop_back();
+      throw;
+    }
   }
 
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
@@ -198,6 +208,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   };
 
   static void check_options(const Options& options);
+  static void check_has_parameters(bool has_parameters);
   Options options_of(std::size_t group) const;
   optim::WeightStorage storage_in(std::size_t group, const at::Tensor& parameter) const;
   const State* state_of(const at::Tensor& parameter) const;

@@ -80,6 +80,16 @@ void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
               options.ema_decay(), "; it should be at least 0 (no average) and less than 1");
 }
 
+/// A group may be empty, as one rank's part of a model can be; a model without parameters is one
+/// whose layers were not registered.
+template <class Traits>
+void ElementwiseOptimizer<Traits>::check_has_parameters(bool has_parameters) {
+  TORCH_CHECK(
+      has_parameters, Traits::kName,
+      ": optimizer got an empty parameter list. In C++: give model->parameters() of a model "
+      "that has registered its layers with register_module");
+}
+
 template <class Traits>
 auto ElementwiseOptimizer<Traits>::options_of(std::size_t group) const -> Options {
   return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);

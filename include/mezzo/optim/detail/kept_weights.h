@@ -35,7 +35,7 @@ inline at::Tensor joined(const at::Tensor& parameter, const at::Tensor& lower_ha
 /// Where `parameter` is what a step would have made of `master`, by either way of breaking ties.
 inline at::Tensor is_rounded_from(const at::Tensor& master, const at::Tensor& parameter) {
   const at::Tensor own = parameter.detach();
-  const at::Tensor is_nearest = master.to(own.scalar_type()).eq(own);
+  at::Tensor is_nearest = master.to(own.scalar_type()).eq(own);
   if (own.scalar_type() != at::kBFloat16) return is_nearest;
   return is_nearest.logical_or(upper_half_of(master).eq(own.view(at::kShort)));
 }

@@ -29,10 +29,8 @@ class AdamOptionsOn : public optim::FusedOptions<Own, Base> {
  public:
   using betas_t = std::tuple<double, double>;
 
-  AdamOptionsOn(double lr = 1e-3)  // NOLINT(google-explicit-constructor)
-      : AdamOptionsOn(Base(lr)) {}
-  AdamOptionsOn(const Base& options)  // NOLINT(google-explicit-constructor)
-      : optim::FusedOptions<Own, Base>(options) {}
+  AdamOptionsOn(double lr = 1e-3) : AdamOptionsOn(Base(lr)) {}
+  AdamOptionsOn(const Base& options) : optim::FusedOptions<Own, Base>(options) {}
 
   MEZZO_LIBTORCH_OPTION(double, lr)
   MEZZO_LIBTORCH_OPTION(betas_t, betas)
@@ -53,10 +51,8 @@ class AdamOptionsOn : public optim::FusedOptions<Own, Base> {
 template <class Own, class Base>
 class SgdOptionsOn : public optim::FusedOptions<Own, Base> {
  public:
-  SgdOptionsOn(double lr)  // NOLINT(google-explicit-constructor)
-      : SgdOptionsOn(Base(lr)) {}
-  SgdOptionsOn(const Base& options)  // NOLINT(google-explicit-constructor)
-      : optim::FusedOptions<Own, Base>(options) {}
+  SgdOptionsOn(double lr) : SgdOptionsOn(Base(lr)) {}
+  SgdOptionsOn(const Base& options) : optim::FusedOptions<Own, Base>(options) {}
 
   MEZZO_LIBTORCH_OPTION(double, lr)
   MEZZO_LIBTORCH_OPTION(double, momentum)

@@ -130,6 +130,7 @@ inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<St
     }
   }
   std::vector<at::Tensor> tensors;
+  tensors.reserve(counts.size());
   for (const StepCount& count : counts) tensors.push_back(count.on_device());
   return tensors;
 }

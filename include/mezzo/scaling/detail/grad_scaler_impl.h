@@ -153,6 +153,7 @@ MEZZO_INLINE void GradScaler::update() {
       "iteration");
   const c10::NoGradGuard no_grad;
   std::vector<at::Tensor> floats;
+  floats.reserve(checks.size());
   for (const at::Tensor& check : checks) floats.push_back(check.to(at::kFloat));
   scale_.advance(rule_, detail::sum_on(scale_.original().device(), floats));
   finish_iteration();

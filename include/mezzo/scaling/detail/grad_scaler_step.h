@@ -98,7 +98,7 @@ MEZZO_INLINE std::vector<at::Tensor> GradScaler::release(AnyOptimizer optimizer)
   detail::OptimizerRecord* const record = records_.find(optimizer.optimizer());
   if (!enabled_ || record == nullptr) return {};
   const c10::NoGradGuard no_grad;
-  const std::vector<at::Tensor> found = record->found_inf;
+  std::vector<at::Tensor> found = record->found_inf;
   const bool is_told_by_step = record->stage != detail::Stage::unscaled;
   record->masters.leave();
   records_.release(optimizer.optimizer());

@@ -60,7 +60,7 @@ class LossPasses {
       if (passes.scaled_by.value_or(loss) != loss) unscale(passes);
     }
     const bool is_low = is_low_precision(value.scalar_type());
-    const at::Tensor scaled = own.scaler.scale(is_low ? value.to(at::kFloat) : value);
+    at::Tensor scaled = own.scaler.scale(is_low ? value.to(at::kFloat) : value);
     for (auto* optimizer : optimizers) {  // after all that may throw
       Passes& passes = passes_of(*optimizer);
       passes.are_aside_for_this_pass = !passes.scaled_by && passes.unscaled_by;

@@ -59,7 +59,7 @@ inline OpPolicy edit_in_words(const OpPolicy& policy, std::string_view word, std
       "\" is no edit; use allow, deny, promote, ignore, allow_banned or the name of a category");
 }
 
-inline OpPolicy edit_in_line(OpPolicy policy, std::string line) {
+inline OpPolicy edit_in_line(OpPolicy policy, const std::string& line) {
   std::istringstream words(line.substr(0, line.find('#')));
   std::string verb;
   if (!(words >> verb)) {
@@ -198,10 +198,13 @@ MEZZO_INLINE OpPolicy OpPolicy::like(c10::DeviceType device) {
 }
 
 MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy) {
-  if (!policy.empty()) {
-    policy.edits_->for_each(
-        [](const auto& edit) { detail::override_registry().install(*edit.op, edit.category); });
-  }
+  if (policy.empty()) return policy;
+  policy.edits_->for_each([](const auto& edit) {
+    const auto op = detail::find_op(edit.op->name);
+    if (op.has_value()) detail::check_no_other_mezzo_overrides(*op);
+  });
+  policy.edits_->for_each(
+      [](const auto& edit) { detail::override_registry().install(*edit.op, edit.category); });
   return policy;
 }
 

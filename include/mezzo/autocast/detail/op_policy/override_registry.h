@@ -1,7 +1,7 @@
 /// \file
 /// The ops that mezzo knows something of in this process, and its kernels in front of libtorch's
-/// for some of them. One registry a process, never destroyed: taking a kernel out of the dispatcher
-/// while another thread calls the op crashes.
+/// for some of them. One registry a process and version of mezzo, never destroyed: taking a kernel
+/// out of the dispatcher while another thread calls the op crashes.
 #pragma once
 
 #include <mezzo/autocast/detail/in_force.h>
@@ -13,18 +13,46 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/macros/Export.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <cstddef>
 #include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// What the dispatcher is told of who overrides an op: mezzo's namespace, which says version and
+/// build. Other versions read it there, the one place that all of a process share.
+inline constexpr std::string_view kOverrideBy = "override by mezzo::";
+#define MEZZO_QUOTE(name) #name
+#define MEZZO_QUOTE_NAME(name) MEZZO_QUOTE(name)
+inline constexpr std::string_view kOwnVersion = MEZZO_QUOTE_NAME(MEZZO_ABI_NAMESPACE);
+#undef MEZZO_QUOTE_NAME
+#undef MEZZO_QUOTE
+
+/// Throws if another version of mezzo, or the same one built otherwise, has put its kernel in front
+/// of the op's: neither knows of the other's policies and caches, and one would go unheard.
+inline void check_no_other_mezzo_overrides(const c10::OperatorHandle& op) {
+  const std::string kernels = op.dumpState();
+  for (std::size_t at = kernels.find(kOverrideBy); at != std::string::npos;
+       at = kernels.find(kOverrideBy, at + 1)) {
+    const std::size_t begin = at + kOverrideBy.size();
+    const std::string version = kernels.substr(begin, kernels.find(' ', begin) - begin);
+    TORCH_CHECK(version == kOwnVersion, "install_op_overrides: ", full_name(op.operator_name()),
+                " is overridden by mezzo ", version, " in this process, and this is mezzo ",
+                kOwnVersion,
+                "; build both libraries with one version of mezzo, alike with or without its CUDA "
+                "kernels, or name other ops in one of the policies");
+  }
+}
 
 class OverrideRegistry {
  public:
@@ -52,7 +80,7 @@ class OverrideRegistry {
   }
 
   /// Puts a kernel that asks the thread's policy in front of the op's, on every device where
-  /// `category` is not already what libtorch does. \throws c10::Error if the op is gone
+  /// `category` is not already what libtorch does. check_no_other_mezzo_overrides comes before. \throws c10::Error if the op is gone
   void install(const OpRecord& op, OpCategory category) {
     const auto handle = find_op(op.name);
     TORCH_CHECK(handle.has_value(), "op: ", op.name,
@@ -65,7 +93,7 @@ class OverrideRegistry {
         put_in_front(*handle, device,
                      c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<OverrideKernel>(
                          *handle, device, op.slot, record.registered[i])),
-                     "mezzo::OpPolicy");
+                     "OpPolicy");
         record.is_overridden[i] = true;
       }
     }
@@ -82,7 +110,7 @@ class OverrideRegistry {
     for (const auto device : kPolicyDevices) {
       const std::size_t i = policy_device_index(device);
       if (!record.asks_cache[i] && record.registered[i] == OpCategory::lower_precision) {
-        put_in_front(op, device, make(device, record.slot), "mezzo::WeightCache");
+        put_in_front(op, device, make(device, record.slot), "WeightCache");
         record.asks_cache[i] = true;
       }
     }
@@ -108,7 +136,8 @@ class OverrideRegistry {
                     c10::KernelFunction kernel, const char* who) {
     const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
     handles_.push_back(c10::Dispatcher::singleton().registerImpl(
-        op.operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr, who));
+        op.operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
+        c10::str(kOverrideBy, kOwnVersion, ' ', who)));
   }
 
   std::mutex mutex_;
@@ -117,7 +146,7 @@ class OverrideRegistry {
   std::vector<c10::RegistrationHandleRAII> handles_;
 };
 
-/// The process's registry; exported for the reason given at thread_policies.
+/// This version's registry in the process; exported for the reason given at thread_policies.
 C10_EXPORT inline OverrideRegistry& override_registry() {
   static OverrideRegistry& registry = *new OverrideRegistry;
   return registry;

@@ -74,6 +74,10 @@ inline void install_cache_kernels() {
     const auto op = find_op(name);
     TORCH_CHECK(op.has_value(), "install_op_overrides: this libtorch (", TORCH_VERSION,
                 ") has no operator ", name, "; use libtorch 2.11, or leave the WeightCache out");
+    check_no_other_mezzo_overrides(*op);
+  }
+  for (const auto& [name, roles] : cached_ops()) {
+    const auto op = find_op(name);
     const auto kernel = [&op, &asked = roles](c10::DeviceType device, OpSlot slot) {
       return c10::KernelFunction::makeFromBoxedFunctor(
           std::make_unique<CachingKernel>(*op, asked, device, slot));

@@ -1,0 +1,118 @@
+// Built with mezzo's headers as they are, and with the same under another version: two shared
+// libraries of one process, neither of which knows of the other. two_versions.cpp loads them.
+
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/weight_cache.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/ema.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <c10/macros/Export.h>
+#include <c10/util/Exception.h>
+
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <typeinfo>
+#include <vector>
+
+namespace {
+
+/// A run with all that keeps state of its own.
+class Training {
+ public:
+  double step(bool overflows) {
+    at::Tensor loss;
+    {
+      const mezzo::Autocast<at::kCPU> autocast;
+      loss = at::mm(input_, weight_).to(at::kFloat).square().sum();
+    }
+    buckets_.zero_grad();
+    scaler_.scale(overflows ? loss * std::numeric_limits<float>::infinity() : loss).backward();
+    scaler_.step(optimizer_, {.max_norm = 1.0});
+    scaler_.update();
+    ema_.update();
+    return scaler_.get_scale() + weight_.detach().sum().item<double>();
+  }
+
+  torch::optim::Optimizer& optimizer() { return optimizer_; }
+  const at::Tensor& weight() const { return weight_; }
+
+ private:
+  at::Tensor input_ = at::full({8, 8}, 0.5);
+  at::Tensor weight_ = at::full({8, 8}, 0.25).requires_grad_();
+  mezzo::GradBuckets buckets_{std::vector<at::Tensor>{weight_}};
+  mezzo::optim::AdamW optimizer_{buckets_, mezzo::optim::AdamWOptions(0.01)};
+  mezzo::Ema ema_{std::vector<at::Tensor>{weight_}, mezzo::EmaOptions{}};
+  mezzo::GradScaler scaler_{mezzo::GradScalerOptions().init_scale(1024)};
+};
+
+std::optional<mezzo::Autocast<at::kCPU>> region;
+mezzo::OpPolicy denied;  // and installed
+
+template <class Call>
+std::string error_of(const Call& call) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+}  // namespace
+
+extern "C" {
+
+C10_EXPORT int version() { return MEZZO_VERSION; }
+
+C10_EXPORT const char* type_name() { return typeid(mezzo::optim::AdamW).name(); }
+
+C10_EXPORT void* start() { return new Training; }
+C10_EXPORT double step(void* training, bool overflows) {
+  return static_cast<Training*>(training)->step(overflows);
+}
+C10_EXPORT void end(void* training) { delete static_cast<Training*>(training); }
+
+C10_EXPORT torch::optim::Optimizer* optimizer_of(void* training) {
+  return &static_cast<Training*>(training)->optimizer();
+}
+C10_EXPORT const at::Tensor* weight_of(void* training) {
+  return &static_cast<Training*>(training)->weight();
+}
+
+/// Whether this library takes the optimizer for one of its own.
+C10_EXPORT bool is_own(torch::optim::Optimizer& optimizer) {
+  return mezzo::AnyOptimizer(optimizer).mezzos() != nullptr;
+}
+
+/// One step by this library's scaler with an optimizer of any library's: its parameter's gradient
+/// is the scale itself.
+C10_EXPORT void step_by_scaler(torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1024));
+  (void)scaler.scale(at::ones({}));
+  parameter.mutable_grad() = at::full_like(parameter, 1024);
+  scaler.step(optimizer);
+  scaler.update();
+}
+
+/// What install_op_overrides says of an op to deny; empty if nothing.
+C10_EXPORT std::string deny(const std::string& op) {
+  return error_of(
+      [&] { denied = denied.with(mezzo::install_op_overrides(mezzo::OpPolicy().deny(op))); });
+}
+C10_EXPORT std::string install_weight_cache() {
+  return error_of([] { (void)mezzo::install_op_overrides(mezzo::WeightCache()); });
+}
+
+/// A region with all that was denied, from here to leave().
+C10_EXPORT void enter() { region.emplace(mezzo::AutocastSetting{.policy = denied}); }
+C10_EXPORT void leave() { region.reset(); }
+}
