@@ -9,6 +9,7 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/loss_scale.h>
+#include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/unscale.h>
 
 #include <gtest/gtest.h>
@@ -64,6 +65,14 @@ TEST_P(FastMath, RoundsHalfAndBfloat16AllTheSame) {
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, FastMath,
                          testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512));
+
+TEST(FastMathFma, RoundsOnce) {
+  typedef float Lanes __attribute__((vector_size(16)));
+  volatile float a = 0x1.000126p+0F, b = 0x1.fffdb4p-1F, c = -0x1.000002p+24F;
+  Lanes sum{c, c, c, c};
+  mezzo::fast_math::detail::vector_fma(Lanes{a, a, a, a}, Lanes{b, b, b, b}, sum, sum);
+  for (int lane = 0; lane < 4; ++lane) EXPECT_EQ(sum[lane], -0x1.000002p+24F);
+}
 
 TEST(FastMathMaximum, KeepsNanOnEitherSide) {
   const auto nan = std::bit_cast<float>(kNonfinite[2]);

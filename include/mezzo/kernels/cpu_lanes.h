@@ -61,7 +61,11 @@ template <class Vector>
     asm("" : "+x"(from_addend));
     Wide from_product = total - from_addend;
     asm("" : "+x"(from_product));
-    const Wide error = (product - from_product) + (addend - from_addend);
+    Wide lost_of_product = product - from_product;
+    asm("" : "+x"(lost_of_product));
+    Wide lost_of_addend = addend - from_addend;
+    asm("" : "+x"(lost_of_addend));
+    const Wide error = lost_of_product + lost_of_addend;
     Flags bits;
     reinterpret_bits(total, bits);
     const Flags is_inexact = (error > 0.0) | (error < 0.0);  // not where it is inf or NaN
