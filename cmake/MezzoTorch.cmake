@@ -188,6 +188,9 @@ if(NOT TARGET mezzo::libtorch)
   endif()
 
   set_target_properties(mezzo::libtorch PROPERTIES MEZZO_CUDA_WHY_NOT "${MEZZO_TORCH_CUDA_WHY_NOT}")
+  # libtorch was compiled by a g++ that spells the symbol of Tensor::const_data_ptr<T> as Clang did before 18.
+  target_compile_options(mezzo::libtorch INTERFACE
+    "$<$<AND:$<COMPILE_LANG_AND_ID:CXX,Clang>,$<VERSION_GREATER_EQUAL:$<CXX_COMPILER_VERSION>,18>>:-fclang-abi-compat=17>")
   if(MEZZO_TORCH_CUDA_WHY_NOT)
     message(STATUS
       "mezzo: libtorch ${MEZZO_TORCH_VERSION}, CPU only (${MEZZO_TORCH_CUDA_WHY_NOT}), in ${MEZZO_TORCH_PREFIX}")

@@ -84,6 +84,17 @@ TEST(FastMathMaximum, KeepsNanOnEitherSide) {
   EXPECT_EQ(mezzo::fast_math::detail::max_or_nan(2.0F, 1.0F), 2.0F);
 }
 
+TEST(FastMathOptions, NanIsOutOfEveryRange) {
+  const auto check = [](double option) {
+    TORCH_CHECK(mezzo::fast_math::detail::is_at_least(option, 0), "below");
+    TORCH_CHECK(mezzo::fast_math::detail::is_above(option, -1), "not above");
+  };
+  volatile uint64_t nan = 0x7FF8000000000000U;
+  EXPECT_THROW(check(std::bit_cast<double>(uint64_t{nan})), c10::Error);
+  EXPECT_THROW(check(-1.0), c10::Error);
+  EXPECT_NO_THROW(check(0.0));
+}
+
 TEST(FastMathLossScale, TakesNoGrowthToInfinity) {
   const auto rule = LossScale::dynamic({.init_scale = 3e38, .growth_interval = 1});
   EXPECT_EQ(rule.next(rule.initial_state(), false).scale, 3e38F);

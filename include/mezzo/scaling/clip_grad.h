@@ -138,9 +138,9 @@ inline void multiply_by(const std::vector<DeviceGradientReport>& all,
 }
 
 inline void check_norm_arguments(double max_norm, double norm_type) {
-  TORCH_CHECK(max_norm >= 0, "clip_grad_norm_: max_norm is ", max_norm,
+  TORCH_CHECK(is_at_least(max_norm, 0), "clip_grad_norm_: max_norm is ", max_norm,
               "; it should be at least 0, and infinite to measure the norm without clipping");
-  TORCH_CHECK(norm_type > 0, "clip_grad_norm_: norm_type is ", norm_type,
+  TORCH_CHECK(is_above(norm_type, 0), "clip_grad_norm_: norm_type is ", norm_type,
               "; it should be positive, and infinite for the largest magnitude");
 }
 
@@ -178,7 +178,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, do
 }
 
 inline void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double clip_value) {
-  TORCH_CHECK(clip_value > 0, "clip_grad_value_: clip_value is ", clip_value,
+  TORCH_CHECK(detail::is_above(clip_value, 0), "clip_grad_value_: clip_value is ", clip_value,
               "; it should be positive");
   const c10::NoGradGuard no_grad;
   for (const DeviceGradientReport& one : detail::gradients_to_clip(scaler, optimizer)) {

@@ -42,6 +42,10 @@ inline bool nan_bits(double value) {
   return (bits & 0x7FFFFFFFFFFFFFFFU) > 0x7FF0000000000000U;
 }
 
+/// Comparisons that NaN fails: `value >= low` alone is taken for !(value < low).
+inline bool is_at_least(double value, double low) { return !nan_bits(value) && value >= low; }
+inline bool is_above(double value, double low) { return !nan_bits(value) && value > low; }
+
 /// The larger of two, and NaN if one of them is, whichever it is.
 template <class Float>
 Float max_or_nan(Float a, Float b) {

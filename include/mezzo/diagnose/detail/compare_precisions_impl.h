@@ -35,11 +35,12 @@ namespace detail {
 
 inline void check_comparison(torch::nn::Module& model, std::size_t batches,
                              const ComparisonOptions& options) {
-  TORCH_CHECK(options.max_gradient_error >= 0, "compare_precisions: max_gradient_error is ",
-              options.max_gradient_error, "; it should be at least 0");
+  TORCH_CHECK(is_at_least(options.max_gradient_error, 0),
+              "compare_precisions: max_gradient_error is ", options.max_gradient_error,
+              "; it should be at least 0");
   TORCH_CHECK(options.gradient_batches > 0,
               "compare_precisions: gradient_batches is 0; it should be at least 1");
-  TORCH_CHECK(options.learning_rate >= 0, "compare_precisions: learning_rate is ",
+  TORCH_CHECK(is_at_least(options.learning_rate, 0), "compare_precisions: learning_rate is ",
               options.learning_rate, "; it should be at least 0");
   TORCH_CHECK(batches > 0, "compare_precisions: batches is empty; give ten or more");
   TORCH_CHECK(!c10::InferenceMode::is_enabled(),

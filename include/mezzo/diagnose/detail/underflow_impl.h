@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
@@ -136,8 +137,8 @@ inline UnderflowReport::UnderflowReport(at::ScalarType dtype, const UnderflowOpt
   ExponentRange::of(dtype);
   TORCH_CHECK(options.samples > 0, "UnderflowReport: samples is ", options.samples,
               "; it should be positive");
-  TORCH_CHECK(options.loss_scale > 0, "UnderflowReport: loss_scale is ", options.loss_scale,
-              "; it should be positive, as scaler.get_scale() is");
+  TORCH_CHECK(detail::is_above(options.loss_scale, 0), "UnderflowReport: loss_scale is ",
+              options.loss_scale, "; it should be positive, as scaler.get_scale() is");
 }
 
 inline void UnderflowReport::add(const std::string& layer, const at::Tensor& values) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
@@ -76,8 +77,9 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
   check_members(Traits::kName, options);
   Traits::check(options);
-  TORCH_CHECK(options.ema_decay() >= 0 && options.ema_decay() < 1, Traits::kName, ": ema_decay is ",
-              options.ema_decay(), "; it should be at least 0 (no average) and less than 1");
+  TORCH_CHECK(is_at_least(options.ema_decay(), 0) && options.ema_decay() < 1, Traits::kName,
+              ": ema_decay is ", options.ema_decay(),
+              "; it should be at least 0 (no average) and less than 1");
 }
 
 /// A group may be empty, as one rank's part of a model can be; a model without parameters is one

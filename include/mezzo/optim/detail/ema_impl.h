@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
@@ -20,8 +21,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
     : parameters_(std::move(parameters)), options_(std::move(options)) {
-  TORCH_CHECK(options_.decay >= 0 && options_.decay < 1, "Ema: decay is ", options_.decay,
-              "; it should be at least 0 and less than 1");
+  TORCH_CHECK(detail::is_at_least(options_.decay, 0) && options_.decay < 1, "Ema: decay is ",
+              options_.decay, "; it should be at least 0 and less than 1");
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor& parameter = parameters_[i];
     TORCH_CHECK(parameter.defined() && parameter.layout() == at::kStrided &&

@@ -18,12 +18,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline void check_factor(const char* curve, const char* member, double value) {
-  TORCH_CHECK(value >= 0 && value <= 1, curve, ": ", member, " is ", value,
+  TORCH_CHECK(is_at_least(value, 0) && value <= 1, curve, ": ", member, " is ", value,
               "; it should be from 0 to 1");
 }
 
 inline void check_exponent(const char* curve, const char* member, double value) {
-  TORCH_CHECK(value > 0 && !nonfinite_bits(value), curve, ": ", member, " is ", value,
+  TORCH_CHECK(is_above(value, 0) && !nonfinite_bits(value), curve, ": ", member, " is ", value,
               "; it should be positive and finite");
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -67,12 +68,13 @@ void check_members(const char* optimizer, const Options& options) {
   each_member(options, [&](const auto& member) {
     using Value = std::remove_cvref_t<decltype(member.value)>;
     if constexpr (std::is_same_v<Value, double>) {
-      TORCH_CHECK(!member.is_at_least_0 || member.value >= 0, optimizer, ": ", member.key, " is ",
-                  member.value, "; it should be at least 0");
+      TORCH_CHECK(!member.is_at_least_0 || is_at_least(member.value, 0), optimizer, ": ",
+                  member.key, " is ", member.value, "; it should be at least 0");
     } else if constexpr (std::is_same_v<Value, std::tuple<double, double>>) {
       const auto [beta1, beta2] = member.value;
-      TORCH_CHECK(beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1, optimizer, ": ", member.key,
-                  " are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
+      TORCH_CHECK(is_at_least(beta1, 0) && beta1 < 1 && is_at_least(beta2, 0) && beta2 < 1,
+                  optimizer, ": ", member.key, " are ", beta1, " and ", beta2,
+                  "; they should be at least 0 and less than 1");
     }
   });
 }

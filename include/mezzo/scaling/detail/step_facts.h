@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
@@ -25,7 +26,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline void check_step_options(const StepOptions& options) {
-  TORCH_CHECK(options.max_norm > 0, "step: max_norm is ", options.max_norm,
+  TORCH_CHECK(is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
               "; it should be positive, and infinite for no clipping");
 }
 
