@@ -7,7 +7,14 @@
 #include <cstdint>
 
 // Questions about floats asked of their bits. A caller may compile with -ffast-math, where the
-// compiler takes `x != x` and std::isfinite(x) for constants; integers it leaves alone.
+// compiler takes `x != x` and std::isfinite(x) for constants; integers g++ leaves alone. Clang
+// knows which bits come from a float, and takes these questions for constants too.
+#if defined(__clang__) && __FINITE_MATH_ONLY__
+#error \
+    "mezzo: with -ffast-math Clang takes every gradient for finite, and a GradScaler would find no inf; \
+add -fno-finite-math-only after it"
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 

@@ -31,7 +31,7 @@ inline void check_step_options(const StepOptions& options) {
 }
 
 inline bool clips(const StepOptions& options) {
-  return options.max_norm != std::numeric_limits<double>::infinity();
+  return !is_positive_infinity(options.max_norm);
 }
 
 /// Adds a check to those of an iteration, one a device.
