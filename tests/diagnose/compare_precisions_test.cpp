@@ -1,4 +1,5 @@
 #include <mezzo/autocast/autocast.h>
+#include <mezzo/base/script_module.h>
 #include <mezzo/diagnose/compare_precisions.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -309,6 +310,16 @@ TEST(ComparePrecisions, NamesTheModuleThatCausesTheError) {
   EXPECT_LT(row.modules[0].error_without, 0.1 * row.single_batch_error);
   EXPECT_GT(row.modules[1].error_without, 0.5 * row.single_batch_error);
 }
+
+// A call of a torch::jit::Module under autocast runs libtorch's executor, which keeps the casts of
+// its first call: settings would be compared that were not in force.
+template <class Model>
+concept Comparable = requires(Model& model, const std::vector<torch::Tensor>& batches) {
+  mezzo::compare_precisions(model, kCrossEntropy, batches);
+};
+static_assert(Comparable<torch::nn::Linear> && Comparable<std::shared_ptr<torch::nn::LinearImpl>>);
+static_assert(Comparable<torch::nn::LinearImpl> && Comparable<mezzo::ScriptModule>);
+static_assert(!Comparable<torch::jit::Module>);
 
 TEST(ComparePrecisions, SaysWhatItCannotCompare) {
   torch::nn::Linear model(8, 4);

@@ -104,6 +104,9 @@ at::ScalarType dtype_of_mm(const Library& library) {
 std::string deny(const Library& library, const std::string& op) {
   return library.call<std::string, const std::string&>("deny", op);
 }
+std::string allow(const Library& library, const std::string& op) {
+  return library.call<std::string, const std::string&>("allow", op);
+}
 
 /// An op is overridden by one version a process, and regions of the other do not feel it.
 void expect_overrides_of_one_version_an_op(const Library& first, const Library& second) {
@@ -122,6 +125,10 @@ void expect_overrides_of_one_version_an_op(const Library& first, const Library& 
   expect(first.call<std::string>("install_weight_cache").find("aten::bmm") != std::string::npos,
          "a refused cache names the op");
   expect(dtype_of_mm(second) == at::kBFloat16, "what was refused changed nothing");
+  expect(allow(first, "aten::linear").empty(),
+         "the first may allow what needs no kernel of its own");
+  expect(deny(second, "aten::linear").empty(), "the second may override that op");
+  expect(allow(first, "aten::linear").empty(), "which the first may still allow, as it did");
 }
 
 }  // namespace

@@ -108,6 +108,9 @@ C10_EXPORT std::string deny(const std::string& op) {
   return error_of(
       [&] { denied = denied.with(mezzo::install_op_overrides(mezzo::OpPolicy().deny(op))); });
 }
+C10_EXPORT std::string allow(const std::string& op) {
+  return error_of([&] { (void)mezzo::install_op_overrides(mezzo::OpPolicy().allow(op)); });
+}
 C10_EXPORT std::string install_weight_cache() {
   return error_of([] { (void)mezzo::install_op_overrides(mezzo::WeightCache()); });
 }

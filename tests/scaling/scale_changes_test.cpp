@@ -159,6 +159,22 @@ TEST(GradScaler, TellsOfASkipOnceInApexsWords) {
                        "32768.0"}));
 }
 
+TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
+  std::vector<bool> modes;
+  auto scaler = quiet_scaler(GradScalerOptions());
+  scaler.on_skip(
+      [&](const mezzo::SkippedStep&) { modes.push_back(torch::GradMode::is_enabled()); });
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  for (const bool mode : {true, false}) {
+    const torch::AutoGradMode grad_mode(mode);
+    set_gradient(x, {kInfinity});
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(modes, (std::vector<bool>{true, false}));
+}
+
 TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
   GradScaler scaler(GradScalerOptions().loss_id(3).init_scale(1));
   (void)scaler.scale(torch::zeros({}));

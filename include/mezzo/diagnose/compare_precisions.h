@@ -13,6 +13,7 @@
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/matmul_precision.h>
+#include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 
@@ -25,6 +26,7 @@
 #include <iosfwd>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -118,6 +120,15 @@ struct PrecisionComparison {
 
 inline std::ostream& operator<<(std::ostream& stream, const PrecisionComparison& comparison);
 
+namespace detail {
+
+/// No torch::jit::Module: under autocast libtorch's executor keeps the casts of its first call.
+template <class M>
+concept ComparableModel =
+    ModelHandle<std::remove_cvref_t<M>> || ModuleVariable<std::remove_reference_t<M>>;
+
+}  // namespace detail
+
 /// Runs `model` in float32 and in each of `settings` (candidate_precisions if empty).
 ///
 /// Gradients are compared at the model's present weights, batch by batch, so that they differ by
@@ -126,9 +137,10 @@ inline std::ostream& operator<<(std::ostream& stream, const PrecisionComparison&
 /// memory. The costliest ops and modules are found by running one at a time in float32, forward and
 /// backward, on the first batch; a module counts through ops that read its own parameters.
 ///
-/// \param model  a torch::nn::Module, a module holder or a std::shared_ptr to one; in the mode
-///   (`train()`, `eval()`) in which it is to be compared. Its parameters are float32 or double. On
-///   CUDA dropout may draw other masks in other dtypes, which counts as error: use `eval()` there.
+/// \param model  a torch::nn::Module, a module holder or a std::shared_ptr to one, and of a script
+///   its mezzo::ScriptModule; in the mode (`train()`, `eval()`) in which it is to be compared. Its
+///   parameters are float32 or double. On CUDA dropout may draw other masks in other dtypes, which
+///   counts as error: use `eval()` there.
 /// \param loss  called as `loss(model, batch)` with autocast set as the setting says; returns a
 ///   tensor of one element. Whatever else it changes is not put back
 /// \param batches  a range that can be walked more than once, on the model's device; ten batches or
@@ -145,7 +157,7 @@ inline std::ostream& operator<<(std::ostream& stream, const PrecisionComparison&
 ///   for options out of range, inside an autocast region or inference mode, while GradBuckets,
 ///   DataParallel or other hooks stand on the parameters, and what float32 throws. What another
 ///   setting throws is its row's `failure`
-template <class Model, class Loss, class Batches>
+template <detail::ComparableModel Model, class Loss, class Batches>
 PrecisionComparison compare_precisions(Model&& model, const Loss& loss, const Batches& batches,
                                        const std::vector<PrecisionSetting>& settings = {},
                                        const ComparisonOptions& options = {});

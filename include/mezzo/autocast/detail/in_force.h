@@ -86,6 +86,12 @@ struct OpRecord {
   bool serves(OpCategory category, std::size_t device) const {
     return is_installed && (registered[device] == category || is_overridden[device]);
   }
+  bool serves_everywhere(OpCategory category) const {
+    for (std::size_t i = 0; i < kPolicyDevices.size(); ++i) {
+      if (!serves(category, i)) return false;
+    }
+    return true;
+  }
 };
 
 /// What a policy consists of.

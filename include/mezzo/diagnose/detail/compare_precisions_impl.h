@@ -238,7 +238,7 @@ inline const PrecisionRow& PrecisionComparison::proposal() const {
   return *best;
 }
 
-template <class Model, class Loss, class Batches>
+template <detail::ComparableModel Model, class Loss, class Batches>
 PrecisionComparison compare_precisions(Model&& model, const Loss& loss, const Batches& batches,
                                        const std::vector<PrecisionSetting>& settings,
                                        const ComparisonOptions& options) {

@@ -151,11 +151,13 @@ MEZZO_INLINE void GradScaler::update() {
       "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
       "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
       "iteration");
-  const c10::NoGradGuard no_grad;
-  std::vector<at::Tensor> floats;
-  floats.reserve(checks.size());
-  for (const at::Tensor& check : checks) floats.push_back(check.to(at::kFloat));
-  scale_.advance(rule_, detail::sum_on(scale_.original().device(), floats));
+  {
+    const c10::NoGradGuard no_grad;  // not for the callback
+    std::vector<at::Tensor> floats;
+    floats.reserve(checks.size());
+    for (const at::Tensor& check : checks) floats.push_back(check.to(at::kFloat));
+    scale_.advance(rule_, detail::sum_on(scale_.original().device(), floats));
+  }
   finish_iteration();
 }
 

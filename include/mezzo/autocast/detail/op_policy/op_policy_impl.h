@@ -200,6 +200,7 @@ MEZZO_INLINE OpPolicy OpPolicy::like(c10::DeviceType device) {
 MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy) {
   if (policy.empty()) return policy;
   policy.edits_->for_each([](const auto& edit) {
+    if (edit.op->serves_everywhere(edit.category)) return;  // nothing is put in front
     const auto op = detail::find_op(edit.op->name);
     if (op.has_value()) detail::check_no_other_mezzo_overrides(*op);
   });

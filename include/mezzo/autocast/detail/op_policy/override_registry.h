@@ -80,7 +80,8 @@ class OverrideRegistry {
   }
 
   /// Puts a kernel that asks the thread's policy in front of the op's, on every device where
-  /// `category` is not already what libtorch does. check_no_other_mezzo_overrides comes before. \throws c10::Error if the op is gone
+  /// `category` is not already what libtorch does. check_no_other_mezzo_overrides comes before.
+  /// \throws c10::Error if the op is gone
   void install(const OpRecord& op, OpCategory category) {
     const auto handle = find_op(op.name);
     TORCH_CHECK(handle.has_value(), "op: ", op.name,

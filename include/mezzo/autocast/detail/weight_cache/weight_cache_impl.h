@@ -70,6 +70,7 @@ inline constexpr auto cached_ops() {
 }
 
 inline void install_cache_kernels() {
+  if (cache_ops_are_installed()) return;
   for (const auto& [name, roles] : cached_ops()) {
     const auto op = find_op(name);
     TORCH_CHECK(op.has_value(), "install_op_overrides: this libtorch (", TORCH_VERSION,
