@@ -10,9 +10,7 @@
 // compiler takes `x != x` and std::isfinite(x) for constants; integers g++ leaves alone. Clang
 // knows which bits come from a float, and takes these questions for constants too.
 #if defined(__clang__) && __FINITE_MATH_ONLY__
-#error \
-    "mezzo: with -ffast-math Clang takes every gradient for finite, and a GradScaler would find no inf; \
-add -fno-finite-math-only after it"
+#error "mezzo finds no inf under Clang's -ffast-math; add -fno-finite-math-only after it"
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

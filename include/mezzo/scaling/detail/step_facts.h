@@ -30,9 +30,7 @@ inline void check_step_options(const StepOptions& options) {
               "; it should be positive, and infinite for no clipping");
 }
 
-inline bool clips(const StepOptions& options) {
-  return !is_positive_infinity(options.max_norm);
-}
+inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
 /// Adds a check to those of an iteration, one a device.
 inline void add_check(std::vector<at::Tensor>& checks, const at::Tensor& found_inf) {
