@@ -11,20 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "../../support/error_of.h"
+
 namespace {
 
+using test_support::error_of;
 using testing::HasSubstr;
 using torch::Tensor;
-
-template <class F>
-std::string error_of(const F& f) {
-  try {
-    f();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
 
 class CheckpointErrors : public testing::Test {
  protected:
