@@ -13,6 +13,7 @@
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/unscale.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -76,6 +77,18 @@ TEST(FastMathFma, RoundsOnce) {
   Lanes sum{c, c, c, c};
   mezzo::fast_math::detail::vector_fma(Lanes{a, a, a, a}, Lanes{b, b, b, b}, sum, sum);
   for (int lane = 0; lane < 4; ++lane) EXPECT_EQ(sum[lane], -0x1.000002p+24F);
+}
+
+TEST(FastMathFma, KeepsInfinity) {
+  typedef float Lanes __attribute__((vector_size(16)));
+  volatile float a = 2.0F, b = 3.0F;
+  volatile uint32_t infinity = kNonfinite[1];
+  const auto c = std::bit_cast<float>(uint32_t{infinity});
+  Lanes sum{c, c, c, c};
+  mezzo::fast_math::detail::vector_fma(Lanes{a, a, a, a}, Lanes{b, b, b, b}, sum, sum);
+  std::array<uint32_t, 4> bits{};
+  mezzo::fast_math::detail::reinterpret_bits(sum, bits);
+  EXPECT_THAT(bits, testing::Each(kNonfinite[1]));
 }
 
 TEST(FastMathMaximum, KeepsNanOnEitherSide) {

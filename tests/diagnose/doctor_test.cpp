@@ -1,5 +1,6 @@
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/diagnose/detail/value_range.h>
 #include <mezzo/diagnose/doctor.h>
 
 #include <torch/torch.h>
@@ -8,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -46,6 +48,21 @@ auto finding(FindingSeverity severity, FindingTopic topic, const std::string& wh
 }
 
 auto about(FindingTopic topic) { return Field("topic", &DoctorFinding::topic, topic); }
+
+TEST(RoundingEnds, AreThoseOfLibtorchsConversions) {
+  const auto rounded = [](double value, at::ScalarType dtype) {
+    return torch::scalar_tensor(value, torch::kDouble).to(dtype).item<double>();
+  };
+  for (const auto dtype : {torch::kHalf, torch::kBFloat16, torch::kFloat}) {
+    const auto [overflow, underflow] = mezzo::detail::rounding_ends(dtype);
+    EXPECT_TRUE(std::isinf(rounded(overflow, dtype))) << dtype;
+    EXPECT_FALSE(std::isinf(rounded(overflow * (1 - 0x1p-20), dtype))) << dtype;
+    EXPECT_EQ(rounded(underflow, dtype), 0) << dtype;
+#ifndef __FAST_MATH__  // where a program is linked so, subnormal numbers are 0
+    EXPECT_GT(rounded(underflow * (1 + 0x1p-10), dtype), 0) << dtype;
+#endif
+  }
+}
 
 /// One head of attention whose mask and eps are constants in `forward`.
 struct Attention : torch::nn::Module {

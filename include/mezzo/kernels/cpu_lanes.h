@@ -68,8 +68,9 @@ template <class Vector>
     const Wide error = lost_of_product + lost_of_addend;
     Flags bits;
     reinterpret_bits(total, bits);
-    const Flags is_inexact = (error > 0.0) | (error < 0.0);  // not where it is inf or NaN
-    const Flags is_even = (bits & 1) - 1;                    // all bits set for yes, here and above
+    constexpr int64_t kExponent = 0x7FF0000000000000;  // all of it: inf or NaN, which are exact
+    const Flags is_inexact = (error != 0.0) & ((bits & kExponent) != kExponent);
+    const Flags is_even = (bits & 1) - 1;  // all bits set for yes, here and above
     const Flags is_inward = (error > 0.0) ^ (total > 0.0);
     bits += is_inexact & is_even & (1 - (is_inward & 2));
     reinterpret_bits(bits, total);

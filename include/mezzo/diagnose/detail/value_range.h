@@ -18,9 +18,8 @@
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -111,20 +110,26 @@ inline at::ScalarType wider_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// A finite value as `dtype` holds it: inf where it is too large, 0 where it is too small.
-inline double rounded_to(double value, at::ScalarType dtype) {
-  const auto narrow = static_cast<float>(value);
-  if (dtype == at::kHalf) return static_cast<float>(c10::Half(narrow));
-  if (dtype == at::kBFloat16) return static_cast<float>(c10::BFloat16(narrow));
-  return dtype == at::kFloat ? narrow : value;
+/// What rounds to inf and to 0: magnitudes from half a step beyond a dtype's largest number on, and
+/// up to half of its smallest. (c10's own conversions are inlined, and wrong under -ffast-math.)
+struct RoundingEnds {
+  double overflow = std::numeric_limits<double>::infinity();
+  double underflow = 0;
+};
+
+inline RoundingEnds rounding_ends(at::ScalarType dtype) {
+  if (dtype == at::kHalf) return {65520, 0x1p-25};
+  if (dtype == at::kBFloat16) return {0x1.FFp+127, 0x1p-134};
+  if (dtype == at::kFloat) return {0x1.FFFFFFp+127, 0x1p-150};
+  return {};
 }
 
 inline bool overflows(double value, at::ScalarType dtype) {
-  return !nonfinite_bits(value) && nonfinite_bits(rounded_to(value, dtype));
+  return !nonfinite_bits(value) && std::abs(value) >= rounding_ends(dtype).overflow;
 }
 
 inline bool vanishes(double value, at::ScalarType dtype) {
-  return value != 0 && rounded_to(value, dtype) == 0;
+  return value != 0 && !nonfinite_bits(value) && std::abs(value) <= rounding_ends(dtype).underflow;
 }
 
 /// An argument with its tensors copied in `wide`, and a dtype that it asks for widened.
