@@ -107,6 +107,39 @@ class C10dPending final : public Work::Pending {
   std::function<void()> after_;  ///< null: nothing is left to do once it is there
 };
 
+// What libtorch renamed, of a process group in 2.13 and of a backend in 2.15, by its newer name
+// where there is one.
+
+template <class Group>
+auto all_gather_single(Group& group, at::Tensor& output, at::Tensor& input) {
+  if constexpr (requires { group.all_gather_single(output, input); }) {
+    return group.all_gather_single(output, input);
+  } else {
+    return group._allgather_base(output, input);
+  }
+}
+
+template <class Group>
+auto reduce_scatter_single(Group& group, at::Tensor& output, at::Tensor& input,
+                           const c10d::ReduceScatterOptions& options) {
+  if constexpr (requires { group.reduce_scatter_single(output, input, options); }) {
+    return group.reduce_scatter_single(output, input, options);
+  } else {
+    return group._reduce_scatter_base(output, input, options);
+  }
+}
+
+/// Parts of one size.
+template <class Group>
+auto all_to_all_single(Group& group, at::Tensor& output, at::Tensor& input) {
+  std::vector<int64_t> sizes;
+  if constexpr (requires { group.all_to_all_single(output, input, sizes, sizes); }) {
+    return group.all_to_all_single(output, input, sizes, sizes);
+  } else {
+    return group.alltoall_base(output, input, sizes, sizes);
+  }
+}
+
 /// Collectives through a process group or a backend: two classes of c10d's with the same calls and
 /// no common base.
 class C10dBackend final : public CommunicatorBackend {
@@ -169,7 +202,7 @@ class C10dBackend final : public CommunicatorBackend {
     if (given.is_alias_of(written.flat())) given = given.clone();
     return launch({Collective::all_gather, input}, given, written, [&](const auto& group) {
       at::Tensor to = written.flat();
-      return group->_allgather_base(to, given);
+      return all_gather_single(*group, to, given);
     });
   }
 
@@ -186,9 +219,8 @@ class C10dBackend final : public CommunicatorBackend {
       return launch(
           call, given, written,
           [&](const auto& group) {
-            std::vector<int64_t> equal_parts;
             at::Tensor received = rows.view({-1});
-            return group->alltoall_base(received, given, equal_parts, equal_parts);
+            return all_to_all_single(*group, received, given);
           },
           [rows, reduction, written] { written.flat().copy_(reduce_rows(rows, reduction)); });
     }
@@ -197,7 +229,7 @@ class C10dBackend final : public CommunicatorBackend {
       at::Tensor to = written.flat();
       c10d::ReduceScatterOptions options;
       options.reduceOp = op(input, reduction);
-      return group->_reduce_scatter_base(to, given, options);
+      return reduce_scatter_single(*group, to, given, options);
     });
   }
 

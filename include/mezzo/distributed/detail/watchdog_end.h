@@ -26,7 +26,7 @@ struct TerminationState {
   std::atomic<bool> received{false};
   std::mutex mutex;
   int users = 0;
-  bool installed = false;
+  void (*installed)(int) = nullptr;  // the handler that notes it, of whichever library came first
 };
 
 __attribute__((visibility("default"))) inline TerminationState& termination_state() {
@@ -54,7 +54,7 @@ class TerminationSignal {
     noting.sa_handler = note_termination;
     noting.sa_flags = SA_RESTART;
     sigemptyset(&noting.sa_mask);
-    state.installed = sigaction(SIGTERM, &noting, nullptr) == 0;
+    if (sigaction(SIGTERM, &noting, nullptr) == 0) state.installed = note_termination;
   }
   ~TerminationSignal() {
     if (!wanted_) return;
@@ -82,10 +82,10 @@ class TerminationSignal {
   static void restore(TerminationState& state) {
     struct sigaction present {};
     sigaction(SIGTERM, nullptr, &present);
-    if (state.installed && present.sa_handler == note_termination) {
+    if (state.installed != nullptr && present.sa_handler == state.installed) {
       signal(SIGTERM, SIG_DFL);
     }
-    state.installed = false;
+    state.installed = nullptr;
   }
 
   bool wanted_;
