@@ -9,7 +9,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -55,8 +54,8 @@ TEST(RoundingEnds, AreThoseOfLibtorchsConversions) {
   };
   for (const auto dtype : {torch::kHalf, torch::kBFloat16, torch::kFloat}) {
     const auto [overflow, underflow] = mezzo::detail::rounding_ends(dtype);
-    EXPECT_TRUE(std::isinf(rounded(overflow, dtype))) << dtype;
-    EXPECT_FALSE(std::isinf(rounded(overflow * (1 - 0x1p-20), dtype))) << dtype;
+    EXPECT_TRUE(mezzo::detail::nonfinite_bits(rounded(overflow, dtype))) << dtype;
+    EXPECT_FALSE(mezzo::detail::nonfinite_bits(rounded(overflow * (1 - 0x1p-20), dtype))) << dtype;
     EXPECT_EQ(rounded(underflow, dtype), 0) << dtype;
 #ifndef __FAST_MATH__  // where a program is linked so, subnormal numbers are 0
     EXPECT_GT(rounded(underflow * (1 + 0x1p-10), dtype), 0) << dtype;

@@ -1,5 +1,6 @@
 // The arithmetic under the kernels: every instruction set gives the bits of std::fma and std::sqrt.
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/kernels/cpu_isa.h>
 
 #include <torch/torch.h>
@@ -18,6 +19,7 @@
 namespace {
 
 using mezzo::detail::CpuIsa;
+using mezzo::detail::nan_bits;
 
 /// c = a * b + c over whole vectors: `count` is a multiple of every width.
 template <class Element, class Lanes>
@@ -62,7 +64,7 @@ template <class T>
 bool same(T left, T right) {
   using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
   return std::bit_cast<Bits>(left) == std::bit_cast<Bits>(right) ||
-         (std::isnan(left) && std::isnan(right));
+         (nan_bits(left) && nan_bits(right));
 }
 
 /// Triples where a second rounding shows: sums that cancel, ties, subnormals, overflow, inf, NaN.
