@@ -1,5 +1,7 @@
 /// \file
-/// What a machine and a model make of a precision.
+/// Tools that show what low precision does to a model and a run: why steps were skipped, where an
+/// inf or NaN began, whether a run diverges, telemetry and its page, a comparison of precisions,
+/// the doctor, underflow counts, times of matrix products.
 #pragma once
 
 #include <mezzo/diagnose/anomaly.h>             // IWYU pragma: export

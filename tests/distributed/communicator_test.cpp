@@ -7,19 +7,20 @@
 
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/warnings.h"
 
 namespace {
 
 using mezzo::Communicator;
 using mezzo::Reduction;
 using mezzo::Work;
+using test_support::Warnings;
 
 /// Writes down what is asked of it.
 struct Recorded : Work::Pending {
@@ -66,20 +67,6 @@ class Recorder : public mezzo::CommunicatorBackend {
 Communicator recorder(std::vector<std::string>& log) {
   return Communicator(std::make_shared<Recorder>(log));
 }
-
-class Warnings : public c10::WarningHandler {
- public:
-  explicit Warnings(bool throws = false) : throws_(throws), guard_(this) {}
-  void process(const c10::Warning& warning) override {
-    texts.push_back(warning.msg());
-    if (throws_) throw std::runtime_error("a handler that throws");
-  }
-  std::vector<std::string> texts;
-
- private:
-  bool throws_;
-  c10::WarningUtils::WarningHandlerGuard guard_;
-};
 
 TEST(Communicator, PassesEveryCallOn) {
   std::vector<std::string> log;

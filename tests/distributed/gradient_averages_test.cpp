@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "../support/warnings.h"
 #include "alike_ranks.h"
 
 // After backward a gradient is the average over the ranks, a plain tensor that nobody divides
@@ -441,23 +442,13 @@ TEST(GradientsAreAverages, OverSeveralLossesInAmp) {
   expect_as_alone(sgd(), loop);
 }
 
-class CaughtWarnings : public c10::WarningHandler {
- public:
-  CaughtWarnings() : guard_(this) {}
-  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-  std::vector<std::string> texts;
-
- private:
-  c10::WarningUtils::WarningHandlerGuard guard_;
-};
-
 // They are clipped to a 1024th of the bound.
 TEST(GradientsAreAverages, AndClippingThemBeforeTheyAreUnscaledIsNoticed) {
   const MakeOptimizer beside = [](GradBuckets* buckets, AveragedNet& net) {
     return std::make_unique<Beside<torch::optim::SGD>>(buckets, net->parameters(), 1e-3);
   };
   for (const MakeOptimizer& make : {sgd(), beside}) {
-    CaughtWarnings warnings;
+    const test_support::Warnings warnings;
     const Loop loop = [](Training& training) {
       GradScaler scaler(GradScalerOptions().init_scale(1024));
       for (int64_t i = 0; i < 12; ++i) {

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "../autocast/dtype_of_product.h"
+#include "../support/warnings.h"
 
 namespace {
 
@@ -119,23 +120,14 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
   return after;
 }
 
-/// Takes warnings for as long as it lives, of all threads that begin meanwhile.
-class Warnings : public c10::WarningHandler {
- public:
-  void process(const c10::Warning& warning) override { texts_.push_back(warning.msg()); }
-  const std::vector<std::string>& texts() const { return texts_; }
-
- private:
-  std::vector<std::string> texts_;
-};
-
 std::vector<std::string> warnings_of(const std::function<void()>& work) {
-  Warnings warnings;
+  std::vector<std::string> texts;
   in_a_thread([&] {
-    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    const test_support::Warnings warnings;
     work();
+    texts = warnings.texts;
   });
-  return warnings.texts();
+  return texts;
 }
 
 TEST(Coroutines, AGuardThatEndsBeforeAnInnerOneWarns) {

@@ -39,7 +39,7 @@ struct ActivationCheckpointOptions {
 /// run's autocast state, random state and current CUDA device, and its gradients are added up in
 /// the same order. (Two exceptions: autocast's weight cache is not used inside, so a weight that is
 /// used several times is cast, and its gradient rounded, once each time, and no region inside may
-/// ask for it with `cache_enabled = true`; and gradients of gradients are the same but for the
+/// ask for it with `.cache = true`; and gradients of gradients are the same but for the
 /// order of sums.) It is part of autograd's graph like any op: checkpoints nest,
 /// `torch::autograd::grad` and create_graph work, so does backward from inside a backward, hooks on
 /// parameters run once, retain_graph computes anew each time, and what no gradient is asked for is

@@ -63,7 +63,7 @@ class Autocast {
 /// hardware.
 ///
 ///     mezzo::AutocastGuard autocast(mezzo::recommended(device));
-///     mezzo::AutocastGuard autocast({.device = device, .enabled = flags.amp});
+///     mezzo::AutocastGuard autocast({.device = device.type(), .enabled = flags.amp});
 ///
 /// Everything said of Autocast holds.
 class AutocastGuard {

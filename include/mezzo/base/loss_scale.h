@@ -42,7 +42,8 @@ struct LossScaleState {
   friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
 };
 
-/// The parameters of a dynamic scale; the defaults are those of `torch.amp.GradScaler`.
+/// The parameters of a dynamic scale; the defaults are those of `torch.amp.GradScaler` but for
+/// `min_scale`, which torch has not.
 struct DynamicLossScaleOptions {
   double init_scale = kDefaultInitScale;
   double growth_factor = kDefaultGrowthFactor;

@@ -52,6 +52,7 @@ class TrainingState {
   ///   given another module later, or a torch::jit::Module: parameters and buffers. The file has to have the same names,
   ///   dtypes and shapes;
   /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts;
+  /// - MasterWeights;
   /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema;
   /// - an integer, a bool, a float or double, a std::string, a tensor: the position in the data;
   /// - an at::Generator;

@@ -74,9 +74,10 @@ struct DivergenceOptions {
   std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
 };
 
-/// Watches for skips in a row, for a scale at its floor, and for a loss that is inf or NaN. Then it
-/// looks at weights, buffers and gradients, which waits for the device, and tells what it found; in
-/// 1000 steps once at most. Until then a step costs a few comparisons on the host.
+/// Watches for skips in a row, for a skip at a scale of `min_scale` or less, and for a loss that is
+/// inf or NaN. Then it looks at weights, buffers and gradients, which waits for the device, and
+/// tells what it found; in 1000 steps once at most. Until then a step costs a few comparisons on
+/// the host.
 ///
 /// Gradients are looked at as find_overflow does, and are a later step's where a device decides. A
 /// constant that is no buffer, such as an eps or a mask made in `forward`, is not seen. In a job of

@@ -70,7 +70,8 @@ struct OptLevelOverrides {
 /// | loss_scale            | 1       | dynamic | dynamic | 1    |
 ///
 /// O1_bf16, O2_bf16 and O3_bf16 are O1 to O3 in bfloat16, with loss scale 1: bfloat16 has float32's
-/// range. TF32 is O0 with float32 products through TF32.
+/// range. TF32 is O0 for float32 products through TF32, which is a setting of the process: hold a
+/// MatmulPrecisionGuard of `matmul_precision()` around the training, or `initialize` warns.
 ///
 /// Every way to make a level looks at the whole set of overrides at once, so their order never
 /// matters, and throws c10::Error for a contradiction, naming both sides and what to do:

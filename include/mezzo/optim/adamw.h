@@ -77,11 +77,12 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 /// the file lacks.
 ///
 /// On CUDA with the target `mezzo::cuda`, `optimizer.step()` is two launches for one dtype, and a
-/// whole `scaler.step(...)` with `scaler.update()` five, whatever the number of tensors: a read of
-/// the gradients and its end, the update, the counts, and the next scale. Each further dtype takes
-/// two more. Nothing waits for the device, so that all can be captured in a CUDA graph, once a step
-/// has made the state. Without that target, and on other devices, ATen's fused kernels do it, in
-/// more launches, beside a copy of the gradients unless these are set to zero.
+/// whole `scaler.step(...)` with `scaler.update()` six, and one copy to the host, whatever the
+/// number of tensors: a read of the gradients and its end, the update, the counts, what the host is
+/// to hear, and the next scale. Each further dtype takes two more. Nothing waits for the device, so
+/// that all can be captured in a CUDA graph, once a step has made the state. Without that target,
+/// and on other devices, ATen's fused kernels do it, in more launches, beside a copy of the
+/// gradients unless these are set to zero.
 ///
 /// Threads: one at a time; the work is shared among libtorch's own (`at::set_num_threads`).
 class AdamW : public detail::ElementwiseOptimizer<

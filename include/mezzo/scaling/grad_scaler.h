@@ -193,9 +193,9 @@ class GradScaler {
   /// The rule that the scale follows.
   const LossScale& rule() const noexcept { return rule_; }
 
-  /// `callback` hears of every iteration with a skipped step, at its `update`, in place of the line
-  /// that is written to std::cerr by default (of a scale that sits at its floor once, and then of
-  /// every 1000th step). A null callback silences it.
+  /// `callback` hears of every iteration with a skipped step, at its `update` or, where a device
+  /// decides, at one of the next, in place of the line on std::cerr (of a scale that sits at its
+  /// floor once, and then of every 1000th step). A null callback silences it.
   void on_skip(SkipCallback callback) { on_skip_ = std::move(callback); }
 
   /// The whole state under torch's keys (scale, growth_factor, backoff_factor, growth_interval,

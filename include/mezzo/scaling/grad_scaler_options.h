@@ -15,7 +15,8 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// The options of a GradScaler, in libtorch's option style; the defaults are torch.amp's.
+/// The options of a GradScaler, in libtorch's option style. Defaults are torch.amp's but for
+/// `min_scale` (torch has no floor) and `recheck` (torch does not look again).
 struct GradScalerOptions {
   GradScalerOptions() = default;
 
@@ -54,7 +55,8 @@ struct GradScalerOptions {
   LossScale rule() const;
 };
 
-/// What the scaler tells about an iteration in which it skipped a step, at `update`.
+/// What the scaler tells about an iteration in which it skipped a step, at its `update` or, where a
+/// device decides, at one of the next.
 struct SkippedStep {
   int64_t loss_id = 0;
   float scale = 1.0F;       ///< the scale that overflowed

@@ -6,6 +6,7 @@
 #include <mezzo/levels/detail/amp_models.h>
 #include <mezzo/levels/initialize.h>
 
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
@@ -27,6 +28,17 @@ inline void check_initialize_options(const InitializeOptions& options, const Opt
               " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
   TORCH_CHECK(level.uses_op_lists() || options.weight_cache.empty(), "weight_cache: the level ",
               level.name(), " has no region that would read it; use O1, or leave it out");
+}
+
+/// How products are computed belongs to the process: a level asks for it, and does not set it.
+inline void warn_where_products_are_not_as(const OptLevel& level) {
+  if (!level.matmul_precision().float32) return;
+  const auto products =
+      at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+  if (products == at::Float32Precision::TF32) return;
+  TORCH_WARN("initialize: the level ", level.name(),
+             " leaves float32 products as they are; hold `mezzo::MatmulPrecisionGuard "
+             "products(level.matmul_precision());` around the training, from before this call");
 }
 
 inline std::string loss_scaler_key(std::size_t loss) {
@@ -74,6 +86,7 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   }
   if (enabled_) {
     if (options.verbosity >= 1) std::cout << level.describe() << std::flush;
+    detail::warn_where_products_are_not_as(level);
     input_dtype_ = level.cast_model_type();
     output_dtype_ = level.cast_model_outputs();
     for (const auto& model : models.modules()) {

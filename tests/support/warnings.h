@@ -1,0 +1,26 @@
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace test_support {
+
+/// Takes libtorch's warnings of this thread for as long as it lives, in place of std::cerr.
+class Warnings : public c10::WarningHandler {
+ public:
+  explicit Warnings(bool throws = false) : throws_(throws), guard_(this) {}
+  void process(const c10::Warning& warning) override {
+    texts.push_back(warning.msg());
+    if (throws_) throw std::runtime_error("a handler that throws");
+  }
+  std::vector<std::string> texts;
+
+ private:
+  bool throws_;
+  c10::WarningUtils::WarningHandlerGuard guard_;
+};
+
+}  // namespace test_support
