@@ -85,7 +85,8 @@ TEST_F(Program, RunsEachRowWithAllSeeds) {
   const auto outcome =
       run(training({"--max-steps", "2", "--seed", "5", "--seeds", "2", "--quiet", "--json", "-"}));
   ASSERT_EQ(outcome.status, 0) << outcome.err;
-  for (const auto& row : nlohmann::json::parse(outcome.out).at("rows")) {
+  const auto table = nlohmann::json::parse(outcome.out);
+  for (const auto& row : table.at("rows")) {
     ASSERT_EQ(row.at("runs").size(), 2U);
     EXPECT_EQ(row.at("runs").at(0).at("seed"), 5);
     EXPECT_EQ(row.at("runs").at(1).at("seed"), 6);
