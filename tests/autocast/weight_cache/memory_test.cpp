@@ -385,7 +385,7 @@ TEST(WeightCacheMemory, IsThatOfItsHandlesAndRegions) {
       torch::empty({1}).storage().getWeakStorageImpl());
   const auto weight = frozen();
   {
-    std::optional<mezzo::WeightCache> cache(std::in_place);
+    std::optional cache = mezzo::install_op_overrides(mezzo::WeightCache());
     const Autocast<kCPU> autocast({.cache = *cache});
     memory = cache->buffer_for(weight, kBFloat16).storage().getWeakStorageImpl();
     cache.reset();
