@@ -5,6 +5,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/c10d_collectives.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/communicator_impl.h>
 #include <mezzo/distributed/process_group_environment.h>
@@ -106,39 +107,6 @@ class C10dPending final : public Work::Pending {
   std::optional<WrittenTensor> written_;
   std::function<void()> after_;  ///< null: nothing is left to do once it is there
 };
-
-// What libtorch renamed, of a process group in 2.13 and of a backend in 2.15, by its newer name
-// where there is one.
-
-template <class Group>
-auto all_gather_single(Group& group, at::Tensor& output, at::Tensor& input) {
-  if constexpr (requires { group.all_gather_single(output, input); }) {
-    return group.all_gather_single(output, input);
-  } else {
-    return group._allgather_base(output, input);
-  }
-}
-
-template <class Group>
-auto reduce_scatter_single(Group& group, at::Tensor& output, at::Tensor& input,
-                           const c10d::ReduceScatterOptions& options) {
-  if constexpr (requires { group.reduce_scatter_single(output, input, options); }) {
-    return group.reduce_scatter_single(output, input, options);
-  } else {
-    return group._reduce_scatter_base(output, input, options);
-  }
-}
-
-/// Parts of one size.
-template <class Group>
-auto all_to_all_single(Group& group, at::Tensor& output, at::Tensor& input) {
-  std::vector<int64_t> sizes;
-  if constexpr (requires { group.all_to_all_single(output, input, sizes, sizes); }) {
-    return group.all_to_all_single(output, input, sizes, sizes);
-  } else {
-    return group.alltoall_base(output, input, sizes, sizes);
-  }
-}
 
 /// Collectives through a process group or a backend: two classes of c10d's with the same calls and
 /// no common base.
