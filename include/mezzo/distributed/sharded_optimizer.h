@@ -7,7 +7,7 @@
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/optim/detail/elementwise_optimizer.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/grad_buckets.h>
 
@@ -47,13 +47,12 @@ namespace detail {
 class StateTable;
 
 template <class Traits>
-Traits traits_of(const ElementwiseOptimizer<Traits>& optimizer);  // never called
+Traits traits_of(const OptimizerShell<Traits>& optimizer);  // never called
 
 /// Whether an element's update looks at nothing but that element.
 template <class OptimizerType>
 concept StepsElementByElement = requires(const OptimizerType& optimizer) {
-  requires std::same_as<typename decltype(traits_of(optimizer))::Loop,
-                        StepFunction<typename decltype(traits_of(optimizer))::Coefficients>>;
+  requires decltype(traits_of(optimizer))::kIsElementByElement;
 };
 
 }  // namespace detail
@@ -146,16 +145,20 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOpti
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
 
   /// Calls `closure` once, if there is one, then steps; returns what the closure returned.
-  /// \throws c10::Error as `apply` does
-  at::Tensor step(LossClosure closure = nullptr) override;
+  /// \throws c10::Error as `plan` and `apply` do
+  at::Tensor step(LossClosure closure = nullptr) override { return step_with(closure); }
 
-  /// \throws c10::Error, on all ranks and before anything is written, where gradients have not been
-  ///   summed since the last step; as OptimizerType does; and what the communicator throws
-  void apply(const GradientReport& report, const StepOptions& options = {}) override;
+  /// Returns this rank's slices, with their gradients. \throws c10::Error, on all ranks and before
+  ///   anything is written, where gradients have not been summed since the last step
+  StepPlan plan() override;
 
-  /// What all ranks found, of the ranks' average gradient: one collective a device. `inv_scale`
-  /// there has the division by the number of ranks in it, for this rank keeps sums.
-  GradientReport report(const at::Tensor& inv_scale, bool of_masters = false) override;
+  /// Reads what all ranks have, of the ranks' average gradient: one collective. `inv_scale` in the
+  /// verdict has the division by the number of ranks in it, for this rank keeps sums.
+  Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) override;
+
+  /// \throws c10::Error for a plan that has been used up; as OptimizerType does; and what the
+  ///   communicator throws
+  void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override;
 
   /// While one lives, backward passes add to this rank's own gradients and nothing is summed: for
   /// all micro-batches but the last.
@@ -190,7 +193,6 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOpti
   /// \throws c10::Error as OptimizerType does, and for another rank's part
   void load(torch::serialize::InputArchive& archive) override;
 
- protected:
   void check_unscale() const override;
 
  private:
@@ -225,9 +227,9 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOpti
   void mirror_groups() const;
   void prepare();
   bool has_gradient() const;
-  std::vector<at::Device> devices_with_gradients() const;
-  GradientReport average_of_sums() const;
-  void count_applied(const GradientReport& report);
+  std::optional<at::Device> device_of_gradients() const;
+  Verdict average_of_sums() const;
+  void count_applied(const Verdict& verdict);
 
   // Files (sharded_optimizer_archive.h)
   void gather_states(OptimizerType& whole) const;

@@ -129,12 +129,10 @@ struct LambRule {
 template <class Parameter, class Gradient, class Weights, class Lanes>
 class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes> {
   using Base = StepBody<Parameter, Gradient, LambRule, Weights, Lanes>;
-  using typename Base::GradientLanes;
   using typename Base::MomentLanes;
 
  public:
   using Base::Base;
-  using Base::update_average;
   using Base::write_copy;
   using typename Base::Bits;
   using typename Base::Place;
@@ -164,7 +162,6 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     }
     Base::read_parameter(place, parameter);
     Base::update_.aim(parameter, moments, update);
-    if (Base::clear_) GradientLanes::store(typename GradientLanes::Bits{}, place.gradient);
   }
 
   /// Reads the moments and moves the parameter, by the coefficients that `adapt` was called of.

@@ -41,9 +41,7 @@ class LambWalk {
               static_cast<decltype(Place::gradient)>(span.gradient),
               {static_cast<Moment*>(span.moments[0]), static_cast<Moment*>(span.moments[1])},
               static_cast<decltype(Place::low_half_or_copy)>(span.low_half_or_copy),
-              static_cast<decltype(Place::average)>(span.average),
-              span.low_half_or_copy != nullptr,
-              span.average != nullptr},
+              span.low_half_or_copy != nullptr},
         first_(static_cast<uint32_t>(span.first)) {
     Lanes::enumerate(lane_numbers_);
     if constexpr (std::is_same_v<Weights, StochasticWeights>) {
@@ -72,9 +70,7 @@ class LambWalk {
             base_.gradient + i,
             {base_.moments[0] + i, base_.moments[1] + i},
             base_.has_low_half_or_copy ? base_.low_half_or_copy + i : nullptr,
-            base_.has_average ? base_.average + i : nullptr,
-            base_.has_low_half_or_copy,
-            base_.has_average};
+            base_.has_low_half_or_copy};
   }
   C10_ALWAYS_INLINE void number(int64_t i, Bits& numbers) const {
     numbers = lane_numbers_ + (first_ + static_cast<uint32_t>(i));
@@ -123,10 +119,12 @@ C10_ALWAYS_INLINE double sum_of_sums(double (&sums)[kSquareSums]) {
 }
 
 /// The first pass.
-template <class Parameter, class Gradient, class Weights, class Lanes>
+template <class Parameter, class Weights, class Lanes>
 struct LambMomentsKernel {
-  C10_ALWAYS_INLINE static void run(const StepSpan& span, const LambCoefficients& coefficients,
+  C10_ALWAYS_INLINE static void run(const StepSpan& span, const StepNumbers& numbers,
                                     const StepUse& use, LambNorms& norms) {
+    using Gradient = StepValue<Parameter>;
+    const auto coefficients = numbers.as<LambCoefficients>();
     const LambWalk<Parameter, Gradient, Weights, Lanes> many(span, coefficients, use);
     LambSums<Lanes> sums;
     int64_t i = 0;
@@ -152,56 +150,43 @@ struct LambMomentsKernel {
 /// The second, which has no use for the gradient.
 template <class Parameter, class Weights, class Lanes>
 struct LambParameterKernel {
-  C10_ALWAYS_INLINE static void run(const StepSpan& span, const LambCoefficients& coefficients,
+  C10_ALWAYS_INLINE static void run(const StepSpan& span, const StepNumbers& numbers,
                                     const StepUse& use) {
-    const LambWalk<Parameter, Parameter, Weights, Lanes> many(span, coefficients, use);
+    using Gradient = StepValue<Parameter>;
+    const auto coefficients = numbers.as<LambCoefficients>();
+    const LambWalk<Parameter, Gradient, Weights, Lanes> many(span, coefficients, use);
     int64_t i = 0;
     for (; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) many.move(i);
-    const LambWalk<Parameter, Parameter, Weights, ScalarLanes<Parameter>> one(span, coefficients,
-                                                                              use);
+    const LambWalk<Parameter, Gradient, Weights, ScalarLanes<Parameter>> one(span, coefficients,
+                                                                             use);
     for (; i < span.count; ++i) one.move(i);
   }
 };
 
-/// Both passes; false where there is no loop.
-struct LambLoop {
-  void (*learn)(const StepSpan&, const LambCoefficients&, const StepUse&, LambNorms&) = nullptr;
-  void (*move)(const StepSpan&, const LambCoefficients&, const StepUse&) = nullptr;
-  explicit operator bool() const noexcept { return learn != nullptr; }
-};
-
-/// The loops for a parameter's types, as step_function gives others'. A template, so that who does
-/// not call it instantiates none of them.
+/// Returns LAMB's loops. A template, so that a unit which does not call it instantiates none.
 template <std::same_as<optim::WeightStorage> Storage>
-LambLoop lamb_loop(Storage storage, at::ScalarType kept, at::ScalarType gradient, CpuIsa isa) {
-  return for_step_types(storage, kept, gradient,
-                        [isa]<class Parameter, class Gradient, class Weights>() -> LambLoop {
-                          return {cpu_kernel<LambMomentsKernel, Parameter, Gradient, Weights>(isa),
-                                  cpu_kernel<LambParameterKernel, Parameter, Weights>(isa)};
-                        });
+StepLoop lamb_loop(Storage storage, at::ScalarType kept, CpuIsa isa) {
+  return for_kept_weights(storage, kept, [isa]<class Parameter, class Weights>() -> StepLoop {
+    return {cpu_kernel<LambParameterKernel, Parameter, Weights>(isa),
+            cpu_kernel<LambMomentsKernel, Parameter, Weights>(isa)};
+  });
 }
-
-using LambTask = StepTask<LambLoop, LambCoefficients>;
 
 /// Whether a task is one piece, which is moved while it lies in the cache, or wants no norm.
-inline bool needs_one_pass(const LambTask& task) {
-  return !task.coefficients.adapts || task.span.count <= kStepPiece;
+inline bool needs_one_pass(const StepTask& task) {
+  return !task.coefficients.as<LambCoefficients>().adapts || task.span.count <= kStepPiece;
 }
 
-inline void move_piece(const LambTask& task, const StepSpan& part, const LambNorms& norms) {
-  LambCoefficients coefficients = task.coefficients;
+inline void move_piece(const StepTask& task, const StepSpan& part, const LambNorms& norms) {
+  auto coefficients = task.coefficients.as<LambCoefficients>();
   coefficients.adapt(norms);
-  task.run.move(part, coefficients, task.use);
+  task.loop.step(part, coefficients, task.use);
 }
 
-/// All tasks of a step: in one pass over their memory where that will do, in two elsewhere. They
-/// are cut every kStepPiece of their own elements, so that a norm, summed piece by piece, is the
-/// same number whatever the other tasks and the number of threads.
-inline void run_step_cpu(const std::vector<LambTask>& tasks) {
-  const auto part_of_piece = [&](const WorkChunks::Chunk& piece) {
-    const LambTask& task = tasks[piece.item];
-    return part_of(task.span, piece.begin, piece.count, task.sizes);
-  };
+/// Runs LAMB's tasks: in one pass over their memory where that will do, in two elsewhere. They are
+/// cut every kStepPiece of their own elements, so that a norm, summed piece by piece, is the same
+/// number whatever the other tasks and the number of threads.
+inline void run_lamb_cpu(const std::vector<StepTask>& tasks) {
   WorkChunks pieces(kStepPiece, kStepPiece);
   WorkChunks left(kStepPiece, kStepPiece);
   for (std::size_t i = 0; i < tasks.size(); ++i) {
@@ -210,16 +195,17 @@ inline void run_step_cpu(const std::vector<LambTask>& tasks) {
   }
   std::vector<LambNorms> of_piece(pieces.size());
   pieces.for_each([&](std::size_t i) {
-    const LambTask& task = tasks[pieces[i].item];
-    const StepSpan part = part_of_piece(pieces[i]);
-    task.run.learn(part, task.coefficients, task.use, of_piece[i]);
-    if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
+    const StepTask& task = tasks[pieces[i].item];
+    for_piece(task, pieces[i].begin, pieces[i].count, [&](const StepSpan& part) {
+      task.loop.learn(part, task.coefficients, task.use, of_piece[i]);
+      if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
+    });
   });
   std::vector<LambNorms> of_task(tasks.size());
   for (std::size_t i = 0; i < pieces.size(); ++i) of_task[pieces[i].item].merge(of_piece[i]);
   left.for_each([&](std::size_t i) {
-    const std::size_t task = left[i].item;
-    move_piece(tasks[task], part_of_piece(left[i]), of_task[task]);
+    const StepTask& task = tasks[left[i].item];
+    move_piece(task, part_of(task, left[i].begin, left[i].count), of_task[left[i].item]);
   });
 }
 

@@ -14,14 +14,40 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
-// The CPU's loop of every optimizer whose update looks at one element at a time: reads gradient,
-// parameter and moments once, and writes parameter and moments once; and the work of a step, cut
-// into pieces for libtorch's threads.
+// The CPU's loops of the optimizers, and the work of a step, cut into pieces for libtorch's
+// threads.
+//
+// A loop reads gradient, parameter and moments of a stretch once and writes parameter and moments
+// once. It exists for each rule, each way of keeping weights and each instruction set, and reads
+// gradients in the dtype that it computes in. Gradients of another dtype are widened a piece at a
+// time, into memory that stays in the cache, which is exact.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// The coefficients of one step of one parameter, or the constants of a group: a rule's own struct
+/// of numbers, as memory of one size for all rules.
+class StepNumbers {
+ public:
+  StepNumbers() = default;
+  template <class Own>
+  requires std::is_trivially_copyable_v<Own> StepNumbers(const Own& own) {
+    static_assert(sizeof(Own) <= sizeof(bytes_) && alignof(Own) <= alignof(double));
+    std::memcpy(bytes_, &own, sizeof(Own));
+  }
+  template <class Own>
+  Own as() const {
+    Own own;
+    std::memcpy(&own, bytes_, sizeof(Own));
+    return own;
+  }
+
+ private:
+  alignas(double) std::byte bytes_[64] = {};
+};
 
 template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
 C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_t end,
@@ -36,9 +62,7 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
                static_cast<decltype(Streams::gradient)>(span.gradient),
                {},
                static_cast<decltype(Streams::low_half_or_copy)>(span.low_half_or_copy),
-               static_cast<decltype(Streams::average)>(span.average),
-               span.low_half_or_copy != nullptr,
-               span.average != nullptr};
+               span.low_half_or_copy != nullptr};
   for (unsigned k = 0; k != Rule::kMoments; ++k) {
     base.moments[k] =
         static_cast<std::remove_reference_t<decltype(base.moments[k])>>(span.moments[k]);
@@ -52,20 +76,24 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
     place.gradient += i;
     for (unsigned k = 0; k != Rule::kMoments; ++k) place.moments[k] += i;
     if (base.has_low_half_or_copy) place.low_half_or_copy += i;
-    if (base.has_average) place.average += i;
     const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
     step(place, numbers, key);
   }
   return i;
 }
 
-template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
+/// What a parameter's step is computed in, and its gradients are read as.
+template <class Parameter>
+using StepValue = typename FloatFormat<Parameter>::Value;
+
+template <class Parameter, class Rule, class Weights, class Lanes>
 struct OptimizerStepKernel {
-  C10_ALWAYS_INLINE static void run(const StepSpan& span,
-                                    const typename Rule::Coefficients& coefficients,
+  C10_ALWAYS_INLINE static void run(const StepSpan& span, const StepNumbers& numbers,
                                     const StepUse& use) {
     using Plain = ScalarLanes<Parameter>;
+    using Gradient = StepValue<Parameter>;
     constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
+    const auto coefficients = numbers.as<typename Rule::Coefficients>();
     int64_t begin = 0;
     while (begin < span.count) {
       int64_t end = span.count;
@@ -83,51 +111,84 @@ struct OptimizerStepKernel {
   }
 };
 
-template <class Coefficients>
-using StepFunction = void (*)(const StepSpan&, const Coefficients&, const StepUse&);
+struct LambNorms;
 
-/// `make` of a parameter's types: its dtype, all of whose streams have it; its gradient's, which is
-/// the same or a narrower one; and how it is kept. `kept` is the dtype of what is trained, float
-/// where that is a master. Null where there is no loop.
+/// A rule's loops for one way of keeping a parameter. LAMB has two: `learn` moves the moments and
+/// takes norms, and `step` moves the parameter.
+struct StepLoop {
+  void (*step)(const StepSpan&, const StepNumbers&, const StepUse&) = nullptr;
+  void (*learn)(const StepSpan&, const StepNumbers&, const StepUse&, LambNorms&) = nullptr;
+  explicit operator bool() const noexcept { return step != nullptr; }
+};
+
+/// Calls `make` with a parameter's dtype and how it is kept; both of its streams of moments and
+/// weights follow from these. `kept` is the dtype of what is trained: float where that is a master.
+/// Returns an empty loop for other dtypes.
 template <class Make>
-auto for_step_types(optim::WeightStorage storage, at::ScalarType kept, at::ScalarType gradient,
-                    const Make& make)
-    -> decltype(make.template operator()<float, float, PlainWeights<float>>()) {
+StepLoop for_kept_weights(optim::WeightStorage storage, at::ScalarType kept, const Make& make) {
   using c10::BFloat16;
   using c10::Half;
   using optim::WeightStorage;
-  const auto plain = [&]<class Parameter, class Gradient>(Parameter, Gradient) {
-    return make.template operator()<Parameter, Gradient, PlainWeights<Parameter>>();
-  };
-  if (storage == WeightStorage::split_master || storage == WeightStorage::stochastic) {
-    if (gradient != at::kBFloat16) return {};
-    return storage == WeightStorage::split_master
-               ? make.template operator()<BFloat16, BFloat16, SplitWeights>()
-               : make.template operator()<BFloat16, BFloat16, StochasticWeights>();
+  if (storage == WeightStorage::split_master) {
+    return make.template operator()<BFloat16, SplitWeights>();
   }
-  if (kept == at::kFloat) {
-    if (gradient == at::kFloat) return plain(float{}, float{});
-    if (gradient == at::kBFloat16) return plain(float{}, BFloat16{});
-    if (gradient == at::kHalf) return plain(float{}, Half{});
+  if (storage == WeightStorage::stochastic) {
+    return make.template operator()<BFloat16, StochasticWeights>();
   }
-  if (kept == at::kDouble) {
-    if (gradient == at::kDouble) return plain(double{}, double{});
-    if (gradient == at::kFloat) return plain(double{}, float{});
+  switch (kept) {
+    case at::kFloat:
+      return make.template operator()<float, PlainWeights<float>>();
+    case at::kDouble:
+      return make.template operator()<double, PlainWeights<double>>();
+    case at::kBFloat16:
+      return make.template operator()<BFloat16, PlainWeights<BFloat16>>();
+    case at::kHalf:
+      return make.template operator()<Half, PlainWeights<Half>>();
+    default:
+      return {};
   }
-  if (kept == at::kBFloat16 && gradient == at::kBFloat16) return plain(BFloat16{}, BFloat16{});
-  if (kept == at::kHalf && gradient == at::kHalf) return plain(Half{}, Half{});
-  return {};
 }
 
-/// A Rule's loop for a parameter's types; null where there is none.
+/// Returns the loop of a rule that looks at one element at a time.
 template <class Rule>
-StepFunction<typename Rule::Coefficients> step_function(optim::WeightStorage storage,
-                                                        at::ScalarType kept,
-                                                        at::ScalarType gradient, CpuIsa isa) {
-  return for_step_types(
-      storage, kept, gradient, [isa]<class Parameter, class Gradient, class Weights>() {
-        return cpu_kernel<OptimizerStepKernel, Parameter, Gradient, Rule, Weights>(isa);
-      });
+StepLoop step_loop(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa) {
+  return for_kept_weights(storage, kept, [isa]<class Parameter, class Weights>() -> StepLoop {
+    return {cpu_kernel<OptimizerStepKernel, Parameter, Rule, Weights>(isa)};
+  });
+}
+
+/// Gradients of 16 bits as floats.
+template <class Element, class Lanes>
+struct WidenKernel {
+  C10_ALWAYS_INLINE static void run(const void* from, void* to, int64_t count) {
+    const auto* const source = static_cast<const typename Lanes::Format::Stored*>(from);
+    auto* const target = static_cast<float*>(to);
+    int64_t i = 0;
+    for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+      typename Lanes::Bits bits;
+      Lanes::load(source + i, bits);
+      typename Lanes::Value value;
+      Lanes::Format::widen(bits, value);
+      __builtin_memcpy(target + i, &value, sizeof(value));
+    }
+    for (; i < count; ++i) {
+      typename Lanes::Format::Bits bits;
+      ScalarLanes<Element>::load(source + i, bits);
+      Lanes::Format::widen(bits, target[i]);
+    }
+  }
+};
+
+/// Writes `count` gradients of dtype `from` at `source` to `target`, as `to`, which holds them
+/// exactly: floats, or doubles for floats.
+inline void widen_gradients(at::ScalarType from, const void* source, void* target, int64_t count) {
+  if (from == at::kFloat) {
+    std::copy_n(static_cast<const float*>(source), count, static_cast<double*>(target));
+  } else if (from == at::kBFloat16) {
+    cpu_kernel<WidenKernel, c10::BFloat16>(best_isa())(source, target, count);
+  } else {
+    cpu_kernel<WidenKernel, c10::Half>(best_isa())(source, target, count);
+  }
 }
 
 /// Bytes of an element of each stream that has one of its own.
@@ -135,16 +196,17 @@ struct StepElementSizes {
   int64_t parameter;
   int64_t gradient;
   int64_t moment;
-  int64_t average;
 };
 
-/// One parameter's part of a step. Loop is called with the other three.
-template <class Loop, class Coefficients>
+/// One parameter's part of a step.
 struct StepTask {
-  Loop run;
+  StepLoop loop;
   StepSpan span;
   StepElementSizes sizes;
-  Coefficients coefficients;
+  at::ScalarType gradient_dtype;
+  bool widens;  ///< whether the loop computes in another dtype than the gradient's
+  bool clears;  ///< whether the gradient is set to zero afterwards
+  StepNumbers coefficients;
   StepUse use;
 };
 
@@ -152,31 +214,48 @@ struct StepTask {
 /// second-level cache, and few enough pieces that taking them costs nothing.
 inline constexpr int64_t kStepPiece = 16384;
 
-inline StepSpan part_of(const StepSpan& span, int64_t begin, int64_t count,
-                        const StepElementSizes& sizes) {
+inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
   const auto advanced = [begin](void* pointer, int64_t bytes) -> void* {
     return pointer == nullptr ? nullptr : static_cast<char*>(pointer) + begin * bytes;
   };
-  StepSpan part{advanced(span.parameter, sizes.parameter),
-                advanced(span.gradient, sizes.gradient),
+  const StepSpan& span = task.span;
+  StepSpan part{advanced(span.parameter, task.sizes.parameter),
+                advanced(span.gradient, task.sizes.gradient),
                 {},
                 count,
                 advanced(span.low_half_or_copy, int64_t{sizeof(uint16_t)}),
-                advanced(span.average, sizes.average),
                 span.first + begin};
-  for (int k = 0; k < kMaxMoments; ++k) part.moments[k] = advanced(span.moments[k], sizes.moment);
+  for (int k = 0; k < kMaxMoments; ++k) {
+    part.moments[k] = advanced(span.moments[k], task.sizes.moment);
+  }
   return part;
 }
 
-/// All tasks of a step, in one pass over their memory. Small ones share a batch.
-template <class Coefficients>
-void run_step_cpu(const std::vector<StepTask<StepFunction<Coefficients>, Coefficients>>& tasks) {
+/// Calls `work(part)` for elements [begin, begin + count) of a task, at most kStepPiece, with
+/// gradients as the loop reads them; then clears the gradients if that is to be done.
+template <class Work>
+void for_piece(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
+  StepSpan part = part_of(task, begin, count);
+  void* const gradient = part.gradient;
+  alignas(64) std::byte widened[kStepPiece * sizeof(double)];
+  if (task.widens) {
+    widen_gradients(task.gradient_dtype, gradient, widened, count);
+    part.gradient = widened;
+  }
+  work(part);
+  if (task.clears) {
+    std::memset(gradient, 0, static_cast<std::size_t>(count * task.sizes.gradient));
+  }
+}
+
+/// Runs all tasks of a step in one pass over their memory. Small ones share a batch.
+inline void run_step_cpu(const std::vector<StepTask>& tasks) {
   WorkChunks pieces(kStepPiece, kStepPiece);
   for (std::size_t i = 0; i < tasks.size(); ++i) pieces.add(i, tasks[i].span.count);
   pieces.for_each([&](std::size_t i) {
-    const auto& task = tasks[pieces[i].item];
-    task.run(part_of(task.span, pieces[i].begin, pieces[i].count, task.sizes), task.coefficients,
-             task.use);
+    const StepTask& task = tasks[pieces[i].item];
+    for_piece(task, pieces[i].begin, pieces[i].count,
+              [&](const StepSpan& part) { task.loop.step(part, task.coefficients, task.use); });
   });
 }
 

@@ -9,10 +9,10 @@
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/detail/amp_models.h>
+#include <mezzo/levels/detail/loss_passes.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/scaling/detail/loss_passes.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
@@ -189,8 +189,9 @@ class Amp {
                                     ForwardRegions& regions) const;
   Given& given(const torch::optim::Optimizer& optimizer);
   std::size_t checked_loss(int64_t loss_id) const;
-  at::Tensor begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
-                        const ScaleLossOptions& options);
+  detail::LossPasses::Pass begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
+                                      const ScaleLossOptions& options);
+  void refuse_shared_parameters() const;
   void refuse_within_backward(const char* call) const;
   void require_between_iterations(const char* call) const;
 

@@ -49,7 +49,7 @@ class LossScaleOptimizer {
   /// Keras's scale_loss, for a tensor or a nest of them; see GradScaler::scale.
   template <class Outputs>
   [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs) {
-    if (std::exchange(threw_, false)) (void)scaler_.release(inner_);
+    if (std::exchange(threw_, false)) (void)scaler_.forget(inner_);
     return scaler_.scale(outputs);
   }
 

@@ -5,8 +5,8 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/adam_traits.h>
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <torch/optim/adam.h>
@@ -41,13 +41,13 @@ struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::A
 /// Adam (Kingma and Ba, 2015): the answers of `torch::optim::Adam` within rounding, from one pass
 /// over gradient, parameter and moments. All that AdamW's page (mezzo/optim/adamw.h) says of
 /// dtypes, layouts, groups, files, devices and threads holds here.
-class Adam : public detail::ElementwiseOptimizer<
+class Adam : public detail::OptimizerShell<
                  detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
  public:
   /// AdamW's constructors, on param groups, parameters or buckets, with AdamOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where there is no parameter, one is given twice or two share memory
-  using ElementwiseOptimizer::ElementwiseOptimizer;
+  using OptimizerShell::OptimizerShell;
 };
 
 }  // namespace optim

@@ -5,8 +5,8 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/adam_traits.h>
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <torch/optim/adamw.h>
@@ -85,7 +85,7 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 /// gradients unless these are set to zero.
 ///
 /// Threads: one at a time; the work is shared among libtorch's own (`at::set_num_threads`).
-class AdamW : public detail::ElementwiseOptimizer<
+class AdamW : public detail::OptimizerShell<
                   detail::AdamTraits<AdamWOptions, AdamWParamState, /*kIsDecoupled=*/true>> {
  public:
   ///     AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, const AdamWOptions&)
@@ -96,7 +96,7 @@ class AdamW : public detail::ElementwiseOptimizer<
   /// have read during backward, and parameters of groups that are added later join them.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where there is no parameter, one is given twice or two share memory
-  using ElementwiseOptimizer::ElementwiseOptimizer;
+  using OptimizerShell::OptimizerShell;
 };
 
 }  // namespace optim

@@ -25,30 +25,27 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-#define MEZZO_COMPILED_STEPS_OF(EXTERN, ...)                                          \
-  EXTERN template StepFunction<__VA_ARGS__::Coefficients> step_function<__VA_ARGS__>( \
-      optim::WeightStorage, at::ScalarType, at::ScalarType, CpuIsa);
+#define MEZZO_COMPILED_STEPS_OF(EXTERN, ...) \
+  EXTERN template StepLoop step_loop<__VA_ARGS__>(optim::WeightStorage, at::ScalarType, CpuIsa);
 
 #define MEZZO_COMPILED_ADAM(EXTERN)                                                   \
   MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<false>)                                    \
   MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<true>)                                     \
-  EXTERN template class ElementwiseOptimizer<                                         \
+  EXTERN template class OptimizerShell<                                               \
       AdamTraits<optim::AdamOptions, optim::AdamParamState, /*kIsDecoupled=*/false>>; \
-  EXTERN template class ElementwiseOptimizer<                                         \
+  EXTERN template class OptimizerShell<                                               \
       AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;
 
-#define MEZZO_COMPILED_LAMB(EXTERN)                                                        \
-  EXTERN template LambLoop lamb_loop(optim::WeightStorage, at::ScalarType, at::ScalarType, \
-                                     CpuIsa);                                              \
-  EXTERN template class ElementwiseOptimizer<LambTraits<optim::LAMBOptions, optim::LAMBParamState>>;
+#define MEZZO_COMPILED_LAMB(EXTERN)                                                 \
+  EXTERN template StepLoop lamb_loop(optim::WeightStorage, at::ScalarType, CpuIsa); \
+  EXTERN template class OptimizerShell<LambTraits<optim::LAMBOptions, optim::LAMBParamState>>;
 
-#define MEZZO_COMPILED_LION_AND_SGD(EXTERN)                   \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, LionRule)                   \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<false>)             \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<true>)              \
-  EXTERN template class ElementwiseOptimizer<                 \
-      LionTraits<optim::LionOptions, optim::LionParamState>>; \
-  EXTERN template class ElementwiseOptimizer<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
+#define MEZZO_COMPILED_LION_AND_SGD(EXTERN)                                                    \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, LionRule)                                                    \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<false>)                                              \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<true>)                                               \
+  EXTERN template class OptimizerShell<LionTraits<optim::LionOptions, optim::LionParamState>>; \
+  EXTERN template class OptimizerShell<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
 
 // Options and states, in the namespace above: their files, comparisons and copies.
 #define MEZZO_COMPILED_MEMBERS_OF(EXTERN, Name, OptionsBase, StateBase)         \

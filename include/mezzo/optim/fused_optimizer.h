@@ -1,11 +1,14 @@
 /// \file
-/// The interface through which GradScaler knows mezzo's optimizers: a step that unscales, clips
-/// and skips by itself, from numbers that lie on the parameters' device; and the report that has
-/// these numbers, which whoever owns the gradients makes once a step, and the step takes.
+/// The step of mezzo's optimizers as values: a plan says who takes part, a verdict what one read of
+/// the gradients found, and `apply` does the rest in one pass.
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/table_memory.h>
+#include <mezzo/kernels/verdict.h>
+#include <mezzo/optim/detail/update_rule.h>
 #include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/Tensor.h>
@@ -23,69 +26,77 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 class WeightCache;
 
-namespace detail {
-class StepTaker;
-}  // namespace detail
-
-/// The gradients of an optimizer that lie on one device. The numbers are tensors of one element
-/// there, and are those of the gradients times `inv_scale`.
-struct DeviceGradientReport {
-  at::Tensor inv_scale{};       ///< float: a step multiplies gradients by it before all else
-  at::Tensor found_inf{};       ///< float: unless 0, a step leaves everything as it is
-  at::Tensor sum_of_squares{};  ///< double; where it is undefined, nothing is clipped
-  at::Tensor max_abs{};         ///< double; NaN if there is a NaN
-  std::vector<at::Tensor> gradients{};  ///< dense, and the values of sparse ones
-};
-
-/// One entry for each device that has a gradient; none: gradients are taken as they are, and the
-/// step is not skipped. What the devices say of `found_inf` and `sum_of_squares` is a device's own
-/// until somebody adds it up (GradScaler does); a step takes each device's word for all.
-struct GradientReport {
-  std::vector<DeviceGradientReport> devices{};
-  /// Gradients were unscaled onto float masters: of parameters that keep one the master's gradient
-  /// is read and stepped with, and the parameter's own is not.
-  bool of_masters = false;
-  /// There is a gradient of half whose parameter keeps no master, so that it would underflow.
-  bool has_bare_half = false;
-  /// The optimizer's own number of what it prepared when it made this report; 0: nothing.
-  std::uint64_t plan = 0;
-};
-
 /// What `GradScaler::step(optimizer, {.max_norm = 1.0})` does beside stepping.
 ///
 /// A step writes no gradient but to set it to zero on request: after it, ran or skipped, `.grad` is
 /// zero with `zero_grad`, and otherwise what it was before, scaled unless `unscale_` took the scale
-/// off. So it is with every optimizer, mezzo's or not, on every device.
+/// off. This holds for every optimizer, mezzo's or not, on every device.
 struct StepOptions {
   /// The gradients, taken as one vector, are scaled down to at most this 2-norm before they are
   /// used, as `clip_grad_norm_` does: by max_norm / (norm + 1e-6). Infinity: no clipping.
   double max_norm = std::numeric_limits<double>::infinity();
   /// Sets the gradients to zero, with mezzo's kernels in the same pass; they stay defined.
   bool zero_grad = false;
+  /// The gradients carry no loss scale: somebody else took it off, as for a second loss (see
+  /// GradScaler::forget). After `scaler.unscale_(optimizer)` the scaler knows that by itself.
+  bool is_unscaled = false;
+  /// A float of one element. Where it is not 0, an inf that this step finds was found before, under
+  /// another loss's scale: the step is skipped, and this scaler's scale is not moved for it.
+  at::Tensor known_inf = {};
+};
+
+/// Who takes part in one step, and with what. Made by one walk over the parameters, in which all is
+/// checked, and moved into `apply`. It is a value: nobody keeps it for another step.
+struct StepPlan {
+  /// A parameter with a gradient.
+  struct Row {
+    const at::Tensor* parameter;  ///< in the groups of the optimizer
+    at::Tensor gradient;
+    std::size_t group;
+    std::uint64_t number;  ///< of the parameter, counted through all groups
+
+    // Of mezzo's optimizers.
+    optim::WeightStorage storage = optim::WeightStorage::plain;
+    detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
+    detail::StepLoop loop{};
+  };
+
+  std::vector<Row> rows{};  ///< those of one device follow each other
+  std::vector<detail::GroupNumbers> groups{};
+  bool has_inference = false;  ///< a parameter is an inference tensor
+  /// There is a gradient of half whose parameter keeps no master: unscaled it would underflow.
+  bool has_bare_half = false;
 };
 
 namespace optim {
 
-/// What does all of a training step's last part in one pass over its memory: unscale, clip, update,
-/// set to zero. It decides on the device whether to step, so that the host need not know.
+/// An optimizer that unscales, clips, steps and sets gradients to zero in one pass over its memory,
+/// and decides on the device whether to step, so that the host need not know:
+///
+/// \code
+///   StepPlan plan = optimizer.plan();
+///   Verdict verdict = optimizer.read(plan, inv_scale);
+///   optimizer.apply(std::move(plan), verdict, {.max_norm = 1.0});
+/// \endcode
+///
+/// GradScaler::step calls these three. Nothing may change between `plan` and `apply`: neither
+/// groups, gradients nor states.
 class FusedOptimizer : public OptimizerInterface {
  public:
-  /// One read of the gradients, or none where the optimizer stands on buckets that were read during
-  /// backward (GradBuckets::summarize). `inv_scale` is a float of one element; where gradients lie
-  /// on other devices it is copied there. Writes nothing, except that a sparse gradient is
-  /// coalesced; no host sync, except to coalesce. `of_masters`: see GradientReport.
-  /// \throws c10::Error if a gradient is one that `apply` does not take
-  virtual inline GradientReport report(const at::Tensor& inv_scale, bool of_masters = false);
+  /// Returns who takes part in a step: every parameter with a gradient. Writes no weight. Brings
+  /// gradients in line with those that the caller has changed at masters (see master_param).
+  /// \throws c10::Error, naming the parameter or option, if `apply` could not take the step
+  virtual StepPlan plan() = 0;
 
-  /// The step. `report` says what to multiply gradients by and whether to step at all: one that
-  /// this optimizer has just made, or one that names all devices with gradients and their factors.
-  /// It serves one step, of the gradients that it read. Options and gradients that were replaced
-  /// since, and states that were loaded or cleared, are taken as they are now; a single state is
-  /// not to be replaced in between. A skipped step leaves parameters, moments and counts as they
-  /// were, bit for bit.
-  /// Runs on the current streams; waits for a device only where parameters lie on several.
-  /// \throws c10::Error if a gradient is sparse, or of a dtype wider than its parameter's
-  virtual void apply(const GradientReport& report, const StepOptions& options = {}) = 0;
+  /// Reads the plan's gradients once. `inv_scale` is a float of one element, on any device; the
+  /// verdict lies on the device of the first gradient and speaks for all devices. No host sync,
+  /// except to coalesce sparse gradients.
+  virtual inline Verdict read(const StepPlan& plan, const at::Tensor& inv_scale);
+
+  /// Takes the step. A skipped step leaves parameters, moments and counts as they were, bit for
+  /// bit. Runs on the current streams; waits for a device only where parameters lie on several.
+  virtual void apply(StepPlan plan, const Verdict& verdict = {},
+                     const StepOptions& options = {}) = 0;
 
   /// Whether `parameter`, of group number `group`, is rounded from a float master that is trained
   /// in its place and can be had as a tensor (see master_param).
@@ -94,8 +105,10 @@ class FusedOptimizer : public OptimizerInterface {
     return false;
   }
 
-  /// What a step trains in place of `parameter`, of group number `group`: its float master, made if
-  /// there is none yet and in agreement with the parameter as it is now; or the parameter itself.
+  /// Returns what a step trains in place of `parameter`, of group number `group`: its float master,
+  /// made if there is none yet and in agreement with the parameter as it is now; or the parameter.
+  /// The master's `.grad` is the parameter's, the same tensor, until the next step: a caller may
+  /// change it at either place, and a parameter whose gradient is dropped at either is left out.
   /// \throws c10::Error if it is trained as something that is no tensor, a split master
   virtual at::Tensor master_param([[maybe_unused]] std::size_t group, const at::Tensor& parameter) {
     return parameter;
@@ -111,6 +124,10 @@ class FusedOptimizer : public OptimizerInterface {
         "mezzo::initialize a level with master_weights = false, or use mezzo::optim::AdamW, "
         "Adam, SGD, Lion or LAMB");
   }
+
+  /// Called before gradients are unscaled where they lie, be it for clipping alone.
+  /// \throws c10::Error where that cannot be right, and says what to do instead
+  virtual void check_unscale() const {}
 
   /// From here on each step writes copies of weights of float in `dtype` (bfloat16 or half),
   /// rounded to nearest, in the same pass, and publishes them in `cache`: regions of that dtype
@@ -140,24 +157,19 @@ class FusedOptimizer : public OptimizerInterface {
   }
 
  protected:
-  friend class detail::StepTaker;
-
-  /// Called before gradients are unscaled where they lie, be it for clipping alone.
-  /// \throws c10::Error where that cannot be right, and says what to do instead
-  virtual void check_unscale() const {}
+  /// Calls `closure`, if there is one, with autograd on, then takes a step of the gradients as they
+  /// are; returns what the closure returned.
+  inline at::Tensor step_with(const torch::optim::Optimizer::LossClosure& closure);
 
   bool publishes() const noexcept { return copy_for_ != nullptr; }
   at::ScalarType published_dtype() const noexcept { return published_dtype_; }
-  /// Where to write the copy of `weight`; undefined where none is wanted.
+  /// Returns where to write the copy of `weight`; undefined where none is wanted.
   at::Tensor copy_for(const at::Tensor& weight) const { return copy_for_(weight); }
-  /// What a step has written: weights, each with its copy.
+  /// Weights that a step has written, each with its copy.
   using Published = std::vector<std::pair<at::Tensor, at::Tensor>>;
   void publish(const Published& published) const { publish_(published); }
-  void publish(const at::Tensor& weight, const at::Tensor& copy) const {
-    publish_({{weight, copy}});
-  }
 
-  /// For launches on a device.
+  /// Memory for the launches of a step on a device.
   detail::TableMemory& table_memory() noexcept { return table_memory_; }
 
  private:
@@ -170,4 +182,4 @@ class FusedOptimizer : public OptimizerInterface {
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/optim/detail/gradients.h>  // IWYU pragma: export
+#include <mezzo/optim/detail/gradients.h>

@@ -7,10 +7,9 @@
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/lamb_step_cpu.h>
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/member_table.h>
-#include <mezzo/optim/detail/optimizer_traits.h>
-#include <mezzo/optim/detail/param_state.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
+#include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
 
@@ -78,8 +77,8 @@ struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::Counte
 
 namespace detail {
 
-/// What ElementwiseOptimizer asks about LAMB, which looks at one element at a time, but twice:
-/// run_step_cpu and cuda::step_ make two passes.
+/// What LAMB says of itself. It looks at one element at a time, but twice, with the norms of the
+/// whole parameter in between.
 template <class Options, class State>
 struct LambTraits : OptimizerTraits<LambTraits<Options, State>, Options, State, LambRule> {
   static constexpr const char* kName = "LAMB";
@@ -93,11 +92,12 @@ struct LambTraits : OptimizerTraits<LambTraits<Options, State>, Options, State, 
             .always_adapts = options.always_adapt()};
   }
 
-  using Loop = LambLoop;
-  static Loop loop(const Options&, optim::WeightStorage storage, at::ScalarType kept,
-                   at::ScalarType gradient, CpuIsa isa) {
-    return lamb_loop(storage, kept, gradient, isa);
+  static constexpr bool kIsElementByElement = false;
+  static StepLoop loop(bool /*is_variant*/, optim::WeightStorage storage, at::ScalarType kept,
+                       CpuIsa isa) {
+    return lamb_loop(storage, kept, isa);
   }
+  static void run_cpu(const std::vector<StepTask>& tasks) { run_lamb_cpu(tasks); }
 };
 
 }  // namespace detail
@@ -123,12 +123,12 @@ namespace optim {
 /// libtorch has none, so files are mezzo's own; on CUDA it needs the target mezzo::cuda, for ATen
 /// has no kernel of it, and two launches more than AdamW. All else that AdamW's page
 /// (mezzo/optim/adamw.h) says holds here.
-class LAMB : public detail::ElementwiseOptimizer<detail::LambTraits<LAMBOptions, LAMBParamState>> {
+class LAMB : public detail::OptimizerShell<detail::LambTraits<LAMBOptions, LAMBParamState>> {
  public:
   /// AdamW's constructors, on param groups, parameters or buckets, with LAMBOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where there is no parameter, one is given twice or two share memory
-  using ElementwiseOptimizer::ElementwiseOptimizer;
+  using OptimizerShell::OptimizerShell;
 };
 
 }  // namespace optim

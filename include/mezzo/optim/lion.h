@@ -5,10 +5,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/lion_element.h>
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/member_table.h>
-#include <mezzo/optim/detail/optimizer_traits.h>
-#include <mezzo/optim/detail/param_state.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
+#include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
 
@@ -60,7 +59,7 @@ struct LionParamState : public detail::ParamState<LionParamState, detail::Counte
 
 namespace detail {
 
-/// What ElementwiseOptimizer asks about Lion.
+/// What Lion says of itself.
 template <class Options, class State>
 struct LionTraits : OptimizerTraits<LionTraits<Options, State>, Options, State, LionRule> {
   static constexpr const char* kName = "Lion";
@@ -80,12 +79,12 @@ namespace optim {
 /// decay: one moment, and 20 bytes a parameter to AdamW's 28. libtorch has none, so files are
 /// mezzo's own; on CUDA it needs the target mezzo::cuda, for ATen has no kernel of it. All else
 /// that AdamW's page (mezzo/optim/adamw.h) says holds here.
-class Lion : public detail::ElementwiseOptimizer<detail::LionTraits<LionOptions, LionParamState>> {
+class Lion : public detail::OptimizerShell<detail::LionTraits<LionOptions, LionParamState>> {
  public:
   /// AdamW's constructors, on param groups, parameters or buckets, with LionOptions.
   /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or where
   ///   there is no parameter, one is given twice or two share memory
-  using ElementwiseOptimizer::ElementwiseOptimizer;
+  using OptimizerShell::OptimizerShell;
 };
 
 }  // namespace optim

@@ -5,6 +5,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
 
@@ -12,6 +13,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -90,15 +92,18 @@ class MasterWeights : public optim::FusedOptimizer {
   /// The one that was given, which steps.
   torch::optim::Optimizer& optimizer() noexcept override { return *inner_; }
 
-  /// Without a scaler: calls `closure` once, if there is one, then steps; returns what the closure
-  /// returned. \throws c10::Error between `GradScaler::unscale_` and `GradScaler::step`, and as the
-  ///   constructor does where the parameters are others by now
-  MEZZO_INLINE at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override;
+  /// Without a scaler: calls `closure` once, if there is one, then steps with the gradients as they
+  /// are; returns what the closure returned. \throws c10::Error as the constructor does where the
+  ///   parameters are others by now
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
+    return step_with(closure);
+  }
 
-  /// As GradScaler calls it. Waits for the device that says whether to step.
+  /// As GradScaler calls them. `apply` waits for the device that says whether to step.
   /// \throws c10::Error as above, and what the inner optimizer's step throws
-  MEZZO_INLINE GradientReport report(const at::Tensor& inv_scale, bool of_masters = false) override;
-  MEZZO_INLINE void apply(const GradientReport& report, const StepOptions& options = {}) override;
+  MEZZO_INLINE StepPlan plan() override;
+  MEZZO_INLINE void apply(StepPlan plan, const Verdict& verdict = {},
+                          const StepOptions& options = {}) override;
 
   void enable_master_weights() override {}  // it always trains masters
   MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
@@ -116,24 +121,29 @@ class MasterWeights : public optim::FusedOptimizer {
   MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  struct Participant;
+  /// A parameter of 16 bits, held so that its address cannot come to name another tensor, and its
+  /// master.
   struct Kept {
-    at::Tensor parameter;  // held, so that its address cannot come to name another tensor
-    at::Tensor master;
+    at::Tensor parameter{};
+    detail::KeptWeights weights{};
+  };
+  /// A parameter of a step, and its master; null where the parameter itself is trained.
+  struct Trained {
+    at::Tensor parameter;
+    detail::KeptWeights* weights;
   };
 
   static constexpr const char* kName = "MasterWeights";
   detail::OptimizerWords words() const { return {kName, inner_->param_groups()}; }
 
-  void follow_parameters();
-  at::Tensor find_master(const at::Tensor& parameter) const;
-  at::Tensor settled_master(const at::Tensor& parameter);
-  std::vector<Participant> participants(bool of_masters);
-  void step_inner(const std::vector<Participant>& all, double factor);
-  void finish(const std::vector<Participant>& all);
+  void meet_parameters();
+  Kept* find_kept(const at::Tensor& parameter);
+  detail::KeptWeights& settled(const at::Tensor& parameter);
+  void step_inner(const StepPlan& plan, double factor);
+  void finish(const std::vector<Trained>& all);
 
   torch::optim::Optimizer* inner_;
-  std::unordered_map<const c10::TensorImpl*, Kept> masters_;
+  std::unordered_map<const c10::TensorImpl*, std::unique_ptr<Kept>> masters_;
   detail::SeenParameters seen_;  // of 16 bits
 };
 
@@ -155,6 +165,5 @@ std::vector<at::Tensor> master_params(AnyOptimizer optimizer);
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifndef MEZZO_LEFT_TO_LIBRARY
-#include <mezzo/optim/detail/master_weights_file.h>  // IWYU pragma: export
 #include <mezzo/optim/detail/master_weights_impl.h>  // IWYU pragma: export
 #endif

@@ -6,11 +6,10 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/sgd_element.h>
-#include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/libtorch_options.h>
 #include <mezzo/optim/detail/member_table.h>
-#include <mezzo/optim/detail/optimizer_traits.h>
-#include <mezzo/optim/detail/param_state.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
+#include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
 
@@ -74,7 +73,7 @@ struct SGDParamState
 
 namespace detail {
 
-/// What ElementwiseOptimizer asks about SGD.
+/// What SGD says of itself.
 template <class Options, class State>
 struct SgdTraits
     : OptimizerTraits<SgdTraits<Options, State>, Options, State, SgdRule<false>, SgdRule<true>> {
@@ -94,39 +93,38 @@ struct SgdTraits
   }
 
   static bool variant(const Options& options) { return options.momentum() != 0; }
-  static bool has_state(const Options& options) { return options.momentum() != 0; }
+  static bool has_moments(const Options& options) { return options.momentum() != 0; }
   /// A buffer begins as a gradient, though there were steps before without momentum. Without
-  /// dampening one of zeros becomes that by itself, and the count goes on, from which stochastic
-  /// rounding has the random bits of each step.
-  static bool begins(const Options& options, State& state) {
-    return options.momentum() != 0 && options.dampening() != 0 &&
-           !state.momentum_buffer().defined();
+  /// dampening a buffer of zeros becomes that by itself, and the count goes on, from which
+  /// stochastic rounding has the random bits of each step.
+  static bool begins_as_gradient(const Options& options) {
+    return options.momentum() != 0 && options.dampening() != 0;
   }
 
   static constexpr bool kAtenHasIt = true;
 
   /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
   /// 0. A kernel told of a first step would not see that the device skipped it.
-  static void check_for_aten(const Options& options) {
-    TORCH_CHECK(options.dampening() == 0 || options.momentum() == 0, "SGD: dampening is ",
-                options.dampening(),
+  static void check_for_aten(const GroupNumbers& numbers) {
+    const auto own = numbers.constants.as<SgdConstants>();
+    TORCH_CHECK(own.dampening == 0 || own.momentum == 0, "SGD: dampening is ", own.dampening,
                 ", and the parameters are on a device where mezzo has no kernel, and ATen's "
                 "dampens the first "
                 "step too; link the CMake target mezzo::cuda, or set dampening(0)");
   }
 
-  static void aten_step(const Options& options, const AtenLists& lists,
+  static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
                         const AtenVerdict& verdict) {
+    const auto own = numbers.constants.as<SgdConstants>();
     const auto call = [&](const auto& lr) {
-      at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], options.weight_decay(),
-                      options.momentum(), lr, options.dampening(), options.nesterov(),
-                      /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
-                      verdict.found_inf);
+      at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], own.weight_decay,
+                      own.momentum, lr, own.dampening, own.nesterov, /*maximize=*/false,
+                      /*is_first_step=*/false, verdict.grad_scale, verdict.found_inf);
     };
     if (verdict.lr_factor) {
-      call(*verdict.lr_factor * options.lr());
+      call(*verdict.lr_factor * numbers.lr);
     } else {
-      call(options.lr());
+      call(numbers.lr);
     }
   }
 };
@@ -139,14 +137,14 @@ namespace optim {
 /// of `torch::optim::SGD` within rounding, from one pass over gradient, parameter and buffer. All
 /// that AdamW's page (mezzo/optim/adamw.h) says of dtypes, layouts, groups, files, devices and
 /// threads holds here. Sparse gradients are torch::optim::SGD's.
-class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SGDParamState>> {
+class SGD : public detail::OptimizerShell<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
   /// AdamW's constructors, on param groups, parameters or buckets, with SGDOptions, which have no
   /// default.
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
   ///   momentum is positive and dampening 0; or where there is no parameter, one is given twice
   ///   or two share memory
-  using ElementwiseOptimizer::ElementwiseOptimizer;
+  using OptimizerShell::OptimizerShell;
 };
 
 }  // namespace optim

@@ -19,6 +19,8 @@ struct StepOutcome {
   float scale = 1.0F;      ///< the loss scale that this step's gradients carried
   /// The 2-norm of all unscaled gradients before clipping, where a step knows it.
   std::optional<double> grad_norm = std::nullopt;
+  /// The largest magnitude of the unscaled gradients before clipping, where a step knows it.
+  std::optional<double> grad_max_abs = std::nullopt;
   std::optional<at::Tensor> value = std::nullopt;  ///< what `optimizer.step` returned, if it ran
 };
 
@@ -32,6 +34,9 @@ class StepSlot {
   virtual ~StepSlot() = default;
   virtual bool ready() const noexcept = 0;
   virtual const StepOutcome& outcome() = 0;
+  /// A float of one element on the device that decides the step, 0 where it ran; undefined where
+  /// the host knows.
+  virtual at::Tensor found_inf_on_device() const { return {}; }
 };
 
 /// A handle to the outcome of a step. It owns (shares) its slot, so it may be kept across
@@ -71,6 +76,14 @@ class StepResult {
   /// and not where an optimizer of mezzo's clips on a device. Inf or NaN where an inf was found.
   /// May wait for the device.
   std::optional<double> grad_norm() const { return slot_->outcome().grad_norm; }
+
+  /// The largest magnitude of all gradients, unscaled and not yet clipped, where a step knows the
+  /// norm. May wait for the device.
+  std::optional<double> grad_max_abs() const { return slot_->outcome().grad_max_abs; }
+
+  /// Returns a float of one element on the device that decides the step, 0 where it ran, for work
+  /// that follows the step there without waiting; undefined where the host knows.
+  at::Tensor found_inf_on_device() const { return slot_->found_inf_on_device(); }
 
   /// What `optimizer.step` returned, none when it was skipped. torch::optim returns an undefined
   /// tensor unless it was given a closure. May wait for the device.

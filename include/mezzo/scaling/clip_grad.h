@@ -52,8 +52,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// \return a tensor without dimensions on the device of the first gradient: of double where a
 ///   gradient is double, else of float; 0 on the CPU where there is no gradient
 ///
-/// Where the optimizer keeps float masters (MasterWeights, WeightStorage::master), the masters'
-/// gradients are clipped, which `scaler.step` takes.
+/// The gradient of a weight with a float master (MasterWeights, WeightStorage::master) is clipped
+/// in float; see `unscale_`.
 ///
 /// Gradients may lie on several devices and have several dtypes; undefined ones are left out and
 /// sparse ones coalesced (`.grad` is replaced). Sums are in double (on CUDA up to 32
@@ -73,17 +73,18 @@ void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double clip_va
 
 namespace detail {
 
-/// What clipping reads and multiplies: the gradients that the step will take, unscaled.
-inline std::vector<DeviceGradientReport> gradients_to_clip(GradScaler& scaler,
-                                                           AnyOptimizer optimizer) {
-  const std::vector<at::Tensor> parameters = scaler.unscaled_parameters(optimizer);
+/// Gradients of one device each, unscaled: what the step will take.
+using GradientsByDevice = std::vector<std::vector<at::Tensor>>;
+
+inline GradientsByDevice gradients_to_clip(GradScaler& scaler, AnyOptimizer optimizer) {
+  if (!scaler.is_unscaled(optimizer)) scaler.unscale_(optimizer);
   const c10::NoGradGuard no_grad;
-  return gradients_by_device(parameters);
+  return values_by_device(plan_of(optimizer));
 }
 
-inline bool has_double(const std::vector<DeviceGradientReport>& all) {
-  for (const DeviceGradientReport& device : all) {
-    for (const at::Tensor& gradient : device.gradients) {
+inline bool has_double(const GradientsByDevice& all) {
+  for (const std::vector<at::Tensor>& gradients : all) {
+    for (const at::Tensor& gradient : gradients) {
       if (gradient.scalar_type() == at::kDouble) return true;
     }
   }
@@ -106,28 +107,27 @@ inline at::Tensor norm_on_device(const std::vector<at::Tensor>& gradients, doubl
 }
 
 /// The norm of all, on the first device. Does not wait, unless for a device to tell the CPU.
-inline at::Tensor total_norm(const std::vector<DeviceGradientReport>& all, double norm_type) {
-  const at::Device device = all.front().gradients.front().device();
+inline at::Tensor total_norm(const GradientsByDevice& all, double norm_type) {
+  const at::Device device = all.front().front().device();
   std::vector<at::Tensor> norms;
   norms.reserve(all.size());
-  for (const DeviceGradientReport& one : all) {
-    norms.push_back(on_device(norm_on_device(one.gradients, norm_type), device));
+  for (const std::vector<at::Tensor>& gradients : all) {
+    norms.push_back(on_device(norm_on_device(gradients, norm_type), device));
   }
   return norms.size() == 1 ? norms.front() : at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
 /// Multiplies each gradient once, in place: doubles by the coefficient as it is, others by the
 /// nearest float.
-inline void multiply_by(const std::vector<DeviceGradientReport>& all,
-                        const at::Tensor& coefficient) {
+inline void multiply_by(const GradientsByDevice& all, const at::Tensor& coefficient) {
   const at::Tensor as_float = coefficient.to(at::kFloat);
-  for (const DeviceGradientReport& one : all) {
-    check_unscalable(one.gradients, on_device(as_float, one.gradients.front().device()));
+  for (const std::vector<at::Tensor>& gradients : all) {
+    check_unscalable(gradients, on_device(as_float, gradients.front().device()));
   }
-  for (const DeviceGradientReport& one : all) {
-    const at::Device device = one.gradients.front().device();
+  for (const std::vector<at::Tensor>& gradients : all) {
+    const at::Device device = gradients.front().device();
     std::vector<at::Tensor> doubles, others;
-    for (const at::Tensor& gradient : one.gradients) {
+    for (const at::Tensor& gradient : gradients) {
       (gradient.scalar_type() == at::kDouble ? doubles : others).push_back(gradient);
     }
     if (!doubles.empty()) at::_foreach_mul_(each_once(doubles), on_device(coefficient, device));
@@ -167,7 +167,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, do
                                   double norm_type, bool error_if_nonfinite) {
   detail::check_norm_arguments(max_norm, norm_type);
   const c10::NoGradGuard no_grad;
-  const std::vector<DeviceGradientReport> gradients = detail::gradients_to_clip(scaler, optimizer);
+  const detail::GradientsByDevice gradients = detail::gradients_to_clip(scaler, optimizer);
   if (gradients.empty()) return at::zeros({}, at::kFloat);
   const at::Tensor norm = detail::total_norm(gradients, norm_type);
   if (error_if_nonfinite) detail::require_finite(norm, norm_type);
@@ -181,8 +181,8 @@ inline void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double 
   TORCH_CHECK(detail::is_above(clip_value, 0), "clip_grad_value_: clip_value is ", clip_value,
               "; it should be positive");
   const c10::NoGradGuard no_grad;
-  for (const DeviceGradientReport& one : detail::gradients_to_clip(scaler, optimizer)) {
-    detail::clamp_to(one.gradients, clip_value);
+  for (const auto& gradients : detail::gradients_to_clip(scaler, optimizer)) {
+    detail::clamp_to(gradients, clip_value);
   }
 }
 

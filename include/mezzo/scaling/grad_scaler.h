@@ -3,26 +3,33 @@
 /// `torch::optim::Optimizer`.
 #pragma once
 
+#include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/scaling/detail/async_readback.h>
-#include <mezzo/scaling/detail/clip_watch.h>
 #include <mezzo/scaling/detail/device_scale.h>
-#include <mezzo/scaling/detail/optimizer_records.h>
+#include <mezzo/scaling/detail/iteration_records.h>
+#include <mezzo/scaling/detail/step_letter.h>
 #include <mezzo/scaling/grad_scaler_options.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <array>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -33,11 +40,6 @@ class OutputArchive;
 }  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-class LossScaleOptimizer;
-namespace detail {
-class LossPasses;
-}  // namespace detail
 
 /// Multiplies the loss so that small gradients survive in fp16, divides the gradients again, and
 /// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words
@@ -68,12 +70,6 @@ class LossPasses;
 /// `mezzo::cuda` or with ATen's kernels, `get_scale` and `state_dict` wait for the device; so do,
 /// with an optimizer that is not mezzo's, `step` (whether to step is the host's decision then, as
 /// in torch.amp) and the line about a skip. Nothing else waits.
-///
-/// Gradients that are clipped before they are unscaled are clipped to a bound that is thousands of
-/// times too tight. Where that shows in the first 64 steps of an optimizer (the norm, or the
-/// largest magnitude, of float gradients is a round number eight times in a row while the gradients
-/// change), one warning (TORCH_WARN) says so. It costs one more read of the gradients in those
-/// steps, where a step does not read them anyway, and no host sync.
 ///
 /// **CUDA graphs.** With an optimizer of mezzo's an iteration can be captured into a graph, and be
 /// replayed through overflows and growth: nothing in it asks the host. Take one whole iteration
@@ -121,19 +117,13 @@ class GradScaler {
   /// whether any quotient is inf or NaN. Undefined gradients are left out, sparse ones coalesced
   /// first (`.grad` is replaced). No host sync, except to coalesce.
   ///
-  /// Where the optimizer keeps a float master of a parameter (WeightStorage::master, MasterWeights)
-  /// the quotient goes to the master's gradient, in float, so that nothing underflows, and the
-  /// parameter's own stays as it is. Clip `master_params(optimizer)` then; `step` takes those
-  /// gradients, and drops them, as the end of the iteration does. A disabled scaler, too, hands
-  /// gradients to masters.
+  /// The true gradient of a weight with a float master (WeightStorage::master, MasterWeights) is
+  /// that weight's own `.grad`, as a new tensor of float, in which nothing underflows: the step
+  /// takes it, and libtorch's clipping and zero_grad find it there. A disabled scaler makes it
+  /// float too, and divides nothing.
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
   ///   for fp16 gradients of parameters without a master (see `allow_fp16_gradients`)
   void unscale_(AnyOptimizer optimizer);
-
-  /// Calls `unscale_` unless that has been done in this iteration; gives the tensors whose
-  /// gradients the step will take, and which may be clipped now: parameters that have one, masters
-  /// in place of those that keep one. \throws c10::Error as `unscale_` does
-  std::vector<at::Tensor> unscaled_parameters(AnyOptimizer optimizer);
 
   /// torch.amp's: calls `unscale_` unless that has been done, so that `.grad` loses the scale, then
   /// `optimizer.step(args...)` unless an inf or NaN was found. Waits for the device to know which;
@@ -163,6 +153,13 @@ class GradScaler {
   /// by a `step(optimizer)` that called it and then threw. False when disabled.
   bool is_unscaled(AnyOptimizer optimizer) const;
 
+  /// Forgets what was called for `optimizer` in this iteration, so that it may be unscaled again
+  /// after another backward pass: its gradients are yours to give up, or to keep for a step with
+  /// StepOptions::is_unscaled. What was found in them still counts for the next scale.
+  /// \return a float of one element on the scale's device, not 0 where an inf or NaN was found;
+  ///   undefined if nothing was checked. No host sync on a device.
+  at::Tensor forget(AnyOptimizer optimizer);
+
   /// Ends the iteration: the next scale, from what the checks found; forgets the optimizers.
   /// No host sync, unless a step was skipped and a callback wants to know the new scale.
   /// \throws c10::Error if no optimizer was checked since the last `update`
@@ -189,6 +186,9 @@ class GradScaler {
   void set_growth_interval(int64_t growth_interval);
 
   bool is_enabled() const noexcept { return enabled_; }
+
+  /// Whether an optimizer was unscaled or stepped since the last `update`.
+  bool is_in_iteration() const noexcept { return !records_.empty(); }
 
   /// The rule that the scale follows.
   const LossScale& rule() const noexcept { return rule_; }
@@ -222,33 +222,16 @@ class GradScaler {
  private:
   using StepFunction = std::function<at::Tensor()>;
 
-  // Where several losses, each with a scaler, become one step (detail/loss_passes.h).
-  friend class detail::LossPasses;
-  friend class LossScaleOptimizer;
-
-  /// Forgets `optimizer`, whatever was called for it: it may be unscaled again after the next
-  /// backward pass, and its gradients (those of masters too) are the caller's to set aside and add
-  /// up. What was found counts for this scaler's next scale all the same, and is returned: one
-  /// float of one element a device, not 0 where there was an inf or NaN. No host sync on a device.
-  std::vector<at::Tensor> release(AnyOptimizer optimizer);
-
-  /// Then, before `step`: takes `optimizer` over with gradients that carry no scale any more, and
-  /// with what scalers `release`d about them. Its step is skipped if one of `found_inf` is set,
-  /// which leaves this scaler's scale alone.
-  void adopt(AnyOptimizer optimizer, std::vector<at::Tensor> found_inf);
-
-  /// Whether `update` has something to move the scale by.
-  bool has_checks() const { return !records_.found_inf().empty(); }
-
   detail::OptimizerRecord& record_to_step(const torch::optim::Optimizer& optimizer);
-  detail::OptimizerRecord& unscale_into(const detail::StepTaker& taker);
-  StepResult step_on_device(const detail::StepTaker& taker, const StepOptions& options);
-  StepResult step_on_host(const detail::StepTaker& taker, const StepOptions& options,
+  detail::OptimizerRecord& unscale_into(AnyOptimizer optimizer);
+  void check_verdict(detail::OptimizerRecord& record, Verdict& verdict, bool was_unscaled,
+                     bool counts, const at::Tensor& known_inf);
+  StepResult step_fused(optim::FusedOptimizer& optimizer, const StepOptions& options);
+  StepResult step_on_host(AnyOptimizer optimizer, const StepOptions& options,
                           const StepFunction& torch_step);
-  GradientReport report_into(detail::OptimizerRecord& record, const detail::StepTaker& taker,
-                             bool counts);
+  StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
   void note_skip(const detail::OptimizerRecord& record, float scale);
-  void post_line(const std::vector<at::Tensor>& found_inf);
+  void post_line(const at::Tensor& found_inf);
   void require_scale(const char* call) const;
   const at::Tensor& scale_on(at::Device device);
   LossScaleState read_state() const;
@@ -266,17 +249,12 @@ class GradScaler {
   std::optional<float> skipped_scale_;  // set by a skipped step until `update` has told it
 
   detail::DeviceScale scale_;  // undefined until the first `scale`; then on its device
-  detail::OptimizerRecords records_;
-  detail::ClipWatch clip_watch_;
+  detail::IterationRecords records_;
 
   // Of steps that a device decides.
-  detail::ReadbackPool readback_pool_;
-  std::vector<std::shared_ptr<detail::AsyncReadback>> readbacks_;  // this iteration's
+  detail::LetterPool letter_pool_;
+  std::vector<std::shared_ptr<detail::StepLetter>> letters_;  // this iteration's
   detail::PendingLines pending_lines_;
-
-  template <class Archive>
-  requires std::same_as<Archive, torch::serialize::OutputArchive>
-  friend Archive& operator<<(Archive& archive, const GradScaler& scaler);
 };
 
 /// `torch::save(scaler, path)` and `torch::load(scaler, path)`: `state_dict` in an archive (include
@@ -290,11 +268,121 @@ template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler);
 
+namespace detail {
+
+inline constexpr std::array<std::string_view, 5> kTorchStateKeys{
+    "scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"};
+inline constexpr std::array<std::string_view, 5> kMezzoStateKeys{
+    "min_scale", "max_scale", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
+
+template <class T>
+consteval bool is_scalable();
+
+template <class T, std::size_t... I>
+consteval bool elements_are_scalable(std::index_sequence<I...>) {
+  return (is_scalable<std::tuple_element_t<I, T>>() && ...);
+}
+
+/// Whether a `T` is tensors and nothing else, which can be copied; but for the keys of maps.
+template <class T>
+consteval bool is_scalable() {
+  if constexpr (std::same_as<T, at::Tensor>) {
+    return true;
+  } else if constexpr (kIsOptional<T>) {
+    return is_scalable<typename T::value_type>();
+  } else if constexpr (TupleLike<T>) {
+    return elements_are_scalable<T>(std::make_index_sequence<std::tuple_size_v<T>>());
+  } else if constexpr (requires { typename T::mapped_type; }) {
+    return is_scalable<typename T::mapped_type>();
+  } else if constexpr (Collection<T> && requires { typename T::allocator_type; }) {
+    return is_scalable<std::ranges::range_value_t<T>>();
+  } else {
+    return false;
+  }
+}
+
+template <class Argument>
+inline constexpr bool kMayBeClosure = std::is_convertible_v<const std::remove_cvref_t<Argument>&,
+                                                            torch::optim::Optimizer::LossClosure>;
+
+/// Of an argument of `optimizer.step`; no closure, said aloud, is not one.
+template <class Argument>
+bool is_closure(const Argument& argument) {
+  if constexpr (kMayBeClosure<Argument>) {
+    return torch::optim::Optimizer::LossClosure(argument) != nullptr;
+  } else {
+    return false;
+  }
+}
+
+}  // namespace detail
+
+template <class Outputs>
+std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
+  static_assert(detail::is_scalable<Outputs>(),
+                "outputs must be a Tensor or an iterable of Tensors. In C++: give "
+                "GradScaler::scale the loss itself, as in scaler.scale(out.loss)");
+  if (!enabled_) return outputs;
+  return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
+    const at::Tensor& scale = scale_on(output.device());
+    return rule_.kind() == LossScaleKind::none ? output : output.mul(scale);
+  });
+}
+
+template <class OptimizerType, class... Args>
+requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
+         !(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
+           ...)) StepResult GradScaler::step(OptimizerType& optimizer, Args&&... args) {
+  const auto call_step = [&]() -> at::Tensor {
+    return optimizer.step(std::forward<Args>(args)...);
+  };
+  const bool has_closure = (detail::is_closure(args) || ...);
+  const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
+  if (!enabled_) return StepResult(StepOutcome{.ran = true, .value = call_step()});
+  TORCH_CHECK(
+      !has_closure,
+      "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
+      "and "
+      "call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
+      "with GradScalerOptions().enabled(false)");
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  if (is_bare && fused != nullptr) return step_fused(*fused, {});
+  return step_on_host(optimizer, {}, call_step);
+}
+
+// The archives' headers take 14 s to compile, so that these are templates: who saves or loads has
+// included them anyway.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const GradScaler& scaler) {
+  TORCH_CHECK(
+      !scaler.is_in_iteration(),
+      "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
+      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
+  for (const auto& [key, value] : scaler.state_dict()) {
+    archive.write(key, at::scalar_tensor(value, at::kDouble), /*is_buffer=*/true);
+  }
+  return archive;
+}
+
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, GradScaler& scaler) {
+  GradScaler::StateDict state;
+  const auto read = [&](std::string_view name) {
+    const std::string key(name);
+    at::Tensor value;
+    if (archive.try_read(key, value, /*is_buffer=*/true))
+      state[key] = value.template item<double>();
+  };
+  for (const std::string_view key : detail::kTorchStateKeys) read(key);
+  for (const std::string_view key : detail::kMezzoStateKeys) read(key);
+  scaler.load_state_dict(state);
+  return archive;
+}
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/scaling/detail/grad_scaler_templates.h>  // IWYU pragma: export
 #ifndef MEZZO_LEFT_TO_LIBRARY
-#include <mezzo/scaling/detail/grad_scaler_impl.h>   // IWYU pragma: export
-#include <mezzo/scaling/detail/grad_scaler_state.h>  // IWYU pragma: export
-#include <mezzo/scaling/detail/grad_scaler_step.h>   // IWYU pragma: export
+#include <mezzo/scaling/detail/grad_scaler_impl.h>  // IWYU pragma: export
 #endif

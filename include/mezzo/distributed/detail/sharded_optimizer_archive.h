@@ -5,8 +5,8 @@
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/group_options.h>
-#include <mezzo/optim/detail/kept_weights.h>
 #include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/param_slot.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
@@ -35,7 +35,7 @@ inline constexpr const char* kShardAppliedKey = "mezzo_shard_applied_steps";
 /// For a file, which has the whole of split weights.
 template <class State>
 at::Tensor filed_master(const at::Tensor& weights, State& state) {
-  const bool is_split = state.lower_half().defined() && !state.master().defined();
+  const bool is_split = state.lower_half.defined() && !state.master().defined();
   return is_split ? trained_value(weights, state) : state.master();
 }
 
@@ -131,7 +131,7 @@ void ShardedOptimizer<OptimizerType>::gather_states(OptimizerType& whole) const 
 template <class OptimizerType>
 auto ShardedOptimizer<OptimizerType>::own_states() const -> OwnStates {
   State empty;
-  OwnStates own{.kinds = detail::kept_tensors<Traits>(empty).size()};
+  OwnStates own{.kinds = detail::kept_tensors(empty).size()};
   for (const detail::ShardSlice& slice : weights_.slices()) {
     own.steps.push_back(-1);
     std::vector<at::Tensor>& tensors = own.tensors.emplace_back(own.kinds);
@@ -139,7 +139,7 @@ auto ShardedOptimizer<OptimizerType>::own_states() const -> OwnStates {
     if (found == inner_->state().end()) continue;
     State& state = static_cast<State&>(*found->second);
     own.steps.back() = state.step();
-    const auto kept = detail::kept_tensors<Traits>(state);
+    const auto kept = detail::kept_tensors(state);
     for (std::size_t kind = 0; kind < own.kinds; ++kind) tensors[kind] = *kept[kind];
     tensors[0] = detail::filed_master(slice.weights, state);
   }
@@ -169,7 +169,7 @@ void ShardedOptimizer<OptimizerType>::gather_bucket(std::size_t bucket, std::siz
     if (!has(number)) continue;
     const at::Tensor& place = gradients->place(number);
     auto& state = *whole->state()[weights_.parameters()[number].unsafeGetTensorImpl()];
-    *detail::kept_tensors<Traits>(static_cast<State&>(state))[kind] =
+    *detail::kept_tensors(static_cast<State&>(state))[kind] =
         buffer.as_strided(place.sizes(), place.strides(), place.storage_offset())
             .to(at::kCPU, table.dtype(number, kind), /*non_blocking=*/false, /*copy=*/true);
   }
@@ -234,8 +234,8 @@ auto ShardedOptimizer<OptimizerType>::part_of(State& whole, const detail::ShardS
   auto part = std::make_unique<State>();
   part->step(whole.step());
   const at::Tensor& place = detail::shared(buckets_)->place(slice.parameter);
-  const auto from = detail::kept_tensors<Traits>(whole);
-  const auto to = detail::kept_tensors<Traits>(*part);
+  const auto from = detail::kept_tensors(whole);
+  const auto to = detail::kept_tensors(*part);
   for (std::size_t kind = 0; kind < from.size(); ++kind) {
     if (!from[kind]->defined()) continue;
     detail::check_shape_of(*from[kind], kind == 0 ? "a master" : "a moment",

@@ -54,9 +54,6 @@ void ShardedOptimizer<OptimizerType>::check_options(const Options& options) {
   TORCH_CHECK(options.weight_storage() != optim::WeightStorage::stochastic,
               "ShardedOptimizer: WeightStorage::stochastic draws bits by an element's place in the "
               "whole parameter, of which a rank trains a part; use WeightStorage::master");
-  TORCH_CHECK(options.ema_decay() == 0, "ShardedOptimizer: ema_decay is ", options.ema_decay(),
-              ", and a rank would average its part alone; leave it at 0, and keep a mezzo::Ema "
-              "beside the optimizer");
 }
 
 template <class OptimizerType>
@@ -149,100 +146,72 @@ GradBuckets::NoSync ShardedOptimizer<OptimizerType>::no_sync() {
   return buckets_.no_sync();
 }
 
+/// Returns the first device that has a gradient. Alike on all ranks, for a parameter that has a
+/// gradient on one rank has one on all.
 template <class OptimizerType>
-at::Tensor ShardedOptimizer<OptimizerType>::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const c10::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
-  apply({});
-  return loss;
-}
-
-/// Alike on all ranks, for what one has a gradient of, all have.
-template <class OptimizerType>
-std::vector<at::Device> ShardedOptimizer<OptimizerType>::devices_with_gradients() const {
-  std::vector<at::Device> devices;
+std::optional<at::Device> ShardedOptimizer<OptimizerType>::device_of_gradients() const {
   for (const at::Tensor& parameter : weights_.parameters()) {
-    const bool is_known =
-        std::find(devices.begin(), devices.end(), parameter.device()) != devices.end();
-    if (parameter.grad().defined() && !is_known) devices.push_back(parameter.device());
+    if (parameter.grad().defined()) return parameter.device();
   }
-  return devices;
+  return std::nullopt;
 }
 
 template <class OptimizerType>
-GradientReport ShardedOptimizer<OptimizerType>::report(const at::Tensor& inv_scale,
-                                                       bool /*of_masters*/) {
+StepPlan ShardedOptimizer<OptimizerType>::plan() {
   const c10::NoGradGuard no_grad;
   prepare();
-  const at::Tensor inverse = inv_scale.mul(1. / communicator_.size());
-  const GradientReport own = inner_->report(inverse);
-  GradientReport all{.plan = own.plan};
+  StepPlan plan = inner_->plan();
   for (const Known& known : known_) {  // on all ranks, whose slices of it they may be
     const at::Tensor& gradient = known.parameter.grad();
     const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
-    all.has_bare_half |= is_half && !keeps_master(known.group, known.parameter);
+    plan.has_bare_half |= is_half && !keeps_master(known.group, known.parameter);
   }
-  for (const at::Device device : devices_with_gradients()) {
-    DeviceGradientReport& one = all.devices.emplace_back();
-    const auto found = std::find_if(own.devices.begin(), own.devices.end(), [&](const auto& each) {
-      return each.inv_scale.device() == device;
-    });
-    if (found != own.devices.end()) {
-      one = *found;
-    } else {  // no slice of this rank's lies there
-      one.inv_scale = detail::on_device(inverse, device);
-      detail::note(detail::summarize_gradients({}, one.inv_scale), one);
-    }
-    detail::note(detail::agreed({one.found_inf, one.sum_of_squares, one.max_abs}, communicator_),
-                 one);
-  }
-  return all;
-}
-
-/// Gradients are sums, and a step takes their average.
-template <class OptimizerType>
-GradientReport ShardedOptimizer<OptimizerType>::average_of_sums() const {
-  GradientReport report;
-  if (communicator_.size() == 1) return report;
-  for (const at::Device device : devices_with_gradients()) {
-    const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
-    report.devices.push_back({.inv_scale = at::full({}, 1. / communicator_.size(), number),
-                              .found_inf = at::zeros({}, number)});
-  }
-  return report;
+  return plan;
 }
 
 template <class OptimizerType>
-void ShardedOptimizer<OptimizerType>::apply(const GradientReport& report,
+Verdict ShardedOptimizer<OptimizerType>::read(const StepPlan& plan, const at::Tensor& inv_scale) {
+  const c10::NoGradGuard no_grad;
+  const std::optional<at::Device> device = device_of_gradients();
+  const at::Tensor inverse = inv_scale.mul(1. / communicator_.size());
+  const Verdict own = inner_->read(plan, inverse).on(device.value_or(inv_scale.device()));
+  if (!device) return own;
+  const GradientSummary all =
+      detail::agreed({own.found_inf, own.sum_of_squares, own.max_abs}, communicator_);
+  return {own.inv_scale, all.found_inf, all.sum_of_squares, all.max_abs};
+}
+
+/// Returns what makes a step take the average of gradients, which are sums.
+template <class OptimizerType>
+Verdict ShardedOptimizer<OptimizerType>::average_of_sums() const {
+  const std::optional<at::Device> device = device_of_gradients();
+  if (communicator_.size() == 1 || !device) return {};
+  const auto number = at::TensorOptions().device(*device).dtype(at::kFloat);
+  return {.inv_scale = at::full({}, 1. / communicator_.size(), number),
+          .found_inf = at::zeros({}, number)};
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::apply(StepPlan plan, const Verdict& verdict,
                                             const StepOptions& options) {
   const c10::NoGradGuard no_grad;
   TORCH_CHECK(!publishes(),
               "ShardedOptimizer: it writes no copies of weights for a WeightCache, of which it "
               "makes a part alone; call stop_publishing(), and regions cast as ever");
-  if (report.plan == 0 || !exchange_->has_summed()) prepare();  // which throws for a report used up
-  const GradientReport own = report.devices.empty() ? average_of_sums() : report;
-  inner_->apply(own, options);
+  if (!exchange_->has_summed()) prepare();  // which throws for a plan used up
+  const Verdict own = verdict.defined() ? verdict : average_of_sums();
+  inner_->apply(std::move(plan), own, options);
   weights_.gather();
   count_applied(own);
   exchange_->set_has_summed(false);
 }
 
 template <class OptimizerType>
-void ShardedOptimizer<OptimizerType>::count_applied(const GradientReport& report) {
-  if (!has_gradient()) return;
+void ShardedOptimizer<OptimizerType>::count_applied(const Verdict& verdict) {
   const at::Tensor& count = applied_on_device();
-  const DeviceGradientReport* spokesman = nullptr;
-  for (const DeviceGradientReport& one : report.devices) {
-    const bool counts = count.defined() && one.inv_scale.device() == count.device();
-    if (spokesman == nullptr || counts) spokesman = &one;
-  }
   const at::Device device =
-      spokesman != nullptr ? spokesman->inv_scale.device() : buckets_.buckets().front().device;
-  detail::count_step(applied_count(), device,
-                     spokesman != nullptr ? spokesman->found_inf : at::Tensor());
+      count.defined() ? count.device() : device_of_gradients().value_or(at::Device(at::kCPU));
+  detail::count_step(applied_count(), device, verdict.on(device).found_inf);
 }
 
 template <class OptimizerType>
@@ -253,11 +222,11 @@ ShardedOptimizerBytes ShardedOptimizer<OptimizerType>::bytes() const {
   }
   for (const auto& [slice, kept] : inner_->state()) {
     State& state = static_cast<State&>(*kept);
-    for (const at::Tensor* tensor : detail::kept_tensors<Traits>(state)) {
+    for (const at::Tensor* tensor : detail::kept_tensors(state)) {
       if (tensor->defined()) bytes.state += static_cast<int64_t>(tensor->nbytes());
     }
-    if (state.lower_half().defined()) {
-      bytes.state += static_cast<int64_t>(state.lower_half().nbytes());
+    if (state.lower_half.defined()) {
+      bytes.state += static_cast<int64_t>(state.lower_half.nbytes());
     }
   }
   return bytes;

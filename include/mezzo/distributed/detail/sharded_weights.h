@@ -250,12 +250,11 @@ class ShardedWeights {
 
 /// What a state keeps an element of for each of the parameter's: the master, and every moment that
 /// the optimizer has under some options.
-template <class Traits>
-std::vector<at::Tensor*> kept_tensors(typename Traits::State& state) {
+inline std::vector<at::Tensor*> kept_tensors(ParamSlot& state) {
   constexpr int kMostMoments = 3;
-  std::vector<at::Tensor*> kept{&state.master()};
+  std::vector<at::Tensor*> kept{&state.master};
   for (int k = 0; k < kMostMoments; ++k) {
-    at::Tensor* const moment = &Traits::moment(state, k);
+    at::Tensor* const moment = &state.moment(k);
     if (std::find(kept.begin(), kept.end(), moment) == kept.end()) kept.push_back(moment);
   }
   return kept;

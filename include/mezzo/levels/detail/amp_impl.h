@@ -146,16 +146,16 @@ inline void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimiz
 template <std::invocable<const at::Tensor&> Backward>
 void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                      const ScaleLossOptions& options, Backward&& backward) {
-  const at::Tensor scaled = begin_pass(loss, optimizers, options);
+  detail::LossPasses::Pass pass = begin_pass(loss, optimizers, options);
   try {
     is_in_backward_ = true;
     const auto backward_ends = c10::make_scope_exit([this] { is_in_backward_ = false; });
-    std::forward<Backward>(backward)(scaled);
+    std::forward<Backward>(backward)(pass.scaled);
   } catch (...) {
-    passes_.give_up(optimizers.optimizers());
+    if (enabled_) passes_.give_up(pass);
     throw;
   }
-  if (enabled_ && !options.delay_unscale) passes_.unscale(optimizers.optimizers());
+  if (enabled_) passes_.end(std::move(pass), options.delay_unscale);
 }
 
 inline void Amp::refuse_within_backward(const char* call) const {
@@ -163,8 +163,9 @@ inline void Amp::refuse_within_backward(const char* call) const {
               ": called within the backward pass of a scale_loss; let that return first");
 }
 
-inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
-                                  const ScaleLossOptions& options) {
+inline detail::LossPasses::Pass Amp::begin_pass(const at::Tensor& loss,
+                                                const OptimizerList& optimizers,
+                                                const ScaleLossOptions& options) {
   refuse_within_backward("scale_loss");
   const std::size_t id = checked_loss(options.loss_id);
   TORCH_CHECK(loss.defined(),
@@ -172,9 +173,23 @@ inline at::Tensor Amp::begin_pass(const at::Tensor& loss, const OptimizerList& o
   TORCH_CHECK(!optimizers.optimizers().empty(),
               "scale_loss: name the optimizers that the loss is for, one or several in braces");
   for (const auto* optimizer : optimizers.optimizers()) given(*optimizer);
-  if (!enabled_) return loss;
-  detail::refuse_shared_parameters(optimizers);
+  if (!enabled_) return {loss};
+  refuse_shared_parameters();
   return passes_.begin(id, loss, optimizers.optimizers());
+}
+
+/// A gradient that belongs to two would be unscaled by each.
+inline void Amp::refuse_shared_parameters() const {
+  if (given_.size() < 2) return;
+  std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> owners;
+  for (const Given& one : given_) {
+    detail::for_each_parameter(*one.optimizer, [&](std::size_t, const at::Tensor& parameter) {
+      const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), one.optimizer).first;
+      TORCH_CHECK(known->second == one.optimizer, "scale_loss: two optimizers hold ",
+                  detail::OptimizerWords{"", one.optimizer->param_groups()}.parameter(parameter),
+                  ", whose gradient both would unscale and step with; give it to one of them");
+    });
+  }
 }
 
 inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {

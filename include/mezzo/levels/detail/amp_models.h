@@ -231,21 +231,6 @@ inline void check_models_and_optimizers(const ModelList& models, const Optimizer
   }
 }
 
-/// A gradient that belongs to two would be unscaled by each.
-inline void refuse_shared_parameters(const OptimizerList& optimizers) {
-  if (optimizers.optimizers().size() < 2) return;
-  std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> owners;
-  for (const auto* optimizer : optimizers.optimizers()) {
-    for_each_parameter(*optimizer, [&](std::size_t, const at::Tensor& parameter) {
-      const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), optimizer).first;
-      TORCH_CHECK(known->second == optimizer, "scale_loss: two of the optimizers hold ",
-                  OptimizerWords{"", optimizer->param_groups()}.parameter(parameter),
-                  ", whose gradient both would unscale; give it to one of them, or call "
-                  "scale_loss for one of them at a time");
-    });
-  }
-}
-
 /// A model that was given to initialize, and on which types of device it lies.
 class AmpModel {
  public:

@@ -2,5 +2,4 @@
 #include <mezzo/optim/master_weights.h>
 
 // What their users leave to this.
-#include <mezzo/optim/detail/master_weights_file.h>
 #include <mezzo/optim/detail/master_weights_impl.h>

@@ -3,8 +3,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/optim/detail/member_table.h>
-#include <mezzo/optim/detail/optimizer_traits.h>
-#include <mezzo/optim/detail/param_state.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
+#include <mezzo/optim/detail/param_slot.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
@@ -30,7 +30,7 @@ class AdamState : public ParamState<Own, Base> {
   }
 };
 
-/// What ElementwiseOptimizer asks about Adam and, with kIsDecoupled, AdamW.
+/// What Adam, and with kIsDecoupled AdamW, says of itself.
 template <class Options, class State, bool kIsDecoupled>
 struct AdamTraits : OptimizerTraits<AdamTraits<Options, State, kIsDecoupled>, Options, State,
                                     AdamRule<false>, AdamRule<true>> {
@@ -47,20 +47,20 @@ struct AdamTraits : OptimizerTraits<AdamTraits<Options, State, kIsDecoupled>, Op
   static bool variant(const Options& options) { return options.amsgrad(); }
 
   static constexpr bool kAtenHasIt = true;
-  static void check_for_aten(const Options&) {}
-  static void aten_step(const Options& options, const AtenLists& lists,
+  static void check_for_aten(const GroupNumbers&) {}
+  static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
                         const AtenVerdict& verdict) {
+    const auto own = numbers.constants.as<AdamConstants>();
     const auto call = [&](auto step, auto lr) {
-      const auto [beta1, beta2] = options.betas();
       const auto& [means, squares, largest] = lists.moments;
-      step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, beta1,
-           beta2, options.weight_decay(), options.eps(), options.amsgrad(), /*maximize=*/false,
+      step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, own.beta1,
+           own.beta2, own.weight_decay, own.eps, numbers.is_variant, /*maximize=*/false,
            verdict.grad_scale, verdict.found_inf);
     };
     if (verdict.lr_factor) {
-      call(kIsDecoupled ? scheduled_adamw_ : scheduled_adam_, *verdict.lr_factor * options.lr());
+      call(kIsDecoupled ? scheduled_adamw_ : scheduled_adam_, *verdict.lr_factor * numbers.lr);
     } else {
-      call(kIsDecoupled ? fused_adamw_ : fused_adam_, options.lr());
+      call(kIsDecoupled ? fused_adamw_ : fused_adam_, numbers.lr);
     }
   }
 

@@ -8,22 +8,23 @@
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/maximum.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
-// How any optimizer's gradients are read and how any optimizer takes a step.
+// How any optimizer's gradients are read, and how one that knows no verdict takes a step.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What steps by a report, where `optimizer` is mezzo's; null for any other. The one place that
-/// asks.
+/// Returns `optimizer` as one that steps by a verdict; null for any other, as torch::optim's are.
 inline optim::FusedOptimizer* as_fused(AnyOptimizer optimizer) {
   return dynamic_cast<optim::FusedOptimizer*>(optimizer.mezzos());
 }
@@ -44,8 +45,8 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
   });
 }
 
-/// The dense tensor that holds `parameter`'s gradient values. A sparse gradient is coalesced first:
-/// two finite entries of one place can add up to an inf.
+/// Returns the dense tensor that holds `parameter`'s gradient values. A sparse gradient is
+/// coalesced first: two finite entries of one place can add up to an inf.
 inline at::Tensor gradient_values(const at::Tensor& parameter) {
   at::Tensor gradient = parameter.grad();
   const at::ScalarType dtype = gradient.scalar_type();
@@ -69,49 +70,95 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
   return gradient._values();
 }
 
-inline void add_gradient(std::vector<DeviceGradientReport>& devices, at::Tensor values) {
-  auto device = devices.begin();
-  while (device != devices.end() && device->gradients.front().device() != values.device()) ++device;
-  if (device == devices.end()) device = devices.emplace(device);
-  device->gradients.push_back(std::move(values));
+/// Puts rows of one device together, in the order in which the devices come up.
+inline void group_by_device(StepPlan& plan) {
+  auto begin = plan.rows.begin();
+  while (begin != plan.rows.end()) {
+    const at::Device device = begin->parameter->device();
+    begin = std::stable_partition(begin, plan.rows.end(), [device](const StepPlan::Row& row) {
+      return row.parameter->device() == device;
+    });
+  }
 }
 
-/// The gradients of tensors that have one, yet unread; of a tensor that is given twice (a tied
-/// weight, which libtorch's `parameters()` names twice) once.
-inline std::vector<DeviceGradientReport> gradients_by_device(
-    const std::vector<at::Tensor>& holders) {
-  std::vector<DeviceGradientReport> devices;
+/// Returns the plan of an optimizer that is not mezzo's, or keeps its masters apart: parameters
+/// with a gradient, each once. Sparse gradients are coalesced.
+inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer) {
+  StepPlan plan;
   std::unordered_set<const c10::TensorImpl*> known;
-  known.reserve(holders.size());
-  for (const at::Tensor& holder : holders) {
-    if (!known.insert(holder.unsafeGetTensorImpl()).second) continue;
-    add_gradient(devices, gradient_values(holder));
+  for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+    if (!parameter.grad().defined()) return;
+    if (!known.insert(parameter.unsafeGetTensorImpl()).second) return;
+    (void)gradient_values(parameter);
+    plan.rows.push_back({&parameter, parameter.grad(), group, plan.rows.size()});
+    plan.has_bare_half = plan.has_bare_half || parameter.grad().scalar_type() == at::kHalf;
+  });
+  group_by_device(plan);
+  return plan;
+}
+
+/// Returns who takes part in a step of any optimizer.
+inline StepPlan plan_of(AnyOptimizer optimizer) {
+  optim::FusedOptimizer* const fused = as_fused(optimizer);
+  return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
+}
+
+inline bool keeps_master(const optim::FusedOptimizer* fused, const StepPlan::Row& row) {
+  return fused != nullptr && fused->keeps_master(row.group, *row.parameter);
+}
+
+/// Returns the dense values of a plan's gradients, device by device.
+inline std::vector<std::vector<at::Tensor>> values_by_device(const StepPlan& plan) {
+  std::vector<std::vector<at::Tensor>> devices;
+  for (const StepPlan::Row& row : plan.rows) {
+    const at::Tensor& gradient = row.gradient;
+    const bool is_new = devices.empty() || devices.back().front().device() != gradient.device();
+    if (is_new) devices.emplace_back();
+    devices.back().push_back(gradient.is_sparse() ? gradient._values() : gradient);
   }
   return devices;
 }
 
-/// What one read of a device's gradients found.
-inline void note(const GradientSummary& summary, DeviceGradientReport& device) {
-  device.found_inf = summary.found_inf;
-  device.sum_of_squares = summary.sum_of_squares;
-  device.max_abs = summary.max_abs;
+/// Adds what another device found to `total`, on the device of `total`.
+inline void join(Verdict& total, const Verdict& more) {
+  const at::Device device = total.inv_scale.device();
+  total.found_inf = total.found_inf.add(on_device(more.found_inf, device));
+  total.sum_of_squares = total.sum_of_squares.add(on_device(more.sum_of_squares, device));
+  total.max_abs = at::maximum(total.max_abs, on_device(more.max_abs, device));
 }
 
-/// Does not wait, unless for a device to tell the CPU.
-inline at::Tensor on_device(const at::Tensor& value, at::Device device) {
-  return value.to(device, value.scalar_type(), /*non_blocking=*/!device.is_cpu());
+/// Reads gradients of one device, of which there may be none.
+inline Verdict read_tensors(const std::vector<at::Tensor>& gradients, const at::Tensor& inv_scale,
+                            TableMemory* memory) {
+  const GradientSummary summary = summarize_gradients(gradients, inv_scale, memory);
+  return {inv_scale, summary.found_inf, summary.sum_of_squares, summary.max_abs};
 }
 
-inline void read_gradients(std::vector<DeviceGradientReport>& devices, const at::Tensor& inv_scale,
-                           TableMemory* memory = nullptr) {
-  for (DeviceGradientReport& device : devices) {
-    device.inv_scale = on_device(inv_scale, device.gradients.front().device());
-    note(summarize_gradients(device.gradients, device.inv_scale, memory), device);
+/// Reads the gradients of all rows; see FusedOptimizer::read.
+inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
+                              TableMemory* memory = nullptr) {
+  Verdict verdict;
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(plan.rows.size());
+  for (std::size_t i = 0; i < plan.rows.size(); ++i) {
+    const at::Tensor& gradient = plan.rows[i].gradient;
+    gradients.push_back(gradient.is_sparse() ? gradient._values() : gradient);
+    const bool is_last_there =
+        i + 1 == plan.rows.size() || plan.rows[i + 1].gradient.device() != gradient.device();
+    if (!is_last_there) continue;
+    const Verdict one = read_tensors(gradients, on_device(inv_scale, gradient.device()), memory);
+    gradients.clear();
+    if (verdict.defined()) {
+      join(verdict, one);
+    } else {
+      verdict = one;
+    }
   }
+  return verdict.defined() ? verdict : read_tensors({}, inv_scale, memory);
 }
 
-/// The gradients of an optimizer that cannot read a report, for the time of its step: each is one
-/// of its own, multiplied by `factor`. What the optimizer itself makes of a gradient stays.
+/// Lends an optimizer that does not read a verdict other gradients for the time of its step: its
+/// own, multiplied by `factor`. A gradient that the optimizer itself replaces or writes stays.
 class LentGradients {
  public:
   LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
@@ -141,8 +188,8 @@ class LentGradients {
   LentGradients(const LentGradients&) = delete;
   LentGradients& operator=(const LentGradients&) = delete;
 
-  /// Whether a product is inf or NaN. In half and bfloat16 it can be where in float, in which a
-  /// report looks, it is finite: if `factor` is above 1.
+  /// Whether a product is inf or NaN. In half and bfloat16 a product can overflow that is finite in
+  /// float, in which gradients are read: if `factor` is above 1.
   bool found_inf() const noexcept { return found_inf_; }
 
  private:
@@ -155,61 +202,22 @@ class LentGradients {
   bool found_inf_ = false;
 };
 
-/// How an optimizer's gradients are read, whichever kind it is.
-class StepTaker {
- public:
-  explicit StepTaker(AnyOptimizer optimizer) : any_(optimizer), fused_(as_fused(optimizer)) {}
-
-  torch::optim::Optimizer& optimizer() const noexcept { return any_.optimizer(); }
-  /// Null where it cannot read a report.
-  optim::FusedOptimizer* fused() const noexcept { return fused_; }
-  /// Its own step: that of what was passed, which may be more than the optimizer's whose groups
-  /// are trained.
-  at::Tensor step() const { return any_.step(); }
-
-  void check_unscale() const {
-    if (fused_ != nullptr) fused_->check_unscale();
-  }
-  bool keeps_master(std::size_t group, const at::Tensor& parameter) const {
-    return fused_ != nullptr && fused_->keeps_master(group, parameter);
-  }
-  at::Tensor master_param(std::size_t group, const at::Tensor& parameter) const {
-    return fused_ != nullptr ? fused_->master_param(group, parameter) : parameter;
-  }
-
-  GradientReport report(const at::Tensor& inv_scale, bool of_masters) const {
-    return fused_ != nullptr ? fused_->report(inv_scale, of_masters)
-                             : plain_report(inv_scale, of_masters, /*memory=*/nullptr);
-  }
-
-  /// That of an optimizer that stands on its parameter list.
-  GradientReport plain_report(const at::Tensor& inv_scale, bool of_masters,
-                              TableMemory* memory) const {
-    GradientReport report{.of_masters = of_masters};
-    std::vector<at::Tensor> holders;
-    for_each_parameter(optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
-      const bool may_have_master = of_masters || parameter.scalar_type() == at::kHalf;
-      const bool has_master = may_have_master && keeps_master(group, parameter);
-      const at::Tensor holder =
-          of_masters && has_master ? master_param(group, parameter) : parameter;
-      if (!holder.grad().defined()) return;
-      report.has_bare_half |= !has_master && holder.grad().scalar_type() == at::kHalf;
-      holders.push_back(holder);
-    });
-    report.devices = gradients_by_device(holders);
-    read_gradients(report.devices, inv_scale, memory);
-    return report;
-  }
-
- private:
-  AnyOptimizer any_;
-  optim::FusedOptimizer* fused_;
-};
-
 }  // namespace detail
 
-inline GradientReport optim::FusedOptimizer::report(const at::Tensor& inv_scale, bool of_masters) {
-  return detail::StepTaker(*this).plain_report(inv_scale, of_masters, &table_memory_);
+inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tensor& inv_scale) {
+  const c10::NoGradGuard no_grad;
+  return detail::read_gradients(plan, inv_scale, &table_memory_);
+}
+
+inline at::Tensor optim::FusedOptimizer::step_with(
+    const torch::optim::Optimizer::LossClosure& closure) {
+  at::Tensor loss;
+  if (closure) {
+    const c10::AutoGradMode enable_grad(true);
+    loss = closure();
+  }
+  apply(plan());
+  return loss;
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

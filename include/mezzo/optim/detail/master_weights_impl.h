@@ -1,53 +1,262 @@
 #pragma once
 
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/version.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/optim/detail/kept_weights.h>
-#include <mezzo/optim/detail/parameter_swap.h>
+#include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/param_slot.h>
+#include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/master_weights.h>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
 
-#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
 #include <optional>
+#include <string>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What the gradients are to be multiplied with; none when the step is to be skipped. The one place
-/// where MasterWeights waits. The reports of all devices say the same.
-inline std::optional<double> factor_on_host(const GradientReport& report, double max_norm) {
-  if (report.devices.empty()) return 1.0;
-  const DeviceGradientReport& one = report.devices.front();
-  const auto wide = one.inv_scale.is_mps() ? at::kFloat : at::kDouble;
-  std::vector<at::Tensor> values{one.inv_scale.to(wide), one.found_inf.to(wide)};
-  if (one.sum_of_squares.defined()) values.push_back(one.sum_of_squares.to(wide));
+// --- The inner optimizer for the time of a step ------------------------------------------------
+
+// The state of libtorch's optimizers is what it was made like, and some of it is made like the
+// parameter: Adagrad's sum by the constructor, all of it by steps that were taken without masters.
+// An optimizer goes on in the state's dtype, and a running mean in 16 bits does not run.
+
+inline void widen(std::initializer_list<at::Tensor*> tensors) {
+  for (at::Tensor* tensor : tensors) {
+    if (tensor->defined() && is_low_precision(*tensor)) *tensor = tensor->to(at::kFloat);
+  }
+}
+
+template <class State>
+bool widen_adam_state(torch::optim::OptimizerParamState& state) {
+  auto* const adam = dynamic_cast<State*>(&state);
+  if (adam == nullptr) return false;
+  widen({&adam->exp_avg(), &adam->exp_avg_sq(), &adam->max_exp_avg_sq()});
+  return true;
+}
+
+/// Makes the state of an optimizer of libtorch's float, where it is of 16 bits. Adagrad makes its
+/// sum in the constructor, and rounds the value that it begins with: a sum that is new begins anew.
+inline void widen_state(torch::optim::OptimizerParamState& state,
+                        const torch::optim::OptimizerOptions& options) {
+  if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) {
+    widen({&sgd->momentum_buffer()});
+  } else if (auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state)) {
+    const bool is_new = adagrad->step() == 0 && is_low_precision(adagrad->sum());
+    widen({&adagrad->sum()});
+    const auto* const own = dynamic_cast<const torch::optim::AdagradOptions*>(&options);
+    if (is_new && own != nullptr) adagrad->sum().fill_(own->initial_accumulator_value());
+  } else if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropParamState*>(&state)) {
+    widen({&rmsprop->square_avg(), &rmsprop->momentum_buffer(), &rmsprop->grad_avg()});
+  } else if (!widen_adam_state<torch::optim::AdamParamState>(state)) {
+    widen_adam_state<torch::optim::AdamWParamState>(state);
+  }
+}
+
+/// For the time of one step an optimizer finds masters where its parameters were: in the groups,
+/// and with the parameters' state. The end of the scope puts everything back where it belongs, what
+/// the step has made meanwhile too.
+class ParameterSwap {
+ public:
+  explicit ParameterSwap(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
+  ParameterSwap(const ParameterSwap&) = delete;
+  ParameterSwap& operator=(const ParameterSwap&) = delete;
+
+  ~ParameterSwap() {
+    exchange(parameters_);
+    for (auto lent = gradients_.rbegin(); lent != gradients_.rend(); ++lent) {  // one may be twice
+      lent->first.mutable_grad() = lent->second;
+    }
+    for (const auto& [group, lr] : lrs_) {
+      optimizer_.param_groups()[group].options().set_lr(lr);
+    }
+  }
+
+  /// `tensor` has another gradient until the end.
+  void lend_gradient(const at::Tensor& tensor, at::Tensor gradient) {
+    gradients_.emplace_back(tensor, tensor.grad());
+    tensor.mutable_grad() = std::move(gradient);
+  }
+
+  void multiply_lrs(double factor) {
+    auto& groups = optimizer_.param_groups();
+    for (std::size_t group = 0; group < groups.size(); ++group) {
+      const double lr = groups[group].options().get_lr();
+      groups[group].options().set_lr(lr * factor);  // options of your own may refuse
+      lrs_.emplace_back(group, lr);
+    }
+  }
+
+  /// All at once, for the groups are walked.
+  void put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& parameters_and_masters) {
+    Places masters;
+    for (const auto& [parameter, master] : parameters_and_masters) {
+      masters.emplace(parameter.unsafeGetTensorImpl(), master);
+      parameters_.emplace(master.unsafeGetTensorImpl(), parameter);
+    }
+    for (auto& group : optimizer_.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (masters.count(parameter.unsafeGetTensorImpl()) == 0) continue;
+        const auto state = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+        if (state != optimizer_.state().end()) widen_state(*state->second, group.options());
+      }
+    }
+    exchange(masters);
+  }
+
+ private:
+  using Places = std::unordered_map<c10::TensorImpl*, at::Tensor>;
+
+  /// Puts each tensor where the one that it is named under is.
+  void exchange(const Places& places) {
+    if (places.empty()) return;
+    for (auto& group : optimizer_.param_groups()) {
+      for (at::Tensor& tensor : group.params()) {
+        const auto place = places.find(tensor.unsafeGetTensorImpl());
+        if (place != places.end()) tensor = place->second;
+      }
+    }
+    auto& states = optimizer_.state();
+    for (const auto& [from, to] : places) {
+      const auto state = states.find(from);
+      if (state == states.end()) continue;
+      auto moved = std::move(state->second);
+      states.erase(state);
+      states[to.unsafeGetTensorImpl()] = std::move(moved);
+    }
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  Places parameters_;  // under their masters
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
+  std::vector<std::pair<std::size_t, double>> lrs_;
+};
+
+/// Returns what the gradients are to be multiplied with; none when the step is to be skipped. The
+/// one place where MasterWeights waits.
+inline std::optional<double> factor_on_host(const Verdict& verdict, double max_norm) {
+  if (!verdict.defined()) return 1.0;
+  const auto wide = verdict.inv_scale.is_mps() ? at::kFloat : at::kDouble;
+  std::vector<at::Tensor> values{verdict.inv_scale.to(wide), verdict.found_inf.to(wide)};
+  if (verdict.sum_of_squares.defined()) values.push_back(verdict.sum_of_squares.to(wide));
   const at::Tensor on_host = at::stack(values).to(at::kCPU, at::kDouble);
   const double* const value = on_host.const_data_ptr<double>();
   if (value[1] != 0.0) return std::nullopt;
-  if (!one.sum_of_squares.defined()) return value[0];
+  if (!verdict.sum_of_squares.defined()) return value[0];
   return value[0] * clip_coefficient(value[2], max_norm);
 }
 
-/// In float where it has 16 bits, and only then multiplied, so that nothing underflows on the way.
-/// Never the gradient itself where that would be written.
+/// Returns gradient * factor, in float where the gradient has 16 bits, and only then multiplied, so
+/// that nothing underflows on the way. Never the gradient itself where that would be written.
 inline at::Tensor multiplied(const at::Tensor& gradient, double factor) {
   const at::Tensor wide = is_low_precision(gradient) ? gradient.to(at::kFloat) : gradient;
   return factor == 1.0 ? wide : wide.mul(factor);
 }
 
-}  // namespace detail
+// --- Files -------------------------------------------------------------------------------------
 
-/// A parameter with a gradient.
-struct MasterWeights::Participant {
-  at::Tensor parameter;
-  at::Tensor master;  ///< undefined where the parameter itself is trained
-  at::Tensor gradient;
+// An archive holds, beside the inner optimizer's own under "optimizer": how many parameters each
+// group has, which of them (counted through all groups) have 16 bits, and those masters that there
+// are. A parameter without one begins its master from its own value, in a resumed run as here.
+
+inline constexpr const char* kMasterWeightsKey = "mezzo_master_weights";  // the format's version
+inline constexpr int64_t kMasterWeightsFormat = 1;
+
+/// What a file has to agree in with the optimizer that loads it.
+struct MasterLayout {
+  std::vector<int64_t> group_sizes;
+  std::vector<int64_t> low_precision;
+  std::vector<at::Tensor> parameters;  // all
+
+  explicit MasterLayout(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+    for (const auto& group : groups) {
+      group_sizes.push_back(static_cast<int64_t>(group.params().size()));
+      for (const at::Tensor& parameter : group.params()) {
+        const auto number = static_cast<int64_t>(parameters.size());
+        if (is_low_precision(parameter)) low_precision.push_back(number);
+        parameters.push_back(parameter);
+      }
+    }
+  }
 };
+
+inline std::string master_key(int64_t number) { return "masters/" + std::to_string(number); }
+
+/// Throws unless the file is one of MasterWeights that fits.
+inline void check_file(torch::serialize::InputArchive& archive, const MasterLayout& layout) {
+  c10::IValue format;
+  TORCH_CHECK(
+      archive.try_read(kMasterWeightsKey, format),
+      "MasterWeights: the archive holds no masters; load what "
+      "torch::save(masters, path) wrote (torch::load(masters.optimizer(), path) reads the file of "
+      "the optimizer alone)");
+  TORCH_CHECK(format.isInt() && format.toInt() == kMasterWeightsFormat,
+              "MasterWeights: the archive has a format that this version of mezzo does not know; "
+              "read it with the version that wrote it, or, if it is damaged, load an earlier one");
+  const auto group_sizes = read_key<std::vector<int64_t>>(archive, "group_sizes");
+  TORCH_CHECK(group_sizes == layout.group_sizes, "MasterWeights: the archive has groups of ",
+              c10::IntArrayRef(group_sizes), " parameters, and this optimizer has groups of ",
+              c10::IntArrayRef(layout.group_sizes),
+              "; make the groups that were there when it was saved");
+  const auto low_precision = read_key<std::vector<int64_t>>(archive, "low_precision");
+  TORCH_CHECK(low_precision == layout.low_precision, "MasterWeights: the archive was saved with ",
+              low_precision.size(), " parameters of float16 or bfloat16, and this optimizer has ",
+              layout.low_precision.size(), ", or others; cast the model as it was then");
+}
+
+inline std::vector<std::pair<at::Tensor, at::Tensor>> read_masters(
+    torch::serialize::InputArchive& archive, const MasterLayout& layout) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> masters;
+  for (const int64_t number : layout.low_precision) {
+    const at::Tensor& parameter = layout.parameters[static_cast<std::size_t>(number)];
+    at::Tensor master;
+    if (!archive.try_read(master_key(number), master, /*is_buffer=*/true)) continue;
+    TORCH_CHECK(master.sizes() == parameter.sizes() && master.scalar_type() == at::kFloat,
+                "MasterWeights: the archive has the master ", tensor_words(master), " for ",
+                parameter_words(static_cast<std::size_t>(number), parameter),
+                "; it is another model's: load the file of this one");
+    masters.emplace_back(parameter, master);
+  }
+  return masters;
+}
+
+/// Loads all of an optimizer's state, or leaves it as it was.
+inline void load_whole(torch::serialize::InputArchive& archive,
+                       torch::optim::Optimizer& optimizer) {
+  const std::vector<torch::optim::OptimizerParamGroup> groups = optimizer.param_groups();
+  std::remove_reference_t<decltype(optimizer.state())> state;
+  state.swap(optimizer.state());  // what the file has none of had none when it was saved
+  try {
+    optimizer.load(archive);
+  } catch (...) {
+    optimizer.state().swap(state);
+    auto& own = optimizer.param_groups();
+    own.clear();
+    for (const auto& group : groups) own.push_back(group);
+    throw;
+  }
+}
+
+}  // namespace detail
 
 MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : inner_(&optimizer) {
   TORCH_CHECK(dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr,
@@ -57,7 +266,7 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : 
   TORCH_CHECK(detail::as_fused(optimizer) == nullptr,
               "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: set "
               "weight_storage(WeightStorage::master) in its options instead");
-  follow_parameters();
+  meet_parameters();
 }
 
 MEZZO_INLINE bool MasterWeights::keeps_master(std::size_t /*group*/,
@@ -67,79 +276,39 @@ MEZZO_INLINE bool MasterWeights::keeps_master(std::size_t /*group*/,
 
 MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
                                                     const at::Tensor& parameter) {
-  return keeps_master(group, parameter) ? settled_master(parameter) : parameter;
+  if (!keeps_master(group, parameter)) return parameter;
+  detail::KeptWeights& weights = settled(parameter);
+  weights.shown.show(parameter, weights.master);
+  return weights.master;
 }
 
-MEZZO_INLINE at::Tensor MasterWeights::step(torch::optim::Optimizer::LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const c10::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
-  for (const auto& [parameter, kept] : masters_) detail::refuse_unscaled_master(kept.master, kName);
-  apply({});
-  return loss;
-}
-
-MEZZO_INLINE GradientReport MasterWeights::report(const at::Tensor& inv_scale, bool of_masters) {
-  follow_parameters();
-  return FusedOptimizer::report(inv_scale, of_masters);
-}
-
-MEZZO_INLINE void MasterWeights::apply(const GradientReport& report, const StepOptions& options) {
-  const c10::NoGradGuard no_grad;
-  follow_parameters();
-  const std::optional<double> factor = detail::factor_on_host(report, options.max_norm);
-  if (factor) {
-    const std::vector<Participant> all = participants(report.of_masters);
-    step_inner(all, *factor);
-    if (!all.empty()) applied_count().set(applied_steps() + 1);
-  }
-  if (options.zero_grad) detail::zero_gradients(*inner_);
-}
-
-MEZZO_INLINE std::vector<MasterWeights::Participant> MasterWeights::participants(bool of_masters) {
-  std::vector<Participant> all;
-  for (const auto& group : inner_->param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      const bool has_master = detail::is_low_precision(parameter);
-      at::Tensor gradient = parameter.grad();
-      if (has_master && of_masters) {
-        const at::Tensor master = find_master(parameter);
-        gradient = master.defined() ? master.grad() : at::Tensor();
-      }
-      if (!gradient.defined()) continue;
-      all.push_back({parameter, has_master ? settled_master(parameter) : at::Tensor(), gradient});
-    }
-  }
-  return all;
-}
-
-/// Undefined where none was made.
-MEZZO_INLINE at::Tensor MasterWeights::find_master(const at::Tensor& parameter) const {
+MEZZO_INLINE MasterWeights::Kept* MasterWeights::find_kept(const at::Tensor& parameter) {
   const auto found = masters_.find(parameter.unsafeGetTensorImpl());
-  return found == masters_.end() ? at::Tensor() : found->second.master;
+  return found == masters_.end() ? nullptr : found->second.get();
 }
 
-/// In agreement with the parameter as it is now; made if there is none. The two are compared at
-/// each step: an optimizer of libtorch's that steps alone writes through `data()`, which bumps no
-/// version.
-MEZZO_INLINE at::Tensor MasterWeights::settled_master(const at::Tensor& parameter) {
+/// Returns the master, in agreement with the parameter as it is now; made if there is none. The two
+/// are compared at each step: an optimizer of libtorch's that steps alone writes through `data()`,
+/// which bumps no version.
+MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& parameter) {
   const c10::NoGradGuard no_grad;
-  Kept& kept = masters_[parameter.unsafeGetTensorImpl()];
-  kept.parameter = parameter;
-  detail::check_shape_of(kept.master, "a master", parameter, words());
-  if (kept.master.defined()) {
-    detail::follow_writes(parameter, kept.master);
-  } else {
-    kept.master = parameter.detach().to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  auto& kept = masters_[parameter.unsafeGetTensorImpl()];
+  if (kept == nullptr) kept = std::make_unique<Kept>();
+  kept->parameter = parameter;
+  detail::KeptWeights& weights = kept->weights;
+  detail::check_shape_of(weights.master, "a master", parameter, words());
+  weights.shown.follow(parameter, weights.master);
+  if (weights.master.defined()) {
+    detail::follow_writes(parameter, weights);
+    weights.stamp = detail::WriteStamp::of(parameter);
   }
-  kept.master.set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
-  return kept.master;
+  detail::settle_weights(parameter, optim::WeightStorage::master, weights);
+  weights.master.set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
+  return weights;
 }
 
 /// Looks at the parameters of 16 bits when they are others, or more, than they were.
-MEZZO_INLINE void MasterWeights::follow_parameters() {
+MEZZO_INLINE void MasterWeights::meet_parameters() {
   std::vector<at::Tensor> low_precision;
   for (const auto& group : inner_->param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
@@ -163,14 +332,47 @@ MEZZO_INLINE void MasterWeights::follow_parameters() {
   masters_ = std::move(left);
 }
 
-MEZZO_INLINE void MasterWeights::step_inner(const std::vector<Participant>& all, double factor) {
+MEZZO_INLINE StepPlan MasterWeights::plan() {
+  const c10::NoGradGuard no_grad;
+  meet_parameters();
+  for (auto& [parameter, kept] : masters_) {
+    kept->weights.shown.follow(kept->parameter, kept->weights.master);
+  }
+  StepPlan plan = detail::plain_plan(*inner_);
+  plan.has_bare_half = false;
+  for (const StepPlan::Row& row : plan.rows) {
+    const bool is_bare = !detail::is_low_precision(*row.parameter);
+    plan.has_bare_half = plan.has_bare_half || (is_bare && row.gradient.scalar_type() == at::kHalf);
+  }
+  return plan;
+}
+
+MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
+                                       const StepOptions& options) {
+  const c10::NoGradGuard no_grad;
+  const std::optional<double> factor = detail::factor_on_host(verdict, options.max_norm);
+  if (factor) {
+    step_inner(plan, *factor);
+    applied_count().set(applied_steps() + 1);
+  }
+  for (auto& [parameter, kept] : masters_) kept->weights.shown.end(kept->weights.master);
+  if (options.zero_grad) detail::zero_gradients(*inner_);
+}
+
+MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor) {
+  std::vector<Trained> all;
+  for (const StepPlan::Row& row : plan.rows) {
+    const bool has_master = detail::is_low_precision(*row.parameter);
+    all.push_back({*row.parameter, has_master ? &settled(*row.parameter) : nullptr});
+  }
   {
     detail::ParameterSwap parameter_swap(*inner_);
     std::vector<std::pair<at::Tensor, at::Tensor>> with_master;
-    for (const Participant& one : all) {
-      const at::Tensor& trained = one.master.defined() ? one.master : one.parameter;
-      parameter_swap.lend_gradient(trained, detail::multiplied(one.gradient, factor));
-      if (one.master.defined()) with_master.emplace_back(one.parameter, one.master);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const auto& [parameter, weights] = all[i];
+      const at::Tensor& trained = weights != nullptr ? weights->master : parameter;
+      parameter_swap.lend_gradient(trained, detail::multiplied(plan.rows[i].gradient, factor));
+      if (weights != nullptr) with_master.emplace_back(parameter, weights->master);
     }
     parameter_swap.put_in(with_master);
     if (!lr_factors().empty()) parameter_swap.multiply_lrs(lr_factor(applied_steps()));
@@ -184,29 +386,73 @@ MEZZO_INLINE void MasterWeights::step_inner(const std::vector<Participant>& all,
   finish(all);
 }
 
-/// Parameters become their masters, rounded to nearest.
-MEZZO_INLINE void MasterWeights::finish(const std::vector<Participant>& all) {
+/// Rounds the masters to their parameters, to nearest.
+MEZZO_INLINE void MasterWeights::finish(const std::vector<Trained>& all) {
   const c10::NoGradGuard no_grad;
-  for (const Participant& one : all) {
-    if (one.master.defined()) {
-      one.parameter.detach().copy_(one.master);
-    } else if (publishes() && one.parameter.scalar_type() == at::kFloat) {
-      at::Tensor copy = copy_for(one.parameter);
+  Published published;
+  for (const auto& [parameter, weights] : all) {
+    if (weights != nullptr) {
+      parameter.detach().copy_(weights->master);
+      weights->stamp = detail::WriteStamp::of(parameter);
+    } else if (publishes() && parameter.scalar_type() == at::kFloat) {
+      at::Tensor copy = copy_for(parameter);
       if (!copy.defined()) continue;
-      copy.copy_(one.parameter);
-      publish(one.parameter, copy);
+      copy.copy_(parameter);
+      published.emplace_back(parameter, copy);
     }
   }
+  if (!published.empty()) publish(published);
 }
 
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
-  const detail::StepTaker taker(optimizer);
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
   std::vector<at::Tensor> all;
-  detail::for_each_parameter(taker.optimizer(),
-                             [&](std::size_t group, const at::Tensor& parameter) {
-                               all.push_back(taker.master_param(group, parameter));
-                             });
+  detail::for_each_parameter(
+      optimizer.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
+        all.push_back(fused != nullptr ? fused->master_param(group, parameter) : parameter);
+      });
   return all;
+}
+
+// --- Its own files -----------------------------------------------------------------------------
+
+MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
+  const c10::NoGradGuard no_grad;
+  const detail::MasterLayout layout(inner_->param_groups());
+  archive.write(detail::kMasterWeightsKey, c10::IValue(detail::kMasterWeightsFormat));
+  archive.write("group_sizes", c10::IValue(layout.group_sizes));
+  archive.write("low_precision", c10::IValue(layout.low_precision));
+  archive.write("applied_steps", c10::IValue(applied_steps()));
+  for (const int64_t number : layout.low_precision) {
+    const at::Tensor& parameter = layout.parameters[static_cast<std::size_t>(number)];
+    const auto kept = masters_.find(parameter.unsafeGetTensorImpl());
+    if (kept == masters_.end()) continue;
+    archive.write(detail::master_key(number), kept->second->weights.master.detach(),
+                  /*is_buffer=*/true);
+  }
+  torch::serialize::OutputArchive inner(archive.compilation_unit());
+  inner_->save(inner);
+  archive.write("optimizer", inner);
+}
+
+MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
+  const c10::NoGradGuard no_grad;
+  const detail::MasterLayout layout(inner_->param_groups());
+  detail::check_file(archive, layout);
+  auto masters = detail::read_masters(archive, layout);
+  const auto applied = detail::read_key<int64_t>(archive, "applied_steps");
+  torch::serialize::InputArchive inner;
+  TORCH_CHECK(
+      archive.try_read("optimizer", inner),
+      "MasterWeights: the archive lacks the inner optimizer; it is damaged: load an earlier one");
+  detail::load_whole(inner, *inner_);
+  masters_.clear();
+  for (auto& [parameter, master] : masters) {  // the next step compares it with the parameter
+    auto& kept = masters_[parameter.unsafeGetTensorImpl()] = std::make_unique<Kept>();
+    kept->parameter = parameter;
+    kept->weights.master = std::move(master);
+  }
+  applied_count().set(applied);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

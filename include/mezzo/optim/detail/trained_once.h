@@ -151,13 +151,5 @@ class SeenParameters {
   bool is_same_ = true;
 };
 
-/// The parameter's own gradient still carries the loss scale then.
-inline void refuse_unscaled_master(const at::Tensor& master, const char* optimizer) {
-  TORCH_CHECK(!master.defined() || !master.grad().defined(), optimizer,
-              ": step() takes the gradients of the parameters, and a master has one of its own, "
-              "which GradScaler::unscale_ writes; step with scaler.step(optimizer), or end the "
-              "iteration with scaler.update()");
-}
-
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

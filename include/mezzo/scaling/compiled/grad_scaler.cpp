@@ -3,5 +3,3 @@
 
 // What their users leave to this.
 #include <mezzo/scaling/detail/grad_scaler_impl.h>
-#include <mezzo/scaling/detail/grad_scaler_state.h>
-#include <mezzo/scaling/detail/grad_scaler_step.h>

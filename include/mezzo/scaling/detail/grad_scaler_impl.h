@@ -1,23 +1,28 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
+#include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/scaling/detail/step_facts.h>
 #include <mezzo/scaling/grad_scaler.h>
 
+#include <ATen/ops/ones.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <iostream>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,14 +31,15 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Throws for the first gradient that would be unscaled in float16.
-[[noreturn]] inline void refuse_half_gradients(const StepTaker& taker) {
+[[noreturn]] inline void refuse_half_gradients(AnyOptimizer optimizer, const StepPlan& plan) {
   std::string which = "a parameter";
-  for_each_parameter(taker.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
-    const at::Tensor& gradient = parameter.grad();
-    const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
-    if (which != "a parameter" || !is_half || taker.keeps_master(group, parameter)) return;
-    which = OptimizerWords{"", taker.optimizer().param_groups()}.parameter(parameter);
-  });
+  for (const StepPlan::Row& row : plan.rows) {
+    const bool is_bare =
+        row.gradient.scalar_type() == at::kHalf && !keeps_master(as_fused(optimizer), row);
+    if (!is_bare) continue;
+    which = OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter);
+    break;
+  }
   TORCH_CHECK(false, "Attempting to unscale FP16 gradients. In C++: the gradient of ", which,
               " is float16, in which it underflows without the loss scale; keep the weights in "
               "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
@@ -56,6 +62,29 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
 inline constexpr const char* kNoneHasNoNewScale =
     "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
     "loss_scale(LossScaleKind::fixed) or dynamic, or call update()";
+
+inline void check_step_options(const StepOptions& options) {
+  TORCH_CHECK(is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
+              "; it should be positive, and infinite for no clipping");
+}
+
+inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
+
+/// Makes the gradients of weights with a float master float, in the plan and where they live.
+inline void widen_for_masters(const optim::FusedOptimizer* fused, StepPlan& plan) {
+  for (StepPlan::Row& row : plan.rows) {
+    if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
+    row.gradient = row.gradient.to(at::kFloat);
+    row.parameter->mutable_grad() = row.gradient;
+  }
+}
+
+/// Shows the gradients at the masters, for callers that hold these.
+inline void show_at_masters(optim::FusedOptimizer* fused, const StepPlan& plan) {
+  for (const StepPlan::Row& row : plan.rows) {
+    if (keeps_master(fused, row)) (void)fused->master_param(row.group, *row.parameter);
+  }
+}
 
 /// To std::cerr: of a scale that cannot fall further once, and then rarely.
 inline void tell_of_skip(const SkippedStep& skipped) {
@@ -81,17 +110,21 @@ MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
       loss_id_(options.loss_id()),
       on_skip_(&detail::tell_of_skip) {}
 
+// --- Unscaling ---------------------------------------------------------------------------------
+
 MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
-  const detail::StepTaker taker(optimizer);
-  taker.check_unscale();
-  if (!enabled_) {  // whoever clips the gradients of the masters finds them there all the same
-    if (taker.fused() == nullptr) return;
-    detail::MasterGradients masters(taker, /*reads_all=*/false);
-    if (!masters.empty()) records_.of(taker.optimizer()).masters = std::move(masters);
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  if (fused != nullptr) fused->check_unscale();
+  if (!enabled_) {
+    if (fused == nullptr) return;
+    const c10::NoGradGuard no_grad;
+    StepPlan plan = fused->plan();
+    detail::widen_for_masters(fused, plan);
+    detail::show_at_masters(fused, plan);
     return;
   }
   require_scale("unscale_");
-  const detail::Stage stage = records_.of(taker.optimizer()).stage;
+  const detail::Stage stage = records_.of(optimizer.optimizer()).stage;
   TORCH_CHECK(
       stage != detail::Stage::unscaled,
       "unscale_() has already been called on this optimizer since the last update(). In C++: "
@@ -100,47 +133,224 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
   TORCH_CHECK(stage != detail::Stage::stepped,
               "unscale_() is being called after step(). In C++: call scaler.unscale_(optimizer) "
               "before scaler.step(optimizer), and scaler.update() at the end of each iteration");
-  unscale_into(taker);
+  unscale_into(optimizer);
 }
 
-MEZZO_INLINE std::vector<at::Tensor> GradScaler::unscaled_parameters(AnyOptimizer optimizer) {
-  const detail::StepTaker taker(optimizer);
-  const detail::OptimizerRecord* record = records_.find(taker.optimizer());
-  const bool is_done = record != nullptr && (!enabled_ || record->stage == detail::Stage::unscaled);
-  if (!is_done) unscale_(optimizer);
-  record = records_.find(taker.optimizer());
-  const detail::MasterGradients none;
-  return (record != nullptr ? record->masters : none).holders(taker);
-}
-
-/// In place, or onto masters.
-MEZZO_INLINE detail::OptimizerRecord& GradScaler::unscale_into(const detail::StepTaker& taker) {
-  c10::NoGradGuard no_grad;
-  detail::OptimizerRecord& record = records_.of(taker.optimizer());
-  detail::for_each_parameter(taker.optimizer(),
-                             [&](std::size_t group, const at::Tensor& parameter) {
-                               const at::Tensor& gradient = parameter.grad();
-                               if (!gradient.defined() || gradient.scalar_type() != at::kHalf)
-                                 return;
-                               if (!allow_fp16_gradients_ && !taker.keeps_master(group, parameter))
-                                 detail::refuse_half_gradients(taker);
-                             });
-  if (taker.fused() != nullptr) record.masters = detail::MasterGradients(taker, /*reads_all=*/true);
-  std::vector<DeviceGradientReport> all =
-      detail::gradients_by_device(record.masters.holders(taker));
-  record.found_inf.clear();
-  for (DeviceGradientReport& one : all) {  // what may throw, before any write
-    one.inv_scale = detail::on_device(scale_.inverse(), one.gradients.front().device());
-    record.found_inf.push_back(at::zeros({}, one.inv_scale.options()));
-    detail::check_unscalable(one.gradients, one.inv_scale);
+/// In place; gradients of weights with masters become float first.
+MEZZO_INLINE detail::OptimizerRecord& GradScaler::unscale_into(AnyOptimizer optimizer) {
+  const c10::NoGradGuard no_grad;
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  detail::OptimizerRecord& record = records_.of(optimizer.optimizer());
+  StepPlan plan = detail::plan_of(optimizer);
+  if (plan.has_bare_half && !allow_fp16_gradients_) detail::refuse_half_gradients(optimizer, plan);
+  for (const auto& values : detail::values_by_device(plan)) {  // what may throw, before any write
+    detail::check_unscalable(values, detail::on_device(scale_.inverse(), values.front().device()));
   }
-  auto found_inf = record.found_inf.begin();
-  for (const DeviceGradientReport& one : all) {
-    detail::unscale_and_check_(one.gradients, *found_inf++, one.inv_scale);
+  detail::widen_for_masters(fused, plan);
+  record.found_inf = at::Tensor();
+  for (const auto& values : detail::values_by_device(plan)) {
+    const at::Tensor inv_scale = detail::on_device(scale_.inverse(), values.front().device());
+    at::Tensor found = at::zeros({}, inv_scale.options());
+    detail::unscale_and_check_(values, found, inv_scale);
+    found = detail::on_device(found, scale_.original().device());
+    record.found_inf = record.found_inf.defined() ? record.found_inf.add(found) : found;
   }
+  detail::show_at_masters(fused, plan);
   record.stage = detail::Stage::unscaled;
   return record;
 }
+
+MEZZO_INLINE bool GradScaler::is_unscaled(AnyOptimizer optimizer) const {
+  const detail::OptimizerRecord* const record = records_.find(optimizer.optimizer());
+  return record != nullptr && record->stage == detail::Stage::unscaled;
+}
+
+MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
+  const detail::OptimizerRecord* const known = records_.find(optimizer.optimizer());
+  if (known == nullptr) return {};
+  const c10::NoGradGuard no_grad;
+  const detail::OptimizerRecord record = *known;
+  records_.forget(optimizer.optimizer());
+  const bool is_told_by_step = record.stage != detail::Stage::unscaled;
+  if (!record.found_inf.defined() || is_told_by_step) return record.found_inf;
+  if (!scale_.original().is_cpu()) {
+    post_line(record.found_inf);
+  } else {
+    note_skip(record, scale_.original().item<float>());
+  }
+  return record.found_inf;
+}
+
+// --- Stepping ----------------------------------------------------------------------------------
+
+MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
+  detail::check_step_options(options);
+  const c10::NoGradGuard no_grad;
+  if (!enabled_) return step_without_scale(optimizer, options);
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  return fused != nullptr ? step_fused(*fused, options)
+                          : step_on_host(optimizer, options, /*torch_step=*/nullptr);
+}
+
+MEZZO_INLINE detail::OptimizerRecord& GradScaler::record_to_step(
+    const torch::optim::Optimizer& optimizer) {
+  require_scale("step");
+  detail::OptimizerRecord& record = records_.of(optimizer);
+  TORCH_CHECK(
+      record.stage != detail::Stage::stepped,
+      "step() has already been called since the last update(). In C++: call scaler.update() "
+      "at the end of each iteration, after the steps of all its optimizers");
+  return record;
+}
+
+/// Notes a skip for the line about it, unless another loss was the cause.
+MEZZO_INLINE void GradScaler::note_skip(const detail::OptimizerRecord& record, float scale) {
+  if (record.found_inf.item<float>() != 0.0F) skipped_scale_ = scale;
+}
+
+/// The same where the device knows.
+MEZZO_INLINE void GradScaler::post_line(const at::Tensor& found_inf) {
+  const at::Tensor& scale = scale_.original();
+  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
+  letter->send(scale, {.inv_scale = scale_.inverse(), .found_inf = found_inf});
+  letters_.push_back(letter);
+}
+
+/// Joins what a read found with what `unscale_` noted: the verdict then says whether to step, and
+/// the record what counts for the next scale. A read that does not count found nothing; an inf that
+/// was known before does not count for this scale.
+MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Verdict& verdict,
+                                            bool was_unscaled, bool counts,
+                                            const at::Tensor& known_inf) {
+  const at::Device device = scale_.original().device();
+  at::Tensor found = detail::on_device(verdict.found_inf, device);
+  if (!counts) found = at::zeros_like(found);
+  const at::Tensor before = was_unscaled ? record.found_inf : at::Tensor();
+  at::Tensor own = found;
+  if (known_inf.defined()) own = found.mul(detail::on_device(known_inf, device).eq(0.0));
+  record.found_inf = before.defined() ? before.add(own) : own;
+  verdict.found_inf = before.defined() ? before.add(found) : found;
+}
+
+/// An optimizer that steps by a verdict, on the device where that lies.
+MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
+                                               const StepOptions& options) {
+  const c10::NoGradGuard no_grad;
+  detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
+  StepPlan plan = optimizer.plan();
+  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
+  if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
+    detail::refuse_half_gradients(optimizer, plan);
+  }
+  detail::check_has_gradients(!plan.rows.empty() || was_unscaled, optimizer.optimizer());
+  const at::Tensor& scale = scale_.original();
+  Verdict verdict = optimizer.read(plan, was_unscaled ? at::ones_like(scale) : scale_.inverse());
+  check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
+  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
+  optimizer.apply(std::move(plan), verdict, options);
+  letter->send(scale, verdict);
+  record.stage = detail::Stage::stepped;
+  if (scale.is_cpu()) {
+    const StepOutcome outcome = letter->outcome();
+    if (outcome.found_inf) note_skip(record, outcome.scale);
+    return StepResult(outcome);
+  }
+  if (options.known_inf.defined()) {
+    post_line(record.found_inf);
+  } else {
+    letters_.push_back(letter);
+  }
+  return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
+}
+
+/// Any other optimizer, or arguments of its own: the host decides, and waits for a device to know.
+/// `torch_step` is torch.amp's step, which unscales where the gradients lie; null for one that
+/// leaves them as they are or, on request, zero.
+MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const StepOptions& options,
+                                                 const StepFunction& torch_step) {
+  detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
+  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
+  const bool unscales_here =
+      !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
+  if (unscales_here) unscale_into(optimizer);
+  Verdict verdict{.inv_scale = scale_.inverse(), .found_inf = record.found_inf};
+  const bool counts = was_unscaled ? recheck_ : !unscales_here;
+  if (counts || detail::clips(options)) {
+    const c10::NoGradGuard no_grad;
+    const bool is_true = was_unscaled || unscales_here;
+    const StepPlan plan = detail::plan_of(optimizer);
+    detail::check_has_gradients(!plan.rows.empty() || is_true, optimizer.optimizer());
+    verdict =
+        detail::read_gradients(plan, is_true ? at::ones_like(scale_.original()) : scale_.inverse());
+    check_verdict(record, verdict, is_true, counts, options.known_inf);
+  }
+  detail::check_has_gradients(verdict.found_inf.defined(), optimizer.optimizer());
+  const std::shared_ptr<detail::StepLetter> letter =
+      letter_pool_.letter_for(scale_.original().device());
+  letter->send(scale_.original(), verdict);
+  letter->wait();
+  StepOutcome outcome = letter->outcome();
+  if (!detail::clips(options)) outcome.grad_norm = outcome.grad_max_abs = std::nullopt;
+  if (outcome.ran && torch_step != nullptr) {
+    outcome.value = torch_step();
+  } else if (outcome.ran) {
+    const bool is_true = was_unscaled || unscales_here;
+    const double inverse = is_true ? 1.0 : detail::inverse_scale(outcome.scale);
+    const double clip = detail::clips(options)
+                            ? detail::clip_coefficient(letter->sum_of_squares(), options.max_norm)
+                            : 1.0;
+    const detail::LentGradients lent(optimizer.optimizer(), inverse * clip);
+    if (is_true || !lent.found_inf()) {
+      outcome.value = optimizer.step();
+    } else {  // a product overflows where, read in float, none did
+      outcome = {.ran = false, .found_inf = true, .scale = outcome.scale};
+      if (detail::clips(options)) outcome.grad_norm = std::numeric_limits<double>::infinity();
+      record.found_inf = at::ones_like(record.found_inf);
+    }
+  }
+  if (!outcome.ran) note_skip(record, outcome.scale);
+  record.stage = detail::Stage::stepped;
+  if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
+  return StepResult(std::move(outcome));
+}
+
+/// The step of a disabled scaler: clips, sets to zero and steps, whatever the gradients are.
+MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
+                                                       const StepOptions& options) {
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  StepPlan plan = detail::plan_of(optimizer);
+  Verdict verdict;
+  std::shared_ptr<detail::StepLetter> letter;
+  if (detail::clips(options) && !plan.rows.empty()) {
+    const at::Tensor one =
+        at::ones({}, plan.rows.front().gradient.options().dtype(at::kFloat).layout(at::kStrided));
+    verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
+    verdict.found_inf.zero_();
+    letter = letter_pool_.letter_for(verdict.inv_scale.device());
+    letter->send(one, verdict);
+  }
+  StepOutcome outcome{.ran = true, .value = at::Tensor()};
+  if (fused != nullptr) {
+    fused->apply(std::move(plan), verdict, options);
+    if (letter == nullptr) return StepResult(std::move(outcome));
+    if (letter->device().is_cpu()) return StepResult(letter->outcome());
+    return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
+  }
+  double factor = 1.0;
+  if (letter != nullptr) {
+    letter->wait();
+    outcome = letter->outcome();
+    factor = detail::clip_coefficient(letter->sum_of_squares(), options.max_norm);
+  }
+  {
+    const detail::LentGradients lent(optimizer.optimizer(), factor);
+    outcome.value = optimizer.step();
+  }
+  if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
+  return StepResult(std::move(outcome));
+}
+
+// --- The end of an iteration -------------------------------------------------------------------
 
 MEZZO_INLINE void GradScaler::update() {
   if (!enabled_) return records_.clear();
@@ -153,10 +363,9 @@ MEZZO_INLINE void GradScaler::update() {
       "iteration");
   {
     const c10::NoGradGuard no_grad;  // not for the callback
-    std::vector<at::Tensor> floats;
-    floats.reserve(checks.size());
-    for (const at::Tensor& check : checks) floats.push_back(check.to(at::kFloat));
-    scale_.advance(rule_, detail::sum_on(scale_.original().device(), floats));
+    at::Tensor found = checks.front();
+    for (std::size_t i = 1; i < checks.size(); ++i) found = found.add(checks[i]);
+    scale_.advance(rule_, found);
   }
   finish_iteration();
 }
@@ -187,9 +396,8 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
-  const auto readbacks = std::exchange(readbacks_, {});
+  const auto letters = std::exchange(letters_, {});
   if (detail::capture_on(scale_.original().device()) != 0) return;  // no callback in a graph
-  clip_watch_.poll();
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   const auto tell = [&](float scale, float next_scale) {
     const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();
@@ -203,9 +411,9 @@ MEZZO_INLINE void GradScaler::finish_iteration() {
   if (skipped_scale_) {
     const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
     if (callback) tell(overflowed, scale_.original().item<float>());
-  } else if (!readbacks.empty() && callback) {
-    readbacks.back()->send_next_scale(scale_.original());
-    pending_lines_.add(readbacks);
+  } else if (!letters.empty() && callback) {
+    letters.back()->send_next_scale(scale_.original());
+    pending_lines_.add(letters);
   }
   pending_lines_.poll(tell);
 }
@@ -224,6 +432,117 @@ MEZZO_INLINE const at::Tensor& GradScaler::scale_on(at::Device device) {
     scale_ = detail::DeviceScale(initial_state_, device);
   }
   return scale_.on(device);
+}
+
+// --- State -------------------------------------------------------------------------------------
+
+namespace detail {
+
+/// Reads a state dictionary, with a default for keys that torch.amp does not write.
+class StateReader {
+ public:
+  explicit StateReader(const std::map<std::string, double>& state) : state_(state) {}
+
+  double value(const char* key) const {
+    const auto found = state_.find(key);
+    TORCH_CHECK(found != state_.end(), "The source state dict lacks \"", key,
+                "\"; give load_state_dict what state_dict() of a GradScaler returned");
+    return found->second;
+  }
+  double value(const char* key, double fallback) const {
+    const auto found = state_.find(key);
+    return found == state_.end() ? fallback : found->second;
+  }
+  int64_t count(const char* key) const { return whole(key, value(key)); }
+  int64_t count(const char* key, int64_t fallback) const {
+    return whole(key, value(key, static_cast<double>(fallback)));
+  }
+
+ private:
+  static int64_t whole(const char* key, double value) {
+    constexpr double kLargest = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK(is_finite(value) && value >= 0 && value <= kLargest && value == std::floor(value),
+                "The source state dict has ", key, " = ", value,
+                "; it should be a whole number from 0 to 2147483647");
+    return static_cast<int64_t>(value);
+  }
+
+  const std::map<std::string, double>& state_;
+};
+
+}  // namespace detail
+
+MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
+
+MEZZO_INLINE GradScalerOptions GradScaler::dynamic_options(const char* option) const {
+  TORCH_CHECK(
+      rule_.kind() == LossScaleKind::dynamic, option,
+      " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler with "
+      "GradScalerOptions().loss_scale(LossScaleKind::dynamic)");
+  return GradScalerOptions(rule_);
+}
+
+MEZZO_INLINE void GradScaler::set_growth_factor(double growth_factor) {
+  rule_ = dynamic_options("growth_factor").growth_factor(growth_factor).rule();
+}
+
+MEZZO_INLINE void GradScaler::set_backoff_factor(double backoff_factor) {
+  rule_ = dynamic_options("backoff_factor").backoff_factor(backoff_factor).rule();
+}
+
+MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
+  rule_ = dynamic_options("growth_interval").growth_interval(growth_interval).rule();
+}
+
+MEZZO_INLINE LossScaleState GradScaler::read_state() const {
+  return scale_.defined() ? scale_.read() : initial_state_;
+}
+
+MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
+  if (!enabled_) return {};
+  const LossScaleState state = read_state();
+  return {{"scale", state.scale},
+          {"growth_factor", rule_.growth_factor()},
+          {"backoff_factor", rule_.backoff_factor()},
+          {"growth_interval", static_cast<double>(rule_.growth_interval())},
+          {"_growth_tracker", state.growth_tracker},
+          {"min_scale", rule_.min_scale()},
+          {"max_scale", rule_.max_scale()},
+          {"hysteresis", rule_.hysteresis()},
+          {"_hysteresis_left", state.hysteresis_left},
+          {"_loss_scale_kind", static_cast<double>(rule_.kind())}};
+}
+
+MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
+  if (!enabled_) return;
+  TORCH_CHECK(!state.empty(),
+              "The source state dict is empty, possibly because it was saved from a disabled "
+              "instance of GradScaler. In C++: make this scaler with "
+              "GradScalerOptions().enabled(false) too, or leave load_state_dict out and begin with "
+              "a new scale");
+  const detail::StateReader reader(state);
+  const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind()));
+  TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
+              "The source state dict has _loss_scale_kind = ", kind,
+              "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
+  const LossScale rule = GradScalerOptions()
+                             .loss_scale(static_cast<LossScaleKind>(kind))
+                             .init_scale(reader.value("scale"))
+                             .growth_factor(reader.value("growth_factor"))
+                             .backoff_factor(reader.value("backoff_factor"))
+                             .growth_interval(reader.count("growth_interval"))
+                             .min_scale(reader.value("min_scale", rule_.min_scale()))
+                             .max_scale(reader.value("max_scale", rule_.max_scale()))
+                             .hysteresis(reader.count("hysteresis", rule_.hysteresis()))
+                             .rule();
+  LossScaleState next = rule.initial_state();
+  next.growth_tracker = static_cast<int32_t>(reader.count("_growth_tracker"));
+  next.hysteresis_left =
+      static_cast<int32_t>(reader.count("_hysteresis_left", next.hysteresis_left));
+  if (scale_.defined()) detail::require_update_kernel(rule, scale_.original().device());
+  rule_ = rule;
+  initial_state_ = next;
+  if (scale_.defined()) scale_.write(next);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

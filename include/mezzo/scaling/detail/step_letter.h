@@ -2,12 +2,14 @@
 
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/verdict.h>
 #include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/Stream.h>
@@ -21,26 +23,22 @@
 #include <utility>
 #include <vector>
 
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/kernels/cuda_launch.h>
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What a device knows of a step: tensors of one element there.
-struct StepNumbers {
-  at::Tensor scale;           ///< float
-  at::Tensor found_inf;       ///< float
-  at::Tensor sum_of_squares;  ///< double
-  at::Tensor max_abs;         ///< double
-};
-
-/// The numbers of a step on their way to the host: one copy into pinned memory, and behind it an
-/// event, which says that it has arrived.
+/// Four doubles about one step on their way to the host: scale, found_inf, sum of squares, largest
+/// magnitude. On the CPU they are there at once. From a device they come as one copy into pinned
+/// memory with an event behind it, which says that it has arrived; `wait` waits for it.
 ///
-/// Made during a capture, it belongs to the graph, each replay of which sends it anew. Of replays
-/// the host hears nothing: such a letter is never known to be there, and who reads it waits for the
-/// device.
-class AsyncReadback {
+/// A letter that was made during a capture belongs to the graph, each replay of which sends it anew.
+/// Replays do not notify the host: such a letter never becomes ready, and reading it synchronises.
+class StepLetter {
  public:
-  explicit AsyncReadback(at::Device device)
+  explicit StepLetter(at::Device device)
       : device_(device),
         is_captured_(capture_on(device) != 0),
         numbers_sent_(device),
@@ -54,6 +52,8 @@ class AsyncReadback {
 
   at::Device device() const noexcept { return device_; }
   bool is_captured() const noexcept { return is_captured_; }
+  /// The flag of the last step that was sent, on its device.
+  const at::Tensor& found_inf() const noexcept { return found_inf_; }
 
   /// Before it serves another step.
   void clear() {
@@ -62,8 +62,19 @@ class AsyncReadback {
     }
   }
 
-  void send(const StepNumbers& numbers) {
-    numbers_.copy_(packed(numbers), /*non_blocking=*/true);
+  /// Sends a step's scale, and a verdict that speaks for all devices.
+  void send(const at::Tensor& scale, const Verdict& verdict) {
+    has_norm_ = verdict.sum_of_squares.defined();
+    found_inf_ = verdict.found_inf;
+    if (device_.is_cpu() && found_inf_.is_cpu()) {
+      auto* const numbers = numbers_.mutable_data_ptr<double>();
+      numbers[0] = *scale.const_data_ptr<float>();
+      numbers[1] = *found_inf_.const_data_ptr<float>();
+      if (has_norm_) numbers[2] = *verdict.sum_of_squares.const_data_ptr<double>();
+      if (has_norm_) numbers[3] = *verdict.max_abs.const_data_ptr<double>();
+    } else {
+      numbers_.copy_(packed(scale, verdict.on(device_)), /*non_blocking=*/true);
+    }
     mark(numbers_sent_);
   }
   void send_next_scale(const at::Tensor& scale) {
@@ -75,7 +86,7 @@ class AsyncReadback {
   bool is_there() { return has_arrived(numbers_sent_); }
   bool is_next_scale_there() { return has_arrived(next_scale_sent_); }
 
-  /// Until the numbers are there; of a captured letter, those of the last replay.
+  /// Waits until the numbers are there; of a captured letter, those of the last replay.
   void wait() {
     if (numbers_sent_.has_arrived) return;
     TORCH_CHECK(capture_on(device_) == 0,
@@ -95,14 +106,14 @@ class AsyncReadback {
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
     const bool found_inf = numbers[1] != 0.0;
-    StepOutcome outcome{.ran = !found_inf,
-                        .found_inf = found_inf,
-                        .scale = static_cast<float>(numbers[0]),
-                        .grad_norm = std::sqrt(numbers[2])};
+    StepOutcome outcome{
+        .ran = !found_inf, .found_inf = found_inf, .scale = static_cast<float>(numbers[0])};
+    if (has_norm_) outcome.grad_norm = std::sqrt(numbers[2]);
+    if (has_norm_) outcome.grad_max_abs = numbers[3];
     if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
     return outcome;
   }
-  double max_abs() const { return numbers_.const_data_ptr<double>()[3]; }
+  double sum_of_squares() const { return numbers_.const_data_ptr<double>()[2]; }
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
 
  private:
@@ -116,19 +127,23 @@ class AsyncReadback {
   static constexpr int64_t kNumbers = 4;
   static constexpr double kNoReplay = -1.0;  // found_inf is a count
 
-  /// In memory of this letter's stream, that the allocator gives again in the stream's order.
-  at::Tensor packed(const StepNumbers& numbers) const {
-    const auto& [scale, found_inf, sum_of_squares, max_abs] = numbers;
+  /// Returns the numbers in memory of this letter's stream, that the allocator gives again in the
+  /// stream's order.
+  at::Tensor packed(const at::Tensor& scale, const Verdict& verdict) const {
+    const at::Tensor own_scale = on_device(scale, device_);
+    const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
+    const at::Tensor none = has_norm_ ? at::Tensor() : at::zeros({}, own_scale.options().dtype(wide));
+    const at::Tensor& sum_of_squares = has_norm_ ? verdict.sum_of_squares : none;
+    const at::Tensor& max_abs = has_norm_ ? verdict.max_abs : none;
 #ifdef MEZZO_WITH_CUDA
     if (has_cuda_kernels(device_)) {
       at::Tensor letter = at::empty({kNumbers}, sum_of_squares.options());
-      cuda::pack_letter_(scale, found_inf, sum_of_squares, max_abs, letter);
+      cuda::pack_letter_(own_scale, verdict.found_inf, sum_of_squares, max_abs, letter);
       return letter;
     }
 #endif
-    const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
     std::vector<at::Tensor> all;
-    for (const at::Tensor& number : {scale, found_inf, sum_of_squares, max_abs}) {
+    for (const at::Tensor& number : {own_scale, verdict.found_inf, sum_of_squares, max_abs}) {
       all.push_back(number.to(wide).reshape({}));
     }
     return at::stack(all);
@@ -151,87 +166,88 @@ class AsyncReadback {
 
   at::Device device_;
   bool is_captured_;
+  bool has_norm_ = false;
   Sent numbers_sent_, next_scale_sent_;
   at::Tensor numbers_, next_scale_;
+  at::Tensor found_inf_;
 };
 
-/// A step that a device decides.
+/// The outcome of a step that a device decides.
 class DeviceStepSlot final : public StepSlot {
  public:
-  explicit DeviceStepSlot(std::shared_ptr<AsyncReadback> readback)
-      : readback_(std::move(readback)) {}
+  explicit DeviceStepSlot(std::shared_ptr<StepLetter> letter)
+      : letter_(std::move(letter)), found_inf_(letter_->found_inf()) {}
 
   /// An error of the device is for `outcome` to throw.
   bool ready() const noexcept override {
     try {
-      return readback_ == nullptr || readback_->is_there();
+      return letter_ == nullptr || letter_->is_there();
     } catch (const c10::Error&) {
       return false;
     }
   }
 
   const StepOutcome& outcome() override {
-    if (readback_ == nullptr) return outcome_;
-    readback_->wait();
-    outcome_ = readback_->outcome();
-    if (!readback_->is_captured()) readback_ = nullptr;  // its memory serves another step
+    if (letter_ == nullptr) return outcome_;
+    letter_->wait();
+    outcome_ = letter_->outcome();
+    if (!letter_->is_captured()) letter_ = nullptr;  // its memory serves another step
     return outcome_;
   }
 
+  at::Tensor found_inf_on_device() const override { return found_inf_; }
+
  private:
-  std::shared_ptr<AsyncReadback> readback_;
+  std::shared_ptr<StepLetter> letter_;
+  at::Tensor found_inf_;
   StepOutcome outcome_;
 };
 
-/// The readbacks of a scaler. One that nobody else holds, and that has arrived, is used again;
-/// those that a graph keeps writing serve no other step. All live as long as the scaler.
-class ReadbackPool {
+/// The letters of a scaler. One that nobody else holds, and that has arrived, is used again; letters
+/// that a graph keeps writing serve no other step. All live as long as the scaler.
+class LetterPool {
  public:
-  std::shared_ptr<AsyncReadback> readback_for(at::Device device) {
+  std::shared_ptr<StepLetter> letter_for(at::Device device) {
     if (capture_on(device) == 0) {
-      for (const std::shared_ptr<AsyncReadback>& readback : readbacks_) {
-        const bool is_free = readback.use_count() == 1 && readback->device() == device;
-        if (!is_free || !readback->is_there()) continue;
-        readback->clear();
-        return readback;
+      for (const std::shared_ptr<StepLetter>& letter : letters_) {
+        const bool is_free = letter.use_count() == 1 && letter->device() == device;
+        if (!is_free || !letter->is_there()) continue;
+        letter->clear();
+        return letter;
       }
     }
-    return readbacks_.emplace_back(std::make_shared<AsyncReadback>(device));
+    return letters_.emplace_back(std::make_shared<StepLetter>(device));
   }
 
  private:
-  std::vector<std::shared_ptr<AsyncReadback>> readbacks_;
+  std::vector<std::shared_ptr<StepLetter>> letters_;
 };
 
 /// The lines about skipped steps that are still to be written.
 class PendingLines {
  public:
-  /// The readbacks of one iteration; the last also carries the next scale.
-  void add(std::vector<std::shared_ptr<AsyncReadback>> readbacks) {
-    iterations_.push_back(std::move(readbacks));
+  /// Adds the letters of one iteration; the last also carries the next scale.
+  void add(std::vector<std::shared_ptr<StepLetter>> letters) {
+    iterations_.push_back(std::move(letters));
   }
 
   /// Calls `tell(scale, next scale)` for each skip that is known by now, in order. Never waits.
   template <class Tell>
   void poll(const Tell& tell) {
-    while (!iterations_.empty() && is_known(iterations_.front())) {
-      const std::vector<std::shared_ptr<AsyncReadback>> readbacks = std::move(iterations_.front());
+    while (!iterations_.empty() && iterations_.front().back()->is_next_scale_there()) {
+      const std::vector<std::shared_ptr<StepLetter>> letters = std::move(iterations_.front());
       iterations_.pop_front();
-      for (const auto& readback : readbacks) {
-        const StepOutcome outcome = readback->outcome();
+      for (const auto& letter : letters) {
+        const StepOutcome outcome = letter->outcome();
         if (!outcome.found_inf) continue;
-        tell(outcome.scale, readbacks.back()->next_scale());
+        tell(outcome.scale, letters.back()->next_scale());
         break;  // one line an iteration
       }
     }
   }
 
  private:
-  static bool is_known(const std::vector<std::shared_ptr<AsyncReadback>>& readbacks) {
-    return readbacks.back()->is_next_scale_there();  // which was sent last
-  }
-
-  std::list<std::vector<std::shared_ptr<AsyncReadback>>> iterations_;
+  std::list<std::vector<std::shared_ptr<StepLetter>>> iterations_;
 };
 
 }  // namespace detail

@@ -1,0 +1,258 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/optim/detail/group_options.h>
+#include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/step_engine.h>
+#include <mezzo/optim/detail/update_rule.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What an optimizer says of itself, as most of them answer; `Own` derives from it and adds
+///   kName, and constants(options), the rule's numbers of a group;
+///   check(options), beyond what the list of members says of each option;
+///   variant(options), whether a step takes VariantRule in place of Rule;
+///   has_moments(options) and begins_as_gradient(options), as in GroupNumbers;
+///   kAtenHasIt, and if so check_for_aten(numbers) and aten_step(numbers, lists, verdict).
+/// Options and State are classes as libtorch's serialization wants them.
+template <class Own, class OptionsT, class StateT, class RuleT, class VariantRuleT = RuleT>
+struct OptimizerTraits {
+  using Options = OptionsT;
+  using State = StateT;
+  using Rule = RuleT;
+  using VariantRule = VariantRuleT;
+  using Constants = typename Rule::Constants;
+
+  static void check(const Options&) {}
+  static bool variant(const Options&) { return false; }
+  static bool has_moments(const Options&) { return true; }
+  static bool begins_as_gradient(const Options&) { return false; }
+  static constexpr bool kAtenHasIt = false;
+  /// Whether an element's update looks at nothing but that element.
+  static constexpr bool kIsElementByElement = true;
+
+  static StepLoop loop(bool is_variant, optim::WeightStorage storage, at::ScalarType kept,
+                       CpuIsa isa) {
+    return is_variant ? step_loop<VariantRule>(storage, kept, isa)
+                      : step_loop<Rule>(storage, kept, isa);
+  }
+  static void run_cpu(const std::vector<StepTask>& tasks) { run_step_cpu(tasks); }
+};
+
+/// \throws c10::Error naming the option that is out of range
+template <class Traits>
+void check_options(const typename Traits::Options& options) {
+  check_members(Traits::kName, options);
+  Traits::check(options);
+}
+
+/// An optimizer's UpdateRule, made of its traits.
+template <class Traits>
+struct RuleOf {
+  using Options = typename Traits::Options;
+  using State = typename Traits::State;
+  using Constants = typename Traits::Constants;
+
+  static GroupNumbers read_group(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                                 std::size_t group,
+                                 const torch::optim::OptimizerOptions& defaults) {
+    const Options options = group_options<Options>(groups, group, defaults, Traits::kName);
+    check_options<Traits>(options);
+    return {.lr = options.lr(),
+            .weight_storage = options.weight_storage(),
+            .seed = options.seed(),
+            .constants = Traits::constants(options),
+            .is_variant = Traits::variant(options),
+            .keeps_moments = Traits::has_moments(options),
+            .begins_as_gradient = Traits::begins_as_gradient(options),
+            .accumulates_in_float = options.accumulate_in_float()};
+  }
+
+  static void keep_masters(torch::optim::OptimizerOptions& options) {
+    auto* const own = dynamic_cast<Options*>(&options);  // libtorch's own follow the defaults
+    if (own != nullptr && own->weight_storage() == optim::WeightStorage::plain) {
+      own->weight_storage(optim::WeightStorage::master);
+    }
+  }
+
+  static StepNumbers coefficients(const StepNumbers& constants, double lr, int64_t step) {
+    return constants.as<Constants>().at(lr, step);
+  }
+
+  static std::unique_ptr<torch::optim::OptimizerParamState> make_state() {
+    return std::make_unique<State>();
+  }
+
+  static ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) {
+    using Plain = typename State::LibtorchState;
+    if (typeid(*state) == typeid(State)) return static_cast<State*>(state.get());
+    if (auto* const own = dynamic_cast<State*>(state.get())) return own;
+    if constexpr (std::constructible_from<State, const Plain&>) {
+      if (const auto* const plain = dynamic_cast<const Plain*>(state.get())) {
+        auto own = std::make_unique<State>(*plain);
+        State* const taken = own.get();
+        state = std::move(own);
+        return taken;
+      }
+    }
+    return nullptr;
+  }
+
+#ifdef MEZZO_WITH_CUDA
+  static void cuda_step(at::Device device, const std::vector<StepRow>& rows,
+                        const std::vector<GroupNumbers>& groups, const StepInputs& inputs,
+                        TableMemory& memory) {
+    std::vector<StepGroup<Constants>> own;
+    for (const GroupNumbers& group : groups) {
+      own.push_back({group.constants.as<Constants>(), group.lr, group.seed});
+    }
+    cuda::step_(device, rows, own, inputs, memory);
+  }
+#endif
+
+  static constexpr UpdateRule make() {
+    UpdateRule rule{};
+    rule.name = Traits::kName;
+    rule.moments = {int{Traits::Rule::kMoments}, int{Traits::VariantRule::kMoments}};
+    rule.read_group = &read_group;
+    rule.keep_masters = &keep_masters;
+    rule.coefficients = &coefficients;
+    rule.loop = &Traits::loop;
+    rule.run_cpu = &Traits::run_cpu;
+    rule.make_state = &make_state;
+    rule.slot_in = &slot_in;
+    if constexpr (Traits::kAtenHasIt) {
+      rule.check_aten = &Traits::check_for_aten;
+      rule.aten_step = &Traits::aten_step;
+    }
+#ifdef MEZZO_WITH_CUDA
+    rule.cuda_step = &cuda_step;
+#endif
+    return rule;
+  }
+
+  static constexpr UpdateRule kRule = make();
+};
+
+/// Groups and states as a file has them, until all of it is read.
+class ReadOptimizer final : public torch::optim::Optimizer {
+ public:
+  ReadOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
+  at::Tensor step(LossClosure /*closure*/) override { return {}; }
+};
+
+/// What is of libtorch's kind in an optimizer: constructors, options and files. The steps are
+/// StepEngine's.
+template <class Traits>
+class OptimizerShell : public StepEngine {
+ public:
+  using Options = typename Traits::Options;
+  using State = typename Traits::State;
+
+  // Derived classes inherit the constructors: ones of their own, being no templates, would
+  // instantiate all this in every unit that sees them.
+  explicit OptimizerShell(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                          const Options& defaults = {})
+      : StepEngine(groups, std::make_unique<Options>(defaults), RuleOf<Traits>::kRule) {
+    check_options<Traits>(defaults);
+    check_has_parameters(!groups.empty());
+    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+      keep_given_options<Options>(param_groups_[group], groups[group]);
+      (void)group_numbers(group);
+    }
+    meet_parameters();
+  }
+
+  explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {})
+      : OptimizerShell({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
+    check_has_parameters(!param_groups_.front().params().empty());
+  }
+
+  /// libtorch's, with all of the group's options; called through `torch::optim::Optimizer&`, from
+  /// libtorch 2.12 on, what mezzo adds to libtorch's options is taken from the defaults.
+  /// \throws c10::Error, and has not added the group, if its options are out of range or those of
+  ///   another optimizer
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    Optimizer::add_param_group(group);
+    keep_given_options<Options>(param_groups_.back(), group);
+    try {
+      (void)group_numbers(param_groups_.size() - 1);
+    } catch (const c10::Error&) {
+      param_groups_.pop_back();
+      throw;
+    }
+  }
+
+  /// All or nothing: the optimizer is then what the file says, without states that the file lacks.
+  /// \throws c10::Error for a file of something else
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  Options options_of(std::size_t group) const {
+    return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
+  }
+
+  /// A group may be empty, as one rank's part of a model can be; a model without parameters is one
+  /// whose layers were not registered.
+  static void check_has_parameters(bool has_parameters) {
+    TORCH_CHECK(
+        has_parameters, Traits::kName,
+        ": optimizer got an empty parameter list. In C++: give model->parameters() of a model "
+        "that has registered its layers with register_module");
+  }
+};
+
+template <class Traits>
+void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
+  c10::IValue version;
+  TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
+              ": the archive holds no optimizer's state, or that of a libtorch before 1.5; load "
+              "what torch::save(optimizer, path) wrote");
+  const NoGraphGuard no_graph;
+  ReadOptimizer read;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    read.param_groups().emplace_back(param_groups_[group].params(),
+                                     std::make_unique<Options>(options_of(group)));
+  }
+  torch::optim::serialize<State, Options>(archive, read);
+  const auto read_options = [&read](std::size_t group) -> Options& {
+    return static_cast<Options&>(read.param_groups()[group].options());
+  };
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    read_options(group).keep_unread(options_of(group));
+    check_options<Traits>(read_options(group));
+  }
+  // libtorch's files hold no number of applied steps: it is the largest count of any parameter.
+  int64_t applied = 0;
+  c10::IValue saved;
+  if (archive.try_read("applied_steps", saved)) {
+    applied = saved.toInt();
+  } else {
+    for (const auto& [parameter, state] : read.state()) {
+      applied = std::max(applied, static_cast<const State&>(*state).step());
+    }
+  }
+  applied_count().set(applied);
+  state_ = std::move(read.state());
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    set_group_options(param_groups_[group], read_options(group), *defaults_);
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

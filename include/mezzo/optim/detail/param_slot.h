@@ -1,0 +1,413 @@
+#pragma once
+
+#include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/detail/write_stamp.h>
+#include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/optim/detail/dense_memory.h>
+#include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/step_count.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/arg.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+// What an optimizer keeps of one parameter from step to step: its weights in more bits than the
+// model has, its moments and its count of steps.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+// --- The gradient of a master ------------------------------------------------------------------
+
+/// Shows a parameter's gradient at its master too, for callers that look at or clip the gradients
+/// of masters. Both hold one tensor: the parameter's `.grad` is its home.
+class ShownGradient {
+ public:
+  /// Gives `master` the gradient of `parameter`, which may be none.
+  void show(const at::Tensor& parameter, const at::Tensor& master) {
+    master.mutable_grad() = parameter.grad();
+    shown_.emplace(parameter.grad().getIntrusivePtr());
+  }
+
+  bool is_shown() const noexcept { return shown_.has_value(); }
+
+  /// Gives the parameter what the caller made of the master's gradient since `show`: another
+  /// tensor, or none where it was dropped. A parameter whose own gradient is another one by now
+  /// keeps that.
+  void follow(const at::Tensor& parameter, const at::Tensor& master) {
+    if (!shown_) return;
+    const bool is_as_shown = shown_->_unsafe_get_target() == parameter.grad().unsafeGetTensorImpl();
+    if (is_as_shown) {
+      if (!master.grad().is_same(parameter.grad())) parameter.mutable_grad() = master.grad();
+    } else {
+      end(master);
+    }
+  }
+
+  /// Takes the gradient away from `master`.
+  void end(const at::Tensor& master) {
+    if (!shown_) return;
+    if (master.defined()) master.mutable_grad() = at::Tensor();
+    shown_.reset();
+  }
+
+ private:
+  // Weak: memory goes when the parameter lets go of it, and no later tensor has this address.
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  std::optional<WeakTensor> shown_;
+};
+
+// --- Weights beside the parameter --------------------------------------------------------------
+
+struct KeptWeights;
+
+/// Says which optimizers keep a float master of which parameter, in the whole process: two of them
+/// would each round their own to the parameter.
+class KnownMasters {
+ public:
+  void add(const at::Tensor& parameter, const KeptWeights* kept) {
+    const std::lock_guard lock(mutex_);
+    masters_.emplace(parameter.unsafeGetTensorImpl(), kept);
+  }
+  void remove(const c10::TensorImpl* parameter, const KeptWeights* kept) noexcept {
+    const std::lock_guard lock(mutex_);
+    const auto [begin, end] = masters_.equal_range(parameter);
+    const auto found =
+        std::find_if(begin, end, [kept](const auto& one) { return one.second == kept; });
+    if (found != end) masters_.erase(found);
+  }
+  /// Whether another optimizer's step was the last to write `parameter`.
+  bool another_wrote(const at::Tensor& parameter, const KeptWeights* kept) const;
+
+  static KnownMasters& of_process() {
+    static KnownMasters& all = *new KnownMasters;
+    return all;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_multimap<const c10::TensorImpl*, const KeptWeights*> masters_;
+};
+
+/// What is kept of a parameter's value beside it.
+struct KeptWeights {
+  /// With WeightStorage::master, and in a MasterWeights: the float that the parameter is rounded
+  /// from.
+  at::Tensor master{};
+  /// With WeightStorage::split_master, int16: see join_halves.
+  at::Tensor lower_half{};
+  /// Of the parameter, when `master` or `lower_half` last agreed with it.
+  WriteStamp stamp{};
+  ShownGradient shown{};
+
+  KeptWeights() = default;
+  KeptWeights(const KeptWeights& other)
+      : master(other.master), lower_half(other.lower_half), stamp(other.stamp) {}
+  KeptWeights& operator=(const KeptWeights&) = delete;
+  ~KeptWeights() { forget(); }
+
+  /// Makes the master known as `parameter`'s, once.
+  void make_known(const at::Tensor& parameter) {
+    if (known_as_ == parameter.unsafeGetTensorImpl()) return;
+    forget();
+    known_as_ = parameter.unsafeGetTensorImpl();
+    KnownMasters::of_process().add(parameter, this);
+  }
+
+ private:
+  void forget() noexcept {
+    if (known_as_ != nullptr) KnownMasters::of_process().remove(known_as_, this);
+  }
+  const c10::TensorImpl* known_as_ = nullptr;
+};
+
+inline bool KnownMasters::another_wrote(const at::Tensor& parameter,
+                                        const KeptWeights* kept) const {
+  const std::lock_guard lock(mutex_);
+  const auto [begin, end] = masters_.equal_range(parameter.unsafeGetTensorImpl());
+  return std::any_of(begin, end, [&](const auto& one) {
+    return one.second != kept && one.second->stamp.is_current(parameter);
+  });
+}
+
+// Bits of a float as (bfloat16, rest), in the terms of weight_formats.h.
+inline at::Tensor upper_half_of(const at::Tensor& floats) {
+  return floats.view(at::kInt).add(0x8000).bitwise_right_shift(16).to(at::kShort);
+}
+inline at::Tensor lower_half_of(const at::Tensor& floats) {
+  return floats.view(at::kInt).to(at::kShort);
+}
+inline at::Tensor joined(const at::Tensor& parameter, const at::Tensor& lower_half) {
+  const at::Tensor upper = parameter.detach().view(at::kShort).to(at::kInt);
+  return upper.bitwise_left_shift(16).add(lower_half.to(at::kInt)).view(at::kFloat);
+}
+
+/// Returns where `parameter`, of 16 bits, is what a step would have made of `master`, by either way
+/// of breaking ties.
+inline at::Tensor is_rounded_from(const at::Tensor& master, const at::Tensor& parameter) {
+  const at::Tensor own = parameter.detach();
+  at::Tensor is_nearest = master.to(own.scalar_type()).eq(own);
+  if (own.scalar_type() != at::kBFloat16) return is_nearest;
+  return is_nearest.logical_or(upper_half_of(master).eq(own.view(at::kShort)));
+}
+
+/// Returns where `parameter`, of floats, holds what a 16-bit parameter made of `master` would hold.
+inline at::Tensor holds_rounded(const at::Tensor& master, const at::Tensor& parameter) {
+  const at::Tensor own = parameter.detach();
+  const at::Tensor low = own.to(at::kBFloat16);
+  const at::Tensor by_bfloat16 =
+      low.to(at::kFloat).eq(own).logical_and(is_rounded_from(master, low));
+  return by_bfloat16.logical_or(master.to(at::kHalf).to(at::kFloat).eq(own));
+}
+
+/// Returns how `parameter` is kept: as its group's options say, if it has 16 bits.
+/// \throws c10::Error where the storage is for bfloat16 and the parameter is of half
+inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::WeightStorage wanted,
+                                       const OptimizerWords& optimizer) {
+  using optim::WeightStorage;
+  const at::ScalarType dtype = parameter.scalar_type();
+  if (dtype != at::kBFloat16 && dtype != at::kHalf) return WeightStorage::plain;
+  const bool is_for_bfloat16 =
+      wanted == WeightStorage::split_master || wanted == WeightStorage::stochastic;
+  TORCH_CHECK(dtype == at::kBFloat16 || !is_for_bfloat16, optimizer, ": WeightStorage::",
+              wanted == WeightStorage::stochastic ? "stochastic" : "split_master",
+              " takes parameters of bfloat16, not ", optimizer.parameter(parameter),
+              "; use WeightStorage::master for a float16 model");
+  return wanted;
+}
+
+inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage) {
+  const bool is_float =
+      storage == optim::WeightStorage::master || storage == optim::WeightStorage::split_master;
+  return is_float ? at::kFloat : parameter.scalar_type();
+}
+
+/// \throws c10::Error where `kept`, which may come from a file, is of another model
+inline void check_shape_of(const at::Tensor& kept, const char* what, const at::Tensor& parameter,
+                           const OptimizerWords& optimizer) {
+  TORCH_CHECK(!kept.defined() || kept.sizes() == parameter.sizes(), optimizer, ": the state of ",
+              optimizer.parameter(parameter), " has ", what, " of the shape ", kept.sizes(),
+              "; it is another model's, or older than a resize of the parameter: load the model's "
+              "own file, or begin anew with "
+              "optimizer.state().erase(parameter.unsafeGetTensorImpl())");
+}
+
+/// Whether the lower half completes the parameter as it is now. A lower half cannot tell where the
+/// parameter was written, so that a write anywhere gives up all of it.
+inline bool completes(const at::Tensor& parameter, const KeptWeights& kept) {
+  return kept.lower_half.defined() && parameter.scalar_type() == at::kBFloat16 &&
+         kept.lower_half.sizes() == parameter.sizes() && kept.stamp.is_current(parameter);
+}
+
+/// Returns the value that is trained, in float (double for double), as a tensor of its own.
+inline at::Tensor trained_value(const at::Tensor& parameter, const KeptWeights& kept) {
+  if (kept.master.defined()) return kept.master.clone();
+  if (completes(parameter, kept)) return joined(parameter, kept.lower_half);
+  return parameter.detach().to(wide_dtype(parameter), /*non_blocking=*/false, /*copy=*/true);
+}
+
+/// Sets the master to the parameter where the parameter is no longer what the master was rounded
+/// to: others wrote it. Writes in place, for others may hold the master, to clip its gradient.
+inline void follow_writes(const at::Tensor& parameter, KeptWeights& kept) {
+  const bool was_written = !kept.stamp.is_current(parameter);
+  if (was_written && KnownMasters::of_process().another_wrote(parameter, &kept)) {
+    TORCH_WARN_ONCE(
+        "A parameter (", tensor_words(parameter),
+        ") is trained by two optimizers, each of which keeps a float master of it: what one adds "
+        "below the parameter's 16 bits is lost to the other. Give it to one optimizer.");
+  }
+  kept.master = kept.master.to(parameter.device(), at::kFloat);
+  kept.master.copy_(at::where(is_rounded_from(kept.master, parameter), kept.master,
+                              parameter.detach().to(at::kFloat)));
+}
+
+inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
+  if (!kept.master.defined()) {
+    check_is_warm(parameter.device(), "a float master");
+    kept.master = trained_value(parameter, kept);
+    kept.lower_half = at::Tensor();
+  } else if (!kept.stamp.is_current(parameter)) {
+    follow_writes(parameter, kept);
+  }
+  kept.make_known(parameter);
+}
+
+/// Makes the lower half; after a file was loaded there is a master beside it, or in its place.
+inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
+  const bool is_kept = !kept.master.defined() && completes(parameter, kept);
+  if (!is_kept) check_is_warm(parameter.device(), "the lower halves of weights");
+  if (kept.master.defined()) {
+    const at::Tensor master = kept.master.to(parameter.device(), at::kFloat);
+    const at::Tensor is_current = is_rounded_from(master, parameter);
+    const at::Tensor own = parameter.detach().view(at::kShort);
+    own.copy_(at::where(is_current, upper_half_of(master), own));  // ties may differ
+    const at::Tensor rest = lower_half_of(master);
+    kept.lower_half = at::where(is_current, rest, at::zeros_like(rest));
+    kept.master = at::Tensor();
+  } else if (!is_kept) {
+    kept.lower_half =
+        at::zeros_like(parameter, parameter.options().dtype(at::kShort).requires_grad(false),
+                       at::MemoryFormat::Preserve);
+  }
+}
+
+/// Takes over a master for a parameter that is trained as it is. A model of floats that was made
+/// from one of 16 bits gets the bits that its optimizer's file has.
+inline void give_up_master(const at::Tensor& parameter, KeptWeights& kept) {
+  const bool has_room = parameter.scalar_type() == at::kFloat && kept.master.defined();
+  if (has_room && kept.master.sizes() == parameter.sizes()) {
+    const at::Tensor master = kept.master.to(parameter.device(), at::kFloat);
+    const at::Tensor own = parameter.detach();
+    own.copy_(at::where(holds_rounded(master, own), master, own));
+  }
+  kept.master = at::Tensor();
+  kept.lower_half = at::Tensor();
+}
+
+/// Makes `kept` hold what `storage` needs, and nothing else, in agreement with the parameter as it
+/// is now. Nobody may write the parameter between this and the step.
+inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage,
+                           KeptWeights& kept) {
+  switch (storage) {
+    case optim::WeightStorage::master:
+      settle_master(parameter, kept);
+      break;
+    case optim::WeightStorage::split_master:
+      settle_lower_half(parameter, kept);
+      break;
+    case optim::WeightStorage::plain:
+    case optim::WeightStorage::stochastic:
+      give_up_master(parameter, kept);
+  }
+  kept.stamp = WriteStamp::of(parameter);
+}
+
+// --- Slots and states --------------------------------------------------------------------------
+
+/// All that a step reads and writes of one parameter beside the parameter and its gradient. The
+/// state classes of libtorch's kind, which files and users see, are views of it.
+class ParamSlot : public KeptWeights {
+ public:
+  ParamSlot() = default;
+  ParamSlot(const ParamSlot&) = default;
+  ParamSlot& operator=(const ParamSlot&) = delete;
+  virtual ~ParamSlot() = default;
+
+  /// Returns the k-th moment; the last one where there are fewer.
+  virtual at::Tensor& moment(int k) noexcept = 0;
+  /// How many steps were applied to the parameter.
+  virtual StepCount count() noexcept = 0;
+};
+
+/// A state of libtorch's with the count of steps that it lacks.
+template <class Base = torch::optim::OptimizerParamState>
+class CountedState : public Base {
+  TORCH_ARG(int64_t, step) = 0;
+};
+
+/// The state of one parameter as libtorch has it: `Base` is libtorch's class of that optimizer,
+/// where there is one, with the moments and the host's count of steps.
+template <class Own, class Base>
+class ParamState : public Base, public ParamSlot {
+ public:
+  using LibtorchState = Base;
+
+  ParamState() = default;
+  explicit ParamState(const Base& state) : Base(state) {}
+
+  /// Returns how many steps were applied; waits for the parameter's device.
+  int64_t step() const { return steps_counted(Base::step(), device_count_.tensor()); }
+  /// Where a device counts it is written there, without waiting, and captured graphs go on from it.
+  Own& step(int64_t step) {
+    count().overwrite(step);
+    return static_cast<Own&>(*this);
+  }
+
+  /// With WeightStorage::master the float that the parameter is rounded from.
+  const at::Tensor& master() const noexcept { return KeptWeights::master; }
+  at::Tensor& master() noexcept { return KeptWeights::master; }
+  Own& master(at::Tensor master) {
+    KeptWeights::master = std::move(master);
+    return own();
+  }
+
+  at::Tensor& moment(int k) noexcept override {
+    at::Tensor* moment = nullptr;
+    each_member(own(), [&](const auto& member) {
+      if (k-- >= 0) moment = &member.value;
+    });
+    return *moment;
+  }
+  StepCount count() noexcept override { return {Base::step(), device_count_.tensor()}; }
+
+  /// Waits for devices that count steps.
+  friend bool operator==(const ParamState& left, const ParamState& right) {
+    return left.step() == right.step() && tensors(left.own()) == tensors(right.own()) &&
+           is_same(left.lower_half, right.lower_half);
+  }
+
+  /// A copy with all that is here; libtorch's clone would keep only its own part.
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
+    return std::make_unique<Own>(own());
+  }
+
+  void serialize(torch::serialize::InputArchive& archive) override {
+    std::apply(
+        [&](const auto&... tensor) {
+          (read_tensor_if_there(archive, tensor.key, tensor.value), ...);
+        },
+        tensors(own()));
+    c10::IValue count;
+    step(archive.try_read("step", count) ? count.toInt() : own().step_without_count());
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("step", c10::IValue(step()));
+    std::apply(
+        [&](const auto&... tensor) {
+          (write_tensor_if_defined(archive, tensor.key, tensor.value), ...);
+        },
+        tensors(own()));
+  }
+
+ protected:
+  /// \throws c10::Error: only a file of libtorch's SGD lacks the count
+  int64_t step_without_count() const {
+    TORCH_CHECK(
+        false,
+        "The archive of an optimizer lacks \"step\"; it is that of another class of optimizer, or "
+        "damaged: load the file of an optimizer of the same class");
+  }
+
+ private:
+  Own& own() { return static_cast<Own&>(*this); }
+  const Own& own() const { return static_cast<const Own&>(*this); }
+
+  /// Lists what a file has: the moments, and the master.
+  template <class Self>
+  static auto tensors(Self& self) {
+    return std::tuple_cat(MemberTable::of(self), std::tuple{member("master", self.master())});
+  }
+
+  DeviceCount device_count_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,135 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/trained_once.h>
+#include <mezzo/optim/detail/update_rule.h>
+#include <mezzo/optim/fused_optimizer.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Takes the steps of mezzo's optimizers, whatever their rule:
+///
+///   plan    one walk over the parameters: who has a gradient, all checks, slots
+///   read    one read of the gradients (FusedOptimizer::read)
+///   apply   unscale, clip, update and write copies, in one pass over the memory
+///
+/// It knows an optimizer by its UpdateRule alone. OptimizerShell (optimizer_shell.h) adds what is
+/// of libtorch's kind: constructors, options and files.
+class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer {
+ public:
+  torch::optim::Optimizer& optimizer() noexcept override { return *this; }
+
+  at::Tensor step(LossClosure closure = nullptr) override { return step_with(closure); }
+  MEZZO_INLINE StepPlan plan() override;
+  MEZZO_INLINE void apply(StepPlan plan, const Verdict& verdict = {},
+                          const StepOptions& options = {}) override;
+
+  /// Takes the step through ATen's fused kernels, which on the CPU too are there to be tested.
+  MEZZO_INLINE void apply_with_aten(StepPlan plan, const Verdict& verdict = {},
+                                    const StepOptions& options = {});
+
+  MEZZO_INLINE void enable_master_weights() override;
+  MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
+  MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
+
+  /// Writes what libtorch's optimizer of the same name does, and under keys of their own what
+  /// libtorch has not. A file has the whole of split weights, as if they were not split.
+  MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
+
+ protected:
+  MEZZO_INLINE StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                          std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                          const UpdateRule& rule);
+
+  OptimizerWords words() const noexcept { return {rule_->name, param_groups_}; }
+  /// Reads and checks the options of a group.
+  GroupNumbers group_numbers(std::size_t group) const {
+    return rule_->read_group(param_groups_, group, *defaults_);
+  }
+  /// Looks at parameters that are new: refuses what would be trained twice.
+  MEZZO_INLINE void meet_parameters();
+
+ private:
+  using Row = StepPlan::Row;
+  using Rows = std::span<Row>;
+  using Groups = std::vector<GroupNumbers>;
+  /// A tensor and the copy that a kernel works on in its place.
+  using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
+  /// What the host prepares for the kernels of one device.
+  struct Prepared {
+    std::vector<StepTask> tasks{};
+    Copies copies{};                      ///< parameters with gaps
+    std::vector<at::Tensor> gradients{};  ///< copies, kept alive
+    std::vector<at::Tensor> uncleared{};  ///< gradients that were copied, if to clear
+    Published published{};                ///< weights and their low-precision copies
+  };
+  struct AtenCall;
+
+  MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
+                            std::uint64_t number);
+  MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter, const GroupNumbers& numbers);
+  MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
+  MEZZO_INLINE ParamSlot& checked_slot(std::unique_ptr<torch::optim::OptimizerParamState>& state,
+                                       const at::Tensor& parameter);
+  MEZZO_INLINE optim::WeightStorage storage_in(std::size_t group,
+                                               const at::Tensor& parameter) const;
+  bool keeps_slot(const GroupNumbers& numbers, optim::WeightStorage storage) const noexcept {
+    return numbers.keeps_moments || storage != optim::WeightStorage::plain;
+  }
+
+  MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
+                                     const StepOptions& options, bool with_aten);
+  MEZZO_INLINE void open_slots(Rows rows, const Groups& groups, bool restarts_counts);
+  MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);
+  MEZZO_INLINE bool shares_gradients(Rows rows);
+  MEZZO_INLINE void finish(Rows rows, bool clear_all, const Prepared& prepared);
+
+  MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
+                             const StepOptions& options, bool has_inference);
+  MEZZO_INLINE StepSpan span_of(const Row& row, const GroupNumbers& numbers, bool clear,
+                                Prepared& prepared);
+  MEZZO_INLINE at::Tensor& fitting_moment(const Row& row, int k, const at::Tensor& parameter);
+
+  /// Steps on another device than the CPU; says whether it has counted the step as applied.
+  MEZZO_INLINE bool step_on_device(Rows rows, const Groups& groups, const Verdict& verdict,
+                                   const StepOptions& options, bool has_inference, bool is_alone);
+#ifdef MEZZO_WITH_CUDA
+  MEZZO_INLINE void step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
+                                 const StepOptions& options, bool has_inference,
+                                 bool counts_applied);
+#endif
+  MEZZO_INLINE at::Tensor applied_on(at::Device device, bool counts_there);
+  MEZZO_INLINE void step_with_aten(Rows rows, const Groups& groups, const Verdict& verdict,
+                                   const StepOptions& options);
+  MEZZO_INLINE void add_to_call(const Row& row, const GroupNumbers& numbers, bool copies_gradient,
+                                std::vector<AtenCall>& calls, std::vector<StepCount>& counts,
+                                Copies& copies);
+  MEZZO_INLINE void make_calls(std::vector<AtenCall>& calls, const std::vector<at::Tensor>& counts,
+                               const AtenVerdict& verdict);
+
+  const UpdateRule* rule_;
+  SeenParameters seen_;
+  SeenParameters seen_gradients_;  // that shared_gradients_ was found of
+  bool shared_gradients_ = false;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#ifndef MEZZO_LEFT_TO_LIBRARY
+#include <mezzo/optim/detail/step_engine_impl.h>
+#endif

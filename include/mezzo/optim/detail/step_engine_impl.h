@@ -1,0 +1,690 @@
+#pragma once
+
+#include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/version.h>
+#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/which_kernels.h>
+#include <mezzo/optim/detail/dense_memory.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/step_engine.h>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/serialize.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+// --- Parameters and options --------------------------------------------------------------------
+
+/// Lets gradients of 16-bit weights be added up in float.
+inline void accumulate_in_float(const at::Tensor& parameter) {
+  const bool is_low = parameter.requires_grad() && is_low_precision(parameter);
+  if (is_low && parameter.grad_dtype() != at::kFloat) parameter.set_grad_dtype(at::kFloat);
+}
+
+MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                                    std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                    const UpdateRule& rule)
+    : Optimizer(groups, std::move(defaults)), rule_(&rule) {}
+
+MEZZO_INLINE void StepEngine::meet_parameters() {
+  if (!seen_.look(param_groups_)) return;
+  std::vector<at::Tensor> all;
+  for (const auto& group : param_groups_) {
+    all.insert(all.end(), group.params().begin(), group.params().end());
+  }
+  try {
+    refuse_duplicates(all, words());
+    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+      if (!group_numbers(group).accumulates_in_float) continue;
+      for (const at::Tensor& parameter : param_groups_[group].params()) {
+        accumulate_in_float(parameter);
+      }
+    }
+  } catch (...) {
+    seen_.forget();
+    throw;
+  }
+}
+
+MEZZO_INLINE void StepEngine::enable_master_weights() {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    (void)group_numbers(group);  // of this kind, or it throws
+  }
+  rule_->keep_masters(*defaults_);
+  for (auto& group : param_groups_) rule_->keep_masters(group.options());
+}
+
+MEZZO_INLINE optim::WeightStorage StepEngine::storage_in(std::size_t group,
+                                                         const at::Tensor& parameter) const {
+  return storage_of(parameter, group_numbers(group).weight_storage, words());
+}
+
+MEZZO_INLINE bool StepEngine::keeps_master(std::size_t group, const at::Tensor& parameter) const {
+  return storage_in(group, parameter) == optim::WeightStorage::master;
+}
+
+MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t group, const at::Tensor& parameter) {
+  using optim::WeightStorage;
+  const WeightStorage storage = storage_in(group, parameter);
+  TORCH_CHECK(storage != WeightStorage::split_master, rule_->name,
+              ": WeightStorage::split_master keeps no master as a tensor; clip with "
+              "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
+  if (storage != WeightStorage::master) return parameter;
+  const NoGraphGuard no_graph(parameter.is_inference());
+  ParamSlot& slot = make_slot(parameter);
+  check_shape_of(slot.master, "a master", parameter, words());
+  slot.shown.follow(parameter, slot.master);
+  settle_weights(parameter, storage, slot);
+  slot.master = in_layout_of(dense_parameter(parameter), slot.master);
+  slot.shown.show(parameter, slot.master);
+  return slot.master;
+}
+
+// --- Slots -------------------------------------------------------------------------------------
+
+/// Returns the slot of a parameter, checked, for it may be of another model; null if there is none.
+MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter,
+                                              const GroupNumbers& numbers) {
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  if (found == state_.end()) return nullptr;
+  ParamSlot& slot = checked_slot(found->second, parameter);
+  slot.count().check();
+  check_shape_of(slot.master, "a master", parameter, words());
+  for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+    check_shape_of(slot.moment(k), "a moment", parameter, words());
+  }
+  return &slot;
+}
+
+MEZZO_INLINE ParamSlot& StepEngine::make_slot(const at::Tensor& parameter) {
+  auto& state = state_[parameter.unsafeGetTensorImpl()];
+  if (!state) state = rule_->make_state();
+  return checked_slot(state, parameter);
+}
+
+MEZZO_INLINE ParamSlot& StepEngine::checked_slot(
+    std::unique_ptr<torch::optim::OptimizerParamState>& state, const at::Tensor& parameter) {
+  ParamSlot* const slot = rule_->slot_in(state);
+  TORCH_CHECK(slot != nullptr, words(), ": the state of ", words().parameter(parameter),
+              " is not a mezzo::optim::", rule_->name,
+              "ParamState; copy states only between optimizers of the same class");
+  return *slot;
+}
+
+/// Returns the k-th moment in memory laid out as the parameter's: made when there is none yet, and
+/// converted when it was loaded from elsewhere.
+MEZZO_INLINE at::Tensor& StepEngine::fitting_moment(const Row& row, int k,
+                                                    const at::Tensor& parameter) {
+  at::Tensor& moment = row.slot->moment(k);
+  const at::ScalarType dtype = moment_dtype(parameter, row.storage);
+  const bool is_as_kept =
+      moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
+  if (!is_as_kept) check_is_warm(parameter.device(), "a moment");
+  if (!moment.defined()) {
+    moment = at::zeros_like(parameter, parameter.options().dtype(dtype).requires_grad(false),
+                            at::MemoryFormat::Preserve);
+    return moment;
+  }
+  if (!is_as_kept) moment = moment.to(parameter.device(), dtype);
+  if (!is_plain(moment) || !same_layout(parameter, moment)) {
+    moment = in_layout_of(parameter, moment);
+  }
+  return moment;
+}
+
+// --- The plan ----------------------------------------------------------------------------------
+
+inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradient,
+                           const OptimizerWords& optimizer) {
+  TORCH_CHECK(!parameter.is_inference() || c10::InferenceMode::is_enabled(), optimizer, ": ",
+              optimizer.parameter(parameter),
+              " was made under c10::InferenceMode, outside of which it cannot be written; make or "
+              "load the model outside of it, or step inside of it");
+  TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
+              " takes dense parameters and gradients, and the gradient of ",
+              optimizer.parameter(parameter), " is ", tensor_words(gradient),
+              "; give this parameter to a torch::optim::SGD of its own, which takes sparse ones, "
+              "or make the embedding with sparse(false)");
+  TORCH_CHECK(gradient.device() == parameter.device() && gradient.sizes() == parameter.sizes(),
+              optimizer, ": ", optimizer.parameter(parameter), " has a gradient that is ",
+              tensor_words(gradient),
+              "; call zero_grad() after the model was moved or resized, and backward() after that");
+  TORCH_CHECK(at::has_internal_overlap(parameter) != at::MemOverlap::Yes, optimizer,
+              ": several elements of ", optimizer.parameter(parameter),
+              " are the same memory, as expand() makes them; give the tensor that was expanded");
+}
+
+/// Whether a step can read a gradient of this dtype for that parameter.
+inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
+  if (parameter == gradient || (parameter == at::kDouble && gradient == at::kFloat)) return true;
+  return (parameter == at::kFloat && is_low_precision(gradient)) ||
+         (is_low_precision(parameter) && gradient == at::kFloat);
+}
+
+MEZZO_INLINE StepPlan StepEngine::plan() {
+  const c10::NoGradGuard no_grad;
+  meet_parameters();
+  StepPlan plan;
+  std::uint64_t number = 0;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    plan.groups.push_back(group_numbers(group));
+    plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      add_row(plan, parameter, group, number++);
+    }
+  }
+  group_by_device(plan);
+  return plan;
+}
+
+MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
+                                      std::size_t group, std::uint64_t number) {
+  const GroupNumbers& numbers = plan.groups[group];
+  const auto storage = storage_of(parameter, numbers.weight_storage, words());
+  const bool has_master = storage == optim::WeightStorage::master;
+  ParamSlot* const slot =
+      has_master || parameter.grad().defined() ? find_slot(parameter, numbers) : nullptr;
+  if (slot != nullptr) slot->shown.follow(parameter, slot->master);
+  const at::Tensor& gradient = parameter.grad();
+  if (!gradient.defined()) return;
+  check_gradient(parameter, gradient, words());
+  const at::ScalarType own = parameter.scalar_type();
+  const StepLoop loop =
+      rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
+  TORCH_CHECK(loop && takes_gradient(own, gradient.scalar_type()), words(), ": ",
+              words().parameter(parameter), " has a gradient of ",
+              dtype_name(gradient.scalar_type()), "; parameters are of float32, float64, bfloat16 ",
+              "or float16, and gradients of the same dtype, for float32 also of bfloat16 or ",
+              "float16, for float64, bfloat16 and float16 also of float32: cast the model before "
+              "its optimizer is made");
+  plan.has_inference = plan.has_inference || parameter.is_inference();
+  plan.has_bare_half = plan.has_bare_half || (!has_master && gradient.scalar_type() == at::kHalf);
+  plan.rows.push_back({&parameter, gradient, group, number, storage, slot, loop});
+}
+
+// --- Applying it -------------------------------------------------------------------------------
+
+MEZZO_INLINE void StepEngine::apply(StepPlan plan, const Verdict& verdict,
+                                    const StepOptions& options) {
+  apply_on_devices(plan, verdict, options, /*with_aten=*/false);
+}
+
+MEZZO_INLINE void StepEngine::apply_with_aten(StepPlan plan, const Verdict& verdict,
+                                              const StepOptions& options) {
+  apply_on_devices(plan, verdict, options, /*with_aten=*/true);
+}
+
+MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
+                                               const StepOptions& options, bool with_aten) {
+  const NoGraphGuard no_graph(plan.has_inference);
+  bool is_counted = false;
+  for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
+    const at::Device device = begin->parameter->device();
+    const auto end = std::find_if(begin, plan.rows.end(), [device](const Row& row) {
+      return row.parameter->device() != device;
+    });
+    const Rows rows(begin, end);
+    const Verdict own = verdict.on(device);
+    if (with_aten) {
+      step_with_aten(rows, plan.groups, own, options);
+    } else if (has_cpu_loops(device)) {
+      step_cpu(rows, plan.groups, own, options, plan.has_inference);
+    } else {
+      const bool is_alone = rows.size() == plan.rows.size();
+      is_counted = step_on_device(rows, plan.groups, own, options, plan.has_inference, is_alone);
+    }
+    begin = end;
+  }
+  if (!is_counted) count_applied(plan, verdict);
+}
+
+/// Counts the step where it is decided whether it is applied. Of several devices one speaks for
+/// all: they step together or not at all. A step without any gradient counts too.
+MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
+  const at::Tensor& count = applied_on_device();
+  at::Device device = count.defined() ? count.device() : at::Device(at::kCPU);
+  const bool is_there = std::any_of(plan.rows.begin(), plan.rows.end(), [device](const Row& row) {
+    return row.parameter->device() == device;
+  });
+  if (!plan.rows.empty() && !is_there) device = plan.rows.front().parameter->device();
+  count_step(applied_count(), device, verdict.on(device).found_inf);
+}
+
+/// Makes slots, and settles what they keep of weights, which for most is nothing.
+MEZZO_INLINE void StepEngine::open_slots(Rows rows, const Groups& groups, bool restarts_counts) {
+  using optim::WeightStorage;
+  for (Row& row : rows) {
+    const GroupNumbers& numbers = groups[row.group];
+    const bool keeps = keeps_slot(numbers, row.storage);
+    if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
+    if (row.slot == nullptr) continue;
+    ParamSlot& slot = *row.slot;
+    const bool keeps_weights =
+        row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
+    if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
+      const NoGraphGuard no_graph(row.parameter->is_inference());
+      settle_weights(*row.parameter, row.storage, slot);
+    }
+    if (!keeps) {
+      row.slot = nullptr;
+    } else if (restarts_counts && numbers.begins_as_gradient && !slot.moment(0).defined()) {
+      slot.count().overwrite(0);
+    }
+  }
+}
+
+/// Whether two gradients lie in the same memory: then none may be cleared before all are read.
+/// Gradients that are cleared mostly stay the same tensors from step to step.
+MEZZO_INLINE bool StepEngine::shares_gradients(Rows rows) {
+  seen_gradients_.begin();
+  for (const Row& row : rows) seen_gradients_.see(row.gradient);
+  if (!seen_gradients_.end()) return shared_gradients_;
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(rows.size());
+  for (const Row& row : rows) gradients.push_back(row.gradient);
+  return shared_gradients_ = may_overlap(gradients);
+}
+
+/// Returns the memory that a step of `row` reads and writes: `prepared` holds dense copies of a
+/// parameter or gradient with gaps. What it makes for an ordinary parameter are plain tensors,
+/// whatever the others of the step are.
+MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& numbers, bool clear,
+                                          Prepared& prepared) {
+  const bool is_dense = row.parameter->is_non_overlapping_and_dense() && is_plain(*row.parameter);
+  if (!is_dense) prepared.copies.emplace_back(*row.parameter, dense_parameter(*row.parameter));
+  const at::Tensor& parameter = is_dense ? *row.parameter : prepared.copies.back().second;
+  const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
+  if (!is_laid_out) {
+    prepared.gradients.push_back(in_layout_of(parameter, row.gradient));
+    if (clear) prepared.uncleared.push_back(row.gradient);
+  }
+  const at::Tensor& gradient = is_laid_out ? row.gradient : prepared.gradients.back();
+  StepSpan span{parameter.mutable_data_ptr(),
+                clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
+                {},
+                parameter.numel()};
+  if (row.slot != nullptr) {
+    for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+      span.moments[k] = fitting_moment(row, k, parameter).mutable_data_ptr();
+    }
+  }
+  if (row.storage == optim::WeightStorage::master) {
+    row.slot->master = in_layout_of(parameter, row.slot->master);
+    span.low_half_or_copy = span.parameter;
+    span.parameter = row.slot->master.mutable_data_ptr();
+  } else if (row.storage == optim::WeightStorage::split_master) {
+    row.slot->lower_half = in_layout_of(parameter, row.slot->lower_half);
+    span.low_half_or_copy = row.slot->lower_half.mutable_data_ptr();
+  } else if (publishes() && is_dense && parameter.scalar_type() == at::kFloat) {
+    const at::Tensor copy = copy_for(parameter);
+    if (copy.defined()) {
+      span.low_half_or_copy = copy.mutable_data_ptr();
+      prepared.published.emplace_back(parameter, copy);
+    }
+  }
+  return span;
+}
+
+/// The last walk: writes copies back, and makes known what was written. What may throw comes last:
+/// another thread may have taken the room in the cache.
+MEZZO_INLINE void StepEngine::finish(Rows rows, bool clear_all, const Prepared& prepared) {
+  for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
+  for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
+  for (const Row& row : rows) {
+    if (clear_all) clear_gradient(row.gradient);
+    bump_version(*row.parameter->unsafeGetTensorImpl());
+    if (row.slot == nullptr) continue;
+    ParamSlot& slot = *row.slot;
+    if (slot.master.defined()) {
+      bump_version(*slot.master.unsafeGetTensorImpl());
+      slot.shown.end(slot.master);
+    }
+    if (slot.master.defined() || slot.lower_half.defined()) {
+      slot.stamp = WriteStamp::of(*row.parameter);
+    }
+  }
+  if (!prepared.published.empty()) publish(prepared.published);
+}
+
+// --- The CPU -----------------------------------------------------------------------------------
+
+/// Returns what to multiply gradients with on the CPU; none when the step is to be skipped.
+inline std::optional<double> gradient_factor(const Verdict& verdict, double max_norm) {
+  if (!verdict.defined()) return 1.0;
+  if (*verdict.found_inf.const_data_ptr<float>() != 0.0F) return std::nullopt;
+  const double factor = *verdict.inv_scale.const_data_ptr<float>();
+  if (!verdict.sum_of_squares.defined()) return factor;
+  return factor * clip_coefficient(*verdict.sum_of_squares.const_data_ptr<double>(), max_norm);
+}
+
+/// Bytes of an element of each stream of `row`.
+inline StepElementSizes element_sizes(const StepPlan::Row& row) {
+  const bool has_master = row.storage == optim::WeightStorage::master;
+  const auto own = static_cast<int64_t>(row.parameter->element_size());
+  return {
+      .parameter = has_master ? int64_t{sizeof(float)} : own,
+      .gradient = static_cast<int64_t>(row.gradient.element_size()),
+      .moment = static_cast<int64_t>(c10::elementSize(moment_dtype(*row.parameter, row.storage)))};
+}
+
+MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
+                                       const StepOptions& options, bool has_inference) {
+  const std::optional<double> factor = gradient_factor(verdict, options.max_norm);
+  if (!factor) {
+    for (const Row& row : rows) {
+      if (row.slot != nullptr) row.slot->shown.end(row.slot->master);
+      if (options.zero_grad) clear_gradient(row.gradient);
+    }
+    return;
+  }
+  const bool clears_on_the_way = options.zero_grad && !shares_gradients(rows);
+  const double lr_share = lr_factors().empty() ? 1.0 : lr_factor(applied_steps());
+  open_slots(rows, groups, /*restarts_counts=*/false);
+  Prepared prepared;
+  prepared.tasks.reserve(rows.size());
+  std::size_t last_group = groups.size();  // whose coefficients, of step last_count, are the last
+  int64_t last_count = 0;
+  for (const Row& row : rows) {
+    const GroupNumbers& numbers = groups[row.group];
+    int64_t count = 1;
+    if (row.slot != nullptr) {
+      const bool begins = numbers.begins_as_gradient && !row.slot->moment(0).defined();
+      if (!begins) count = row.slot->count().value() + 1;
+    }
+    std::optional<NoGraphGuard> no_graph;
+    if (has_inference) no_graph.emplace(row.parameter->is_inference());
+    StepTask& task = prepared.tasks.emplace_back();
+    task.loop = row.loop;
+    task.span = span_of(row, numbers, clears_on_the_way, prepared);
+    task.sizes = element_sizes(row);
+    task.gradient_dtype = row.gradient.scalar_type();
+    const bool computes_in_double = row.parameter->scalar_type() == at::kDouble;
+    task.widens = task.gradient_dtype != (computes_in_double ? at::kDouble : at::kFloat);
+    task.clears = clears_on_the_way;
+    if (row.group == last_group && count == last_count) {
+      task.coefficients = prepared.tasks[prepared.tasks.size() - 2].coefficients;
+    } else {
+      task.coefficients = rule_->coefficients(numbers.constants, numbers.lr * lr_share, count);
+    }
+    last_group = row.group;
+    last_count = count;
+    const bool has_master = row.storage == optim::WeightStorage::master;
+    const at::ScalarType copied = has_master ? row.parameter->scalar_type() : published_dtype();
+    task.use = {.factor = *factor,
+                .copies_half = (has_master || publishes()) && copied == at::kHalf,
+                .seed = numbers.seed,
+                .step = static_cast<uint64_t>(count),
+                .parameter = row.number};
+  }
+  rule_->run_cpu(prepared.tasks);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].slot != nullptr) {
+      rows[i].slot->count().set(static_cast<int64_t>(prepared.tasks[i].use.step));
+    }
+    if (clears_on_the_way) bump_version(*rows[i].gradient.unsafeGetTensorImpl());
+  }
+  finish(rows, options.zero_grad && !clears_on_the_way, prepared);
+}
+
+// --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
+
+MEZZO_INLINE bool StepEngine::step_on_device(Rows rows, const Groups& groups,
+                                             const Verdict& verdict, const StepOptions& options,
+                                             [[maybe_unused]] bool has_inference,
+                                             [[maybe_unused]] bool is_alone) {
+#ifdef MEZZO_WITH_CUDA
+  if (has_cuda_kernels(rows.front().parameter->device())) {
+    step_on_cuda(rows, groups, verdict, options, has_inference, is_alone);
+    return is_alone;
+  }
+#endif
+  step_with_aten(rows, groups, verdict, options);
+  return false;
+}
+
+#ifdef MEZZO_WITH_CUDA
+
+inline StepInputs step_inputs(const Verdict& verdict, const StepOptions& options) {
+  StepInputs inputs{.max_norm = options.max_norm, .clear = options.zero_grad};
+  if (!verdict.defined()) return inputs;
+  inputs.inv_scale = verdict.inv_scale.const_data_ptr<float>();
+  inputs.found_inf = verdict.found_inf.const_data_ptr<float>();
+  if (verdict.sum_of_squares.defined()) {
+    inputs.sum_of_squares = verdict.sum_of_squares.const_data_ptr<double>();
+  }
+  return inputs;
+}
+
+MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
+                                           const StepOptions& options, bool has_inference,
+                                           bool counts_applied) {
+  open_slots(rows, groups, /*restarts_counts=*/true);
+  const at::Device device = rows.front().parameter->device();
+  StepInputs inputs = step_inputs(verdict, options);
+  inputs.clear = inputs.clear && !shares_gradients(rows);
+  const at::Tensor applied = applied_on(device, counts_applied);
+  const at::Tensor& factors = lr_factors_on(device);
+  if (factors.defined()) {
+    inputs.applied = applied.const_data_ptr<float>();
+    inputs.lr_factors = factors.const_data_ptr<double>();
+    inputs.lr_factor_count = factors.numel();
+  }
+  Prepared prepared;
+  std::vector<StepRow> step_rows;
+  std::vector<StepCount> counts;
+  for (const Row& row : rows) {
+    std::optional<NoGraphGuard> no_graph;
+    if (has_inference) no_graph.emplace(row.parameter->is_inference());
+    const GroupNumbers& numbers = groups[row.group];
+    const bool has_master = row.storage == optim::WeightStorage::master;
+    const at::ScalarType copied = has_master ? row.parameter->scalar_type() : published_dtype();
+    step_rows.push_back({span_of(row, numbers, inputs.clear, prepared), nullptr,
+                         static_cast<int>(row.group), static_cast<int>(row.number),
+                         numbers.is_variant, (has_master || publishes()) && copied == at::kHalf,
+                         row.storage, has_master ? at::kFloat : row.parameter->scalar_type(),
+                         row.gradient.scalar_type()});
+    if (row.slot != nullptr) counts.push_back(row.slot->count());
+  }
+  std::vector<float*> counters;
+  const std::vector<at::Tensor> on_device = counts_on(device, counts);
+  auto next = on_device.begin();
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].slot == nullptr) continue;
+    step_rows[i].count = (next++)->mutable_data_ptr<float>();
+    counters.push_back(step_rows[i].count);
+  }
+  cuda::begin_step_(device, table_memory());
+  rule_->cuda_step(device, step_rows, groups, inputs, table_memory());
+  if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
+  if (!counters.empty()) {
+    cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
+  }
+  if (inputs.clear) {
+    for (const Row& row : rows) bump_version(*row.gradient.unsafeGetTensorImpl());
+  }
+  finish(rows, options.zero_grad && !inputs.clear, prepared);
+}
+
+#endif
+
+/// Returns how many steps were applied, as a float on `device`; a copy where another device counts,
+/// unless this one is to count from here on.
+MEZZO_INLINE at::Tensor StepEngine::applied_on(at::Device device, bool counts_there) {
+  const at::Tensor& count = applied_on_device();
+  if (!counts_there && count.defined() && count.device() != device)
+    return count.to(device, /*non_blocking=*/true);
+  return counts_on(device, {applied_count()}).front();
+}
+
+/// What one call of ATen's kernel takes.
+struct StepEngine::AtenCall {
+  std::size_t group;
+  bool counted;
+  const GroupNumbers* numbers;
+  AtenLists lists{};
+};
+
+/// ATen's fused optimizers write without bumping: autograd would not notice, nor a WeightCache.
+inline void bump_versions(const AtenLists& lists) {
+  const auto bump = [](const std::vector<at::Tensor>& written) {
+    for (const at::Tensor& tensor : written) bump_version(*tensor.unsafeGetTensorImpl());
+  };
+  bump(lists.parameters);
+  bump(lists.gradients);
+  for (const std::vector<at::Tensor>& moments : lists.moments) bump(moments);
+}
+
+inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
+  if (!verdict.defined()) return {};
+  at::Tensor factor = verdict.inv_scale;
+  const bool clips = max_norm != std::numeric_limits<double>::infinity();
+  if (clips && verdict.sum_of_squares.defined()) {
+    const at::Tensor norm = verdict.sum_of_squares.sqrt();
+    factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0).mul(factor);
+  }
+  return {factor.reciprocal().to(at::kFloat), verdict.found_inf, std::nullopt};
+}
+
+/// Calls ATen with counts one higher than they were, as its kernels want them. This is taken back
+/// where the step is skipped, and from the calls that ATen refused.
+MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
+                                         const std::vector<at::Tensor>& counts,
+                                         const AtenVerdict& verdict) {
+  if (!counts.empty()) add_to_counts(counts, at::ones({}, counts.front().options()));
+  auto next = counts.begin();
+  try {
+    for (AtenCall& call : calls) {
+      const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
+      if (call.counted) call.lists.counts.assign(next, next + size);
+      rule_->aten_step(*call.numbers, call.lists, verdict);
+      bump_versions(call.lists);
+      if (call.counted) next += size;
+    }
+  } catch (...) {
+    const std::vector<at::Tensor> left(next, counts.end());
+    if (!left.empty()) add_to_counts(left, at::full({}, -1, left.front().options()));
+    throw;
+  }
+  if (!counts.empty() && verdict.found_inf) {
+    add_to_counts(counts, verdict.found_inf->ne(0).to(at::kFloat).neg());
+  }
+}
+
+/// Refuses what ATen cannot do, before anything is written or counted.
+inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers,
+                           const UpdateRule& rule, const OptimizerWords& words) {
+  TORCH_CHECK(rule.check_aten != nullptr, rule.name, ": ", words.parameter(*row.parameter),
+              " has gradients, and ATen has no kernel of this optimizer; link the CMake target "
+              "mezzo::cuda, or keep the parameters on the CPU");
+  TORCH_CHECK(
+      row.storage == optim::WeightStorage::plain || row.storage == optim::WeightStorage::master,
+      rule.name, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
+      "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
+      words.parameter(*row.parameter), " has none; use WeightStorage::master there");
+  rule.check_aten(numbers);
+}
+
+/// The step through ATen's fused optimizers: without a wait, and in one pass of theirs beside a
+/// copy of the gradients, which ATen's kernels write.
+MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
+                                             const Verdict& verdict, const StepOptions& options) {
+  for (const Row& row : rows) check_for_aten(row, groups[row.group], *rule_, words());
+  open_slots(rows, groups, /*restarts_counts=*/true);
+  const at::Device device = rows.front().parameter->device();
+  AtenVerdict own = aten_verdict(verdict, options.max_norm);
+  const at::Tensor& factors = lr_factors_on(device);
+  if (factors.defined()) {
+    const at::Tensor number =
+        applied_on(device, /*counts_there=*/false).clamp_max(factors.numel() - 1).to(at::kLong);
+    own.lr_factor = factors.take(number).to(at::kFloat);
+  }
+  Copies copies;
+  std::vector<AtenCall> calls;
+  std::vector<StepCount> counts;
+  // ATen's kernels write unscaled gradients back, and a step leaves gradients as they are.
+  // Gradients that are cleared in the end may be written, unless one is shared: it would be
+  // unscaled twice.
+  const bool copies_gradients =
+      own.grad_scale.has_value() && (!options.zero_grad || shares_gradients(rows));
+  for (const Row& row : rows) {
+    add_to_call(row, groups[row.group], copies_gradients, calls, counts, copies);
+  }
+  const auto write_back = [&] {
+    for (const auto& [original, copy] : copies) original.copy_(copy);
+  };
+  try {
+    make_calls(calls, counts_on(device, counts), own);
+  } catch (...) {
+    write_back();  // of the calls before the one that threw
+    throw;
+  }
+  write_back();
+  finish(rows, options.zero_grad, {});
+}
+
+/// Rows come group by group, and so do those of a call.
+MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& numbers,
+                                          bool copies_gradient, std::vector<AtenCall>& calls,
+                                          std::vector<StepCount>& counts, Copies& copies) {
+  const NoGraphGuard no_graph(row.parameter->is_inference());
+  const at::Tensor dense = dense_parameter(*row.parameter);
+  if (!dense.is_same(*row.parameter)) copies.emplace_back(*row.parameter, dense);
+  at::Tensor parameter = dense;
+  if (row.storage == optim::WeightStorage::master) {
+    row.slot->master = in_layout_of(dense, row.slot->master);
+    parameter = row.slot->master;
+    copies.emplace_back(*row.parameter, parameter);
+  }
+  const bool counted = row.slot != nullptr;
+  const bool joins = !calls.empty() && calls.back().group == row.group &&
+                     calls.back().counted == counted &&
+                     calls.back().lists.parameters.back().scalar_type() == parameter.scalar_type();
+  if (!joins) calls.push_back({row.group, counted, &numbers});
+  AtenLists& lists = calls.back().lists;
+  lists.parameters.push_back(parameter);
+  const bool is_written_back = !copies_gradient && !row.gradient.is_inference();
+  const at::Tensor gradient = is_written_back ? row.gradient : row.gradient.clone();
+  lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
+  if (!counted) return;
+  counts.push_back(row.slot->count());
+  for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+    lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, dense));
+  }
+}
+
+// --- Files -------------------------------------------------------------------------------------
+
+MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) const {
+  const c10::NoGradGuard no_grad;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) (void)group_numbers(group);
+  std::vector<ParamSlot*> lent;
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto found = state_.find(parameter.unsafeGetTensorImpl());
+      if (found == state_.end()) continue;
+      auto* const slot = dynamic_cast<ParamSlot*>(found->second.get());
+      if (slot == nullptr || !slot->lower_half.defined() || slot->master.defined()) continue;
+      slot->master = trained_value(parameter, *slot);
+      lent.push_back(slot);
+    }
+  }
+  // Serialised as the base classes, since a group's options or a state may be plain libtorch's.
+  torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
+      archive, *this);
+  for (ParamSlot* slot : lent) slot->master = at::Tensor();
+  archive.write("applied_steps", c10::IValue(applied_steps()));
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,91 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/optim/detail/param_slot.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/kernels/optimizer_step_table.h>
+#endif
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What a step takes from the options of a param group.
+struct GroupNumbers {
+  double lr = 0;
+  optim::WeightStorage weight_storage = optim::WeightStorage::plain;  ///< as the options ask
+  std::uint64_t seed = 0;             ///< of WeightStorage::stochastic
+  StepNumbers constants{};            ///< the rule's own numbers
+  bool is_variant = false;            ///< takes the rule's other loop: amsgrad, momentum
+  bool keeps_moments = true;          ///< false for SGD without momentum
+  bool begins_as_gradient = false;    ///< with dampening, a first buffer restarts the count
+  bool accumulates_in_float = false;  ///< gradients of 16-bit weights are added up in float
+};
+
+/// Parameters of one group, device and dtype, as ATen's fused optimizers take them; entry i of each
+/// list belongs to parameter i.
+struct AtenLists {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> gradients;  ///< of the parameters' dtype
+  std::array<std::vector<at::Tensor>, 3> moments;
+  std::vector<at::Tensor> counts;  ///< floats, of this step already
+};
+
+/// What ATen's kernels divide gradients by, and whether they are to do nothing; and what multiplies
+/// the lr, if there is a schedule: a float there, the only dtype in which CUDA's kernels take it.
+struct AtenVerdict {
+  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> found_inf;
+  std::optional<at::Tensor> lr_factor;
+};
+
+/// An optimizer as StepEngine sees it: a name, numbers and loops. Five of them exist, one a header
+/// in mezzo/optim/, each made by update_rule() of what it says there.
+struct UpdateRule {
+  const char* name;
+  std::array<int, 2> moments;  ///< how many; of the variant
+
+  /// Reads a group's options, `defaults` for what libtorch's own classes lack; checks all of them.
+  GroupNumbers (*read_group)(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                             std::size_t group, const torch::optim::OptimizerOptions& defaults);
+  /// Sets the storage of weights in options, where these are mezzo's and say `plain`.
+  void (*keep_masters)(torch::optim::OptimizerOptions& options);
+
+  StepNumbers (*coefficients)(const StepNumbers& constants, double lr, int64_t step);
+  StepLoop (*loop)(bool is_variant, optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa);
+  void (*run_cpu)(const std::vector<StepTask>& tasks);
+
+  std::unique_ptr<torch::optim::OptimizerParamState> (*make_state)();
+  /// Returns the state as a slot, and takes over one of libtorch's; null where it is another's.
+  ParamSlot* (*slot_in)(std::unique_ptr<torch::optim::OptimizerParamState>& state);
+
+  /// Refuses what ATen's fused kernel cannot do; null where ATen has none.
+  void (*check_aten)(const GroupNumbers& numbers);
+  void (*aten_step)(const GroupNumbers& numbers, const AtenLists& lists,
+                    const AtenVerdict& verdict);
+
+#ifdef MEZZO_WITH_CUDA
+  void (*cuda_step)(at::Device device, const std::vector<StepRow>& rows,
+                    const std::vector<GroupNumbers>& groups, const StepInputs& inputs,
+                    TableMemory& memory);
+#endif
+
+  int moments_of(const GroupNumbers& numbers) const noexcept {
+    return moments[numbers.is_variant ? 1 : 0];
+  }
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

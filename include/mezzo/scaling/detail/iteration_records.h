@@ -1,0 +1,90 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/optim/detail/trained_once.h>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <list>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+enum class Stage : uint8_t { ready, unscaled, stepped };
+
+/// What this iteration knows about one optimizer.
+struct OptimizerRecord {
+  Stage stage = Stage::ready;
+  /// A float of one element on the scale's device: not 0 where a check found an inf or NaN that
+  /// counts for the next scale. Undefined before any check.
+  at::Tensor found_inf{};
+};
+
+/// The records of one iteration. An optimizer is known by its address together with any parameter
+/// that it was seen with: groups and parameters may be rearranged, leave and join between two
+/// calls. (One rebuilt in place over some of the same parameters counts as the same.)
+class IterationRecords {
+ public:
+  OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
+    Entry* const known = entry_of(optimizer);
+    if (known == nullptr) return entries_.emplace_back(optimizer).record;
+    (void)known->parameters.look(optimizer.param_groups());
+    return known->record;
+  }
+
+  /// Returns null where nothing is known of it.
+  const OptimizerRecord* find(const torch::optim::Optimizer& optimizer) const {
+    Entry* const known = const_cast<IterationRecords*>(this)->entry_of(optimizer);
+    return known == nullptr ? nullptr : &known->record;
+  }
+
+  /// Forgets the optimizer; what was found in its gradients still counts.
+  void forget(const torch::optim::Optimizer& optimizer) {
+    entries_.remove_if([&](const Entry& entry) {
+      if (entry.optimizer != &optimizer) return false;
+      if (entry.record.found_inf.defined()) forgotten_.push_back(entry.record.found_inf);
+      return true;
+    });
+  }
+
+  bool empty() const noexcept { return entries_.empty() && forgotten_.empty(); }
+  void clear() noexcept {
+    entries_.clear();
+    forgotten_.clear();
+  }
+
+  /// Returns all that counts for the next scale.
+  std::vector<at::Tensor> found_inf() const {
+    std::vector<at::Tensor> all = forgotten_;
+    for (const Entry& entry : entries_) {
+      if (entry.record.found_inf.defined()) all.push_back(entry.record.found_inf);
+    }
+    return all;
+  }
+
+ private:
+  struct Entry {
+    explicit Entry(const torch::optim::Optimizer& of)
+        : optimizer(&of), parameters(of.param_groups()) {}
+    const torch::optim::Optimizer* optimizer;
+    SeenParameters parameters;
+    OptimizerRecord record{};
+  };
+
+  Entry* entry_of(const torch::optim::Optimizer& optimizer) {
+    for (Entry& entry : entries_) {
+      if (entry.optimizer == &optimizer && entry.parameters.any_in(optimizer.param_groups()))
+        return &entry;
+    }
+    return nullptr;
+  }
+
+  std::vector<at::Tensor> forgotten_;
+  std::list<Entry> entries_;  // a list: references to records stay valid as others are added
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
