@@ -134,7 +134,6 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
 
  public:
   using Base::Base;
-  using Base::update_average;
   using Base::write_copy;
   using typename Base::Bits;
   using typename Base::Place;

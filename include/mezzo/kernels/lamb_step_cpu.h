@@ -41,9 +41,7 @@ class LambWalk {
               static_cast<decltype(Place::gradient)>(span.gradient),
               {static_cast<Moment*>(span.moments[0]), static_cast<Moment*>(span.moments[1])},
               static_cast<decltype(Place::low_half_or_copy)>(span.low_half_or_copy),
-              static_cast<decltype(Place::average)>(span.average),
-              span.low_half_or_copy != nullptr,
-              span.average != nullptr},
+              span.low_half_or_copy != nullptr},
         first_(static_cast<uint32_t>(span.first)) {
     Lanes::enumerate(lane_numbers_);
     if constexpr (std::is_same_v<Weights, StochasticWeights>) {
@@ -72,9 +70,7 @@ class LambWalk {
             base_.gradient + i,
             {base_.moments[0] + i, base_.moments[1] + i},
             base_.has_low_half_or_copy ? base_.low_half_or_copy + i : nullptr,
-            base_.has_average ? base_.average + i : nullptr,
-            base_.has_low_half_or_copy,
-            base_.has_average};
+            base_.has_low_half_or_copy};
   }
   C10_ALWAYS_INLINE void number(int64_t i, Bits& numbers) const {
     numbers = lane_numbers_ + (first_ + static_cast<uint32_t>(i));

@@ -33,9 +33,7 @@ struct StepPlace {
   typename Lanes::template Like<Gradient>::Stored* gradient;
   typename MomentLanes::Stored* moments[kMomentSlots];
   uint16_t* low_half_or_copy;
-  typename Lanes::Format::Value* average;
   bool has_low_half_or_copy;
-  bool has_average;
 };
 
 /// A step at one place: reads what is there, computes, and writes it back.
@@ -61,7 +59,6 @@ class StepBody {
                                              const StepUse& use)
       : update_(coefficients), copies_half_(use.copies_half), clear_(use.clear) {
     Lanes::broadcast(static_cast<Scalar>(use.factor), factor_);
-    Lanes::broadcast(static_cast<Scalar>(use.average_share), average_share_);
   }
 
   /// `numbers` are those of the elements, of which only stochastic rounding takes note.
@@ -109,7 +106,6 @@ class StepBody {
     if constexpr (kMayCopy) {
       if (place.has_low_half_or_copy) write_copy(parameter, place.low_half_or_copy);
     }
-    if (place.has_average) update_average(parameter, place.average);
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE void write_copy(const Value& parameter, uint16_t* place) const {
@@ -120,19 +116,6 @@ class StepBody {
       FloatFormat<c10::BFloat16>::narrow(parameter, bits);
     }
     Halves::store(bits, place);
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void update_average(const Value& parameter,
-                                                        Scalar* place) const {
-    using Plain = typename Lanes::template Like<Scalar>;
-    typename Plain::Bits bits;
-    Value average;
-    Plain::load(reinterpret_cast<const typename Plain::Stored*>(place), bits);
-    Plain::Format::widen(bits, average);
-    const Value difference = parameter - average;
-    Lanes::fma(average_share_, difference, average, average);
-    Plain::Format::narrow(average, bits);
-    Plain::store(bits, reinterpret_cast<typename Plain::Stored*>(place));
   }
 
  protected:
@@ -237,7 +220,6 @@ class StepBody {
 
   typename Rule::template Element<Lanes> update_;
   Value factor_;
-  Value average_share_;
   bool copies_half_;
   bool clear_;
 };

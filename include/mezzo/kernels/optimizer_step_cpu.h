@@ -36,9 +36,7 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
                static_cast<decltype(Streams::gradient)>(span.gradient),
                {},
                static_cast<decltype(Streams::low_half_or_copy)>(span.low_half_or_copy),
-               static_cast<decltype(Streams::average)>(span.average),
-               span.low_half_or_copy != nullptr,
-               span.average != nullptr};
+               span.low_half_or_copy != nullptr};
   for (unsigned k = 0; k != Rule::kMoments; ++k) {
     base.moments[k] =
         static_cast<std::remove_reference_t<decltype(base.moments[k])>>(span.moments[k]);
@@ -52,7 +50,6 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
     place.gradient += i;
     for (unsigned k = 0; k != Rule::kMoments; ++k) place.moments[k] += i;
     if (base.has_low_half_or_copy) place.low_half_or_copy += i;
-    if (base.has_average) place.average += i;
     const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
     step(place, numbers, key);
   }
@@ -135,7 +132,6 @@ struct StepElementSizes {
   int64_t parameter;
   int64_t gradient;
   int64_t moment;
-  int64_t average;
 };
 
 /// One parameter's part of a step. Loop is called with the other three.
@@ -162,7 +158,6 @@ inline StepSpan part_of(const StepSpan& span, int64_t begin, int64_t count,
                 {},
                 count,
                 advanced(span.low_half_or_copy, int64_t{sizeof(uint16_t)}),
-                advanced(span.average, sizes.average),
                 span.first + begin};
   for (int k = 0; k < kMaxMoments; ++k) part.moments[k] = advanced(span.moments[k], sizes.moment);
   return part;

@@ -19,17 +19,15 @@ struct StepSpan {
   void* moments[kMaxMoments];  ///< null where there are fewer
   int64_t count;
   void* low_half_or_copy =
-      nullptr;              ///< SplitWeights: their lower halves. Floats: where to write a copy
-  void* average = nullptr;  ///< of the parameter over the steps; null where none is kept
-  int64_t first = 0;        ///< the number, in the parameter, of the first element
+      nullptr;        ///< SplitWeights: their lower halves. Floats: where to write a copy
+  int64_t first = 0;  ///< the number, in the parameter, of the first element
 };
 
 /// What a step does with its streams beside the update itself.
 struct StepUse {
-  double factor = 1.0;         ///< gradients are multiplied by it before use
-  bool clear = false;          ///< and cleared after it
-  bool copies_half = false;    ///< copies of floats are half's, not bfloat16's
-  double average_share = 0.0;  ///< what of the difference to the parameter an average takes on
+  double factor = 1.0;       ///< gradients are multiplied by it before use
+  bool clear = false;        ///< and cleared after it
+  bool copies_half = false;  ///< copies of floats are half's, not bfloat16's
   // Stochastic rounding only:
   uint64_t seed = 0;
   uint64_t step = 1;       ///< 1 in the first step

@@ -1,7 +1,6 @@
 /// \file
 /// What mezzo's optimizers offer beyond libtorch's: how weights of 16 bits are kept from step to
-/// step (mezzo/base/weight_storage.h), and an average of the weights, in the same pass over memory
-/// as the update.
+/// step (mezzo/base/weight_storage.h).
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -36,17 +35,6 @@ class FusedOptions : public Base {
 
   WeightStorage weight_storage() const noexcept { return extras_.weight_storage; }
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
-
-  /// More than 0: the state keeps `ema`, in float (double for double), which begins as the weights
-  /// before the first step and after each applied step is ema_decay * ema + (1 - ema_decay) *
-  /// weights; of master weights where there are some, and in mezzo's kernels of the new weights
-  /// before they are rounded. As with torch's AveragedModel and mezzo::Ema that holds for every
-  /// parameter: the average of one that is frozen, or has no gradient in a step, moves towards what
-  /// it holds at that step, and begins as what it held at the first step after it joined (which
-  /// takes a pass and 4 bytes an element; give frozen parameters a group without ema_decay to save
-  /// them). Less than 1; 0 for none, which also drops the average that there is.
-  double ema_decay() const noexcept { return extras_.ema_decay; }
-  Own& ema_decay(double value) { return set(extras_.ema_decay, value); }
 
   /// Of WeightStorage::stochastic.
   std::uint64_t seed() const noexcept { return extras_.seed; }
@@ -96,7 +84,6 @@ class FusedOptions : public Base {
  private:
   struct Extras {
     WeightStorage weight_storage = WeightStorage::plain;
-    double ema_decay = 0;
     std::uint64_t seed = 0;
     bool operator==(const Extras&) const = default;
   };
@@ -119,14 +106,13 @@ class FusedOptions : public Base {
         number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic),
         "The archive of an optimizer has the weight_storage ", number,
         ", which this version of mezzo does not know; read it with the version that wrote it");
-    extras_ = {static_cast<WeightStorage>(number), detail::read_key<double>(archive, "ema_decay"),
+    extras_ = {static_cast<WeightStorage>(number),
                static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed"))};
   }
 
   void write_extras(torch::serialize::OutputArchive& archive) const {
     if (extras_ == Extras{}) return;
     archive.write("weight_storage", c10::IValue(static_cast<int64_t>(extras_.weight_storage)));
-    archive.write("ema_decay", c10::IValue(extras_.ema_decay));
     archive.write("seed", c10::IValue(static_cast<int64_t>(extras_.seed)));
   }
 

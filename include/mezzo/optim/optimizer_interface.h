@@ -1,6 +1,6 @@
 /// \file
 /// What is known of mezzo's optimizers (how many steps were applied, the table that learning rates
-/// follow, the averages of weights), and a reference to any optimizer. Brings no kernels.
+/// follow), and a reference to any optimizer. Brings no kernels.
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
@@ -64,13 +64,6 @@ class OptimizerInterface {
     lr_factors_on_device_ = at::Tensor();
   }
   const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
-
-  /// Whether the state keeps averages of weights (`ema_decay`, mezzo/optim/fused_options.h).
-  virtual bool keeps_averages() const { return false; }
-
-  /// The average of one of the parameters, in float (double for double); undefined where there is
-  /// none, or none yet. For evaluation see EmaScope (mezzo/optim/ema.h).
-  virtual at::Tensor average_of(const at::Tensor& /*parameter*/) const { return {}; }
 
   /// How many steps were applied, which is to say not skipped; in files, and from libtorch's the
   /// highest count of a parameter. Waits for the device that counts: that of the parameters.

@@ -32,6 +32,9 @@ class StepSlot {
   virtual ~StepSlot() = default;
   virtual bool ready() const noexcept = 0;
   virtual const StepOutcome& outcome() = 0;
+  /// The flag that the device decided by: one float there, not 0 where the step was skipped.
+  /// Undefined where the host decided.
+  virtual at::Tensor found_inf_on_device() const { return {}; }
 };
 
 /// A handle to the outcome of a step. It owns (shares) its slot, so it may be kept across
@@ -62,6 +65,11 @@ class StepResult {
 
   /// Whether an inf or NaN was found. May wait for the device.
   bool found_inf() const { return slot_->outcome().found_inf; }
+
+  /// The flag that a device decided the step by, for work on that device that has to follow the
+  /// decision (Ema, mezzo/optim/ema.h): one float, not 0 where the step was skipped. Undefined
+  /// where the host decided; ask `ran` then. Never waits. Read it before the scaler's next step.
+  at::Tensor found_inf_on_device() const { return slot_->found_inf_on_device(); }
 
   /// The loss scale that the gradients carried; 1 from a disabled scaler. May wait for the device.
   float scale() const { return slot_->outcome().scale; }

@@ -54,9 +54,6 @@ void ShardedOptimizer<OptimizerType>::check_options(const Options& options) {
   TORCH_CHECK(options.weight_storage() != optim::WeightStorage::stochastic,
               "ShardedOptimizer: WeightStorage::stochastic draws bits by an element's place in the "
               "whole parameter, of which a rank trains a part; use WeightStorage::master");
-  TORCH_CHECK(options.ema_decay() == 0, "ShardedOptimizer: ema_decay is ", options.ema_decay(),
-              ", and a rank would average its part alone; leave it at 0, and keep a mezzo::Ema "
-              "beside the optimizer");
 }
 
 template <class OptimizerType>

@@ -51,13 +51,6 @@ struct Participant {
   bool begins = false;            ///< what the state counts begins anew with this step
 };
 
-/// A parameter without a gradient, whose average follows it nevertheless.
-struct Bystander {
-  const at::Tensor* parameter;
-  double ema_decay;  ///< 0 where the average that there was goes
-  optim::WeightStorage storage;
-};
-
 template <class Traits>
 struct DeviceParticipants {
   at::Device device;
@@ -154,8 +147,6 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   }
   bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
-  bool keeps_averages() const override;
-  at::Tensor average_of(const at::Tensor& parameter) const override;
 
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
@@ -178,7 +169,6 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
     std::vector<std::pair<const at::Tensor*, std::size_t>> groups{};  ///< where their lists lie
     std::size_t states = 0;                                           ///< how many there were
     std::vector<DeviceParticipants<Traits>> devices{};
-    std::vector<Bystander> bystanders{};
     bool has_inference = false;  ///< a parameter is an inference tensor
     bool has_bare_half = false;  ///< see GradientReport
 
@@ -187,7 +177,6 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
       options.clear();
       groups.clear();
       devices.clear();
-      bystanders.clear();
       has_inference = has_bare_half = false;
     }
   };
@@ -236,11 +225,6 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   at::Device counting_device() const;
   void count_applied(const GradientReport& report);
 
-  // Averages of parameters that a step passes by.
-  bool is_averaged(const at::Tensor& parameter, const Options& options);
-  static at::Tensor found_inf_on(at::Device device, const GradientReport& report);
-  void average(const GradientReport& report);
-
   static int64_t read_applied_steps(torch::serialize::InputArchive& archive,
                                     const Optimizer& read);  // elementwise_optimizer_state.h
 
@@ -279,7 +263,7 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   void add_to_call(const One& one, bool copies_gradient, std::vector<AtenCall>& calls,
                    std::vector<StepCount>& counts,
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
-  static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
+  static void stamp_all(const Many& all);
 
   std::shared_ptr<OptimizerBuckets> buckets_;  // null where the optimizer stands on parameters
   Plan plan_;

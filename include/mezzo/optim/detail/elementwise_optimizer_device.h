@@ -3,7 +3,6 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
-#include <mezzo/optim/detail/move_average.h>
 #include <mezzo/optim/detail/optimizer_traits.h>
 
 #include <ATen/ops/full.h>
@@ -84,7 +83,7 @@ std::vector<StepRow> ElementwiseOptimizer<Traits>::rows_of(
     use_of(one, use);
     if (one.options != options) {
       options = one.options;
-      groups.push_back({Traits::constants(*options), options->lr(), use.average_share, use.seed});
+      groups.push_back({Traits::constants(*options), options->lr(), use.seed});
     }
     const bool has_master = one.storage == optim::WeightStorage::master;
     rows.push_back({span_of(one, clear, prepared), nullptr, static_cast<int>(groups.size()) - 1,
@@ -237,7 +236,7 @@ void ElementwiseOptimizer<Traits>::step_with_aten(Many& all, const GradientRepor
     throw;
   }
   write_back();
-  finish_with_aten(all, verdict);
+  stamp_all(all);
   if (options.zero_grad) clear_gradients(all);
 }
 
@@ -273,19 +272,11 @@ void ElementwiseOptimizer<Traits>::add_to_call(
   }
 }
 
-/// Averages, which ATen's kernels know nothing of, and stamps.
+/// Notes that what the states keep of the weights agrees with them.
 template <class Traits>
-void ElementwiseOptimizer<Traits>::finish_with_aten(const Many& all, const AtenVerdict& verdict) {
+void ElementwiseOptimizer<Traits>::stamp_all(const Many& all) {
   for (const One& one : all) {
-    if (one.state == nullptr) continue;
-    State& state = *one.state;
-    if (state.ema().defined()) {
-      const at::Tensor& weights = state.master().defined() ? state.master() : *one.parameter;
-      const double share = 1.0 - one.options->ema_decay();
-      move_average(state.ema(), weights.detach().to(state.ema().scalar_type()), share,
-                   verdict.found_inf.value_or(at::Tensor()));
-    }
-    state.stamp() = WriteStamp::of(*one.parameter);
+    if (one.state != nullptr) one.state->stamp() = WriteStamp::of(*one.parameter);
   }
 }
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
@@ -22,8 +21,7 @@ namespace detail {
 /// how many steps there were, for each has random bits of its own.
 template <class Traits>
 bool keeps_state(const typename Traits::Options& options, optim::WeightStorage storage) {
-  return Traits::has_state(options) || options.ema_decay() != 0 ||
-         storage != optim::WeightStorage::plain;
+  return Traits::has_state(options) || storage != optim::WeightStorage::plain;
 }
 
 inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradient,
@@ -77,9 +75,6 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::check_options(const Options& options) {
   check_members(Traits::kName, options);
   Traits::check(options);
-  TORCH_CHECK(is_at_least(options.ema_decay(), 0) && options.ema_decay() < 1, Traits::kName,
-              ": ema_decay is ", options.ema_decay(),
-              "; it should be at least 0 (no average) and less than 1");
 }
 
 /// A group may be empty, as one rank's part of a model can be; a model without parameters is one
@@ -204,12 +199,7 @@ void ElementwiseOptimizer<Traits>::plan_parameter(const at::Tensor& parameter, s
   const auto storage = storage_of(parameter, options.weight_storage(), words());
   const bool has_master = storage == optim::WeightStorage::master;
   at::Tensor gradient = of_masters && has_master ? master_gradient(parameter) : parameter.grad();
-  if (!gradient.defined()) {
-    if (is_averaged(parameter, options)) {
-      plan_.bystanders.push_back({&parameter, options.ema_decay(), storage});
-    }
-    return;
-  }
+  if (!gradient.defined()) return;
   const auto run = checked_loop<Traits>(options, storage, parameter, gradient, words());
   State* const state =
       keeps_state<Traits>(options, storage) ? checked_state(parameter, options) : nullptr;
@@ -264,10 +254,7 @@ at::Tensor ElementwiseOptimizer<Traits>::master_param(std::size_t group,
 /// For a step that will not be skipped, as far as the host knows.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::open_state(One& one) {
-  if (!keeps_state<Traits>(*one.options, one.storage)) {
-    if (average_of(*one.parameter).defined()) state_for(*one.parameter).ema() = at::Tensor();
-    return;
-  }
+  if (!keeps_state<Traits>(*one.options, one.storage)) return;
   if (one.state == nullptr) one.state = &state_for(*one.parameter);
   one.begins = Traits::begins(*one.options, *one.state);
 }

@@ -4,7 +4,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/elementwise_optimizer.h>
 #include <mezzo/optim/detail/group_options.h>
-#include <mezzo/optim/detail/move_average.h>
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
@@ -19,8 +18,8 @@
 #include <utility>
 #include <vector>
 
-// What an optimizer keeps of its parameters: states, averages of those that a step passes by, and
-// files, which are libtorch's with what libtorch has not under keys of its own.
+// What an optimizer keeps of its parameters: states, and files, which are libtorch's with
+// what libtorch has not under keys of its own.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -48,7 +47,6 @@ auto ElementwiseOptimizer<Traits>::checked_state(const at::Tensor& parameter,
   State& state = is_own ? static_cast<State&>(*slot) : own_state<State>(slot, parameter, words());
   state.count().check();
   check_shape_of(state.master(), "a master", parameter, words());
-  check_shape_of(state.ema(), "an ema", parameter, words());
   for (int k = 0; k < Traits::moments(options); ++k) {
     check_shape_of(Traits::moment(state, k), "a moment", parameter, words());
   }
@@ -75,57 +73,6 @@ at::Tensor& ElementwiseOptimizer<Traits>::fitting_moment(const One& one, int k,
     moment = in_layout_of(parameter, moment);
   }
   return moment;
-}
-
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::keeps_averages() const {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (options_of(group).ema_decay() != 0) return true;
-  }
-  return false;
-}
-
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::average_of(const at::Tensor& parameter) const {
-  const State* const state = state_of(parameter);
-  return state == nullptr ? at::Tensor() : state->ema();
-}
-
-/// Whether a parameter without a gradient has an average, or is to have one. Checks what is kept.
-template <class Traits>
-bool ElementwiseOptimizer<Traits>::is_averaged(const at::Tensor& parameter,
-                                               const Options& options) {
-  if (options.ema_decay() == 0 && !average_of(parameter).defined()) return false;
-  (void)checked_state(parameter, options);
-  return at::isFloatingType(parameter.scalar_type()) && parameter.layout() == at::kStrided;
-}
-
-/// found_inf on `device`; undefined if the step runs unconditionally. A device without gradients
-/// gets a copy of another's: all are equal.
-template <class Traits>
-at::Tensor ElementwiseOptimizer<Traits>::found_inf_on(at::Device device,
-                                                      const GradientReport& report) {
-  for (const DeviceGradientReport& one : report.devices) {
-    if (one.found_inf.device() == device) return one.found_inf;
-  }
-  return report.devices.empty() ? at::Tensor() : report.devices.front().found_inf.to(device);
-}
-
-/// Moves the averages of parameters that this step does not train, if the step is applied.
-template <class Traits>
-void ElementwiseOptimizer<Traits>::average(const GradientReport& report) {
-  for (const auto& [parameter, ema_decay, storage] : plan_.bystanders) {
-    at::Tensor found_inf = found_inf_on(parameter->device(), report);
-    if (found_inf.defined() && found_inf.is_cpu()) {
-      if (*found_inf.template const_data_ptr<float>() != 0.0F) return;
-      found_inf = at::Tensor();
-    }
-    const NoGraphGuard no_graph(parameter->is_inference());
-    State& state = state_for(*parameter);
-    const at::Tensor value = present_value(*parameter, storage, state);
-    settle_average(*parameter, ema_decay, state);
-    if (ema_decay != 0) move_average(state.ema(), value, 1.0 - ema_decay, found_inf);
-  }
 }
 
 /// Groups and states as a file has them, until all of it is read.

@@ -66,7 +66,6 @@ void ElementwiseOptimizer<Traits>::apply_plan(const GradientReport& report,
     }
   }
   if (!is_counted) count_applied(report);
-  average(report);
   if (options.zero_grad && report.of_masters) zero_gradients(*this);
 }
 
@@ -174,7 +173,6 @@ void ElementwiseOptimizer<Traits>::prepare(One& one, const StepUse& use, Prepare
 /// What of a step's use is the parameter's own.
 template <class Traits>
 void ElementwiseOptimizer<Traits>::use_of(const One& one, StepUse& use) {
-  use.average_share = 1.0 - one.options->ema_decay();
   use.seed = one.options->seed();
   use.parameter = one.number;
   if (one.storage == optim::WeightStorage::master) {
@@ -189,8 +187,7 @@ StepElementSizes ElementwiseOptimizer<Traits>::element_sizes(const One& one) {
   return {
       .parameter = has_master ? int64_t{sizeof(float)} : own,
       .gradient = static_cast<int64_t>(one.gradient.element_size()),
-      .moment = static_cast<int64_t>(c10::elementSize(moment_dtype(*one.parameter, one.storage))),
-      .average = std::max(own, int64_t{sizeof(float)})};
+      .moment = static_cast<int64_t>(c10::elementSize(moment_dtype(*one.parameter, one.storage)))};
 }
 
 /// Brings what the state keeps of the weights in line with them; of most, it keeps nothing.
@@ -201,9 +198,6 @@ void ElementwiseOptimizer<Traits>::settle(const One& one) {
                              one.storage == optim::WeightStorage::split_master;
   if (keeps_weights || one.state->master().defined() || one.state->lower_half().defined()) {
     settle_weights(*one.parameter, one.storage, *one.state);
-  }
-  if (one.options->ema_decay() != 0 || one.state->ema().defined()) {
-    settle_average(*one.parameter, one.options->ema_decay(), *one.state);
   }
 }
 
@@ -244,12 +238,11 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::place_weights(const One& one, const at::Tensor& parameter,
                                                  StepSpan& span, Prepared& prepared) {
   if (one.state != nullptr) {
-    for (at::Tensor* kept : {&one.state->master(), &one.state->lower_half(), &one.state->ema()}) {
+    for (at::Tensor* kept : {&one.state->master(), &one.state->lower_half()}) {
       if (!kept->defined()) continue;
       *kept = in_layout_of(parameter, *kept);
       prepared.written.push_back(kept->unsafeGetTensorImpl());
     }
-    if (one.state->ema().defined()) span.average = one.state->ema().mutable_data_ptr();
   }
   if (one.storage == optim::WeightStorage::master) {
     span.low_half_or_copy = span.parameter;

@@ -4,7 +4,6 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/move_average.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_state.h>
 #include <mezzo/optim/fused_options.h>
@@ -145,27 +144,6 @@ void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage, S
       state.lower_half() = at::Tensor();
   }
   state.stamp() = WriteStamp::of(parameter);
-}
-
-/// The value that is trained, in float (double for double), of a parameter that takes no part in a
-/// step: what is kept of it is brought in line with it, and nothing is made.
-template <class State>
-at::Tensor present_value(const at::Tensor& parameter, optim::WeightStorage storage, State& state) {
-  const bool is_kept = state.master().defined() || state.lower_half().defined();
-  if (is_kept) settle_weights(parameter, storage, state);
-  if (state.master().defined()) return state.master();
-  if (state.lower_half().defined()) return joined(parameter, state.lower_half());
-  return parameter.detach().to(wide_dtype(parameter));
-}
-
-/// `ema`, which begins as the value that is trained; after settle_weights.
-template <class State>
-void settle_average(const at::Tensor& parameter, double decay, State& state) {
-  if (decay == 0) {
-    state.ema() = at::Tensor();
-  } else {
-    follow_weight(state.ema(), parameter, [&] { return trained_value(parameter, state); });
-  }
 }
 
 }  // namespace detail

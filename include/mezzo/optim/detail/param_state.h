@@ -33,8 +33,6 @@ template <class Own, class Base>
 class ParamState : public Base {
   /// With WeightStorage::master the float that the parameter is rounded from.
   TORCH_ARG(at::Tensor, master);
-  /// With ema_decay: the weights' average.
-  TORCH_ARG(at::Tensor, ema);
 
  public:
   using LibtorchState = Base;
@@ -101,8 +99,7 @@ class ParamState : public Base {
   /// What a file has: the moments, and what is kept of weights.
   template <class Self>
   static auto tensors(Self& self) {
-    return std::tuple_cat(MemberTable::of(self),
-                          std::tuple{member("master", self.master()), member("ema", self.ema())});
+    return std::tuple_cat(MemberTable::of(self), std::tuple{member("master", self.master())});
   }
 
   DeviceCount device_count_;

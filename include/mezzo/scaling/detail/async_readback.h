@@ -65,7 +65,10 @@ class AsyncReadback {
   void send(const StepNumbers& numbers) {
     numbers_.copy_(packed(numbers), /*non_blocking=*/true);
     mark(numbers_sent_);
+    found_inf_ = numbers.found_inf;
   }
+  /// The tensor that was sent, on the device.
+  const at::Tensor& found_inf() const noexcept { return found_inf_; }
   void send_next_scale(const at::Tensor& scale) {
     next_scale_.copy_(scale, /*non_blocking=*/true);
     mark(next_scale_sent_);
@@ -152,14 +155,14 @@ class AsyncReadback {
   at::Device device_;
   bool is_captured_;
   Sent numbers_sent_, next_scale_sent_;
-  at::Tensor numbers_, next_scale_;
+  at::Tensor numbers_, next_scale_, found_inf_;
 };
 
 /// A step that a device decides.
 class DeviceStepSlot final : public StepSlot {
  public:
   explicit DeviceStepSlot(std::shared_ptr<AsyncReadback> readback)
-      : readback_(std::move(readback)) {}
+      : readback_(std::move(readback)), found_inf_(readback_->found_inf()) {}
 
   /// An error of the device is for `outcome` to throw.
   bool ready() const noexcept override {
@@ -178,8 +181,11 @@ class DeviceStepSlot final : public StepSlot {
     return outcome_;
   }
 
+  at::Tensor found_inf_on_device() const override { return found_inf_; }
+
  private:
   std::shared_ptr<AsyncReadback> readback_;
+  at::Tensor found_inf_;
   StepOutcome outcome_;
 };
 
