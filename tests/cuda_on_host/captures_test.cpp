@@ -38,7 +38,7 @@ const TrainingOptions kManyParameters{.parameters = 301, .elements = 1};
 
 std::vector<TrainingOptions> all_options() {
   std::vector<TrainingOptions> all(1);
-  all.push_back({.adamw = AdamWOptions(0.1).amsgrad(true).ema_decay(0.9)});
+  all.push_back({.adamw = AdamWOptions(0.1).amsgrad(true)});
   for (const WeightStorage storage :
        {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
     all.push_back({.dtype = at::kBFloat16, .adamw = AdamWOptions(0.1).weight_storage(storage)});
