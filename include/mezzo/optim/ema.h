@@ -86,6 +86,7 @@ class Ema {
   std::vector<at::Tensor> weights() const;
   void follow(const std::vector<at::Tensor>& weights);
   void move(const at::Tensor& found_inf);
+  void count(const at::Tensor& found_inf);
   void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
 
   std::vector<at::Tensor> parameters_;

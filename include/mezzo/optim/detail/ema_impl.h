@@ -13,6 +13,7 @@
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
@@ -131,9 +132,20 @@ inline void Ema::move(const at::Tensor& found_inf) {
     some.weights.push_back(weight);
   }
   for (const detail::AveragedTogether& some : all) some.move(share, found_inf);
+  count(found_inf);
+}
+
+/// One more update, unless `found_inf` is not 0: counted by the device once that decides.
+inline void Ema::count(const at::Tensor& found_inf) {
+  const detail::StepCount updates(updates_on_host_, updates_on_device_);
+  if (found_inf.defined() && !found_inf.is_cpu() && !updates_on_device_.defined()) {
+    detail::check_is_warm(found_inf.device(), "a number of updates");
+    const auto options = found_inf.options().dtype(at::kFloat);
+    updates.move_to(at::full({}, updates_on_host_, options));  // a copy from the host would wait
+  }
   const at::Tensor& decides = found_inf.defined() ? found_inf : updates_on_device_;
-  detail::count_step({updates_on_host_, updates_on_device_},
-                     decides.defined() ? decides.device() : at::Device(at::kCPU), found_inf);
+  detail::count_step(updates, decides.defined() ? decides.device() : at::Device(at::kCPU),
+                     found_inf);
 }
 
 inline void Ema::update() { move({}); }
