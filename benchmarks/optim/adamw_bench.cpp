@@ -239,9 +239,8 @@ class Floor : public Peer {
                                         {means_.back().data_ptr(), squares_.back().data_ptr()},
                                         parameter.numel()};
       for (int64_t begin = 0; begin < all.count; begin += kPiece) {
-        pieces_.push_back(
-            mezzo::detail::part_of(all, begin, std::min(kPiece, all.count - begin),
-                                   {.parameter = 4, .gradient = 4, .moment = 4, .average = 4}));
+        pieces_.push_back(mezzo::detail::part_of(all, begin, std::min(kPiece, all.count - begin),
+                                                 {.parameter = 4, .gradient = 4, .moment = 4}));
       }
     }
   }

@@ -1,12 +1,10 @@
-// Averaged weights: written by the optimizer in the pass of its step, or kept beside one of
-// libtorch's, and put into the model for an evaluation.
+// Averaged weights: kept beside an optimizer, and put into the model for an evaluation.
 // Exits with 1 if averages are no better than the noisy weights that they are of.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
 
 #include <cstdio>
-#include <optional>
 
 namespace {
 
@@ -20,17 +18,28 @@ double evaluate(torch::nn::Linear& model, const torch::Tensor& teacher) {
   return (output - input.mm(teacher)).square().mean().item<double>();
 }
 
-/// Trains with a rate that is too high to settle; `step` steps, and averages if it is to.
-template <class Step>
-void train(torch::nn::Linear& model, const torch::Tensor& teacher, const Step& step) {
+/// Trains with a rate that is too high to settle, and says whether the averages are better.
+template <class Optimizer>
+bool train(const char* name, const torch::Tensor& teacher) {
+  torch::nn::Linear model(16, 4);
+  Optimizer optimizer(model->parameters(), 3e-2);
+  mezzo::Ema ema(model->parameters(), {.decay = 0.98});
+  mezzo::GradScaler scaler;
   for (int i = 0; i < 300; ++i) {
     const auto input = torch::randn({32, 16});
     const auto target = input.mm(teacher) + torch::randn({32, 4});
-    model->zero_grad();
+    optimizer.zero_grad();
     const auto loss =
         mezzo::autocast(kPrecision, [&] { return torch::mse_loss(model(input), target); });
-    step(loss);
+    scaler.scale(loss).backward();
+    ema.update(scaler.step(optimizer));  // a skipped step moves no average
+    scaler.update();
   }
+  const double last = evaluate(model, teacher);
+  const mezzo::EmaScope averaged(ema);  // until the scope ends
+  const double average = evaluate(model, teacher);
+  std::printf("%-18s error %.4f, of the average %.4f\n", name, last, average);
+  return average < last;
 }
 
 }  // namespace
@@ -38,39 +47,7 @@ void train(torch::nn::Linear& model, const torch::Tensor& teacher, const Step& s
 int main() {
   torch::manual_seed(0);
   const auto teacher = torch::randn({16, 4});
-  bool is_better = true;
-
-  {
-    torch::nn::Linear model(16, 4);
-    mezzo::optim::AdamW optimizer(model->parameters(),
-                                  mezzo::optim::AdamWOptions(3e-2).ema_decay(0.98));
-    mezzo::GradScaler scaler;
-    train(model, teacher, [&](const torch::Tensor& loss) {
-      scaler.scale(loss).backward();
-      scaler.step(optimizer);  // and averages, in the same pass
-      scaler.update();
-    });
-    const double last = evaluate(model, teacher);
-    const mezzo::EmaScope averaged(optimizer);  // until the scope ends
-    const double average = evaluate(model, teacher);
-    std::printf("mezzo's AdamW:     error %.4f, of the average %.4f\n", last, average);
-    is_better = is_better && average < last;
-  }
-  {
-    torch::nn::Linear model(16, 4);
-    torch::optim::AdamW optimizer(model->parameters(), 3e-2);
-    mezzo::Ema ema(model->parameters(), {.decay = 0.98});
-    mezzo::GradScaler scaler;
-    train(model, teacher, [&](const torch::Tensor& loss) {
-      scaler.scale(loss).backward();
-      ema.update(scaler.step(optimizer));  // a skipped step is not averaged
-      scaler.update();
-    });
-    const double last = evaluate(model, teacher);
-    const mezzo::EmaScope averaged(ema);
-    const double average = evaluate(model, teacher);
-    std::printf("libtorch's AdamW:  error %.4f, of the average %.4f\n", last, average);
-    is_better = is_better && average < last;
-  }
+  const bool is_better = train<mezzo::optim::AdamW>("mezzo's AdamW:", teacher) &&
+                         train<torch::optim::AdamW>("libtorch's AdamW:", teacher);
   return is_better ? 0 : 1;
 }

@@ -11,7 +11,6 @@
 
 #include <gtest/gtest.h>
 
-#include <concepts>
 #include <cstddef>
 #include <filesystem>
 #include <limits>
@@ -29,9 +28,8 @@ using mezzo::optim::WeightStorage;
 using test_support::Scratch;
 
 mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage storage) {
-  return mezzo::optim::AdamW(
-      std::move(parameters),
-      mezzo::optim::AdamWOptions(1e-2).weight_storage(storage).ema_decay(0.9).seed(7));
+  return mezzo::optim::AdamW(std::move(parameters),
+                             mezzo::optim::AdamWOptions(1e-2).weight_storage(storage).seed(7));
 }
 
 /// A run with dropout, a scaler that grows and skips, a schedule and averages.
@@ -73,11 +71,6 @@ class InterruptedTraining {
     for (const auto& tensor : model->parameters()) all.push_back(tensor.detach().clone());
     for (const auto& tensor : model->buffers()) all.push_back(tensor.clone());
     for (const auto& tensor : ema.averages()) all.push_back(tensor.clone());
-    if constexpr (std::derived_from<Optimizer, mezzo::optim::FusedOptimizer>) {
-      for (const auto& tensor : model->parameters()) {
-        all.push_back(optimizer.average_of(tensor).clone());
-      }
-    }
     for (const auto& [key, value] : scaler.state_dict()) all.push_back(torch::tensor(value));
     for (const double lr : schedule.lrs()) all.push_back(torch::tensor(lr, torch::kDouble));
     all.push_back(torch::tensor(position));

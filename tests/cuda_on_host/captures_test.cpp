@@ -1,6 +1,8 @@
 // Whole training steps on GPUs that the host plays (host_gpu.h), captured into graphs and replayed,
 // alone and between others, with the same training on the CPU beside them.
 
+#include <mezzo/optim/ema.h>
+
 #include <ATen/ATen.h>
 
 #include <gmock/gmock.h>
@@ -38,7 +40,7 @@ const TrainingOptions kManyParameters{.parameters = 301, .elements = 1};
 
 std::vector<TrainingOptions> all_options() {
   std::vector<TrainingOptions> all(1);
-  all.push_back({.adamw = AdamWOptions(0.1).amsgrad(true).ema_decay(0.9)});
+  all.push_back({.adamw = AdamWOptions(0.1).amsgrad(true)});
   for (const WeightStorage storage :
        {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
     all.push_back({.dtype = at::kBFloat16, .adamw = AdamWOptions(0.1).weight_storage(storage)});
@@ -281,6 +283,63 @@ TEST_P(Captures, AResultWaitsForItsLetterAndNotForTheDevice) {
   EXPECT_TRUE(gpu.iterate().ran());
   gpu.input.fill_(kInfinity);
   EXPECT_FALSE(gpu.iterate().ran());
+}
+
+/// Averages of a training's weights, as doubles of the CPU.
+at::Tensor averages_of(const mezzo::Ema& ema) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& average : ema.averages()) {
+    all.push_back(average.flatten().to(at::kCPU, at::kDouble));
+  }
+  return at::cat(all);
+}
+
+void expect_same(const mezzo::Ema& gpu, const mezzo::Ema& cpu) {
+  EXPECT_TRUE(at::allclose(averages_of(gpu), averages_of(cpu), 1e-6, 1e-7));
+  EXPECT_EQ(gpu.updates(), cpu.updates());
+}
+
+TEST_P(Captures, AnAverageFollowsTheDevicesDecisionWithoutAWait) {
+  for (const TrainingOptions& options : all_options()) {
+    Training cpu(at::kCPU, options);
+    Training gpu(host_gpu::device(), options);
+    mezzo::Ema of_cpu(cpu.parameters(), {.decay = 0.75});
+    mezzo::Ema of_gpu(gpu.parameters(), {.decay = 0.75});
+    for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, 3.0F}) {
+      cpu.input.fill_(value);
+      gpu.input.fill_(value);
+      of_cpu.update(cpu.iterate());
+      const mezzo::StepResult result = gpu.iterate();
+      const host_gpu::Counts before = host_gpu::counts();
+      of_gpu.update(result);
+      EXPECT_EQ(host_gpu::counts().waits, before.waits);
+      EXPECT_EQ(host_gpu::counts().copies_to_host, before.copies_to_host);
+    }
+    expect_same(of_gpu, of_cpu);
+    EXPECT_EQ(of_gpu.updates(), 3);
+  }
+}
+
+TEST_P(Captures, AnAverageIsPartOfTheGraph) {
+  for (const TrainingOptions& options : all_options()) {
+    Training cpu(at::kCPU, options);
+    Training gpu(host_gpu::device(), options);
+    mezzo::Ema of_cpu(cpu.parameters(), {.decay = 0.75});
+    mezzo::Ema of_gpu(gpu.parameters(), {.decay = 0.75});
+    const c10::StreamGuard stream(host_gpu::new_stream());
+    of_cpu.update(cpu.iterate());
+    of_gpu.update(gpu.iterate());
+    host_gpu::Graph graph;
+    host_gpu::capture(graph, [&] { of_gpu.update(gpu.iterate()); });
+    for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, kInfinity, 3.0F}) {
+      cpu.input.fill_(value);
+      gpu.input.fill_(value);
+      of_cpu.update(cpu.iterate());
+      graph.replay();
+    }
+    expect_same(of_gpu, of_cpu);
+    EXPECT_EQ(of_gpu.updates(), 4);
+  }
 }
 
 TEST_P(Captures, ParametersAreOnTwoDevices) {

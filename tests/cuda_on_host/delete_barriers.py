@@ -26,7 +26,6 @@ CHANGES = [
      "at < 0; at += kStepThreads) single(at)"),
     ("step: unaligned taken for aligned", "cuda/optimizer_step.cuh",
      "% alignof(StepPack<T, kPack>) == 0", "% 1 == 0"),
-    ("step: the average's alignment", "cuda/optimizer_step.cuh", "if (holds_packs(base.average)) {", "if (true) {"),
     ("LAMB: a skipped step", "cuda/lamb_step.cuh", "if (is_skipped(inputs)) return;\n  using", "using"),
     ("step: a block's end beyond the row's", "optimizer_step_table.h", "end < count ? end : count", "end"),
     ("unscale: a block's end beyond the tensor's", "gradient_table.h", "return {data_[tensor], begin, end < count_[tensor] ? end : count_[tensor]};",

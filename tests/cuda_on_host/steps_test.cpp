@@ -151,7 +151,7 @@ TEST_F(StepsOnHost, StepsAreCountedUnlessSkipped) {
 /// A hundred orders, of which each storage has its share.
 template <class Rule>
 void expect_the_same_in_every_order(const typename Rule::Constants& constants) {
-  const StepCase step{.name = "orders", .scale = 0.5F, .max_norm = 1, .average_share = 0.1};
+  const StepCase step{.name = "orders", .scale = 0.5F, .max_norm = 1};
   uint64_t seed = 0;
   for_each_storage([&]<class Parameter, class Gradient, class Weights>(Storage storage) {
     const StepParameters before(storage, step, {3, 1030});

@@ -181,7 +181,7 @@ TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {
                        for (int64_t i = 0; i < span.count; ++i) ++visits[i];
                      },
                      {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
-                     {.parameter = 1, .gradient = 1, .moment = 1, .average = 1},
+                     {.parameter = 1, .gradient = 1, .moment = 1},
                      {},
                      {}});
   }

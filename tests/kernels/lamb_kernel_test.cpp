@@ -260,20 +260,15 @@ TEST_P(LambLoops, OnSplitWeightsGiveWhatFloatsGive) {
   }
 }
 
-TEST_P(LambLoops, WriteTheCopyAndTheAverageWithTheParameter) {
+TEST_P(LambLoops, WriteTheCopyWithTheParameter) {
   const DtypePair dtypes{torch::kFloat, torch::kFloat};
   for (const auto copy_dtype : {torch::kBFloat16, torch::kHalf}) {
     auto buffers = StepBuffers::random(dtypes, 53);
     const auto copy = torch::zeros({53}, copy_dtype);
-    const auto average = torch::randn({53});
-    const auto before = average.clone();
     auto span = buffers.span();
     span.low_half_or_copy = copy.data_ptr();
-    span.average = average.data_ptr();
-    run(loop(dtypes), span, coefficients(),
-        {.copies_half = copy_dtype == torch::kHalf, .average_share = 0.25});
+    run(loop(dtypes), span, coefficients(), {.copies_half = copy_dtype == torch::kHalf});
     EXPECT_TRUE(torch::equal(copy, buffers.parameter.to(copy_dtype)));
-    EXPECT_TRUE(torch::allclose(average, before.lerp(buffers.parameter, 0.25), 1e-6, 1e-6));
   }
 }
 
@@ -317,7 +312,7 @@ LambTask counting_task(std::vector<uint8_t>& memory, double weight_decay) {
   };
   return {LambLoop{learn, move},
           {memory.data(), nullptr, {}, static_cast<int64_t>(memory.size())},
-          {.parameter = 1, .gradient = 1, .moment = 1, .average = 1},
+          {.parameter = 1, .gradient = 1, .moment = 1},
           coefficients(weight_decay),
           {}};
 }

@@ -40,7 +40,7 @@ TEST(StepTable, ItsBlocksCoverEveryElementOfEveryParameterOnce) {
   for (int i = 0; i < Table::kCapacity; ++i) {
     const int group = i / 100;
     ASSERT_TRUE(table.push_back(row_of(memory[static_cast<std::size_t>(i)], nullptr, group),
-                                {{}, /*lr=*/static_cast<double>(group), 0, 0}));
+                                {{}, /*lr=*/static_cast<double>(group), 0}));
   }
   EXPECT_FALSE(table.push_back(row_of(memory[0], nullptr, 4), {})) << "it is full";
   for (int64_t block = 0; block < table.blocks(); ++block) {
@@ -85,10 +85,9 @@ std::vector<Table> pages_of(std::vector<std::vector<char>>& memory, int64_t per_
   for (std::size_t i = 0; i < memory.size(); ++i) {
     const int group = static_cast<int>(i / 70);
     const StepRow row = row_of(memory[i], nullptr, group);
-    if (!pages.empty() && pages.back().push_back(row, {{}, static_cast<double>(group), 0, 0}))
+    if (!pages.empty() && pages.back().push_back(row, {{}, static_cast<double>(group), 0}))
       continue;
-    EXPECT_TRUE(
-        pages.emplace_back(per_block).push_back(row, {{}, static_cast<double>(group), 0, 0}));
+    EXPECT_TRUE(pages.emplace_back(per_block).push_back(row, {{}, static_cast<double>(group), 0}));
   }
   return pages;
 }
@@ -124,7 +123,7 @@ TEST(PagedTable, ItsBlocksCoverTheParametersOfAllPagesOnce) {
 TEST(PagedTable, OnePageIsTheTableItself) {
   std::vector<char> memory(40);
   Table only(16);
-  ASSERT_TRUE(only.push_back(row_of(memory, nullptr, 3), {{}, 0.5, 0, 0}));
+  ASSERT_TRUE(only.push_back(row_of(memory, nullptr, 3), {{}, 0.5, 0}));
   const Paged table(only);
   EXPECT_EQ(table.blocks(), 3);
   EXPECT_EQ(table.rows(), 1);

@@ -61,7 +61,7 @@ class StepUnderInference : public testing::Test {
   static std::vector<torch::Tensor> train(const std::vector<bool>& modes, WeightStorage storage) {
     const auto dtype = storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16;
     const auto parameter = torch::linspace(1, 2, kWeights).to(dtype).requires_grad_();
-    Optimizer optimizer({parameter}, Case::options().weight_storage(storage).ema_decay(0.5));
+    Optimizer optimizer({parameter}, Case::options().weight_storage(storage));
     std::vector<torch::Tensor> weights;
     for (const bool mode : modes) {
       parameter.mutable_grad() = slope_like(parameter);
@@ -70,7 +70,6 @@ class StepUnderInference : public testing::Test {
         optimizer.step();
       }
       weights.push_back(parameter.detach().clone());
-      weights.push_back(optimizer.average_of(parameter).clone());
     }
     return weights;
   }
@@ -166,24 +165,19 @@ struct MixedParameters {
 TYPED_TEST(StepUnderInference, OfBothKindsIsFollowedByStepsOfEither) {
   const MixedParameters mixed;
   typename TypeParam::Optimizer optimizer({mixed.ordinary, mixed.made_there, mixed.frozen},
-                                          TypeParam::options().ema_decay(0.5));
+                                          TypeParam::options());
   mixed.step_under_inference([&] { optimizer.step(); });
-  EXPECT_FALSE(optimizer.average_of(mixed.ordinary).is_inference());
-  EXPECT_FALSE(optimizer.average_of(mixed.frozen).is_inference());
-  optimizer.step();  // the averages of all
   mixed.ordinary.mutable_grad() = slope_like(mixed.ordinary);
   optimizer.step();
   EXPECT_EQ(optimizer.applied_steps(), 2);
   mixed.step_under_inference([&] { optimizer.step(); });
-  EXPECT_TRUE(torch::allclose(optimizer.average_of(mixed.frozen), mixed.frozen));
 }
 
 TEST(StepWithAten, OfBothKindsUnderInferenceIsFollowedByStepsOfEither) {
   const MixedParameters mixed;
   mezzo::optim::AdamW optimizer({mixed.ordinary, mixed.made_there, mixed.frozen},
-                                mezzo::optim::AdamWOptions(0.1).ema_decay(0.5));
+                                mezzo::optim::AdamWOptions(0.1));
   mixed.step_under_inference([&] { optimizer.apply_with_aten({}); });
-  optimizer.apply_with_aten({});
   mixed.ordinary.mutable_grad() = slope_like(mixed.ordinary);
   optimizer.apply_with_aten({});
   mixed.step_under_inference([&] { optimizer.apply_with_aten({}); });

@@ -261,19 +261,19 @@ TYPED_TEST(LibtorchIdioms, WhatAFileAddsReplacesLibtorchsOptions) {
   using OurOptions = typename TypeParam::OurOptions;
   const auto parameter = some_parameter(1);
   std::stringstream file;
-  torch::save(typename TypeParam::Ours({parameter}, OurOptions(0.5).ema_decay(0.75)), file);
+  torch::save(typename TypeParam::Ours({parameter}, OurOptions(0.5).seed(75)), file);
   typename TypeParam::Ours optimizer(
       {OptimizerParamGroup({parameter}, std::make_unique<typename TypeParam::Options>(1e-5))},
       OurOptions(1.0));
   torch::load(optimizer, file);
   const auto& options = dynamic_cast<const OurOptions&>(optimizer.param_groups()[0].options());
   EXPECT_EQ(options.lr(), 0.5);
-  EXPECT_EQ(options.ema_decay(), 0.75);
+  EXPECT_EQ(options.seed(), 75U);
 }
 
 TYPED_TEST(LibtorchIdioms, CopiesOfGroupsKeepAllOfTheirOptions) {
   using OurOptions = typename TypeParam::OurOptions;
-  const auto options = OurOptions(0.5).seed(7).ema_decay(0.25);
+  const auto options = OurOptions(0.5).seed(7);
   const OptimizerParamGroup group({some_parameter(1)}, std::make_unique<OurOptions>(options));
   const OptimizerParamGroup copy = group;  // NOLINT(performance-unnecessary-copy-initialization)
   const typename TypeParam::Options& as_theirs = options;
@@ -288,7 +288,7 @@ TYPED_TEST(LibtorchIdioms, CopiesOfGroupsKeepAllOfTheirOptions) {
 TYPED_TEST(LibtorchIdioms, AGroupHasItsOwnOptionsAndInheritsWhatALibtorchsDoes) {
   using Options = typename TypeParam::Options;
   using OurOptions = typename TypeParam::OurOptions;
-  const auto options = OurOptions(0.5).seed(7).ema_decay(0.25);
+  const auto options = OurOptions(0.5).seed(7);
   const auto add = [](auto& optimizer, const auto& made_with) {
     using Made = std::decay_t<decltype(made_with)>;
     optimizer.add_param_group({{some_parameter(2)}, std::make_unique<Made>(made_with)});
@@ -427,7 +427,6 @@ TEST(OptionsOfMezzo, AreChainedInAnyOrder) {
                          .eps(1e-6)
                          .amsgrad(true)
                          .lr(1e-4)
-                         .ema_decay(0.5)
                          .weight_decay(0.1);
   static_assert(std::is_same_v<decltype(adamw), const mezzo::optim::AdamWOptions>);
   EXPECT_EQ(std::get<1>(adamw.betas()), 0.95);
@@ -447,7 +446,7 @@ TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) 
 }
 
 TEST(OptionsOfMezzo, OfAGroupCountThoughLibtorchHasNoSuchOptimizer) {
-  const auto options = mezzo::optim::LionOptions(0.5).seed(7).ema_decay(0.25);
+  const auto options = mezzo::optim::LionOptions(0.5).seed(7);
   const auto group = [&options](int seed) {
     return OptimizerParamGroup({some_parameter(seed)},
                                std::make_unique<mezzo::optim::LionOptions>(options));

@@ -113,11 +113,10 @@ TEST(SGD, RemembersNothingWithoutMomentum) {
   EXPECT_TRUE(optimizer.state().empty());
 }
 
-// Steps were counted before the buffer was there, for the average.
 TEST(SGD, BeginsABufferAsTorchDoesWhenMomentumIsTurnedOnLater) {
   using mezzo::optim::SGDOptions;
   const Pair pair;
-  mezzo::optim::SGD ours({pair.ours}, SGDOptions(1e-2).ema_decay(0.5));
+  mezzo::optim::SGD ours({pair.ours}, SGDOptions(1e-2));
   torch::optim::SGD theirs({pair.theirs}, torch::optim::SGDOptions(1e-2));
   pair.step_both(ours, theirs, 3);
   const auto turn = [&](double momentum) {

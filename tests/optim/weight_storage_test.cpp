@@ -199,39 +199,10 @@ TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) 
   }
 }
 
-TYPED_TEST(EveryOptimizer, KeepsAnAverageOfTheWeights) {
-  constexpr double kDecay = 0.75;
-  for (const auto storage : {WeightStorage::plain, WeightStorage::master,
-                             WeightStorage::split_master, WeightStorage::stochastic}) {
-    const Models models;
-    typename TypeParam::Optimizer low(
-        models.low, TypeParam::options().weight_storage(storage).ema_decay(kDecay));
-    typename TypeParam::Optimizer floats(models.floats, TypeParam::options().ema_decay(kDecay));
-    std::vector<torch::Tensor> expected;
-    for (const auto& parameter : models.floats) expected.push_back(parameter.detach().clone());
-    for (int step = 0; step < 5; ++step) {
-      models.step(low, floats, 1);
-      for (std::size_t i = 0; i < expected.size(); ++i) {
-        expected[i].lerp_(models.floats[i].detach(), 1 - kDecay);
-      }
-    }
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-      const auto& own = state_of<typename TypeParam::State>(floats, models.floats[i]).ema();
-      EXPECT_TRUE(torch::allclose(own, expected[i], 1e-6, 1e-6)) << i;
-      const auto& ema = state_of<typename TypeParam::State>(low, models.low[i]).ema();
-      EXPECT_EQ(ema.scalar_type(), torch::kFloat);
-      const bool is_exact =
-          storage == WeightStorage::master || storage == WeightStorage::split_master;
-      const double tolerance = is_exact ? 0 : 0.02;
-      EXPECT_TRUE(torch::allclose(ema, own, tolerance, tolerance)) << i;
-    }
-  }
-}
-
 TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
   for (const auto storage : {WeightStorage::plain, WeightStorage::master,
                              WeightStorage::split_master, WeightStorage::stochastic}) {
-    const auto options = TypeParam::options().weight_storage(storage).ema_decay(0.9).seed(5);
+    const auto options = TypeParam::options().weight_storage(storage).seed(5);
     const Models models;
     typename TypeParam::Optimizer first(models.low, options);
     models.step(first, first, 3);
@@ -258,9 +229,6 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
       for (std::size_t i = 0; i < saved.size(); ++i) {
         EXPECT_TRUE(torch::equal(resumed.low[i], models.low[i]))
             << i << ", storage " << static_cast<int>(storage);
-        EXPECT_TRUE(
-            torch::equal(state_of<typename TypeParam::State>(first, models.low[i]).ema(),
-                         state_of<typename TypeParam::State>(second, resumed.low[i]).ema()));
       }
     }
   }
@@ -368,14 +336,6 @@ TEST(WeightStorage, OfHalfCannotBeSplitOrStochastic) {
   }
 }
 
-TEST(WeightStorage, RefusesAnEmaDecayThatIsNone) {
-  const auto parameter = torch::ones({3}).requires_grad_();
-  for (const double decay : {-0.1, 1.0, std::numeric_limits<double>::quiet_NaN()}) {
-    EXPECT_THAT([&] { AdamW({parameter}, AdamWOptions(1e-2).ema_decay(decay)); },
-                ThrowsMessage<c10::Error>(HasSubstr("ema_decay")));
-  }
-}
-
 TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
   const Models models;
   torch::optim::AdamW theirs(models.low, torch::optim::AdamWOptions(1e-3));
@@ -383,13 +343,11 @@ TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
   theirs.step();
   std::stringstream file;
   torch::save(theirs, file);
-  AdamW ours(models.low,
-             AdamWOptions(7).weight_storage(WeightStorage::master).ema_decay(0.5).seed(9));
+  AdamW ours(models.low, AdamWOptions(7).weight_storage(WeightStorage::master).seed(9));
   torch::load(ours, file);
   const auto& options = static_cast<const AdamWOptions&>(ours.param_groups()[0].options());
   EXPECT_EQ(options.lr(), 1e-3);
   EXPECT_EQ(options.weight_storage(), WeightStorage::master);
-  EXPECT_EQ(options.ema_decay(), 0.5);
   EXPECT_EQ(options.seed(), 9U);
   EXPECT_EQ(ours.applied_steps(), 1);
   models.set_gradients();

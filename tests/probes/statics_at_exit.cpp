@@ -55,7 +55,7 @@ struct Trainer {
       layer, {.device = torch::kCPU, .cache = cache, .policy = policy}};
   mezzo::GradBuckets buckets{layer->parameters(),
                              mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat)};
-  mezzo::optim::AdamW optimizer{buckets, mezzo::optim::AdamWOptions(0.01).ema_decay(0.9)};
+  mezzo::optim::AdamW optimizer{buckets, mezzo::optim::AdamWOptions(0.01)};
   mezzo::LinearSchedule schedule{optimizer, {.warmup_steps = 2, .total_steps = 10}};
   mezzo::GradScaler scaler;
   mezzo::Ema ema{layer->parameters(), {}};

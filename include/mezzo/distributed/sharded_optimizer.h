@@ -113,8 +113,7 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
 ///
 /// Not with this: a DataParallel or GradAllReduce of the same parameters, for it reduces gradients
 /// itself (the first pass says so); WeightStorage::stochastic (its bits follow from an element's
-/// place in the whole parameter), ema_decay (mezzo::Ema keeps averages beside any optimizer),
-/// publish_to, LAMB.
+/// place in the whole parameter), publish_to, LAMB.
 ///
 /// All ranks make it together, with the same parameters in the same order, of which those of rank 0
 /// count; and they call `step`, `save` and backward alike. Errors of the communicator are thrown by

@@ -67,7 +67,6 @@ template <class Constants>
 struct StepGroup {
   Constants constants;
   double lr;
-  double average_share;
   uint64_t seed;
 };
 

@@ -1,20 +1,17 @@
 /// \file
-/// An exponential moving average of weights: kept beside any optimizer, and put into a model for
-/// evaluation, whether it is this one or that of mezzo's optimizers.
+/// An exponential moving average of weights, kept beside any optimizer, and put into a model for
+/// evaluation.
 #pragma once
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
-#include <mezzo/optim/optimizer_interface.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
 
 #include <concepts>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <utility>
 #include <vector>
 
 namespace torch::serialize {
@@ -27,22 +24,21 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 struct EmaOptions {
   /// How much of the average an update keeps: at least 0 and less than 1.
   double decay = 0.999;
-  /// Gives what is trained in place of the parameters, in their order, where somebody keeps masters
-  /// in float: averages are of these, and go, rounded, into the parameters. Undefined, or the
-  /// parameter itself, where there is none. Asked at construction and at each update, since who
-  /// loads a file has other masters from then on:
+  /// Returns what is averaged in place of the parameters, in their order, where an optimizer keeps
+  /// masters in float; undefined, or the parameter itself, where there is no master. Called at
+  /// construction and at each update, for loading a file replaces masters:
   ///
   ///     mezzo::Ema ema(model->parameters(),
   ///                    {.masters = [&] { return mezzo::master_params(optimizer); }});
   std::function<std::vector<at::Tensor>()> masters = nullptr;
 };
 
-/// Averages of parameters, for optimizers that keep none: torch::optim's, or your own.
+/// Keeps an exponential moving average of each parameter, beside any optimizer.
 ///
 /// \code
 ///   mezzo::Ema ema(model->parameters(), {.decay = 0.999});
 ///   ...
-///   ema.update(scaler.step(optimizer));  // a step that was skipped is not averaged
+///   ema.update(scaler.step(optimizer));  // a skipped step moves no average
 ///   ...
 ///   {
 ///     mezzo::EmaScope averaged(ema);
@@ -50,78 +46,79 @@ struct EmaOptions {
 ///   }
 /// \endcode
 ///
-/// With an optimizer of mezzo's set `ema_decay` in its options instead
-/// (mezzo/optim/fused_options.h): that costs no pass over memory and no host sync. Both follow one
-/// rule, that of torch's AveragedModel: every parameter, frozen ones too, in every applied step.
-/// Their stores and files are two: an optimizer's average is written in the pass that writes the
-/// weight, so it lies, and is saved, with the parameter's other state. An Ema has no such state to
-/// join, and stands beside any optimizer, so its file is its own list.
+/// Averages are float (double for double), lie on the parameters' device, and begin as the weights
+/// at construction. An update moves all of them, those of frozen parameters too: Ema is torch's
+/// AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) after an update_parameters(model)
+/// at construction. Memory: 4 bytes an element (8 of double).
 ///
-/// Averages are in float (double for double) on the parameters' device, and begin as the weights at
-/// construction. Holds the parameters, as an optimizer does: they may be written and given other
-/// memory; for parameters that are added to an optimizer later make an Ema of their own. Buffers
-/// are not averaged: batch norm's statistics in the model are those of the training weights; run
-/// some batches through the averaged model in training mode to have its own. One thread at a time.
+/// Holds the parameters, as an optimizer does: they may be written and given other memory. For
+/// parameters that join later make another Ema. Buffers are not averaged. Moved, and not copied,
+/// for a copy would share the averages. One thread at a time.
 class Ema {
  public:
   /// \throws c10::Error unless decay is in [0, 1), parameters are dense and of floating point, and
   ///   masters, where given, are as many, and of the same shapes
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
+  Ema(const Ema&) = delete;
+  Ema& operator=(const Ema&) = delete;
+  Ema(Ema&&) = default;
+  Ema& operator=(Ema&&) = default;
+  ~Ema() = default;
 
-  /// averages = decay * averages + (1 - decay) * weights.
+  /// Computes averages = decay * averages + (1 - decay) * weights. Does not wait for a device.
   /// \throws c10::Error, and changes nothing, where a shape has changed, or where an EmaScope is
   ///   alive: the parameters then hold averages
   void update();
 
-  /// The same if the step ran. Waits to know: not at all with an optimizer of libtorch's, for the
-  /// device with one of mezzo's that steps there.
+  /// Updates if the step ran, and leaves all bits as they are if it was skipped. Does not wait for
+  /// the device: where the device decided on the step, it also decides here, and in each replay of
+  /// a captured CUDA graph (update once before the capture). \throws c10::Error as `update()`
   void update(const StepResult& result);
 
-  /// How often there was an update.
-  std::int64_t updates() const noexcept { return updates_; }
+  /// Returns how many updates there were. Waits for the device if that decides on steps.
+  std::int64_t updates() const;
   double decay() const noexcept { return options_.decay; }
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
-  /// In the order of the parameters.
+  /// Returns the averages, in the order of the parameters.
   const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
 
  private:
-  /// What is averaged, in the order of the parameters.
   std::vector<at::Tensor> weights() const;
-  /// Averages begin, or follow their weights to another device.
-  void settle(const std::vector<at::Tensor>& weights);
+  void follow(const std::vector<at::Tensor>& weights);
+  void move(const at::Tensor& found_inf);
+  void count(const at::Tensor& found_inf);
   void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
 
   std::vector<at::Tensor> parameters_;
   EmaOptions options_;
   std::vector<at::Tensor> averages_;
-  std::int64_t updates_ = 0;
+  std::int64_t updates_on_host_ = 0;  // see StepCount
+  at::Tensor updates_on_device_;
 
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::InputArchive>
   friend Archive& operator>>(Archive& archive, Ema& ema);
 };
 
-/// Averaged weights in the model, as long as it lives.
+/// Puts averaged weights into the model for as long as it lives.
 ///
 /// The parameters are given other memory, which holds the averages rounded to their dtypes; at the
-/// end they get back their own, untouched. So training goes on bitwise identical, with masters
-/// whole and split; the price is the memory of one copy of the weights. Parameters without an
-/// average (of a group without ema_decay, or before the first step) stay as they are. Copies of a
-/// model that are made meanwhile, and files of it, have the averaged weights: that is how to export
-/// them.
+/// end they get back their own, untouched. Training goes on bitwise identical, with masters whole
+/// and split; the price is the memory of one copy of the weights. Copies of a model that are made
+/// meanwhile, and files of it, have the averaged weights: that is how to export them.
 ///
 /// Meanwhile evaluate, and do not train: what is written to the parameters is gone at the end, and
 /// a step of an optimizer would make its masters follow the averages. CheckpointManager
 /// (mezzo/checkpoint/checkpoint.h) refuses to save or load such parameters, and Ema to update from
-/// them. Views of parameters that were made before, and captured CUDA graphs, keep to the training
-/// weights. Begin and end it outside of autocast regions, whose cache would not notice. Guards
-/// nest, and end in reverse order, exceptions included. One thread: no other may use the parameters
-/// when it begins or ends.
+/// them. Buffers stay as training left them: for batch norm's statistics of the averaged weights
+/// run some batches through the model in training mode, and restore the buffers afterwards. Views
+/// of parameters that were made before, and captured CUDA graphs, keep to the training weights.
+/// Begin and end it outside of autocast regions, whose cache would not notice. Guards nest, and end
+/// in reverse order, exceptions included. One thread: no other may use the parameters when it
+/// begins or ends.
 class [[nodiscard]] EmaScope {
  public:
-  /// The averages of one of mezzo's optimizers with `ema_decay`. Before the first step they are the
-  /// weights. \throws c10::Error if it keeps none
-  explicit EmaScope(const torch::optim::Optimizer& optimizer);
+  /// \throws c10::Error, and changes nothing, where a parameter's shape is not its average's
   explicit EmaScope(const Ema& ema);
   ~EmaScope();
   EmaScope(const EmaScope&) = delete;
@@ -130,7 +127,6 @@ class [[nodiscard]] EmaScope {
   EmaScope& operator=(EmaScope&&) = delete;
 
  private:
-  void put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& averages);
   void put_back() noexcept;
 
   std::vector<detail::LentParameter> lent_;

@@ -42,8 +42,8 @@ struct SGDOptions : public detail::SgdOptionsOn<SGDOptions, torch::optim::SGDOpt
   using SgdOptionsOn::SgdOptionsOn;
 };
 
-/// What SGD with momentum remembers about a parameter (without it, only what weight_storage and
-/// ema_decay ask for): `torch::optim::SGDParamState`, with `momentum_buffer()`, of the parameter's
+/// What SGD with momentum remembers about a parameter (without it, only what weight_storage asks
+/// for): `torch::optim::SGDParamState`, with `momentum_buffer()`, of the parameter's
 /// shape and dtype, and beyond libtorch's `step()`, how many steps were applied, with dampening
 /// from the one on that began the buffer; it waits for the device, if that is not the CPU. What is
 /// written to the buffer, through libtorch's type too, counts from the next step on.

@@ -51,7 +51,7 @@ MakeKeeper adapter(const MakeOptimizer& make) {
 std::vector<MakeKeeper> keepers() {
   using namespace mezzo::optim;
   std::vector<MakeKeeper> all{ours<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
-                              ours<Adam>(AdamOptions(1e-3).amsgrad(true).ema_decay(0.9)),
+                              ours<Adam>(AdamOptions(1e-3).amsgrad(true)),
                               ours<SGD>(mezzo::optim::SGDOptions(1e-2)),
                               ours<SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)),
                               ours<Lion>(LionOptions(1e-3)),

@@ -85,9 +85,7 @@ struct StepStreams {
              static_cast<StoredGradient*>(slice.span.gradient) + slice.begin,
              {},
              advanced(static_cast<uint16_t*>(slice.span.low_half_or_copy), slice.begin),
-             advanced(static_cast<Scalar*>(slice.span.average), slice.begin),
-             slice.span.low_half_or_copy != nullptr,
-             slice.span.average != nullptr},
+             slice.span.low_half_or_copy != nullptr},
         is_aligned(holds_packs(base.parameter) && holds_packs(base.gradient) &&
                    holds_packs(base.low_half_or_copy)) {
     MEZZO_UNROLL
@@ -113,9 +111,7 @@ struct StepStreams {
                  base.gradient + at,
                  {},
                  advanced(base.low_half_or_copy, at),
-                 advanced(base.average, at),
-                 base.has_low_half_or_copy,
-                 base.has_average};
+                 base.has_low_half_or_copy};
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = base.moments[k] + at;
     return result;
@@ -130,13 +126,8 @@ struct StepStreams {
 
     /// Without what may be there beside it.
     __device__ Place place(int i) {
-      Place result{&parameter.element[i],
-                   &gradient.element[i],
-                   {},
-                   &low_half.element[i],
-                   nullptr,
-                   Body::kIsSplit,
-                   false};
+      Place result{
+          &parameter.element[i], &gradient.element[i], {}, &low_half.element[i], Body::kIsSplit};
       MEZZO_UNROLL
       for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = &moments[k].element[i];
       return result;
@@ -164,7 +155,7 @@ struct StepStreams {
     }
   }
 
-  /// The copy and the average of new parameters, where they are wanted.
+  /// Writes the 16-bit copy of the new parameters where one is wanted.
   template <class AnyBody>
   __device__ void store_beside(const Scalar (&parameters)[kPack], const AnyBody& body) const {
     if constexpr (Body::kMayCopy) {
@@ -174,17 +165,6 @@ struct StepStreams {
         for (int i = 0; i < kPack; ++i) body.write_copy(parameters[i], &copy.element[i]);
         store_pack(copy, base.low_half_or_copy);
       }
-    }
-    if (!base.has_average) return;
-    if (holds_packs(base.average)) {
-      StepPack<Scalar, kPack> average;
-      load_pack(base.average, average);
-      MEZZO_UNROLL
-      for (int i = 0; i < kPack; ++i) body.update_average(parameters[i], &average.element[i]);
-      store_pack(average, base.average);
-    } else {
-      MEZZO_UNROLL
-      for (int i = 0; i < kPack; ++i) body.update_average(parameters[i], base.average + i);
     }
   }
 
@@ -226,7 +206,6 @@ __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
                                 const StepInputs& inputs) {
   const auto& group = table.group(slice.group);
   StepUse use{.copies_half = slice.copies_half,
-              .average_share = group.average_share,
               .seed = group.seed,
               .step = slice.count == nullptr ? 1 : static_cast<uint64_t>(*slice.count) + 1,
               .parameter = static_cast<uint64_t>(slice.number)};

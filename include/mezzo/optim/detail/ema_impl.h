@@ -1,18 +1,25 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/move_average.h>
+#include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/ema.h>
 
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/_foreach_lerp.h>
+#include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,11 +37,15 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
                 "Ema: parameter ", i, " is ", detail::tensor_words(parameter),
                 "; it should be a dense tensor of a floating dtype: leave others out");
   }
-  const c10::NoGradGuard no_grad;
-  averages_.resize(parameters_.size());
-  settle(weights());
+  const detail::NoGraphGuard no_graph;
+  for (const at::Tensor& weight : weights()) {
+    detail::check_is_warm(weight.device(), "an average");
+    averages_.push_back(weight.detach().to(detail::wide_dtype(weight), /*non_blocking=*/false,
+                                           /*copy=*/true));
+  }
 }
 
+/// Returns what is averaged, in the order of the parameters.
 inline std::vector<at::Tensor> Ema::weights() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]),
@@ -56,33 +67,100 @@ inline std::vector<at::Tensor> Ema::weights() const {
   return weights;
 }
 
-inline void Ema::settle(const std::vector<at::Tensor>& weights) {
+/// Averages are converted where their weights went to another device or dtype.
+inline void Ema::follow(const std::vector<at::Tensor>& weights) {
   for (std::size_t i = 0; i < averages_.size(); ++i) {
-    const at::Tensor weight = weights[i].detach();
-    detail::follow_weight(averages_[i], weight, [&weight] {
-      return weight.to(detail::wide_dtype(weight), /*non_blocking=*/false, /*copy=*/true);
-    });
+    averages_[i] = averages_[i].to(weights[i].device(), detail::wide_dtype(weights[i]));
   }
 }
 
-inline void Ema::update() {
-  const c10::NoGradGuard no_grad;
+namespace detail {
+
+/// Averages and weights of one device and dtype, each pair of one layout: ATen moves them together.
+struct AveragedTogether {
+  std::vector<at::Tensor> averages, weights;
+
+  bool takes(const at::Tensor& average) const {
+    return averages.front().device() == average.device() &&
+           averages.front().scalar_type() == average.scalar_type();
+  }
+
+  /// Computes averages += share * (weights - averages), unless `found_inf`, one element on any
+  /// device, is not 0; undefined, it stands for 0.
+  void move(double share, const at::Tensor& found_inf) const {
+    if (!found_inf.defined()) {
+      at::_foreach_lerp_(averages, weights, share);
+      return;
+    }
+    // SGD with the weights as gradients, a weight decay of -1 and a rate of -share is this update.
+    // ATen's fused one reads found_inf on the device, and writes nothing where it is 1.
+    at::_fused_sgd_(averages, weights, {}, /*weight_decay=*/-1.0, /*momentum=*/0.0, /*lr=*/-share,
+                    /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
+                    /*is_first_step=*/false, /*grad_scale=*/{},
+                    found_inf.to(averages.front().device()).ne(0).to(at::kFloat));
+    for (const at::Tensor& average : averages) bump_version(*average.unsafeGetTensorImpl());
+  }
+};
+
+}  // namespace detail
+
+/// A weight that needs a conversion is moved by itself, so that one at a time is kept twice.
+inline void Ema::move(const at::Tensor& found_inf) {
+  const detail::NoGraphGuard no_graph;
   const std::vector<at::Tensor> trained = weights();
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     TORCH_CHECK(trained[i].sizes() == averages_[i].sizes(),
                 "Ema: ", detail::parameter_words(i, trained[i]), " had the shape ",
                 averages_[i].sizes(), " when this Ema was made; make a new Ema");
   }
-  settle(trained);
+  follow(trained);
+  const double share = 1.0 - options_.decay;
+  std::vector<detail::AveragedTogether> all;
   for (std::size_t i = 0; i < averages_.size(); ++i) {
-    const at::Tensor weight = trained[i].detach().to(averages_[i].scalar_type());
-    detail::move_average(averages_[i], weight, 1.0 - options_.decay);
+    const at::Tensor weight = trained[i].detach();
+    const bool fits = weight.scalar_type() == averages_[i].scalar_type() &&
+                      weight.strides() == averages_[i].strides();
+    if (!fits) {
+      const at::Tensor converted = at::empty_like(averages_[i]).copy_(weight);
+      detail::AveragedTogether{{averages_[i]}, {converted}}.move(share, found_inf);
+      continue;
+    }
+    const auto together = std::find_if(all.begin(), all.end(),
+                                       [&](const auto& some) { return some.takes(averages_[i]); });
+    auto& some = together != all.end() ? *together : all.emplace_back();
+    some.averages.push_back(averages_[i]);
+    some.weights.push_back(weight);
   }
-  ++updates_;
+  for (const detail::AveragedTogether& some : all) some.move(share, found_inf);
+  count(found_inf);
 }
 
+/// One more update, unless `found_inf` is not 0: counted by the device once that decides.
+inline void Ema::count(const at::Tensor& found_inf) {
+  const detail::StepCount updates(updates_on_host_, updates_on_device_);
+  if (found_inf.defined() && !found_inf.is_cpu() && !updates_on_device_.defined()) {
+    detail::check_is_warm(found_inf.device(), "a number of updates");
+    const auto options = found_inf.options().dtype(at::kFloat);
+    updates.move_to(at::full({}, updates_on_host_, options));  // a copy from the host would wait
+  }
+  const at::Tensor& decides = found_inf.defined() ? found_inf : updates_on_device_;
+  detail::count_step(updates, decides.defined() ? decides.device() : at::Device(at::kCPU),
+                     found_inf);
+}
+
+inline void Ema::update() { move({}); }
+
 inline void Ema::update(const StepResult& result) {
-  if (result.ran()) update();
+  const at::Tensor found_inf = result.found_inf_on_device();
+  if (found_inf.defined()) {
+    move(found_inf);
+  } else if (result.ran()) {
+    move({});
+  }
+}
+
+inline std::int64_t Ema::updates() const {
+  return detail::steps_counted(updates_on_host_, updates_on_device_);
 }
 
 inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& averages) {
@@ -101,59 +179,36 @@ inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& av
   }
   const c10::NoGradGuard no_grad;
   for (std::size_t i = 0; i < averages.size(); ++i) averages_[i].copy_(averages[i]);
-  updates_ = updates;
+  detail::StepCount(updates_on_host_, updates_on_device_).overwrite(updates);
 }
-
-inline EmaScope::EmaScope(const torch::optim::Optimizer& optimizer) {
-  const auto* const mezzos = dynamic_cast<const optim::OptimizerInterface*>(&optimizer);
-  TORCH_CHECK(mezzos != nullptr && mezzos->keeps_averages(),
-              "EmaScope: this optimizer keeps no averages; set ema_decay in the options of a "
-              "mezzo::optim optimizer, or keep averages beside any other with mezzo::Ema");
-  std::vector<std::pair<at::Tensor, at::Tensor>> averages;
-  for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      averages.emplace_back(parameter, mezzos->average_of(parameter));
-    }
-  }
-  put_in(averages);
-}
-
-inline EmaScope::EmaScope(const Ema& ema) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> averages;
-  for (std::size_t i = 0; i < ema.parameters().size(); ++i) {
-    averages.emplace_back(ema.parameters()[i], ema.averages()[i]);
-  }
-  put_in(averages);
-}
-
-inline EmaScope::~EmaScope() { put_back(); }
 
 /// set_data leaves version, hooks and gradient of a parameter alone, so that nothing that watches
 /// it for writes sees one when it has its own memory back.
-inline void EmaScope::put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& averages) {
+inline EmaScope::EmaScope(const Ema& ema) {
   const c10::NoGradGuard no_grad;
-  std::vector<std::pair<at::Tensor, at::Tensor>> rounded;
-  for (const auto& [parameter, average] : averages) {
-    if (!average.defined()) continue;
-    TORCH_CHECK(average.sizes() == parameter.sizes(), "EmaScope: a parameter (",
-                detail::tensor_words(parameter), ") has an average of the shape ", average.sizes(),
-                "; it is another model's, or older than a resize of the parameter: make a new Ema, "
-                "or load the model's own file into its optimizer");
-    at::Tensor copy = at::empty_like(parameter, parameter.options().requires_grad(false));
-    copy.copy_(average);
-    rounded.emplace_back(parameter, std::move(copy));
+  const std::vector<at::Tensor>& parameters = ema.parameters();
+  std::vector<at::Tensor> rounded;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& average = ema.averages()[i];
+    TORCH_CHECK(average.sizes() == parameters[i].sizes(),
+                "EmaScope: ", detail::parameter_words(i, parameters[i]), " had the shape ",
+                average.sizes(), " when its Ema was made; make a new Ema");
+    rounded.push_back(at::empty_like(parameters[i], parameters[i].options().requires_grad(false)));
+    rounded.back().copy_(average);
   }
   lent_.reserve(rounded.size());
   try {
-    for (const auto& [parameter, copy] : rounded) {
-      lent_.emplace_back(parameter);
-      parameter.set_data(copy);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      lent_.emplace_back(parameters[i]);
+      parameters[i].set_data(rounded[i]);
     }
   } catch (...) {
     put_back();
     throw;
   }
 }
+
+inline EmaScope::~EmaScope() { put_back(); }
 
 /// set_data fails for a tensor of another kind, and what comes back is the parameter's own.
 inline void EmaScope::put_back() noexcept {
