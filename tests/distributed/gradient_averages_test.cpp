@@ -213,7 +213,7 @@ TEST(GradientsAreAverages, ThroughAtensKernels) {
     auto& optimizer = dynamic_cast<mezzo::optim::SGD&>(*training.optimizer);
     for (int64_t i = 0; i < 4; ++i) {
       loss_of(training.net, i).backward();  // onto the gradients of the step before
-      optimizer.apply_with_aten({});
+      optimizer.apply_with_aten(optimizer.plan());
     }
   };
   expect_as_alone(on_buckets<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2)), loop);

@@ -222,9 +222,11 @@ TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
   optimizer.step();
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(wanted));
   weight.sum().backward();
-  const mezzo::GradientReport report = optimizer.report(torch::ones({}));
-  optimizer.apply(report);
-  EXPECT_THAT(error_of([&] { optimizer.apply(report); }), HasSubstr(wanted)) << "it serves one";
+  const mezzo::StepPlan plan = optimizer.plan();
+  const mezzo::Verdict verdict = optimizer.read(plan, torch::ones({}));
+  optimizer.apply(plan, verdict);
+  EXPECT_THAT(error_of([&] { optimizer.apply(plan, verdict); }), HasSubstr(wanted))
+      << "it serves one";
   weight.sum().backward();
   {
     const auto too_late = optimizer.no_sync();

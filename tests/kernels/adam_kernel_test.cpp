@@ -20,7 +20,6 @@ using mezzo::detail::AdamCoefficients;
 using mezzo::detail::AdamConstants;
 using mezzo::detail::AdamRule;
 using mezzo::detail::CpuIsa;
-using mezzo::detail::StepUse;
 
 /// One element, as the papers and torch::optim have it; T is float, or double for double.
 template <class T>
@@ -57,13 +56,13 @@ struct AdamCase {
     return constants.at(/*lr=*/1e-3, /*step=*/3);
   }
 
-  void run(const mezzo::detail::StepSpan& span, const StepUse& use) const {
-    using mezzo::detail::step_function;
+  void run(const mezzo::detail::StepSpan& span, double factor, bool clears = false) const {
+    using mezzo::detail::step_loop;
     constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
-    const auto [parameter, gradient] = dtypes;
-    const auto loop = amsgrad ? step_function<AdamRule<true>>(kPlain, parameter, gradient, isa)
-                              : step_function<AdamRule<false>>(kPlain, parameter, gradient, isa);
-    loop(span, coefficients(), use);
+    const auto loop = amsgrad ? step_loop<AdamRule<true>>(kPlain, dtypes.parameter, isa)
+                              : step_loop<AdamRule<false>>(kPlain, dtypes.parameter, isa);
+    mezzo::detail::run_step_cpu(
+        {task_of(loop, dtypes, span, coefficients(), {.factor = factor}, clears)});
   }
 
   /// The buffers after one step of the plain reference with gradients times `factor`.
@@ -111,7 +110,7 @@ TEST_P(AdamLoop, GivesThePlainReferencesBitsForEveryTail) {
     for (int64_t count = 0; count <= 67; ++count) {
       auto buffers = StepBuffers::random(adam.dtypes, count);
       const auto after = adam.expected(buffers, 0.3);
-      adam.run(buffers.span(), {0.3, false});
+      adam.run(buffers.span(), 0.3);
       EXPECT_TRUE(same_bits(buffers, after)) << adam.name() << " " << count;
     }
   }
@@ -122,7 +121,7 @@ TEST_P(AdamLoop, GivesThePlainReferencesBitsAtTheFormatsEdges) {
     auto buffers = StepBuffers::edges(adam.dtypes);
     const double factor = std::ldexp(1.0, -16);
     const auto after = adam.expected(buffers, factor);
-    adam.run(buffers.span(), {factor, false});
+    adam.run(buffers.span(), factor);
     EXPECT_TRUE(same_bits(buffers, after)) << adam.name();
   }
 }
@@ -133,7 +132,7 @@ TEST_P(AdamLoop, TakesMemoryAtAnyByteAndTouchesNothingElse) {
     const auto after = adam.expected(before, 1.0);
     for (std::size_t offset = 0; offset < 33; ++offset) {
       MisalignedBuffers memory(before, offset);
-      adam.run(memory.span(), {1.0, false});
+      adam.run(memory.span(), 1.0);
       EXPECT_TRUE(memory.holds(after)) << adam.name() << " " << offset;
     }
   }
@@ -143,7 +142,7 @@ TEST_P(AdamLoop, ClearsTheGradientsWhenAsked) {
   for (const AdamCase& adam : cases()) {
     auto buffers = StepBuffers::random(adam.dtypes, 45);
     auto after = adam.expected(buffers, 0.5);
-    adam.run(buffers.span(), {0.5, true});
+    adam.run(buffers.span(), 0.5, /*clears=*/true);
     after.gradient.zero_();
     EXPECT_TRUE(same_bits(buffers, after)) << adam.name();
   }
@@ -153,22 +152,16 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, AdamLoop,
                          testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
-TEST(AdamLoopDtypes, HasNoLoopForGradientsWiderThanTheirParameters) {
-  using mezzo::detail::step_function;
+TEST(AdamLoopDtypes, HasNoLoopForOtherDtypes) {
+  using mezzo::detail::step_loop;
   constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
-  using Rule = AdamRule<false>;
-  EXPECT_EQ(step_function<Rule>(kPlain, torch::kBFloat16, torch::kFloat, CpuIsa::vector128),
-            nullptr);
-  EXPECT_EQ(step_function<Rule>(kPlain, torch::kFloat, torch::kDouble, CpuIsa::vector128), nullptr);
-  EXPECT_EQ(step_function<Rule>(kPlain, torch::kHalf, torch::kBFloat16, CpuIsa::vector128),
-            nullptr);
-  EXPECT_EQ(step_function<Rule>(kPlain, torch::kLong, torch::kLong, CpuIsa::vector128), nullptr);
+  EXPECT_TRUE(step_loop<AdamRule<false>>(kPlain, torch::kHalf, CpuIsa::vector128));
+  EXPECT_FALSE(step_loop<AdamRule<false>>(kPlain, torch::kLong, CpuIsa::vector128));
 }
 
 TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {
   constexpr int64_t kPiece = mezzo::detail::kStepPiece;
-  using Task =
-      mezzo::detail::StepTask<mezzo::detail::StepFunction<AdamCoefficients>, AdamCoefficients>;
+  using Task = mezzo::detail::StepTask;
   std::vector<std::vector<char>> memory;
   for (const int64_t count : {int64_t{3}, int64_t{0}, kPiece - 4, kPiece + 1, int64_t{1},
                               3 * kPiece, int64_t{7}, kPiece - 1, kPiece}) {
@@ -176,12 +169,16 @@ TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {
   }
   std::vector<Task> tasks;
   for (auto& bytes : memory) {
-    tasks.push_back({[](const auto& span, const auto&, const auto&) {
-                       auto* visits = static_cast<char*>(span.parameter);
-                       for (int64_t i = 0; i < span.count; ++i) ++visits[i];
-                     },
+    const auto visit = [](const mezzo::detail::StepSpan& span, const auto&, const auto&) {
+      auto* visits = static_cast<char*>(span.parameter);
+      for (int64_t i = 0; i < span.count; ++i) ++visits[i];
+    };
+    tasks.push_back({{visit},
                      {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
                      {.parameter = 1, .gradient = 1, .moment = 1},
+                     torch::kFloat,
+                     /*widens=*/false,
+                     /*clears=*/false,
                      {},
                      {}});
   }

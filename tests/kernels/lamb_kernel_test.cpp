@@ -25,10 +25,11 @@ using mezzo::detail::CpuIsa;
 using mezzo::detail::kStepPiece;
 using mezzo::detail::LambCoefficients;
 using mezzo::detail::LambConstants;
-using mezzo::detail::LambLoop;
 using mezzo::detail::LambNorms;
-using mezzo::detail::LambTask;
+using mezzo::detail::StepLoop;
+using mezzo::detail::StepNumbers;
 using mezzo::detail::StepSpan;
+using mezzo::detail::StepTask;
 using mezzo::detail::StepUse;
 using mezzo::optim::WeightStorage;
 
@@ -41,11 +42,15 @@ LambCoefficients coefficients(double weight_decay = 0.1) {
 }
 
 /// Both passes over a stretch that is all of its parameter.
-LambNorms run(const LambLoop& loop, const StepSpan& span, LambCoefficients c, const StepUse& use) {
+LambNorms run(const StepLoop& loop, const DtypePair& dtypes, const StepSpan& span,
+              LambCoefficients c, const StepUse& use, bool clears = false) {
   LambNorms norms;
-  loop.learn(span, c, use, norms);
+  const StepTask task = task_of(loop, dtypes, span, c, use, clears);
+  mezzo::detail::for_piece(task, 0, span.count, [&](const StepSpan& part) {
+    loop.learn(part, task.coefficients, use, norms);
+  });
   c.adapt(norms);
-  loop.move(span, c, use);
+  loop.step(span, c, use);
   return norms;
 }
 
@@ -155,7 +160,6 @@ Expected expected_in(const StepBuffers& before, const LambCoefficients& c, const
   after.parameter = tensor_of(p);
   after.moments[0] = tensor_of(m);
   after.moments[1] = tensor_of(v);
-  if (use.clear) after.gradient.zero_();
   return {after, norms};
 }
 
@@ -181,18 +185,21 @@ class LambLoops : public testing::TestWithParam<CpuIsa> {
     torch::manual_seed(1);
   }
 
-  static LambLoop loop(const DtypePair& dtypes, WeightStorage storage = WeightStorage::plain) {
-    return mezzo::detail::lamb_loop(storage, dtypes.parameter, dtypes.gradient, GetParam());
+  static StepLoop loop(const DtypePair& dtypes, WeightStorage storage = WeightStorage::plain) {
+    return mezzo::detail::lamb_loop(storage, dtypes.parameter, GetParam());
   }
 };
 
 TEST_P(LambLoops, GiveThePlainReferencesBitsForEveryTail) {
   for (const DtypePair& dtypes : kDtypePairs) {
     for (int64_t count = 0; count <= 67; ++count) {
-      const StepUse use{.factor = 0.3, .clear = count % 2 == 0};
+      const StepUse use{.factor = 0.3};
       auto buffers = StepBuffers::random(dtypes, count);
-      const auto [after, norms] = expected(buffers, coefficients(), use);
-      EXPECT_TRUE(same(run(loop(dtypes), buffers.span(), coefficients(), use), norms))
+      auto [after, norms] = expected(buffers, coefficients(), use);
+      const bool clears = count % 2 == 0;
+      if (clears) after.gradient.zero_();
+      EXPECT_TRUE(
+          same(run(loop(dtypes), dtypes, buffers.span(), coefficients(), use, clears), norms))
           << name_of(dtypes) << " " << count;
       EXPECT_TRUE(same_bits(buffers, after)) << name_of(dtypes) << " " << count;
     }
@@ -205,7 +212,7 @@ TEST_P(LambLoops, GiveThePlainReferencesBitsAtTheFormatsEdges) {
     const StepUse use{.factor = std::ldexp(1.0, -16)};
     auto buffers = StepBuffers::edges(dtypes);
     const auto [after, norms] = expected(buffers, coefficients(0), use);
-    EXPECT_TRUE(same(run(loop(dtypes), buffers.span(), coefficients(0), use), norms));
+    EXPECT_TRUE(same(run(loop(dtypes), dtypes, buffers.span(), coefficients(0), use), norms));
     EXPECT_TRUE(same_bits(buffers, after)) << name_of(dtypes);
     EXPECT_FALSE(buffers.parameter.isnan().all().item<bool>());
   }
@@ -217,7 +224,7 @@ TEST_P(LambLoops, TakeMemoryAtAnyByteAndTouchNothingElse) {
     const auto [after, norms] = expected(before, coefficients(), {});
     for (std::size_t offset = 0; offset < 33; ++offset) {
       MisalignedBuffers memory(before, offset);
-      EXPECT_TRUE(same(run(loop(dtypes), memory.span(), coefficients(), {}), norms));
+      EXPECT_TRUE(same(run(loop(dtypes), dtypes, memory.span(), coefficients(), {}), norms));
       EXPECT_TRUE(memory.holds(after)) << name_of(dtypes) << " " << offset;
     }
   }
@@ -234,7 +241,7 @@ TEST_P(LambLoops, RoundStochasticallyByTheElementsNumber) {
       auto span = buffers.span();
       span.first = static_cast<int64_t>(first);
       const auto both = loop(kBFloat16s, WeightStorage::stochastic);
-      EXPECT_TRUE(same(run(both, span, coefficients(), use), norms));
+      EXPECT_TRUE(same(run(both, kBFloat16s, span, coefficients(), use), norms));
       EXPECT_TRUE(same_bits(buffers, after)) << count << " elements from " << first;
     }
   }
@@ -249,9 +256,18 @@ TEST_P(LambLoops, OnSplitWeightsGiveWhatFloatsGive) {
     split.parameter = upper.to(torch::kShort).view(torch::kBFloat16);
     auto span = split.span();
     span.low_half_or_copy = lower.data_ptr();
-    const auto norms = run(loop(kBFloat16s, WeightStorage::split_master), span, coefficients(), {});
+    StepTask task = task_of(loop(kBFloat16s, WeightStorage::split_master), kBFloat16s, span,
+                            coefficients(), {});
+    task.sizes.moment = sizeof(float);
+    LambNorms norms;
+    mezzo::detail::for_piece(task, 0, count, [&](const StepSpan& part) {
+      task.loop.learn(part, task.coefficients, task.use, norms);
+    });
+    auto adapted = coefficients();
+    adapted.adapt(norms);
+    task.loop.step(span, adapted, task.use);
     const DtypePair dtypes{torch::kFloat, torch::kBFloat16};
-    EXPECT_TRUE(same(run(loop(dtypes), floats.span(), coefficients(), {}), norms));
+    EXPECT_TRUE(same(run(loop(dtypes), dtypes, floats.span(), coefficients(), {}), norms));
     const auto whole = split.parameter.view(torch::kShort).to(torch::kInt).bitwise_left_shift(16) +
                        lower.to(torch::kInt);
     EXPECT_TRUE(torch::equal(whole, floats.parameter.view(torch::kInt)));
@@ -267,7 +283,7 @@ TEST_P(LambLoops, WriteTheCopyWithTheParameter) {
     const auto copy = torch::zeros({53}, copy_dtype);
     auto span = buffers.span();
     span.low_half_or_copy = copy.data_ptr();
-    run(loop(dtypes), span, coefficients(), {.copies_half = copy_dtype == torch::kHalf});
+    run(loop(dtypes), dtypes, span, coefficients(), {.copies_half = copy_dtype == torch::kHalf});
     EXPECT_TRUE(torch::equal(copy, buffers.parameter.to(copy_dtype)));
   }
 }
@@ -277,14 +293,11 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, LambLoops,
                          [](const auto& test) { return name_of(test.param); });
 
 TEST(LambLoopDtypes, AreThoseOfTheOtherOptimizers) {
-  const auto has_loop = [](WeightStorage storage, torch::ScalarType kept, torch::ScalarType g) {
-    return static_cast<bool>(mezzo::detail::lamb_loop(storage, kept, g, CpuIsa::vector128));
+  const auto has_loop = [](WeightStorage storage, torch::ScalarType kept) {
+    return static_cast<bool>(mezzo::detail::lamb_loop(storage, kept, CpuIsa::vector128));
   };
-  EXPECT_TRUE(has_loop(WeightStorage::master, torch::kFloat, torch::kHalf));
-  EXPECT_FALSE(has_loop(WeightStorage::plain, torch::kBFloat16, torch::kFloat));
-  EXPECT_FALSE(has_loop(WeightStorage::plain, torch::kLong, torch::kLong));
-  EXPECT_FALSE(has_loop(WeightStorage::split_master, torch::kBFloat16, torch::kFloat));
-  EXPECT_FALSE(has_loop(WeightStorage::stochastic, torch::kBFloat16, torch::kHalf));
+  EXPECT_TRUE(has_loop(WeightStorage::master, torch::kFloat));
+  EXPECT_FALSE(has_loop(WeightStorage::plain, torch::kLong));
 }
 
 TEST(LambNorms, GiveARatioOfOneWhereEitherIsZeroAndNaNWhereEitherIs) {
@@ -297,22 +310,26 @@ TEST(LambNorms, GiveARatioOfOneWhereEitherIsZeroAndNaNWhereEitherIs) {
 
 /// A task that counts visits of its elements in its memory: by 1 in the first pass, 16 in the
 /// second, where it also notes the rate.
-LambTask counting_task(std::vector<uint8_t>& memory, double weight_decay) {
-  const auto learn = [](const StepSpan& span, const LambCoefficients&, const StepUse&,
+StepTask counting_task(std::vector<uint8_t>& memory, double weight_decay) {
+  const auto learn = [](const StepSpan& span, const StepNumbers&, const StepUse&,
                         LambNorms& norms) {
     auto* visits = static_cast<uint8_t*>(span.parameter);
     for (int64_t i = 0; i < span.count; ++i) ++visits[i];
     EXPECT_EQ(span.first % kStepPiece, 0) << "pieces begin where nothing else decides";
     norms = {static_cast<double>(span.count) * 4, static_cast<double>(span.count)};
   };
-  const auto move = [](const StepSpan& span, const LambCoefficients& c, const StepUse&) {
+  const auto move = [](const StepSpan& span, const StepNumbers& numbers, const StepUse&) {
+    const auto c = numbers.as<LambCoefficients>();
     auto* visits = static_cast<uint8_t*>(span.parameter);
     for (int64_t i = 0; i < span.count; ++i) visits[i] = static_cast<uint8_t>(visits[i] + 16);
     EXPECT_EQ(c.rate, c.adapts ? 2 * 1e-2 : 1e-2);
   };
-  return {LambLoop{learn, move},
+  return {StepLoop{move, learn},
           {memory.data(), nullptr, {}, static_cast<int64_t>(memory.size())},
           {.parameter = 1, .gradient = 1, .moment = 1},
+          torch::kFloat,
+          /*widens=*/false,
+          /*clears=*/false,
           coefficients(weight_decay),
           {}};
 }
@@ -324,13 +341,13 @@ TEST(LambPieces, CoverEveryElementOfEveryTaskOnceInEachPassWithTheWholeParameter
     memory.emplace_back(static_cast<std::size_t>(count));
   }
   for (int i = 0; i < 300; ++i) memory.emplace_back(std::size_t{100});
-  std::vector<LambTask> tasks;
+  std::vector<StepTask> tasks;
   for (std::size_t i = 0; i < memory.size(); ++i) {
     tasks.push_back(counting_task(memory[i], i % 4 == 3 ? 0 : 0.1));
   }
-  mezzo::detail::run_step_cpu(tasks);
+  mezzo::detail::run_lamb_cpu(tasks);
   for (const auto& bytes : memory) EXPECT_EQ(bytes, std::vector<uint8_t>(bytes.size(), 17));
-  mezzo::detail::run_step_cpu(std::vector<LambTask>{});
+  mezzo::detail::run_lamb_cpu({});
 }
 
 TEST(LambTable, KnowsTheBlocksOfEachRow) {

@@ -18,13 +18,15 @@ struct DtypePair {
   torch::ScalarType gradient;
 };
 
-inline constexpr std::array<DtypePair, 7> kDtypePairs{{{torch::kFloat, torch::kFloat},
+inline constexpr std::array<DtypePair, 9> kDtypePairs{{{torch::kFloat, torch::kFloat},
                                                        {torch::kFloat, torch::kBFloat16},
                                                        {torch::kFloat, torch::kHalf},
                                                        {torch::kDouble, torch::kDouble},
                                                        {torch::kDouble, torch::kFloat},
                                                        {torch::kBFloat16, torch::kBFloat16},
-                                                       {torch::kHalf, torch::kHalf}}};
+                                                       {torch::kBFloat16, torch::kFloat},
+                                                       {torch::kHalf, torch::kHalf},
+                                                       {torch::kHalf, torch::kFloat}}};
 
 inline std::string name_of(const DtypePair& dtypes) {
   return std::string(torch::toString(dtypes.parameter)) + torch::toString(dtypes.gradient);
@@ -82,6 +84,26 @@ struct StepBuffers {
             {first.to(dtypes.parameter), second.to(dtypes.parameter), third.to(dtypes.parameter)}};
   }
 };
+
+/// A step of one parameter, as run_step_cpu takes it; moments have the parameter's dtype.
+inline mezzo::detail::StepTask task_of(const mezzo::detail::StepLoop& loop, const DtypePair& dtypes,
+                                       const mezzo::detail::StepSpan& span,
+                                       const mezzo::detail::StepNumbers& coefficients,
+                                       const mezzo::detail::StepUse& use, bool clears = false) {
+  const auto size = [](torch::ScalarType dtype) {
+    return static_cast<int64_t>(c10::elementSize(dtype));
+  };
+  const auto computed =
+      dtypes.parameter == torch::kDouble ? torch::ScalarType::Double : torch::ScalarType::Float;
+  return {loop,
+          span,
+          {size(dtypes.parameter), size(dtypes.gradient), size(dtypes.parameter)},
+          dtypes.gradient,
+          dtypes.gradient != computed,
+          clears,
+          coefficients,
+          use};
+}
 
 /// The same bits, but for the payload of NaN, which is the machine's affair.
 inline bool same_bits(const torch::Tensor& left, const torch::Tensor& right) {

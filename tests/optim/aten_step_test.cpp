@@ -15,8 +15,8 @@
 
 namespace {
 
-using mezzo::GradientReport;
 using mezzo::StepOptions;
+using mezzo::Verdict;
 
 std::vector<torch::Tensor> parameters() {
   torch::manual_seed(1);
@@ -24,11 +24,9 @@ std::vector<torch::Tensor> parameters() {
           torch::randn({5}, torch::kDouble), torch::randn({3})};
 }
 
-GradientReport report_of(bool found_inf, double norm) {
-  GradientReport report;
-  report.devices.push_back({torch::full({}, 0.25F), torch::full({}, found_inf ? 1.0F : 0.0F),
-                            torch::full({}, norm * norm, torch::kDouble)});
-  return report;
+Verdict verdict_of(bool found_inf, double norm) {
+  return {torch::full({}, 0.25F), torch::full({}, found_inf ? 1.0F : 0.0F),
+          torch::full({}, norm * norm, torch::kDouble)};
 }
 
 /// Twelve steps of both ways, every third of which is skipped.
@@ -45,10 +43,10 @@ void expect_same_steps(const Options& options) {
       ours[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
       aten[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
     }
-    const auto report = i % 5 == 4 ? GradientReport() : report_of(i % 3 == 0, i);
+    const auto verdict = i % 5 == 4 ? Verdict() : verdict_of(i % 3 == 0, i);
     const StepOptions step_options{.max_norm = 2.0, .zero_grad = i == 7};
-    left.apply(report, step_options);
-    right.apply_with_aten(report, step_options);
+    left.apply(left.plan(), verdict, step_options);
+    right.apply_with_aten(right.plan(), verdict, step_options);
     EXPECT_EQ(ours[0].grad().abs().max().template item<float>() == 0, i == 7);
     EXPECT_EQ(aten[0].grad().abs().max().template item<float>() == 0, i == 7);
   }
@@ -95,7 +93,7 @@ TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
   y.mutable_grad() = gradient;
   mezzo::optim::SGD optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
   const auto number = [](double value) { return torch::full({}, value, torch::kFloat); };
-  optimizer.apply_with_aten({.devices = {{number(0.125), number(0)}}});
+  optimizer.apply_with_aten(optimizer.plan(), {number(0.125), number(0)});
   EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
   EXPECT_TRUE(torch::equal(y, x));
 }
@@ -104,7 +102,7 @@ TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
   const auto x = torch::ones({2});
   x.mutable_grad() = torch::ones({2});
   mezzo::optim::SGD sgd({x}, mezzo::optim::SGDOptions(1).momentum(0.9).dampening(0.1));
-  EXPECT_THROW(sgd.apply_with_aten({}), c10::Error);
+  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), c10::Error);
   EXPECT_TRUE(torch::equal(x, torch::ones({2})));
 }
 
@@ -123,16 +121,16 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
   mezzo::optim::SGD sgd(
       {torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
       SGDOptions(0.5).momentum(0.5));
-  sgd.apply_with_aten({});
+  sgd.apply_with_aten(sgd.plan());
   static_cast<SGDOptions&>(sgd.param_groups()[1].options()).dampening(0.1);
-  EXPECT_THROW(sgd.apply_with_aten({}), c10::Error);
+  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), c10::Error);
   EXPECT_EQ(steps_of(sgd, x), 1);
   EXPECT_EQ(steps_of(sgd, y), 1);
   EXPECT_EQ(sgd.applied_steps(), 1);
   EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "nor is another group stepped";
 
   mezzo::optim::Lion lion({x});
-  EXPECT_THROW(lion.apply_with_aten({}), c10::Error);
+  EXPECT_THROW(lion.apply_with_aten(lion.plan()), c10::Error);
   EXPECT_TRUE(lion.state().empty());
 }
 
@@ -141,11 +139,10 @@ TEST(AtenStep, TakesBackTheCountsOfAStepThatAtenRefuses) {
   const auto x = torch::ones({2});
   x.mutable_grad() = torch::ones({2});
   mezzo::optim::AdamW adam({x}, mezzo::optim::AdamWOptions(0.1));
-  adam.apply_with_aten({});
+  adam.apply_with_aten(adam.plan());
   const auto before = x.clone();
-  GradientReport report;
-  report.devices.push_back({torch::ones({}), torch::zeros({}, torch::kDouble)});
-  EXPECT_THROW(adam.apply_with_aten(report), c10::Error);
+  const Verdict verdict{torch::ones({}), torch::zeros({}, torch::kDouble)};
+  EXPECT_THROW(adam.apply_with_aten(adam.plan(), verdict), c10::Error);
   EXPECT_EQ(steps_of(adam, x), 1);
   EXPECT_EQ(adam.applied_steps(), 1);
   EXPECT_TRUE(torch::equal(x, before));
@@ -159,7 +156,7 @@ TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
   const auto expect_bump = [&](auto& optimizer) {
     const auto loss = (parameter * parameter).sum();
     parameter.mutable_grad() = torch::ones({5});
-    optimizer.apply_with_aten({});
+    optimizer.apply_with_aten(optimizer.plan());
     EXPECT_THROW(loss.backward(), c10::Error);
   };
   expect_bump(adam);

@@ -177,10 +177,10 @@ TEST(StepWithAten, OfBothKindsUnderInferenceIsFollowedByStepsOfEither) {
   const MixedParameters mixed;
   mezzo::optim::AdamW optimizer({mixed.ordinary, mixed.made_there, mixed.frozen},
                                 mezzo::optim::AdamWOptions(0.1));
-  mixed.step_under_inference([&] { optimizer.apply_with_aten({}); });
+  mixed.step_under_inference([&] { optimizer.apply_with_aten(optimizer.plan()); });
   mixed.ordinary.mutable_grad() = slope_like(mixed.ordinary);
-  optimizer.apply_with_aten({});
-  mixed.step_under_inference([&] { optimizer.apply_with_aten({}); });
+  optimizer.apply_with_aten(optimizer.plan());
+  mixed.step_under_inference([&] { optimizer.apply_with_aten(optimizer.plan()); });
   EXPECT_EQ(optimizer.applied_steps(), 3);
 }
 
@@ -194,7 +194,7 @@ TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
     }
     const auto before = parameter.detach().clone();
     const c10::InferenceMode inference(mode);
-    optimizer.apply_with_aten({});
+    optimizer.apply_with_aten(optimizer.plan());
     EXPECT_FALSE(torch::equal(parameter, before));
   }
 }

@@ -295,11 +295,11 @@ TEST(LAMB, RefusesWhatItCannotStepAndTouchesNothing) {
   const auto bad = torch::ones({3}, torch::kBFloat16);
   LAMB optimizer({good, bad});
   good.mutable_grad() = torch::ones({3});
-  for (const auto& gradient : {torch::ones({3}).to_sparse(), torch::ones({3})}) {
+  for (const auto& gradient : {torch::ones({3}).to_sparse(), torch::ones({3}, torch::kDouble)}) {
     bad.mutable_grad() = gradient;
     const char* const message = gradient.is_sparse()
                                     ? "LAMB takes dense parameters and gradients"
-                                    : "has a gradient of float32; parameters are of";
+                                    : "has a gradient of float64; parameters are of";
     EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr(message)));
   }
   EXPECT_TRUE(torch::equal(good, torch::ones({3})));
@@ -310,7 +310,7 @@ TEST(LAMB, OnDevicesWithoutMezzosKernelsSaysWhatToDo) {
   const auto x = torch::ones({3});
   x.mutable_grad() = torch::ones({3});
   LAMB optimizer({x});
-  EXPECT_THAT([&] { optimizer.apply_with_aten({}); },
+  EXPECT_THAT([&] { optimizer.apply_with_aten(optimizer.plan()); },
               ThrowsMessage<c10::Error>(HasSubstr("link the CMake target mezzo::cuda")));
   EXPECT_TRUE(torch::equal(x, torch::ones({3})));
 }

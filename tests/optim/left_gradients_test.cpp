@@ -17,6 +17,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../support/owned_optimizer.h"
@@ -31,8 +32,9 @@ template <class Fused>
 class ThroughAten : public Fused {
  public:
   using Fused::Fused;
-  void apply(const mezzo::GradientReport& report, const mezzo::StepOptions& options) override {
-    this->apply_with_aten(report, options);
+  void apply(mezzo::StepPlan plan, const mezzo::Verdict& verdict,
+             const mezzo::StepOptions& options) override {
+    this->apply_with_aten(std::move(plan), verdict, options);
   }
 };
 

@@ -59,9 +59,10 @@ class LionLoop : public testing::TestWithParam<CpuIsa> {
       }
     };
     is_double ? step_all(double{}) : step_all(float{});
-    const auto loop = mezzo::detail::step_function<LionRule>(
-        mezzo::optim::WeightStorage::plain, dtypes.parameter, dtypes.gradient, GetParam());
-    loop(buffers.span(), coefficients, {0.3, false});
+    const auto loop = mezzo::detail::step_loop<LionRule>(mezzo::optim::WeightStorage::plain,
+                                                         dtypes.parameter, GetParam());
+    mezzo::detail::run_step_cpu(
+        {task_of(loop, dtypes, buffers.span(), coefficients, {.factor = 0.3})});
     EXPECT_TRUE(same_bits(buffers.parameter, parameter.to(dtypes.parameter))) << name_of(dtypes);
     EXPECT_TRUE(same_bits(buffers.moments[0], mean.to(dtypes.parameter))) << name_of(dtypes);
   }

@@ -16,7 +16,7 @@
 
 namespace {
 
-using mezzo::GradientReport;
+using mezzo::Verdict;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::SGD;
@@ -24,10 +24,8 @@ using mezzo::optim::SGDOptions;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-GradientReport report_of(bool found_inf) {
-  GradientReport report;
-  report.devices.push_back({torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)});
-  return report;
+Verdict verdict_of(bool found_inf) {
+  return {torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)};
 }
 
 /// Steps of SGD with gradient 1: how far each one went.
@@ -37,9 +35,9 @@ class Distances : public testing::Test {
     const double before = parameter_.item<double>();
     parameter_.mutable_grad() = torch::ones({}, torch::kDouble);
     if (with_aten_) {
-      optimizer_.apply_with_aten(report_of(found_inf));
+      optimizer_.apply_with_aten(optimizer_.plan(), verdict_of(found_inf));
     } else {
-      optimizer_.apply(report_of(found_inf));
+      optimizer_.apply(optimizer_.plan(), verdict_of(found_inf));
     }
     return before - parameter_.item<double>();
   }
@@ -145,8 +143,8 @@ TEST(LrFactors, GiveWithAtenWhatTheyGiveWithMezzosKernels) {
   for (int i = 0; i < 6; ++i) {
     left.mutable_grad() = torch::randn({100});
     right.mutable_grad() = left.grad().clone();
-    ours.apply(report_of(i == 2));
-    aten.apply_with_aten(report_of(i == 2));
+    ours.apply(ours.plan(), verdict_of(i == 2));
+    aten.apply_with_aten(aten.plan(), verdict_of(i == 2));
   }
   EXPECT_TRUE(torch::allclose(left, right, 1e-5, 1e-6));
 }

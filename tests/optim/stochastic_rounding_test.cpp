@@ -134,17 +134,18 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
 
   template <bool kAmsgrad>
   void expect_plain_results(int64_t first) {
-    const auto loop = mezzo::detail::step_function<AdamRule<kAmsgrad>>(
-        mezzo::optim::WeightStorage::stochastic, torch::kBFloat16, torch::kBFloat16, GetParam());
+    constexpr DtypePair kDtypes{torch::kBFloat16, torch::kBFloat16};
+    const auto loop = mezzo::detail::step_loop<AdamRule<kAmsgrad>>(
+        mezzo::optim::WeightStorage::stochastic, torch::kBFloat16, GetParam());
     const auto coefficients = mezzo::detail::AdamConstants{0.9, 0.999, 1e-8, 0.1, true}.at(1e-2, 7);
     const mezzo::detail::StepUse use{.factor = 0.25, .seed = 11, .step = 7, .parameter = 3};
     for (const int64_t count : {0, 1, 15, 16, 17, 100, 1000}) {
       torch::manual_seed(count);
-      auto buffers = StepBuffers::random({torch::kBFloat16, torch::kBFloat16}, count);
+      auto buffers = StepBuffers::random(kDtypes, count);
       const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
       auto span = buffers.span();
       span.first = first;
-      loop(span, coefficients, use);
+      mezzo::detail::run_step_cpu({task_of(loop, kDtypes, span, coefficients, use)});
       EXPECT_TRUE(same_bits(buffers, expected)) << count << " elements from " << first;
     }
   }

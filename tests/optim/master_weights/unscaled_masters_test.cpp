@@ -3,7 +3,6 @@
 
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
@@ -60,8 +59,9 @@ std::vector<MakeKeeper> keepers() {
   return all;
 }
 
+/// Seven steps, one of which overflows. Unless `unscales`, they leave gradients as they are.
 template <class Step>
-Model trained(torch::ScalarType dtype, const MakeKeeper& make, const Step& step) {
+Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, const Step& step) {
   const Model model(dtype);
   const OwnedOptimizer keeper = make(model.groups());
   AnyOptimizer optimizer = keeper.any();
@@ -72,7 +72,7 @@ Model trained(torch::ScalarType dtype, const MakeKeeper& make, const Step& step)
     const auto before = copies_of(model.gradients());
     step(scaler, optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
-      if (model.parameters[i].scalar_type() == torch::kFloat) continue;
+      if (unscales) continue;
       EXPECT_TRUE(same_bits(model.gradients()[i], before[i])) << i;
     }
     scaler.update();
@@ -92,9 +92,9 @@ INSTANTIATE_TEST_SUITE_P(UnscaledMasters, UnscaledOfDtype,
 TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
   int number = 0;
   for (const MakeKeeper& make : keepers()) {
-    const Model one_pass =
-        trained(GetParam(), make, [](auto& scaler, auto& optimizer) { scaler.step(optimizer); });
-    const Model unscaled = trained(GetParam(), make, [](auto& scaler, auto& optimizer) {
+    const Model one_pass = trained(GetParam(), make, /*unscales=*/false,
+                                   [](auto& scaler, auto& optimizer) { scaler.step(optimizer); });
+    const Model unscaled = trained(GetParam(), make, true, [](auto& scaler, auto& optimizer) {
       scaler.unscale_(optimizer);
       scaler.step(optimizer);
     });
@@ -109,14 +109,15 @@ TEST_P(UnscaledOfDtype, AreClippedInTheStepToo) {
   int number = 0;
   for (const MakeKeeper& make : keepers()) {
     const StepOptions options{.max_norm = 0.5};
-    const Model one_pass = trained(
-        GetParam(), make, [&](auto& scaler, auto& optimizer) { scaler.step(optimizer, options); });
-    const Model unscaled = trained(GetParam(), make, [&](auto& scaler, auto& optimizer) {
+    const Model one_pass =
+        trained(GetParam(), make, /*unscales=*/false,
+                [&](auto& scaler, auto& optimizer) { scaler.step(optimizer, options); });
+    const Model unscaled = trained(GetParam(), make, true, [&](auto& scaler, auto& optimizer) {
       scaler.unscale_(optimizer);
       scaler.step(optimizer, options);
     });
     EXPECT_TRUE(same_bits(one_pass.parameters, unscaled.parameters)) << "optimizer " << number;
-    const Model by_hand = trained(GetParam(), make, [&](auto& scaler, auto& optimizer) {
+    const Model by_hand = trained(GetParam(), make, true, [&](auto& scaler, auto& optimizer) {
       scaler.unscale_(optimizer);
       torch::nn::utils::clip_grad_norm_(master_params(optimizer), 0.5);
       scaler.step(optimizer);
@@ -158,19 +159,31 @@ INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one)
   return one.param ? "OfMezzosOptimizer" : "OfTheAdapter";
 });
 
-TEST_P(Unscaled, GradientsStandAtTheMastersInFloatAndTheModelsStayAsTheyAre) {
+TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
   set_gradients(3);
-  const auto gradient = x_.grad();
   scaler_.unscale_(optimizer_);
-  EXPECT_TRUE(same_bits(master().grad(), torch::full({2}, 3.0F)));
-  EXPECT_TRUE(x_.grad().is_same(gradient));
-  EXPECT_EQ(x_.grad()[0].item<float>(), 3 * kScale);
+  EXPECT_TRUE(same_bits(x_.grad(), torch::full({2}, 3.0F)));
+  EXPECT_TRUE(master().grad().is_same(x_.grad()));
   EXPECT_TRUE(same_bits(y_.grad(), torch::full({2}, 3.0F)));
   EXPECT_TRUE(master_params(optimizer_)[1].is_same(y_));
   EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), -3.0F);
   EXPECT_EQ(y_[0].item<float>(), -3.0F);
-  EXPECT_FALSE(master().grad().defined());
+  EXPECT_TRUE(same_bits(x_.grad(), torch::full({2}, 3.0F))) << "a step writes no gradient";
+}
+
+TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
+  const Tensors masters = master_params(optimizer_);
+  for (const float gradient : {3.0F, 5.0F}) {
+    optimizer_.optimizer().zero_grad();
+    set_gradients(gradient);
+    scaler_.unscale_(optimizer_);
+    EXPECT_EQ(masters[0].grad()[0].item<float>(), gradient);
+    scaler_.step(optimizer_);
+    EXPECT_FALSE(masters[0].grad().defined()) << "a master keeps no memory of gradients";
+    scaler_.update();
+  }
+  EXPECT_EQ(value(), -8.0F);
 }
 
 TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
@@ -201,7 +214,6 @@ TEST_P(Unscaled, AnInfSkipsAndIsForgotten) {
   const auto result = scaler_.step(optimizer_, {.zero_grad = true});
   EXPECT_FALSE(result.ran());
   EXPECT_EQ(value(), 0.0F);
-  EXPECT_FALSE(master().grad().defined());
   EXPECT_EQ(x_.grad().count_nonzero().item<int64_t>(), 0);
   scaler_.update();
   EXPECT_EQ(scaler_.get_scale(), kScale / 2);
@@ -231,7 +243,6 @@ TEST_P(Unscaled, ANewIterationNeverTakesAnOlderOnesGradients) {
   set_gradients(3);
   scaler_.unscale_(optimizer_);
   scaler_.update();  // without a step
-  EXPECT_FALSE(master().grad().defined());
   set_gradients(5);
   scaler_.step(optimizer_);
   scaler_.update();
@@ -241,21 +252,15 @@ TEST_P(Unscaled, ANewIterationNeverTakesAnOlderOnesGradients) {
     GradScaler lost = quiet_scaler();
     lost.unscale_(optimizer_);
   }
-  EXPECT_FALSE(master().grad().defined()) << "a scaler that is gone leaves none either";
   master().mutable_grad() = torch::full({2}, 100.0F);  // the user's own, before the iteration
   set_gradients(1);
   scaler_.step(optimizer_);
   EXPECT_EQ(value(), -6.0F) << "was not unscaled in this iteration";
 }
 
-TEST_P(Unscaled, AStepWithoutTheScalerIsRefusedAndTakesNoScaledGradient) {
+TEST_P(Unscaled, AStepWithoutTheScalerTakesTheTrueGradients) {
   set_gradients(3);
   scaler_.unscale_(optimizer_);
-  EXPECT_THAT([&] { optimizer_.step(); },
-              ThrowsMessage<c10::Error>(HasSubstr("step with scaler.step(optimizer)")));
-  EXPECT_EQ(value(), 0.0F);
-  scaler_.update();
-  set_gradients(3, 1.0);
   optimizer_.step();
   EXPECT_EQ(value(), -3.0F);
 }
@@ -272,20 +277,41 @@ TEST_P(Unscaled, KeepTheOrderOfCalls) {
               ThrowsMessage<c10::Error>(HasSubstr("unscale_() is being called after step().")));
 }
 
-TEST_P(Unscaled, OutliveTheModelsGradientsAndMissingOnesStayMissing) {
+TEST_P(Unscaled, AreClearedWithTheModelsGradients) {
   set_gradients(3);
-  y_.mutable_grad() = torch::Tensor();
   scaler_.unscale_(optimizer_);
   optimizer_.optimizer().zero_grad();
   EXPECT_TRUE(scaler_.step(optimizer_).ran());
-  EXPECT_EQ(value(), -3.0F);
-  scaler_.update();
+  EXPECT_EQ(value(), 0.0F);
+  EXPECT_EQ(y_[0].item<float>(), 0.0F);
+}
+
+TEST_P(Unscaled, MissingGradientsStayMissing) {
+  set_gradients(3);
   x_.mutable_grad() = torch::Tensor();
   y_.mutable_grad() = torch::full({2}, 1024.0F);
   scaler_.unscale_(optimizer_);
+  EXPECT_FALSE(master().grad().defined());
   EXPECT_TRUE(scaler_.step(optimizer_).ran());
-  EXPECT_EQ(value(), -3.0F);
+  EXPECT_EQ(value(), 0.0F);
   EXPECT_EQ(y_[0].item<float>(), -1.0F);
+}
+
+TEST_P(Unscaled, AGradientThatIsDroppedAtTheMasterIsLeftOut) {
+  set_gradients(3);
+  scaler_.unscale_(optimizer_);
+  master().mutable_grad() = torch::Tensor();
+  EXPECT_TRUE(scaler_.step(optimizer_).ran());
+  EXPECT_EQ(value(), 0.0F);
+  EXPECT_EQ(y_[0].item<float>(), -3.0F);
+}
+
+TEST_P(Unscaled, AGradientThatIsReplacedAtTheMasterIsTaken) {
+  set_gradients(3);
+  scaler_.unscale_(optimizer_);
+  master().mutable_grad() = torch::full({2}, 7.0F);
+  EXPECT_TRUE(scaler_.step(optimizer_).ran());
+  EXPECT_EQ(value(), -7.0F);
 }
 
 TEST_P(Unscaled, ADisabledScalerHandsGradientsToMastersToo) {
@@ -322,28 +348,6 @@ TEST_P(Unscaled, WhatIsWrittenToTheParameterBeforeTheStepCounts) {
   }
   EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), 7.0F);
-}
-
-TEST(UnscaledMasters, ReadTheirOwnGradientsWhereTheParametersLieInBuckets) {
-  const Model model(torch::kBFloat16);
-  Tensors dense;
-  for (const auto& parameter : model.parameters) {
-    if (parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
-  }
-  mezzo::GradBuckets buckets(dense, mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat));
-  mezzo::optim::SGD optimizer(buckets,
-                              mezzo::optim::SGDOptions(1e-2).weight_storage(WeightStorage::master));
-  GradScaler scaler = quiet_scaler();
-  model.set_gradients(0);
-  buckets.reattach_gradients();
-  scaler.unscale_(optimizer);
-  const double norm = torch::nn::utils::clip_grad_norm_(master_params(optimizer), 1.0);
-  EXPECT_GT(norm, 2.0);
-  const auto result = scaler.step(optimizer, {.zero_grad = true});
-  EXPECT_NEAR(result.grad_norm().value(), 1.0, 1e-5);
-  for (const auto& parameter : dense) {
-    EXPECT_EQ(parameter.grad().count_nonzero().item<int64_t>(), 0);
-  }
 }
 
 TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
@@ -428,23 +432,6 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
 }
 
 at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
-
-TEST(UnscaledMasters, AreNotTakenByTheInnerOptimizer) {
-  for (const bool is_enabled : {true, false}) {
-    const at::Tensor weight = one_weight();
-    torch::optim::SGD sgd({weight}, 1.0);
-    mezzo::MasterWeights masters(sgd);
-    GradScaler scaler(GradScalerOptions().init_scale(1024).enabled(is_enabled));
-    scaler.scale((weight.to(torch::kFloat) * 1e-3).sum()).backward();
-    scaler.unscale_(masters);
-    const auto names_it = ThrowsMessage<c10::Error>(HasSubstr("pass the MasterWeights to step()"));
-    EXPECT_THAT([&] { scaler.step(sgd); }, names_it);
-    EXPECT_THAT([&] { scaler.step(sgd, {.zero_grad = true}); }, names_it);
-    EXPECT_THAT([&] { scaler.step(sgd, {.max_norm = 1.0}); }, names_it);
-    EXPECT_TRUE(torch::equal(weight, one_weight()));
-    EXPECT_TRUE(scaler.step(masters).ran());
-  }
-}
 
 /// A class that is no optimizer, steps one, and counts.
 struct Counting : mezzo::optim::OptimizerInterface {

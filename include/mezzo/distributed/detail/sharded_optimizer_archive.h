@@ -35,7 +35,7 @@ inline constexpr const char* kShardAppliedKey = "mezzo_shard_applied_steps";
 /// For a file, which has the whole of split weights.
 template <class State>
 at::Tensor filed_master(const at::Tensor& weights, State& state) {
-  const bool is_split = state.lower_half.defined() && !state.master().defined();
+  const bool is_split = state.lower_half().defined() && !state.master().defined();
   return is_split ? trained_value(weights, state) : state.master();
 }
 

@@ -225,8 +225,8 @@ ShardedOptimizerBytes ShardedOptimizer<OptimizerType>::bytes() const {
     for (const at::Tensor* tensor : detail::kept_tensors(state)) {
       if (tensor->defined()) bytes.state += static_cast<int64_t>(tensor->nbytes());
     }
-    if (state.lower_half.defined()) {
-      bytes.state += static_cast<int64_t>(state.lower_half.nbytes());
+    if (state.lower_half().defined()) {
+      bytes.state += static_cast<int64_t>(state.lower_half().nbytes());
     }
   }
   return bytes;

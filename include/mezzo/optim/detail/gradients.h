@@ -70,6 +70,16 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
   return gradient._values();
 }
 
+/// Returns the dense values of a row's gradient. What a plan has not checked is checked here:
+/// `.grad` as it is by now, where a sparse gradient is coalesced.
+inline at::Tensor gradient_values(const StepPlan::Row& row) {
+  const at::Tensor& gradient = row.gradient;
+  const bool is_checked = gradient.layout() == at::kStrided &&
+                          is_training_dtype(gradient.scalar_type()) &&
+                          gradient.device() == row.parameter->device();
+  return is_checked ? gradient : gradient_values(*row.parameter);
+}
+
 /// Puts rows of one device together, in the order in which the devices come up.
 inline void group_by_device(StepPlan& plan) {
   auto begin = plan.rows.begin();
@@ -82,14 +92,13 @@ inline void group_by_device(StepPlan& plan) {
 }
 
 /// Returns the plan of an optimizer that is not mezzo's, or keeps its masters apart: parameters
-/// with a gradient, each once. Sparse gradients are coalesced.
+/// with a gradient, each once.
 inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer) {
   StepPlan plan;
   std::unordered_set<const c10::TensorImpl*> known;
   for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
     if (!parameter.grad().defined()) return;
     if (!known.insert(parameter.unsafeGetTensorImpl()).second) return;
-    (void)gradient_values(parameter);
     plan.rows.push_back({&parameter, parameter.grad(), group, plan.rows.size()});
     plan.has_bare_half = plan.has_bare_half || parameter.grad().scalar_type() == at::kHalf;
   });
@@ -114,7 +123,7 @@ inline std::vector<std::vector<at::Tensor>> values_by_device(const StepPlan& pla
     const at::Tensor& gradient = row.gradient;
     const bool is_new = devices.empty() || devices.back().front().device() != gradient.device();
     if (is_new) devices.emplace_back();
-    devices.back().push_back(gradient.is_sparse() ? gradient._values() : gradient);
+    devices.back().push_back(gradient_values(row));
   }
   return devices;
 }
@@ -142,7 +151,7 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
   gradients.reserve(plan.rows.size());
   for (std::size_t i = 0; i < plan.rows.size(); ++i) {
     const at::Tensor& gradient = plan.rows[i].gradient;
-    gradients.push_back(gradient.is_sparse() ? gradient._values() : gradient);
+    gradients.push_back(gradient_values(plan.rows[i]));
     const bool is_last_there =
         i + 1 == plan.rows.size() || plan.rows[i + 1].gradient.device() != gradient.device();
     if (!is_last_there) continue;

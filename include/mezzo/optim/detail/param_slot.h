@@ -121,7 +121,13 @@ struct KeptWeights {
   KeptWeights() = default;
   KeptWeights(const KeptWeights& other)
       : master(other.master), lower_half(other.lower_half), stamp(other.stamp) {}
-  KeptWeights& operator=(const KeptWeights&) = delete;
+  KeptWeights& operator=(const KeptWeights& other) {
+    master = other.master;
+    lower_half = other.lower_half;
+    stamp = other.stamp;
+    shown = {};
+    return *this;
+  }
   ~KeptWeights() { forget(); }
 
   /// Makes the master known as `parameter`'s, once.
@@ -244,7 +250,8 @@ inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
     check_is_warm(parameter.device(), "a float master");
     kept.master = trained_value(parameter, kept);
     kept.lower_half = at::Tensor();
-  } else if (!kept.stamp.is_current(parameter)) {
+  } else if (!kept.stamp.is_current(parameter) || kept.master.scalar_type() != at::kFloat ||
+             kept.master.device() != parameter.device()) {
     follow_writes(parameter, kept);
   }
   kept.make_known(parameter);
@@ -308,7 +315,7 @@ class ParamSlot : public KeptWeights {
  public:
   ParamSlot() = default;
   ParamSlot(const ParamSlot&) = default;
-  ParamSlot& operator=(const ParamSlot&) = delete;
+  ParamSlot& operator=(const ParamSlot&) = default;
   virtual ~ParamSlot() = default;
 
   /// Returns the k-th moment; the last one where there are fewer.
@@ -349,6 +356,9 @@ class ParamState : public Base, public ParamSlot {
     return own();
   }
 
+  /// With WeightStorage::split_master, int16: the bits that the parameter lacks.
+  at::Tensor& lower_half() noexcept { return KeptWeights::lower_half; }
+
   at::Tensor& moment(int k) noexcept override {
     at::Tensor* moment = nullptr;
     each_member(own(), [&](const auto& member) {
@@ -361,7 +371,7 @@ class ParamState : public Base, public ParamSlot {
   /// Waits for devices that count steps.
   friend bool operator==(const ParamState& left, const ParamState& right) {
     return left.step() == right.step() && tensors(left.own()) == tensors(right.own()) &&
-           is_same(left.lower_half, right.lower_half);
+           is_same(left.KeptWeights::lower_half, right.KeptWeights::lower_half);
   }
 
   /// A copy with all that is here; libtorch's clone would keep only its own part.

@@ -74,7 +74,7 @@ inline bool clips(const StepOptions& options) { return !is_positive_infinity(opt
 inline void widen_for_masters(const optim::FusedOptimizer* fused, StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
-    row.gradient = row.gradient.to(at::kFloat);
+    row.gradient = row.parameter->grad().to(at::kFloat);
     row.parameter->mutable_grad() = row.gradient;
   }
 }
@@ -318,7 +318,8 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
 MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
                                                        const StepOptions& options) {
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  StepPlan plan = detail::plan_of(optimizer);
+  const bool wants_plan = fused != nullptr || detail::clips(options);
+  StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;
   std::shared_ptr<detail::StepLetter> letter;
   if (detail::clips(options) && !plan.rows.empty()) {
