@@ -7,18 +7,21 @@
 //   state        hash of the moments, float masters and step counts after the last step
 //   scales       hash of the loss scale after every step
 //   results      hash of every StepResult, and of the norms that clip_grad_norm_ returned
-//   gradients    hash of `.grad` after every step; - where it is not compared
+//   gradients    hash of `.grad` after every step; - for weights with masters after unscale_, since
+//                `.grad` then holds either the scaled or the unscaled gradient
 //   applied      applied_steps() after the last step; - where the optimizer has no such count
 //   loaded       hash of parameters and state three steps after torch::save and torch::load
 //
-// The bits are the same for every instruction set of mezzo's loops, every number of threads and
-// every compiler. Gradients are made by integer arithmetic, not by libtorch's kernels. Cases that
-// step an optimizer of libtorch take rates, momenta and scales such that every product is exact, so
-// that a fused multiply-add of ATen's changes no bit.
+// The bits are the same for every instruction set of mezzo's loops (tests/kernels compares these
+// with each other), every number of threads, every compiler and every ATEN_CPU_CAPABILITY.
+// Gradients are made by integer arithmetic, not by libtorch's kernels. Cases that step an optimizer
+// of libtorch take rates, momenta and scales such that every product is exact, so that a fused
+// multiply-add of ATen's changes no bit.
 //
 // A change that is meant to change bits records them anew, and says why in its commit:
 //
-//   MEZZO_RECORD_GOLDEN=tests/golden/bits.txt build/test/tests/mezzo_tests --gtest_filter='GoldenBits.*'
+//   MEZZO_RECORD_GOLDEN=tests/golden/bits.txt
+//     build/test/tests/mezzo_tests --gtest_filter='GoldenBits.*'
 
 #include <gtest/gtest.h>
 
