@@ -283,6 +283,7 @@ void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
   Machine& machine = Machine::the();
   const std::lock_guard lock(machine.mutex);
   if (kind == Kind::launch) ++machine.counts.launches;
+  if (kind == Kind::op) ++machine.counts.ops;
   if (kind == Kind::copy_from_host) ++machine.counts.copies_from_host;
   if (kind == Kind::copy_to_host) ++machine.counts.copies_to_host;
   const Key key = key_of(stream);

@@ -44,7 +44,7 @@ class DeviceMemory final : public c10::Allocator {
     take_back_late();
     Block* const block = take(stream, bytes);
     enqueue(
-        stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::op);
+        stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::poison);
     return {block->memory, block, &DeviceMemory::free, on};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -107,7 +107,7 @@ class DeviceMemory final : public c10::Allocator {
     const bool is_replayed = block->capture != 0 || capture_of(block->stream) != 0;
     if (!is_replayed) {
       enqueue(
-          block->stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::op);
+          block->stream, [block] { std::memset(block->memory, kNan, block->bytes); }, Kind::poison);
     }
     free_[block->pool()].push_back(block);
   }

@@ -12,7 +12,8 @@
 
 namespace host_gpu {
 
-enum class Kind { launch, op, copy_from_host, copy_to_host };
+/// poison: the NaNs that memory holds when it is new or freed, which no GPU writes.
+enum class Kind { launch, op, copy_from_host, copy_to_host, poison };
 
 /// One lock for all; what runs, runs under it.
 std::recursive_mutex& mutex();
