@@ -104,16 +104,17 @@ class Amp {
   /// (one, or several in braces), which are then right to be clipped: `master_params`. No host
   /// sync.
   ///
-  /// Called several times before a step, it adds up: gradients that are unscaled already are kept
-  /// aside meanwhile. What there is before the first call, clear it, counts as scaled. A loss that
-  /// overflows skips the next step of each of `optimizers`, and lowers its own scale only.
+  /// Called several times before a step, it adds up: true gradients are set aside for the time of
+  /// the call. Gradients from before the first call count as scaled: clear them. A loss that
+  /// overflows leaves an inf or NaN in the gradients of each of `optimizers`, which skips their next
+  /// step, and lowers its own scale only.
   ///
   /// If backward throws, so does this. Gradients that were unscaled before the call are then what
   /// they were, and the next call adds to them; others are as backward left them, to be cleared by
   /// `zero_grad(optimizer)` before going on.
   /// \throws c10::Error for a loss_id out of range, an undefined loss, an optimizer that was not
-  ///   given to `initialize`, a parameter that two of `optimizers` hold, or within the backward
-  ///   pass of another call
+  ///   given to `initialize`, a parameter that two optimizers hold, or within the backward pass of
+  ///   another call
   void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                   const ScaleLossOptions& options = {});
 
@@ -138,10 +139,8 @@ class Amp {
   /// \throws c10::Error unless a loss was scaled for the optimizer since its last step
   StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options = {});
 
-  /// Forgets what was scaled for `optimizer` since its last step, and clears its gradients, those
-  /// of masters too: for a batch that is given up. Otherwise `optimizer.zero_grad()`, the model's,
-  /// or `step`'s option will do. (They clear a batch that is given up as well, but an inf that it
-  /// showed still skips the next step.)
+  /// Forgets what was scaled for `optimizer` since its last step, and clears its gradients: for a
+  /// batch that is given up. `optimizer.zero_grad()` or the model's clear it as well.
   void zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none = true);
 
   /// What to clip or look at after `scale_loss`: for each parameter of `optimizer` in order its

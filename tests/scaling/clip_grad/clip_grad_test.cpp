@@ -239,7 +239,7 @@ TEST(ClipGradMasters, AreWhatIsClippedWhereParametersKeepThem) {
     const float norm = enabled ? 5.0F : 10.0F;
     EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 0.5).item<float>(), norm);
     EXPECT_NEAR(clip_grad_norm_(scaler, optimizer, 0.25).item<float>(), 0.5, 1e-6);
-    EXPECT_EQ(weight.grad()[1].item<float>(), 8.0F) << "the model's own gradient stays";
+    EXPECT_NEAR(weight.grad()[1].item<float>(), 0.2, 1e-6) << "the weight's own, in float";
     scaler.step(optimizer);
     scaler.update();
     EXPECT_NEAR(weight[0].item<float>(), 1 - 0.15, 1e-3);
