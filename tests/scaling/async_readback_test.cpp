@@ -20,7 +20,9 @@ using mezzo::detail::ReadbackPool;
 
 void answer(AsyncReadback& readback, float scale, double norm, bool found_inf) {
   const auto sum = torch::full({}, norm * norm, torch::kDouble);
-  readback.send({torch::full({}, scale), torch::full({}, found_inf ? 1.0F : 0.0F), sum, sum});
+  readback.send({torch::full({}, scale), torch::full({}, found_inf ? 1.0F : 0.0F), sum,
+                 torch::full({}, norm / 2, torch::kDouble)},
+                /*was_unscaled=*/true);
 }
 
 TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
@@ -32,6 +34,8 @@ TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
   EXPECT_TRUE(result.ran());
   EXPECT_EQ(result.scale(), 8.0F);
   EXPECT_EQ(result.grad_norm(), 5.0);
+  EXPECT_EQ(result.grad_max_abs(), 2.5);
+  EXPECT_TRUE(result.was_unscaled());
 }
 
 TEST(ReadbackPool, DoesNotReuseOneThatSomebodyHoldsOrThatIsOnItsWay) {

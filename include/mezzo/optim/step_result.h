@@ -19,6 +19,9 @@ struct StepOutcome {
   float scale = 1.0F;      ///< the loss scale that this step's gradients carried
   /// The 2-norm of all unscaled gradients before clipping, where a step knows it.
   std::optional<double> grad_norm = std::nullopt;
+  /// The largest magnitude of the unscaled gradients before clipping, where a step knows it.
+  std::optional<double> grad_max_abs = std::nullopt;
+  bool was_unscaled = false;  ///< whether the gradients had lost the scale before the step
   std::optional<at::Tensor> value = std::nullopt;  ///< what `optimizer.step` returned, if it ran
 };
 
@@ -71,6 +74,15 @@ class StepResult {
   /// and not where an optimizer of mezzo's clips on a device. Inf or NaN where an inf was found.
   /// May wait for the device.
   std::optional<double> grad_norm() const { return slot_->outcome().grad_norm; }
+
+  /// The largest magnitude of all gradients, unscaled and not yet clipped, from each step that
+  /// knows `grad_norm()`. Inf or NaN where an inf was found. May wait for the device.
+  std::optional<double> grad_max_abs() const { return slot_->outcome().grad_max_abs; }
+
+  /// Whether the gradients had lost the loss scale before the step, by `GradScaler::unscale_` or by
+  /// what calls it (`mezzo::clip_grad_norm_(scaler, ...)`). Otherwise `scale()` was still on them,
+  /// and the step took it off. May wait for the device.
+  bool was_unscaled() const { return slot_->outcome().was_unscaled; }
 
   /// What `optimizer.step` returned, none when it was skipped. torch::optim returns an undefined
   /// tensor unless it was given a closure. May wait for the device.

@@ -8,7 +8,6 @@
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/async_readback.h>
-#include <mezzo/scaling/detail/clip_watch.h>
 #include <mezzo/scaling/detail/device_scale.h>
 #include <mezzo/scaling/detail/optimizer_records.h>
 #include <mezzo/scaling/grad_scaler_options.h>
@@ -68,12 +67,6 @@ class LossPasses;
 /// `mezzo::cuda` or with ATen's kernels, `get_scale` and `state_dict` wait for the device; so do,
 /// with an optimizer that is not mezzo's, `step` (whether to step is the host's decision then, as
 /// in torch.amp) and the line about a skip. Nothing else waits.
-///
-/// Gradients that are clipped before they are unscaled are clipped to a bound that is thousands of
-/// times too tight. Where that shows in the first 64 steps of an optimizer (the norm, or the
-/// largest magnitude, of float gradients is a round number eight times in a row while the gradients
-/// change), one warning (TORCH_WARN) says so. It costs one more read of the gradients in those
-/// steps, where a step does not read them anyway, and no host sync.
 ///
 /// **CUDA graphs.** With an optimizer of mezzo's an iteration can be captured into a graph, and be
 /// replayed through overflows and growth: nothing in it asks the host. Take one whole iteration
@@ -267,7 +260,6 @@ class GradScaler {
 
   detail::DeviceScale scale_;  // undefined until the first `scale`; then on its device
   detail::OptimizerRecords records_;
-  detail::ClipWatch clip_watch_;
 
   // Of steps that a device decides.
   detail::ReadbackPool readback_pool_;

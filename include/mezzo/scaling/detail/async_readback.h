@@ -62,7 +62,9 @@ class AsyncReadback {
     }
   }
 
-  void send(const StepNumbers& numbers) {
+  /// `was_unscaled` as in StepOutcome, which the host knows already.
+  void send(const StepNumbers& numbers, bool was_unscaled = false) {
+    was_unscaled_ = was_unscaled;
     numbers_.copy_(packed(numbers), /*non_blocking=*/true);
     mark(numbers_sent_);
   }
@@ -98,11 +100,12 @@ class AsyncReadback {
     StepOutcome outcome{.ran = !found_inf,
                         .found_inf = found_inf,
                         .scale = static_cast<float>(numbers[0]),
-                        .grad_norm = std::sqrt(numbers[2])};
+                        .grad_norm = std::sqrt(numbers[2]),
+                        .grad_max_abs = numbers[3],
+                        .was_unscaled = was_unscaled_};
     if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
     return outcome;
   }
-  double max_abs() const { return numbers_.const_data_ptr<double>()[3]; }
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
 
  private:
@@ -151,6 +154,7 @@ class AsyncReadback {
 
   at::Device device_;
   bool is_captured_;
+  bool was_unscaled_ = false;
   Sent numbers_sent_, next_scale_sent_;
   at::Tensor numbers_, next_scale_;
 };

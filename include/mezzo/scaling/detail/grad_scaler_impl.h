@@ -189,7 +189,6 @@ MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
   const auto readbacks = std::exchange(readbacks_, {});
   if (detail::capture_on(scale_.original().device()) != 0) return;  // no callback in a graph
-  clip_watch_.poll();
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   const auto tell = [&](float scale, float next_scale) {
     const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();

@@ -40,7 +40,9 @@ inline void step_with_products(const StepTaker& taker, double factor, OptimizerR
     return;
   }
   outcome = {.ran = false, .found_inf = true, .scale = outcome.scale};
-  if (has_norm) outcome.grad_norm = std::numeric_limits<double>::infinity();
+  if (has_norm) {
+    outcome.grad_norm = outcome.grad_max_abs = std::numeric_limits<double>::infinity();
+  }
   add_check(record.found_inf, at::ones_like(record.checks().front()));
 }
 
@@ -152,28 +154,27 @@ MEZZO_INLINE GradientReport GradScaler::report_into(detail::OptimizerRecord& rec
 MEZZO_INLINE StepResult GradScaler::step_on_device(const detail::StepTaker& taker,
                                                    const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  const void* const optimizer = &taker.optimizer();
   detail::OptimizerRecord& record = record_to_step(taker.optimizer());
   const bool was_unscaled = record.stage == detail::Stage::unscaled;
   const GradientReport report = report_into(record, taker, !was_unscaled || recheck_);
   const at::Tensor& scale = scale_.original();
   if (scale.is_cpu()) {
     const detail::HostFacts known(scale, record.checks(), report);
-    if (!was_unscaled) clip_watch_.see(optimizer, known.scale, known.norm(), known.max_abs);
     taker.fused()->apply(report, options);
     record.finish();
     if (known.found_inf) note_skip(record, known.scale);
-    return StepResult(known.outcome());
+    StepOutcome outcome = known.outcome();
+    outcome.was_unscaled = was_unscaled;
+    return StepResult(std::move(outcome));
   }
   const std::shared_ptr<detail::AsyncReadback> readback =
       readback_pool_.readback_for(scale.device());
   taker.fused()->apply(report, options);
   record.finish();
-  const bool is_watched = !was_unscaled && !readback->is_captured() && clip_watch_.wants(optimizer);
   const at::Tensor sum = report.devices.front().sum_of_squares.to(scale.device());
   readback->send({scale, detail::sum_on(scale.device(), record.checks()), sum,
-                  is_watched ? detail::max_abs_on(scale.device(), report) : sum});
-  if (is_watched) clip_watch_.expect(optimizer, readback);
+                  detail::max_abs_on(scale.device(), report)},
+                 was_unscaled);
   if (record.found_elsewhere.empty()) {
     readbacks_.push_back(readback);
   } else {
@@ -200,18 +201,17 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(const detail::StepTaker& taker,
               "step(optimizer, {.max_norm = ...})");
   GradientReport report;
   const bool counts = was_unscaled ? recheck_ : !unscales_here;
-  if (counts || detail::clips(options) ||
-      (unscales_here && clip_watch_.wants(&taker.optimizer()))) {
+  if (counts || detail::clips(options)) {
     const c10::NoGradGuard no_grad;
     report = report_into(record, taker, counts);
   }
   detail::check_has_gradients(!record.checks().empty(), taker.optimizer());
   const detail::HostFacts known(scale_.original(), record.checks(), report);
-  if (!was_unscaled && known.has_norm) {
-    clip_watch_.see(&taker.optimizer(), known.scale, known.norm(), known.max_abs);
-  }
   StepOutcome outcome = known.outcome();
-  if (!detail::clips(options)) outcome.grad_norm = std::nullopt;  // not known in all steps
+  outcome.was_unscaled = was_unscaled;
+  if (!detail::clips(options)) {  // not known in all steps
+    outcome.grad_norm = outcome.grad_max_abs = std::nullopt;
+  }
   if (outcome.ran && torch_step != nullptr) {
     outcome.value = torch_step();
   } else if (outcome.ran) {

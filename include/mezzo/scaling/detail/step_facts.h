@@ -108,6 +108,7 @@ struct HostFacts {
   StepOutcome outcome() const {
     StepOutcome outcome{.ran = !found_inf, .found_inf = found_inf, .scale = scale};
     if (has_norm) outcome.grad_norm = norm();
+    if (has_norm) outcome.grad_max_abs = max_abs;
     if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
     return outcome;
   }
@@ -135,10 +136,14 @@ inline StepResult step_without_scale(const StepTaker& taker, bool of_masters,
     if (has_norm && !sum.is_cpu()) {  // the norm is known some time later
       const std::shared_ptr<AsyncReadback> readback = pool.readback_for(sum.device());
       const DeviceGradientReport& one = report.devices.front();
-      readback->send({at::ones_like(one.inv_scale), one.found_inf, sum, sum});
+      readback->send(
+          {at::ones_like(one.inv_scale), one.found_inf, sum, max_abs_on(sum.device(), report)});
       return StepResult(std::make_shared<DeviceStepSlot>(readback));
     }
-    if (has_norm) outcome.grad_norm = std::sqrt(*sum.const_data_ptr<double>());
+    if (has_norm) {
+      outcome.grad_norm = std::sqrt(*sum.const_data_ptr<double>());
+      outcome.grad_max_abs = max_abs_on(sum.device(), report).item<double>();
+    }
     return StepResult(std::move(outcome));
   }
   double factor = 1.0;
@@ -146,6 +151,8 @@ inline StepResult step_without_scale(const StepTaker& taker, bool of_masters,
     const double sum_of_squares = report.devices.front().sum_of_squares.item<double>();
     factor = clip_coefficient(sum_of_squares, options.max_norm);
     outcome.grad_norm = std::sqrt(sum_of_squares);
+    outcome.grad_max_abs =
+        max_abs_on(report.devices.front().sum_of_squares.device(), report).item<double>();
   }
   {
     const LentGradients lent(taker.optimizer(), factor);
