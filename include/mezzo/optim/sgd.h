@@ -104,6 +104,7 @@ struct SgdTraits
   }
 
   static constexpr bool kAtenHasIt = true;
+  static constexpr bool kLibtorchCounts = false;
 
   /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
   /// 0. A kernel told of a first step would not see that the device skipped it.

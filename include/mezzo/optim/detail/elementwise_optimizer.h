@@ -241,8 +241,9 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   static at::Tensor found_inf_on(at::Device device, const GradientReport& report);
   void average(const GradientReport& report);
 
-  static int64_t read_applied_steps(torch::serialize::InputArchive& archive,
-                                    const Optimizer& read);  // elementwise_optimizer_state.h
+  static std::optional<int64_t> read_applied_steps(
+      torch::serialize::InputArchive& archive,
+      const Optimizer& read);  // elementwise_optimizer_state.h
 
   // mezzo's kernels (elementwise_optimizer_step.h)
   static std::optional<double> gradient_factor(const GradientReport& report, double max_norm);

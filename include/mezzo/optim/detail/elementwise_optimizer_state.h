@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -180,19 +181,31 @@ void ElementwiseOptimizer<Traits>::load(torch::serialize::InputArchive& archive)
     read_options(group).keep_unread(options_of(group));
     check_options(read_options(group));
   }
-  applied_count().set(read_applied_steps(archive, read));
+  const std::optional<int64_t> applied = read_applied_steps(archive, read);
+  if (applied) {
+    load_applied_steps(*applied);
+  } else {
+    forget_applied_steps();
+  }
   state_ = std::move(read.state());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     set_group_options(param_groups_[group], read_options(group), *defaults_);
   }
+  if (!applied) {
+    TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
+               " holds no number of steps; load the schedule's own file, or call "
+               "set_applied_steps(n)");
+  }
 }
 
-/// libtorch's files hold no such count: it is the largest step of any parameter.
+/// Returns the count of a file of mezzo's, and from libtorch's the largest step of any parameter;
+/// none where libtorch counts none.
 template <class Traits>
-int64_t ElementwiseOptimizer<Traits>::read_applied_steps(torch::serialize::InputArchive& archive,
-                                                         const Optimizer& read) {
+std::optional<int64_t> ElementwiseOptimizer<Traits>::read_applied_steps(
+    torch::serialize::InputArchive& archive, const Optimizer& read) {
   c10::IValue saved;
   if (archive.try_read("applied_steps", saved)) return saved.toInt();
+  if constexpr (!Traits::kLibtorchCounts) return std::nullopt;
   int64_t applied = 0;
   for (const auto& [parameter, state] : read.state()) {
     applied = std::max(applied, static_cast<const State&>(*state).step());

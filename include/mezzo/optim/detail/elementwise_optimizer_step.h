@@ -107,15 +107,14 @@ at::Device ElementwiseOptimizer<Traits>::counting_device() const {
   for (const DeviceParticipants<Traits>& one : plan_.devices) {
     if (count.defined() && one.device == count.device()) return one.device;
   }
-  return plan_.devices.front().device;
+  if (!plan_.devices.empty()) return plan_.devices.front().device;
+  return count.defined() ? count.device() : at::Device(at::kCPU);  // a step without gradients
 }
 
 template <class Traits>
 void ElementwiseOptimizer<Traits>::count_applied(const GradientReport& report) {
-  if (plan_.devices.empty()) return;
   const at::Device device = counting_device();
-  const DeviceGradientReport* const own = report_on(device, report);
-  count_step(applied_count(), device, own == nullptr ? at::Tensor() : own->found_inf);
+  count_step(applied_count(), device, found_inf_on(device, report));
 }
 
 /// What to multiply gradients with on the CPU; none when the step is to be skipped.

@@ -134,7 +134,7 @@ MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   for (auto& [parameter, master] : masters) {  // the next step compares it with the parameter
     masters_[parameter.unsafeGetTensorImpl()] = {parameter, std::move(master)};
   }
-  applied_count().set(applied);
+  load_applied_steps(applied);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

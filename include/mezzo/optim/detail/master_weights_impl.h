@@ -93,7 +93,7 @@ MEZZO_INLINE void MasterWeights::apply(const GradientReport& report, const StepO
   if (factor) {
     const std::vector<Participant> all = participants(report.of_masters);
     step_inner(all, *factor);
-    if (!all.empty()) applied_count().set(applied_steps() + 1);
+    applied_count().set(applied_steps() + 1);
   }
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }

@@ -55,6 +55,8 @@ struct OptimizerTraits {
   static bool has_state(const Options&) { return true; }
   static bool begins(const Options&, State&) { return false; }
   static constexpr bool kAtenHasIt = false;
+  /// Whether a file of libtorch's optimizer holds a count of steps.
+  static constexpr bool kLibtorchCounts = true;
 
   /// The CPU's; null where there is none for these types.
   using Loop = StepFunction<Coefficients>;
