@@ -232,7 +232,6 @@ void ShardedOptimizer<OptimizerType>::apply(const GradientReport& report,
 
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::count_applied(const GradientReport& report) {
-  if (!has_gradient()) return;
   const at::Tensor& count = applied_on_device();
   const DeviceGradientReport* spokesman = nullptr;
   for (const DeviceGradientReport& one : report.devices) {
