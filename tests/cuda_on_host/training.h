@@ -96,6 +96,8 @@ inline void expect_same(const mezzo::StepResult& device, const mezzo::StepResult
   EXPECT_EQ(device.scale(), cpu.scale());
   if (!cpu.ran()) return;
   EXPECT_NEAR(*device.grad_norm(), *cpu.grad_norm(), 1e-9 * *cpu.grad_norm());
+  EXPECT_EQ(*device.grad_max_abs(), *cpu.grad_max_abs());
+  EXPECT_EQ(device.was_unscaled(), cpu.was_unscaled());
 }
 
 }  // namespace cuda_on_host

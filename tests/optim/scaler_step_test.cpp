@@ -146,6 +146,8 @@ TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
   EXPECT_FALSE(result.found_inf());
   EXPECT_EQ(result.scale(), 1024.0F);
   EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
+  EXPECT_EQ(result.grad_max_abs(), 4.0);
+  EXPECT_FALSE(result.was_unscaled());
   ASSERT_TRUE(result.value().has_value()) << "as from any optimizer's step without closure";
   EXPECT_FALSE(result.value()->defined());
   scaler_.update();
@@ -295,6 +297,7 @@ TEST_F(OneFusedStep, ADisabledScalerClipsClearsAndSteps) {
     EXPECT_TRUE(result.ran());
     EXPECT_EQ(result.scale(), 1.0F);
     EXPECT_EQ(result.grad_norm(), 5.0);
+    EXPECT_EQ(result.grad_max_abs(), 4.0);
   }
   EXPECT_TRUE(torch::allclose(x_, y));
   EXPECT_NEAR(x_[0].item<double>(), -0.1 * 0.6 / 1.6, 1e-6);
@@ -317,6 +320,7 @@ TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ran());
   EXPECT_EQ(result.grad_norm(), std::nullopt);
+  EXPECT_EQ(result.grad_max_abs(), std::nullopt);
   EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
 }
 

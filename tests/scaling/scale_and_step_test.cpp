@@ -188,6 +188,8 @@ TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
     }
     const auto result = scaler.step(optimizer, {.max_norm = 100});
     EXPECT_EQ(result.grad_norm(), 5.0);
+    EXPECT_EQ(result.grad_max_abs(), 4.0);
+    EXPECT_EQ(result.was_unscaled(), explicitly);
     EXPECT_TRUE(torch::equal(x, torch::tensor({-3.0F, -4.0F}))) << "libtorch's SGD steps twice";
   }
 }
@@ -319,6 +321,7 @@ TEST(GradScaler, HasNoFiniteNormWhereUnscalingMakesAnInf) {
   const auto result = scaler.step(optimizer, {.max_norm = 1e9});
   EXPECT_FALSE(result.ran());
   EXPECT_EQ(result.grad_norm(), kInfinity);
+  EXPECT_EQ(result.grad_max_abs(), kInfinity);
 }
 
 }  // namespace

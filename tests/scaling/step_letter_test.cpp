@@ -21,7 +21,8 @@ using mezzo::detail::LetterPool;
 void answer(StepLetter& letter, float scale, double norm, bool found_inf) {
   const auto sum = torch::full({}, norm * norm, torch::kDouble);
   const auto found = torch::full({}, found_inf ? 1.0F : 0.0F);
-  letter.send(torch::full({}, scale), {torch::ones({}), found, sum, sum});
+  const auto max_abs = torch::full({}, norm / 2, torch::kDouble);
+  letter.send(torch::full({}, scale), {torch::ones({}), found, sum, max_abs}, /*was_unscaled=*/true);
 }
 
 TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
@@ -33,6 +34,8 @@ TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
   EXPECT_TRUE(result.ran());
   EXPECT_EQ(result.scale(), 8.0F);
   EXPECT_EQ(result.grad_norm(), 5.0);
+  EXPECT_EQ(result.grad_max_abs(), 2.5);
+  EXPECT_TRUE(result.was_unscaled());
 }
 
 TEST(LetterPool, DoesNotReuseOneThatSomebodyHoldsOrThatIsOnItsWay) {

@@ -16,6 +16,7 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/clip_watch.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -136,6 +137,13 @@ struct TelemetryStep {
 /// others, is dropped: a warning (TORCH_WARN) names it, the first time and then each 1000th, and
 /// writers never hear of it.
 ///
+/// The first 64 steps that a Telemetry hands over are checked for gradients that were clipped while
+/// they still carried the loss scale, to a bound that is thousands of times too tight: when their
+/// norm, or their largest magnitude, is a round number eight times in a row while the gradients
+/// change, one warning (TORCH_WARN) says so. It is known from steps that have a
+/// `StepResult::grad_norm` (with an optimizer of mezzo's, or a `max_norm`). Record several
+/// optimizers with one Telemetry each.
+///
 /// One thread at a time. Writers are called from `record`, `flush` and the destructor.
 class Telemetry {
  public:
@@ -175,7 +183,7 @@ class Telemetry {
 
   void deliver(bool waits);
   void drop_first();
-  static TelemetryRecord finished(Pending& pending);
+  TelemetryRecord finished(Pending& pending);
 
   std::int64_t next_step_;
   std::size_t most_pending_;
@@ -183,7 +191,9 @@ class Telemetry {
   std::optional<std::chrono::steady_clock::time_point> last_call_;
   std::deque<Pending> pending_;
   std::vector<Writer> writers_;
+  detail::ClipWatch clip_watch_;
 };
+
 namespace detail {
 
 inline std::optional<double> memory_in_use(const at::Tensor& loss) {
@@ -275,6 +285,10 @@ inline TelemetryRecord Telemetry::finished(Pending& pending) {
   record.scale = pending.result.scale();
   record.skipped = !pending.result.ran();
   record.grad_norm = pending.result.grad_norm();
+  const std::optional<double> max_abs = pending.result.grad_max_abs();
+  if (!pending.result.was_unscaled() && record.grad_norm && max_abs) {
+    clip_watch_.see(record.scale, *record.grad_norm, *max_abs);
+  }
   if (record.grad_norm && !record.skipped && !detail::is_positive_infinity(pending.max_norm)) {
     record.clip_ratio = std::min(1.0, pending.max_norm / (*record.grad_norm + 1e-6));
   }

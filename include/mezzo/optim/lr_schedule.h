@@ -30,15 +30,17 @@ concept LrCurve = std::copyable<T> && requires(const T& curve, int64_t applied_s
 
 // The three curves below rise in a straight line from `initial_factor` to 1 over `warmup_steps` and
 // then fall to `min_factor`, which is reached after `total_steps` and kept. With
-//   w = warmup_steps, T = total_steps, n = applied_steps, p = (n - w) / (T - w),
+//   w = warmup_steps, T = total_steps, n = min(applied_steps, T),
+//   p = (n - w) / max(1, T - w), q = (T - n) / max(1, T - w),
 // the factor is initial_factor + (1 - initial_factor) n / w for n < w, and from w on
 // min_factor + (1 - min_factor) times what stands at each curve. Numbers and names are those of
-// Hugging Face's get_*_schedule_with_warmup.
+// Hugging Face's get_*_schedule_with_warmup. With w = T, too: the cosine then ends at 1, where the
+// warm-up ends, and the others at min_factor.
 //
 // factor() throws c10::Error for n < 0 and unless 0 <= w <= T, T >= 1 and both factors lie within
 // [0, 1], naming the member.
 
-/// 1 - p: get_linear_schedule_with_warmup. With min_factor = 1 a warm-up alone.
+/// q: get_linear_schedule_with_warmup. With min_factor = 1 a warm-up alone.
 struct LinearCurve {
   int64_t warmup_steps = 0;
   int64_t total_steps = 0;
@@ -60,7 +62,7 @@ struct CosineCurve {
   double factor(int64_t applied_steps) const;
 };
 
-/// (1 - p)^power: get_polynomial_decay_schedule_with_warmup, whose lr_end is min_factor times lr.
+/// q^power: get_polynomial_decay_schedule_with_warmup, whose lr_end is min_factor times lr.
 struct PolynomialCurve {
   int64_t warmup_steps = 0;
   int64_t total_steps = 0;
@@ -151,8 +153,11 @@ using PolynomialSchedule = LrSchedule<PolynomialCurve>;
 /// `torch::save(schedule, path)` and `torch::load(schedule, path)`: applied steps and base rates,
 /// not the curve (include <torch/serialize.h>). Load the optimizer first, for its file holds rates
 /// too, and with an optimizer of mezzo's the count. Files are the same for all optimizers.
+///
+/// The count of a schedule's file becomes that of an optimizer of mezzo's which does not know its
+/// own (`knows_applied_steps`), after a file of torch::optim::SGD.
 /// \throws c10::Error, and changes nothing, for another number of groups, a damaged file, or where
-///   an optimizer of mezzo's has applied another number of steps
+///   an optimizer of mezzo's knows that it has applied another number of steps
 template <class Archive, LrCurve Curve>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const LrSchedule<Curve>& schedule);

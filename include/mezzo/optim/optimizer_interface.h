@@ -65,8 +65,10 @@ class OptimizerInterface {
   }
   const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
 
-  /// How many steps were applied, which is to say not skipped; in files, and from libtorch's the
-  /// highest count of a parameter. Waits for the device that counts: that of the parameters.
+  /// How many steps were applied, which is to say not skipped; steps without any gradient count
+  /// too. The number is in files; from libtorch's it is the highest count of a parameter, and 0
+  /// from those of torch::optim::SGD, which have none. Waits for the device that counts: that of
+  /// the parameters.
   int64_t applied_steps() const {
     return detail::steps_counted(applied_on_host_, applied_on_device_);
   }
@@ -80,9 +82,26 @@ class OptimizerInterface {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
     applied_count().overwrite(applied_steps);
+    applied_is_known_ = true;
   }
 
+  /// Whether `applied_steps` counts all steps of the run: false from the load of a file without a
+  /// count (torch::optim::SGD's) to the next `set_applied_steps` or load of a file that has one.
+  /// The file of an LrSchedule then sets the count.
+  bool knows_applied_steps() const noexcept { return applied_is_known_; }
+
  protected:
+  /// Takes over the count of a file. From here on the host counts, until a device is to.
+  void load_applied_steps(int64_t applied_steps) {
+    applied_count().set(applied_steps);
+    applied_is_known_ = true;
+  }
+  /// Counts from 0, after a file that holds no count.
+  void forget_applied_steps() {
+    applied_count().set(0);
+    applied_is_known_ = false;
+  }
+
   detail::StepCount applied_count() noexcept { return {applied_on_host_, applied_on_device_}; }
   /// The device's float that counts applied steps; undefined where the host counts.
   const at::Tensor& applied_on_device() const noexcept { return applied_on_device_; }
@@ -107,6 +126,7 @@ class OptimizerInterface {
   std::vector<double> lr_factors_;
   at::Tensor lr_factors_on_device_;
   int64_t applied_on_host_ = 0;
+  bool applied_is_known_ = true;
   at::Tensor applied_on_device_;
 };
 

@@ -102,6 +102,7 @@ struct SgdTraits
   }
 
   static constexpr bool kAtenHasIt = true;
+  static constexpr bool kLibtorchCounts = false;
 
   /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
   /// 0. A kernel told of a first step would not see that the device skipped it.
@@ -137,6 +138,9 @@ namespace optim {
 /// of `torch::optim::SGD` within rounding, from one pass over gradient, parameter and buffer. All
 /// that AdamW's page (mezzo/optim/adamw.h) says of dtypes, layouts, groups, files, devices and
 /// threads holds here. Sparse gradients are torch::optim::SGD's.
+///
+/// A file of torch::optim::SGD holds no number of steps. `load` warns of it (TORCH_WARN), and the
+/// optimizer counts from 0 until an LrSchedule's file or `set_applied_steps` says the number.
 class SGD : public detail::OptimizerShell<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
   /// AdamW's constructors, on param groups, parameters or buckets, with SGDOptions, which have no

@@ -21,6 +21,7 @@ struct StepOutcome {
   std::optional<double> grad_norm = std::nullopt;
   /// The largest magnitude of the unscaled gradients before clipping, where a step knows it.
   std::optional<double> grad_max_abs = std::nullopt;
+  bool was_unscaled = false;  ///< whether the gradients had lost the scale before the step
   std::optional<at::Tensor> value = std::nullopt;  ///< what `optimizer.step` returned, if it ran
 };
 
@@ -77,9 +78,14 @@ class StepResult {
   /// May wait for the device.
   std::optional<double> grad_norm() const { return slot_->outcome().grad_norm; }
 
-  /// The largest magnitude of all gradients, unscaled and not yet clipped, where a step knows the
-  /// norm. May wait for the device.
+  /// The largest magnitude of all gradients, unscaled and not yet clipped, from each step that
+  /// knows `grad_norm()`. Inf or NaN where an inf was found. May wait for the device.
   std::optional<double> grad_max_abs() const { return slot_->outcome().grad_max_abs; }
+
+  /// Whether the gradients had lost the loss scale before the step, by `GradScaler::unscale_` or by
+  /// what calls it (`mezzo::clip_grad_norm_(scaler, ...)`). Otherwise `scale()` was still on them,
+  /// and the step took it off. May wait for the device.
+  bool was_unscaled() const { return slot_->outcome().was_unscaled; }
 
   /// Returns a float of one element on the device that decides the step, 0 where it ran, for work
   /// that follows the step there without waiting; undefined where the host knows.

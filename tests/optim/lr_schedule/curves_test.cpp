@@ -5,8 +5,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numbers>
 #include <string>
 #include <utility>
 #include <vector>
@@ -131,10 +133,52 @@ TEST(PolynomialCurve, IsHuggingFacesPolynomialDecayWithWarmup) {
       Pointwise(IsClose(), expected));
 }
 
+/// Hugging Face's lambdas, in Python:
+///     if current_step < num_warmup_steps:
+///         return float(current_step) / float(max(1, num_warmup_steps))
+double hugging_faces_warmup(int64_t n, int64_t w) {
+  return static_cast<double>(n) / static_cast<double>(std::max<int64_t>(1, w));
+}
+/// _get_linear_schedule_with_warmup_lr_lambda:
+///     return max(0.0, float(num_training_steps - current_step) /
+///                         float(max(1, num_training_steps - num_warmup_steps)))
+double hugging_faces_linear(int64_t n, int64_t w, int64_t t) {
+  if (n < w) return hugging_faces_warmup(n, w);
+  return std::max(0.0,
+                  static_cast<double>(t - n) / static_cast<double>(std::max<int64_t>(1, t - w)));
+}
+/// _get_cosine_schedule_with_warmup_lr_lambda:
+///     progress = float(current_step - num_warmup_steps) /
+///                    float(max(1, num_training_steps - num_warmup_steps))
+///     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * float(num_cycles) * 2.0 * progress)))
+double hugging_faces_cosine(int64_t n, int64_t w, int64_t t) {
+  if (n < w) return hugging_faces_warmup(n, w);
+  const double progress =
+      static_cast<double>(n - w) / static_cast<double>(std::max<int64_t>(1, t - w));
+  return std::max(0.0, 0.5 * (1.0 + std::cos(std::numbers::pi * 0.5 * 2.0 * progress)));
+}
+
+TEST(LrCurves, AreHuggingFacesFormulasUntilTheirEndWithAnyWarmup) {
+  for (const int64_t total : {1, 2, 5, 10}) {
+    for (int64_t warmup = 0; warmup <= total; ++warmup) {
+      const LinearCurve linear{.warmup_steps = warmup, .total_steps = total};
+      const CosineCurve cosine{.warmup_steps = warmup, .total_steps = total};
+      for (int64_t n = 0; n <= total; ++n) {
+        EXPECT_DOUBLE_EQ(linear.factor(n), hugging_faces_linear(n, warmup, total))
+            << n << " of " << total << " after " << warmup;
+        EXPECT_NEAR(cosine.factor(n), hugging_faces_cosine(n, warmup, total), 1e-15)
+            << n << " of " << total << " after " << warmup;
+      }
+      EXPECT_EQ(linear.factor(total + 3), linear.factor(total));
+      EXPECT_EQ(cosine.factor(total + 3), cosine.factor(total));
+    }
+  }
+}
+
 TEST(LrCurves, EndRightAfterAWarmupThatTakesAllSteps) {
   EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(4)), 0.8);
   EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
-  EXPECT_EQ((CosineCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
+  EXPECT_EQ((CosineCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 1);
   EXPECT_EQ((PolynomialCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
 }
 

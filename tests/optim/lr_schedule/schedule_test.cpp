@@ -1,5 +1,6 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -212,6 +213,32 @@ TEST(LrSchedule, MovesToAStepOfYourOwnFile) {
   EXPECT_THAT(table.lrs(), ElementsAre(0.25));
 }
 
+TEST(LrSchedule, CountsStepsWithoutGradients) {
+  const auto steps_of_five = [](auto& stepper, auto& optimizer, const torch::Tensor& parameter) {
+    LinearSchedule schedule(stepper, {.total_steps = 10});
+    for (const bool has_gradient : {false, true, true, false, true}) {
+      optimizer.zero_grad();
+      parameter.mutable_grad() = has_gradient ? torch::ones_like(parameter) : torch::Tensor();
+      stepper.step();
+      schedule.step();
+    }
+    EXPECT_THAT(schedule.lrs(), ElementsAre(0.5));
+    EXPECT_DOUBLE_EQ(parameter.template item<double>(), -2.3) << "at the rates 0.9, 0.8, 0.6";
+    return schedule.applied_steps();
+  };
+  const auto parameter = [] { return torch::zeros({1}, torch::kDouble).requires_grad_(); };
+  const torch::Tensor first = parameter();
+  torch::optim::SGD libtorchs({first}, 1.0);
+  EXPECT_EQ(steps_of_five(libtorchs, libtorchs, first), 5);
+  const torch::Tensor second = parameter();
+  mezzo::optim::SGD mezzos({second}, 1.0);
+  EXPECT_EQ(steps_of_five(mezzos, mezzos, second), 5);
+  const torch::Tensor third = parameter();
+  torch::optim::SGD inner({third}, 1.0);
+  mezzo::MasterWeights masters(inner);
+  EXPECT_EQ(steps_of_five(masters, inner, third), 5);
+}
+
 template <class T>
 std::string saved(const T& value) {
   std::ostringstream file;
@@ -259,7 +286,17 @@ TEST(LrScheduleFiles, GoFromMezzosOptimizersToLibtorchs) {
               ElementsAre(0, -0.75, -0.75, -1.375));
 }
 
-TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzosWhereTheirFilesHoldACount) {
+/// Gathers warnings in place of the terminal.
+class HeardWarnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { all.push_back(warning.msg()); }
+  std::vector<std::string> all;
+
+ private:
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
+
+TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
   const auto move = [](auto before, auto after) {
     LinearSchedule schedule(before, {.total_steps = 8});
     mezzo::GradScaler scaler = quiet_scaler();
@@ -271,10 +308,70 @@ TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzosWhereTheirFilesHoldACount
   };
   EXPECT_THAT(move(torch::optim::AdamW({weight()}, 1.0), mezzo::optim::AdamW({weight()}, 1.0)),
               ElementsAre(0.75));
-  EXPECT_THAT(
-      [&] { move(torch::optim::SGD({weight()}, 1.0), mezzo::optim::SGD({weight()}, 1.0)); },
-      ThrowsMessage<c10::Error>(HasSubstr(
-          "has 2 applied steps, and this optimizer has 0; load the optimizer's own file first")));
+  const HeardWarnings warnings;
+  EXPECT_THAT(move(torch::optim::SGD({weight()}, 1.0), mezzo::optim::SGD({weight()}, 1.0)),
+              ElementsAre(0.75));
+}
+
+/// Of a run of 50 steps with torch::optim::SGD, whose file holds no count of steps.
+struct HalfARun {
+  HalfARun() {
+    torch::optim::SGD optimizer({parameter}, torch::optim::SGDOptions(2.0).momentum(0.9));
+    LinearSchedule schedule(optimizer, {.total_steps = 100});
+    for (int step = 0; step < 50; ++step) {
+      parameter.mutable_grad() = torch::ones({1});
+      optimizer.step();
+      schedule.step();
+    }
+    optimizer_file = saved(optimizer);
+    schedule_file = saved(schedule);
+  }
+  torch::Tensor parameter = weight();
+  std::string optimizer_file, schedule_file;
+};
+
+TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
+  const HalfARun run;
+  for (const bool steps_between : {false, true}) {
+    HeardWarnings warnings;
+    mezzo::optim::SGD optimizer({run.parameter}, 7.0);
+    LinearSchedule schedule(optimizer, {.total_steps = 100});
+    load(optimizer, run.optimizer_file);
+    EXPECT_THAT(warnings.all, ElementsAre(HasSubstr(
+                                  "SGD: the file of torch::optim::SGD holds no number of steps; "
+                                  "load the schedule's own file, or call set_applied_steps(n)")));
+    EXPECT_FALSE(optimizer.knows_applied_steps());
+    EXPECT_EQ(optimizer.applied_steps(), 0);
+    if (steps_between) optimizer.step();
+    load(schedule, run.schedule_file);
+    EXPECT_TRUE(optimizer.knows_applied_steps());
+    EXPECT_EQ(optimizer.applied_steps(), 50);
+    EXPECT_THAT(schedule.base_lrs(), ElementsAre(2.0));
+    EXPECT_THAT(schedule.lrs(), ElementsAre(1.0)) << "a factor of 0.5";
+  }
+}
+
+TEST(LrScheduleFiles, DoNotReplaceACountThatIsKnown) {
+  const HalfARun run;
+  HeardWarnings warnings;
+  mezzo::optim::SGD optimizer({run.parameter}, 7.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 100});
+  const auto refused = [](int count) {
+    return ThrowsMessage<c10::Error>(HasSubstr(
+        "has 50 applied steps, and this optimizer has " + std::to_string(count) +
+        "; load the optimizer's own file first, or call schedule.set_applied_steps(50) and load "
+        "the schedule's file after it"));
+  };
+  EXPECT_THAT([&] { load(schedule, run.schedule_file); }, refused(0));
+  load(optimizer, run.optimizer_file);
+  optimizer.set_applied_steps(12);
+  EXPECT_THAT([&] { load(schedule, run.schedule_file); }, refused(12));
+  load(optimizer, run.optimizer_file);
+  load(optimizer, saved(optimizer));
+  EXPECT_THAT([&] { load(schedule, run.schedule_file); }, refused(0));
+  schedule.set_applied_steps(50);  // as the error says
+  load(schedule, run.schedule_file);
+  EXPECT_THAT(schedule.lrs(), ElementsAre(1.0));
 }
 
 TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {

@@ -224,7 +224,11 @@ void ShardedOptimizer<OptimizerType>::load_whole(torch::serialize::InputArchive&
   }
   state_ = std::move(whole.state());  // of what is frozen, for the next file
   take_options(whole);
-  applied_count().set(whole.applied_steps());
+  if (whole.knows_applied_steps()) {
+    load_applied_steps(whole.applied_steps());
+  } else {
+    forget_applied_steps();
+  }
 }
 
 /// In memory of its own: the whole need not stay.
@@ -263,7 +267,7 @@ void ShardedOptimizer<OptimizerType>::load_part(torch::serialize::InputArchive& 
   archive.read(detail::kShardKey, part);
   inner_->load(part);
   take_options(*inner_);
-  applied_count().set(applied);
+  load_applied_steps(applied);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -27,8 +27,9 @@ inline void check_exponent(const char* curve, const char* member, double value) 
               "; it should be positive and finite");
 }
 
-/// The part that the curves share; `fall` gives what follows the warm-up, from how far in the fall
-/// `applied_steps` lies: the share that is done and the one that remains.
+/// Returns a curve's factor: checks the members, rises during the warm-up, and then calls
+/// `fall(done, remaining)` with the shares of the fall that lie before and after `applied_steps`.
+/// They add up to 1, but for a warm-up that takes all steps, at whose end both are 0.
 template <class Curve, class Fall>
 double warmed_up(const char* name, const Curve& curve, int64_t applied_steps, const Fall& fall) {
   const auto [warmup, total] = std::pair(curve.warmup_steps, curve.total_steps);
@@ -45,8 +46,7 @@ double warmed_up(const char* name, const Curve& curve, int64_t applied_steps, co
   }
   const int64_t now = std::min(applied_steps, total);
   const auto length = static_cast<double>(std::max<int64_t>(total - warmup, 1));
-  // Where all is warm-up, the end comes right after it.
-  const double done = now == total ? 1.0 : static_cast<double>(now - warmup) / length;
+  const double done = static_cast<double>(now - warmup) / length;
   const double remaining = static_cast<double>(total - now) / length;
   return curve.min_factor + (1 - curve.min_factor) * fall(done, remaining);
 }
@@ -177,11 +177,13 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
     TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the learning rate ", lr,
                 "; it is damaged: load an earlier file");
   }
-  if (optimizer_.mezzos() != nullptr) {
-    TORCH_CHECK(applied_steps == optimizer_.mezzos()->applied_steps(),
+  if (optim::OptimizerInterface* const counting = optimizer_.mezzos()) {
+    TORCH_CHECK(!counting->knows_applied_steps() || applied_steps == counting->applied_steps(),
                 "The archive of a schedule has ", applied_steps,
-                " applied steps, and this optimizer has ", optimizer_.mezzos()->applied_steps(),
-                "; load the optimizer's own file first, for it counts them itself");
+                " applied steps, and this optimizer has ", counting->applied_steps(),
+                "; load the optimizer's own file first, or call schedule.set_applied_steps(",
+                applied_steps, ") and load the schedule's file after it");
+    if (!counting->knows_applied_steps()) counting->set_applied_steps(applied_steps);
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(base_lrs[i]);
     return;
   }

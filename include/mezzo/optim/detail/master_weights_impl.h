@@ -452,7 +452,7 @@ MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
     kept->parameter = parameter;
     kept->weights.master = std::move(master);
   }
-  applied_count().set(applied);
+  load_applied_steps(applied);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

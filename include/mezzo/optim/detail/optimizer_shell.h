@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -43,6 +44,8 @@ struct OptimizerTraits {
   static bool has_moments(const Options&) { return true; }
   static bool begins_as_gradient(const Options&) { return false; }
   static constexpr bool kAtenHasIt = false;
+  /// Whether the files of libtorch's optimizer of this name hold counts of steps.
+  static constexpr bool kLibtorchCounts = true;
   /// Whether an element's update looks at nothing but that element.
   static constexpr bool kIsElementByElement = true;
 
@@ -203,6 +206,8 @@ class OptimizerShell : public StepEngine {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  static std::optional<int64_t> read_applied_steps(torch::serialize::InputArchive& archive,
+                                                   const Optimizer& read);
   Options options_of(std::size_t group) const {
     return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
   }
@@ -237,21 +242,36 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
     read_options(group).keep_unread(options_of(group));
     check_options<Traits>(read_options(group));
   }
-  // libtorch's files hold no number of applied steps: it is the largest count of any parameter.
-  int64_t applied = 0;
-  c10::IValue saved;
-  if (archive.try_read("applied_steps", saved)) {
-    applied = saved.toInt();
+  const std::optional<int64_t> applied = read_applied_steps(archive, read);
+  if (applied) {
+    load_applied_steps(*applied);
   } else {
-    for (const auto& [parameter, state] : read.state()) {
-      applied = std::max(applied, static_cast<const State&>(*state).step());
-    }
+    forget_applied_steps();
   }
-  applied_count().set(applied);
   state_ = std::move(read.state());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     set_group_options(param_groups_[group], read_options(group), *defaults_);
   }
+  if (!applied) {
+    TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
+               " holds no number of steps; load the schedule's own file, or call "
+               "set_applied_steps(n)");
+  }
+}
+
+/// Returns the count of a file of mezzo's, and from libtorch's the largest step of any parameter;
+/// none where libtorch counts none.
+template <class Traits>
+std::optional<int64_t> OptimizerShell<Traits>::read_applied_steps(
+    torch::serialize::InputArchive& archive, const Optimizer& read) {
+  c10::IValue saved;
+  if (archive.try_read("applied_steps", saved)) return saved.toInt();
+  if constexpr (!Traits::kLibtorchCounts) return std::nullopt;
+  int64_t applied = 0;
+  for (const auto& [parameter, state] : read.state()) {
+    applied = std::max(applied, static_cast<const State&>(*state).step());
+  }
+  return applied;
 }
 
 }  // namespace detail

@@ -248,7 +248,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
   const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
   optimizer.apply(std::move(plan), verdict, options);
-  letter->send(scale, verdict);
+  letter->send(scale, verdict, was_unscaled);
   record.stage = detail::Stage::stepped;
   if (scale.is_cpu()) {
     const StepOutcome outcome = letter->outcome();
@@ -287,7 +287,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   detail::check_has_gradients(verdict.found_inf.defined(), optimizer.optimizer());
   const std::shared_ptr<detail::StepLetter> letter =
       letter_pool_.letter_for(scale_.original().device());
-  letter->send(scale_.original(), verdict);
+  letter->send(scale_.original(), verdict, was_unscaled);
   letter->wait();
   StepOutcome outcome = letter->outcome();
   if (!detail::clips(options)) outcome.grad_norm = outcome.grad_max_abs = std::nullopt;
@@ -303,7 +303,10 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     if (is_true || !lent.found_inf()) {
       outcome.value = optimizer.step();
     } else {  // a product overflows where, read in float, none did
-      outcome = {.ran = false, .found_inf = true, .scale = outcome.scale};
+      outcome = {.ran = false,
+                 .found_inf = true,
+                 .scale = outcome.scale,
+                 .was_unscaled = was_unscaled};
       if (detail::clips(options)) outcome.grad_norm = std::numeric_limits<double>::infinity();
       record.found_inf = at::ones_like(record.found_inf);
     }

@@ -62,8 +62,10 @@ class StepLetter {
     }
   }
 
-  /// Sends a step's scale, and a verdict that speaks for all devices.
-  void send(const at::Tensor& scale, const Verdict& verdict) {
+  /// Sends a step's scale, and a verdict that speaks for all devices. `was_unscaled`: the gradients
+  /// had lost the scale before the step.
+  void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
+    was_unscaled_ = was_unscaled;
     has_norm_ = verdict.sum_of_squares.defined();
     found_inf_ = verdict.found_inf;
     if (device_.is_cpu() && found_inf_.is_cpu()) {
@@ -110,6 +112,7 @@ class StepLetter {
         .ran = !found_inf, .found_inf = found_inf, .scale = static_cast<float>(numbers[0])};
     if (has_norm_) outcome.grad_norm = std::sqrt(numbers[2]);
     if (has_norm_) outcome.grad_max_abs = numbers[3];
+    outcome.was_unscaled = was_unscaled_;
     if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
     return outcome;
   }
@@ -167,6 +170,7 @@ class StepLetter {
   at::Device device_;
   bool is_captured_;
   bool has_norm_ = false;
+  bool was_unscaled_ = false;
   Sent numbers_sent_, next_scale_sent_;
   at::Tensor numbers_, next_scale_;
   at::Tensor found_inf_;

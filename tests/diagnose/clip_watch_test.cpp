@@ -1,6 +1,7 @@
-// What the scaler says to those who clip gradients that still carry the loss scale, and that it
-// says it to nobody else.
+// What Telemetry says to those who clip gradients that still carry the loss scale, and that it says
+// nothing to anybody else.
 
+#include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/clip_grad.h>
 
@@ -14,19 +15,21 @@
 #include <string>
 #include <vector>
 
-#include "../../support/tiny_optimizer.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
+using mezzo::StepOutcome;
+using mezzo::StepResult;
+using mezzo::Telemetry;
 using mezzo::detail::ClipWatch;
 using test_support::quiet_scaler;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
-using torch::optim::Optimizer;
 
 /// Gathers warnings in place of the terminal.
 class HeardWarnings : public c10::WarningHandler {
@@ -40,14 +43,14 @@ class HeardWarnings : public c10::WarningHandler {
   std::vector<std::string> lines_;
 };
 
-/// A loop over batches, with the user's own code where gradients are clipped.
+/// A loop over batches, with the user's own code where gradients are clipped, recorded.
 struct Loop {
   explicit Loop(double scale = 65536)
       : scaler(quiet_scaler(GradScalerOptions().init_scale(scale))) {
     torch::manual_seed(5);
   }
 
-  using Step = std::function<void(Loop&)>;
+  using Step = std::function<StepResult(Loop&)>;
 
   /// Gradients of random batches, whose norms are some 3 to 6, times the scale.
   void run(int steps, const Step& clip_and_step) {
@@ -56,8 +59,9 @@ struct Loop {
       for (auto& weight : weights) {
         weight.mutable_grad() = torch::randn(weight.sizes()) * (size * scaler.get_scale());
       }
-      clip_and_step(*this);
+      const StepResult result = clip_and_step(*this);
       scaler.update();
+      telemetry.record(result, torch::Tensor());
     }
   }
 
@@ -65,14 +69,15 @@ struct Loop {
 
   std::vector<torch::Tensor> weights{torch::zeros({7}).requires_grad_(),
                                      torch::zeros({2, 3}).requires_grad_()};
-  torch::optim::SGD sgd{weights, 1e-3};
-  mezzo::optim::SGD fused{weights, 1e-3};
+  torch::optim::SGD libtorchs{weights, 1e-3};
+  mezzo::optim::SGD sgd{weights, 1e-3};
   GradScaler scaler;
   HeardWarnings warnings;
+  Telemetry telemetry;
 };
 
 const auto kBoundOfOne = AllOf(
-    HasSubstr("the norm of the scaled gradients has been 1 for 8 steps in a row"),
+    HasSubstr("Telemetry: the norm of the scaled gradients has been 1 for 8 steps in a row"),
     HasSubstr("the loss scale 65536, which is a bound of 1.526e-05 on the true ones"),
     HasSubstr("call unscale_(optimizer) before clipping, or step(optimizer, {.max_norm = ...})"));
 
@@ -80,7 +85,7 @@ TEST(ClipWatch, ExplainsOnceThatTheBoundIsOnScaledGradients) {
   Loop loop;
   const Loop::Step mistake = [](Loop& self) {
     self.clip(1.0);
-    self.scaler.step(self.sgd);
+    return self.scaler.step(self.sgd);
   };
   loop.run(7, mistake);
   EXPECT_THAT(loop.warnings.lines(), IsEmpty());
@@ -90,33 +95,25 @@ TEST(ClipWatch, ExplainsOnceThatTheBoundIsOnScaledGradients) {
   EXPECT_THAT(loop.warnings.lines(), ElementsAre(testing::_));
 }
 
-TEST(ClipWatch, SeesWhatMezzosOptimizersReadAnyway) {
+TEST(ClipWatch, SeesAStepOfALibtorchOptimizerThatClips) {
   Loop loop;
   loop.run(10, [](Loop& self) {
     self.clip(1.0);
-    self.scaler.step(self.fused);
+    return self.scaler.step(self.libtorchs, {.max_norm = 1.0});
   });
   EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
 }
 
-TEST(ClipWatch, SeesWhatAStepThatClipsReads) {
-  Loop loop;
-  loop.run(10, [](Loop& self) {
-    self.clip(1.0);
-    self.scaler.step(self.sgd, {.max_norm = 1.0});
-  });
-  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
-}
-
-TEST(ClipWatch, SeesEachOfTwoOptimizersByItself) {
+TEST(ClipWatch, SeesEachOfTwoOptimizersByATelemetryOfItsOwn) {
   Loop loop;
   auto other = torch::zeros({9}).requires_grad_();
-  torch::optim::SGD second({other}, 1e-3);
+  mezzo::optim::SGD second({other}, 1e-3);
+  Telemetry of_second;
   loop.run(10, [&](Loop& self) {
     other.mutable_grad() = torch::randn({9});
     self.clip(1.0);
-    self.scaler.step(second);
-    self.scaler.step(self.sgd);
+    of_second.record(self.scaler.step(second), torch::Tensor());
+    return self.scaler.step(self.sgd);
   });
   EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
 }
@@ -127,7 +124,7 @@ TEST(ClipWatch, CountsOnAfterSkippedSteps) {
   loop.run(12, [&](Loop& self) {
     self.clip(1.0);
     if (step++ < 3) self.weights[0].mutable_grad()[2] = kInfinity;
-    self.scaler.step(self.sgd);
+    return self.scaler.step(self.sgd);
   });
   EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
 }
@@ -138,7 +135,7 @@ TEST(ClipWatch, SeesClippingByValueToo) {
     torch::nn::utils::clip_grad_value_(self.weights, 0.5);
     // Not all elements at the bound: else the norm would hold as well.
     self.weights[0].mutable_grad().mul_(torch::rand({7}));
-    self.scaler.step(self.sgd);
+    return self.scaler.step(self.sgd);
   });
   EXPECT_THAT(loop.warnings.lines(),
               ElementsAre(AllOf(HasSubstr("the largest magnitude of the scaled gradients has been "
@@ -146,9 +143,45 @@ TEST(ClipWatch, SeesClippingByValueToo) {
                                 HasSubstr("mezzo::clip_grad_value_(scaler, optimizer, ...)"))));
 }
 
-TEST(ClipWatch, LeavesStepResultAsItWas) {
-  Loop loop;
-  loop.run(3, [](Loop& self) { EXPECT_EQ(self.scaler.step(self.sgd).grad_norm(), std::nullopt); });
+TEST(ClipWatch, LooksAtTheFirst64StepsAlone) {
+  for (const int innocent : {40, 64}) {
+    Loop loop;
+    loop.run(innocent, [](Loop& self) { return self.scaler.step(self.sgd); });
+    loop.run(10, [](Loop& self) {
+      self.clip(1.0);
+      return self.scaler.step(self.sgd);
+    });
+    EXPECT_THAT(loop.warnings.lines(), testing::SizeIs(innocent == 40 ? 1 : 0)) << innocent;
+  }
+}
+
+/// A step whose outcome a device has not sent yet.
+struct LateStep final : mezzo::StepSlot {
+  bool ready() const noexcept override { return is_there; }
+  const StepOutcome& outcome() override {
+    EXPECT_TRUE(is_there) << "Telemetry waited for a device";
+    return known;
+  }
+  bool is_there = false;
+  StepOutcome known;
+};
+
+TEST(ClipWatch, SeesStepsOfADeviceWhenTheyHaveArrived) {
+  HeardWarnings warnings;
+  std::vector<std::shared_ptr<LateStep>> steps;
+  Telemetry telemetry;
+  for (int i = 0; i < 8; ++i) {
+    steps.push_back(std::make_shared<LateStep>());
+    steps.back()->known = {.ran = true,
+                           .scale = 65536,
+                           .grad_norm = 1.0 / 65536,
+                           .grad_max_abs = (0.5 + 0.01 * i) / 65536};
+    telemetry.record(StepResult(steps.back()), torch::Tensor());
+  }
+  EXPECT_THAT(warnings.lines(), IsEmpty());
+  for (const auto& step : steps) step->is_there = true;
+  telemetry.flush();
+  EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));
 }
 
 struct Innocent {
@@ -167,50 +200,63 @@ TEST_P(ClipWatchIsSilent, ToThose) {
 
 INSTANTIATE_TEST_SUITE_P(
     Innocents, ClipWatchIsSilent,
-    testing::Values(Innocent{"WhoDoNotClip", 65536, [](Loop& self) { self.scaler.step(self.sgd); }},
+    testing::Values(Innocent{"WhoDoNotClip", 65536,
+                             [](Loop& self) { return self.scaler.step(self.sgd); }},
                     Innocent{"WhoUnscaleFirst", 65536,
                              [](Loop& self) {
                                self.scaler.unscale_(self.sgd);
                                self.clip(1.0);
-                               self.scaler.step(self.sgd);
+                               return self.scaler.step(self.sgd);
                              }},
                     Innocent{"WhoClipWithTheScaler", 65536,
                              [](Loop& self) {
                                mezzo::clip_grad_norm_(self.scaler, self.sgd, 1.0);
-                               self.scaler.step(self.sgd);
+                               return self.scaler.step(self.sgd);
                              }},
-                    Innocent{"WhoUnscaleForMezzosOptimizers", 65536,
+                    Innocent{"WhoUnscaleForLibtorchsOptimizers", 65536,
                              [](Loop& self) {
-                               self.scaler.unscale_(self.fused);
+                               self.scaler.unscale_(self.libtorchs);
                                self.clip(1.0);
-                               self.scaler.step(self.fused);
+                               return self.scaler.step(self.libtorchs, {.max_norm = 1.0});
+                             }},
+                    Innocent{"WhoUnscaleFirstForABoundThatTheScaleMakesRound", 1024,
+                             [](Loop& self) {
+                               self.scaler.unscale_(self.sgd);
+                               self.clip(0x1p-10);  // times the scale it is 1
+                               return self.scaler.step(self.sgd);
+                             }},
+                    Innocent{"WhoUnscaleFirstForSuchABoundWithLibtorchs", 1024,
+                             [](Loop& self) {
+                               self.scaler.unscale_(self.libtorchs);
+                               self.clip(0x1p-10);  // times the scale it is 1
+                               return self.scaler.step(self.libtorchs, {.max_norm = 1.0});
                              }},
                     Innocent{"WhoMultiplyTheBoundByTheScale", 65536,
                              [](Loop& self) {
                                self.clip(1.0 * self.scaler.get_scale());
-                               self.scaler.step(self.sgd);
+                               return self.scaler.step(self.sgd);
                              }},
                     Innocent{"WhoMultiplyTheBoundByASmallScale", 64,
                              [](Loop& self) {
                                self.clip(1.0 * self.scaler.get_scale());
-                               self.scaler.step(self.sgd);
+                               return self.scaler.step(self.sgd);
                              }},
                     Innocent{"WhoHaveAScaleOfOne", 1,
                              [](Loop& self) {
                                self.clip(1.0);
-                               self.scaler.step(self.sgd);
+                               return self.scaler.step(self.sgd);
                              }},
                     Innocent{"WhoHaveTheSameGradientsInEveryStep", 128,
                              [](Loop& self) {
                                for (auto& weight : self.weights)
                                  weight.mutable_grad() = torch::full_like(weight, 10.0);
                                self.weights[0].mutable_grad().fill_(0).slice(0, 0, 3).fill_(10.0);
-                               self.scaler.step(self.sgd);
+                               return self.scaler.step(self.sgd);
                              }},
                     Innocent{"WhoseGradientsHaveAnOddLengthByConstruction", 65536,
                              [](Loop& self) {
                                self.clip(65536 * 1.73205);
-                               self.scaler.step(self.sgd);
+                               return self.scaler.step(self.sgd);
                              }}),
     [](const auto& innocent) { return std::string(innocent.param.name); });
 
@@ -221,13 +267,13 @@ TEST(ClipWatch, IsSilentToLossesWithConstantSlopes) {
       for (const double weight : {1.0, 10.0}) {
         Loop loop(scale);
         torch::nn::Linear head(2, outputs);
-        torch::optim::SGD optimizer(head->parameters(), 1e-6);
+        mezzo::optim::SGD optimizer(head->parameters(), 1e-6);
         const torch::Tensor targets = torch::full({4, outputs}, 5.0);
         for (int step = 0; step < 9; ++step) {
           optimizer.zero_grad();
           const torch::Tensor inputs = torch::rand({4, 2}) * torch::rand({});
           loop.scaler.scale(torch::l1_loss(head(inputs), targets) * weight).backward();
-          loop.scaler.step(optimizer);
+          loop.telemetry.record(loop.scaler.step(optimizer), torch::Tensor());
           loop.scaler.update();
         }
         EXPECT_THAT(loop.warnings.lines(), IsEmpty()) << scale << " " << outputs << " " << weight;
@@ -244,8 +290,7 @@ TEST(ClipWatchNumbers, AreThoseOfTheBoundsThatPeopleWrite) {
         ClipWatch watch;
         for (int i = 0; i < 8; ++i) {
           const double other = bound / scale * (2 + 0.1 * i);
-          watch.see(&watch, scale, by_value ? other : bound / scale,
-                    by_value ? bound / scale : other);
+          watch.see(scale, by_value ? other : bound / scale, by_value ? bound / scale : other);
         }
         EXPECT_THAT(warnings.lines(), testing::SizeIs(1)) << scale << " " << bound << by_value;
       }
@@ -258,7 +303,7 @@ TEST(ClipWatchNumbers, OfMillionsOfElementsMayBeAsFarOffAsLibtorchsNorms) {
   ClipWatch watch;
   for (int i = 0; i < 8; ++i) {
     const double norm = 1.0 + (i % 2 == 0 ? 9e-5 : 7e-5);
-    watch.see(&watch, 65536, norm / 65536, (0.1 + 0.01 * i) / 65536);
+    watch.see(65536, norm / 65536, (0.1 + 0.01 * i) / 65536);
   }
   EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));
 }
@@ -267,42 +312,9 @@ TEST(ClipWatchNumbers, ThatDriftSlowlyTogetherAreNoBound) {
   HeardWarnings warnings;
   ClipWatch watch;
   for (int i = 0; i < 60; ++i) {  // full batches at a tiny rate, with a norm near a round number
-    watch.see(&watch, 65536, (1.0 - 1e-6 * i) / 65536, (0.3 - 3e-5 * i) / 65536);
+    watch.see(65536, (1.0 - 1e-6 * i) / 65536, (0.3 - 3e-5 * i) / 65536);
   }
   EXPECT_THAT(warnings.lines(), IsEmpty());
-}
-
-TEST(ClipWatchNumbers, AreWantedForTheFirstStepsOnly) {
-  ClipWatch watch;
-  int first = 0;
-  int second = 0;
-  for (int i = 0; i < 64; ++i) {
-    EXPECT_TRUE(watch.wants(&first)) << i;
-    watch.see(&first, 65536, 1.0 + i, 0.5 + i);
-  }
-  EXPECT_FALSE(watch.wants(&first));
-  EXPECT_TRUE(watch.wants(&second));
-}
-
-TEST(ClipWatchNumbers, FromADeviceAreSeenWhenTheyHaveArrived) {
-  HeardWarnings warnings;
-  ClipWatch watch;
-  std::vector<std::shared_ptr<mezzo::detail::AsyncReadback>> readbacks;
-  for (int i = 0; i < 8; ++i) {
-    readbacks.push_back(std::make_shared<mezzo::detail::AsyncReadback>(torch::kCPU));
-    watch.expect(&watch, readbacks.back());
-  }
-  watch.poll();
-  EXPECT_THAT(warnings.lines(), IsEmpty());
-  for (std::size_t i = 0; i < readbacks.size(); ++i) {
-    const double unscaled = 1.0 / 65536;
-    const auto wide = torch::TensorOptions(torch::kDouble);
-    readbacks[i]->send({torch::full({}, 65536.0F), torch::zeros({}),
-                        torch::full({}, unscaled * unscaled, wide),
-                        torch::full({}, unscaled * (0.5 + 0.01 * static_cast<double>(i)), wide)});
-  }
-  watch.poll();
-  EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));
 }
 
 }  // namespace
