@@ -26,8 +26,8 @@ using mezzo::LossScale;
 using test_support::error_of;
 using test_support::sgd;
 using testing::Contains;
-using testing::IsEmpty;
 using testing::HasSubstr;
+using testing::IsEmpty;
 using testing::Not;
 
 // Without a GPU the path through ATen's kernels can still be walked with CPU tensors.

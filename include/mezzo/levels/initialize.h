@@ -106,8 +106,8 @@ class Amp {
   ///
   /// Called several times before a step, it adds up: true gradients are set aside for the time of
   /// the call. Gradients from before the first call count as scaled: clear them. A loss that
-  /// overflows leaves an inf or NaN in the gradients of each of `optimizers`, which skips their next
-  /// step, and lowers its own scale only.
+  /// overflows leaves an inf or NaN in the gradients of each of `optimizers`, which skips their
+  /// next step, and lowers its own scale only.
   ///
   /// If backward throws, so does this. Gradients that were unscaled before the call are then what
   /// they were, and the next call adds to them; others are as backward left them, to be cleared by

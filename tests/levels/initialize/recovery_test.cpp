@@ -260,11 +260,7 @@ TEST(AmpOrder, RefusesTwoOptimizersOfOneParameter) {
   torch::optim::SGD second(model->parameters(), 1.0);
   Amp amp = mezzo::initialize(model, {first, second}, scaled(OptLevel::O1()), kQuiet);
   const auto refuses = ThrowsMessage<c10::Error>(HasSubstr("give it to one of them"));
-  EXPECT_THAT(
-      [&] {
-        amp.scale_loss(amp(model, filled(0.25)), {first, second});
-      },
-      refuses);
+  EXPECT_THAT([&] { amp.scale_loss(amp(model, filled(0.25)), {first, second}); }, refuses);
   EXPECT_THAT([&] { amp.scale_loss(amp(model, filled(0.25)), first); }, refuses);
 }
 

@@ -303,10 +303,8 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     if (is_true || !lent.found_inf()) {
       outcome.value = optimizer.step();
     } else {  // a product overflows where, read in float, none did
-      outcome = {.ran = false,
-                 .found_inf = true,
-                 .scale = outcome.scale,
-                 .was_unscaled = was_unscaled};
+      outcome = {
+          .ran = false, .found_inf = true, .scale = outcome.scale, .was_unscaled = was_unscaled};
       if (detail::clips(options)) outcome.grad_norm = std::numeric_limits<double>::infinity();
       record.found_inf = at::ones_like(record.found_inf);
     }
