@@ -202,8 +202,7 @@ inline int group_of(std::size_t i, const StepCase& step) {
 
 /// What the kernels are to find out by themselves.
 inline StepUse use_of(StepParameters& parameters, std::size_t i, const StepCase& step) {
-  StepUse use{.clear = step.clear,
-              .copies_half = step.copies_half,
+  StepUse use{.copies_half = step.copies_half,
               .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
               .step = static_cast<uint64_t>(parameters.count(i)) + 1,
               .parameter = 1000 + i};
@@ -214,7 +213,7 @@ inline StepUse use_of(StepParameters& parameters, std::size_t i, const StepCase&
   return use;
 }
 
-template <class Parameter, class Gradient, class Rule, class Weights>
+template <class Parameter, class Rule, class Weights>
 void step_on_cpu(StepParameters& parameters, const StepCase& step,
                  const typename Rule::Constants& constants) {
   using Lanes = mezzo::detail::ScalarLanes<Parameter>;
@@ -227,17 +226,21 @@ void step_on_cpu(StepParameters& parameters, const StepCase& step,
     const double rate =
         rate_of_group(group_of(i, step)) * (step.rates == 0 ? 1.0 : kRates[step.rates - 1]);
     auto coefficients = constants.at(rate, static_cast<int64_t>(use.step));
-    const auto span = parameters.span(i);
+    auto span = parameters.span(i);
+    using Value = mezzo::detail::StepValue<Parameter>;  // as which the CPU's loops read gradients
+    const at::Tensor wide = parameters.stream(i, 1).to(c10::CppTypeToScalarType<Value>::value);
+    span.gradient = wide.data_ptr();
     if constexpr (std::is_same_v<Rule, LambRule>) {
       mezzo::detail::LambNorms norms;
-      mezzo::detail::LambMomentsKernel<Parameter, Gradient, Weights, Lanes>::run(span, coefficients,
-                                                                                 use, norms);
+      mezzo::detail::LambMomentsKernel<Parameter, Weights, Lanes>::run(span, coefficients, use,
+                                                                       norms);
       coefficients.adapt(norms);
       mezzo::detail::LambParameterKernel<Parameter, Weights, Lanes>::run(span, coefficients, use);
     } else {
-      mezzo::detail::OptimizerStepKernel<Parameter, Gradient, Rule, Weights, Lanes>::run(
-          span, coefficients, use);
+      mezzo::detail::OptimizerStepKernel<Parameter, Rule, Weights, Lanes>::run(span, coefficients,
+                                                                               use);
     }
+    if (step.clear) parameters.stream(i, 1).zero_();
   }
 }
 

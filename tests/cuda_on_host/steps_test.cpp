@@ -41,7 +41,7 @@ void expect_step_of_every_storage(const StepCase& step, const typename Rule::Con
     StepParameters parameters(storage, step, kSizes);
     const StepParameters before = parameters.clone();
     StepParameters expected = parameters.clone();
-    step_on_cpu<Parameter, Gradient, Rule, Weights>(expected, step, constants);
+    step_on_cpu<Parameter, Rule, Weights>(expected, step, constants);
     step_on_device<Rule>({&parameters}, step, constants);
     EXPECT_EQ(difference<Rule>(parameters, expected, before, constants), "") << storage.name;
     if (!step.is_skipped) {
@@ -96,7 +96,7 @@ void expect_one_call(const typename Rule::Constants& constants) {
     all.emplace_back(storage, step, std::vector<int64_t>{5, 9000});
     expected.push_back(all.back().clone());
     before.push_back(all.back().clone());
-    step_on_cpu<Parameter, Gradient, Rule, Weights>(expected.back(), step, constants);
+    step_on_cpu<Parameter, Rule, Weights>(expected.back(), step, constants);
   });
   std::vector<StepParameters*> pointers;
   for (StepParameters& one : all) pointers.push_back(&one);
@@ -122,7 +122,7 @@ void expect_pages(const typename Rule::Constants& constants, int count) {
   StepParameters parameters({"float", at::kFloat, at::kFloat, at::kFloat}, step, sizes);
   const StepParameters before = parameters.clone();
   StepParameters expected = parameters.clone();
-  step_on_cpu<float, float, Rule, mezzo::detail::PlainWeights<float>>(expected, step, constants);
+  step_on_cpu<float, Rule, mezzo::detail::PlainWeights<float>>(expected, step, constants);
   step_on_device<Rule>({&parameters}, step, constants);
   EXPECT_EQ(difference<Rule>(parameters, expected, before, constants), "") << count;
 }

@@ -46,7 +46,7 @@ LambNorms run(const StepLoop& loop, const DtypePair& dtypes, const StepSpan& spa
               LambCoefficients c, const StepUse& use, bool clears = false) {
   LambNorms norms;
   const StepTask task = task_of(loop, dtypes, span, c, use, clears);
-  mezzo::detail::for_piece(task, 0, span.count, [&](const StepSpan& part) {
+  mezzo::detail::for_widened<kStepPiece>(task, 0, span.count, [&](const StepSpan& part) {
     loop.learn(part, task.coefficients, use, norms);
   });
   c.adapt(norms);
@@ -260,7 +260,7 @@ TEST_P(LambLoops, OnSplitWeightsGiveWhatFloatsGive) {
                             coefficients(), {});
     task.sizes.moment = sizeof(float);
     LambNorms norms;
-    mezzo::detail::for_piece(task, 0, count, [&](const StepSpan& part) {
+    mezzo::detail::for_widened<kStepPiece>(task, 0, count, [&](const StepSpan& part) {
       task.loop.learn(part, task.coefficients, task.use, norms);
     });
     auto adapted = coefficients();

@@ -196,7 +196,7 @@ inline void run_lamb_cpu(const std::vector<StepTask>& tasks) {
   std::vector<LambNorms> of_piece(pieces.size());
   pieces.for_each([&](std::size_t i) {
     const StepTask& task = tasks[pieces[i].item];
-    for_piece(task, pieces[i].begin, pieces[i].count, [&](const StepSpan& part) {
+    for_widened<kStepPiece>(task, pieces[i].begin, pieces[i].count, [&](const StepSpan& part) {
       task.loop.learn(part, task.coefficients, task.use, of_piece[i]);
       if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
     });

@@ -231,21 +231,28 @@ inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
   return part;
 }
 
-/// Calls `work(part)` for elements [begin, begin + count) of a task, at most kStepPiece, with
-/// gradients as the loop reads them; then clears the gradients if that is to be done.
-template <class Work>
-void for_piece(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
-  StepSpan part = part_of(task, begin, count);
-  void* const gradient = part.gradient;
-  alignas(64) std::byte widened[kStepPiece * sizeof(double)];
-  if (task.widens) {
-    widen_gradients(task.gradient_dtype, gradient, widened, count);
-    part.gradient = widened;
+/// How many gradients are widened at a time where a loop looks at each element by itself: so many
+/// that calls cost nothing, and so few that they stay in the first-level cache.
+inline constexpr int64_t kWidenedAtOnce = 2048;
+
+/// Calls `work(part)` for elements [begin, begin + count) of a task, in stretches of at most
+/// `kMost`, with gradients as the loop reads them; then clears the gradients if that is to be done.
+template <int64_t kMost, class Work>
+void for_widened(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
+  if (!task.widens) {
+    work(part_of(task, begin, count));
+  } else {
+    alignas(64) std::byte widened[kMost * sizeof(double)];
+    for (int64_t first = begin; first < begin + count; first += kMost) {
+      StepSpan part = part_of(task, first, std::min(kMost, begin + count - first));
+      widen_gradients(task.gradient_dtype, part.gradient, widened, part.count);
+      part.gradient = widened;
+      work(part);
+    }
   }
-  work(part);
-  if (task.clears) {
-    std::memset(gradient, 0, static_cast<std::size_t>(count * task.sizes.gradient));
-  }
+  if (!task.clears) return;
+  std::memset(static_cast<char*>(task.span.gradient) + begin * task.sizes.gradient, 0,
+              static_cast<std::size_t>(count * task.sizes.gradient));
 }
 
 /// Runs all tasks of a step in one pass over their memory. Small ones share a batch.
@@ -254,8 +261,9 @@ inline void run_step_cpu(const std::vector<StepTask>& tasks) {
   for (std::size_t i = 0; i < tasks.size(); ++i) pieces.add(i, tasks[i].span.count);
   pieces.for_each([&](std::size_t i) {
     const StepTask& task = tasks[pieces[i].item];
-    for_piece(task, pieces[i].begin, pieces[i].count,
-              [&](const StepSpan& part) { task.loop.step(part, task.coefficients, task.use); });
+    for_widened<kWidenedAtOnce>(task, pieces[i].begin, pieces[i].count, [&](const StepSpan& part) {
+      task.loop.step(part, task.coefficients, task.use);
+    });
   });
 }
 

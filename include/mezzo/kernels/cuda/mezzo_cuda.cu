@@ -314,6 +314,10 @@ static void step_all_dtypes(const std::vector<StepRow>& rows,
   step_rows<BFloat16, BFloat16, Rule, SplitWeights>(rows, groups, variant, target);
   step_rows<BFloat16, BFloat16, Rule, StochasticWeights>(rows, groups, variant, target);
   step_rows<Half, Half, Rule>(rows, groups, variant, target);
+  step_rows<BFloat16, float, Rule>(rows, groups, variant, target);
+  step_rows<BFloat16, float, Rule, SplitWeights>(rows, groups, variant, target);
+  step_rows<BFloat16, float, Rule, StochasticWeights>(rows, groups, variant, target);
+  step_rows<Half, float, Rule>(rows, groups, variant, target);
 }
 
 __attribute__((weak)) uint64_t capture_on(at::Device device) {

@@ -16,7 +16,9 @@
 #include <vector>
 
 #ifdef MEZZO_WITH_CUDA
+#include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/table_memory.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
