@@ -70,10 +70,9 @@ namespace optim {
 /// set to zero. It decides on the device whether to step, so that the host need not know.
 class FusedOptimizer : public OptimizerInterface {
  public:
-  /// One read of the gradients, or none where the optimizer stands on buckets that were read during
-  /// backward (GradBuckets::summarize). `inv_scale` is a float of one element; where gradients lie
-  /// on other devices it is copied there. Writes nothing, except that a sparse gradient is
-  /// coalesced; no host sync, except to coalesce. `of_masters`: see GradientReport.
+  /// One read of the gradients. `inv_scale` is a float of one element; where gradients lie on other
+  /// devices it is copied there. Writes nothing, except that a sparse gradient is coalesced; no
+  /// host sync, except to coalesce. `of_masters`: see GradientReport.
   /// \throws c10::Error if a gradient is one that `apply` does not take
   virtual inline GradientReport report(const at::Tensor& inv_scale, bool of_masters = false);
 

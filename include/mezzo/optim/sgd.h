@@ -141,7 +141,7 @@ namespace optim {
 /// threads holds here. Sparse gradients are torch::optim::SGD's.
 class SGD : public detail::ElementwiseOptimizer<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
-  /// AdamW's constructors, on param groups, parameters or buckets, with SGDOptions, which have no
+  /// AdamW's constructors, on param groups or parameters, with SGDOptions, which have no
   /// default.
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
   ///   momentum is positive and dampening 0; or where there is no parameter, one is given twice

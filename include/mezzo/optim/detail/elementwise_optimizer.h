@@ -16,7 +16,6 @@
 #include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/grad_bucket.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros_like.h>
@@ -24,9 +23,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <concepts>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -89,12 +86,6 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   explicit ElementwiseOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {})
       : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
     check_has_parameters(!param_groups_.front().params().empty());
-  }
-
-  template <std::same_as<GradBuckets> Buckets>
-  explicit ElementwiseOptimizer(Buckets& buckets, const Options& defaults = {})
-      : ElementwiseOptimizer({torch::optim::OptimizerParamGroup(buckets.parameters())}, defaults) {
-    buckets_ = shared(buckets);
   }
 
   /// libtorch's, with all of the group's options; called through `torch::optim::Optimizer&`, from
@@ -216,7 +207,6 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
   // Who takes part, and with what (elementwise_optimizer_plan.h).
   void look_at_parameters();
   void settle_parameters(bool are_others);
-  void follow_parameters(bool reattaches);
   std::vector<at::Tensor> own_parameters() const;
   std::vector<std::pair<const at::Tensor*, std::size_t>> parameter_lists() const;
   void make_plan(bool of_masters);
@@ -281,15 +271,11 @@ class ElementwiseOptimizer : public torch::optim::Optimizer, public optim::Fused
                    std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   static void finish_with_aten(const Many& all, const AtenVerdict& verdict);
 
-  std::shared_ptr<OptimizerBuckets> buckets_;  // null where the optimizer stands on parameters
   Plan plan_;
   std::uint64_t last_plan_ = 0;
   SeenParameters seen_;
   SeenParameters seen_gradients_;  // that shared_gradients_ was found of
   bool shared_gradients_ = false;
-  int64_t parameters_version_ = 0;    // one higher whenever they are others
-  int64_t bucketed_version_ = 0;      // of those that were last put into the buckets
-  bool buckets_hold_others_ = false;  // which are not, or no more, this optimizer's
 };
 
 }  // namespace detail

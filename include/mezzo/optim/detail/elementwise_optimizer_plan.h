@@ -13,7 +13,7 @@
 #include <utility>
 
 // An optimizer's parameters: which have a gradient and take part in a step, whether that can be
-// done, which are trained as masters, and in which buckets they are. All is checked before anything
+// done, which are trained as masters. All is checked before anything
 // is written.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -114,27 +114,12 @@ void ElementwiseOptimizer<Traits>::look_at_parameters() {
 template <class Traits>
 void ElementwiseOptimizer<Traits>::settle_parameters(bool are_others) {
   if (!are_others) return;
-  ++parameters_version_;
   try {
     refuse_duplicates(own_parameters(), words());
   } catch (...) {
     seen_.forget();
     throw;
   }
-}
-
-/// Parameters that are new join the buckets; and gradients come to their places.
-template <class Traits>
-void ElementwiseOptimizer<Traits>::follow_parameters(bool reattaches) {
-  if (buckets_ == nullptr) return;
-  look_at_parameters();
-  if (bucketed_version_ != parameters_version_) {
-    const std::vector<at::Tensor> own = own_parameters();
-    buckets_->add_parameters(missing_from(buckets_->parameters(), own));
-    buckets_hold_others_ = !missing_from(own, buckets_->parameters()).empty();
-    bucketed_version_ = parameters_version_;
-  }
-  if (reattaches && !buckets_hold_others_) buckets_->reattach_gradients();
 }
 
 /// By which a change of the groups between report and step is noticed.

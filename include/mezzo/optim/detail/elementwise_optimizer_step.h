@@ -9,16 +9,13 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// From the buckets where these are the gradients of all that lies in them.
 template <class Traits>
 GradientReport ElementwiseOptimizer<Traits>::report(const at::Tensor& inv_scale, bool of_masters) {
   const c10::NoGradGuard no_grad;
-  follow_parameters(/*reattaches=*/!of_masters);
   make_plan(of_masters);
   plan_.number = ++last_plan_;
   GradientReport report{
       .of_masters = of_masters, .has_bare_half = plan_.has_bare_half, .plan = plan_.number};
-  const bool in_buckets = buckets_ != nullptr && !buckets_hold_others_ && !of_masters;
   for (const DeviceParticipants<Traits>& on_one : plan_.devices) {
     DeviceGradientReport& one = report.devices.emplace_back();
     one.inv_scale = on_device(inv_scale, on_one.device);
@@ -26,9 +23,7 @@ GradientReport ElementwiseOptimizer<Traits>::report(const at::Tensor& inv_scale,
     for (const One& participant : on_one.participants) {
       one.gradients.push_back(participant.gradient);
     }
-    note(in_buckets ? buckets_->summarize(one.inv_scale)
-                    : summarize_gradients(one.gradients, one.inv_scale, &table_memory()),
-         one);
+    note(summarize_gradients(one.gradients, one.inv_scale, &table_memory()), one);
   }
   return report;
 }
@@ -37,10 +32,7 @@ template <class Traits>
 void ElementwiseOptimizer<Traits>::apply_with(const GradientReport& report,
                                               const StepOptions& options, bool with_aten) {
   try {
-    if (!is_planned(report)) {
-      follow_parameters(/*reattaches=*/false);
-      make_plan(report.of_masters);
-    }
+    if (!is_planned(report)) make_plan(report.of_masters);
     apply_plan(report, options, with_aten);
   } catch (...) {
     plan_.clear();
