@@ -13,9 +13,9 @@
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/diagnose/telemetry.h>
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -53,9 +53,9 @@ struct Trainer {
   mezzo::OpPolicy policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
   mezzo::AutocastModule<torch::nn::Linear> model{
       layer, {.device = torch::kCPU, .cache = cache, .policy = policy}};
-  mezzo::GradBuckets buckets{layer->parameters(),
-                             mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat)};
-  mezzo::optim::AdamW optimizer{buckets, mezzo::optim::AdamWOptions(0.01).ema_decay(0.9)};
+  mezzo::GradBuckets buckets{layer->parameters()};
+  mezzo::optim::AdamW optimizer{layer->parameters(),
+                                mezzo::optim::AdamWOptions(0.01).ema_decay(0.9)};
   mezzo::LinearSchedule schedule{optimizer, {.warmup_steps = 2, .total_steps = 10}};
   mezzo::GradScaler scaler;
   mezzo::Ema ema{layer->parameters(), {}};

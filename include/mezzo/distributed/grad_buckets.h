@@ -30,8 +30,8 @@ struct GradBucketsOptions {
 /// gradients.
 struct GradBucket {
   at::Device device;
-  /// The gradients' dtype: `parameter.grad_dtype()` (libtorch 2.10 and later), which is the
-  /// parameter's own dtype unless somebody has called `set_grad_dtype`.
+  /// The gradients' dtype: `parameter.grad_dtype()`, which is the parameter's own dtype unless
+  /// somebody has called `set_grad_dtype`.
   at::ScalarType dtype;
   /// Indices into GradBuckets::parameters, in the order in which the gradients lie.
   std::vector<std::size_t> parameters;

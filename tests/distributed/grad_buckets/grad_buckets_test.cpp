@@ -1,12 +1,15 @@
 // Gradients in flat buckets: whatever becomes of a gradient, its value is kept and found.
 
 #include <mezzo/distributed/grad_buckets.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -253,22 +256,10 @@ TEST(GradBuckets, BackwardConvertsAGradientOfAnotherFloatingDtype) {
   EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({4}, 1.5, torch::kBFloat16)));
 }
 
-template <class T>
-constexpr bool has_grad_dtype = requires(const T& tensor) {
-  tensor.set_grad_dtype(at::kFloat);
-};
-
-/// Parameters of libtorch before 2.10 have gradients of their own dtype.
-template <class T>
-void set_grad_dtype(const T& parameter, torch::ScalarType dtype) {
-  if constexpr (has_grad_dtype<T>) parameter.set_grad_dtype(dtype);
-}
-
 TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAccumulates) {
-  if (!has_grad_dtype<Tensor>) GTEST_SKIP() << "this libtorch has no set_grad_dtype";
   const std::vector<Tensor> parameters{leaf({4}, torch::kBFloat16), leaf({3}, torch::kBFloat16),
                                        leaf({2})};
-  set_grad_dtype(parameters[0], torch::kFloat);
+  parameters[0].set_grad_dtype(torch::kFloat);
   GradBuckets buckets(parameters);
   std::vector<torch::ScalarType> dtypes;
   for (const auto& bucket : buckets.buckets()) dtypes.push_back(bucket.dtype);
@@ -278,7 +269,7 @@ TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAccumulates) {
   EXPECT_EQ(at_home(buckets), (Numbers{0, 1, 2}));
   EXPECT_TRUE(torch::equal(parameters[0].grad(), torch::full({4}, 1000.0F)));
   EXPECT_TRUE(torch::equal(parameters[1].grad(), torch::full({3}, 256, torch::kBFloat16)));
-  set_grad_dtype(parameters[0], torch::kBFloat16);
+  parameters[0].set_grad_dtype(torch::kBFloat16);
   buckets.zero_grad();
   loss_of(parameters).backward();
   EXPECT_EQ(at_home(buckets), (Numbers{0, 1, 2})) << "in the bucket that was made for float";
@@ -414,6 +405,36 @@ TEST(GradBuckets, MovesWithItsGradients) {
   second = GradBuckets(parameters);
   loss_of(parameters).backward();
   EXPECT_EQ(sum_of_squares(second), 12);
+}
+
+/// Ten steps with clipping, every fourth of which overflows.
+std::vector<Tensor> trained(bool in_buckets, bool zero_grad) {
+  torch::manual_seed(4);
+  torch::nn::Sequential net(torch::nn::Linear(12, 30), torch::nn::Tanh(), torch::nn::Linear(30, 5));
+  GradBuckets buckets(in_buckets ? net->parameters() : std::vector<Tensor>{});
+  mezzo::optim::AdamW optimizer(net->parameters(), mezzo::optim::AdamWOptions(1e-2));
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1024));
+  scaler.on_skip(nullptr);
+  for (int i = 0; i < 10; ++i) {
+    if (!zero_grad) optimizer.zero_grad(/*set_to_none=*/i % 2 == 0);
+    const double factor = i % 4 == 3 ? std::numeric_limits<double>::infinity() : 1.0;
+    torch::manual_seed(i);
+    const auto loss = net->forward(torch::randn({7, 12})).square().mean() * factor;
+    scaler.scale(loss).backward();
+    scaler.step(optimizer, {.max_norm = 0.5, .zero_grad = zero_grad});
+    scaler.update();
+  }
+  EXPECT_EQ(optimizer.applied_steps(), 8);
+  return net->parameters();
+}
+
+TEST(GradBuckets, AnOptimizerTrainsAsWithoutThemToTheBit) {
+  for (const bool zero_grad : {false, true}) {
+    const auto with = trained(true, zero_grad);
+    const auto without = trained(false, zero_grad);
+    for (std::size_t i = 0; i < with.size(); ++i)
+      EXPECT_TRUE(torch::equal(with[i], without[i])) << i;
+  }
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>
@@ -166,24 +166,18 @@ TEST(ScaleLoss, AddsUpMicroBatchesWithAndWithoutDelay) {
 
 // A gradient is a view into a bucket, whose memory the next backward pass writes to.
 TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
-  for (const bool during_backward : {false, true}) {
-    for (const auto storage : {mezzo::GradStorage::flat, mezzo::GradStorage::in_place}) {
-      Vector model;
-      mezzo::GradBuckets buckets(
-          model->parameters(),
-          mezzo::GradBucketsOptions().storage(storage).check_during_backward(during_backward));
-      mezzo::optim::SGD optimizer(buckets, mezzo::optim::SGDOptions(1));
-      Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O1()), {.verbosity = 0});
-      for (const bool delays : {false, true}) {
-        optimizer.zero_grad();
-        amp.scale_loss(amp(model, filled(0.125)), optimizer);
-        amp.scale_loss(amp(model, filled(0.0625)), optimizer);
-        amp.scale_loss(amp(model, filled(0.0625)), optimizer, {.delay_unscale = delays});
-        EXPECT_EQ(amp.step(optimizer, {.max_norm = 100}).grad_norm(), 0.5);
-      }
-      EXPECT_EQ(weight_of(model), 0.5F);
-    }
+  Vector model;
+  const mezzo::GradBuckets buckets(model->parameters());
+  mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(1));
+  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O1()), {.verbosity = 0});
+  for (const bool delays : {false, true}) {
+    optimizer.zero_grad();
+    amp.scale_loss(amp(model, filled(0.125)), optimizer);
+    amp.scale_loss(amp(model, filled(0.0625)), optimizer);
+    amp.scale_loss(amp(model, filled(0.0625)), optimizer, {.delay_unscale = delays});
+    EXPECT_EQ(amp.step(optimizer, {.max_norm = 100}).grad_norm(), 0.5);
   }
+  EXPECT_EQ(weight_of(model), 0.5F);
 }
 
 TEST(ScaleLoss, ClipsInOnePassWhatWasNotUnscaled) {

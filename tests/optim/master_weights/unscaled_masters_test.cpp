@@ -1,9 +1,9 @@
 // GradScaler::unscale_ where an optimizer keeps masters: true gradients in float, to be clipped at
 // master_params(optimizer), and gone when the iteration is over.
 
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
@@ -330,8 +330,8 @@ TEST(UnscaledMasters, ReadTheirOwnGradientsWhereTheParametersLieInBuckets) {
   for (const auto& parameter : model.parameters) {
     if (parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
   }
-  mezzo::GradBuckets buckets(dense, mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat));
-  mezzo::optim::SGD optimizer(buckets,
+  mezzo::GradBuckets buckets(dense);
+  mezzo::optim::SGD optimizer(dense,
                               mezzo::optim::SGDOptions(1e-2).weight_storage(WeightStorage::master));
   GradScaler scaler = quiet_scaler();
   model.set_gradients(0);

@@ -90,14 +90,10 @@ inline int64_t padded_count(int64_t count, int64_t element_size, int64_t parts) 
 }
 
 /// The dtype in which autograd accumulates the parameter's gradients: its own, unless somebody has
-/// called `set_grad_dtype`, which libtorch has from 2.10 on.
+/// called `set_grad_dtype`.
 inline at::ScalarType gradient_dtype(const at::Tensor& parameter) {
-  const auto of = []<class Tensor>(const Tensor& tensor) {
-    at::ScalarType dtype = tensor.scalar_type();
-    if constexpr (requires { tensor.grad_dtype(); }) dtype = tensor.grad_dtype().value_or(dtype);
-    return is_training_dtype(dtype) ? dtype : tensor.scalar_type();
-  };
-  return of(parameter);
+  const at::ScalarType dtype = parameter.grad_dtype().value_or(parameter.scalar_type());
+  return is_training_dtype(dtype) ? dtype : parameter.scalar_type();
 }
 
 // --- BucketedGradients
