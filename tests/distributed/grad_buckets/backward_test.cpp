@@ -131,7 +131,7 @@ TEST_F(BucketsInBackward, CallTheHookThatWasThereAndTakeWhatItLeaves) {
   EXPECT_EQ(calls, 2);
 }
 
-TEST_F(BucketsInBackward, TwoOnTheSameParametersTakeTheirHooksAwayInAnyOrder) {
+TEST_F(BucketsInBackward, OfTheSameParametersTakeTheirHooksAwayInAnyOrder) {
   const auto parameter = torch::ones({3}).requires_grad_();
   auto first = std::make_unique<GradBuckets>(std::vector<Tensor>{parameter});
   auto second = std::make_unique<GradBuckets>(std::vector<Tensor>{parameter});
@@ -145,7 +145,7 @@ TEST_F(BucketsInBackward, TwoOnTheSameParametersTakeTheirHooksAwayInAnyOrder) {
   EXPECT_EQ(hook_of(parameter), nullptr);
 }
 
-TEST_F(BucketsInBackward, UnderSomebodyElsesHookItsOwnGoesQuiet) {
+TEST_F(BucketsInBackward, UnderSomebodyElsesHookTheirOwnGoesQuiet) {
   int calls = 0;
   struct Wrapping : torch::autograd::PostAccumulateGradHook {
     std::unique_ptr<PostAccumulateGradHook> inner;
@@ -186,7 +186,7 @@ TEST_F(BucketsInBackward, LeaveGradientsWithHistoryAloneUntilTheyAreReattached) 
   EXPECT_EQ(sum_of_squares(buckets), 3 * 144);
 }
 
-TEST_F(BucketsInBackward, WorksWithCheckpointsThatRunBackwardInsideBackward) {
+TEST_F(BucketsInBackward, WorkWithCheckpointsThatRunBackwardInsideBackward) {
   GradBuckets buckets(model_->parameters());
   std::vector<std::size_t> ready;
   buckets.on_ready([&](std::size_t bucket) { ready.push_back(bucket); });
@@ -218,7 +218,7 @@ struct BackwardInside : torch::autograd::Function<BackwardInside> {
   }
 };
 
-TEST_F(BucketsInBackward, CountsOnceAParameterThatSeveralPassesInsideReach) {
+TEST_F(BucketsInBackward, CountOnceAParameterThatSeveralPassesInsideReach) {
   const auto shared = torch::ones({3}).requires_grad_();
   const auto other = torch::ones({3}).requires_grad_();
   GradBuckets buckets({shared, other});
@@ -244,7 +244,7 @@ TEST_F(BucketsInBackward, CountsOnceAParameterThatSeveralPassesInsideReach) {
   }
 }
 
-TEST_F(BucketsInBackward, IsWellAfterABackwardThatThrewOnceReattached) {
+TEST_F(BucketsInBackward, AreWellAfterABackwardThatThrewOnceReattached) {
   const auto parameter = torch::ones({3}).requires_grad_();
   const auto late = torch::ones({3}).requires_grad_();
   GradBuckets buckets({late, parameter});
@@ -267,7 +267,7 @@ TEST_F(BucketsInBackward, IsWellAfterABackwardThatThrewOnceReattached) {
   EXPECT_EQ(ready, 2);
 }
 
-TEST_F(BucketsInBackward, IsWellAfterABackwardThatThrew) {
+TEST_F(BucketsInBackward, AreWellAfterABackwardThatThrew) {
   GradBuckets buckets(model_->parameters());
   std::vector<std::size_t> ready;
   buckets.on_ready([&](std::size_t bucket) { ready.push_back(bucket); });
@@ -289,7 +289,7 @@ TEST_F(BucketsInBackward, IsWellAfterABackwardThatThrew) {
   EXPECT_EQ(ready.size(), buckets.buckets().size());
 }
 
-TEST_F(BucketsInBackward, TellsOnceOfEachBucketWhoseGradientsAreAllThere) {
+TEST_F(BucketsInBackward, TellOnceOfEachBucketWhoseGradientsAreAllThere) {
   GradBuckets buckets(model_->parameters(), {.bucket_bytes = 1 << 20});
   ASSERT_GT(buckets.buckets().size(), 1U);
   std::vector<std::size_t> ready;
@@ -320,7 +320,7 @@ TEST_F(BucketsInBackward, TellsOnceOfEachBucketWhoseGradientsAreAllThere) {
   EXPECT_TRUE(ready.empty());
 }
 
-TEST_F(BucketsInBackward, TellsAtTheEndOfBucketsWithUnusedParameters) {
+TEST_F(BucketsInBackward, TellAtTheEndOfBucketsWithUnusedParameters) {
   const auto a = torch::ones({16}).requires_grad_();
   const auto b = torch::ones({16}).requires_grad_();
   const auto frozen = torch::ones({16});
