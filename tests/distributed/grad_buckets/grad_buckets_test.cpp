@@ -336,7 +336,16 @@ TEST(GradBuckets, CopiesAGradientThatIsAnotherViewOfItsOwnPlace) {
   EXPECT_NE(parameters[0].grad().const_data_ptr(), parameters[1].grad().const_data_ptr());
 }
 
-TEST(GradBuckets, LeavesGradientsWithHistoryWhereTheyAreUntilTheyAreRead) {
+TEST(GradBuckets, ConvertsAGradientThatIsItsPlaceSeenInAnotherDtype) {
+  const auto parameter = leaf({3}, torch::kBFloat16);
+  GradBuckets buckets({parameter});
+  parameter.sum().backward();
+  parameter.mutable_grad() = parameter.grad().view(torch::kHalf);
+  EXPECT_EQ(at_home(buckets), (Numbers{0}));
+  EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({3}, 1.875, torch::kBFloat16)));
+}
+
+TEST(GradBuckets, LeavesGradientsWithHistoryWhereTheyAreUntilTheyAreReattached) {
   const auto parameter = torch::full({3}, 2.0F).requires_grad_();
   GradBuckets buckets({parameter});
   parameter.pow(3).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
