@@ -27,7 +27,7 @@
 
 #include "distributed/mpi_backend.h"
 #include "encoder.h"
-#include "optim/grad_buckets/interleaved.h"
+#include "interleaved.h"
 
 namespace {
 
@@ -163,8 +163,7 @@ std::shared_ptr<Training> with_mezzo(mezzo::Communicator world,
                                      const mezzo::GradAllReduceOptions& options) {
   auto training = std::make_shared<Training>();
   auto buckets = std::make_shared<GradBuckets>(
-      training->model->parameters(),
-      mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat).bucket_bytes(kBucketBytes));
+      training->model->parameters(), mezzo::GradBucketsOptions{.bucket_bytes = kBucketBytes});
   auto reduce = std::make_shared<mezzo::GradAllReduce>(
       *buckets, CountedCommunicator(world, *training->traffic), options);
   training->after = [buckets, reduce] {};

@@ -266,13 +266,13 @@ def kernel_of(demangled):
     short = {"c10::Half": "half", "c10::BFloat16": "bfloat16"}
     words = [short.get(argument, argument) for argument in arguments]
     smallest = 16 if arguments and arguments[0] == "double" else 8
-    if kind in ("summary_kernel", "statistics_kernel", "unscale_kernel"):
+    if kind in ("summary_kernel", "unscale_kernel"):
         own = BYTES[arguments[0]]
         table = " large table" if len(arguments) > 1 and "900" in arguments[1] else ""
         return Kernel(f"{kind[:-7]} {words[0]}{table}", own, own if kind == "unscale_kernel" else 0, 16)
     is_lamb_parameter = kind == "lamb_parameter_kernel"
     if kind not in ("optimizer_step_kernel", "lamb_moments_kernel") and not is_lamb_parameter:
-        return Kernel(kind[:-7] + (f" {words[0]}" if "finish" in kind else ""))
+        return Kernel(kind[:-7])
     weights = arguments[1 if is_lamb_parameter else 3 if kind == "optimizer_step_kernel" else 2]
     parameter, gradient = BYTES[arguments[0]], 0 if is_lamb_parameter else BYTES[arguments[1]]
     moment = 4 if "Split" in weights else parameter
@@ -342,7 +342,7 @@ def missed_goals(rows):
         if "instructions" not in row or "double" in row["kernel"]:
             continue
         # Sums of squares are carried into a double, once a run.
-        carries = row["kernel"].split()[0] in ("summary", "statistics") or row["kernel"].startswith("lamb moments")
+        carries = row["kernel"].startswith(("summary", "lamb moments"))
         if row.get("fp64", 0) > (1 if carries else 0):
             yield f"{name} takes {row['fp64']:.2f} double-precision instructions an element"
         limit = 40 if row["kernel"] == "Adam half" else 6 if row["kernel"].startswith("summary") else None

@@ -32,7 +32,7 @@ BertForTokenClassification stored_as(Precision precision, BertForTokenClassifica
 
 /// Weights are decayed, biases and layer norms are not.
 mezzo::optim::AdamW make_optimizer(const BertForTokenClassification& model,
-                                   mezzo::GradBuckets* buckets, const TrainingOptions& options) {
+                                   const TrainingOptions& options) {
   std::vector<torch::Tensor> decayed, others;
   for (const auto& parameter : model->parameters()) {
     (parameter.dim() > 1 ? decayed : others).push_back(parameter);
@@ -44,11 +44,9 @@ mezzo::optim::AdamW make_optimizer(const BertForTokenClassification& model,
         .seed(options.seed);
     return torch::optim::OptimizerParamGroup(std::move(parameters), std::move(adamw));
   };
-  std::vector groups{group(std::move(decayed), options.weight_decay), group(std::move(others), 0)};
-  if (buckets == nullptr) return mezzo::optim::AdamW(groups, options.learning_rate);
-  mezzo::optim::AdamW optimizer(*buckets, options.learning_rate);
-  optimizer.param_groups() = std::move(groups);
-  return optimizer;
+  return mezzo::optim::AdamW(
+      {group(std::move(decayed), options.weight_decay), group(std::move(others), 0)},
+      options.learning_rate);
 }
 
 mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t epoch_steps) {
@@ -98,7 +96,7 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
     : model(stored_as(options.precision, std::move(trained_model))),
       all_ranks_(ranks.is_distributed() ? std::make_unique<AllRanks>(model, *ranks.communicator())
                                         : nullptr),
-      optimizer(make_optimizer(model, all_ranks_ ? &all_ranks_->buckets() : nullptr, options)),
+      optimizer(make_optimizer(model, options)),
       schedule(optimizer, learning_rate_curve(options, epoch_steps)),
       scaler(mezzo::GradScalerOptions().enabled(scales_loss(options.precision))),
       options_(options),

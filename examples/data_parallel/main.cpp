@@ -54,7 +54,7 @@ int main() {
                               torch::nn::Linear(64, 4));
 
   mezzo::DataParallel ddp(model, world);  // all ranks have rank 0's weights
-  mezzo::optim::AdamW optimizer(ddp.buckets(), 1e-2);
+  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
   mezzo::GradScaler scaler;
 
   const auto backward = [&](const Batch& batch) {

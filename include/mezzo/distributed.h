@@ -9,6 +9,7 @@
 #include <mezzo/distributed/communicator.h>               // IWYU pragma: export
 #include <mezzo/distributed/data_parallel.h>              // IWYU pragma: export
 #include <mezzo/distributed/grad_all_reduce.h>            // IWYU pragma: export
+#include <mezzo/distributed/grad_buckets.h>               // IWYU pragma: export
 #include <mezzo/distributed/process_group_environment.h>  // IWYU pragma: export
 #include <mezzo/distributed/sharded_optimizer.h>          // IWYU pragma: export
 #include <mezzo/distributed/sync_batch_norm.h>            // IWYU pragma: export

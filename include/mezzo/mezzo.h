@@ -1,9 +1,8 @@
 /// \file
 /// The core of mezzo: regions of autocast, optimizers, loss scaling. What else there is has an
 /// umbrella of its own: mezzo/levels.h, mezzo/checkpoint.h, mezzo/diagnose.h, mezzo/distributed.h.
-/// So have two things that cost every unit that includes them seconds of compile time:
-/// mezzo/autocast.h adds op policies, traces, weight caches and activation checkpointing, and
-/// mezzo/optim.h gradient buckets.
+/// So has what costs every unit that includes it seconds of compile time: mezzo/autocast.h adds op
+/// policies, traces, weight caches and activation checkpointing.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>           // IWYU pragma: export

@@ -1,5 +1,5 @@
 /// \file
-/// Gradient buckets, fused optimizers, master weights, averaged weights, learning rate schedules.
+/// Fused optimizers, master weights, averaged weights, learning rate schedules.
 #pragma once
 
 #include <mezzo/base/weight_storage.h>        // IWYU pragma: export
@@ -8,8 +8,6 @@
 #include <mezzo/optim/ema.h>                  // IWYU pragma: export
 #include <mezzo/optim/fused_optimizer.h>      // IWYU pragma: export
 #include <mezzo/optim/fused_options.h>        // IWYU pragma: export
-#include <mezzo/optim/grad_bucket.h>          // IWYU pragma: export
-#include <mezzo/optim/grad_buckets.h>         // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                 // IWYU pragma: export
 #include <mezzo/optim/lion.h>                 // IWYU pragma: export
 #include <mezzo/optim/lr_schedule.h>          // IWYU pragma: export

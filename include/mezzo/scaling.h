@@ -2,9 +2,10 @@
 /// Loss scaling: GradScaler, its state in files, clipping.
 #pragma once
 
-#include <mezzo/base/loss_scale.h>              // IWYU pragma: export
-#include <mezzo/optim/step_result.h>            // IWYU pragma: export
-#include <mezzo/scaling/clip_grad.h>            // IWYU pragma: export
-#include <mezzo/scaling/grad_scaler.h>          // IWYU pragma: export
-#include <mezzo/scaling/grad_scaler_options.h>  // IWYU pragma: export
-#include <mezzo/scaling/scaler_tensors.h>       // IWYU pragma: export
+#include <mezzo/base/loss_scale.h>               // IWYU pragma: export
+#include <mezzo/optim/step_result.h>             // IWYU pragma: export
+#include <mezzo/scaling/accumulate_if_finite.h>  // IWYU pragma: export
+#include <mezzo/scaling/clip_grad.h>             // IWYU pragma: export
+#include <mezzo/scaling/grad_scaler.h>           // IWYU pragma: export
+#include <mezzo/scaling/grad_scaler_options.h>   // IWYU pragma: export
+#include <mezzo/scaling/scaler_tensors.h>        // IWYU pragma: export

@@ -1,8 +1,9 @@
-// Gradient summaries and buckets on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is
-// defined, through mezzo's: what the CPU says of the same gradients.
+// Gradient summaries, buckets and dropped micro-batches on a GPU, through ATen's kernels and, where
+// MEZZO_WITH_CUDA is defined, through mezzo's: what the CPU says of the same gradients.
 
-#include <mezzo/kernels/gradient_statistics.h>
-#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/distributed/grad_buckets.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/scaling/accumulate_if_finite.h>
 
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -24,8 +25,6 @@ namespace {
 
 using cuda_test::ForbidSync;
 using mezzo::GradBuckets;
-using mezzo::GradBucketsOptions;
-using mezzo::GradStorage;
 using torch::Tensor;
 
 class GradBucketsCuda : public testing::Test {
@@ -67,7 +66,7 @@ void expect_same(const mezzo::GradientSummary& gpu, const mezzo::GradientSummary
   EXPECT_TRUE(torch::allclose(gpu.max_abs.cpu(), cpu.max_abs, 1e-6, 0, /*equal_nan=*/true));
 }
 
-TEST_F(GradBucketsCuda, SummaryAndStatisticsSayWhatTheCpuSays) {
+TEST_F(GradBucketsCuda, SummarySaysWhatTheCpuSays) {
   auto gradients = mixed_gradients();
   for (const float bad : {0.5F, 0.0F, kNan, std::numeric_limits<float>::infinity()}) {
     for (const float inv_scale : {1.0F, 1.0F / 65536, 3e30F}) {
@@ -75,13 +74,6 @@ TEST_F(GradBucketsCuda, SummaryAndStatisticsSayWhatTheCpuSays) {
       const auto scale = torch::full({}, inv_scale);
       expect_same(mezzo::detail::summarize_gradients(gradients, scale.cuda()),
                   mezzo::detail::summarize_gradients(on_cpu(gradients), scale));
-      const auto gpu = mezzo::detail::gradient_statistics(gradients, scale.cuda(), torch::kHalf);
-      const auto cpu = mezzo::detail::gradient_statistics(on_cpu(gradients), scale, torch::kHalf);
-      expect_same(gpu.summary, cpu.summary);
-      EXPECT_EQ(gpu.zeros.item<int64_t>(), cpu.zeros.item<int64_t>());
-      EXPECT_EQ(gpu.underflows.item<int64_t>(), cpu.underflows.item<int64_t>());
-      EXPECT_EQ(gpu.scaled_underflows.item<int64_t>(), cpu.scaled_underflows.item<int64_t>());
-      EXPECT_TRUE(torch::equal(gpu.first_bad.cpu(), cpu.first_bad));
     }
   }
 }
@@ -127,67 +119,59 @@ TEST_F(GradBucketsCuda, SummaryIsCapturedInAGraph) {
   }
 }
 
-TEST_F(GradBucketsCuda, ReadsDuringBackwardAsAfterwards) {
+TEST_F(GradBucketsCuda, HaveEveryGradientInItsPlaceWhenThePassEnds) {
   torch::nn::Sequential model(torch::nn::Linear(40, 300), torch::nn::ReLU(),
                               torch::nn::Linear(300, 900), torch::nn::Linear(900, 3));
   model->to(torch::kCUDA);
-  const auto inv_scale = torch::full({}, 0.25F).cuda();
-  for (const auto storage : {GradStorage::in_place, GradStorage::flat}) {
-    const auto options = GradBucketsOptions().storage(storage);
-    for (const float weight : {1.0F, kNan, 2.0F}) {
-      GradBuckets during(model->parameters(),
-                         GradBucketsOptions(options).check_during_backward(true));
-      const auto run = [&] {
-        model->zero_grad();
-        const auto input = torch::full({2, 40}, 0.1, torch::kCUDA);
-        (model->forward(input).square().sum() * weight).backward();
-      };
-      run();
-      mezzo::GradientSummary own;
-      {
-        const ForbidSync forbid;
-        own = during.summarize(inv_scale);
-      }
-      std::vector<Tensor> gradients;
-      for (const auto& parameter : model->parameters()) gradients.push_back(parameter.grad());
-      expect_same(own,
-                  mezzo::detail::summarize_gradients(on_cpu(gradients), torch::full({}, 0.25F)));
-      if (storage == GradStorage::flat) {
-        EXPECT_TRUE(gradients[0].storage().is_alias_of(during.buckets()[0].flat.storage()));
-      }
-      gradients[0].fill_(kNan);
-      EXPECT_EQ(during.summarize(inv_scale).found_inf.item<float>(), 1);
+  const GradBuckets buckets(model->parameters());
+  for (int step = 0; step < 3; ++step) {
+    model->zero_grad();
+    const auto input = torch::full({2, 40}, 0.1, torch::kCUDA);
+    model->forward(input).square().sum().backward();
+    double sum = 0;
+    for (const auto& parameter : model->parameters()) {
+      EXPECT_TRUE(parameter.grad().storage().is_alias_of(buckets.buckets()[0].flat.storage()));
+      sum += parameter.grad().to(torch::kDouble).square().sum().item<double>();
     }
+    const auto flat = buckets.buckets()[0].flat.to(torch::kDouble);
+    EXPECT_NEAR(flat.square().sum().item<double>(), sum, 1e-9 * sum);
   }
 }
 
-TEST_F(GradBucketsCuda, DropsABadMicroBatchWithoutWaiting) {
+TEST_F(GradBucketsCuda, ABadMicroBatchIsDroppedWithoutWaiting) {
   const auto a = torch::ones({1000}, torch::kCUDA).requires_grad_();
   const auto b = torch::ones({10}, torch::kCUDA).requires_grad_();
-  GradBuckets buckets({a, b}, GradBucketsOptions().storage(GradStorage::flat));
-  std::vector<Tensor> dropped;
-  for (const float weight : {kNan, 1.0F, 2.0F, kNan, 4.0F}) {
-    const ForbidSync forbid;
-    dropped.push_back(
-        buckets.accumulate_if_finite([&] { ((a.sum() + b.sum()) * weight).backward(); }));
+  for (const bool in_buckets : {false, true}) {
+    std::optional<GradBuckets> buckets;
+    if (in_buckets) buckets.emplace(std::vector<Tensor>{a, b});
+    a.mutable_grad().reset();
+    b.mutable_grad().reset();
+    std::vector<Tensor> dropped;
+    for (const float weight : {kNan, 1.0F, 2.0F, kNan, 4.0F}) {
+      const ForbidSync forbid;
+      dropped.push_back(
+          mezzo::accumulate_if_finite({a, b}, [&] { ((a.sum() + b.sum()) * weight).backward(); }));
+    }
+    EXPECT_TRUE(torch::equal(torch::stack(dropped).cpu(),
+                             torch::tensor({true, false, false, true, false})));
+    EXPECT_TRUE(torch::equal(a.grad(), torch::full_like(a, 7)));
+    EXPECT_TRUE(torch::equal(b.grad(), torch::full_like(b, 7)));
   }
-  EXPECT_TRUE(
-      torch::equal(torch::stack(dropped).cpu(), torch::tensor({true, false, false, true, false})));
-  EXPECT_TRUE(torch::equal(a.grad(), torch::full_like(a, 7)));
-  EXPECT_TRUE(torch::equal(b.grad(), torch::full_like(b, 7)));
 }
 
-TEST_F(GradBucketsCuda, HoldsParametersOfTwoDevices) {
+TEST_F(GradBucketsCuda, HoldParametersOfTwoDevices) {
   const auto on_host = torch::ones({3}).requires_grad_();
   const auto on_gpu = torch::ones({4}, torch::kCUDA).requires_grad_();
-  GradBuckets buckets({on_host, on_gpu}, GradBucketsOptions().storage(GradStorage::flat));
+  const GradBuckets buckets({on_host, on_gpu});
   EXPECT_EQ(buckets.buckets().size(), 2U);
   (on_host.sum() + on_gpu.sum().cpu() * 2).backward();
-  EXPECT_EQ(buckets.summarize(torch::ones({})).sum_of_squares.item<double>(), 3);
-  EXPECT_EQ(buckets.summarize(torch::ones({}, torch::kCUDA)).sum_of_squares.item<double>(), 16);
-  EXPECT_TRUE(
-      buckets.accumulate_if_finite([&] { (on_host.sum() + on_gpu.sum().cpu() * kNan).backward(); })
-          .item<bool>());
+  for (const auto& bucket : buckets.buckets()) {
+    const double each = bucket.device.is_cpu() ? 3 : 8;
+    EXPECT_EQ(bucket.flat.sum().item<double>(), each);
+  }
+  EXPECT_TRUE(mezzo::accumulate_if_finite({on_host, on_gpu}, [&] {
+                (on_host.sum() + on_gpu.sum().cpu() * kNan).backward();
+              }).item<bool>());
   EXPECT_TRUE(torch::equal(on_host.grad(), torch::ones({3})));
 }
 

@@ -3,7 +3,6 @@
 // of a sum can change where something is.
 
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
-#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
@@ -25,7 +24,6 @@ namespace {
 using cuda_on_host::copies_of;
 using cuda_on_host::kDtypes;
 using cuda_on_host::same_bits;
-using mezzo::GradientStatistics;
 using mezzo::GradientSummary;
 using mezzo::detail::TableMemory;
 
@@ -100,21 +98,6 @@ void expect_same(const GradientSummary& device, const GradientSummary& cpu, int6
   }
 }
 
-void expect_same_statistics(const std::vector<at::Tensor>& gradients, float inv_scale,
-                            at::ScalarType low_precision) {
-  const auto ask = [&] {
-    return mezzo::detail::gradient_statistics(gradients, scalar(inv_scale), low_precision);
-  };
-  const GradientStatistics cpu = ask();
-  const host_device::On on;
-  const GradientStatistics device = ask();
-  expect_same(device.summary, cpu.summary, elements_of(gradients));
-  EXPECT_TRUE(at::equal(device.zeros, cpu.zeros));
-  EXPECT_TRUE(at::equal(device.underflows, cpu.underflows));
-  EXPECT_TRUE(at::equal(device.scaled_underflows, cpu.scaled_underflows));
-  EXPECT_TRUE(at::equal(device.first_bad, cpu.first_bad)) << device.first_bad << cpu.first_bad;
-}
-
 void expect_same_summary(const std::vector<at::Tensor>& gradients, float inv_scale,
                          TableMemory* memory = nullptr) {
   const GradientSummary cpu = mezzo::detail::summarize_gradients(gradients, scalar(inv_scale));
@@ -174,7 +157,6 @@ TEST_F(GradientsOnHost, FindABadElementWhereverItIs) {
         expect_same_check(gradients);
         expect_same_unscale(gradients, 0.5F);
         expect_same_summary(gradients, 0.5F);
-        expect_same_statistics(gradients, 0.5F, at::kHalf);
       }
     }
   }
@@ -187,7 +169,6 @@ TEST_F(GradientsOnHost, SeeAProductThatOverflows) {
     for (const float inv_scale : {1.0F, 2.0F, 100.0F, kInf, kNan}) {
       expect_same_unscale(gradients, inv_scale);
       expect_same_summary(gradients, inv_scale);
-      expect_same_statistics(gradients, inv_scale, at::kBFloat16);
     }
   }
 }
@@ -197,11 +178,10 @@ TEST_F(GradientsOnHost, SummariesOverDtypesTailsAndLayouts) {
     const auto gradients = mixed_gradients(spread);
     for (const float inv_scale : {1.0F, 0.3F, 1e-30F}) {
       expect_same_summary(gradients, inv_scale);
-      expect_same_statistics(gradients, inv_scale, at::kHalf);
     }
   }
   expect_same_summary({}, 1.0F);
-  expect_same_statistics({at::empty({0})}, 1.0F, at::kHalf);
+  expect_same_summary({at::empty({0})}, 1.0F);
 }
 
 // Squares that a float has no room for, beside such as it has: each pack's way is its own.
@@ -227,21 +207,6 @@ TEST_F(GradientsOnHost, SummariesOfMoreTensorsThanATableHolds) {
   for (const auto& gradients : {many_gradients(110 * 4), floats}) {
     expect_same_summary(gradients, 0.5F);
     expect_same_summary(gradients, 0.5F, &memory);
-    expect_same_statistics(gradients, 0.5F, at::kBFloat16);
-  }
-}
-
-TEST_F(GradientsOnHost, StatisticsCountWhatEachLowPrecisionLoses) {
-  for (const at::ScalarType low :
-       {at::kHalf, at::kBFloat16, at::kFloat8_e5m2, at::kFloat8_e4m3fn}) {
-    std::vector<at::Tensor> gradients;
-    for (const at::ScalarType dtype : kDtypes) {
-      auto values = at::randn({3000}, at::kDouble).pow(9).mul(1e-6).to(dtype);
-      values.narrow(0, 100, 50).zero_();
-      gradients.push_back(values);
-    }
-    expect_same_statistics(gradients, 1.0F, low);
-    expect_same_statistics(gradients, 0x1p-16F, low);
   }
 }
 
@@ -286,21 +251,12 @@ TEST_F(GradientsOnHost, GiveTheSameBitsInAHundredOrders) {
   gradients.push_back(at::randn({77}, at::kDouble).to(at::kHalf).narrow(0, 1, 70));
   gradients[1][9000] = kNan;
   const host_device::On on;
-  const auto ask = [&] {
-    return mezzo::detail::gradient_statistics(gradients, scalar(0.25), at::kHalf);
-  };
-  const GradientStatistics first = ask();
-  const at::Tensor sum = mezzo::detail::summarize_gradients(gradients, scalar(0.25)).max_abs;
+  const GradientSummary first = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
   for (uint64_t seed = 0; seed < 100; ++seed) {
     host_device::set_schedule({seed, seed % 4 == 0 ? 4 : 1});
-    const GradientStatistics again = ask();
-    EXPECT_TRUE(same_bits(again.summary.max_abs, first.summary.max_abs));
-    EXPECT_TRUE(same_bits(again.summary.sum_of_squares, first.summary.sum_of_squares));
-    EXPECT_TRUE(at::equal(again.zeros, first.zeros));
-    EXPECT_TRUE(at::equal(again.underflows, first.underflows));
-    EXPECT_TRUE(at::equal(again.first_bad, first.first_bad));
-    const GradientSummary summary = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
-    EXPECT_TRUE(same_bits(summary.max_abs, sum));
+    const GradientSummary again = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
+    EXPECT_TRUE(same_bits(again.max_abs, first.max_abs));
+    EXPECT_TRUE(same_bits(again.sum_of_squares, first.sum_of_squares));
     at::Tensor found = scalar(0);
     mezzo::detail::unscale_and_check_(copies_of(gradients), found, scalar(0.25));
     EXPECT_EQ(found.item<float>(), 1.0F);

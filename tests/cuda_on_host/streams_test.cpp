@@ -4,7 +4,6 @@
 
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/kernels/table_memory.h>
-#include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
@@ -265,52 +264,6 @@ TEST_P(Streams, WhatAStepPublishesHasOneEventADevice) {
   const int64_t before = host_gpu::counts().events;
   cache.publish(published);
   EXPECT_EQ(host_gpu::counts().events - before, 2);
-}
-
-class BucketStreams : public Streams {
- protected:
-  /// Backward, after which every gradient is `value`; and what the buckets found.
-  void expect(double value) {
-    const at::NoGradGuard no_grad;
-    weight_.mutable_grad() = at::Tensor();
-    {
-      const at::AutoGradMode grad(true);
-      (weight_.to(at::kFloat) * value).sum().backward();
-    }
-    const auto summary = buckets_.summarize(at::ones({}, at::device(weight_.device())));
-    const bool is_finite = std::isfinite(value);
-    EXPECT_EQ(summary.found_inf.item<float>(), is_finite ? 0.0F : 1.0F);
-    if (is_finite) {
-      EXPECT_EQ(summary.sum_of_squares.item<double>(), value * value * 200000);
-    }
-    host_gpu::run_all();  // looks at the ends of all memory
-  }
-  void become(at::ScalarType dtype, int index) {
-    const at::NoGradGuard no_grad;
-    weight_.mutable_grad() = at::Tensor();
-    weight_.set_data(weight_.detach().to(host_gpu::device(index), dtype));
-  }
-
-  at::Tensor weight_ =
-      at::ones({200000}, at::device(host_gpu::device()).dtype(at::kBFloat16)).requires_grad_();
-  mezzo::GradBuckets buckets_{{weight_},
-                              mezzo::GradBucketsOptions()
-                                  .storage(mezzo::GradStorage::in_place)
-                                  .check_during_backward(true)};
-};
-
-INSTANTIATE_TEST_SUITE_P(Orders, BucketStreams, testing::Range(uint64_t{0}, uint64_t{3}));
-
-TEST_P(BucketStreams, FollowAModelThatIsCastOrMoved) {
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  expect(2);
-  become(at::kFloat, 0);  // more partial results than there were
-  expect(nan);
-  become(at::kBFloat16, 0);  // fewer
-  expect(2);
-  become(at::kBFloat16, 1);
-  expect(nan);
-  expect(3);
 }
 
 }  // namespace

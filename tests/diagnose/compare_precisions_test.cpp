@@ -1,8 +1,8 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/base/script_module.h>
 #include <mezzo/diagnose/compare_precisions.h>
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -336,8 +336,7 @@ TEST(ComparePrecisions, SaysWhatItCannotCompare) {
     EXPECT_THAT(compare, ThrowsMessage<c10::Error>(HasSubstr("outside of Autocast regions")));
   }
   {
-    const mezzo::GradBuckets buckets(model->parameters(),
-                                     mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat));
+    const mezzo::GradBuckets buckets(model->parameters());
     EXPECT_THAT(compare, ThrowsMessage<c10::Error>(HasSubstr("before GradBuckets")));
   }
   {

@@ -98,7 +98,7 @@ std::string watch_beside_a_bad_rank() {
         if (is_gradient && tensor.is_floating_point()) plant(tensor, 0, kInf);
       });
   mezzo::DataParallel parallel(model, ranks);
-  return watch_of(*model, mezzo::optim::AdamW(parallel.buckets(), 1e-4),
+  return watch_of(*model, mezzo::optim::AdamW(model->parameters(), 1e-4),
                   [&] { return parallel(batch_of_ones()).square().mean(); }, {.rank = 0});
 }
 

@@ -1,8 +1,8 @@
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
@@ -62,9 +62,8 @@ std::string report_of_dtype(at::ScalarType dtype) {
 std::string report_of_buckets() {
   PatientImpl model;
   plant_in_gradient(model.parameter("body.weight"), 63, -kInf);
-  mezzo::GradBuckets buckets(model.parameters(),
-                             mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat));
-  mezzo::optim::AdamW optimizer(buckets, 1e-2);
+  const mezzo::GradBuckets buckets(model.parameters());
+  mezzo::optim::AdamW optimizer(model.parameters(), 1e-2);
   return report_of(model, optimizer, [&] { return model.forward(batch_of_ones()).sum(); });
 }
 
@@ -130,7 +129,7 @@ std::string report_of_rank(bool is_own) {
   mezzo::GradScaler scaler;
   scaler.on_skip(mezzo::OverflowReport(
       *model, {.stream = &out, .rank = is_own ? 3 : 0, .own_gradients = true}));
-  mezzo::optim::AdamW optimizer(parallel.buckets(), 1e-2);
+  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
   scaler.scale(parallel(batch_of_ones()).sum() * (is_own ? kInf : 1.0F)).backward();
   if (scaler.step(optimizer, mezzo::StepOptions{}).ran()) return "the step ran";
   scaler.update();

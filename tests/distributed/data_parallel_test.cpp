@@ -134,7 +134,7 @@ TEST(DataParallel, DecidesWithoutACollectiveOfItsOwn) {
   std::vector<std::string> log;
   TwoLayers model;
   DataParallel ddp(model, RecordingRanks(AlikeRanks(2), log));
-  mezzo::optim::AdamW optimizer(ddp.buckets());
+  mezzo::optim::AdamW optimizer(model->parameters());
   mezzo::GradScaler scaler;
   log.clear();
   const at::Tensor loss = ddp(torch::randn({8, 64})).square().sum();

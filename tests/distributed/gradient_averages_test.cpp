@@ -8,6 +8,7 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/accumulate_if_finite.h>
 #include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -15,6 +16,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -72,27 +74,24 @@ struct Training {
 };
 
 using Loop = std::function<void(Training&)>;
-using MakeOptimizer =
-    std::function<std::unique_ptr<torch::optim::Optimizer>(GradBuckets* buckets, AveragedNet& net)>;
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(AveragedNet& net)>;
 
-mezzo::GradBucketsOptions flat() {
-  return mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat).bucket_bytes(128);
-}
+mezzo::GradBucketsOptions flat() { return {.bucket_bytes = 128}; }
 
 template <class Optimizer, class Options>
-MakeOptimizer on_buckets(Options options) {
-  return [options](GradBuckets* buckets, AveragedNet&) -> std::unique_ptr<torch::optim::Optimizer> {
-    return std::make_unique<Optimizer>(*buckets, options);
+MakeOptimizer made_of(Options options) {
+  return [options](AveragedNet& net) -> std::unique_ptr<torch::optim::Optimizer> {
+    return std::make_unique<Optimizer>(net->parameters(), options);
   };
 }
 
-MakeOptimizer adamw() { return on_buckets<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2)); }
+MakeOptimizer adamw() { return made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2)); }
 
 Training train_alone(const MakeOptimizer& make, const Loop& loop, at::ScalarType dtype) {
   Training training;
   training.net->to(dtype);
   GradBuckets buckets(training.net->parameters(), flat());
-  const auto optimizer = make(&buckets, training.net);
+  const auto optimizer = make(training.net);
   training.buckets = &buckets;
   training.optimizer = optimizer.get();
   loop(training);
@@ -106,7 +105,7 @@ Training train_together(int ranks, const MakeOptimizer& make, const Loop& loop,
   training.net->to(dtype);
   DataParallel ddp(training.net, AlikeRanks(ranks), {.bucket_bytes = 128});
   EXPECT_GT(ddp.buckets().buckets().size(), 2U);
-  const auto optimizer = make(&ddp.buckets(), training.net);
+  const auto optimizer = make(training.net);
   training.buckets = &ddp.buckets();
   training.optimizer = optimizer.get();
   loop(training);
@@ -157,21 +156,21 @@ void unscale_clip_and_step(Training& training, GradScaler& scaler) {
 
 const GradScalerOptions kDisabled = GradScalerOptions().enabled(false);
 
-TEST(GradientsAreAverages, ForMezzosOptimizersOnTheBuckets) {
+TEST(GradientsAreAverages, ForMezzosOptimizers) {
   expect_as_alone(adamw(), scaled_loop(step_and_clip));
-  expect_as_alone(on_buckets<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2)),
+  expect_as_alone(made_of<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2)),
                   scaled_loop(step_and_clip));
-  expect_as_alone(on_buckets<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)),
+  expect_as_alone(made_of<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)),
                   scaled_loop(step_and_clip));
-  expect_as_alone(on_buckets<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-2)),
+  expect_as_alone(made_of<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-2)),
                   scaled_loop(step_and_clip));
-  expect_as_alone(on_buckets<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2)),
+  expect_as_alone(made_of<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2)),
                   scaled_loop(step_and_clip));
 }
 
 // SGD tells a gradient that is N times too large; Adam hardly does.
 MakeOptimizer sgd() {
-  return on_buckets<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9));
+  return made_of<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9));
 }
 
 TEST(GradientsAreAverages, ForUnscaleAndWhateverClips) {
@@ -216,7 +215,7 @@ TEST(GradientsAreAverages, ThroughAtensKernels) {
       optimizer.apply_with_aten(optimizer.plan());
     }
   };
-  expect_as_alone(on_buckets<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2)), loop);
+  expect_as_alone(made_of<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2)), loop);
 }
 
 TEST(GradientsAreAverages, OfAllPassesWhereEachIsReduced) {
@@ -287,8 +286,14 @@ TEST(GradientsAreAverages, BeforeMicroBatchesAreAddedToThem) {
   expect_as_alone(sgd(), [](Training& training) {
     for (int64_t i = 0; i < 3; ++i) {
       training.net->zero_grad();
-      loss_of(training.net, 2 * i).backward();
-      training.buckets->accumulate_if_finite([&] { loss_of(training.net, 2 * i + 1).backward(); });
+      {
+        const auto no_sync = training.no_sync();
+        for (const double factor : {1.0, std::numeric_limits<double>::infinity()}) {
+          mezzo::accumulate_if_finite(training.net->parameters(),
+                                      [&] { (loss_of(training.net, 2 * i) * factor).backward(); });
+        }
+      }
+      loss_of(training.net, 2 * i + 1).backward();
       training.optimizer->step();
     }
   });
@@ -305,19 +310,8 @@ TEST(GradientsAreAverages, ForLibtorchsClipping) {
   });
 }
 
-/// An optimizer on the buckets, beside the one that steps.
-template <class Optimizer>
-struct Beside : Optimizer {
-  template <class... Args>
-  explicit Beside(GradBuckets* buckets, Args&&... args)
-      : Optimizer(std::forward<Args>(args)...), other(*buckets, 1e-3) {}
-  mezzo::optim::AdamW other;
-};
-
 TEST(GradientsAreAverages, ForLibtorchsOptimizersThroughTheScaler) {
-  const MakeOptimizer make = [](GradBuckets* buckets, AveragedNet& net) {
-    return std::make_unique<Beside<torch::optim::SGD>>(buckets, net->parameters(), 1e-2);
-  };
+  const MakeOptimizer make = made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-2));
   expect_as_alone(make, scaled_loop(step_and_clip));
   expect_as_alone(make, scaled_loop(unscale_clip_and_step));
   expect_as_alone(make, scaled_loop(step_and_clip, kDisabled));
@@ -340,13 +334,8 @@ TEST(GradientsAreAverages, ForLibtorchsOptimizersThroughTheScaler) {
   }
 }
 
-TEST(GradientsAreAverages, ForMezzosOptimizersOnTheParameters) {
-  const MakeOptimizer make = [](GradBuckets* buckets, AveragedNet& net) {
-    return std::make_unique<Beside<mezzo::optim::SGD>>(buckets, net->parameters(),
-                                                       mezzo::optim::SGDOptions(1e-2));
-  };
-  expect_as_alone(make, scaled_loop(step_and_clip));
-  expect_as_alone(make, [](Training& training) {
+TEST(GradientsAreAverages, WithoutAScaler) {
+  expect_as_alone(sgd(), [](Training& training) {
     for (int64_t i = 0; i < 3; ++i) {
       training.net->zero_grad();
       loss_of(training.net, i).backward();
@@ -356,23 +345,15 @@ TEST(GradientsAreAverages, ForMezzosOptimizersOnTheParameters) {
 }
 
 TEST(GradientsAreAverages, ForTwoOptimizersAlike) {
-  const MakeOptimizer make = [](GradBuckets* buckets, AveragedNet&) {
-    return std::make_unique<Beside<mezzo::optim::SGD>>(buckets, *buckets,
-                                                       mezzo::optim::SGDOptions(1e-2));
-  };
-  expect_as_alone(make, scaled_loop([](Training& training, GradScaler& scaler) {
-                    auto& both = dynamic_cast<Beside<mezzo::optim::SGD>&>(*training.optimizer);
-                    training.note(scaler.step(both, {.max_norm = 0.5}));
-                    training.note(scaler.step(both.other, {.max_norm = 0.5}));
-                  }));
-  expect_as_alone(make, scaled_loop(
-                            [](Training& training, GradScaler& scaler) {
-                              auto& both =
-                                  dynamic_cast<Beside<mezzo::optim::SGD>&>(*training.optimizer);
-                              training.note(scaler.step(both, {.max_norm = 0.5}));
-                              both.other.step();
-                            },
-                            kDisabled));
+  for (const bool enabled : {false, true}) {
+    expect_as_alone(sgd(), scaled_loop(
+                               [](Training& training, GradScaler& scaler) {
+                                 mezzo::optim::AdamW other(training.net->parameters(), 1e-3);
+                                 training.note(scaler.step(*training.optimizer, {.max_norm = 0.5}));
+                                 training.note(scaler.step(other, {.max_norm = 0.5}));
+                               },
+                               GradScalerOptions().init_scale(1024).enabled(enabled)));
+  }
 }
 
 TEST(GradientsAreAverages, ForAnOptimizerThatGaveAParameterToAnother) {
@@ -398,10 +379,8 @@ TEST(GradientsAreAverages, OnTheirWayToMasterWeights) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     for (const auto& step : {step_and_clip, unscale_clip_and_step}) {
       const Loop loop = scaled_loop(step, GradScalerOptions().init_scale(16));
-      expect_as_alone(on_buckets<mezzo::optim::SGD>(with_masters), loop, dtype);
-      const MakeOptimizer inner = [](GradBuckets* buckets, AveragedNet& net) {
-        return std::make_unique<Beside<torch::optim::SGD>>(buckets, net->parameters(), 1e-2);
-      };
+      expect_as_alone(made_of<mezzo::optim::SGD>(with_masters), loop, dtype);
+      const MakeOptimizer inner = made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-2));
       const auto around = [](const Loop& of_masters) -> Loop {
         return [of_masters](Training& training) {
           training.masters = std::make_shared<mezzo::MasterWeights>(*training.optimizer);
@@ -444,10 +423,8 @@ TEST(GradientsAreAverages, OverSeveralLossesInAmp) {
 
 // They are clipped to a 1024th of the bound.
 TEST(GradientsAreAverages, AndClippingThemBeforeTheyAreUnscaledIsNoticed) {
-  const MakeOptimizer beside = [](GradBuckets* buckets, AveragedNet& net) {
-    return std::make_unique<Beside<torch::optim::SGD>>(buckets, net->parameters(), 1e-3);
-  };
-  for (const MakeOptimizer& make : {sgd(), beside}) {
+  for (const MakeOptimizer& make :
+       {sgd(), made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-3))}) {
     const test_support::Warnings warnings;
     const Loop loop = [](Training& training) {
       GradScaler scaler(GradScalerOptions().init_scale(1024));
@@ -467,40 +444,25 @@ TEST(GradientsAreAverages, AndClippingThemBeforeTheyAreUnscaledIsNoticed) {
 
 TEST(GradientsAreAverages, WhereBucketsAreRead) {
   AveragedNet net, alone;
-  loss_of(alone, 0).backward();
   GradBuckets wanted(alone->parameters(), flat());
-  const at::Tensor one = torch::ones({});
-  const std::vector<std::function<at::Tensor(GradBuckets&)>> readers = {
-      [&](GradBuckets& buckets) { return buckets.summarize(one).sum_of_squares; },
-      [&](GradBuckets& buckets) {
-        return buckets.statistics(one, at::kHalf).summary.sum_of_squares;
-      },
-      [](GradBuckets& buckets) { return buckets.gradients().at(0).gradient; },
-      [](GradBuckets& buckets) {
-        buckets.reattach_gradients();
-        return buckets.buckets().at(0).flat;
-      }};
-  for (const auto& read : readers) {
-    DataParallel ddp(net, AlikeRanks(4), {.bucket_bytes = 128});
-    mezzo::optim::AdamW optimizer(ddp.buckets());
-    net->zero_grad();
-    loss_of(net, 0).backward();
-    EXPECT_TRUE(at::equal(read(ddp.buckets()), read(wanted)));
-  }
+  loss_of(alone, 0).backward();
+  DataParallel ddp(net, AlikeRanks(4), {.bucket_bytes = 128});
+  loss_of(net, 0).backward();
+  EXPECT_TRUE(at::equal(ddp.buckets().buckets().at(0).flat, wanted.buckets().at(0).flat));
 }
 
-TEST(GradientsAreAverages, WithAnOptimizerOnTheBucketsAndWithout) {
-  AveragedNet net, alone;
+// In bfloat16 256 + 1 is 256.
+TEST(GradientsAreAverages, InFloatOfABfloat16ModelWhoseGradientsAreFloat) {
+  AveragedNet net;
+  net->to(at::kBFloat16);
+  for (const at::Tensor& parameter : net->parameters()) parameter.set_grad_dtype(at::kFloat);
   DataParallel ddp(net, AlikeRanks(4));
-  loss_of(alone, 0).backward();
-  {
-    mezzo::optim::AdamW optimizer(ddp.buckets());
-    loss_of(net, 0).backward();
-    EXPECT_TRUE(at::equal(net->tail.grad(), alone->tail.grad()));
-  }
-  net->zero_grad();
-  loss_of(net, 0).backward();
-  EXPECT_TRUE(at::equal(net->tail.grad(), alone->tail.grad()));
+  ASSERT_EQ(ddp.buckets().buckets().size(), 1U);
+  EXPECT_EQ(ddp.buckets().buckets()[0].dtype, at::kFloat);
+  for (int i = 0; i < 512; ++i) net->tail.to(at::kFloat).sum().backward();
+  EXPECT_EQ(net->tail.scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(at::equal(net->tail.grad(), at::full_like(net->tail, 512, at::kFloat)));
+  EXPECT_TRUE(net->tail.grad().storage().is_alias_of(ddp.buckets().buckets()[0].flat.storage()));
 }
 
 }  // namespace

@@ -98,7 +98,7 @@ int run(const std::string& way, const std::filesystem::path& folder, int64_t ste
       });
     } else {
       mezzo::DataParallel ddp(model, world);
-      AdamW optimizer(ddp.buckets(), AdamWOptions(1e-3));
+      AdamW optimizer(model->parameters(), AdamWOptions(1e-3));
       train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) { return ddp(x); });
     }
   });

@@ -52,7 +52,7 @@ struct Averaging {
              .all_reduce = {.compress_dtype = at::kBFloat16,
                             .error_feedback = true,
                             .loss_scale = loss_scale}}),
-        optimizer(ddp.buckets(), AdamWOptions(1e-2)),
+        optimizer(net->parameters(), AdamWOptions(1e-2)),
         residuals(ddp.residuals()) {}
   at::Tensor forward(const at::Tensor& x) { return ddp(x); }
 

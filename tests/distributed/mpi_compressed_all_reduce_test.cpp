@@ -27,16 +27,13 @@ using mezzo::GradAllReduce;
 using mezzo::GradAllReduceOptions;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
-using mezzo::GradStorage;
 using test_support::error_of;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 Communicator mpi_world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
 
-GradBucketsOptions buckets_of(int64_t bytes) {
-  return GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(bytes);
-}
+GradBucketsOptions buckets_of(int64_t bytes) { return {.bucket_bytes = bytes}; }
 
 /// A parameter whose gradient is whatever a pass is told.
 struct Told {

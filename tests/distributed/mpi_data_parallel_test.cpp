@@ -20,12 +20,10 @@
 
 #include "../support/error_of.h"
 #include "../support/script_model.h"
-#include "alike_ranks.h"
 #include "same_bits.h"
 
 namespace {
 
-using distributed_test::AlikeRanks;
 using distributed_test::expect_same_bits_on_all_ranks;
 using distributed_test::expect_same_weights_on_all_ranks;
 using mezzo::Communicator;
@@ -72,15 +70,13 @@ at::Tensor own_part(const Communicator& world, int64_t step) {
   return whole_batch(step).chunk(world.size())[static_cast<std::size_t>(world.rank())];
 }
 
-using MakesOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(
-    DataParallel<WithoutNorm>& ddp, bool on_buckets)>;
+using MakesOptimizer =
+    std::function<std::unique_ptr<torch::optim::Optimizer>(const WithoutNorm& model)>;
 
 template <class Optimizer, class Options>
 MakesOptimizer makes(Options options) {
-  return [options](DataParallel<WithoutNorm>& ddp,
-                   bool on_buckets) -> std::unique_ptr<torch::optim::Optimizer> {
-    if (on_buckets) return std::make_unique<Optimizer>(ddp.buckets(), options);
-    return std::make_unique<Optimizer>(ddp->parameters(), options);
+  return [options](const WithoutNorm& model) -> std::unique_ptr<torch::optim::Optimizer> {
+    return std::make_unique<Optimizer>(model->parameters(), options);
   };
 }
 
@@ -90,10 +86,10 @@ struct Trained {
 };
 
 /// Six steps on the parts of the batches; two micro-batches a step, the first of which stays here.
-Trained train(Communicator world, const MakesOptimizer& make, bool on_buckets) {
+Trained train(Communicator world, const MakesOptimizer& make) {
   WithoutNorm model;
   DataParallel ddp(model, world, {.bucket_bytes = 128});
-  const auto optimizer = make(ddp, on_buckets);
+  const auto optimizer = make(model);
   mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(256));
   Trained trained;
   for (int64_t step = 0; step < 6; ++step) {
@@ -149,14 +145,10 @@ TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimiz
       makes<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
   };
   for (const MakesOptimizer& make : optimizers) {
-    const Trained on_buckets = train(world, make, /*on_buckets=*/true);
-    const Trained on_parameters = train(world, make, /*on_buckets=*/false);
-    expect_close(on_buckets, on_parameters, 0);
-
+    const Trained trained = train(world, make);
     WithoutNorm model;
-    DataParallel alone(model, AlikeRanks(1));
-    const auto optimizer = make(alone, false);
-    expect_close(on_buckets, train_on_whole_batches(*optimizer, model), 2e-5);
+    const auto optimizer = make(model);
+    expect_close(trained, train_on_whole_batches(*optimizer, model), 2e-5);
   }
 }
 
@@ -207,7 +199,7 @@ TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
   Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
   Replicated model, roots_alone;
   DataParallel ddp(model, world);
-  mezzo::optim::SGD optimizer(ddp.buckets(), mezzo::optim::SGDOptions(0.1));
+  mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(0.1));
   for (int64_t step = 0; step < 4; ++step) {
     ddp->zero_grad();
     ddp(own_part(world, step)).square().sum().backward();
@@ -252,7 +244,7 @@ TEST(MpiDataParallel, TrainsUnderAutocast) {
   const at::Tensor before = model->in->weight.detach().clone();
   DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),
                    world);
-  mezzo::optim::AdamW optimizer(ddp.buckets(), 1e-2);
+  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
   for (int64_t step = 0; step < 3; ++step) {
     const at::Tensor y = ddp(own_part(world, step));
     EXPECT_EQ(y.scalar_type(), at::kBFloat16);
@@ -269,7 +261,7 @@ TEST(MpiDataParallel, GivesTorchScriptTheRootsWeightsAndAveragedGradients) {
   const auto rank = static_cast<std::uint64_t>(world.rank());
   const auto script = test_support::script_model(rank);  // other weights on each rank
   DataParallel ddp(script, world);
-  mezzo::optim::AdamW optimizer(ddp.buckets(), 1e-2);
+  mezzo::optim::AdamW optimizer(ddp->parameters(), 1e-2);
   for (int step = 0; step < 3; ++step) {
     ddp->zero_grad();
     torch::manual_seed(10 * step + rank);

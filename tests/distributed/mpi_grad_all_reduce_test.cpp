@@ -21,7 +21,6 @@ using mezzo::Communicator;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
-using mezzo::GradStorage;
 using mezzo::Reduction;
 using test_support::error_of;
 
@@ -50,9 +49,7 @@ struct BranchesImpl : torch::nn::Module {
 };
 TORCH_MODULE(Branches);
 
-GradBucketsOptions small_buckets() {
-  return GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(256);
-}
+GradBucketsOptions small_buckets() { return {.bucket_bytes = 256}; }
 
 struct Batch {
   at::Tensor x, y;
@@ -308,12 +305,17 @@ TEST(GradAllReduce, WhatOneRankRefusesThrowsOnAllOfThem) {
       testing::HasSubstr(is_sparse ? "on cpu) is sparse" : "another rank refuses a gradient"));
 }
 
-TEST(GradAllReduce, BucketsThatCannotBeReducedAreRefused) {
+// In bfloat16 256 + 1 is 256.
+TEST(GradAllReduce, ReducesFloatGradientsOfABfloat16ParameterInFloat) {
   Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  const at::Tensor weight = torch::zeros({3}).requires_grad_();
-  GradBuckets in_place({weight});
-  EXPECT_THAT(error_of([&] { GradAllReduce(in_place, world); }),
-              testing::HasSubstr("`buckets` must have flat storage"));
+  const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
+  weight.set_grad_dtype(at::kFloat);
+  GradBuckets buckets({weight}, small_buckets());
+  const GradAllReduce all_reduce(buckets, world, {.average = false});
+  EXPECT_EQ(buckets.buckets()[0].dtype, at::kFloat);
+  (weight.to(at::kFloat) * (world.rank() == 0 ? 256 : 1)).sum().backward();
+  const auto expected = static_cast<float>(256 + world.size() - 1);
+  EXPECT_TRUE(at::equal(weight.grad(), torch::full({3}, expected))) << weight.grad();
 }
 
 }  // namespace

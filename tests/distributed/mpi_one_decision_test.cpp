@@ -48,21 +48,12 @@ struct DecidedImpl : torch::nn::Module {
 TORCH_MODULE(Decided);
 
 using OptimizerFor = std::function<std::unique_ptr<torch::optim::Optimizer>(
-    const std::vector<at::Tensor>& parameters, mezzo::GradBuckets* buckets)>;
+    const std::vector<at::Tensor>& parameters)>;
 using StepWith = std::function<mezzo::StepResult(GradScaler&, torch::optim::Optimizer&)>;
 
 template <class Optimizer, class Options>
-OptimizerFor mezzos(Options options) {
-  return [options](const std::vector<at::Tensor>& parameters,
-                   mezzo::GradBuckets* buckets) -> std::unique_ptr<torch::optim::Optimizer> {
-    if (buckets != nullptr) return std::make_unique<Optimizer>(*buckets, options);
-    return std::make_unique<Optimizer>(parameters, options);
-  };
-}
-
-template <class Optimizer, class Options>
-OptimizerFor torchs(Options options) {
-  return [options](const std::vector<at::Tensor>& parameters, mezzo::GradBuckets* /*buckets*/) {
+OptimizerFor made_of(Options options) {
+  return [options](const std::vector<at::Tensor>& parameters) {
     return std::make_unique<Optimizer>(parameters, options);
   };
 }
@@ -74,7 +65,7 @@ mezzo::StepResult clip_and_step(GradScaler& scaler, torch::optim::Optimizer& opt
 /// One run: who makes an inf in which iteration, and with what is trained.
 struct Run {
   int64_t iterations = 10;
-  OptimizerFor optimizer = mezzos<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2));
+  OptimizerFor optimizer = made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2));
   StepWith step = clip_and_step;
   GradScalerOptions scaler = GradScalerOptions().init_scale(1024).growth_interval(3);
   int64_t bucket_bytes = 128;
@@ -122,7 +113,7 @@ at::Tensor weights_of(Decided& model) {
 Course train_on_ranks(Communicator world, const Run& run) {
   Decided model;
   DataParallel ddp(model, world, {.bucket_bytes = run.bucket_bytes});
-  const auto optimizer = run.optimizer(model->parameters(), &ddp.buckets());
+  const auto optimizer = run.optimizer(model->parameters());
   GradScaler scaler(run.scaler);
   scaler.on_skip(nullptr);
   Course course;
@@ -143,7 +134,7 @@ Course train_on_ranks(Communicator world, const Run& run) {
 /// A single process whose every loss is the mean of the ranks'.
 Course train_alone(int ranks, const Run& run) {
   Decided model;
-  const auto optimizer = run.optimizer(model->parameters(), nullptr);
+  const auto optimizer = run.optimizer(model->parameters());
   GradScaler scaler(run.scaler);
   scaler.on_skip(nullptr);
   Course course;
@@ -179,11 +170,11 @@ void expect_decided_as_one(const Run& run, const mezzo::MpiCommunicatorOptions& 
 }
 
 std::vector<OptimizerFor> optimizers() {
-  return {mezzos<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
-          mezzos<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)),
-          mezzos<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
-          torchs<torch::optim::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9)),
-          torchs<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).eps(1e-3))};
+  return {made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
+          made_of<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)),
+          made_of<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
+          made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9)),
+          made_of<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).eps(1e-3))};
 }
 
 TEST(MpiOneDecision, AnInfOnOneRankSkipsTheStepOfAll) {
@@ -222,26 +213,6 @@ TEST(MpiOneDecision, HoldsForStepsInAllForms) {
   }
 }
 
-TEST(MpiOneDecision, DoesNotGoByWhatWasReadBeforeTheReduction) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  Decided model;
-  mezzo::GradBuckets buckets(
-      model->parameters(),
-      mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat).check_during_backward(true));
-  const mezzo::GradAllReduce all_reduce(buckets, world);
-  mezzo::optim::SGD optimizer(buckets, mezzo::optim::SGDOptions(1e-2));
-  GradScaler scaler;
-  scaler.on_skip(nullptr);
-  for (int64_t i = 0; i < 6; ++i) {
-    buckets.zero_grad();
-    const at::Tensor loss = loss_of(model, i, 0, {});
-    const auto bad = rank_with_inf(i, world.size());
-    scaler.scale(bad == world.rank() ? spoiled(loss, i) : loss).backward();
-    EXPECT_EQ(scaler.step(optimizer, {.max_norm = 1.0}).ran(), !bad.has_value());
-    scaler.update();
-  }
-}
-
 TEST(MpiOneDecision, CountsHysteresisAlikeOnAllRanks) {
   const auto options =
       GradScalerOptions().init_scale(1024).growth_interval(3).hysteresis(3).min_scale(64);
@@ -250,18 +221,16 @@ TEST(MpiOneDecision, CountsHysteresisAlikeOnAllRanks) {
 }
 
 /// A weight of half whose gradient is 40,000 on every rank.
-bool overflows(Communicator world, bool average, bool on_buckets) {
+bool overflows(Communicator world, bool average) {
   const auto model = std::make_shared<torch::nn::Module>();
   const at::Tensor weight = model->register_parameter("weight", torch::zeros({8}, at::kHalf));
   DataParallel ddp(model, world, {.all_reduce = {.average = average}});
   const auto options = mezzo::optim::SGDOptions(1e-5);
-  std::unique_ptr<mezzo::optim::SGD> optimizer =
-      on_buckets ? std::make_unique<mezzo::optim::SGD>(ddp.buckets(), options)
-                 : std::make_unique<mezzo::optim::SGD>(ddp->parameters(), options);
+  mezzo::optim::SGD optimizer(ddp->parameters(), options);
   GradScaler scaler(GradScalerOptions().init_scale(1).allow_fp16_gradients(true));
   scaler.on_skip(nullptr);
   (scaler.scale(weight.to(at::kFloat)) * 40000.).sum().backward();
-  const auto result = scaler.step(*optimizer, {.max_norm = 1e9});
+  const auto result = scaler.step(optimizer, {.max_norm = 1e9});
   scaler.update();
   EXPECT_EQ(result.ran(), !result.found_inf());
   EXPECT_EQ(scaler.get_scale(), result.ran() ? 1. : 0.5);
@@ -274,11 +243,9 @@ bool overflows(Communicator world, bool average, bool on_buckets) {
 
 TEST(MpiOneDecision, CatchesAnOverflowOfTheReductionItself) {
   Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  for (const bool on_buckets : {false, true}) {
-    EXPECT_EQ(overflows(world, /*average=*/false, on_buckets), world.size() > 1)
-        << "80,000 is more than half holds, and no rank has an inf of its own";
-    EXPECT_FALSE(overflows(world, /*average=*/true, on_buckets)) << "40,000 is not";
-  }
+  EXPECT_EQ(overflows(world, /*average=*/false), world.size() > 1)
+      << "80,000 is more than half holds, and no rank has an inf of its own";
+  EXPECT_FALSE(overflows(world, /*average=*/true)) << "40,000 is not";
 }
 
 }  // namespace

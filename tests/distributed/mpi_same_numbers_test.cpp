@@ -148,7 +148,7 @@ at::Tensor train_together(Communicator& world, const Case& of, const Options& op
     }
   }
   DataParallel ddp(model, world, mezzo::DataParallelOptions{.bucket_bytes = 2048});
-  Optimizer optimizer(ddp.buckets(), options);
+  Optimizer optimizer(model->parameters(), options);
   train(model, optimizer, of, world.rank(), world.size(), [&] { return ddp.no_sync(); });
   return weights_after(model);
 }

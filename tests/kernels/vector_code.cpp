@@ -2,6 +2,6 @@
 
 #include <mezzo/kernels/gradient_summary_loops.h>
 
-mezzo::detail::SummaryLoops loops_of_float() {
-  return mezzo::detail::summary_loops<float>(mezzo::detail::best_isa());
+mezzo::detail::SummaryLoop loop_of_float() {
+  return mezzo::detail::summary_loop<float>(mezzo::detail::best_isa());
 }

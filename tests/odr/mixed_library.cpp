@@ -2,8 +2,9 @@
 // that hold mezzo without knowing of each other. mixed_libraries.cpp loads them.
 
 #include <mezzo/base/loss_scale.h>
+#include <mezzo/distributed/grad_buckets.h>
+#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/update_scale.h>
-#include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
@@ -31,20 +32,6 @@ void summarize_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Ten
                 const at::Tensor&, const at::Tensor&, TableMemory*) {
   no_gpu();
 }
-void statistics_(const std::vector<at::Tensor>&, const at::Tensor&, double,
-                 const std::vector<at::Tensor>&) {
-  no_gpu();
-}
-int64_t partial_count(const at::Tensor&) { no_gpu(); }
-int64_t partial_bytes() { no_gpu(); }
-void write_partials_(const std::vector<at::Tensor>&, const std::vector<int64_t>&, const at::Tensor&,
-                     TableMemory*) {
-  no_gpu();
-}
-void finish_partials_(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                      const at::Tensor&) {
-  no_gpu();
-}
 void begin_step_(at::Device, TableMemory&) { no_gpu(); }
 
 }  // namespace detail::cuda
@@ -70,13 +57,13 @@ C10_EXPORT bool has_cuda_kernels() {
 
 C10_EXPORT const char* type_name() { return typeid(mezzo::GradBuckets).name(); }
 
-// Gradients of 2 through hooks that this library hangs on `parameter` beside those of the other.
+// Gradients of 2 through hooks that this library hangs on `parameter` beside the hooks of the other
+// libraries.
 C10_EXPORT double sum_of_squares(const at::Tensor& parameter) {
-  mezzo::GradBuckets buckets(
-      {parameter},
-      mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat).check_during_backward(true));
+  mezzo::GradBuckets buckets({parameter});
   buckets.zero_grad();
   parameter.mul(2).sum().backward();
-  return buckets.summarize(at::ones({})).sum_of_squares.item<double>();
+  const auto summary = mezzo::detail::summarize_gradients({parameter.grad()}, at::ones({}));
+  return summary.sum_of_squares.item<double>();
 }
 }

@@ -4,9 +4,9 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
@@ -49,7 +49,7 @@ class Training {
   at::Tensor input_ = at::full({8, 8}, 0.5);
   at::Tensor weight_ = at::full({8, 8}, 0.25).requires_grad_();
   mezzo::GradBuckets buckets_{std::vector<at::Tensor>{weight_}};
-  mezzo::optim::AdamW optimizer_{buckets_, mezzo::optim::AdamWOptions(0.01)};
+  mezzo::optim::AdamW optimizer_{{weight_}, mezzo::optim::AdamWOptions(0.01)};
   mezzo::Ema ema_{std::vector<at::Tensor>{weight_}, mezzo::EmaOptions{}};
   mezzo::GradScaler scaler_{mezzo::GradScalerOptions().init_scale(1024)};
 };

@@ -1,8 +1,8 @@
 // Gradients that nobody would want to step with, given to every kind of optimizer: a step gives the
 // bits that a plain copy of the gradient gives, or is refused and leaves everything as it was.
 
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
@@ -33,10 +33,8 @@ namespace {
 
 using mezzo::AnyOptimizer;
 using mezzo::GradBuckets;
-using mezzo::GradBucketsOptions;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
-using mezzo::GradStorage;
 using mezzo::optim::WeightStorage;
 using test_support::error_of;
 using testing::HasSubstr;
@@ -83,17 +81,10 @@ StepPath with_masters(std::string name, Options options) {
 }
 
 template <class Optimizer, class Options>
-StepPath on_buckets(std::string name, Options options, GradStorage storage,
-                    torch::ScalarType dtype = torch::kFloat) {
-  return {std::move(name), dtype, [options, storage](const std::vector<Tensor>& parameters) {
-            Stepper made{.buckets = std::make_shared<GradBuckets>(
-                             parameters, GradBucketsOptions().storage(storage))};
-            if constexpr (std::is_constructible_v<Optimizer, GradBuckets&, Options>) {
-              made.optimizer = std::make_shared<Optimizer>(*made.buckets, options);
-            } else {
-              made.optimizer = std::make_shared<Optimizer>(parameters, options);
-            }
-            return made;
+StepPath over_buckets(std::string name, Options options, torch::ScalarType dtype = torch::kFloat) {
+  return {std::move(name), dtype, [options](const std::vector<Tensor>& parameters) {
+            return Stepper{.buckets = std::make_shared<GradBuckets>(parameters),
+                           .optimizer = std::make_shared<Optimizer>(parameters, options)};
           }};
 }
 
@@ -115,14 +106,11 @@ const StepPath kPaths[] = {
                      torch::kBFloat16),
     with_masters<to::AdamW>("MastersOfTorchAdamW", to::AdamWOptions(0.5)),
     with_masters<to::SGD>("MastersOfTorchSgd", to::SGDOptions(0.5).momentum(0.9)),
-    on_buckets<to::AdamW>("TorchAdamWOverFlatBuckets", to::AdamWOptions(0.5), GradStorage::flat),
-    on_buckets<mo::AdamW>("AdamWOnFlatBuckets", mo::AdamWOptions(0.5), GradStorage::flat),
-    on_buckets<mo::AdamW>("AdamWOnBucketsInPlace", mo::AdamWOptions(0.5), GradStorage::in_place),
-    on_buckets<mo::AdamW>("AdamWWithMastersOnFlatBuckets",
-                          mo::AdamWOptions(0.5).weight_storage(WeightStorage::master),
-                          GradStorage::flat, torch::kBFloat16),
-    on_buckets<mo::SGD>("SgdOnBucketsInPlace", mo::SGDOptions(0.5).momentum(0.9),
-                        GradStorage::in_place),
+    over_buckets<to::AdamW>("TorchAdamWOverBuckets", to::AdamWOptions(0.5)),
+    over_buckets<mo::AdamW>("AdamWOverBuckets", mo::AdamWOptions(0.5)),
+    over_buckets<mo::AdamW>("AdamWWithMastersOverBuckets",
+                            mo::AdamWOptions(0.5).weight_storage(WeightStorage::master),
+                            torch::kBFloat16),
 };
 
 constexpr double kLossScale = 1024;

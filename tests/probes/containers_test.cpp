@@ -157,7 +157,7 @@ TEST(Containers, TrainInDataParallelAsAlone) {
   alone->forward(batch()).square().sum().backward();
   optimizer.step();
   mezzo::DataParallel ddp(model, distributed_test::AlikeRanks(2));
-  mezzo::optim::SGD shared(ddp.buckets(), mezzo::optim::SGDOptions(1e-2));
+  mezzo::optim::SGD shared(model->parameters(), mezzo::optim::SGDOptions(1e-2));
   ddp(batch()).square().sum().backward();
   shared.step();
   expect_same_parameters(alone, model);

@@ -1,7 +1,7 @@
 // A scaler in use that nobody planned: several for one optimizer, errors in between, odd gradients.
 
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -262,7 +262,7 @@ TEST(ScalerCalls, LossesOfAnyDtypeAreScaledInIt) {
 TEST(ScalerCalls, ABackwardThatThrewLeavesBucketsUsable) {
   auto x = parameter({1}), y = parameter({1});
   mezzo::GradBuckets buckets({x, y});
-  mezzo::optim::SGD optimizer(buckets, mezzo::optim::SGDOptions(1.0));
+  mezzo::optim::SGD optimizer(buckets.parameters(), mezzo::optim::SGDOptions(1.0));
   expect_a_throw_is_given_up_by_zero_grad(optimizer, x, y);
 }
 

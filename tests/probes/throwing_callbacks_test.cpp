@@ -5,9 +5,10 @@
 #include <mezzo/diagnose/divergence_watch.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
-#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/scaling/accumulate_if_finite.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -24,7 +25,6 @@
 namespace {
 
 using mezzo::GradBuckets;
-using mezzo::GradBucketsOptions;
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
 using torch::Tensor;
@@ -68,8 +68,8 @@ class CallbackRun {
     torch::manual_seed(0);
     return torch::nn::Linear(4, 3);
   }();
-  GradBuckets buckets{model->parameters(), GradBucketsOptions().storage(mezzo::GradStorage::flat)};
-  mezzo::optim::AdamW optimizer{buckets, mezzo::optim::AdamWOptions(0.1)};
+  GradBuckets buckets{model->parameters()};
+  mezzo::optim::AdamW optimizer{model->parameters(), mezzo::optim::AdamWOptions(0.1)};
   GradScaler scaler{GradScalerOptions().init_scale(1024).growth_interval(3)};
   mezzo::Ema ema{model->parameters(), {}};
   mezzo::Telemetry telemetry;
@@ -166,15 +166,16 @@ TEST(ThrowingCallbacks, OfAMicroBatchLeaveWhatWasAccumulated) {
   CallbackRun run(true);
   run.buckets.zero_grad();
   const Tensor batch = torch::ones({2, 4});
-  run.buckets.accumulate_if_finite([&] { run.model(batch).sum().backward(); });
+  mezzo::accumulate_if_finite(run.model->parameters(), [&] { run.model(batch).sum().backward(); });
   const Tensor before = run.model->weight.grad().clone();
-  EXPECT_THROW(run.buckets.accumulate_if_finite([&] {
-    run.model(batch).square().sum().backward();
-    run.in_callback();
-  }),
+  EXPECT_THROW(mezzo::accumulate_if_finite(run.model->parameters(),
+                                           [&] {
+                                             run.model(batch).square().sum().backward();
+                                             run.in_callback();
+                                           }),
                std::runtime_error);
   EXPECT_TRUE(torch::equal(run.model->weight.grad(), before));
-  run.buckets.accumulate_if_finite([&] { run.model(batch).sum().backward(); });
+  mezzo::accumulate_if_finite(run.model->parameters(), [&] { run.model(batch).sum().backward(); });
   EXPECT_TRUE(torch::equal(run.model->weight.grad(), before * 2));
 }
 

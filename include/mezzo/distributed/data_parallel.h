@@ -9,8 +9,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/optim/grad_bucket.h>
-#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/jit/api/module.h>
@@ -44,7 +43,7 @@ class Replica;
 ///
 /// \code
 ///   mezzo::DataParallel ddp(model, world);               // all ranks have rank 0's weights
-///   mezzo::optim::AdamW optimizer(ddp.buckets(), 2e-5);
+///   mezzo::optim::AdamW optimizer(model->parameters(), 2e-5);
 ///   mezzo::GradScaler scaler;
 ///   for (auto& batch : *part_of_this_rank) {
 ///     ddp->zero_grad();
@@ -100,7 +99,7 @@ class DataParallel {
   const M& module() const noexcept { return model_; }
   auto operator->() const { return detail::module_pointer(model_); }
 
-  /// The trained parameters' gradients, flat: what an optimizer of mezzo's is made with.
+  /// The trained parameters' gradients.
   GradBuckets& buckets() noexcept;
 
   /// While what it returns lives, backward passes only accumulate on this rank, and buffers are not

@@ -7,7 +7,7 @@
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/compressed_exchange.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
-#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -68,10 +68,9 @@ struct GradAllReduceOptions {
 /// whoever reads, clips or steps with it.
 ///
 /// \code
-///   mezzo::GradBuckets buckets(model->parameters(),
-///                              mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat));
+///   mezzo::GradBuckets buckets(model->parameters());
 ///   mezzo::GradAllReduce all_reduce(buckets, world);
-///   mezzo::optim::AdamW optimizer(buckets, 2e-5);
+///   mezzo::optim::AdamW optimizer(model->parameters(), 2e-5);
 ///   for (auto& batch : *part_of_this_rank) {
 ///     buckets.zero_grad();
 ///     loss(model, batch).backward();                 // returns when all buckets have been reduced
@@ -103,8 +102,7 @@ struct GradAllReduceOptions {
 /// a parameter went without gradient on this rank.
 class GradAllReduce {
  public:
-  /// \throws c10::Error if the buckets' storage is not flat, the communicator does not serve their
-  /// device, or an option is wrong
+  /// \throws c10::Error if the communicator does not serve the buckets' device, or an option is wrong
   GradAllReduce(GradBuckets& buckets, Communicator communicator,
                 const GradAllReduceOptions& options = {});
   ~GradAllReduce();
@@ -126,10 +124,6 @@ class GradAllReduce {
 namespace detail {
 
 inline void check_can_be_reduced(const GradBuckets& buckets, const Communicator& communicator) {
-  TORCH_CHECK(buckets.options().storage() == GradStorage::flat, "GradAllReduce on rank ",
-              communicator.rank(),
-              ": `buckets` must have flat storage; make them with "
-              "GradBucketsOptions().storage(GradStorage::flat)");
   for (const GradBucket& bucket : buckets.buckets()) {
     TORCH_CHECK(
         communicator.serves(bucket.device.type()), "GradAllReduce on rank ", communicator.rank(),

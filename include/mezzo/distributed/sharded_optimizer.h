@@ -9,7 +9,6 @@
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

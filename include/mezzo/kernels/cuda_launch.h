@@ -58,25 +58,6 @@ MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
                                     TableMemory* memory);
 
-/// The same and more, into: found_inf, sum_of_squares, max_abs, and int64 zeros, underflows,
-/// scaled_underflows and first_bad (of two elements).
-MEZZO_CUDA_LAUNCHER void statistics_(const std::vector<at::Tensor>& gradients,
-                                     const at::Tensor& inv_scale, double underflow,
-                                     const std::vector<at::Tensor>& outputs);
-
-/// summarize_ in two halves, of which the first can be called for some gradients at a time: how
-/// many partial results a gradient has, their size in bytes, writing those of `gradients` (the i-th
-/// one's from number first_partials[i] on), and merging all.
-MEZZO_CUDA_LAUNCHER int64_t partial_count(const at::Tensor& gradient);
-MEZZO_CUDA_LAUNCHER int64_t partial_bytes();
-MEZZO_CUDA_LAUNCHER void write_partials_(const std::vector<at::Tensor>& gradients,
-                                         const std::vector<int64_t>& first_partials,
-                                         const at::Tensor& partials, TableMemory* memory);
-MEZZO_CUDA_LAUNCHER void finish_partials_(const at::Tensor& partials, const at::Tensor& inv_scale,
-                                          const at::Tensor& found_inf,
-                                          const at::Tensor& sum_of_squares,
-                                          const at::Tensor& max_abs);
-
 /// LossScale::next on the device, in one launch; found_inf is a float of one element there.
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);

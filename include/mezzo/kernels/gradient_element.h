@@ -34,6 +34,8 @@ struct GradientPartial {
   }
 };
 
+static_assert(std::is_trivially_copyable_v<GradientPartial>, "kernels write it");
+
 /// Gradients times `inv_scale`. A factor is monotonic: a product is inf or NaN if and only if that
 /// of the largest magnitude is (or of 0, where the factor itself is inf or NaN).
 struct FinishedSummary {
@@ -70,40 +72,6 @@ struct FinishedSummary {
     return result;
   }
 };
-
-/// What the richer read adds.
-struct StatisticsPartial {
-  GradientPartial summary;
-  int64_t zeros = 0;
-  int64_t underflows = 0;
-  int64_t scaled_underflows = 0;
-  int64_t first_bad_gradient = -1;  ///< which tensor holds the first product that is inf or NaN
-  int64_t first_bad_element = -1;   ///< and where in its memory
-
-  C10_HOST_DEVICE void merge(const StatisticsPartial& other) {
-    summary.merge(other.summary);
-    zeros += other.zeros;
-    underflows += other.underflows;
-    scaled_underflows += other.scaled_underflows;
-    const bool is_earlier =
-        other.first_bad_element >= 0 &&
-        (first_bad_element < 0 || other.first_bad_gradient < first_bad_gradient ||
-         (other.first_bad_gradient == first_bad_gradient &&
-          other.first_bad_element < first_bad_element));
-    if (is_earlier) {
-      first_bad_gradient = other.first_bad_gradient;
-      first_bad_element = other.first_bad_element;
-    }
-  }
-};
-
-/// What the richer read has to know beforehand.
-struct StatisticsQuery {
-  float inv_scale;
-  double underflow;  ///< non-zero magnitudes up to here round to zero in the low-precision dtype
-};
-
-static_assert(std::is_trivially_copyable_v<StatisticsPartial>, "kernels write it");
 
 // What is done with each element: the body of the CPU's loops, of the CUDA kernels and of the
 // tests' reference.
@@ -167,56 +135,6 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void set_largest(typename Format::Bits magnitu
     reinterpret_bits(value, partial.max_float);
   }
 }
-
-/// Counts, for one lane or many, of what a low-precision dtype would lose.
-template <class Format, class ValueLanes, class BitLanes>
-struct StatisticsElement {
-  using Bits = typename Format::Bits;
-  static constexpr Bits kValueMagnitude = static_cast<Bits>(~Bits{0}) >> 1;
-
-  ValueLanes inv_scale;
-  Bits stored_underflow;   ///< the largest stored magnitude that rounds to zero
-  Bits product_underflow;  ///< and the largest of a product's
-
-  /// `underflow` is a power of two. What a format cannot hold is half its smallest subnormal and
-  /// less, which rounds to zero here too.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void set_underflow(double underflow) {
-    const auto value = static_cast<typename Format::Value>(underflow);
-    reinterpret_bits(value, product_underflow);
-    Format::narrow(value, stored_underflow);
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(const BitLanes& bits, BitLanes& zeros,
-                                                    BitLanes& underflows,
-                                                    BitLanes& scaled_underflows) const {
-    const BitLanes magnitude = bits & kMagnitudeBits<Format>;
-    BitLanes product;
-    multiply(bits, product);
-    product = product & kValueMagnitude;
-    zeros = magnitude == 0U ? zeros + 1U : zeros;
-    underflows = product <= product_underflow ? underflows + 1U : underflows;
-    underflows = magnitude == 0U ? underflows - 1U : underflows;
-    scaled_underflows = magnitude <= stored_underflow ? scaled_underflows + 1U : scaled_underflows;
-    scaled_underflows = magnitude == 0U ? scaled_underflows - 1U : scaled_underflows;
-  }
-
-  /// Whether the product is inf or NaN.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE bool is_bad(const BitLanes& bits) const {
-    BitLanes product;
-    multiply(bits, product);
-    ValueLanes value;
-    reinterpret_bits(product, value);
-    return nonfinite_bits(value);
-  }
-
- private:
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void multiply(const BitLanes& bits, BitLanes& product) const {
-    ValueLanes value;
-    Format::widen(bits, value);
-    value = value * inv_scale;
-    reinterpret_bits(value, product);
-  }
-};
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

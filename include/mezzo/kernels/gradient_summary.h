@@ -31,52 +31,28 @@ namespace detail {
 /// One gradient's memory, to be read once.
 struct SummaryStretch {
   const char* data;
-  char* copy_to;  ///< null, or where its elements go as well
   int64_t count;
   int64_t element_size;
   at::ScalarType dtype;
 };
 
-inline SummaryStretch summary_stretch(const at::Tensor& gradient, void* copy_to = nullptr) {
-  return {static_cast<const char*>(gradient.const_data_ptr()), static_cast<char*>(copy_to),
-          gradient.numel(), static_cast<int64_t>(gradient.element_size()), gradient.scalar_type()};
+inline SummaryStretch summary_stretch(const at::Tensor& gradient) {
+  return {static_cast<const char*>(gradient.const_data_ptr()), gradient.numel(),
+          static_cast<int64_t>(gradient.element_size()), gradient.scalar_type()};
 }
 
-/// One partial result a stretch: its chunks', merged in their order.
-template <class Partial, class Work>
-std::vector<Partial> summarize_stretches(const std::vector<SummaryStretch>& stretches,
-                                         const Work& work) {
+/// Reads all stretches; merges the partial results of their chunks in the order of the chunks.
+inline GradientPartial summarize_cpu(const std::vector<SummaryStretch>& stretches) {
   WorkChunks chunks(kSummaryChunk);
   for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
-  std::vector<Partial> of_chunk(chunks.size());
-  chunks.for_each([&](std::size_t i) { work(stretches[chunks[i].item], chunks[i], of_chunk[i]); });
-  std::vector<Partial> of_stretch(stretches.size());
-  for (std::size_t i = 0; i < chunks.size(); ++i) {
-    of_stretch[chunks[i].item].merge(of_chunk[i]);
-  }
-  return of_stretch;
-}
-
-inline std::vector<GradientPartial> summarize_cpu(const std::vector<SummaryStretch>& stretches) {
-  const auto work = [](const SummaryStretch& stretch, const WorkChunks::Chunk& chunk,
-                       GradientPartial& partial) {
-    const SummaryLoops loops = summary_loops(stretch.dtype, best_isa());
-    const int64_t offset = chunk.begin * stretch.element_size;
-    if (stretch.copy_to == nullptr) {
-      loops.summarize(stretch.data + offset, chunk.count, partial);
-    } else {
-      loops.copy_and_summarize(stretch.data + offset, stretch.copy_to + offset, chunk.count,
-                               partial);
-    }
-  };
-  return summarize_stretches<GradientPartial>(stretches, work);
-}
-
-/// All partial results as one, in their order.
-template <class Partial>
-Partial merged(const std::vector<Partial>& partials) {
-  Partial total;
-  for (const Partial& partial : partials) total.merge(partial);
+  std::vector<GradientPartial> of_chunk(chunks.size());
+  chunks.for_each([&](std::size_t i) {
+    const SummaryStretch& stretch = stretches[chunks[i].item];
+    summary_loop(stretch.dtype, best_isa())(stretch.data + chunks[i].begin * stretch.element_size,
+                                            chunks[i].count, of_chunk[i]);
+  });
+  GradientPartial total;
+  for (const GradientPartial& partial : of_chunk) total.merge(partial);
   return total;
 }
 
@@ -198,7 +174,7 @@ inline GradientSummary summarize_gradients(const std::vector<at::Tensor>& gradie
   check_summary_arguments(gradients, inv_scale);
   const DenseGradients dense(gradients);
   if (has_cpu_loops(inv_scale.device())) {
-    return finish_summary_cpu(merged(summarize_cpu(summary_stretches(dense))), inv_scale);
+    return finish_summary_cpu(summarize_cpu(summary_stretches(dense)), inv_scale);
   }
 #ifdef MEZZO_WITH_CUDA
   if (has_cuda_kernels(inv_scale.device())) {

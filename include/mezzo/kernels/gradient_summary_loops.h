@@ -172,49 +172,25 @@ struct SummaryKernel {
   }
 };
 
-/// The same, and copies the elements to `to`, which does not overlap.
-template <class Element, class Lanes>
-struct CopySummaryKernel {
-  C10_ALWAYS_INLINE static void run(const void* data, void* to, int64_t count,
-                                    GradientPartial& partial) {
-    using Stored = typename Lanes::Format::Stored;
-    const auto* stored = static_cast<const Stored*>(data);
-    auto* copy = static_cast<Stored*>(to);
-    SummaryAccumulator<Element, Lanes> accumulator;
-    int64_t i = 0;
-    for (; i + kSquareSums <= count; i += kSquareSums) {
-      __builtin_memcpy(copy + i, stored + i, sizeof(Stored) * kSquareSums);
-      accumulator.add_block(stored + i);
-    }
-    if (i < count) {
-      __builtin_memcpy(copy + i, stored + i, sizeof(Stored) * static_cast<std::size_t>(count - i));
-    }
-    accumulator.finish(stored, i, count, partial);
-  }
-};
-
-/// The loops for one dtype and one instruction set.
-struct SummaryLoops {
-  void (*summarize)(const void* data, int64_t count, GradientPartial& partial);
-  void (*copy_and_summarize)(const void* data, void* to, int64_t count, GradientPartial& partial);
-};
+/// Adds what it reads of `count` elements at `data` to `partial`.
+using SummaryLoop = void (*)(const void* data, int64_t count, GradientPartial& partial);
 
 template <class Element>
-SummaryLoops summary_loops(CpuIsa isa) {
-  return {cpu_kernel<SummaryKernel, Element>(isa), cpu_kernel<CopySummaryKernel, Element>(isa)};
+SummaryLoop summary_loop(CpuIsa isa) {
+  return cpu_kernel<SummaryKernel, Element>(isa);
 }
 
-inline SummaryLoops summary_loops(at::ScalarType dtype, CpuIsa isa) {
+inline SummaryLoop summary_loop(at::ScalarType dtype, CpuIsa isa) {
   return for_gradient_dtype(dtype,
-                            [isa]<class Element>(Element) { return summary_loops<Element>(isa); });
+                            [isa]<class Element>(Element) { return summary_loop<Element>(isa); });
 }
 
 // Held by mezzo::compiled (mezzo/optim/compiled.h).
-#define MEZZO_COMPILED_SUMMARIES(EXTERN)                         \
-  EXTERN template SummaryLoops summary_loops<float>(CpuIsa);     \
-  EXTERN template SummaryLoops summary_loops<double>(CpuIsa);    \
-  EXTERN template SummaryLoops summary_loops<c10::Half>(CpuIsa); \
-  EXTERN template SummaryLoops summary_loops<c10::BFloat16>(CpuIsa);
+#define MEZZO_COMPILED_SUMMARIES(EXTERN)                       \
+  EXTERN template SummaryLoop summary_loop<float>(CpuIsa);     \
+  EXTERN template SummaryLoop summary_loop<double>(CpuIsa);    \
+  EXTERN template SummaryLoop summary_loop<c10::Half>(CpuIsa); \
+  EXTERN template SummaryLoop summary_loop<c10::BFloat16>(CpuIsa);
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
 MEZZO_COMPILED_SUMMARIES(extern)

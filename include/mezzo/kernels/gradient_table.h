@@ -70,7 +70,6 @@ struct SummarySlice {
   int64_t begin;
   int64_t end;
   int64_t partial;
-  int32_t gradient;  ///< the caller's number of the tensor
 };
 
 /// Tensors of one kernel launch, of one dtype, cut into blocks. It travels by value as the kernel's
@@ -94,12 +93,11 @@ class SummaryTable {
   }
 
   /// Not when full. A tensor's blocks write their partial results from `first_partial` on.
-  void push_back(const void* data, int64_t count, int64_t first_partial, int32_t gradient) {
+  void push_back(const void* data, int64_t count, int64_t first_partial) {
     end_block_[tensors_] = blocks() + blocks_of(count, elements_per_block_);
     data_[tensors_] = data;
     count_[tensors_] = count;
     first_partial_[tensors_] = first_partial;
-    gradient_[tensors_] = gradient;
     ++tensors_;
   }
 
@@ -109,7 +107,6 @@ class SummaryTable {
     std::fill(count_ + tensors_, count_ + kCapacity, 0);
     std::fill(first_partial_ + tensors_, first_partial_ + kCapacity, 0);
     std::fill(end_block_ + tensors_, end_block_ + kCapacity, blocks());
-    std::fill(gradient_ + tensors_, gradient_ + kCapacity, 0);
   }
 
   /// A slice's numbers are the caller's, on whichever page of a PagedTable it stands.
@@ -121,7 +118,7 @@ class SummaryTable {
     const int64_t begin = own_block * elements_per_block_;
     const int64_t end = begin + elements_per_block_;
     return {data_[tensor], begin, end < count_[tensor] ? end : count_[tensor],
-            first_partial_[tensor] + own_block, gradient_[tensor]};
+            first_partial_[tensor] + own_block};
   }
 
  private:
@@ -129,7 +126,6 @@ class SummaryTable {
   int64_t count_[kCapacity];
   int64_t first_partial_[kCapacity];
   int64_t end_block_[kCapacity];  // one past the last block that works on this tensor
-  int32_t gradient_[kCapacity];
   int64_t elements_per_block_;
   int tensors_ = 0;
 };

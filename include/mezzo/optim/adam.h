@@ -44,7 +44,7 @@ struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::A
 class Adam : public detail::OptimizerShell<
                  detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
  public:
-  /// AdamW's constructors, on param groups, parameters or buckets, with AdamOptions.
+  /// AdamW's constructors, on param groups or parameters, with AdamOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where there is no parameter, one is given twice or two share memory
   using OptimizerShell::OptimizerShell;

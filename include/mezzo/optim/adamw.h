@@ -89,10 +89,8 @@ class AdamW : public detail::OptimizerShell<
  public:
   ///     AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, const AdamWOptions&)
   ///     AdamW(std::vector<at::Tensor> parameters, const AdamWOptions&)
-  ///     AdamW(GradBuckets& buckets, const AdamWOptions&)
   ///
-  /// The options have defaults. On the parameters of `buckets`: GradScaler's check takes what they
-  /// have read during backward, and parameters of groups that are added later join them.
+  /// The options have defaults.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where there is no parameter, one is given twice or two share memory
   using OptimizerShell::OptimizerShell;

@@ -125,7 +125,7 @@ namespace optim {
 /// (mezzo/optim/adamw.h) says holds here.
 class LAMB : public detail::OptimizerShell<detail::LambTraits<LAMBOptions, LAMBParamState>> {
  public:
-  /// AdamW's constructors, on param groups, parameters or buckets, with LAMBOptions.
+  /// AdamW's constructors, on param groups or parameters, with LAMBOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   where there is no parameter, one is given twice or two share memory
   using OptimizerShell::OptimizerShell;

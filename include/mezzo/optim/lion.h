@@ -81,7 +81,7 @@ namespace optim {
 /// that AdamW's page (mezzo/optim/adamw.h) says holds here.
 class Lion : public detail::OptimizerShell<detail::LionTraits<LionOptions, LionParamState>> {
  public:
-  /// AdamW's constructors, on param groups, parameters or buckets, with LionOptions.
+  /// AdamW's constructors, on param groups or parameters, with LionOptions.
   /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or where
   ///   there is no parameter, one is given twice or two share memory
   using OptimizerShell::OptimizerShell;

@@ -143,7 +143,7 @@ namespace optim {
 /// optimizer counts from 0 until an LrSchedule's file or `set_applied_steps` says the number.
 class SGD : public detail::OptimizerShell<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
-  /// AdamW's constructors, on param groups, parameters or buckets, with SGDOptions, which have no
+  /// AdamW's constructors, on param groups or parameters, with SGDOptions, which have no
   /// default.
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
   ///   momentum is positive and dampening 0; or where there is no parameter, one is given twice

@@ -1,6 +1,6 @@
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>

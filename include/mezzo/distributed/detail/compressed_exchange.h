@@ -4,8 +4,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/kernels/compress_tensors.h>
-#include <mezzo/optim/detail/bucketed_gradients.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

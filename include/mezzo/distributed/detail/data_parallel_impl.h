@@ -6,7 +6,7 @@
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -96,9 +96,8 @@ class Replica {
           const DataParallelOptions& options)
       : parameters_(once_.all(module.named_parameters())),
         module_buffers_(once_.all(module.named_buffers())),
-        buckets_(
-            broadcast_and_select_trained(communicator, options.root),
-            GradBucketsOptions().storage(GradStorage::flat).bucket_bytes(options.bucket_bytes)),
+        buckets_(broadcast_and_select_trained(communicator, options.root),
+                 {.bucket_bytes = options.bucket_bytes}),
         all_reduce_(buckets_, communicator, options.all_reduce),
         buffers_(module_buffers_, communicator, options.root),
         rank_(communicator.rank()),

@@ -3,8 +3,7 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
-#include <mezzo/optim/detail/bucketed_gradients.h>
-#include <mezzo/optim/grad_bucket.h>
+#include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/tensor.h>

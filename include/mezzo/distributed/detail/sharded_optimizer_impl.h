@@ -25,10 +25,7 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     : Optimizer(groups, std::make_unique<Options>(defaults)),
       communicator_(std::move(communicator)),
       buckets_(detail::start_groups_alike(param_groups_, communicator_),
-               GradBucketsOptions()
-                   .storage(GradStorage::flat)
-                   .bucket_bytes(options.bucket_bytes)
-                   .parts(communicator_.size())),
+               {.bucket_bytes = options.bucket_bytes, .parts = communicator_.size()}),
       weights_(detail::shared(buckets_), communicator_) {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     check_options(options_of(group));

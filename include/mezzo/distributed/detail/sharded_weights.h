@@ -6,8 +6,8 @@
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/optim/detail/bucketed_gradients.h>
 #include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/trained_once.h>
 
@@ -145,7 +145,8 @@ class ShardedWeights {
     const c10::NoGradGuard no_grad;
     for (std::size_t bucket = 0; bucket < gradients_->buckets().size(); ++bucket) {
       const GradBucket& like = gradients_->buckets()[bucket];
-      flats_.push_back(at::zeros({like.flat.numel()}, like.flat.options()));
+      const at::ScalarType dtype = parameters()[like.parameters.front()].scalar_type();
+      flats_.push_back(at::zeros({like.flat.numel()}, like.flat.options().dtype(dtype)));
       for (const std::size_t number : like.parameters) {
         bucket_of_[number] = bucket;
         add_slice(number, bucket);
@@ -213,14 +214,15 @@ class ShardedWeights {
   bool is_in_place(std::size_t number) const {
     const at::Tensor& parameter = parameters()[number];
     const at::Tensor& place = gradients_->place(number);
+    const at::Tensor& flat = flats_[bucket_of_[number]];
     TORCH_CHECK(
-        parameter.scalar_type() == place.scalar_type() && parameter.device() == place.device() &&
+        parameter.scalar_type() == flat.scalar_type() && parameter.device() == flat.device() &&
             parameter.sizes() == place.sizes(),
-        "ShardedOptimizer: ", parameter_words(number, parameter), " was ", tensor_words(place),
+        "ShardedOptimizer: ", parameter_words(number, parameter), " was ",
+        tensor_words(place.to(flat.scalar_type())),
         " when the optimizer was made; cast and move the model first, then make the optimizer");
-    const auto* const buffer =
-        static_cast<const char*>(flats_[bucket_of_[number]].const_data_ptr());
-    return parameter.const_data_ptr() == buffer + place.storage_offset() * place.element_size() &&
+    const auto* const buffer = static_cast<const char*>(flat.const_data_ptr());
+    return parameter.const_data_ptr() == buffer + place.storage_offset() * flat.element_size() &&
            same_layout(parameter, place);
   }
 
@@ -231,7 +233,7 @@ class ShardedWeights {
     const at::Tensor& place = gradients_->place(number);
     const at::Tensor& flat = flats_[bucket_of_[number]];
     auto* const memory =
-        static_cast<char*>(flat.mutable_data_ptr()) + place.storage_offset() * place.element_size();
+        static_cast<char*>(flat.mutable_data_ptr()) + place.storage_offset() * flat.element_size();
     const auto keeps_buffer = [flat](void*) {};
     const at::Tensor own = at::from_blob(memory, place.sizes(), place.strides(), keeps_buffer,
                                          flat.options(), flat.device());

@@ -91,8 +91,7 @@ static std::vector<Table> tables_of(const std::vector<at::Tensor>& tensors,
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!is_of<Element>(tensors[i]) || tensors[i].numel() == 0) continue;
     if (pages.empty() || pages.back().full()) pages.emplace_back(kSummaryBlock<Element>);
-    pages.back().push_back(tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i],
-                           static_cast<int32_t>(i));
+    pages.back().push_back(tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i]);
   }
   return pages;
 }
@@ -134,24 +133,10 @@ static void launch_dtypes(const std::vector<at::Tensor>& tensors,
 static std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
   std::vector<int64_t> offsets{0};
   for (const at::Tensor& tensor : tensors) {
-    offsets.push_back(offsets.back() + cuda::partial_count(tensor));
+    const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+    offsets.push_back(offsets.back() + SmallSummaryTable::blocks_of(bytes, kSummaryBlock<char>));
   }
   return offsets;
-}
-
-template <class Partial>
-static at::Tensor new_partials(int64_t count, const at::Tensor& like) {
-  return at::empty({count * static_cast<int64_t>(sizeof(Partial))},
-                   like.options().dtype(at::kByte));
-}
-
-template <class Partial>
-static void finish(const at::Tensor& partials, const at::Tensor& inv_scale,
-                   const SummaryOutputs& outputs) {
-  const int64_t count = partials.numel() / static_cast<int64_t>(sizeof(Partial));
-  launch<finish_summary_kernel<Partial>>(1, kFinishThreads, current_stream(),
-                                         static_cast<const Partial*>(partials.const_data_ptr()),
-                                         count, inv_scale.const_data_ptr<float>(), outputs);
 }
 
 __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients,
@@ -167,68 +152,28 @@ __attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients,
   unscale_all(DenseGradients(gradients), nullptr, found_inf);
 }
 
-__attribute__((weak)) int64_t partial_count(const at::Tensor& gradient) {
-  const int64_t bytes = gradient.numel() * static_cast<int64_t>(gradient.element_size());
-  return SmallSummaryTable::blocks_of(bytes, kSummaryBlock<char>);
-}
-
-__attribute__((weak)) int64_t partial_bytes() { return sizeof(GradientPartial); }
-
-__attribute__((weak)) void write_partials_(const std::vector<at::Tensor>& gradients,
-                                           const std::vector<int64_t>& first_partials,
-                                           const at::Tensor& partials, TableMemory* memory) {
-  const DeviceGuard guard(partials.device());
-  const Stream stream = current_stream();
-  auto* const results = static_cast<GradientPartial*>(partials.mutable_data_ptr());
-  launch_dtypes(gradients, first_partials, memory,
-                [&]<class Element, class Table>(Element, const PagedTable<Table>& table) {
-                  launch<summary_kernel<Element, Table>>(table.blocks(), kSummaryThreads, stream,
-                                                         table, results);
-                });
-}
-
-__attribute__((weak)) void finish_partials_(const at::Tensor& partials, const at::Tensor& inv_scale,
-                                            const at::Tensor& found_inf,
-                                            const at::Tensor& sum_of_squares,
-                                            const at::Tensor& max_abs) {
-  const DeviceGuard guard(partials.device());
-  finish<GradientPartial>(
-      partials, inv_scale,
-      {found_inf.mutable_data_ptr<float>(), sum_of_squares.mutable_data_ptr<double>(),
-       max_abs.mutable_data_ptr<double>(), nullptr, nullptr, nullptr, nullptr});
-}
-
 __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
                                       const at::Tensor& inv_scale, const at::Tensor& found_inf,
                                       const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
                                       TableMemory* memory) {
   const DeviceGuard guard(inv_scale.device());
-  const std::vector<int64_t> offsets = partial_offsets(gradients);
-  const at::Tensor partials = new_partials<GradientPartial>(offsets.back(), inv_scale);
-  write_partials_(gradients, offsets, partials, memory);
-  finish_partials_(partials, inv_scale, found_inf, sum_of_squares, max_abs);
-}
-
-__attribute__((weak)) void statistics_(const std::vector<at::Tensor>& gradients,
-                                       const at::Tensor& inv_scale, double underflow,
-                                       const std::vector<at::Tensor>& outputs) {
-  const DeviceGuard guard(inv_scale.device());
   const Stream stream = current_stream();
   const std::vector<int64_t> offsets = partial_offsets(gradients);
-  const at::Tensor partials = new_partials<StatisticsPartial>(offsets.back(), inv_scale);
-  auto* const results = static_cast<StatisticsPartial*>(partials.mutable_data_ptr());
-  const float* const factor = inv_scale.const_data_ptr<float>();
-  launch_dtypes(gradients, offsets, nullptr,
+  const int64_t count = offsets.back();
+  const at::Tensor memory_of_partials =
+      at::empty({count * static_cast<int64_t>(sizeof(GradientPartial))},
+                inv_scale.options().dtype(at::kByte));
+  auto* const partials = static_cast<GradientPartial*>(memory_of_partials.mutable_data_ptr());
+  launch_dtypes(gradients, offsets, memory,
                 [&]<class Element, class Table>(Element, const PagedTable<Table>& table) {
-                  launch<statistics_kernel<Element, Table>>(table.blocks(), kSummaryThreads, stream,
-                                                            table, factor, underflow, results);
+                  launch<summary_kernel<Element, Table>>(table.blocks(), kSummaryThreads, stream,
+                                                         table, partials);
                 });
-  finish<StatisticsPartial>(
-      partials, inv_scale,
-      {outputs[0].mutable_data_ptr<float>(), outputs[1].mutable_data_ptr<double>(),
-       outputs[2].mutable_data_ptr<double>(), outputs[3].mutable_data_ptr<int64_t>(),
-       outputs[4].mutable_data_ptr<int64_t>(), outputs[5].mutable_data_ptr<int64_t>(),
-       outputs[6].mutable_data_ptr<int64_t>()});
+  launch<finish_summary_kernel<kFinishThreads>>(
+      1, kFinishThreads, stream, static_cast<const GradientPartial*>(partials), count,
+      inv_scale.const_data_ptr<float>(),
+      SummaryOutputs{found_inf.mutable_data_ptr<float>(), sum_of_squares.mutable_data_ptr<double>(),
+                     max_abs.mutable_data_ptr<double>()});
 }
 
 __attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTensors& tensors,

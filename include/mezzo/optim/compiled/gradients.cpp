@@ -1,6 +1,5 @@
 // The loops over gradients, compiled once: see mezzo/optim/compiled.h.
 #include <mezzo/kernels/compress_loops.h>
-#include <mezzo/kernels/gradient_statistics.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/unscale.h>
 
@@ -8,7 +7,6 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 MEZZO_COMPILED_SUMMARIES()
-MEZZO_COMPILED_STATISTICS()
 MEZZO_COMPILED_UNSCALES()
 MEZZO_COMPILED_COMPRESSIONS()
 

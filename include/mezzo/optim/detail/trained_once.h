@@ -50,18 +50,6 @@ inline void refuse_duplicates(const std::vector<at::Tensor>& all, const Optimize
               "views of, or clone() one of them");
 }
 
-/// Those of `some` that are not among `known`.
-inline std::vector<at::Tensor> missing_from(const std::vector<at::Tensor>& known,
-                                            const std::vector<at::Tensor>& some) {
-  std::unordered_set<const c10::TensorImpl*> inside;
-  for (const at::Tensor& parameter : known) inside.insert(parameter.unsafeGetTensorImpl());
-  std::vector<at::Tensor> missing;
-  for (const at::Tensor& parameter : some) {
-    if (inside.count(parameter.unsafeGetTensorImpl()) == 0) missing.push_back(parameter);
-  }
-  return missing;
-}
-
 /// The parameters that an optimizer was last seen to have: the tensors, whose addresses stay theirs
 /// though their memory may go, so that no later tensor can be taken for one of them; and where they
 /// lie, for a tensor may be given another's memory.

@@ -1,6 +1,6 @@
 // Which parameter lies where: no tensor is needed to know.
 
-#include <mezzo/optim/detail/bucket_layout.h>
+#include <mezzo/distributed/grad_buckets.h>
 
 #include <torch/torch.h>
 

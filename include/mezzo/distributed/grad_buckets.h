@@ -1,0 +1,151 @@
+/// \file
+/// Gradients in flat buffers, which ranks reduce one at a time while backward makes the rest.
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// 25 MiB, the default of libtorch's DistributedDataParallel.
+inline constexpr int64_t kDefaultBucketBytes = int64_t{25} << 20;
+
+/// Options of GradBuckets.
+struct GradBucketsOptions {
+  /// The most bytes that a bucket holds, except for one parameter that is larger; > 0.
+  int64_t bucket_bytes = kDefaultBucketBytes;
+  /// The number of equal parts, each a multiple of 64 bytes, that every buffer can be cut into: the
+  /// number of ranks for a reduce-scatter; > 0.
+  int64_t parts = 1;
+};
+
+/// Parameters whose gradients lie in one buffer. They share a device, a dtype, and a dtype of their
+/// gradients.
+struct GradBucket {
+  at::Device device;
+  /// The gradients' dtype: `parameter.grad_dtype()`, which is the parameter's own dtype unless
+  /// somebody has called `set_grad_dtype`.
+  at::ScalarType dtype;
+  /// Indices into GradBuckets::parameters, in the order in which the gradients lie.
+  std::vector<std::size_t> parameters;
+  /// The buffer, one dimension. Each gradient begins at a multiple of 64 bytes; the gaps between
+  /// gradients are zero.
+  at::Tensor flat;
+};
+
+class GradBuckets;
+
+namespace detail {
+
+class BucketedGradients;
+
+/// The state that reductions and sharded optimizers keep; it may outlive `buckets`.
+std::shared_ptr<BucketedGradients> shared(const GradBuckets& buckets) noexcept;
+
+}  // namespace detail
+
+/// Keeps the gradients of a set of parameters in flat buffers, as libtorch's
+/// DistributedDataParallel does with `gradient_as_bucket_view`.
+///
+/// \code
+///   mezzo::GradBuckets buckets(model->parameters());
+///   for (auto& batch : *loader) {
+///     optimizer.zero_grad();
+///     loss(model, batch).backward();                  // hooks copy each gradient to its place
+///     buckets.reattach_gradients();
+///     for (const auto& bucket : buckets.buckets()) all_reduce(bucket.flat);
+///     optimizer.step();                               // of any optimizer: `.grad` are views
+///   }
+/// \endcode
+///
+/// Buckets are filled in reverse order of the parameters, which is roughly the order in which
+/// backward makes gradients; rebuild_buckets() takes the order of the last backward pass.
+///
+/// A gradient may be undefined, replaced, or of another floating dtype than its bucket (unscaled to
+/// float, for example): the next backward pass or reattach_gradients() copies its values into the
+/// buffer, converts them, and makes `.grad` the view again. A gradient with a history
+/// (`create_graph`) stays until reattach_gradients(), and loses it then. A sparse gradient stays
+/// outside. Where a parameter has no dense gradient, its part of the buffer is zero.
+///
+/// Each parameter gets a post-accumulate hook, which first calls the hook that was there. Only one
+/// backward pass may reach the parameters at a time. Use it from one thread at a time.
+class GradBuckets {
+ public:
+  /// \param parameters  leaves of float32, float64, bfloat16 or float16, each once; they need not
+  ///   require grad
+  /// \throws c10::Error naming the parameter or the option
+  explicit GradBuckets(const std::vector<at::Tensor>& parameters,
+                       const GradBucketsOptions& options = {});
+  /// Removes the hooks. Gradients stay where they are.
+  ~GradBuckets();
+  GradBuckets(GradBuckets&&) noexcept = default;
+  GradBuckets& operator=(GradBuckets&& other) noexcept;
+  GradBuckets(const GradBuckets&) = delete;
+  GradBuckets& operator=(const GradBuckets&) = delete;
+
+  /// Adds parameters, in buckets of their own. Existing buckets keep their addresses.
+  void add_parameters(const std::vector<at::Tensor>& parameters);
+
+  const std::vector<at::Tensor>& parameters() const noexcept;
+  const std::vector<GradBucket>& buckets() const noexcept;
+
+  /// Brings every gradient to its place, so that the buffers hold what `.grad` holds now. Call it
+  /// before reading `GradBucket::flat`.
+  /// \throws c10::Error if a gradient has another shape or device than its parameter, or no
+  ///   floating dtype
+  void reattach_gradients();
+
+  /// Does what `Module::zero_grad` does: undefines all gradients, or with `false` sets those that
+  /// are defined to zero, with one fill a bucket.
+  void zero_grad(bool set_to_none = true);
+
+  /// Groups the parameters anew, in the order in which the last backward pass made their gradients;
+  /// parameters that it did not reach come last. Values stay, addresses change. Under a
+  /// DataParallel or GradAllReduce all ranks call it, after passes that took the same way on all;
+  /// if
+  /// their orders differ, the next pass throws.
+  void rebuild_buckets();
+
+  /// While one lives, backward passes only accumulate: gradients are not moved, and no bucket is
+  /// reported ready. For all micro-batches but the last, as DistributedDataParallel's `no_sync`.
+  class NoSync;
+  NoSync no_sync();
+
+  /// Sets the callback that hears, once a backward pass, of each bucket (its index) whose gradients
+  /// are all in its buffer; of buckets with unused parameters it hears at the end of the pass. Null
+  /// removes the callback.
+  ///
+  /// The callback runs on autograd's thread, with the stream of the gradient that came last. A
+  /// backward pass inside another counts as part of it, unless it reaches the parameters first.
+  /// After a pass that threw, call zero_grad() or reattach_gradients() before the next.
+  void on_ready(std::function<void(std::size_t bucket)> callback);
+
+ private:
+  friend std::shared_ptr<detail::BucketedGradients> detail::shared(const GradBuckets&) noexcept;
+
+  std::shared_ptr<detail::BucketedGradients> state_;
+};
+
+/// See GradBuckets::no_sync. It may outlive its buckets.
+class [[nodiscard]] GradBuckets::NoSync {
+ public:
+  /// Does what `no_sync()` does; for a guard in a std::optional.
+  explicit NoSync(GradBuckets& buckets);
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<detail::BucketedGradients> buckets_;
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/distributed/detail/grad_buckets_impl.h>  // IWYU pragma: export

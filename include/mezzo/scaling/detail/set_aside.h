@@ -1,0 +1,105 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// The sum of two gradients, sparse or dense, in the memory of `gradient` where that can hold it: a
+/// gradient may be a view into a bucket. The sum of a 16-bit and a float gradient is a float.
+inline at::Tensor sum_of_gradients(at::Tensor gradient, at::Tensor more) {
+  const at::ScalarType dtype = c10::promoteTypes(gradient.scalar_type(), more.scalar_type());
+  gradient = gradient.to(dtype);
+  if (gradient.is_sparse() && !more.is_sparse()) return more.to(dtype).add(gradient);
+  return gradient.add_(more);
+}
+
+/// Takes the gradients of parameters away for a scope, so that a backward pass inside begins with
+/// none. One of three things happens to what was set aside:
+///
+/// - add_back(): it is added to the gradients that have come since;
+/// - drop(): it is released, and the gradients that have come since stay;
+/// - neither, as when the pass throws: the destructor puts back exactly what was there, and
+///   parameters that had no gradient have none.
+class SetAside {
+ public:
+  /// A parameter that is given twice counts once.
+  explicit SetAside(const std::vector<at::Tensor>& parameters) {
+    const c10::NoGradGuard no_grad;
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (const at::Tensor& parameter : parameters) {
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      parameters_.push_back(parameter);
+      gradients_.push_back(parameter.grad());
+      values_.push_back(kept(parameter.grad()));
+    }
+    for (const at::Tensor& parameter : parameters_) parameter.mutable_grad() = at::Tensor();
+  }
+  ~SetAside() {
+    for (std::size_t i = 0; i < values_.size(); ++i) put_back(i);
+  }
+  SetAside(const SetAside&) = delete;
+  SetAside& operator=(const SetAside&) = delete;
+
+  const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
+  /// The gradients that were set aside, one a parameter; undefined where there was none.
+  const std::vector<at::Tensor>& aside() const noexcept { return values_; }
+
+  /// \throws c10::Error if a gradient has come that cannot be added; the destructor then puts back
+  ///   what was there
+  void add_back() {
+    const c10::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < values_.size(); ++i) {
+      const at::Tensor gradient = parameters_[i].grad();
+      if (!values_[i].defined()) continue;
+      if (!gradient.defined()) {
+        put_back(i);
+      } else {
+        parameters_[i].mutable_grad() = sum_of_gradients(gradient, values_[i]);
+      }
+    }
+    drop();
+  }
+
+  void drop() noexcept {
+    values_.clear();
+    gradients_.clear();
+  }
+
+ private:
+  /// The memory of a gradient that is a view, as into a bucket, is written by the next backward
+  /// pass; so its values are copied.
+  static at::Tensor kept(const at::Tensor& gradient) {
+    const bool shares_memory = gradient.defined() && gradient.layout() == at::kStrided &&
+                               gradient.has_storage() && gradient.storage().use_count() > 1;
+    return shares_memory ? gradient.detach().clone() : gradient;
+  }
+
+  void put_back(std::size_t i) noexcept {
+    at::Tensor& gradient = parameters_[i].mutable_grad();
+    gradient = values_[i];
+    if (values_[i].is_same(gradients_[i])) return;
+    try {
+      const c10::NoGradGuard no_grad;
+      gradients_[i].copy_(values_[i]);
+      gradient = gradients_[i];
+    } catch (...) {  // the device is lost: the copy of the values stays
+    }
+  }
+
+  std::vector<at::Tensor> parameters_;
+  std::vector<at::Tensor> gradients_;  // the tensors that were set aside
+  std::vector<at::Tensor> values_;     // the same tensors, or copies where their memory is shared
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
