@@ -53,9 +53,8 @@ struct Trainer {
   mezzo::OpPolicy policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
   mezzo::AutocastModule<torch::nn::Linear> model{
       layer, {.device = torch::kCPU, .cache = cache, .policy = policy}};
-  mezzo::GradBuckets buckets{layer->parameters(),
-                             mezzo::GradBucketsOptions().storage(mezzo::GradStorage::flat)};
-  mezzo::optim::AdamW optimizer{buckets, mezzo::optim::AdamWOptions(0.01)};
+  mezzo::GradBuckets buckets{layer->parameters()};
+  mezzo::optim::AdamW optimizer{layer->parameters(), mezzo::optim::AdamWOptions(0.01)};
   mezzo::LinearSchedule schedule{optimizer, {.warmup_steps = 2, .total_steps = 10}};
   mezzo::GradScaler scaler;
   mezzo::Ema ema{layer->parameters(), {}};

@@ -9,6 +9,7 @@
 #include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/dense_memory.h>
+#include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/detail/trained_once.h>
 
 #include <ATen/core/Tensor.h>
