@@ -13,16 +13,17 @@
 
 namespace {
 
-using mezzo::detail::StepLetter;
 using mezzo::detail::DeviceStepSlot;
-using mezzo::detail::PendingLines;
 using mezzo::detail::LetterPool;
+using mezzo::detail::PendingLines;
+using mezzo::detail::StepLetter;
 
 void answer(StepLetter& letter, float scale, double norm, bool found_inf) {
   const auto sum = torch::full({}, norm * norm, torch::kDouble);
   const auto found = torch::full({}, found_inf ? 1.0F : 0.0F);
   const auto max_abs = torch::full({}, norm / 2, torch::kDouble);
-  letter.send(torch::full({}, scale), {torch::ones({}), found, sum, max_abs}, /*was_unscaled=*/true);
+  letter.send(torch::full({}, scale), {torch::ones({}), found, sum, max_abs},
+              /*was_unscaled=*/true);
 }
 
 TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {

@@ -34,8 +34,9 @@ namespace detail {
 /// magnitude. On the CPU they are there at once. From a device they come as one copy into pinned
 /// memory with an event behind it, which says that it has arrived; `wait` waits for it.
 ///
-/// A letter that was made during a capture belongs to the graph, each replay of which sends it anew.
-/// Replays do not notify the host: such a letter never becomes ready, and reading it synchronises.
+/// A letter that was made during a capture belongs to the graph, each replay of which sends it
+/// anew. Replays do not notify the host: such a letter never becomes ready, and reading it
+/// synchronises.
 class StepLetter {
  public:
   explicit StepLetter(at::Device device)
@@ -135,7 +136,8 @@ class StepLetter {
   at::Tensor packed(const at::Tensor& scale, const Verdict& verdict) const {
     const at::Tensor own_scale = on_device(scale, device_);
     const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
-    const at::Tensor none = has_norm_ ? at::Tensor() : at::zeros({}, own_scale.options().dtype(wide));
+    const at::Tensor none =
+        has_norm_ ? at::Tensor() : at::zeros({}, own_scale.options().dtype(wide));
     const at::Tensor& sum_of_squares = has_norm_ ? verdict.sum_of_squares : none;
     const at::Tensor& max_abs = has_norm_ ? verdict.max_abs : none;
 #ifdef MEZZO_WITH_CUDA
@@ -207,8 +209,8 @@ class DeviceStepSlot final : public StepSlot {
   StepOutcome outcome_;
 };
 
-/// The letters of a scaler. One that nobody else holds, and that has arrived, is used again; letters
-/// that a graph keeps writing serve no other step. All live as long as the scaler.
+/// The letters of a scaler. One that nobody else holds, and that has arrived, is used again;
+/// letters that a graph keeps writing serve no other step. All live as long as the scaler.
 class LetterPool {
  public:
   std::shared_ptr<StepLetter> letter_for(at::Device device) {
