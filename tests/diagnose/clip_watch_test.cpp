@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../support/tiny_optimizer.h"
+#include "../support/warnings.h"
 
 namespace {
 
@@ -30,18 +31,6 @@ using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
-
-/// Gathers warnings in place of the terminal.
-class HeardWarnings : public c10::WarningHandler {
- public:
-  HeardWarnings() : guard_(this) {}
-  void process(const c10::Warning& warning) override { lines_.push_back(warning.msg()); }
-  const std::vector<std::string>& lines() const { return lines_; }
-
- private:
-  c10::WarningUtils::WarningHandlerGuard guard_;
-  std::vector<std::string> lines_;
-};
 
 /// A loop over batches, with the user's own code where gradients are clipped, recorded.
 struct Loop {
@@ -72,7 +61,7 @@ struct Loop {
   torch::optim::SGD libtorchs{weights, 1e-3};
   mezzo::optim::SGD sgd{weights, 1e-3};
   GradScaler scaler;
-  HeardWarnings warnings;
+  test_support::Warnings warnings;
   Telemetry telemetry;
 };
 
@@ -88,11 +77,11 @@ TEST(ClipWatch, ExplainsOnceThatTheBoundIsOnScaledGradients) {
     return self.scaler.step(self.sgd);
   };
   loop.run(7, mistake);
-  EXPECT_THAT(loop.warnings.lines(), IsEmpty());
+  EXPECT_THAT(loop.warnings.texts, IsEmpty());
   loop.run(1, mistake);
-  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+  EXPECT_THAT(loop.warnings.texts, ElementsAre(kBoundOfOne));
   loop.run(20, mistake);
-  EXPECT_THAT(loop.warnings.lines(), ElementsAre(testing::_));
+  EXPECT_THAT(loop.warnings.texts, ElementsAre(testing::_));
 }
 
 TEST(ClipWatch, SeesAStepOfALibtorchOptimizerThatClips) {
@@ -101,7 +90,7 @@ TEST(ClipWatch, SeesAStepOfALibtorchOptimizerThatClips) {
     self.clip(1.0);
     return self.scaler.step(self.libtorchs, {.max_norm = 1.0});
   });
-  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+  EXPECT_THAT(loop.warnings.texts, ElementsAre(kBoundOfOne));
 }
 
 TEST(ClipWatch, SeesEachOfTwoOptimizersByATelemetryOfItsOwn) {
@@ -115,7 +104,7 @@ TEST(ClipWatch, SeesEachOfTwoOptimizersByATelemetryOfItsOwn) {
     of_second.record(self.scaler.step(second), torch::Tensor());
     return self.scaler.step(self.sgd);
   });
-  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+  EXPECT_THAT(loop.warnings.texts, ElementsAre(kBoundOfOne));
 }
 
 TEST(ClipWatch, CountsOnAfterSkippedSteps) {
@@ -126,7 +115,7 @@ TEST(ClipWatch, CountsOnAfterSkippedSteps) {
     if (step++ < 3) self.weights[0].mutable_grad()[2] = kInfinity;
     return self.scaler.step(self.sgd);
   });
-  EXPECT_THAT(loop.warnings.lines(), ElementsAre(kBoundOfOne));
+  EXPECT_THAT(loop.warnings.texts, ElementsAre(kBoundOfOne));
 }
 
 TEST(ClipWatch, SeesClippingByValueToo) {
@@ -137,7 +126,7 @@ TEST(ClipWatch, SeesClippingByValueToo) {
     self.weights[0].mutable_grad().mul_(torch::rand({7}));
     return self.scaler.step(self.sgd);
   });
-  EXPECT_THAT(loop.warnings.lines(),
+  EXPECT_THAT(loop.warnings.texts,
               ElementsAre(AllOf(HasSubstr("the largest magnitude of the scaled gradients has been "
                                           "0.5 for 8 steps in a row"),
                                 HasSubstr("mezzo::clip_grad_value_(scaler, optimizer, ...)"))));
@@ -151,7 +140,7 @@ TEST(ClipWatch, LooksAtTheFirst64StepsAlone) {
       self.clip(1.0);
       return self.scaler.step(self.sgd);
     });
-    EXPECT_THAT(loop.warnings.lines(), testing::SizeIs(innocent == 40 ? 1 : 0)) << innocent;
+    EXPECT_THAT(loop.warnings.texts, testing::SizeIs(innocent == 40 ? 1 : 0)) << innocent;
   }
 }
 
@@ -167,7 +156,7 @@ struct LateStep final : mezzo::StepSlot {
 };
 
 TEST(ClipWatch, SeesStepsOfADeviceWhenTheyHaveArrived) {
-  HeardWarnings warnings;
+  test_support::Warnings warnings;
   std::vector<std::shared_ptr<LateStep>> steps;
   Telemetry telemetry;
   for (int i = 0; i < 8; ++i) {
@@ -178,10 +167,10 @@ TEST(ClipWatch, SeesStepsOfADeviceWhenTheyHaveArrived) {
                            .grad_max_abs = (0.5 + 0.01 * i) / 65536};
     telemetry.record(StepResult(steps.back()), torch::Tensor());
   }
-  EXPECT_THAT(warnings.lines(), IsEmpty());
+  EXPECT_THAT(warnings.texts, IsEmpty());
   for (const auto& step : steps) step->is_there = true;
   telemetry.flush();
-  EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));
+  EXPECT_THAT(warnings.texts, ElementsAre(kBoundOfOne));
 }
 
 struct Innocent {
@@ -195,7 +184,7 @@ class ClipWatchIsSilent : public testing::TestWithParam<Innocent> {};
 TEST_P(ClipWatchIsSilent, ToThose) {
   Loop loop(GetParam().scale);
   loop.run(80, GetParam().step);
-  EXPECT_THAT(loop.warnings.lines(), IsEmpty());
+  EXPECT_THAT(loop.warnings.texts, IsEmpty());
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -276,7 +265,7 @@ TEST(ClipWatch, IsSilentToLossesWithConstantSlopes) {
           loop.telemetry.record(loop.scaler.step(optimizer), torch::Tensor());
           loop.scaler.update();
         }
-        EXPECT_THAT(loop.warnings.lines(), IsEmpty()) << scale << " " << outputs << " " << weight;
+        EXPECT_THAT(loop.warnings.texts, IsEmpty()) << scale << " " << outputs << " " << weight;
       }
     }
   }
@@ -286,35 +275,35 @@ TEST(ClipWatchNumbers, AreThoseOfTheBoundsThatPeopleWrite) {
   for (const double scale : {65536.0, 32768.0}) {
     for (const double bound : {0.1, 0.5, 1.0, 5.0, 10.0}) {
       for (const bool by_value : {false, true}) {
-        HeardWarnings warnings;
+        test_support::Warnings warnings;
         ClipWatch watch;
         for (int i = 0; i < 8; ++i) {
           const double other = bound / scale * (2 + 0.1 * i);
           watch.see(scale, by_value ? other : bound / scale, by_value ? bound / scale : other);
         }
-        EXPECT_THAT(warnings.lines(), testing::SizeIs(1)) << scale << " " << bound << by_value;
+        EXPECT_THAT(warnings.texts, testing::SizeIs(1)) << scale << " " << bound << by_value;
       }
     }
   }
 }
 
 TEST(ClipWatchNumbers, OfMillionsOfElementsMayBeAsFarOffAsLibtorchsNorms) {
-  HeardWarnings warnings;
+  test_support::Warnings warnings;
   ClipWatch watch;
   for (int i = 0; i < 8; ++i) {
     const double norm = 1.0 + (i % 2 == 0 ? 9e-5 : 7e-5);
     watch.see(65536, norm / 65536, (0.1 + 0.01 * i) / 65536);
   }
-  EXPECT_THAT(warnings.lines(), ElementsAre(kBoundOfOne));
+  EXPECT_THAT(warnings.texts, ElementsAre(kBoundOfOne));
 }
 
 TEST(ClipWatchNumbers, ThatDriftSlowlyTogetherAreNoBound) {
-  HeardWarnings warnings;
+  test_support::Warnings warnings;
   ClipWatch watch;
   for (int i = 0; i < 60; ++i) {  // full batches at a tiny rate, with a norm near a round number
     watch.see(65536, (1.0 - 1e-6 * i) / 65536, (0.3 - 3e-5 * i) / 65536);
   }
-  EXPECT_THAT(warnings.lines(), IsEmpty());
+  EXPECT_THAT(warnings.texts, IsEmpty());
 }
 
 }  // namespace

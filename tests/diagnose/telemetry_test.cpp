@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "../support/scratch.h"
+#include "../support/warnings.h"
 
 namespace {
 
@@ -41,16 +42,6 @@ struct LateStep final : mezzo::StepSlot {
   bool there = false;
   int waits = 0;
   StepOutcome known{.ran = true, .scale = 8, .grad_norm = 2.0};
-};
-
-/// The warnings of this thread while it lives.
-class HeardWarnings : public c10::WarningHandler {
- public:
-  void process(const c10::Warning& warning) override { all.push_back(warning.msg()); }
-  std::vector<std::string> all;
-
- private:
-  c10::WarningUtils::WarningHandlerGuard guard_{this};
 };
 
 auto into(std::vector<TelemetryRecord>& records) {
@@ -97,7 +88,7 @@ TEST(Telemetry, FlushAndTheDestructorWaitForTheRest) {
 
 TEST(Telemetry, DropsTheEarliestStepBehindAResultThatNeverComesAndSaysSo) {
   std::vector<TelemetryRecord> records;
-  HeardWarnings warnings;
+  test_support::Warnings warnings;
   Telemetry telemetry(/*first_step=*/1, /*most_pending=*/3);
   telemetry.write_to(into(records));
   const auto never = std::make_shared<LateStep>();
@@ -111,10 +102,10 @@ TEST(Telemetry, DropsTheEarliestStepBehindAResultThatNeverComesAndSaysSo) {
   ASSERT_EQ(records.size(), 3) << "what it held up";
   EXPECT_EQ(records[0].step, 2);
   EXPECT_EQ(never->waits, 0);
-  EXPECT_THAT(warnings.all, testing::ElementsAre(HasSubstr("step 1 is dropped, 1 so far")));
+  EXPECT_THAT(warnings.texts, testing::ElementsAre(HasSubstr("step 1 is dropped, 1 so far")));
   for (int step = 5; step <= 1100; ++step) telemetry.record(StepResult(never), at::Tensor());
   EXPECT_EQ(telemetry.dropped(), 1094) << "three are kept";
-  EXPECT_THAT(warnings.all, testing::SizeIs(2)) << "the first and the 1001st";
+  EXPECT_THAT(warnings.texts, testing::SizeIs(2)) << "the first and the 1001st";
   EXPECT_THAT([] { Telemetry(1, 0); }, ThrowsMessage<c10::Error>(HasSubstr("most_pending is 0")));
 }
 

@@ -45,8 +45,8 @@ struct StepOptions {
   at::Tensor known_inf = {};
 };
 
-/// Who takes part in one step, and with what. Made by one walk over the parameters, in which all is
-/// checked, and moved into `apply`. It is a value: nobody keeps it for another step.
+/// Who takes part in one step, and with what. One walk over the parameters makes a plan and checks
+/// all of it; `apply` consumes it. A plan is a value: nobody keeps it for another step.
 struct StepPlan {
   /// A parameter with a gradient.
   struct Row {

@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "../../support/warnings.h"
+
 namespace {
 
 using mezzo::LinearSchedule;
@@ -286,16 +288,6 @@ TEST(LrScheduleFiles, GoFromMezzosOptimizersToLibtorchs) {
               ElementsAre(0, -0.75, -0.75, -1.375));
 }
 
-/// Gathers warnings in place of the terminal.
-class HeardWarnings : public c10::WarningHandler {
- public:
-  void process(const c10::Warning& warning) override { all.push_back(warning.msg()); }
-  std::vector<std::string> all;
-
- private:
-  c10::WarningUtils::WarningHandlerGuard guard_{this};
-};
-
 TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
   const auto move = [](auto before, auto after) {
     LinearSchedule schedule(before, {.total_steps = 8});
@@ -308,7 +300,7 @@ TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
   };
   EXPECT_THAT(move(torch::optim::AdamW({weight()}, 1.0), mezzo::optim::AdamW({weight()}, 1.0)),
               ElementsAre(0.75));
-  const HeardWarnings warnings;
+  const test_support::Warnings warnings;
   EXPECT_THAT(move(torch::optim::SGD({weight()}, 1.0), mezzo::optim::SGD({weight()}, 1.0)),
               ElementsAre(0.75));
 }
@@ -333,11 +325,11 @@ struct HalfARun {
 TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
   const HalfARun run;
   for (const bool steps_between : {false, true}) {
-    HeardWarnings warnings;
+    test_support::Warnings warnings;
     mezzo::optim::SGD optimizer({run.parameter}, 7.0);
     LinearSchedule schedule(optimizer, {.total_steps = 100});
     load(optimizer, run.optimizer_file);
-    EXPECT_THAT(warnings.all, ElementsAre(HasSubstr(
+    EXPECT_THAT(warnings.texts, ElementsAre(HasSubstr(
                                   "SGD: the file of torch::optim::SGD holds no number of steps; "
                                   "load the schedule's own file, or call set_applied_steps(n)")));
     EXPECT_FALSE(optimizer.knows_applied_steps());
@@ -353,7 +345,7 @@ TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
 
 TEST(LrScheduleFiles, DoNotReplaceACountThatIsKnown) {
   const HalfARun run;
-  HeardWarnings warnings;
+  test_support::Warnings warnings;
   mezzo::optim::SGD optimizer({run.parameter}, 7.0);
   LinearSchedule schedule(optimizer, {.total_steps = 100});
   const auto refused = [](int count) {

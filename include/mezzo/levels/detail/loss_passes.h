@@ -5,7 +5,7 @@
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/optimizer_interface.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/scaling/detail/gradients_aside.h>
+#include <mezzo/scaling/detail/set_aside.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -42,7 +43,7 @@ class LossPasses {
   struct Pass {
     at::Tensor scaled{};  ///< the loss to run backward from
     Optimizers optimizers{};
-    std::vector<std::optional<GradientsAside>> aside{};  ///< an optimizer
+    std::vector<std::unique_ptr<SetAside>> aside{};  ///< an optimizer
   };
 
   void add_loss(const GradScalerOptions& options) { losses_.emplace_back(options); }
@@ -77,7 +78,7 @@ class LossPasses {
     for (auto* optimizer : optimizers) {  // after all that may throw
       Known& one = known(*optimizer);
       auto& aside = pass.aside.emplace_back();
-      if (one.unscaled_by) aside.emplace(parameters_of(*optimizer));
+      if (one.unscaled_by) aside = std::make_unique<SetAside>(parameters_of(*optimizer));
       if (!contains(own.waiting, optimizer)) own.waiting.push_back(optimizer);
       one.scaled_by = loss;
     }
@@ -189,12 +190,14 @@ class LossPasses {
     own.unscale_(one.optimizer);
     one.unscaled_by = std::exchange(one.scaled_by, std::nullopt);
     const at::Tensor found = own.forget(one.optimizer);
-    if (found.defined()) {
-      one.known_inf = one.known_inf.defined()
-                          ? one.known_inf.add(on_device(found, one.known_inf.device()))
-                          : found;
-    }
+    if (found.defined()) note_inf(one, found);
     return found;
+  }
+
+  static void note_inf(Known& one, const at::Tensor& found) {
+    one.known_inf = one.known_inf.defined()
+                        ? one.known_inf.add(on_device(found, one.known_inf.device()))
+                        : found;
   }
 
   /// Writes a NaN into the gradients of an optimizer where `found` is not 0, so that its step is
@@ -210,9 +213,7 @@ class LossPasses {
           at::where(is_bad, at::full_like(first, std::numeric_limits<double>::quiet_NaN()), first));
       break;
     }
-    one.known_inf = one.known_inf.defined()
-                        ? one.known_inf.add(on_device(found, one.known_inf.device()))
-                        : found;
+    note_inf(one, found);
   }
 
   /// The optimizer waits for nothing any more; losses that waited for it alone move their scale.

@@ -147,16 +147,9 @@ inline Verdict read_tensors(const std::vector<at::Tensor>& gradients, const at::
 inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
                               TableMemory* memory = nullptr) {
   Verdict verdict;
-  std::vector<at::Tensor> gradients;
-  gradients.reserve(plan.rows.size());
-  for (std::size_t i = 0; i < plan.rows.size(); ++i) {
-    const at::Tensor& gradient = plan.rows[i].gradient;
-    gradients.push_back(gradient_values(plan.rows[i]));
-    const bool is_last_there =
-        i + 1 == plan.rows.size() || plan.rows[i + 1].gradient.device() != gradient.device();
-    if (!is_last_there) continue;
-    const Verdict one = read_tensors(gradients, on_device(inv_scale, gradient.device()), memory);
-    gradients.clear();
+  for (const std::vector<at::Tensor>& values : values_by_device(plan)) {
+    const at::Device device = values.front().device();
+    const Verdict one = read_tensors(values, on_device(inv_scale, device), memory);
     if (verdict.defined()) {
       join(verdict, one);
     } else {

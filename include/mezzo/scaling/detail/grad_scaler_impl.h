@@ -208,7 +208,7 @@ MEZZO_INLINE void GradScaler::note_skip(const detail::OptimizerRecord& record, f
   if (record.found_inf.item<float>() != 0.0F) skipped_scale_ = scale;
 }
 
-/// The same where the device knows.
+/// Posts the line about a skip that only the device knows of; it is told once the letter arrives.
 MEZZO_INLINE void GradScaler::post_line(const at::Tensor& found_inf) {
   const at::Tensor& scale = scale_.original();
   const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
