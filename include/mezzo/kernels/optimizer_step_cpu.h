@@ -159,7 +159,7 @@ StepLoop step_loop(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa
 
 /// Gradients of 16 bits as floats.
 template <class Element, class Lanes>
-struct WidenKernel {
+struct ToFloatKernel {
   C10_ALWAYS_INLINE static void run(const void* from, void* to, int64_t count) {
     const auto* const source = static_cast<const typename Lanes::Format::Stored*>(from);
     auto* const target = static_cast<float*>(to);
@@ -185,9 +185,9 @@ inline void widen_gradients(at::ScalarType from, const void* source, void* targe
   if (from == at::kFloat) {
     std::copy_n(static_cast<const float*>(source), count, static_cast<double*>(target));
   } else if (from == at::kBFloat16) {
-    cpu_kernel<WidenKernel, c10::BFloat16>(best_isa())(source, target, count);
+    cpu_kernel<ToFloatKernel, c10::BFloat16>(best_isa())(source, target, count);
   } else {
-    cpu_kernel<WidenKernel, c10::Half>(best_isa())(source, target, count);
+    cpu_kernel<ToFloatKernel, c10::Half>(best_isa())(source, target, count);
   }
 }
 
