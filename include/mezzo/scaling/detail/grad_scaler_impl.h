@@ -226,10 +226,14 @@ MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Ver
   at::Tensor found = detail::on_device(verdict.found_inf, device);
   if (!counts) found = at::zeros_like(found);
   const at::Tensor before = was_unscaled ? record.found_inf : at::Tensor();
-  at::Tensor own = found;
-  if (known_inf.defined()) own = found.mul(detail::on_device(known_inf, device).eq(0.0));
-  record.found_inf = before.defined() ? before.add(own) : own;
-  verdict.found_inf = before.defined() ? before.add(found) : found;
+  const auto joined = [&](const at::Tensor& flag) {
+    return before.defined() ? before.add(flag) : flag;
+  };
+  verdict.found_inf = joined(found);
+  record.found_inf = verdict.found_inf;
+  if (known_inf.defined()) {
+    record.found_inf = joined(found.mul(detail::on_device(known_inf, device).eq(0.0)));
+  }
 }
 
 /// An optimizer that steps by a verdict, on the device where that lies.
@@ -309,7 +313,11 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
       record.found_inf = at::ones_like(record.found_inf);
     }
   }
-  if (!outcome.ran) note_skip(record, outcome.scale);
+  if (!outcome.ran && options.known_inf.defined()) {
+    note_skip(record, outcome.scale);
+  } else if (!outcome.ran) {  // the letter said what the record says: no second wait
+    skipped_scale_ = outcome.scale;
+  }
   record.stage = detail::Stage::stepped;
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
