@@ -291,8 +291,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   detail::check_has_gradients(verdict.found_inf.defined(), optimizer.optimizer());
   const std::shared_ptr<detail::StepLetter> letter =
       letter_pool_.letter_for(scale_.original().device());
-  letter->send(scale_.original(), verdict, was_unscaled);
-  letter->wait();
+  letter->send_and_wait(scale_.original(), verdict, was_unscaled);
   StepOutcome outcome = letter->outcome();
   if (!detail::clips(options)) outcome.grad_norm = outcome.grad_max_abs = std::nullopt;
   if (outcome.ran && torch_step != nullptr) {
@@ -337,7 +336,7 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
     letter = letter_pool_.letter_for(verdict.inv_scale.device());
-    letter->send(one, verdict);
+    fused != nullptr ? letter->send(one, verdict) : letter->send_and_wait(one, verdict);
   }
   StepOutcome outcome{.ran = true, .value = at::Tensor()};
   if (fused != nullptr) {
@@ -348,7 +347,6 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
   }
   double factor = 1.0;
   if (letter != nullptr) {
-    letter->wait();
     outcome = letter->outcome();
     factor = detail::clip_coefficient(letter->sum_of_squares(), options.max_norm);
   }
