@@ -66,6 +66,10 @@ struct StepPlan {
   bool has_inference = false;  ///< a parameter is an inference tensor
   /// There is a gradient of half whose parameter keeps no master: unscaled it would underflow.
   bool has_bare_half = false;
+  /// Other ranks have rows though this one may have none: all go through the step together.
+  bool has_rows_elsewhere = false;
+
+  bool has_rows() const noexcept { return has_rows_elsewhere || !rows.empty(); }
 };
 
 namespace optim {

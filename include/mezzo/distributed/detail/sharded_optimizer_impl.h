@@ -158,6 +158,7 @@ StepPlan ShardedOptimizer<OptimizerType>::plan() {
   const c10::NoGradGuard no_grad;
   prepare();
   StepPlan plan = inner_->plan();
+  plan.has_rows_elsewhere = has_gradient();
   for (const Known& known : known_) {  // on all ranks, whose slices of it they may be
     const at::Tensor& gradient = known.parameter.grad();
     const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;

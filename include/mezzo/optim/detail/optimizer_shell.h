@@ -103,7 +103,6 @@ struct RuleOf {
 
   static ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) {
     using Plain = typename State::LibtorchState;
-    if (typeid(*state) == typeid(State)) return static_cast<State*>(state.get());
     if (auto* const own = dynamic_cast<State*>(state.get())) return own;
     if constexpr (std::constructible_from<State, const Plain&>) {
       if (const auto* const plain = dynamic_cast<const Plain*>(state.get())) {

@@ -242,7 +242,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
     detail::refuse_half_gradients(optimizer, plan);
   }
-  detail::check_has_gradients(!plan.rows.empty() || was_unscaled, optimizer.optimizer());
+  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer.optimizer());
   const at::Tensor& scale = scale_.original();
   Verdict verdict = optimizer.read(plan, was_unscaled ? at::ones_like(scale) : scale_.inverse());
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
@@ -279,7 +279,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     const c10::NoGradGuard no_grad;
     const bool is_true = was_unscaled || unscales_here;
     const StepPlan plan = detail::plan_of(optimizer);
-    detail::check_has_gradients(!plan.rows.empty() || is_true, optimizer.optimizer());
+    detail::check_has_gradients(plan.has_rows() || is_true, optimizer.optimizer());
     verdict =
         detail::read_gradients(plan, is_true ? at::ones_like(scale_.original()) : scale_.inverse());
     check_verdict(record, verdict, is_true, counts, options.known_inf);
@@ -305,7 +305,9 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     } else {  // a product overflows where, read in float, none did
       outcome = {
           .ran = false, .found_inf = true, .scale = outcome.scale, .was_unscaled = was_unscaled};
-      if (detail::clips(options)) outcome.grad_norm = std::numeric_limits<double>::infinity();
+      if (detail::clips(options)) {
+        outcome.grad_norm = outcome.grad_max_abs = std::numeric_limits<double>::infinity();
+      }
       record.found_inf = at::ones_like(record.found_inf);
     }
   }
@@ -323,9 +325,10 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;
   std::shared_ptr<detail::StepLetter> letter;
-  if (detail::clips(options) && !plan.rows.empty()) {
-    const at::Tensor one =
-        at::ones({}, plan.rows.front().gradient.options().dtype(at::kFloat).layout(at::kStrided));
+  if (detail::clips(options) && plan.has_rows()) {
+    const at::Device device =
+        plan.rows.empty() ? at::Device(at::kCPU) : plan.rows.front().gradient.device();
+    const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
     letter = letter_pool_.letter_for(verdict.inv_scale.device());
