@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
@@ -9,13 +10,40 @@
 #include <cstddef>
 #include <memory>
 #include <optional>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
-// The options of param groups, which may be plain ones of libtorch's class: these are read where
-// they are, and never replaced by a step, for whoever changes them may hold a reference.
+// The options of param groups, which may be plain ones of libtorch's class. A step reads them where
+// they are and never replaces them, for whoever changes them may hold a reference.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// libtorch's class of options where it has one of that name, else mezzo's own: what a group's
+/// options are in any case.
+template <class Options>
+using LibtorchsOr =
+    std::conditional_t<std::constructible_from<Options, const typename Options::LibtorchOptions&>,
+                       typename Options::LibtorchOptions, Options>;
+
+inline void check_are_options(bool are_options, std::size_t group, const char* optimizer) {
+  TORCH_CHECK(are_options, optimizer, ": the options of parameter group ", group,
+              " are not mezzo::optim::", optimizer,
+              "Options; give OptimizerParamGroup a std::make_unique of those");
+}
+
+/// A NaN fails too.
+inline void check_at_least_0(const char* optimizer, const char* option, double value) {
+  TORCH_CHECK(is_at_least(value, 0), optimizer, ": ", option, " is ", value,
+              "; it should be at least 0");
+}
+
+inline void check_betas(const char* optimizer, const std::tuple<double, double>& betas) {
+  const auto [beta1, beta2] = betas;
+  TORCH_CHECK(is_at_least(beta1, 0) && beta1 < 1 && is_at_least(beta2, 0) && beta2 < 1, optimizer,
+              ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
+}
 
 /// libtorch's options as mezzo's, with what libtorch's lack from `defaults`.
 template <class Options>
@@ -41,9 +69,7 @@ Options group_options(const std::vector<torch::optim::OptimizerParamGroup>& grou
   const torch::optim::OptimizerOptions& options = groups[group].options();
   if (const auto* const own = dynamic_cast<const Options*>(&options)) return *own;
   const std::optional<Options> own = widened<Options>(options, defaults);
-  TORCH_CHECK(own, optimizer, ": the options of parameter group ", group,
-              " are not mezzo::optim::", optimizer,
-              "Options; give OptimizerParamGroup a std::make_unique of those");
+  check_are_options(own.has_value(), group, optimizer);
   return *own;
 }
 

@@ -25,10 +25,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// What an optimizer says of itself, as most of them answer; `Own` derives from it and adds
-///   kName, and constants(options), the rule's numbers of a group;
-///   check(options), beyond what the list of members says of each option;
-///   variant(options), whether a step takes VariantRule in place of Rule;
-///   has_moments(options) and begins_as_gradient(options), as in GroupNumbers;
+///   kName;
+///   read(options, numbers), which checks options and takes the rule's numbers of a group;
 ///   kAtenHasIt, and if so check_for_aten(numbers) and aten_step(numbers, lists, verdict).
 /// Options and State are classes as libtorch's serialization wants them.
 template <class Own, class OptionsT, class StateT, class RuleT, class VariantRuleT = RuleT>
@@ -38,11 +36,9 @@ struct OptimizerTraits {
   using Rule = RuleT;
   using VariantRule = VariantRuleT;
   using Constants = typename Rule::Constants;
+  /// The class of options that `read` takes: libtorch's, where it has one.
+  using Numbers = LibtorchsOr<Options>;
 
-  static void check(const Options&) {}
-  static bool variant(const Options&) { return false; }
-  static bool has_moments(const Options&) { return true; }
-  static bool begins_as_gradient(const Options&) { return false; }
   static constexpr bool kAtenHasIt = false;
   /// Whether the files of libtorch's optimizer of this name hold counts of steps.
   static constexpr bool kLibtorchCounts = true;
@@ -60,8 +56,8 @@ struct OptimizerTraits {
 /// \throws c10::Error naming the option that is out of range
 template <class Traits>
 void check_options(const typename Traits::Options& options) {
-  check_members(Traits::kName, options);
-  Traits::check(options);
+  GroupNumbers unread;
+  Traits::read(options, unread);
 }
 
 /// An optimizer's UpdateRule, made of its traits.
@@ -74,16 +70,18 @@ struct RuleOf {
   static GroupNumbers read_group(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                  std::size_t group,
                                  const torch::optim::OptimizerOptions& defaults) {
-    const Options options = group_options<Options>(groups, group, defaults, Traits::kName);
-    check_options<Traits>(options);
-    return {.lr = options.lr(),
-            .weight_storage = options.weight_storage(),
-            .seed = options.seed(),
-            .constants = Traits::constants(options),
-            .is_variant = Traits::variant(options),
-            .keeps_moments = Traits::has_moments(options),
-            .begins_as_gradient = Traits::begins_as_gradient(options),
-            .accumulates_in_float = options.accumulate_in_float()};
+    const torch::optim::OptimizerOptions& options = groups[group].options();
+    const auto* const libtorchs = dynamic_cast<const typename Traits::Numbers*>(&options);
+    const auto* const own = dynamic_cast<const Options*>(&options);
+    check_are_options(libtorchs != nullptr, group, Traits::kName);
+    const Options& extras = own != nullptr ? *own : static_cast<const Options&>(defaults);
+    GroupNumbers numbers{.weight_storage = extras.weight_storage(),
+                         .seed = extras.seed(),
+                         .accumulates_in_float = extras.accumulate_in_float()};
+    Traits::read(*libtorchs, numbers);
+    numbers.moments = static_cast<int>(numbers.is_variant ? Traits::VariantRule::kMoments
+                                                          : Traits::Rule::kMoments);
+    return numbers;
   }
 
   static void keep_masters(torch::optim::OptimizerOptions& options) {
@@ -130,7 +128,6 @@ struct RuleOf {
   static constexpr UpdateRule make() {
     UpdateRule rule{};
     rule.name = Traits::kName;
-    rule.moments = {int{Traits::Rule::kMoments}, int{Traits::VariantRule::kMoments}};
     rule.read_group = &read_group;
     rule.keep_masters = &keep_masters;
     rule.coefficients = &coefficients;

@@ -3,9 +3,9 @@
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/which_kernels.h>
-#include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
 
@@ -38,22 +38,16 @@ MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerPar
     : Optimizer(groups, std::move(defaults)), rule_(&rule) {}
 
 MEZZO_INLINE void StepEngine::meet_parameters() {
-  if (!seen_.look(param_groups_)) return;
   std::vector<at::Tensor> all;
   for (const auto& group : param_groups_) {
     all.insert(all.end(), group.params().begin(), group.params().end());
   }
-  try {
-    refuse_duplicates(all, words());
-    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      if (!group_numbers(group).accumulates_in_float) continue;
-      for (const at::Tensor& parameter : param_groups_[group].params()) {
-        accumulate_in_float(parameter);
-      }
+  refuse_duplicates(all, words());
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (!group_numbers(group).accumulates_in_float) continue;
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      accumulate_in_float(parameter);
     }
-  } catch (...) {
-    seen_.forget();
-    throw;
   }
 }
 
@@ -101,7 +95,7 @@ MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter,
   ParamSlot& slot = checked_slot(found->second, parameter);
   slot.count().check();
   check_shape_of(slot.master, "a master", parameter, words());
-  for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+  for (int k = 0; k < numbers.moments; ++k) {
     check_shape_of(slot.moment(k), "a moment", parameter, words());
   }
   return &slot;
@@ -165,26 +159,33 @@ inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradie
               " are the same memory, as expand() makes them; give the tensor that was expanded");
 }
 
-/// Whether a step can read a gradient of this dtype for that parameter.
+/// Whether a step can read a gradient of another dtype than the parameter's.
 inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
-  if (parameter == gradient || (parameter == at::kDouble && gradient == at::kFloat)) return true;
+  if (parameter == at::kDouble && gradient == at::kFloat) return true;
   return (parameter == at::kFloat && is_low_precision(gradient)) ||
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
 MEZZO_INLINE StepPlan StepEngine::plan() {
   const c10::NoGradGuard no_grad;
-  meet_parameters();
-  StepPlan plan;
+  StepPlan plan{.is_checked = true};
   std::uint64_t number = 0;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    plan.groups.push_back(group_numbers(group));
-    plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      add_row(plan, parameter, group, number++);
+  try {
+    seen_.begin();
+    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+      plan.groups.push_back(group_numbers(group));
+      plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
+      for (const at::Tensor& parameter : param_groups_[group].params()) {
+        seen_.see(parameter);
+        add_row(plan, parameter, group, number++);
+      }
     }
+    if (seen_.end()) meet_parameters();
+  } catch (...) {
+    seen_.forget();
+    throw;
   }
-  group_by_device(plan);
+  if (plan.has_devices) group_by_device(plan);
   return plan;
 }
 
@@ -200,16 +201,18 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   if (!gradient.defined()) return;
   check_gradient(parameter, gradient, words());
   const at::ScalarType own = parameter.scalar_type();
+  const at::ScalarType given = gradient.scalar_type();
   const StepLoop loop =
       rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
-  TORCH_CHECK(loop && takes_gradient(own, gradient.scalar_type()), words(), ": ",
-              words().parameter(parameter), " has a gradient of ",
-              dtype_name(gradient.scalar_type()), "; parameters are of float32, float64, bfloat16 ",
-              "or float16, and gradients of the same dtype, for float32 also of bfloat16 or ",
-              "float16, for float64, bfloat16 and float16 also of float32: cast the model before "
-              "its optimizer is made");
+  TORCH_CHECK(loop && (own == given || takes_gradient(own, given)), words(), ": ",
+              words().parameter(parameter), " has a gradient of ", dtype_name(given),
+              "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
+              "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
+              "float16 also of float32: cast the model before its optimizer is made");
   plan.has_inference = plan.has_inference || parameter.is_inference();
-  plan.has_bare_half = plan.has_bare_half || (!has_master && gradient.scalar_type() == at::kHalf);
+  plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
+  plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
+                                          gradient.device() != plan.rows.back().gradient.device());
   plan.rows.push_back({&parameter, gradient, group, number, storage, slot, loop});
 }
 
@@ -301,7 +304,7 @@ MEZZO_INLINE bool StepEngine::shares_gradients(Rows rows) {
 /// whatever the others of the step are.
 MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                           Prepared& prepared) {
-  const bool is_dense = row.parameter->is_non_overlapping_and_dense() && is_plain(*row.parameter);
+  const bool is_dense = is_dense_memory(*row.parameter);
   if (!is_dense) prepared.copies.emplace_back(*row.parameter, dense_parameter(*row.parameter));
   const at::Tensor& parameter = is_dense ? *row.parameter : prepared.copies.back().second;
   const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
@@ -315,7 +318,7 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
                 {},
                 parameter.numel()};
   if (row.slot != nullptr) {
-    for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+    for (int k = 0; k < numbers.moments; ++k) {
       span.moments[k] = fitting_moment(row, k, parameter).mutable_data_ptr();
     }
   }
@@ -658,7 +661,7 @@ MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& nu
   lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
   if (!counted) return;
   counts.push_back(row.slot->count());
-  for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+  for (int k = 0; k < numbers.moments; ++k) {
     lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, dense));
   }
 }

@@ -229,7 +229,8 @@ MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Ver
   at::Tensor own = found;
   if (known_inf.defined()) own = found.mul(detail::on_device(known_inf, device).eq(0.0));
   record.found_inf = before.defined() ? before.add(own) : own;
-  verdict.found_inf = before.defined() ? before.add(found) : found;
+  verdict.found_inf =
+      detail::on_device(before.defined() ? before.add(found) : found, verdict.inv_scale.device());
 }
 
 /// An optimizer that steps by a verdict, on the device where that lies.
@@ -246,15 +247,16 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
   const at::Tensor& scale = scale_.original();
   Verdict verdict = optimizer.read(plan, was_unscaled ? at::ones_like(scale) : scale_.inverse());
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
-  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
+  std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
+  if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
   optimizer.apply(std::move(plan), verdict, options);
-  letter->send(scale, verdict, was_unscaled);
   record.stage = detail::Stage::stepped;
   if (scale.is_cpu()) {
-    const StepOutcome outcome = letter->outcome();
+    StepOutcome outcome = detail::outcome_on_cpu(scale, verdict.on(scale.device()), was_unscaled);
     if (outcome.found_inf) note_skip(record, outcome.scale);
-    return StepResult(outcome);
+    return StepResult(std::move(outcome));
   }
+  letter->send(scale, verdict, was_unscaled);
   if (options.known_inf.defined()) {
     post_line(record.found_inf);
   } else {
