@@ -87,10 +87,10 @@ struct LambTraits : OptimizerTraits<LambTraits<Options, State>, Options, State, 
   static constexpr const char* kName = "LAMB";
 
   static void read(const Options& options, GroupNumbers& numbers) {
-    check_at_least_0(kName, "lr", options.lr());
-    check_betas(kName, options.betas());
-    check_at_least_0(kName, "eps", options.eps());
-    check_at_least_0(kName, "weight_decay", options.weight_decay());
+    check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
     numbers.constants = LambConstants{.beta1 = beta1,

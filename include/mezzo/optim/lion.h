@@ -68,9 +68,8 @@ struct LionTraits : OptimizerTraits<LionTraits<Options, State>, Options, State, 
   static constexpr const char* kName = "Lion";
 
   static void read(const Options& options, GroupNumbers& numbers) {
-    check_at_least_0(kName, "lr", options.lr());
-    check_betas(kName, options.betas());
-    check_at_least_0(kName, "weight_decay", options.weight_decay());
+    check_numbers(kName, {{"lr", options.lr()}, {"weight_decay", options.weight_decay()}},
+                  options.betas());
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
     numbers.constants = LionConstants{beta1, beta2, options.weight_decay()};

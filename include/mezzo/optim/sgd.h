@@ -82,9 +82,9 @@ struct SgdTraits
   static constexpr const char* kName = "SGD";
 
   static void read(const LibtorchsOr<Options>& options, GroupNumbers& numbers) {
-    check_at_least_0(kName, "lr", options.lr());
-    check_at_least_0(kName, "momentum", options.momentum());
-    check_at_least_0(kName, "weight_decay", options.weight_decay());
+    check_numbers(kName, {{"lr", options.lr()},
+                          {"momentum", options.momentum()},
+                          {"weight_decay", options.weight_decay()}});
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
                 "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
                 options.dampening(), "; it needs a positive momentum and a dampening of 0");

@@ -5,7 +5,7 @@
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/detail/group_options.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/fused_options.h>
 
 #include <ATen/ops/full.h>

@@ -41,10 +41,10 @@ struct AdamTraits : OptimizerTraits<AdamTraits<Options, State, kIsDecoupled>, Op
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
 
   static void read(const LibtorchsOr<Options>& options, GroupNumbers& numbers) {
-    check_at_least_0(kName, "lr", options.lr());
-    check_betas(kName, options.betas());
-    check_at_least_0(kName, "eps", options.eps());
-    check_at_least_0(kName, "weight_decay", options.weight_decay());
+    check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
     numbers.constants = AdamConstants{beta1, beta2, options.eps(), options.weight_decay(),

@@ -341,7 +341,7 @@ class ParamState : public Base, public ParamSlot {
   explicit ParamState(const Base& state) : Base(state) {}
 
   /// Returns how many steps were applied; waits for the parameter's device.
-  int64_t step() const { return steps_counted(Base::step(), device_count_.tensor()); }
+  int64_t step() const { return steps_counted(Base::step(), device_count_.tensor); }
   /// Where a device counts it is written there, without waiting, and captured graphs go on from it.
   Own& step(int64_t step) {
     count().overwrite(step);
@@ -359,7 +359,7 @@ class ParamState : public Base, public ParamSlot {
   /// With WeightStorage::split_master, int16: the bits that the parameter lacks.
   at::Tensor& lower_half() noexcept { return KeptWeights::lower_half; }
 
-  StepCount count() noexcept override { return {Base::step(), device_count_.tensor()}; }
+  StepCount count() noexcept override { return {Base::step(), device_count_.tensor}; }
 
   /// Waits for devices that count steps.
   friend bool operator==(const ParamState& left, const ParamState& right) {

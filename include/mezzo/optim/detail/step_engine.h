@@ -87,10 +87,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                        const at::Tensor& parameter);
   MEZZO_INLINE optim::WeightStorage storage_in(std::size_t group,
                                                const at::Tensor& parameter) const;
-  bool keeps_slot(const GroupNumbers& numbers, optim::WeightStorage storage) const noexcept {
-    return numbers.moments > 0 || storage != optim::WeightStorage::plain;
-  }
-
   MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                      const StepOptions& options, bool with_aten);
   MEZZO_INLINE void open_slots(Rows rows, const Groups& groups, bool restarts_counts);

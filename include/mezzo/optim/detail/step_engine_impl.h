@@ -44,7 +44,7 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
   }
   refuse_duplicates(all, words());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (!group_numbers(group).accumulates_in_float) continue;
+    if (!group_numbers(group).extras.accumulate_in_float) continue;
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       accumulate_in_float(parameter);
     }
@@ -61,7 +61,7 @@ MEZZO_INLINE void StepEngine::enable_master_weights() {
 
 MEZZO_INLINE optim::WeightStorage StepEngine::storage_in(std::size_t group,
                                                          const at::Tensor& parameter) const {
-  return storage_of(parameter, group_numbers(group).weight_storage, words());
+  return storage_of(parameter, group_numbers(group).extras.weight_storage, words());
 }
 
 MEZZO_INLINE bool StepEngine::keeps_master(std::size_t group, const at::Tensor& parameter) const {
@@ -192,7 +192,7 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
                                       std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  const auto storage = storage_of(parameter, numbers.weight_storage, words());
+  const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
   ParamSlot* const slot =
       has_master || parameter.grad().defined() ? find_slot(parameter, numbers) : nullptr;
@@ -230,13 +230,13 @@ MEZZO_INLINE void StepEngine::apply_with_aten(StepPlan plan, const Verdict& verd
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
-  const NoGraphGuard no_graph(plan.has_inference);
+  const c10::InferenceMode inference(plan.has_inference);  // else what is made are plain tensors
+  const c10::NoGradGuard no_grad;
   bool is_counted = false;
   for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
     const at::Device device = begin->parameter->device();
-    const auto end = std::find_if(begin, plan.rows.end(), [device](const Row& row) {
-      return row.parameter->device() != device;
-    });
+    auto end = plan.has_devices ? begin + 1 : plan.rows.end();
+    while (end != plan.rows.end() && end->parameter->device() == device) ++end;
     const Rows rows(begin, end);
     const Verdict own = verdict.on(device);
     if (with_aten) {
@@ -257,10 +257,12 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
   const at::Tensor& count = applied_on_device();
   at::Device device = count.defined() ? count.device() : at::Device(at::kCPU);
-  const bool is_there = std::any_of(plan.rows.begin(), plan.rows.end(), [device](const Row& row) {
-    return row.parameter->device() == device;
-  });
-  if (!plan.rows.empty() && !is_there) device = plan.rows.front().parameter->device();
+  bool is_there = plan.rows.empty();
+  for (const Row& row : plan.rows) {
+    is_there = is_there || row.parameter->device() == device;
+    if (is_there || !plan.has_devices) break;
+  }
+  if (!is_there) device = plan.rows.front().parameter->device();
   count_step(applied_count(), device, verdict.on(device).found_inf);
 }
 
@@ -269,7 +271,7 @@ MEZZO_INLINE void StepEngine::open_slots(Rows rows, const Groups& groups, bool r
   using optim::WeightStorage;
   for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
-    const bool keeps = keeps_slot(numbers, row.storage);
+    const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
     if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
     if (row.slot == nullptr) continue;
     ParamSlot& slot = *row.slot;
@@ -426,7 +428,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     const at::ScalarType copied = has_master ? row.parameter->scalar_type() : published_dtype();
     task.use = {.factor = *factor,
                 .copies_half = (has_master || publishes()) && copied == at::kHalf,
-                .seed = numbers.seed,
+                .seed = numbers.extras.seed,
                 .step = static_cast<uint64_t>(count),
                 .parameter = row.number};
   }

@@ -184,11 +184,12 @@ MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
 // --- Stepping ----------------------------------------------------------------------------------
 
 MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
+  const torch::optim::Optimizer& own = optimizer.optimizer();
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
   detail::check_step_options(options);
   const c10::NoGradGuard no_grad;
   if (!enabled_) return step_without_scale(optimizer, options);
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  return fused != nullptr ? step_fused(*fused, options)
+  return fused != nullptr ? step_fused(*fused, own, options)
                           : step_on_host(optimizer, options, /*torch_step=*/nullptr);
 }
 
@@ -234,25 +235,26 @@ MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Ver
 }
 
 /// An optimizer that steps by a verdict, on the device where that lies.
-MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
+MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
+                                               const torch::optim::Optimizer& optimizer,
                                                const StepOptions& options) {
-  const c10::NoGradGuard no_grad;
-  detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
-  StepPlan plan = optimizer.plan();
-  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
-  if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
-    detail::refuse_half_gradients(optimizer, plan);
-  }
-  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer.optimizer());
+  detail::OptimizerRecord& record = record_to_step(optimizer);
   const at::Tensor& scale = scale_.original();
-  Verdict verdict = optimizer.read(plan, was_unscaled ? at::ones_like(scale) : scale_.inverse());
+  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
+  const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale) : scale_.inverse();
+  StepPlan plan = fused.plan();
+  if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
+    detail::refuse_half_gradients(fused, plan);
+  }
+  Verdict verdict = fused.read(plan, inv_scale);
+  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer);
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
   std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
   if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
-  optimizer.apply(std::move(plan), verdict, options);
+  fused.apply(std::move(plan), verdict, options);
   record.stage = detail::Stage::stepped;
   if (scale.is_cpu()) {
-    StepOutcome outcome = detail::outcome_on_cpu(scale, verdict.on(scale.device()), was_unscaled);
+    StepOutcome outcome = StepOutcome::of(scale, verdict.on(scale.device()), was_unscaled);
     if (outcome.found_inf) note_skip(record, outcome.scale);
     return StepResult(std::move(outcome));
   }

@@ -30,29 +30,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns what four numbers say about a step: scale, found_inf, sum of squares, largest magnitude.
-inline StepOutcome outcome_of(const double (&numbers)[4], bool has_norm, bool was_unscaled) {
-  const bool found_inf = numbers[1] != 0.0;
-  StepOutcome outcome{.ran = !found_inf,
-                      .found_inf = found_inf,
-                      .scale = static_cast<float>(numbers[0]),
-                      .was_unscaled = was_unscaled};
-  if (has_norm) outcome.grad_norm = std::sqrt(numbers[2]);
-  if (has_norm) outcome.grad_max_abs = numbers[3];
-  if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
-  return outcome;
-}
-
-/// Returns the outcome of a step that the CPU decides, where the numbers are there at once.
-inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdict,
-                                  bool was_unscaled) {
-  const bool has_norm = verdict.sum_of_squares.defined();
-  return outcome_of({*scale.const_data_ptr<float>(), *verdict.found_inf.const_data_ptr<float>(),
-                     has_norm ? *verdict.sum_of_squares.const_data_ptr<double>() : 0.0,
-                     has_norm ? *verdict.max_abs.const_data_ptr<double>() : 0.0},
-                    has_norm, was_unscaled);
-}
-
 /// Four doubles about one step on their way to the host: scale, found_inf, sum of squares, largest
 /// magnitude. From a device they come as one copy into pinned memory with an event behind it, which
 /// says that it has arrived; `wait` waits for it.
@@ -123,7 +100,8 @@ class StepLetter {
     TORCH_CHECK(numbers[1] != kNoReplay,
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
-    return outcome_of({numbers[0], numbers[1], numbers[2], numbers[3]}, has_norm_, was_unscaled_);
+    return StepOutcome::of({numbers[0], numbers[1], numbers[2], numbers[3]}, has_norm_,
+                           was_unscaled_);
   }
   double sum_of_squares() const { return numbers_.const_data_ptr<double>()[2]; }
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
