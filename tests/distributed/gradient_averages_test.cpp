@@ -1,5 +1,6 @@
 #include <torch/torch.h>
 //
+#include <mezzo/diagnose/telemetry.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adam.h>
@@ -427,12 +428,13 @@ TEST(GradientsAreAverages, AndClippingThemBeforeTheyAreUnscaledIsNoticed) {
        {sgd(), made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-3))}) {
     const test_support::Warnings warnings;
     const Loop loop = [](Training& training) {
+      mezzo::Telemetry telemetry;
       GradScaler scaler(GradScalerOptions().init_scale(1024));
       for (int64_t i = 0; i < 12; ++i) {
         training.net->zero_grad();
         scaler.scale(loss_of(training.net, i)).backward();
         torch::nn::utils::clip_grad_norm_(training.net->parameters(), 0.1);
-        scaler.step(*training.optimizer);
+        telemetry.record(scaler.step(*training.optimizer, {.max_norm = 1.0}), at::Tensor());
         scaler.update();
       }
     };

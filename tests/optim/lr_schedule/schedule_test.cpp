@@ -330,8 +330,8 @@ TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
     LinearSchedule schedule(optimizer, {.total_steps = 100});
     load(optimizer, run.optimizer_file);
     EXPECT_THAT(warnings.texts, ElementsAre(HasSubstr(
-                                  "SGD: the file of torch::optim::SGD holds no number of steps; "
-                                  "load the schedule's own file, or call set_applied_steps(n)")));
+                                    "SGD: the file of torch::optim::SGD holds no number of steps; "
+                                    "load the schedule's own file, or call set_applied_steps(n)")));
     EXPECT_FALSE(optimizer.knows_applied_steps());
     EXPECT_EQ(optimizer.applied_steps(), 0);
     if (steps_between) optimizer.step();

@@ -5,7 +5,7 @@
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/detail/group_options.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/fused_options.h>
 
 #include <ATen/ops/full.h>
@@ -158,6 +158,7 @@ StepPlan ShardedOptimizer<OptimizerType>::plan() {
   const c10::NoGradGuard no_grad;
   prepare();
   StepPlan plan = inner_->plan();
+  plan.has_rows_elsewhere = has_gradient();
   for (const Known& known : known_) {  // on all ranks, whose slices of it they may be
     const at::Tensor& gradient = known.parameter.grad();
     const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
@@ -172,10 +173,7 @@ Verdict ShardedOptimizer<OptimizerType>::read(const StepPlan& plan, const at::Te
   const std::optional<at::Device> device = device_of_gradients();
   const at::Tensor inverse = inv_scale.mul(1. / communicator_.size());
   const Verdict own = inner_->read(plan, inverse).on(device.value_or(inv_scale.device()));
-  if (!device) return own;
-  const GradientSummary all =
-      detail::agreed({own.found_inf, own.sum_of_squares, own.max_abs}, communicator_);
-  return {own.inv_scale, all.found_inf, all.sum_of_squares, all.max_abs};
+  return device ? detail::agreed(own, communicator_) : own;
 }
 
 /// Returns what makes a step take the average of gradients, which are sums.

@@ -59,7 +59,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   GroupNumbers group_numbers(std::size_t group) const {
     return rule_->read_group(param_groups_, group, *defaults_);
   }
-  /// Looks at parameters that are new: refuses what would be trained twice.
+  /// Refuses what would be trained twice, and sets the dtype of gradients.
   MEZZO_INLINE void meet_parameters();
 
  private:
@@ -87,10 +87,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                        const at::Tensor& parameter);
   MEZZO_INLINE optim::WeightStorage storage_in(std::size_t group,
                                                const at::Tensor& parameter) const;
-  bool keeps_slot(const GroupNumbers& numbers, optim::WeightStorage storage) const noexcept {
-    return numbers.keeps_moments || storage != optim::WeightStorage::plain;
-  }
-
   MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                      const StepOptions& options, bool with_aten);
   MEZZO_INLINE void open_slots(Rows rows, const Groups& groups, bool restarts_counts);
@@ -122,8 +118,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                const AtenVerdict& verdict);
 
   const UpdateRule* rule_;
-  SeenParameters seen_;
-  SeenParameters seen_gradients_;  // that shared_gradients_ was found of
+  SeenTensors seen_;
+  SeenTensors seen_gradients_;  // that shared_gradients_ was found of
   bool shared_gradients_ = false;
 };
 

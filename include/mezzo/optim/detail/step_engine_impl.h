@@ -3,9 +3,9 @@
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/which_kernels.h>
-#include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
 
@@ -38,22 +38,16 @@ MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerPar
     : Optimizer(groups, std::move(defaults)), rule_(&rule) {}
 
 MEZZO_INLINE void StepEngine::meet_parameters() {
-  if (!seen_.look(param_groups_)) return;
   std::vector<at::Tensor> all;
   for (const auto& group : param_groups_) {
     all.insert(all.end(), group.params().begin(), group.params().end());
   }
-  try {
-    refuse_duplicates(all, words());
-    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      if (!group_numbers(group).accumulates_in_float) continue;
-      for (const at::Tensor& parameter : param_groups_[group].params()) {
-        accumulate_in_float(parameter);
-      }
+  refuse_duplicates(all, words());
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (!group_numbers(group).extras.accumulate_in_float) continue;
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      accumulate_in_float(parameter);
     }
-  } catch (...) {
-    seen_.forget();
-    throw;
   }
 }
 
@@ -67,7 +61,7 @@ MEZZO_INLINE void StepEngine::enable_master_weights() {
 
 MEZZO_INLINE optim::WeightStorage StepEngine::storage_in(std::size_t group,
                                                          const at::Tensor& parameter) const {
-  return storage_of(parameter, group_numbers(group).weight_storage, words());
+  return storage_of(parameter, group_numbers(group).extras.weight_storage, words());
 }
 
 MEZZO_INLINE bool StepEngine::keeps_master(std::size_t group, const at::Tensor& parameter) const {
@@ -101,7 +95,7 @@ MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter,
   ParamSlot& slot = checked_slot(found->second, parameter);
   slot.count().check();
   check_shape_of(slot.master, "a master", parameter, words());
-  for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+  for (int k = 0; k < numbers.moments; ++k) {
     check_shape_of(slot.moment(k), "a moment", parameter, words());
   }
   return &slot;
@@ -165,33 +159,40 @@ inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradie
               " are the same memory, as expand() makes them; give the tensor that was expanded");
 }
 
-/// Whether a step can read a gradient of this dtype for that parameter.
+/// Whether a step can read a gradient of another dtype than the parameter's.
 inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
-  if (parameter == gradient || (parameter == at::kDouble && gradient == at::kFloat)) return true;
+  if (parameter == at::kDouble && gradient == at::kFloat) return true;
   return (parameter == at::kFloat && is_low_precision(gradient)) ||
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
 MEZZO_INLINE StepPlan StepEngine::plan() {
   const c10::NoGradGuard no_grad;
-  meet_parameters();
-  StepPlan plan;
+  StepPlan plan{.is_checked = true};
   std::uint64_t number = 0;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    plan.groups.push_back(group_numbers(group));
-    plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      add_row(plan, parameter, group, number++);
+  try {
+    seen_.begin();
+    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+      plan.groups.push_back(group_numbers(group));
+      plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
+      for (const at::Tensor& parameter : param_groups_[group].params()) {
+        seen_.see(parameter);
+        add_row(plan, parameter, group, number++);
+      }
     }
+    if (seen_.end()) meet_parameters();
+  } catch (...) {
+    seen_.forget();
+    throw;
   }
-  group_by_device(plan);
+  if (plan.has_devices) group_by_device(plan);
   return plan;
 }
 
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
                                       std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  const auto storage = storage_of(parameter, numbers.weight_storage, words());
+  const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
   ParamSlot* const slot =
       has_master || parameter.grad().defined() ? find_slot(parameter, numbers) : nullptr;
@@ -200,16 +201,18 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   if (!gradient.defined()) return;
   check_gradient(parameter, gradient, words());
   const at::ScalarType own = parameter.scalar_type();
+  const at::ScalarType given = gradient.scalar_type();
   const StepLoop loop =
       rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
-  TORCH_CHECK(loop && takes_gradient(own, gradient.scalar_type()), words(), ": ",
-              words().parameter(parameter), " has a gradient of ",
-              dtype_name(gradient.scalar_type()), "; parameters are of float32, float64, bfloat16 ",
-              "or float16, and gradients of the same dtype, for float32 also of bfloat16 or ",
-              "float16, for float64, bfloat16 and float16 also of float32: cast the model before "
-              "its optimizer is made");
+  TORCH_CHECK(loop && (own == given || takes_gradient(own, given)), words(), ": ",
+              words().parameter(parameter), " has a gradient of ", dtype_name(given),
+              "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
+              "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
+              "float16 also of float32: cast the model before its optimizer is made");
   plan.has_inference = plan.has_inference || parameter.is_inference();
-  plan.has_bare_half = plan.has_bare_half || (!has_master && gradient.scalar_type() == at::kHalf);
+  plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
+  plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
+                                          gradient.device() != plan.rows.back().gradient.device());
   plan.rows.push_back({&parameter, gradient, group, number, storage, slot, loop});
 }
 
@@ -227,13 +230,13 @@ MEZZO_INLINE void StepEngine::apply_with_aten(StepPlan plan, const Verdict& verd
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
-  const NoGraphGuard no_graph(plan.has_inference);
+  const c10::InferenceMode inference(plan.has_inference);  // else what is made are plain tensors
+  const c10::NoGradGuard no_grad;
   bool is_counted = false;
   for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
     const at::Device device = begin->parameter->device();
-    const auto end = std::find_if(begin, plan.rows.end(), [device](const Row& row) {
-      return row.parameter->device() != device;
-    });
+    auto end = plan.has_devices ? begin + 1 : plan.rows.end();
+    while (end != plan.rows.end() && end->parameter->device() == device) ++end;
     const Rows rows(begin, end);
     const Verdict own = verdict.on(device);
     if (with_aten) {
@@ -254,10 +257,12 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
   const at::Tensor& count = applied_on_device();
   at::Device device = count.defined() ? count.device() : at::Device(at::kCPU);
-  const bool is_there = std::any_of(plan.rows.begin(), plan.rows.end(), [device](const Row& row) {
-    return row.parameter->device() == device;
-  });
-  if (!plan.rows.empty() && !is_there) device = plan.rows.front().parameter->device();
+  bool is_there = plan.rows.empty();
+  for (const Row& row : plan.rows) {
+    is_there = is_there || row.parameter->device() == device;
+    if (is_there || !plan.has_devices) break;
+  }
+  if (!is_there) device = plan.rows.front().parameter->device();
   count_step(applied_count(), device, verdict.on(device).found_inf);
 }
 
@@ -266,7 +271,7 @@ MEZZO_INLINE void StepEngine::open_slots(Rows rows, const Groups& groups, bool r
   using optim::WeightStorage;
   for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
-    const bool keeps = keeps_slot(numbers, row.storage);
+    const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
     if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
     if (row.slot == nullptr) continue;
     ParamSlot& slot = *row.slot;
@@ -301,7 +306,7 @@ MEZZO_INLINE bool StepEngine::shares_gradients(Rows rows) {
 /// whatever the others of the step are.
 MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                           Prepared& prepared) {
-  const bool is_dense = row.parameter->is_non_overlapping_and_dense() && is_plain(*row.parameter);
+  const bool is_dense = is_dense_memory(*row.parameter);
   if (!is_dense) prepared.copies.emplace_back(*row.parameter, dense_parameter(*row.parameter));
   const at::Tensor& parameter = is_dense ? *row.parameter : prepared.copies.back().second;
   const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
@@ -315,7 +320,7 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
                 {},
                 parameter.numel()};
   if (row.slot != nullptr) {
-    for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+    for (int k = 0; k < numbers.moments; ++k) {
       span.moments[k] = fitting_moment(row, k, parameter).mutable_data_ptr();
     }
   }
@@ -423,7 +428,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     const at::ScalarType copied = has_master ? row.parameter->scalar_type() : published_dtype();
     task.use = {.factor = *factor,
                 .copies_half = (has_master || publishes()) && copied == at::kHalf,
-                .seed = numbers.seed,
+                .seed = numbers.extras.seed,
                 .step = static_cast<uint64_t>(count),
                 .parameter = row.number};
   }
@@ -658,7 +663,7 @@ MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& nu
   lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
   if (!counted) return;
   counts.push_back(row.slot->count());
-  for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+  for (int k = 0; k < numbers.moments; ++k) {
     lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, dense));
   }
 }

@@ -184,11 +184,12 @@ MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
 // --- Stepping ----------------------------------------------------------------------------------
 
 MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
+  const torch::optim::Optimizer& own = optimizer.optimizer();
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
   detail::check_step_options(options);
   const c10::NoGradGuard no_grad;
   if (!enabled_) return step_without_scale(optimizer, options);
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  return fused != nullptr ? step_fused(*fused, options)
+  return fused != nullptr ? step_fused(*fused, own, options)
                           : step_on_host(optimizer, options, /*torch_step=*/nullptr);
 }
 
@@ -229,36 +230,39 @@ MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Ver
   const auto joined = [&](const at::Tensor& flag) {
     return before.defined() ? before.add(flag) : flag;
   };
-  verdict.found_inf = joined(found);
-  record.found_inf = verdict.found_inf;
+  const at::Tensor all = joined(found);
+  record.found_inf = all;
   if (known_inf.defined()) {
     record.found_inf = joined(found.mul(detail::on_device(known_inf, device).eq(0.0)));
   }
+  verdict.found_inf = detail::on_device(all, verdict.inv_scale.device());
 }
 
 /// An optimizer that steps by a verdict, on the device where that lies.
-MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
+MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
+                                               const torch::optim::Optimizer& optimizer,
                                                const StepOptions& options) {
-  const c10::NoGradGuard no_grad;
-  detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
-  StepPlan plan = optimizer.plan();
-  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
-  if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
-    detail::refuse_half_gradients(optimizer, plan);
-  }
-  detail::check_has_gradients(!plan.rows.empty() || was_unscaled, optimizer.optimizer());
+  detail::OptimizerRecord& record = record_to_step(optimizer);
   const at::Tensor& scale = scale_.original();
-  Verdict verdict = optimizer.read(plan, was_unscaled ? at::ones_like(scale) : scale_.inverse());
+  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
+  const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale) : scale_.inverse();
+  StepPlan plan = fused.plan();
+  if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
+    detail::refuse_half_gradients(fused, plan);
+  }
+  Verdict verdict = fused.read(plan, inv_scale);
+  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer);
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
-  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
-  optimizer.apply(std::move(plan), verdict, options);
-  letter->send(scale, verdict, was_unscaled);
+  std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
+  if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
+  fused.apply(std::move(plan), verdict, options);
   record.stage = detail::Stage::stepped;
   if (scale.is_cpu()) {
-    const StepOutcome outcome = letter->outcome();
+    StepOutcome outcome = StepOutcome::of(scale, verdict.on(scale.device()), was_unscaled);
     if (outcome.found_inf) note_skip(record, outcome.scale);
-    return StepResult(outcome);
+    return StepResult(std::move(outcome));
   }
+  letter->send(scale, verdict, was_unscaled);
   if (options.known_inf.defined()) {
     post_line(record.found_inf);
   } else {
@@ -283,7 +287,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     const c10::NoGradGuard no_grad;
     const bool is_true = was_unscaled || unscales_here;
     const StepPlan plan = detail::plan_of(optimizer);
-    detail::check_has_gradients(!plan.rows.empty() || is_true, optimizer.optimizer());
+    detail::check_has_gradients(plan.has_rows() || is_true, optimizer.optimizer());
     verdict =
         detail::read_gradients(plan, is_true ? at::ones_like(scale_.original()) : scale_.inverse());
     check_verdict(record, verdict, is_true, counts, options.known_inf);
@@ -308,7 +312,9 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     } else {  // a product overflows where, read in float, none did
       outcome = {
           .ran = false, .found_inf = true, .scale = outcome.scale, .was_unscaled = was_unscaled};
-      if (detail::clips(options)) outcome.grad_norm = std::numeric_limits<double>::infinity();
+      if (detail::clips(options)) {
+        outcome.grad_norm = outcome.grad_max_abs = std::numeric_limits<double>::infinity();
+      }
       record.found_inf = at::ones_like(record.found_inf);
     }
   }
@@ -330,9 +336,10 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;
   std::shared_ptr<detail::StepLetter> letter;
-  if (detail::clips(options) && !plan.rows.empty()) {
-    const at::Tensor one =
-        at::ones({}, plan.rows.front().gradient.options().dtype(at::kFloat).layout(at::kStrided));
+  if (detail::clips(options) && plan.has_rows()) {
+    const at::Device device =
+        plan.rows.empty() ? at::Device(at::kCPU) : plan.rows.front().gradient.device();
+    const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
     letter = letter_pool_.letter_for(verdict.inv_scale.device());
