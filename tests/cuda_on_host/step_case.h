@@ -276,7 +276,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
     inputs.lr_factor_count = step.rates;
   }
   std::vector<mezzo::detail::StepRow> rows;
-  std::vector<mezzo::detail::StepGroup<typename Rule::Constants>> groups;
+  std::vector<mezzo::detail::StepGroup<mezzo::detail::StepNumbers>> groups;
   for (StepParameters* const parameters : all) {
     for (std::size_t i = 0; i < parameters->size(); ++i) {
       const int group = group_of(i, step);
@@ -295,7 +295,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
   }
   mezzo::detail::TableMemory memory;
   mezzo::detail::cuda::begin_step_(at::kCPU, memory);
-  mezzo::detail::cuda::step_(at::kCPU, rows, groups, inputs, memory);
+  mezzo::detail::cuda::step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs, memory);
 }
 
 /// What `weights` may differ by where two trust ratios, of norms that were summed in other orders,
