@@ -21,6 +21,12 @@ inline void check_writable(const std::vector<at::Tensor>& gradients) {
   for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
 }
 
+/// After a raw write, which neither autograd nor a WeightCache has seen. An inference tensor has no
+/// version.
+inline void bump_version(const at::Tensor& written) {
+  if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+}
+
 /// Whether the values are the memory's: no bit says that they are to be negated or conjugated.
 inline bool is_plain(const at::Tensor& tensor) {
   return !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor();
@@ -117,7 +123,7 @@ class DenseGradients {
   /// To be called after a kernel wrote to `tensors`: autograd does not see raw writes, and copies
   /// go back where they came from.
   void written() const {
-    for (const at::Tensor& tensor : tensors_) bump_version(*tensor.unsafeGetTensorImpl());
+    for (const at::Tensor& tensor : tensors_) bump_version(tensor);
     for (const auto& [gradient, copy] : copies_) {
       const NoGraphGuard no_graph(gradient.is_inference());
       gradient.copy_(copy);

@@ -271,26 +271,24 @@ MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict&
   count_step(applied_count(), device, verdict.on(device).found_inf);
 }
 
-/// Makes slots, and settles what they keep of weights, which for most is nothing.
-MEZZO_INLINE void StepEngine::open_slots(Rows rows, const Groups& groups, bool restarts_counts) {
+/// Makes the slot of a row, and settles what it keeps of the weights, which for most is nothing.
+MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers,
+                                        bool restarts_counts) {
   using optim::WeightStorage;
-  for (Row& row : rows) {
-    const GroupNumbers& numbers = groups[row.group];
-    const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
-    if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
-    if (row.slot == nullptr) continue;
-    ParamSlot& slot = *row.slot;
-    const bool keeps_weights =
-        row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
-    if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
-      const NoGraphGuard no_graph(row.parameter->is_inference());
-      settle_weights(*row.parameter, row.storage, slot);
-    }
-    if (!keeps) {
-      row.slot = nullptr;
-    } else if (restarts_counts && numbers.begins_as_gradient && !slot.moment(0).defined()) {
-      slot.count().overwrite(0);
-    }
+  const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
+  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
+  if (row.slot == nullptr) return;
+  ParamSlot& slot = *row.slot;
+  const bool keeps_weights =
+      row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
+  if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
+    const NoGraphGuard no_graph(row.parameter->is_inference());
+    settle_weights(*row.parameter, row.storage, slot);
+  }
+  if (!keeps) {
+    row.slot = nullptr;
+  } else if (restarts_counts && numbers.begins_as_gradient && !slot.moment(0).defined()) {
+    slot.count().overwrite(0);
   }
 }
 
@@ -346,18 +344,23 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
   return span;
 }
 
-/// The last walk: writes copies back, and makes known what was written. What may throw comes last:
-/// another thread may have taken the room in the cache.
-MEZZO_INLINE void StepEngine::finish(Rows rows, bool clear_all, const Prepared& prepared) {
+/// The last walk: writes copies back, counts, and makes known what was written. What may throw
+/// comes last: another thread may have taken the room in the cache.
+MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared& prepared) {
   for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
-  for (const Row& row : rows) {
-    if (clear_all) clear_gradient(row.gradient);
-    bump_version(*row.parameter->unsafeGetTensorImpl());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
+    if (cleared == Cleared::not_yet) clear_gradient(row.gradient);
+    if (cleared == Cleared::on_the_way) bump_version(row.gradient);
+    bump_version(*row.parameter);
     if (row.slot == nullptr) continue;
     ParamSlot& slot = *row.slot;
+    if (!prepared.tasks.empty()) {
+      slot.count().set(static_cast<int64_t>(prepared.tasks[i].use.step));
+    }
     if (slot.master.defined()) {
-      bump_version(*slot.master.unsafeGetTensorImpl());
+      bump_version(slot.master);
       slot.shown.end(slot.master);
     }
     if (slot.master.defined() || slot.lower_half.defined()) {
@@ -400,13 +403,13 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   }
   const bool clears_on_the_way = options.zero_grad && !shares_gradients(rows);
   const double lr_share = lr_factors().empty() ? 1.0 : lr_factor(applied_steps());
-  open_slots(rows, groups, /*restarts_counts=*/false);
   Prepared prepared;
   prepared.tasks.reserve(rows.size());
   std::size_t last_group = groups.size();  // whose coefficients, of step last_count, are the last
   int64_t last_count = 0;
-  for (const Row& row : rows) {
+  for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
+    open_slot(row, numbers, /*restarts_counts=*/false);
     int64_t count = 1;
     if (row.slot != nullptr) {
       const bool begins = numbers.begins_as_gradient && !row.slot->moment(0).defined();
@@ -429,22 +432,14 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     }
     last_group = row.group;
     last_count = count;
-    const bool has_master = row.storage == optim::WeightStorage::master;
-    const at::ScalarType copied = has_master ? row.parameter->scalar_type() : published_dtype();
     task.use = {.factor = *factor,
-                .copies_half = (has_master || publishes()) && copied == at::kHalf,
+                .copies_half = copies_half(row),
                 .seed = numbers.extras.seed,
                 .step = static_cast<uint64_t>(count),
                 .parameter = row.number};
   }
   rule_->run_cpu(prepared.tasks);
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i].slot != nullptr) {
-      rows[i].slot->count().set(static_cast<int64_t>(prepared.tasks[i].use.step));
-    }
-    if (clears_on_the_way) bump_version(*rows[i].gradient.unsafeGetTensorImpl());
-  }
-  finish(rows, options.zero_grad && !clears_on_the_way, prepared);
+  finish(rows, cleared_by(options.zero_grad, clears_on_the_way), prepared);
 }
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
@@ -479,7 +474,6 @@ inline StepInputs step_inputs(const Verdict& verdict, const StepOptions& options
 MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
                                            const StepOptions& options, bool has_inference,
                                            bool counts_applied) {
-  open_slots(rows, groups, /*restarts_counts=*/true);
   const at::Device device = rows.front().parameter->device();
   StepInputs inputs = step_inputs(verdict, options);
   inputs.clear = inputs.clear && !shares_gradients(rows);
@@ -497,17 +491,16 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   }
   std::vector<StepRow> step_rows;
   std::vector<StepCount> counts;
-  for (const Row& row : rows) {
+  for (Row& row : rows) {
+    const GroupNumbers& numbers = groups[row.group];
+    open_slot(row, numbers, /*restarts_counts=*/true);
     std::optional<NoGraphGuard> no_graph;
     if (has_inference) no_graph.emplace(row.parameter->is_inference());
-    const GroupNumbers& numbers = groups[row.group];
     const bool has_master = row.storage == optim::WeightStorage::master;
-    const at::ScalarType copied = has_master ? row.parameter->scalar_type() : published_dtype();
-    step_rows.push_back({span_of(row, numbers, inputs.clear, prepared), nullptr,
-                         static_cast<int>(row.group), static_cast<int>(row.number),
-                         numbers.is_variant, (has_master || publishes()) && copied == at::kHalf,
-                         row.storage, has_master ? at::kFloat : row.parameter->scalar_type(),
-                         row.gradient.scalar_type()});
+    step_rows.push_back(
+        {span_of(row, numbers, inputs.clear, prepared), nullptr, static_cast<int>(row.group),
+         static_cast<int>(row.number), numbers.is_variant, copies_half(row), row.storage,
+         has_master ? at::kFloat : row.parameter->scalar_type(), row.gradient.scalar_type()});
     if (row.slot != nullptr) counts.push_back(row.slot->count());
   }
   std::vector<float*> counters;
@@ -524,10 +517,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
   }
-  if (inputs.clear) {
-    for (const Row& row : rows) bump_version(*row.gradient.unsafeGetTensorImpl());
-  }
-  finish(rows, options.zero_grad && !inputs.clear, prepared);
+  finish(rows, cleared_by(options.zero_grad, inputs.clear), prepared);
 }
 
 #endif
@@ -552,7 +542,7 @@ struct StepEngine::AtenCall {
 /// ATen's fused optimizers write without bumping: autograd would not notice, nor a WeightCache.
 inline void bump_versions(const AtenLists& lists) {
   const auto bump = [](const std::vector<at::Tensor>& written) {
-    for (const at::Tensor& tensor : written) bump_version(*tensor.unsafeGetTensorImpl());
+    for (const at::Tensor& tensor : written) bump_version(tensor);
   };
   bump(lists.parameters);
   bump(lists.gradients);
@@ -614,7 +604,7 @@ inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers
 MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
                                              const Verdict& verdict, const StepOptions& options) {
   for (const Row& row : rows) check_for_aten(row, groups[row.group], *rule_, words());
-  open_slots(rows, groups, /*restarts_counts=*/true);
+  for (Row& row : rows) open_slot(row, groups[row.group], /*restarts_counts=*/true);
   const at::Device device = rows.front().parameter->device();
   AtenVerdict own = aten_verdict(verdict, options.max_norm);
   const at::Tensor& factors = lr_factors_on(device);
@@ -644,7 +634,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
     throw;
   }
   write_back();
-  finish(rows, options.zero_grad, {});
+  finish(rows, cleared_by(options.zero_grad, /*on_the_way=*/false), {});
 }
 
 /// Rows come group by group, and so do those of a call.

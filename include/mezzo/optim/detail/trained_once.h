@@ -58,7 +58,7 @@ inline void refuse_duplicates(const std::vector<at::Tensor>& all, const Optimize
 ///
 /// Addresses stay theirs though their memory may go, so that no later tensor can be taken for one
 /// of them. A tensor that was given other memory counts as another.
-class SeenTensors {
+class WalkedTensors {
  public:
   void begin() noexcept {
     next_ = 0;
