@@ -54,7 +54,7 @@ std::vector<Tensor> on_cpu(const std::vector<Tensor>& tensors) {
   return copies;
 }
 
-void expect_same(const mezzo::GradientSummary& gpu, const mezzo::GradientSummary& cpu) {
+void expect_same(const mezzo::Verdict& gpu, const mezzo::Verdict& cpu) {
   EXPECT_EQ(gpu.found_inf.item<float>(), cpu.found_inf.item<float>());
   if (cpu.found_inf.item<float>() == 0) {
     const double expected = cpu.sum_of_squares.item<double>();
@@ -99,7 +99,7 @@ TEST_F(GradBucketsCuda, SummaryIsCapturedInAGraph) {
   const auto inv_scale = torch::ones({}, torch::kCUDA);
   mezzo::detail::summarize_gradients({gradient}, inv_scale);
   at::cuda::CUDAGraph graph;
-  std::optional<mezzo::GradientSummary> summary;
+  std::optional<mezzo::Verdict> summary;
   {
     const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
     graph.capture_begin();

@@ -24,7 +24,7 @@ namespace {
 using cuda_on_host::copies_of;
 using cuda_on_host::kDtypes;
 using cuda_on_host::same_bits;
-using mezzo::GradientSummary;
+using mezzo::Verdict;
 using mezzo::detail::TableMemory;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -86,7 +86,7 @@ int64_t elements_of(const std::vector<at::Tensor>& gradients) {
   return count;
 }
 
-void expect_same(const GradientSummary& device, const GradientSummary& cpu, int64_t count) {
+void expect_same(const Verdict& device, const Verdict& cpu, int64_t count) {
   EXPECT_TRUE(same_bits(device.found_inf, cpu.found_inf));
   EXPECT_TRUE(same_bits(device.max_abs, cpu.max_abs));
   const double sum = device.sum_of_squares.item<double>();
@@ -100,7 +100,7 @@ void expect_same(const GradientSummary& device, const GradientSummary& cpu, int6
 
 void expect_same_summary(const std::vector<at::Tensor>& gradients, float inv_scale,
                          TableMemory* memory = nullptr) {
-  const GradientSummary cpu = mezzo::detail::summarize_gradients(gradients, scalar(inv_scale));
+  const Verdict cpu = mezzo::detail::summarize_gradients(gradients, scalar(inv_scale));
   const host_device::On on;
   expect_same(mezzo::detail::summarize_gradients(gradients, scalar(inv_scale), memory), cpu,
               elements_of(gradients));
@@ -251,10 +251,10 @@ TEST_F(GradientsOnHost, GiveTheSameBitsInAHundredOrders) {
   gradients.push_back(at::randn({77}, at::kDouble).to(at::kHalf).narrow(0, 1, 70));
   gradients[1][9000] = kNan;
   const host_device::On on;
-  const GradientSummary first = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
+  const Verdict first = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
   for (uint64_t seed = 0; seed < 100; ++seed) {
     host_device::set_schedule({seed, seed % 4 == 0 ? 4 : 1});
-    const GradientSummary again = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
+    const Verdict again = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
     EXPECT_TRUE(same_bits(again.max_abs, first.max_abs));
     EXPECT_TRUE(same_bits(again.sum_of_squares, first.sum_of_squares));
     at::Tensor found = scalar(0);

@@ -428,7 +428,7 @@ TEST(GradientsAreAverages, AndClippingThemBeforeTheyAreUnscaledIsNoticed) {
        {sgd(), made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-3))}) {
     const test_support::Warnings warnings;
     const Loop loop = [](Training& training) {
-      Telemetry telemetry;
+      mezzo::Telemetry telemetry;
       GradScaler scaler(GradScalerOptions().init_scale(1024));
       for (int64_t i = 0; i < 12; ++i) {
         training.net->zero_grad();

@@ -10,7 +10,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -227,9 +229,14 @@ TEST(UnscaleCpu, RunsOnSeveralThreadsThoughItsCallerIsCompiledWithoutOpenMp) {
   const int before = torch::get_num_threads();
   torch::set_num_threads(4);
   std::vector<std::pair<int, std::thread::id>> items(4);
-  mezzo::detail::parallel_for_each(items, [](auto& item) {
+  std::atomic<int> waiting{4};
+  mezzo::detail::parallel_dynamic(4, [&](int64_t i) {
+    auto& item = items[static_cast<std::size_t>(i)];
     ++item.first;
     item.second = std::this_thread::get_id();
+    --waiting;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (waiting.load() > 0 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
   });
   torch::set_num_threads(before);
   std::set<std::thread::id> threads;

@@ -22,8 +22,8 @@
 
 namespace {
 
-using mezzo::GradientSummary;
 using mezzo::LossScale;
+using mezzo::Verdict;
 using mezzo::detail::summarize_gradients;
 using mezzo::detail::unscale_and_check_;
 
@@ -135,7 +135,7 @@ TEST_P(Grid, HasTheNormOfTheUnscaledWhole) {
       for (const int threads : thread_counts(repeat)) {
         const Threads guard(threads);
         for (const float inv_scale : {1.0F, 0.5F}) {
-          const GradientSummary summary = summarize_gradients(all, on_device(inv_scale));
+          const Verdict summary = summarize_gradients(all, on_device(inv_scale));
           const double expected = 4.0 * inv_scale * std::sqrt(n * static_cast<double>(repeat));
           EXPECT_NEAR(std::sqrt(summary.sum_of_squares.item<double>()), expected, 1e-9 * expected);
           EXPECT_EQ(summary.max_abs.item<double>(), 4.0 * inv_scale);
@@ -149,7 +149,7 @@ TEST_P(Grid, HasTheNormOfTheUnscaledWhole) {
 TEST_P(Grid, HasTheNormOfEachTensorAsASummaryOfOne) {
   for (const auto dtype : {torch::kFloat, torch::kHalf, torch::kBFloat16}) {
     for (const auto& tensor : tensors(1, dtype, 4.0F)) {
-      const GradientSummary summary = summarize_gradients({tensor}, on_device(0.5F));
+      const Verdict summary = summarize_gradients({tensor}, on_device(0.5F));
       EXPECT_EQ(summary.sum_of_squares.item<double>(), 4.0 * static_cast<double>(tensor.numel()));
     }
   }

@@ -161,8 +161,8 @@ TEST(GradScaler, ComputesNoInverseInAStep) {
 
 // "meta" tensors stand in for a second device.
 TEST(DeviceCopies, CopiesOnceADeviceUntilTheOriginalChanges) {
-  mezzo::detail::DeviceCopies copies(torch::ones({}));
-  EXPECT_TRUE(copies.on(torch::kCPU).is_same(copies.original()));
+  mezzo::detail::DeviceCopies copies{torch::ones({})};
+  EXPECT_TRUE(copies.on(torch::kCPU).is_same(copies.original));
   const auto copy = copies.on(torch::kMeta);
   EXPECT_TRUE(copy.is_meta());
   EXPECT_TRUE(copies.on(torch::kMeta).is_same(copy));

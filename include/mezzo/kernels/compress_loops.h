@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
+#include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/gradient_element.h>
 
 #include <c10/core/ScalarType.h>

@@ -3,6 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/compress_loops.h>
 #include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/work_chunks.h>
 
@@ -38,10 +39,6 @@ inline const char* read_at(const at::Tensor& tensor, int64_t element) {
 
 inline char* write_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
-}
-
-inline void wrote(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 /// What an element is multiplied by on its way; residuals do not carry the loss scale. `scale` is
@@ -86,7 +83,7 @@ inline void narrow_into(const at::Tensor& to, const at::Tensor& from, double fac
     loops.narrow(read_at(from, s.begin), target + s.begin * to.element_size(), s.count, factor);
     return false;
   });
-  wrote(to);
+  bump_version(to);
 }
 
 /// The same of `from` times the factor plus `residual`, of the same dtype, which becomes what the
@@ -105,8 +102,8 @@ inline void narrow_into(const at::Tensor& to, const at::Tensor& from, const at::
                                target + s.begin * to.element_size(), s.count, &by);
     return false;
   });
-  wrote(to);
-  wrote(residual);
+  bump_version(to);
+  bump_version(residual);
 }
 
 /// `to`, float or double, becomes `from`, bfloat16 or half, times `factor`. Of float, 2 bytes an
@@ -120,7 +117,7 @@ inline at::Tensor widen_into(const at::Tensor& to, const at::Tensor& from, doubl
     return loops.widen(read_at(from, s.begin), target + s.begin * to.element_size(), s.count,
                        factor);
   });
-  wrote(to);
+  bump_version(to);
   return at::scalar_tensor(!found, at::kBool);
 }
 

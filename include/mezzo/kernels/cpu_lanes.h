@@ -1,6 +1,5 @@
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/float_format.h>
 

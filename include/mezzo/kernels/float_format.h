@@ -1,6 +1,5 @@
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 
 #include <c10/macros/Macros.h>
@@ -24,6 +23,13 @@
 // a NaN.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// The bits of `from` as a `To` of the same size: lanes or scalars, host or device.
+template <class To, class From>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void reinterpret_bits(const From& from, To& to) {
+  static_assert(sizeof(To) == sizeof(From));
+  __builtin_memcpy(&to, &from, sizeof(To));
+}
 
 /// A dtype that is computed with as it is stored.
 template <class ValueT, class BitsT, BitsT kExponentBits>

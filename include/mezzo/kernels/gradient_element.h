@@ -1,6 +1,5 @@
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/float_format.h>
 
@@ -49,27 +48,23 @@ struct FinishedSummary {
     float largest_float = 0;
     reinterpret_bits(partial.max_double, largest_double);
     reinterpret_bits(partial.max_float, largest_float);
-    largest_double *= factor;
-    largest_float *= inv_scale;
     sum_of_squares = partial.sum_of_squares * factor * factor;
-    found_inf = nonfinite_bits(largest_double) || nonfinite_bits(largest_float);
-    max_abs = larger_magnitude(largest_double, static_cast<double>(largest_float));
+    const uint64_t bits = magnitude_bits(largest_double * factor);
+    const uint64_t bits_of_float = magnitude_bits(static_cast<double>(largest_float * inv_scale));
+    const uint64_t larger = bits > bits_of_float ? bits : bits_of_float;
+    reinterpret_bits(larger, max_abs);
+    found_inf = larger >= kInfinity;
     // A product that overflows in float has a square that does not in double.
-    if (found_inf && !nonfinite_bits(sum_of_squares)) sum_of_squares = max_abs;
+    if (found_inf && magnitude_bits(sum_of_squares) < kInfinity) sum_of_squares = max_abs;
   }
 
  private:
-  C10_HOST_DEVICE static double larger_magnitude(double a, double b) {
-    uint64_t a_bits = 0;
-    uint64_t b_bits = 0;
-    reinterpret_bits(a, a_bits);
-    reinterpret_bits(b, b_bits);
-    a_bits &= 0x7FFFFFFFFFFFFFFFU;
-    b_bits &= 0x7FFFFFFFFFFFFFFFU;
-    const uint64_t larger = a_bits > b_bits ? a_bits : b_bits;
-    double result = 0;
-    reinterpret_bits(larger, result);
-    return result;
+  static constexpr uint64_t kInfinity = FloatFormat<double>::kExponent;  // and NaN lies above
+
+  C10_HOST_DEVICE static uint64_t magnitude_bits(double value) {
+    uint64_t bits = 0;
+    reinterpret_bits(value, bits);
+    return bits & (kInfinity | (kInfinity - 1));
   }
 };
 

@@ -2,10 +2,11 @@
 
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/dense_gradients.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/table_memory.h>
+#include <mezzo/kernels/verdict.h>
 #include <mezzo/kernels/which_kernels.h>
 #include <mezzo/kernels/work_chunks.h>
 
@@ -28,34 +29,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// One gradient's memory, to be read once.
-struct SummaryStretch {
-  const char* data;
-  int64_t count;
-  int64_t element_size;
-  at::ScalarType dtype;
-};
-
-inline SummaryStretch summary_stretch(const at::Tensor& gradient) {
-  return {static_cast<const char*>(gradient.const_data_ptr()), gradient.numel(),
-          static_cast<int64_t>(gradient.element_size()), gradient.scalar_type()};
-}
-
-/// Reads all stretches; merges the partial results of their chunks in the order of the chunks.
-inline GradientPartial summarize_cpu(const std::vector<SummaryStretch>& stretches) {
-  WorkChunks chunks(kSummaryChunk);
-  for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
-  std::vector<GradientPartial> of_chunk(chunks.size());
-  chunks.for_each([&](std::size_t i) {
-    const SummaryStretch& stretch = stretches[chunks[i].item];
-    summary_loop(stretch.dtype, best_isa())(stretch.data + chunks[i].begin * stretch.element_size,
-                                            chunks[i].count, of_chunk[i]);
-  });
-  GradientPartial total;
-  for (const GradientPartial& partial : of_chunk) total.merge(partial);
-  return total;
-}
-
 // The same questions asked of ATen's kernels, on devices for which mezzo has none of its own (CUDA
 // without the target mezzo::cuda).
 
@@ -69,21 +42,14 @@ inline at::Tensor foreach_norms(const std::vector<at::Tensor>& gradients, double
   return at::stack(norms);
 }
 
-struct AtenSummary {
-  at::Tensor found_inf;
-  at::Tensor sum_of_squares;
-  at::Tensor max_abs;
-};
-
 /// Two reads: the norm says how large the gradients are together, and only the largest of them says
 /// exactly whether a product overflows.
-inline AtenSummary summarize_with_aten(std::vector<at::Tensor> gradients,
-                                       const at::Tensor& inv_scale) {
+inline Verdict summarize_with_aten(std::vector<at::Tensor> gradients, const at::Tensor& inv_scale) {
   const at::ScalarType wide = inv_scale.is_mps() ? at::kFloat : at::kDouble;
   const auto options = inv_scale.options();
   std::erase_if(gradients, [](const at::Tensor& gradient) { return gradient.numel() == 0; });
   if (gradients.empty()) {
-    return {at::zeros({}, options.dtype(at::kFloat)), at::zeros({}, options.dtype(wide)),
+    return {inv_scale, at::zeros({}, options.dtype(at::kFloat)), at::zeros({}, options.dtype(wide)),
             at::zeros({}, options.dtype(wide))};
   }
   std::vector<at::Tensor> of_float, of_double;
@@ -103,39 +69,93 @@ inline AtenSummary summarize_with_aten(std::vector<at::Tensor> gradients,
   const at::Tensor norms = foreach_norms(gradients, 2.0, wide).mul(factor.to(wide));
   const at::Tensor found_inf = at::isfinite(largest).all().logical_not();
   const at::Tensor max_abs = largest.abs().max();
-  return {found_inf.to(at::kFloat), at::where(found_inf, max_abs, norms.square().sum()), max_abs};
+  return {inv_scale, found_inf.to(at::kFloat), at::where(found_inf, max_abs, norms.square().sum()),
+          max_abs};
 }
 
-}  // namespace detail
+/// Reads dense gradients of one device once, writes nothing to them, and does not wait:
+///
+///   GradientRead read(inv_scale);
+///   for (const at::Tensor& gradient : gradients) read.add(gradient);
+///   const Verdict verdict = read.finish();
+///
+/// They are of float, double, bfloat16 or half, of any strides, offsets and sizes, and stay alive
+/// until the end. Squares are summed in double, in an order that depends on the sizes alone: not on
+/// threads, and on the CPU not on the instruction set. CUDA's kernels add up to 32 squares of
+/// floats and halves in float first, so that the sum is within 2e-6 of itself there. A gradient of
+/// double above 1e154 has a square beyond double: inf, with found_inf 0.
+class GradientRead {
+ public:
+  explicit GradientRead(const at::Tensor& inv_scale)
+      : inv_scale_(inv_scale), is_on_cpu_(has_cpu_loops(inv_scale.device())) {}
 
-/// What one read of the gradients of one device gives; one-element tensors on that device. All is
-/// said of the gradients times inv_scale.
-struct GradientSummary {
-  at::Tensor found_inf;  ///< float: 1 if a product is inf or NaN, else 0
-  /// Double; when found_inf is 1, inf or NaN. CUDA's kernels add up to 32 squares of floats and
-  /// halves in float before they add in double, so that it is within 2e-6 of itself there.
-  at::Tensor sum_of_squares;
-  at::Tensor max_abs;  ///< double: the largest magnitude; NaN if there is a NaN
+  /// A gradient that no loop can walk is copied: one with gaps, or negative by a bit.
+  void add(const at::Tensor& gradient) {
+    const bool is_dense = is_dense_memory(gradient);
+    if (!is_dense || !is_on_cpu_) {
+      tensors_.push_back(is_dense ? gradient : gradient.clone(at::MemoryFormat::Contiguous));
+    }
+    if (!is_on_cpu_) return;
+    const at::Tensor& dense = is_dense ? gradient : tensors_.back();
+    chunks_.add(stretches_.size(), dense.numel());
+    stretches_.push_back({static_cast<const char*>(dense.const_data_ptr()),
+                          static_cast<int64_t>(dense.element_size()),
+                          summary_loop(dense.scalar_type(), best_isa())});
+  }
+
+  /// Returns what `add` was given, times inv_scale. On CUDA `memory` makes one launch of those that
+  /// many tensors take.
+  Verdict finish([[maybe_unused]] TableMemory* memory = nullptr) const {
+    if (is_on_cpu_) return finish_on_cpu();
+#ifdef MEZZO_WITH_CUDA
+    if (has_cuda_kernels(inv_scale_.device())) {
+      const Verdict verdict = new_verdict();
+      cuda::summarize_(tensors_, inv_scale_, verdict.found_inf, verdict.sum_of_squares,
+                       verdict.max_abs, memory);
+      return verdict;
+    }
+#endif
+    return summarize_with_aten(tensors_, inv_scale_);
+  }
+
+ private:
+  /// One gradient's memory.
+  struct Stretch {
+    const char* data;
+    int64_t element_size;
+    SummaryLoop loop;
+  };
+
+  Verdict new_verdict() const {
+    const auto options = at::TensorOptions().device(inv_scale_.device());
+    const auto wide = options.dtype(at::kDouble);
+    return {inv_scale_, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
+            at::empty({}, wide)};
+  }
+
+  /// Merges the partial results of chunks in the order of the chunks.
+  Verdict finish_on_cpu() const {
+    std::vector<GradientPartial> of_chunk(chunks_.size());
+    chunks_.for_each([&](std::size_t i, const WorkChunks::Chunk& chunk) {
+      const Stretch& stretch = stretches_[chunk.item];
+      stretch.loop(stretch.data + chunk.begin * stretch.element_size, chunk.count, of_chunk[i]);
+    });
+    GradientPartial total;
+    for (const GradientPartial& partial : of_chunk) total.merge(partial);
+    const FinishedSummary finished(total, *inv_scale_.const_data_ptr<float>());
+    Verdict verdict = new_verdict();
+    *verdict.found_inf.mutable_data_ptr<float>() = finished.found_inf ? 1.0F : 0.0F;
+    *verdict.sum_of_squares.mutable_data_ptr<double>() = finished.sum_of_squares;
+    *verdict.max_abs.mutable_data_ptr<double>() = finished.max_abs;
+    return verdict;
+  }
+
+  at::Tensor inv_scale_;
+  bool is_on_cpu_;
+  std::vector<at::Tensor> tensors_;  // on the CPU the copies alone
+  std::vector<Stretch> stretches_;
+  WorkChunks chunks_{kSummaryChunk};
 };
-
-namespace detail {
-
-inline GradientSummary new_summary(at::Device device) {
-  const auto options = at::TensorOptions().device(device);
-  const auto wide = options.dtype(at::kDouble);
-  return {at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide), at::empty({}, wide)};
-}
-
-/// On the CPU: what the partial results of all gradients come to.
-inline GradientSummary finish_summary_cpu(const GradientPartial& partial,
-                                          const at::Tensor& inv_scale) {
-  const FinishedSummary finished(partial, *inv_scale.const_data_ptr<float>());
-  GradientSummary summary = new_summary(inv_scale.device());
-  *summary.found_inf.mutable_data_ptr<float>() = finished.found_inf ? 1.0F : 0.0F;
-  *summary.sum_of_squares.mutable_data_ptr<double>() = finished.sum_of_squares;
-  *summary.max_abs.mutable_data_ptr<double>() = finished.max_abs;
-  return summary;
-}
 
 inline void check_summary_arguments(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale) {
@@ -155,37 +175,13 @@ inline void check_summary_arguments(const std::vector<at::Tensor>& gradients,
   }
 }
 
-inline std::vector<SummaryStretch> summary_stretches(const DenseGradients& gradients) {
-  std::vector<SummaryStretch> stretches;
-  stretches.reserve(gradients.tensors().size());
-  for (const at::Tensor& tensor : gradients.tensors()) stretches.push_back(summary_stretch(tensor));
-  return stretches;
-}
-
-/// Reads dense gradients (any of float, double, bfloat16, half; any strides, offsets, sizes) of one
-/// device once; writes nothing to them; no host sync. Squares are summed in double (see
-/// GradientSummary for what CUDA does before), in an order
-/// that depends on the sizes alone: not on threads, and on the CPU not on the instruction set.
-/// A gradient of double above 1e154 has a square beyond double: inf, with found_inf 0.
-/// On CUDA `memory` makes one launch of those that many tensors take.
-inline GradientSummary summarize_gradients(const std::vector<at::Tensor>& gradients,
-                                           const at::Tensor& inv_scale,
-                                           [[maybe_unused]] TableMemory* memory = nullptr) {
+/// Reads gradients of one device, all of them checked first.
+inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
+                                   const at::Tensor& inv_scale, TableMemory* memory = nullptr) {
   check_summary_arguments(gradients, inv_scale);
-  const DenseGradients dense(gradients);
-  if (has_cpu_loops(inv_scale.device())) {
-    return finish_summary_cpu(summarize_cpu(summary_stretches(dense)), inv_scale);
-  }
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(inv_scale.device())) {
-    const GradientSummary summary = new_summary(inv_scale.device());
-    cuda::summarize_(dense.tensors(), inv_scale, summary.found_inf, summary.sum_of_squares,
-                     summary.max_abs, memory);
-    return summary;
-  }
-#endif
-  const AtenSummary summary = summarize_with_aten(dense.tensors(), inv_scale);
-  return {summary.found_inf, summary.sum_of_squares, summary.max_abs};
+  GradientRead read(inv_scale);
+  for (const at::Tensor& gradient : gradients) read.add(gradient);
+  return read.finish(memory);
 }
 
 }  // namespace detail

@@ -194,18 +194,23 @@ inline void run_lamb_cpu(const std::vector<StepTask>& tasks) {
     if (!needs_one_pass(tasks[i])) left.add(i, tasks[i].span.count);
   }
   std::vector<LambNorms> of_piece(pieces.size());
-  pieces.for_each([&](std::size_t i) {
-    const StepTask& task = tasks[pieces[i].item];
-    for_widened<kStepPiece>(task, pieces[i].begin, pieces[i].count, [&](const StepSpan& part) {
+  pieces.for_each([&](std::size_t i, const WorkChunks::Chunk& piece) {
+    const StepTask& task = tasks[piece.item];
+    for_widened<kStepPiece>(task, piece.begin, piece.count, [&](const StepSpan& part) {
       task.loop.learn(part, task.coefficients, task.use, of_piece[i]);
       if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
     });
   });
   std::vector<LambNorms> of_task(tasks.size());
-  for (std::size_t i = 0; i < pieces.size(); ++i) of_task[pieces[i].item].merge(of_piece[i]);
-  left.for_each([&](std::size_t i) {
-    const StepTask& task = tasks[left[i].item];
-    move_piece(task, part_of(task, left[i].begin, left[i].count), of_task[left[i].item]);
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < tasks.size(); ++i) {
+    for (int64_t begin = 0; begin < tasks[i].span.count; begin += kStepPiece) {
+      of_task[i].merge(of_piece[next++]);
+    }
+  }
+  left.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
+    const StepTask& task = tasks[piece.item];
+    move_piece(task, part_of(task, piece.begin, piece.count), of_task[piece.item]);
   });
 }
 

@@ -259,9 +259,9 @@ void for_widened(const StepTask& task, int64_t begin, int64_t count, const Work&
 inline void run_step_cpu(const std::vector<StepTask>& tasks) {
   WorkChunks pieces(kStepPiece, kStepPiece);
   for (std::size_t i = 0; i < tasks.size(); ++i) pieces.add(i, tasks[i].span.count);
-  pieces.for_each([&](std::size_t i) {
-    const StepTask& task = tasks[pieces[i].item];
-    for_widened<kWidenedAtOnce>(task, pieces[i].begin, pieces[i].count, [&](const StepSpan& part) {
+  pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
+    const StepTask& task = tasks[piece.item];
+    for_widened<kWidenedAtOnce>(task, piece.begin, piece.count, [&](const StepSpan& part) {
       task.loop.step(part, task.coefficients, task.use);
     });
   });

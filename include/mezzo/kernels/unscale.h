@@ -4,7 +4,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
-#include <mezzo/kernels/dense_gradients.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/which_kernels.h>
 #include <mezzo/kernels/work_chunks.h>

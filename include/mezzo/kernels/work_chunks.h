@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,43 +16,25 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Runs `work(item)` for each of `items`, on libtorch's own intra-op threads.
+/// Calls `work(i)` once for each i below `count` on libtorch's intra-op threads, each of which
+/// takes the next as soon as it is free: cores are not equally fast, and a thread that the system
+/// holds up holds up no more than its own.
 ///
 /// at::parallel_for will not do in a header: it is a template, and runs serially in a caller that
 /// is compiled without -fopenmp. TensorIterator's loop over elements lives in libtorch itself; here
-/// the items are its elements, seen as bytes that lie sizeof(Item) apart.
-template <class Item, class Work>
-void parallel_for_each(std::vector<Item>& items, const Work& work) {
-  if (items.size() < 2) {
-    for (Item& item : items) work(item);
-    return;
-  }
-  const auto count = static_cast<int64_t>(items.size());
-  const at::Tensor bytes = at::from_blob(items.data(), at::IntArrayRef(count),
-                                         at::IntArrayRef(static_cast<int64_t>(sizeof(Item))),
-                                         at::TensorOptions().dtype(at::kByte));
-  auto iterator = at::TensorIteratorConfig().add_borrowed_const_input(bytes).build();
-  const auto loop = [&](char** data, const int64_t* strides, int64_t inner, int64_t outer) {
-    for (int64_t j = 0; j < outer; ++j) {
-      for (int64_t i = 0; i < inner; ++i) {
-        work(*reinterpret_cast<Item*>(data[0] + i * strides[0] + j * strides[1]));
-      }
-    }
-  };
-  iterator.for_each(loop, /*grain_size=*/1);
-}
-
-/// Calls `work(i)` once for each i below `count` on libtorch's threads, each of which takes the
-/// next as soon as it is free: cores are not equally fast, and a thread that the system holds up
-/// holds up no more than its own.
-template <class Work>
-void parallel_dynamic(int64_t count, const Work& work) {
+/// its elements are the threads.
+inline void parallel_dynamic(int64_t count, c10::function_ref<void(int64_t)> work) {
   std::atomic<int64_t> next{0};
-  std::vector<int> workers(
-      static_cast<std::size_t>(std::min<int64_t>(count, at::get_num_threads())));
-  parallel_for_each(workers, [&](int&) {
+  const auto take_all = [&](char**, const int64_t*, int64_t, int64_t) {
     for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
-  });
+  };
+  std::vector<char> threads(
+      static_cast<std::size_t>(std::min<int64_t>(count, at::get_num_threads())));
+  if (threads.size() < 2) return take_all(nullptr, nullptr, 0, 0);
+  const at::Tensor elements = at::from_blob(threads.data(), {static_cast<int64_t>(threads.size())},
+                                            at::TensorOptions().dtype(at::kByte));
+  auto iterator = at::TensorIteratorConfig().add_borrowed_const_input(elements).build();
+  iterator.for_each(take_all, /*grain_size=*/1);
 }
 
 /// Elements below which a thread of its own costs more than it brings.
@@ -84,16 +67,14 @@ class WorkChunks {
   }
 
   std::size_t size() const noexcept { return chunks_.size(); }
-  const Chunk& operator[](std::size_t i) const { return chunks_[i]; }
 
-  /// Calls `work(i)` once for every chunk, on libtorch's threads.
-  template <class Work>
-  void for_each(const Work& work) const {
+  /// Calls `work(i, chunk)` once for every chunk, on libtorch's threads; i is the chunk's number.
+  void for_each(c10::function_ref<void(std::size_t, const Chunk&)> work) const {
     parallel_dynamic(static_cast<int64_t>(first_of_batch_.size()), [&](int64_t index) {
       const auto batch = static_cast<std::size_t>(index);
       const bool is_last = batch + 1 == first_of_batch_.size();
       const std::size_t end = is_last ? chunks_.size() : first_of_batch_[batch + 1];
-      for (std::size_t i = first_of_batch_[batch]; i < end; ++i) work(i);
+      for (std::size_t i = first_of_batch_[batch]; i < end; ++i) work(i, chunks_[i]);
     });
   }
 
@@ -101,8 +82,8 @@ class WorkChunks {
   template <class Work>
   bool any(const Work& work) const {
     std::atomic<bool> found{false};
-    for_each([&](std::size_t i) {
-      if (work(chunks_[i])) found.store(true, std::memory_order_relaxed);
+    for_each([&](std::size_t, const Chunk& chunk) {
+      if (work(chunk)) found.store(true, std::memory_order_relaxed);
     });
     return found.load();
   }

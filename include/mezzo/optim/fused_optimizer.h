@@ -64,6 +64,8 @@ struct StepPlan {
   std::vector<Row> rows{};  ///< those of one device follow each other
   std::vector<detail::GroupNumbers> groups{};
   bool has_inference = false;  ///< a parameter is an inference tensor
+  bool has_devices = false;    ///< gradients lie on several devices
+  bool is_checked = false;     ///< gradients are dense, on their parameters' devices, of our dtypes
   /// There is a gradient of half whose parameter keeps no master: unscaled it would underflow.
   bool has_bare_half = false;
   /// Other ranks have rows though this one may have none: all go through the step together.

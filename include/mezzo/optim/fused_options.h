@@ -18,6 +18,18 @@
 #include <type_traits>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// What mezzo adds to libtorch's options; see FusedOptions.
+struct ExtraOptions {
+  optim::WeightStorage weight_storage = optim::WeightStorage::plain;
+  std::uint64_t seed = 0;
+  bool accumulate_in_float = false;
+  bool operator==(const ExtraOptions&) const = default;
+};
+
+}  // namespace detail
+
 namespace optim {
 
 /// Options of mezzo's optimizers. `Base` is libtorch's class of the same name, where there is one,
@@ -48,6 +60,9 @@ class FusedOptions : public Base {
   /// Of WeightStorage::stochastic.
   std::uint64_t seed() const noexcept { return extras_.seed; }
   Own& seed(std::uint64_t value) { return set(extras_.seed, value); }
+
+  /// All three.
+  const detail::ExtraOptions& extras() const noexcept { return extras_; }
 
   /// A copy with all that is here; libtorch's clone would keep only its own part.
   std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
@@ -91,13 +106,6 @@ class FusedOptions : public Base {
   explicit FusedOptions(const Base& options) : Base(options) {}
 
  private:
-  struct Extras {
-    WeightStorage weight_storage = WeightStorage::plain;
-    std::uint64_t seed = 0;
-    bool accumulate_in_float = false;
-    bool operator==(const Extras&) const = default;
-  };
-
   Own& own() { return static_cast<Own&>(*this); }
   const Own& own() const { return static_cast<const Own&>(*this); }
 
@@ -122,13 +130,13 @@ class FusedOptions : public Base {
   }
 
   void write_extras(torch::serialize::OutputArchive& archive) const {
-    if (extras_ == Extras{}) return;
+    if (extras_ == detail::ExtraOptions{}) return;
     archive.write("weight_storage", c10::IValue(static_cast<int64_t>(extras_.weight_storage)));
     archive.write("seed", c10::IValue(static_cast<int64_t>(extras_.seed)));
     archive.write("accumulate_in_float", c10::IValue(extras_.accumulate_in_float));
   }
 
-  Extras extras_;
+  detail::ExtraOptions extras_;
   bool was_read_ = false;
 };
 

@@ -51,10 +51,10 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
 
   friend struct detail::MemberTable;
   static auto members(auto& own) {
-    return std::tuple{detail::at_least_0("lr", own.lr()),
+    return std::tuple{detail::member("lr", own.lr()),
                       detail::member("betas", own.betas()),
-                      detail::at_least_0("eps", own.eps()),
-                      detail::at_least_0("weight_decay", own.weight_decay()),
+                      detail::member("eps", own.eps()),
+                      detail::member("weight_decay", own.weight_decay()),
                       detail::member("bias_correction", own.bias_correction()),
                       detail::member("always_adapt", own.always_adapt())};
   }
@@ -65,6 +65,9 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
 struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::CountedState<>> {
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, exp_avg_sq);
+
+ public:
+  at::Tensor& moment(int k) noexcept override { return k == 0 ? exp_avg_ : exp_avg_sq_; }
 
   friend struct detail::MemberTable;
   static auto members(auto& own) {
@@ -83,13 +86,19 @@ template <class Options, class State>
 struct LambTraits : OptimizerTraits<LambTraits<Options, State>, Options, State, LambRule> {
   static constexpr const char* kName = "LAMB";
 
-  static LambConstants constants(const Options& options) {
-    return {.beta1 = std::get<0>(options.betas()),
-            .beta2 = std::get<1>(options.betas()),
-            .eps = options.eps(),
-            .weight_decay = options.weight_decay(),
-            .corrects_bias = options.bias_correction(),
-            .always_adapts = options.always_adapt()};
+  static void read(const Options& options, GroupNumbers& numbers) {
+    check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
+    const auto [beta1, beta2] = options.betas();
+    numbers.lr = options.lr();
+    numbers.constants = LambConstants{.beta1 = beta1,
+                                      .beta2 = beta2,
+                                      .eps = options.eps(),
+                                      .weight_decay = options.weight_decay(),
+                                      .corrects_bias = options.bias_correction(),
+                                      .always_adapts = options.always_adapt()};
   }
 
   static constexpr bool kIsElementByElement = false;

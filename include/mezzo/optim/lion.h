@@ -41,8 +41,8 @@ struct LionOptions : public FusedOptions<LionOptions> {
 
   friend struct detail::MemberTable;
   static auto members(auto& own) {
-    return std::tuple{detail::at_least_0("lr", own.lr()), detail::member("betas", own.betas()),
-                      detail::at_least_0("weight_decay", own.weight_decay())};
+    return std::tuple{detail::member("lr", own.lr()), detail::member("betas", own.betas()),
+                      detail::member("weight_decay", own.weight_decay())};
   }
 };
 
@@ -50,6 +50,9 @@ struct LionOptions : public FusedOptions<LionOptions> {
 /// many steps were applied, which waits for the device, if that is not the CPU.
 struct LionParamState : public detail::ParamState<LionParamState, detail::CountedState<>> {
   TORCH_ARG(at::Tensor, exp_avg);
+
+ public:
+  at::Tensor& moment(int /*k*/) noexcept override { return exp_avg_; }
 
   friend struct detail::MemberTable;
   static auto members(auto& own) { return std::tuple{detail::member("exp_avg", own.exp_avg())}; }
@@ -64,10 +67,12 @@ template <class Options, class State>
 struct LionTraits : OptimizerTraits<LionTraits<Options, State>, Options, State, LionRule> {
   static constexpr const char* kName = "Lion";
 
-  static LionConstants constants(const Options& options) {
-    return {.beta1 = std::get<0>(options.betas()),
-            .beta2 = std::get<1>(options.betas()),
-            .weight_decay = options.weight_decay()};
+  static void read(const Options& options, GroupNumbers& numbers) {
+    check_numbers(kName, {{"lr", options.lr()}, {"weight_decay", options.weight_decay()}},
+                  options.betas());
+    const auto [beta1, beta2] = options.betas();
+    numbers.lr = options.lr();
+    numbers.constants = LionConstants{beta1, beta2, options.weight_decay()};
   }
 };
 

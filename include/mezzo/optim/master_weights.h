@@ -144,7 +144,7 @@ class MasterWeights : public optim::FusedOptimizer {
 
   torch::optim::Optimizer* inner_;
   std::unordered_map<const c10::TensorImpl*, std::unique_ptr<Kept>> masters_;
-  detail::SeenParameters seen_;  // of 16 bits
+  detail::WalkedTensors seen_;  // of 16 bits
 };
 
 /// The tensors that `optimizer` trains, in the order of its groups: for each parameter its float

@@ -93,6 +93,7 @@ class OptimizerInterface {
  protected:
   /// Takes over the count of a file. From here on the host counts, until a device is to.
   void load_applied_steps(int64_t applied_steps) {
+    detail::check_steps(applied_steps);
     applied_count().set(applied_steps);
     applied_is_known_ = true;
   }

@@ -58,6 +58,8 @@ struct SGDParamState
     step(step_without_count());
   }
 
+  at::Tensor& moment(int /*k*/) noexcept override { return momentum_buffer(); }
+
  private:
   friend struct detail::MemberTable;
   friend ParamState;
@@ -79,26 +81,21 @@ struct SgdTraits
     : OptimizerTraits<SgdTraits<Options, State>, Options, State, SgdRule<false>, SgdRule<true>> {
   static constexpr const char* kName = "SGD";
 
-  static void check(const Options& options) {
+  static void read(const LibtorchsOr<Options>& options, GroupNumbers& numbers) {
+    check_numbers(kName, {{"lr", options.lr()},
+                          {"momentum", options.momentum()},
+                          {"weight_decay", options.weight_decay()}});
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
                 "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
                 options.dampening(), "; it needs a positive momentum and a dampening of 0");
-  }
-
-  static SgdConstants constants(const Options& options) {
-    return {.momentum = options.momentum(),
-            .dampening = options.dampening(),
-            .weight_decay = options.weight_decay(),
-            .nesterov = options.nesterov()};
-  }
-
-  static bool variant(const Options& options) { return options.momentum() != 0; }
-  static bool has_moments(const Options& options) { return options.momentum() != 0; }
-  /// A buffer begins as a gradient, though there were steps before without momentum. Without
-  /// dampening a buffer of zeros becomes that by itself, and the count goes on, from which
-  /// stochastic rounding has the random bits of each step.
-  static bool begins_as_gradient(const Options& options) {
-    return options.momentum() != 0 && options.dampening() != 0;
+    numbers.lr = options.lr();
+    numbers.constants = SgdConstants{options.momentum(), options.dampening(),
+                                     options.weight_decay(), options.nesterov()};
+    numbers.is_variant = options.momentum() != 0;
+    // A buffer begins as a gradient, though there were steps before without momentum. Without
+    // dampening a buffer of zeros becomes that by itself, and the count goes on, from which
+    // stochastic rounding has the random bits of each step.
+    numbers.begins_as_gradient = options.momentum() != 0 && options.dampening() != 0;
   }
 
   static constexpr bool kAtenHasIt = true;

@@ -3,9 +3,12 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/verdict.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -23,6 +26,27 @@ struct StepOutcome {
   std::optional<double> grad_max_abs = std::nullopt;
   bool was_unscaled = false;  ///< whether the gradients had lost the scale before the step
   std::optional<at::Tensor> value = std::nullopt;  ///< what `optimizer.step` returned, if it ran
+
+  /// Returns what four numbers say: scale, found_inf, sum of squares, largest magnitude.
+  static StepOutcome of(const double (&numbers)[4], bool has_norm, bool was_unscaled) {
+    StepOutcome outcome{.ran = numbers[1] == 0.0,
+                        .found_inf = numbers[1] != 0.0,
+                        .scale = static_cast<float>(numbers[0]),
+                        .was_unscaled = was_unscaled};
+    if (has_norm) outcome.grad_norm = std::sqrt(numbers[2]);
+    if (has_norm) outcome.grad_max_abs = numbers[3];
+    if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
+    return outcome;
+  }
+
+  /// Returns the outcome of a step that the CPU decides, where the numbers are there at once.
+  static StepOutcome of(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+    const bool has_norm = verdict.sum_of_squares.defined();
+    return of({*scale.const_data_ptr<float>(), *verdict.found_inf.const_data_ptr<float>(),
+               has_norm ? *verdict.sum_of_squares.const_data_ptr<double>() : 0.0,
+               has_norm ? *verdict.max_abs.const_data_ptr<double>() : 0.0},
+              has_norm, was_unscaled);
+  }
 };
 
 /// Where an outcome arrives. Who decides a step elsewhere than on the host (a fused kernel) derives
@@ -53,7 +77,7 @@ class StepSlot {
 class StepResult {
  public:
   /// An outcome that is known already.
-  explicit StepResult(StepOutcome outcome);
+  explicit StepResult(StepOutcome outcome) : known_(std::move(outcome)) {}
 
   /// An outcome that will arrive in `slot`.
   /// \throws c10::Error if `slot` is null
@@ -61,60 +85,48 @@ class StepResult {
 
   /// Whether the questions below can be answered without waiting. Never waits. False while the
   /// device is being captured, and of a captured step.
-  bool ready() const noexcept { return slot_->ready(); }
+  bool ready() const noexcept { return slot_ == nullptr || slot_->ready(); }
 
   /// Whether `optimizer.step` ran. May wait for the device.
-  bool ran() const { return slot_->outcome().ran; }
+  bool ran() const { return outcome().ran; }
 
   /// Whether an inf or NaN was found. May wait for the device.
-  bool found_inf() const { return slot_->outcome().found_inf; }
+  bool found_inf() const { return outcome().found_inf; }
 
   /// The loss scale that the gradients carried; 1 from a disabled scaler. May wait for the device.
-  float scale() const { return slot_->outcome().scale; }
+  float scale() const { return outcome().scale; }
 
   /// The 2-norm of all gradients, unscaled and not yet clipped, from a step that had to know it:
   /// with an optimizer of mezzo's or a `max_norm`; from a disabled scaler only with a `max_norm`,
   /// and not where an optimizer of mezzo's clips on a device. Inf or NaN where an inf was found.
   /// May wait for the device.
-  std::optional<double> grad_norm() const { return slot_->outcome().grad_norm; }
+  std::optional<double> grad_norm() const { return outcome().grad_norm; }
 
   /// The largest magnitude of all gradients, unscaled and not yet clipped, from each step that
   /// knows `grad_norm()`. Inf or NaN where an inf was found. May wait for the device.
-  std::optional<double> grad_max_abs() const { return slot_->outcome().grad_max_abs; }
+  std::optional<double> grad_max_abs() const { return outcome().grad_max_abs; }
 
   /// Whether the gradients had lost the loss scale before the step, by `GradScaler::unscale_` or by
   /// what calls it (`mezzo::clip_grad_norm_(scaler, ...)`). Otherwise `scale()` was still on them,
   /// and the step took it off. May wait for the device.
-  bool was_unscaled() const { return slot_->outcome().was_unscaled; }
+  bool was_unscaled() const { return outcome().was_unscaled; }
 
   /// Returns a float of one element on the device that decides the step, 0 where it ran, for work
   /// that follows the step there without waiting; undefined where the host knows.
-  at::Tensor found_inf_on_device() const { return slot_->found_inf_on_device(); }
+  at::Tensor found_inf_on_device() const {
+    return slot_ == nullptr ? at::Tensor() : slot_->found_inf_on_device();
+  }
 
   /// What `optimizer.step` returned, none when it was skipped. torch::optim returns an undefined
   /// tensor unless it was given a closure. May wait for the device.
-  const std::optional<at::Tensor>& value() const { return slot_->outcome().value; }
+  const std::optional<at::Tensor>& value() const { return outcome().value; }
 
  private:
-  std::shared_ptr<StepSlot> slot_;
+  const StepOutcome& outcome() const { return slot_ == nullptr ? known_ : slot_->outcome(); }
+
+  std::shared_ptr<StepSlot> slot_;  // null where the outcome is known
+  StepOutcome known_;
 };
-
-namespace detail {
-
-class KnownStepSlot final : public StepSlot {
- public:
-  explicit KnownStepSlot(StepOutcome outcome) : outcome_(std::move(outcome)) {}
-  bool ready() const noexcept override { return true; }
-  const StepOutcome& outcome() override { return outcome_; }
-
- private:
-  StepOutcome outcome_;
-};
-
-}  // namespace detail
-
-inline StepResult::StepResult(StepOutcome outcome)
-    : slot_(std::make_shared<detail::KnownStepSlot>(std::move(outcome))) {}
 
 inline StepResult::StepResult(std::shared_ptr<StepSlot> slot) : slot_(std::move(slot)) {
   TORCH_CHECK(slot_ != nullptr, "StepResult: slot is null; pass the slot that the step will fill");

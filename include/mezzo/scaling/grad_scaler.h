@@ -226,7 +226,8 @@ class GradScaler {
   detail::OptimizerRecord& unscale_into(AnyOptimizer optimizer);
   void check_verdict(detail::OptimizerRecord& record, Verdict& verdict, bool was_unscaled,
                      bool counts, const at::Tensor& known_inf);
-  StepResult step_fused(optim::FusedOptimizer& optimizer, const StepOptions& options);
+  StepResult step_fused(optim::FusedOptimizer& fused, const torch::optim::Optimizer& optimizer,
+                        const StepOptions& options);
   StepResult step_on_host(AnyOptimizer optimizer, const StepOptions& options,
                           const StepFunction& torch_step);
   StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
@@ -346,7 +347,8 @@ requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
       "call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
       "with GradScalerOptions().enabled(false)");
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  if (is_bare && fused != nullptr) return step_fused(*fused, {});
+  if (is_bare && fused != nullptr)
+    return step_fused(*fused, AnyOptimizer(optimizer).optimizer(), {});
   return step_on_host(optimizer, {}, call_step);
 }
 

@@ -16,34 +16,27 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The bits of `from` as a `To` of the same size: lanes or scalars, host or device.
-template <class To, class From>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void reinterpret_bits(const From& from, To& to) {
-  static_assert(sizeof(To) == sizeof(From));
-  __builtin_memcpy(&to, &from, sizeof(To));
-}
-
 C10_HOST_DEVICE inline bool nonfinite_bits(float value) {
   uint32_t bits = 0;
-  reinterpret_bits(value, bits);
+  __builtin_memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7F800000U) == 0x7F800000U;
 }
 
 C10_HOST_DEVICE inline bool nonfinite_bits(double value) {
   uint64_t bits = 0;
-  reinterpret_bits(value, bits);
+  __builtin_memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7FF0000000000000U) == 0x7FF0000000000000U;
 }
 
 inline bool nan_bits(float value) {
   uint32_t bits = 0;
-  reinterpret_bits(value, bits);
+  __builtin_memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7FFFFFFFU) > 0x7F800000U;
 }
 
 inline bool nan_bits(double value) {
   uint64_t bits = 0;
-  reinterpret_bits(value, bits);
+  __builtin_memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7FFFFFFFFFFFFFFFU) > 0x7FF0000000000000U;
 }
 
@@ -60,7 +53,7 @@ Float max_or_nan(Float a, Float b) {
 
 inline bool is_positive_infinity(double value) {
   uint64_t bits = 0;
-  reinterpret_bits(value, bits);
+  __builtin_memcpy(&bits, &value, sizeof(bits));
   return bits == 0x7FF0000000000000U;
 }
 

@@ -23,11 +23,6 @@ class NoGraphGuard {
   c10::NoGradGuard no_grad_;
 };
 
-/// After a raw write, which neither autograd nor a WeightCache has seen.
-inline void bump_version(c10::TensorImpl& written) {
-  if (!written.is_inference()) written.bump_version();
-}
-
 inline void clear_gradient(const at::Tensor& gradient) {
   if (gradient._is_zerotensor()) return;  // it has no memory, and refuses writes
   const NoGraphGuard no_graph(gradient.is_inference());

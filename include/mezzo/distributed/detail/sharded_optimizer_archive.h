@@ -3,9 +3,9 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/detail/dense_memory.h>
-#include <mezzo/optim/detail/group_options.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>
 
 #include <ATen/core/Tensor.h>

@@ -5,7 +5,7 @@
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/detail/group_options.h>
+#include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/fused_options.h>
 
 #include <ATen/ops/full.h>
@@ -173,10 +173,7 @@ Verdict ShardedOptimizer<OptimizerType>::read(const StepPlan& plan, const at::Te
   const std::optional<at::Device> device = device_of_gradients();
   const at::Tensor inverse = inv_scale.mul(1. / communicator_.size());
   const Verdict own = inner_->read(plan, inverse).on(device.value_or(inv_scale.device()));
-  if (!device) return own;
-  const GradientSummary all =
-      detail::agreed({own.found_inf, own.sum_of_squares, own.max_abs}, communicator_);
-  return {own.inv_scale, all.found_inf, all.sum_of_squares, all.max_abs};
+  return device ? detail::agreed(own, communicator_) : own;
 }
 
 /// Returns what makes a step take the average of gradients, which are sums.

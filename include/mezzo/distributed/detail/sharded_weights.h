@@ -7,8 +7,8 @@
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/grad_buckets.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/detail/trained_once.h>
 
@@ -274,14 +274,14 @@ inline at::Tensor sum_of_rows(const at::Tensor& numbers) {
 
 /// What the ranks have found in their parts of the gradients, as one: an inf of one of them, the
 /// sum of all squares, the largest magnitude. One collective; waits for no device.
-inline GradientSummary agreed(const GradientSummary& own, Communicator& communicator) {
+inline Verdict agreed(const Verdict& own, Communicator& communicator) {
   if (communicator.size() == 1) return own;
   const auto wide = own.sum_of_squares.scalar_type();
   const at::Tensor row = at::stack({own.found_inf.to(wide), own.sum_of_squares, own.max_abs});
   const at::Tensor rows = at::empty({communicator.size(), row.numel()}, row.options());
   communicator.all_gather(rows, row).wait();
-  return {rows.select(1, 0).amax().to(own.found_inf.scalar_type()), sum_of_rows(rows.select(1, 1)),
-          rows.select(1, 2).amax()};
+  return {own.inv_scale, rows.select(1, 0).amax().to(own.found_inf.scalar_type()),
+          sum_of_rows(rows.select(1, 1)), rows.select(1, 2).amax()};
 }
 
 }  // namespace detail

@@ -12,7 +12,7 @@
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 #include <mezzo/kernels/cuda/unscale.cuh>
 #include <mezzo/kernels/cuda_launch.h>
-#include <mezzo/kernels/dense_gradients.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/optimizer_step_table.h>

@@ -22,6 +22,10 @@ class AdamState : public ParamState<Own, Base> {
  public:
   using ParamState<Own, Base>::ParamState;
 
+  at::Tensor& moment(int k) noexcept override {
+    return k == 0 ? Base::exp_avg() : k == 1 ? Base::exp_avg_sq() : Base::max_exp_avg_sq();
+  }
+
  private:
   friend struct MemberTable;
   static auto members(auto& own) {
@@ -36,15 +40,17 @@ struct AdamTraits : OptimizerTraits<AdamTraits<Options, State, kIsDecoupled>, Op
                                     AdamRule<false>, AdamRule<true>> {
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
 
-  static AdamConstants constants(const Options& options) {
-    return {.beta1 = std::get<0>(options.betas()),
-            .beta2 = std::get<1>(options.betas()),
-            .eps = options.eps(),
-            .weight_decay = options.weight_decay(),
-            .is_decoupled = kIsDecoupled};
+  static void read(const LibtorchsOr<Options>& options, GroupNumbers& numbers) {
+    check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
+    const auto [beta1, beta2] = options.betas();
+    numbers.lr = options.lr();
+    numbers.constants = AdamConstants{beta1, beta2, options.eps(), options.weight_decay(),
+                                      /*is_decoupled=*/kIsDecoupled};
+    numbers.is_variant = options.amsgrad();
   }
-
-  static bool variant(const Options& options) { return options.amsgrad(); }
 
   static constexpr bool kAtenHasIt = true;
   static void check_for_aten(const GroupNumbers&) {}

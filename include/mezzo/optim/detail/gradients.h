@@ -70,16 +70,6 @@ inline at::Tensor gradient_values(const at::Tensor& parameter) {
   return gradient._values();
 }
 
-/// Returns the dense values of a row's gradient. What a plan has not checked is checked here:
-/// `.grad` as it is by now, where a sparse gradient is coalesced.
-inline at::Tensor gradient_values(const StepPlan::Row& row) {
-  const at::Tensor& gradient = row.gradient;
-  const bool is_checked = gradient.layout() == at::kStrided &&
-                          is_training_dtype(gradient.scalar_type()) &&
-                          gradient.device() == row.parameter->device();
-  return is_checked ? gradient : gradient_values(*row.parameter);
-}
-
 /// Puts rows of one device together, in the order in which the devices come up.
 inline void group_by_device(StepPlan& plan) {
   auto begin = plan.rows.begin();
@@ -116,14 +106,18 @@ inline bool keeps_master(const optim::FusedOptimizer* fused, const StepPlan::Row
   return fused != nullptr && fused->keeps_master(row.group, *row.parameter);
 }
 
+/// Returns the dense values of a row's gradient.
+inline at::Tensor values_of(const StepPlan& plan, const StepPlan::Row& row) {
+  return plan.is_checked ? row.gradient : gradient_values(*row.parameter);
+}
+
 /// Returns the dense values of a plan's gradients, device by device.
 inline std::vector<std::vector<at::Tensor>> values_by_device(const StepPlan& plan) {
   std::vector<std::vector<at::Tensor>> devices;
   for (const StepPlan::Row& row : plan.rows) {
-    const at::Tensor& gradient = row.gradient;
-    const bool is_new = devices.empty() || devices.back().front().device() != gradient.device();
+    const bool is_new = devices.empty() || devices.back().front().device() != row.gradient.device();
     if (is_new) devices.emplace_back();
-    devices.back().push_back(gradient_values(row));
+    devices.back().push_back(values_of(plan, row));
   }
   return devices;
 }
@@ -136,27 +130,25 @@ inline void join(Verdict& total, const Verdict& more) {
   total.max_abs = at::maximum(total.max_abs, on_device(more.max_abs, device));
 }
 
-/// Reads gradients of one device, of which there may be none.
-inline Verdict read_tensors(const std::vector<at::Tensor>& gradients, const at::Tensor& inv_scale,
-                            TableMemory* memory) {
-  const GradientSummary summary = summarize_gradients(gradients, inv_scale, memory);
-  return {inv_scale, summary.found_inf, summary.sum_of_squares, summary.max_abs};
-}
-
 /// Reads the gradients of all rows; see FusedOptimizer::read.
 inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
                               TableMemory* memory = nullptr) {
-  Verdict verdict;
-  for (const std::vector<at::Tensor>& values : values_by_device(plan)) {
-    const at::Device device = values.front().device();
-    const Verdict one = read_tensors(values, on_device(inv_scale, device), memory);
-    if (verdict.defined()) {
-      join(verdict, one);
-    } else {
-      verdict = one;
+  Verdict all;
+  auto row = plan.rows.begin();
+  do {
+    const at::Device device = plan.rows.empty() ? inv_scale.device() : row->gradient.device();
+    GradientRead read(on_device(inv_scale, device));
+    for (; row != plan.rows.end() && row->gradient.device() == device; ++row) {
+      read.add(plan.is_checked ? row->gradient : values_of(plan, *row));
     }
-  }
-  return verdict.defined() ? verdict : read_tensors({}, inv_scale, memory);
+    const Verdict one = read.finish(memory);
+    if (all.defined()) {
+      join(all, one);
+    } else {
+      all = one;
+    }
+  } while (row != plan.rows.end());
+  return all;
 }
 
 /// Lends an optimizer that does not read a verdict other gradients for the time of its step: its

@@ -41,8 +41,8 @@ class AdamOptionsOn : public optim::FusedOptions<Own, Base> {
  private:
   friend struct MemberTable;
   static auto members(auto& own) {
-    return std::tuple{at_least_0("lr", own.lr()), member("betas", own.betas()),
-                      at_least_0("eps", own.eps()), at_least_0("weight_decay", own.weight_decay()),
+    return std::tuple{member("lr", own.lr()), member("betas", own.betas()),
+                      member("eps", own.eps()), member("weight_decay", own.weight_decay()),
                       member("amsgrad", own.amsgrad())};
   }
 };
@@ -63,9 +63,9 @@ class SgdOptionsOn : public optim::FusedOptions<Own, Base> {
  private:
   friend struct MemberTable;
   static auto members(auto& own) {
-    return std::tuple{at_least_0("lr", own.lr()), at_least_0("momentum", own.momentum()),
+    return std::tuple{member("lr", own.lr()), member("momentum", own.momentum()),
                       member("dampening", own.dampening()),
-                      at_least_0("weight_decay", own.weight_decay()),
+                      member("weight_decay", own.weight_decay()),
                       member("nesterov", own.nesterov())};
   }
 };

@@ -1,7 +1,7 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/group_options.h>
 #include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/step_engine.h>
 #include <mezzo/optim/detail/update_rule.h>
@@ -13,10 +13,14 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <optional>
+#include <tuple>
+#include <type_traits>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -24,11 +28,108 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+// --- Options of param groups -------------------------------------------------------------------
+//
+// They may be plain ones of libtorch's class. A step reads them where they are and never replaces
+// them, for whoever changes them may hold a reference.
+
+/// libtorch's class of options where it has one of that name, else mezzo's own: what a group's
+/// options are in any case.
+template <class Options>
+using LibtorchsOr =
+    std::conditional_t<std::constructible_from<Options, const typename Options::LibtorchOptions&>,
+                       typename Options::LibtorchOptions, Options>;
+
+inline void check_are_options(bool are_options, std::size_t group, const char* optimizer) {
+  TORCH_CHECK(are_options, optimizer, ": the options of parameter group ", group,
+              " are not mezzo::optim::", optimizer,
+              "Options; give OptimizerParamGroup a std::make_unique of those");
+}
+
+/// \throws c10::Error for a number below 0, or betas outside of [0, 1); a NaN is neither
+inline void check_numbers(const char* optimizer,
+                          std::initializer_list<std::pair<const char*, double>> at_least_0,
+                          const std::tuple<double, double>& betas = {}) {
+  for (const auto& [option, value] : at_least_0) {
+    TORCH_CHECK(is_at_least(value, 0), optimizer, ": ", option, " is ", value,
+                "; it should be at least 0");
+  }
+  const auto [beta1, beta2] = betas;
+  TORCH_CHECK(is_at_least(beta1, 0) && beta1 < 1 && is_at_least(beta2, 0) && beta2 < 1, optimizer,
+              ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
+}
+
+/// libtorch's options as mezzo's, with what libtorch's lack from `defaults`.
+template <class Options>
+std::optional<Options> widened(const torch::optim::OptimizerOptions& options,
+                               const torch::optim::OptimizerOptions& defaults) {
+  using Plain = typename Options::LibtorchOptions;
+  if constexpr (std::constructible_from<Options, const Plain&>) {
+    if (const auto* const plain = dynamic_cast<const Plain*>(&options)) {
+      Options own(*plain);
+      own.keep_unread(static_cast<const Options&>(defaults));
+      return own;
+    }
+  }
+  return std::nullopt;
+}
+
+/// What a step takes from the options of group number `group`.
+/// \throws c10::Error where they are another optimizer's
+template <class Options>
+Options group_options(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                      std::size_t group, const torch::optim::OptimizerOptions& defaults,
+                      const char* optimizer) {
+  const torch::optim::OptimizerOptions& options = groups[group].options();
+  if (const auto* const own = dynamic_cast<const Options*>(&options)) return *own;
+  const std::optional<Options> own = widened<Options>(options, defaults);
+  check_are_options(own.has_value(), group, optimizer);
+  return *own;
+}
+
+/// Gives `group`, just added from `given`, back the options that libtorch has replaced. From 2.12
+/// on `add_param_group` takes a copy of the optimizer's defaults and merges into it what differs
+/// from the constructor's values, in members that libtorch knows: what mezzo adds to libtorch's
+/// options, and all options that libtorch has no class for, would be the defaults'. Members of
+/// libtorch's stay as its version leaves them, so that a group inherits what one of `torch::optim`
+/// does.
+template <class Options>
+void keep_given_options(torch::optim::OptimizerParamGroup& group,
+                        const torch::optim::OptimizerParamGroup& given) {
+  if (!given.has_options()) return;
+  using Plain = typename Options::LibtorchOptions;
+  constexpr bool kIsLibtorchs = std::constructible_from<Options, const Plain&>;
+  std::unique_ptr<torch::optim::OptimizerOptions> options = given.options().clone();
+  if constexpr (kIsLibtorchs) {
+    auto* const own = dynamic_cast<Options*>(options.get());
+    if (own == nullptr && dynamic_cast<Plain*>(options.get()) != nullptr) return;
+    if (own != nullptr) static_cast<Plain&>(*own) = dynamic_cast<Plain&>(group.options());
+  }
+  group.set_options(std::move(options));
+}
+
+/// Gives `group` the options that a file has for it: in place, unless libtorch's options have no
+/// place for them.
+template <class Options>
+void set_group_options(torch::optim::OptimizerParamGroup& group, const Options& loaded,
+                       const torch::optim::OptimizerOptions& defaults) {
+  if (auto* const own = dynamic_cast<Options*>(&group.options())) {
+    *own = loaded;
+    return;
+  }
+  if (loaded.adds_the_same(static_cast<const Options&>(defaults))) {
+    using Plain = typename Options::LibtorchOptions;
+    dynamic_cast<Plain&>(group.options()) = loaded;
+  } else {
+    group.set_options(loaded.clone());
+  }
+}
+
+// --- What an optimizer says of itself ----------------------------------------------------------
+
 /// What an optimizer says of itself, as most of them answer; `Own` derives from it and adds
-///   kName, and constants(options), the rule's numbers of a group;
-///   check(options), beyond what the list of members says of each option;
-///   variant(options), whether a step takes VariantRule in place of Rule;
-///   has_moments(options) and begins_as_gradient(options), as in GroupNumbers;
+///   kName;
+///   read(options, numbers), which checks options and takes the rule's numbers of a group;
 ///   kAtenHasIt, and if so check_for_aten(numbers) and aten_step(numbers, lists, verdict).
 /// Options and State are classes as libtorch's serialization wants them.
 template <class Own, class OptionsT, class StateT, class RuleT, class VariantRuleT = RuleT>
@@ -38,11 +139,9 @@ struct OptimizerTraits {
   using Rule = RuleT;
   using VariantRule = VariantRuleT;
   using Constants = typename Rule::Constants;
+  /// The class of options that `read` takes: libtorch's, where it has one.
+  using Numbers = LibtorchsOr<Options>;
 
-  static void check(const Options&) {}
-  static bool variant(const Options&) { return false; }
-  static bool has_moments(const Options&) { return true; }
-  static bool begins_as_gradient(const Options&) { return false; }
   static constexpr bool kAtenHasIt = false;
   /// Whether the files of libtorch's optimizer of this name hold counts of steps.
   static constexpr bool kLibtorchCounts = true;
@@ -60,8 +159,8 @@ struct OptimizerTraits {
 /// \throws c10::Error naming the option that is out of range
 template <class Traits>
 void check_options(const typename Traits::Options& options) {
-  check_members(Traits::kName, options);
-  Traits::check(options);
+  GroupNumbers unread;
+  Traits::read(options, unread);
 }
 
 /// An optimizer's UpdateRule, made of its traits.
@@ -74,16 +173,16 @@ struct RuleOf {
   static GroupNumbers read_group(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                  std::size_t group,
                                  const torch::optim::OptimizerOptions& defaults) {
-    const Options options = group_options<Options>(groups, group, defaults, Traits::kName);
-    check_options<Traits>(options);
-    return {.lr = options.lr(),
-            .weight_storage = options.weight_storage(),
-            .seed = options.seed(),
-            .constants = Traits::constants(options),
-            .is_variant = Traits::variant(options),
-            .keeps_moments = Traits::has_moments(options),
-            .begins_as_gradient = Traits::begins_as_gradient(options),
-            .accumulates_in_float = options.accumulate_in_float()};
+    const torch::optim::OptimizerOptions& options = groups[group].options();
+    const auto* const libtorchs = dynamic_cast<const typename Traits::Numbers*>(&options);
+    const auto* const own = dynamic_cast<const Options*>(&options);
+    check_are_options(libtorchs != nullptr, group, Traits::kName);
+    GroupNumbers numbers;
+    numbers.extras = (own != nullptr ? *own : static_cast<const Options&>(defaults)).extras();
+    Traits::read(*libtorchs, numbers);
+    numbers.moments = static_cast<int>(numbers.is_variant ? Traits::VariantRule::kMoments
+                                                          : Traits::Rule::kMoments);
+    return numbers;
   }
 
   static void keep_masters(torch::optim::OptimizerOptions& options) {
@@ -121,7 +220,7 @@ struct RuleOf {
                         TableMemory& memory) {
     std::vector<StepGroup<Constants>> own;
     for (const GroupNumbers& group : groups) {
-      own.push_back({group.constants.as<Constants>(), group.lr, group.seed});
+      own.push_back({group.constants.as<Constants>(), group.lr, group.extras.seed});
     }
     cuda::step_(device, rows, own, inputs, memory);
   }
@@ -130,7 +229,6 @@ struct RuleOf {
   static constexpr UpdateRule make() {
     UpdateRule rule{};
     rule.name = Traits::kName;
-    rule.moments = {int{Traits::Rule::kMoments}, int{Traits::VariantRule::kMoments}};
     rule.read_group = &read_group;
     rule.keep_masters = &keep_masters;
     rule.coefficients = &coefficients;
@@ -150,6 +248,8 @@ struct RuleOf {
 
   static constexpr UpdateRule kRule = make();
 };
+
+// --- The shell ---------------------------------------------------------------------------------
 
 /// Groups and states as a file has them, until all of it is read.
 class ReadOptimizer final : public torch::optim::Optimizer {

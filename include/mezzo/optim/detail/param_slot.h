@@ -6,7 +6,7 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/optim/detail/dense_memory.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_count.h>
@@ -331,7 +331,7 @@ class CountedState : public Base {
 };
 
 /// The state of one parameter as libtorch has it: `Base` is libtorch's class of that optimizer,
-/// where there is one, with the moments and the host's count of steps.
+/// where there is one, with the moments and the host's count of steps. `Own` adds `moment(k)`.
 template <class Own, class Base>
 class ParamState : public Base, public ParamSlot {
  public:
@@ -341,7 +341,7 @@ class ParamState : public Base, public ParamSlot {
   explicit ParamState(const Base& state) : Base(state) {}
 
   /// Returns how many steps were applied; waits for the parameter's device.
-  int64_t step() const { return steps_counted(Base::step(), device_count_.tensor()); }
+  int64_t step() const { return steps_counted(Base::step(), device_count_.tensor); }
   /// Where a device counts it is written there, without waiting, and captured graphs go on from it.
   Own& step(int64_t step) {
     count().overwrite(step);
@@ -359,14 +359,7 @@ class ParamState : public Base, public ParamSlot {
   /// With WeightStorage::split_master, int16: the bits that the parameter lacks.
   at::Tensor& lower_half() noexcept { return KeptWeights::lower_half; }
 
-  at::Tensor& moment(int k) noexcept override {
-    at::Tensor* moment = nullptr;
-    each_member(own(), [&](const auto& member) {
-      if (k-- >= 0) moment = &member.value;
-    });
-    return *moment;
-  }
-  StepCount count() noexcept override { return {Base::step(), device_count_.tensor()}; }
+  StepCount count() noexcept override { return {Base::step(), device_count_.tensor}; }
 
   /// Waits for devices that count steps.
   friend bool operator==(const ParamState& left, const ParamState& right) {

@@ -26,27 +26,23 @@ inline void check_steps(int64_t steps) {
 }
 
 /// A device's count, if there is one. Copies count on their own.
-class DeviceCount {
- public:
+struct DeviceCount {
   DeviceCount() = default;
-  DeviceCount(const DeviceCount& other) : tensor_(copy_of(other.tensor_)) {}
+  DeviceCount(const DeviceCount& other) : tensor(copy_of(other.tensor)) {}
   DeviceCount(DeviceCount&&) noexcept = default;
   DeviceCount& operator=(DeviceCount other) noexcept {
-    tensor_ = std::move(other.tensor_);
+    tensor = std::move(other.tensor);
     return *this;
   }
   ~DeviceCount() = default;
 
-  at::Tensor& tensor() noexcept { return tensor_; }
-  const at::Tensor& tensor() const noexcept { return tensor_; }
+  at::Tensor tensor{};
 
  private:
   static at::Tensor copy_of(const at::Tensor& count) {
     const NoGraphGuard no_graph;
     return count.defined() ? count.clone() : count;
   }
-
-  at::Tensor tensor_;
 };
 
 /// Waits for the device, where that counts.
@@ -76,7 +72,6 @@ class StepCount {
 
   /// From here on the host counts, until a device is to.
   void set(int64_t value) const {
-    check_steps(value);
     *on_host_ = value;
     *on_device_ = at::Tensor();
   }

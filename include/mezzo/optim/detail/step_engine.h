@@ -59,7 +59,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   GroupNumbers group_numbers(std::size_t group) const {
     return rule_->read_group(param_groups_, group, *defaults_);
   }
-  /// Looks at parameters that are new: refuses what would be trained twice.
+  /// Refuses what would be trained twice, and sets the dtype of gradients.
   MEZZO_INLINE void meet_parameters();
 
  private:
@@ -79,6 +79,13 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   };
   struct AtenCall;
 
+  /// Whether a step's gradients are zero by now.
+  enum class Cleared { not_asked, on_the_way, not_yet };
+  static Cleared cleared_by(bool is_asked, bool on_the_way) noexcept {
+    if (!is_asked) return Cleared::not_asked;
+    return on_the_way ? Cleared::on_the_way : Cleared::not_yet;
+  }
+
   MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
                             std::uint64_t number);
   MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter, const GroupNumbers& numbers);
@@ -87,21 +94,23 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                        const at::Tensor& parameter);
   MEZZO_INLINE optim::WeightStorage storage_in(std::size_t group,
                                                const at::Tensor& parameter) const;
-  bool keeps_slot(const GroupNumbers& numbers, optim::WeightStorage storage) const noexcept {
-    return numbers.keeps_moments || storage != optim::WeightStorage::plain;
-  }
-
   MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                      const StepOptions& options, bool with_aten);
-  MEZZO_INLINE void open_slots(Rows rows, const Groups& groups, bool restarts_counts);
+  MEZZO_INLINE void open_slot(Row& row, const GroupNumbers& numbers, bool restarts_counts);
   MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);
   MEZZO_INLINE bool shares_gradients(Rows rows);
-  MEZZO_INLINE void finish(Rows rows, bool clear_all, const Prepared& prepared);
+  MEZZO_INLINE void finish(Rows rows, Cleared cleared, const Prepared& prepared);
 
   MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
                              const StepOptions& options, bool has_inference);
   MEZZO_INLINE StepSpan span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                 Prepared& prepared);
+  /// Whether the copy that a step writes beside floats is one of half.
+  bool copies_half(const Row& row) const noexcept {
+    if (row.storage == optim::WeightStorage::master)
+      return row.parameter->scalar_type() == at::kHalf;
+    return publishes() && published_dtype() == at::kHalf;
+  }
   MEZZO_INLINE at::Tensor& fitting_moment(const Row& row, int k, const at::Tensor& parameter);
 
   /// Steps on another device than the CPU; says whether it has counted the step as applied.
@@ -122,8 +131,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                const AtenVerdict& verdict);
 
   const UpdateRule* rule_;
-  SeenParameters seen_;
-  SeenParameters seen_gradients_;  // that shared_gradients_ was found of
+  WalkedTensors seen_;
+  WalkedTensors seen_gradients_;  // that shared_gradients_ was found of
   bool shared_gradients_ = false;
 };
 

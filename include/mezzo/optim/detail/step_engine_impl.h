@@ -3,9 +3,9 @@
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/which_kernels.h>
-#include <mezzo/optim/detail/dense_memory.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
 
@@ -38,22 +38,16 @@ MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerPar
     : Optimizer(groups, std::move(defaults)), rule_(&rule) {}
 
 MEZZO_INLINE void StepEngine::meet_parameters() {
-  if (!seen_.look(param_groups_)) return;
   std::vector<at::Tensor> all;
   for (const auto& group : param_groups_) {
     all.insert(all.end(), group.params().begin(), group.params().end());
   }
-  try {
-    refuse_duplicates(all, words());
-    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      if (!group_numbers(group).accumulates_in_float) continue;
-      for (const at::Tensor& parameter : param_groups_[group].params()) {
-        accumulate_in_float(parameter);
-      }
+  refuse_duplicates(all, words());
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (!group_numbers(group).extras.accumulate_in_float) continue;
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      accumulate_in_float(parameter);
     }
-  } catch (...) {
-    seen_.forget();
-    throw;
   }
 }
 
@@ -67,7 +61,7 @@ MEZZO_INLINE void StepEngine::enable_master_weights() {
 
 MEZZO_INLINE optim::WeightStorage StepEngine::storage_in(std::size_t group,
                                                          const at::Tensor& parameter) const {
-  return storage_of(parameter, group_numbers(group).weight_storage, words());
+  return storage_of(parameter, group_numbers(group).extras.weight_storage, words());
 }
 
 MEZZO_INLINE bool StepEngine::keeps_master(std::size_t group, const at::Tensor& parameter) const {
@@ -101,7 +95,7 @@ MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter,
   ParamSlot& slot = checked_slot(found->second, parameter);
   slot.count().check();
   check_shape_of(slot.master, "a master", parameter, words());
-  for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+  for (int k = 0; k < numbers.moments; ++k) {
     check_shape_of(slot.moment(k), "a moment", parameter, words());
   }
   return &slot;
@@ -165,33 +159,40 @@ inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradie
               " are the same memory, as expand() makes them; give the tensor that was expanded");
 }
 
-/// Whether a step can read a gradient of this dtype for that parameter.
+/// Whether a step can read a gradient of another dtype than the parameter's.
 inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
-  if (parameter == gradient || (parameter == at::kDouble && gradient == at::kFloat)) return true;
+  if (parameter == at::kDouble && gradient == at::kFloat) return true;
   return (parameter == at::kFloat && is_low_precision(gradient)) ||
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
 MEZZO_INLINE StepPlan StepEngine::plan() {
   const c10::NoGradGuard no_grad;
-  meet_parameters();
-  StepPlan plan;
+  StepPlan plan{.is_checked = true};
   std::uint64_t number = 0;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    plan.groups.push_back(group_numbers(group));
-    plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      add_row(plan, parameter, group, number++);
+  try {
+    seen_.begin();
+    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+      plan.groups.push_back(group_numbers(group));
+      plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
+      for (const at::Tensor& parameter : param_groups_[group].params()) {
+        seen_.see(parameter);
+        add_row(plan, parameter, group, number++);
+      }
     }
+    if (seen_.end()) meet_parameters();
+  } catch (...) {
+    seen_.forget();
+    throw;
   }
-  group_by_device(plan);
+  if (plan.has_devices) group_by_device(plan);
   return plan;
 }
 
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
                                       std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  const auto storage = storage_of(parameter, numbers.weight_storage, words());
+  const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
   ParamSlot* const slot =
       has_master || parameter.grad().defined() ? find_slot(parameter, numbers) : nullptr;
@@ -200,16 +201,18 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   if (!gradient.defined()) return;
   check_gradient(parameter, gradient, words());
   const at::ScalarType own = parameter.scalar_type();
+  const at::ScalarType given = gradient.scalar_type();
   const StepLoop loop =
       rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
-  TORCH_CHECK(loop && takes_gradient(own, gradient.scalar_type()), words(), ": ",
-              words().parameter(parameter), " has a gradient of ",
-              dtype_name(gradient.scalar_type()), "; parameters are of float32, float64, bfloat16 ",
-              "or float16, and gradients of the same dtype, for float32 also of bfloat16 or ",
-              "float16, for float64, bfloat16 and float16 also of float32: cast the model before "
-              "its optimizer is made");
+  TORCH_CHECK(loop && (own == given || takes_gradient(own, given)), words(), ": ",
+              words().parameter(parameter), " has a gradient of ", dtype_name(given),
+              "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
+              "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
+              "float16 also of float32: cast the model before its optimizer is made");
   plan.has_inference = plan.has_inference || parameter.is_inference();
-  plan.has_bare_half = plan.has_bare_half || (!has_master && gradient.scalar_type() == at::kHalf);
+  plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
+  plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
+                                          gradient.device() != plan.rows.back().gradient.device());
   plan.rows.push_back({&parameter, gradient, group, number, storage, slot, loop});
 }
 
@@ -227,13 +230,13 @@ MEZZO_INLINE void StepEngine::apply_with_aten(StepPlan plan, const Verdict& verd
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
-  const NoGraphGuard no_graph(plan.has_inference);
+  const c10::InferenceMode inference(plan.has_inference);  // else what is made are plain tensors
+  const c10::NoGradGuard no_grad;
   bool is_counted = false;
   for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
     const at::Device device = begin->parameter->device();
-    const auto end = std::find_if(begin, plan.rows.end(), [device](const Row& row) {
-      return row.parameter->device() != device;
-    });
+    auto end = plan.has_devices ? begin + 1 : plan.rows.end();
+    while (end != plan.rows.end() && end->parameter->device() == device) ++end;
     const Rows rows(begin, end);
     const Verdict own = verdict.on(device);
     if (with_aten) {
@@ -254,33 +257,33 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
   const at::Tensor& count = applied_on_device();
   at::Device device = count.defined() ? count.device() : at::Device(at::kCPU);
-  const bool is_there = std::any_of(plan.rows.begin(), plan.rows.end(), [device](const Row& row) {
-    return row.parameter->device() == device;
-  });
-  if (!plan.rows.empty() && !is_there) device = plan.rows.front().parameter->device();
+  bool is_there = plan.rows.empty();
+  for (const Row& row : plan.rows) {
+    is_there = is_there || row.parameter->device() == device;
+    if (is_there || !plan.has_devices) break;
+  }
+  if (!is_there) device = plan.rows.front().parameter->device();
   count_step(applied_count(), device, verdict.on(device).found_inf);
 }
 
-/// Makes slots, and settles what they keep of weights, which for most is nothing.
-MEZZO_INLINE void StepEngine::open_slots(Rows rows, const Groups& groups, bool restarts_counts) {
+/// Makes the slot of a row, and settles what it keeps of the weights, which for most is nothing.
+MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers,
+                                        bool restarts_counts) {
   using optim::WeightStorage;
-  for (Row& row : rows) {
-    const GroupNumbers& numbers = groups[row.group];
-    const bool keeps = keeps_slot(numbers, row.storage);
-    if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
-    if (row.slot == nullptr) continue;
-    ParamSlot& slot = *row.slot;
-    const bool keeps_weights =
-        row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
-    if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
-      const NoGraphGuard no_graph(row.parameter->is_inference());
-      settle_weights(*row.parameter, row.storage, slot);
-    }
-    if (!keeps) {
-      row.slot = nullptr;
-    } else if (restarts_counts && numbers.begins_as_gradient && !slot.moment(0).defined()) {
-      slot.count().overwrite(0);
-    }
+  const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
+  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
+  if (row.slot == nullptr) return;
+  ParamSlot& slot = *row.slot;
+  const bool keeps_weights =
+      row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
+  if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
+    const NoGraphGuard no_graph(row.parameter->is_inference());
+    settle_weights(*row.parameter, row.storage, slot);
+  }
+  if (!keeps) {
+    row.slot = nullptr;
+  } else if (restarts_counts && numbers.begins_as_gradient && !slot.moment(0).defined()) {
+    slot.count().overwrite(0);
   }
 }
 
@@ -301,7 +304,7 @@ MEZZO_INLINE bool StepEngine::shares_gradients(Rows rows) {
 /// whatever the others of the step are.
 MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                           Prepared& prepared) {
-  const bool is_dense = row.parameter->is_non_overlapping_and_dense() && is_plain(*row.parameter);
+  const bool is_dense = is_dense_memory(*row.parameter);
   if (!is_dense) prepared.copies.emplace_back(*row.parameter, dense_parameter(*row.parameter));
   const at::Tensor& parameter = is_dense ? *row.parameter : prepared.copies.back().second;
   const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
@@ -315,7 +318,7 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
                 {},
                 parameter.numel()};
   if (row.slot != nullptr) {
-    for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+    for (int k = 0; k < numbers.moments; ++k) {
       span.moments[k] = fitting_moment(row, k, parameter).mutable_data_ptr();
     }
   }
@@ -336,18 +339,23 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
   return span;
 }
 
-/// The last walk: writes copies back, and makes known what was written. What may throw comes last:
-/// another thread may have taken the room in the cache.
-MEZZO_INLINE void StepEngine::finish(Rows rows, bool clear_all, const Prepared& prepared) {
+/// The last walk: writes copies back, counts, and makes known what was written. What may throw
+/// comes last: another thread may have taken the room in the cache.
+MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared& prepared) {
   for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
-  for (const Row& row : rows) {
-    if (clear_all) clear_gradient(row.gradient);
-    bump_version(*row.parameter->unsafeGetTensorImpl());
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
+    if (cleared == Cleared::not_yet) clear_gradient(row.gradient);
+    if (cleared == Cleared::on_the_way) bump_version(row.gradient);
+    bump_version(*row.parameter);
     if (row.slot == nullptr) continue;
     ParamSlot& slot = *row.slot;
+    if (!prepared.tasks.empty()) {
+      slot.count().set(static_cast<int64_t>(prepared.tasks[i].use.step));
+    }
     if (slot.master.defined()) {
-      bump_version(*slot.master.unsafeGetTensorImpl());
+      bump_version(slot.master);
       slot.shown.end(slot.master);
     }
     if (slot.master.defined() || slot.lower_half.defined()) {
@@ -390,13 +398,13 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   }
   const bool clears_on_the_way = options.zero_grad && !shares_gradients(rows);
   const double lr_share = lr_factors().empty() ? 1.0 : lr_factor(applied_steps());
-  open_slots(rows, groups, /*restarts_counts=*/false);
   Prepared prepared;
   prepared.tasks.reserve(rows.size());
   std::size_t last_group = groups.size();  // whose coefficients, of step last_count, are the last
   int64_t last_count = 0;
-  for (const Row& row : rows) {
+  for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
+    open_slot(row, numbers, /*restarts_counts=*/false);
     int64_t count = 1;
     if (row.slot != nullptr) {
       const bool begins = numbers.begins_as_gradient && !row.slot->moment(0).defined();
@@ -419,22 +427,14 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     }
     last_group = row.group;
     last_count = count;
-    const bool has_master = row.storage == optim::WeightStorage::master;
-    const at::ScalarType copied = has_master ? row.parameter->scalar_type() : published_dtype();
     task.use = {.factor = *factor,
-                .copies_half = (has_master || publishes()) && copied == at::kHalf,
-                .seed = numbers.seed,
+                .copies_half = copies_half(row),
+                .seed = numbers.extras.seed,
                 .step = static_cast<uint64_t>(count),
                 .parameter = row.number};
   }
   rule_->run_cpu(prepared.tasks);
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i].slot != nullptr) {
-      rows[i].slot->count().set(static_cast<int64_t>(prepared.tasks[i].use.step));
-    }
-    if (clears_on_the_way) bump_version(*rows[i].gradient.unsafeGetTensorImpl());
-  }
-  finish(rows, options.zero_grad && !clears_on_the_way, prepared);
+  finish(rows, cleared_by(options.zero_grad, clears_on_the_way), prepared);
 }
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
@@ -469,7 +469,6 @@ inline StepInputs step_inputs(const Verdict& verdict, const StepOptions& options
 MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
                                            const StepOptions& options, bool has_inference,
                                            bool counts_applied) {
-  open_slots(rows, groups, /*restarts_counts=*/true);
   const at::Device device = rows.front().parameter->device();
   StepInputs inputs = step_inputs(verdict, options);
   inputs.clear = inputs.clear && !shares_gradients(rows);
@@ -483,17 +482,16 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   Prepared prepared;
   std::vector<StepRow> step_rows;
   std::vector<StepCount> counts;
-  for (const Row& row : rows) {
+  for (Row& row : rows) {
+    const GroupNumbers& numbers = groups[row.group];
+    open_slot(row, numbers, /*restarts_counts=*/true);
     std::optional<NoGraphGuard> no_graph;
     if (has_inference) no_graph.emplace(row.parameter->is_inference());
-    const GroupNumbers& numbers = groups[row.group];
     const bool has_master = row.storage == optim::WeightStorage::master;
-    const at::ScalarType copied = has_master ? row.parameter->scalar_type() : published_dtype();
-    step_rows.push_back({span_of(row, numbers, inputs.clear, prepared), nullptr,
-                         static_cast<int>(row.group), static_cast<int>(row.number),
-                         numbers.is_variant, (has_master || publishes()) && copied == at::kHalf,
-                         row.storage, has_master ? at::kFloat : row.parameter->scalar_type(),
-                         row.gradient.scalar_type()});
+    step_rows.push_back(
+        {span_of(row, numbers, inputs.clear, prepared), nullptr, static_cast<int>(row.group),
+         static_cast<int>(row.number), numbers.is_variant, copies_half(row), row.storage,
+         has_master ? at::kFloat : row.parameter->scalar_type(), row.gradient.scalar_type()});
     if (row.slot != nullptr) counts.push_back(row.slot->count());
   }
   std::vector<float*> counters;
@@ -510,10 +508,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
   }
-  if (inputs.clear) {
-    for (const Row& row : rows) bump_version(*row.gradient.unsafeGetTensorImpl());
-  }
-  finish(rows, options.zero_grad && !inputs.clear, prepared);
+  finish(rows, cleared_by(options.zero_grad, inputs.clear), prepared);
 }
 
 #endif
@@ -538,7 +533,7 @@ struct StepEngine::AtenCall {
 /// ATen's fused optimizers write without bumping: autograd would not notice, nor a WeightCache.
 inline void bump_versions(const AtenLists& lists) {
   const auto bump = [](const std::vector<at::Tensor>& written) {
-    for (const at::Tensor& tensor : written) bump_version(*tensor.unsafeGetTensorImpl());
+    for (const at::Tensor& tensor : written) bump_version(tensor);
   };
   bump(lists.parameters);
   bump(lists.gradients);
@@ -600,7 +595,7 @@ inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers
 MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
                                              const Verdict& verdict, const StepOptions& options) {
   for (const Row& row : rows) check_for_aten(row, groups[row.group], *rule_, words());
-  open_slots(rows, groups, /*restarts_counts=*/true);
+  for (Row& row : rows) open_slot(row, groups[row.group], /*restarts_counts=*/true);
   const at::Device device = rows.front().parameter->device();
   AtenVerdict own = aten_verdict(verdict, options.max_norm);
   const at::Tensor& factors = lr_factors_on(device);
@@ -630,7 +625,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
     throw;
   }
   write_back();
-  finish(rows, options.zero_grad, {});
+  finish(rows, cleared_by(options.zero_grad, /*on_the_way=*/false), {});
 }
 
 /// Rows come group by group, and so do those of a call.
@@ -658,7 +653,7 @@ MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& nu
   lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
   if (!counted) return;
   counts.push_back(row.slot->count());
-  for (int k = 0; k < rule_->moments_of(numbers); ++k) {
+  for (int k = 0; k < numbers.moments; ++k) {
     lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, dense));
   }
 }

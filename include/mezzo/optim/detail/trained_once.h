@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/dense_memory.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 
 #include <ATen/core/Tensor.h>
@@ -50,37 +50,29 @@ inline void refuse_duplicates(const std::vector<at::Tensor>& all, const Optimize
               "views of, or clone() one of them");
 }
 
-/// The parameters that an optimizer was last seen to have: the tensors, whose addresses stay theirs
-/// though their memory may go, so that no later tensor can be taken for one of them; and where they
-/// lie, for a tensor may be given another's memory.
-class SeenParameters {
+/// The tensors of the last walk, to be compared with those of the next:
+///
+///   seen.begin();
+///   for (const at::Tensor& tensor : tensors) seen.see(tensor);
+///   const bool are_others = seen.end();
+///
+/// Addresses stay theirs though their memory may go, so that no later tensor can be taken for one
+/// of them. A tensor that was given other memory counts as another.
+class WalkedTensors {
  public:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-
-  SeenParameters() = default;
-  explicit SeenParameters(const Groups& groups) { (void)look(groups); }
-
-  /// Whether they are others than at the last look.
-  bool look(const Groups& groups) {
-    begin();
-    for (const auto& group : groups) {
-      for (const at::Tensor& parameter : group.params()) see(parameter);
-    }
-    return end();
-  }
-
-  /// The same, for who walks over the parameters anyway: `see` takes each in turn.
   void begin() noexcept {
     next_ = 0;
     is_same_ = true;
   }
-  void see(const at::Tensor& parameter) {
-    if (next_ == seen_.size()) {
-      seen_.emplace_back(parameter);
+  void see(const at::Tensor& tensor) {
+    const bool is_new = next_ == seen_.size();
+    if (is_new || !seen_[next_].is(tensor)) {
       is_same_ = false;
-    } else if (!seen_[next_].is(parameter)) {
-      seen_[next_] = One(parameter);
-      is_same_ = false;
+      if (is_new) {
+        seen_.emplace_back(tensor);
+      } else {
+        seen_[next_] = One(tensor);
+      }
     }
     ++next_;
   }
@@ -90,48 +82,29 @@ class SeenParameters {
     return !is_same_;
   }
 
-  /// So that the next look finds others: what was seen was refused.
+  /// So that the next walk finds others: what was seen was refused.
   void forget() noexcept { seen_.clear(); }
 
-  /// Whether `groups` hold any of them, in whatever place; of none, whether they hold none. Usually
-  /// one comparison, of the first.
-  bool any_in(const Groups& groups) const {
-    std::unordered_set<const c10::TensorImpl*> known;
-    for (const auto& group : groups) {
-      for (const at::Tensor& parameter : group.params()) {
-        if (seen_.empty()) return false;
-        if (seen_.front().address() == parameter.unsafeGetTensorImpl()) return true;
-        if (known.empty()) {
-          for (const One& one : seen_) known.insert(one.address());
-        }
-        if (known.count(parameter.unsafeGetTensorImpl()) != 0) return true;
-      }
-    }
-    return seen_.empty();
-  }
-
  private:
-  class One {
-   public:
-    explicit One(const at::Tensor& parameter)
-        : tensor_(parameter.getIntrusivePtr()), count_(parameter.numel()) {
-      if (!parameter.has_storage()) return;
-      storage_ = parameter.storage().unsafeGetStorageImpl();
-      offset_ = parameter.storage_offset();
+  struct One {
+    explicit One(const at::Tensor& tensor)
+        : address(tensor.getIntrusivePtr()), count(tensor.numel()) {
+      if (!tensor.has_storage()) return;
+      storage = tensor.storage().unsafeGetStorageImpl();
+      offset = tensor.storage_offset();
     }
-    const c10::TensorImpl* address() const { return tensor_._unsafe_get_target(); }
-    bool is(const at::Tensor& parameter) const {
-      if (address() != parameter.unsafeGetTensorImpl() || count_ != parameter.numel()) return false;
-      if (!parameter.has_storage()) return storage_ == nullptr;
-      return storage_ == parameter.storage().unsafeGetStorageImpl() &&
-             offset_ == parameter.storage_offset();
+    bool is(const at::Tensor& tensor) const {
+      if (address._unsafe_get_target() != tensor.unsafeGetTensorImpl()) return false;
+      if (count != tensor.numel()) return false;
+      if (!tensor.has_storage()) return storage == nullptr;
+      return storage == tensor.storage().unsafeGetStorageImpl() &&
+             offset == tensor.storage_offset();
     }
 
-   private:
-    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_;
-    const void* storage_ = nullptr;
-    int64_t offset_ = 0;
-    int64_t count_ = 0;
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> address;
+    const void* storage = nullptr;
+    int64_t offset = 0;
+    int64_t count = 0;
   };
 
   std::vector<One> seen_;

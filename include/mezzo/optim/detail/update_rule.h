@@ -4,6 +4,7 @@
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/optim/detail/param_slot.h>
+#include <mezzo/optim/fused_options.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -27,13 +28,11 @@ namespace detail {
 /// What a step takes from the options of a param group.
 struct GroupNumbers {
   double lr = 0;
-  optim::WeightStorage weight_storage = optim::WeightStorage::plain;  ///< as the options ask
-  std::uint64_t seed = 0;             ///< of WeightStorage::stochastic
-  StepNumbers constants{};            ///< the rule's own numbers
-  bool is_variant = false;            ///< takes the rule's other loop: amsgrad, momentum
-  bool keeps_moments = true;          ///< false for SGD without momentum
-  bool begins_as_gradient = false;    ///< with dampening, a first buffer restarts the count
-  bool accumulates_in_float = false;  ///< gradients of 16-bit weights are added up in float
+  ExtraOptions extras{};            ///< of mezzo's optimizers alike
+  StepNumbers constants{};          ///< the rule's own numbers
+  bool is_variant = false;          ///< takes the rule's other loop: amsgrad, momentum
+  int moments = 0;                  ///< how many; none for SGD without momentum
+  bool begins_as_gradient = false;  ///< with dampening, a first buffer restarts the count
 };
 
 /// Parameters of one group, device and dtype, as ATen's fused optimizers take them; entry i of each
@@ -57,7 +56,6 @@ struct AtenVerdict {
 /// in mezzo/optim/, each made by update_rule() of what it says there.
 struct UpdateRule {
   const char* name;
-  std::array<int, 2> moments;  ///< how many; of the variant
 
   /// Reads a group's options, `defaults` for what libtorch's own classes lack; checks all of them.
   GroupNumbers (*read_group)(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -83,10 +81,6 @@ struct UpdateRule {
                     const std::vector<GroupNumbers>& groups, const StepInputs& inputs,
                     TableMemory& memory);
 #endif
-
-  int moments_of(const GroupNumbers& numbers) const noexcept {
-    return moments[numbers.is_variant ? 1 : 0];
-  }
 };
 
 }  // namespace detail

@@ -19,30 +19,22 @@ namespace detail {
 
 /// A tensor and its copies on other devices, made when first asked for and dropped when the
 /// original changes.
-class DeviceCopies {
- public:
-  DeviceCopies() = default;
-  explicit DeviceCopies(at::Tensor original) : original_(std::move(original)) {}
-
-  bool defined() const noexcept { return original_.defined(); }
-  const at::Tensor& original() const noexcept { return original_; }
+struct DeviceCopies {
+  at::Tensor original{};
+  std::vector<at::Tensor> copies{};
 
   /// Call it whenever the original's value has changed.
-  void drop_copies() noexcept { copies_.clear(); }
+  void drop_copies() noexcept { copies.clear(); }
 
   const at::Tensor& on(at::Device device) {
-    if (device == original_.device()) return original_;
-    for (const at::Tensor& copy : copies_) {
+    if (device == original.device()) return original;
+    for (const at::Tensor& copy : copies) {
       if (copy.device() == device) return copy;
     }
     const bool non_blocking = !device.is_cpu();  // the host reads at once, the device in order
-    return copies_.emplace_back(
-        original_.to(device, original_.scalar_type(), non_blocking, /*copy=*/true));
+    return copies.emplace_back(
+        original.to(device, original.scalar_type(), non_blocking, /*copy=*/true));
   }
-
- private:
-  at::Tensor original_;
-  std::vector<at::Tensor> copies_;
 };
 
 /// A loss scale's state on the device of the losses, with 1 / scale beside it: whoever writes the
@@ -58,14 +50,14 @@ class DeviceScale {
     const c10::InferenceMode no_inference(false);
     const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
     const auto count = number.dtype(at::kInt);
-    scale_ = DeviceCopies(at::full({}, state.scale, number));
+    scale_.original = at::full({}, state.scale, number);
     inverse_ = at::full({}, inverse_scale(state.scale), number);
     growth_tracker_ = at::full({}, state.growth_tracker, count);
     hysteresis_left_ = at::full({}, state.hysteresis_left, count);
   }
 
-  bool defined() const noexcept { return scale_.defined(); }
-  const at::Tensor& original() const noexcept { return scale_.original(); }
+  bool defined() const noexcept { return inverse_.defined(); }
+  const at::Tensor& original() const noexcept { return scale_.original; }
   const at::Tensor& on(at::Device device) { return scale_.on(device); }
 
   /// 1 / scale.

@@ -184,11 +184,12 @@ MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
 // --- Stepping ----------------------------------------------------------------------------------
 
 MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
+  const torch::optim::Optimizer& own = optimizer.optimizer();
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
   detail::check_step_options(options);
   const c10::NoGradGuard no_grad;
   if (!enabled_) return step_without_scale(optimizer, options);
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  return fused != nullptr ? step_fused(*fused, options)
+  return fused != nullptr ? step_fused(*fused, own, options)
                           : step_on_host(optimizer, options, /*torch_step=*/nullptr);
 }
 
@@ -229,32 +230,35 @@ MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Ver
   at::Tensor own = found;
   if (known_inf.defined()) own = found.mul(detail::on_device(known_inf, device).eq(0.0));
   record.found_inf = before.defined() ? before.add(own) : own;
-  verdict.found_inf = before.defined() ? before.add(found) : found;
+  verdict.found_inf =
+      detail::on_device(before.defined() ? before.add(found) : found, verdict.inv_scale.device());
 }
 
 /// An optimizer that steps by a verdict, on the device where that lies.
-MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& optimizer,
+MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
+                                               const torch::optim::Optimizer& optimizer,
                                                const StepOptions& options) {
-  const c10::NoGradGuard no_grad;
-  detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
-  StepPlan plan = optimizer.plan();
-  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
-  if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
-    detail::refuse_half_gradients(optimizer, plan);
-  }
-  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer.optimizer());
+  detail::OptimizerRecord& record = record_to_step(optimizer);
   const at::Tensor& scale = scale_.original();
-  Verdict verdict = optimizer.read(plan, was_unscaled ? at::ones_like(scale) : scale_.inverse());
+  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
+  const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale) : scale_.inverse();
+  StepPlan plan = fused.plan();
+  if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
+    detail::refuse_half_gradients(fused, plan);
+  }
+  Verdict verdict = fused.read(plan, inv_scale);
+  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer);
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
-  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
-  optimizer.apply(std::move(plan), verdict, options);
-  letter->send(scale, verdict, was_unscaled);
+  std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
+  if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
+  fused.apply(std::move(plan), verdict, options);
   record.stage = detail::Stage::stepped;
   if (scale.is_cpu()) {
-    const StepOutcome outcome = letter->outcome();
+    StepOutcome outcome = StepOutcome::of(scale, verdict.on(scale.device()), was_unscaled);
     if (outcome.found_inf) note_skip(record, outcome.scale);
-    return StepResult(outcome);
+    return StepResult(std::move(outcome));
   }
+  letter->send(scale, verdict, was_unscaled);
   if (options.known_inf.defined()) {
     post_line(record.found_inf);
   } else {

@@ -1,9 +1,10 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/trained_once.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -23,16 +24,21 @@ struct OptimizerRecord {
   at::Tensor found_inf{};
 };
 
-/// The records of one iteration. An optimizer is known by its address together with any parameter
-/// that it was seen with: groups and parameters may be rearranged, leave and join between two
-/// calls. (One rebuilt in place over some of the same parameters counts as the same.)
+/// The records of one iteration. An optimizer is known by its address together with the first
+/// parameter of any of its groups, wherever that stands by now: groups and parameters may be
+/// rearranged, leave and join between two calls. (One rebuilt in place over some of the same
+/// parameters counts as the same.)
 class IterationRecords {
  public:
   OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
     Entry* const known = entry_of(optimizer);
-    if (known == nullptr) return entries_.emplace_back(optimizer).record;
-    (void)known->parameters.look(optimizer.param_groups());
-    return known->record;
+    Entry& entry = known != nullptr ? *known : entries_.emplace_back(Entry{&optimizer});
+    entry.parameters.clear();
+    for (const auto& group : optimizer.param_groups()) {
+      if (group.params().empty()) continue;
+      entry.parameters.emplace_back(group.params().front().getIntrusivePtr());
+    }
+    return entry.record;
   }
 
   /// Returns null where nothing is known of it.
@@ -66,20 +72,31 @@ class IterationRecords {
   }
 
  private:
+  // Weak: memory goes when the model does, and no later tensor has the address of one of these.
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Entry {
-    explicit Entry(const torch::optim::Optimizer& of)
-        : optimizer(&of), parameters(of.param_groups()) {}
     const torch::optim::Optimizer* optimizer;
-    SeenParameters parameters;
+    std::vector<WeakTensor> parameters{};  // the first of each group
     OptimizerRecord record{};
   };
 
   Entry* entry_of(const torch::optim::Optimizer& optimizer) {
     for (Entry& entry : entries_) {
-      if (entry.optimizer == &optimizer && entry.parameters.any_in(optimizer.param_groups()))
-        return &entry;
+      if (entry.optimizer == &optimizer && is_of(entry, optimizer)) return &entry;
     }
     return nullptr;
+  }
+
+  /// Usually one comparison, of the first.
+  static bool is_of(const Entry& entry, const torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        for (const WeakTensor& known : entry.parameters) {
+          if (known._unsafe_get_target() == parameter.unsafeGetTensorImpl()) return true;
+        }
+      }
+    }
+    return entry.parameters.empty();
   }
 
   std::vector<at::Tensor> forgotten_;

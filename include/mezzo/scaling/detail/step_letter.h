@@ -31,8 +31,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Four doubles about one step on their way to the host: scale, found_inf, sum of squares, largest
-/// magnitude. On the CPU they are there at once. From a device they come as one copy into pinned
-/// memory with an event behind it, which says that it has arrived; `wait` waits for it.
+/// magnitude. From a device they come as one copy into pinned memory with an event behind it, which
+/// says that it has arrived; `wait` waits for it.
 ///
 /// A letter that was made during a capture belongs to the graph, each replay of which sends it
 /// anew. Replays do not notify the host: such a letter never becomes ready, and reading it
@@ -69,15 +69,7 @@ class StepLetter {
     was_unscaled_ = was_unscaled;
     has_norm_ = verdict.sum_of_squares.defined();
     found_inf_ = verdict.found_inf;
-    if (device_.is_cpu() && found_inf_.is_cpu()) {
-      auto* const numbers = numbers_.mutable_data_ptr<double>();
-      numbers[0] = *scale.const_data_ptr<float>();
-      numbers[1] = *found_inf_.const_data_ptr<float>();
-      if (has_norm_) numbers[2] = *verdict.sum_of_squares.const_data_ptr<double>();
-      if (has_norm_) numbers[3] = *verdict.max_abs.const_data_ptr<double>();
-    } else {
-      numbers_.copy_(packed(scale, verdict.on(device_)), /*non_blocking=*/true);
-    }
+    numbers_.copy_(packed(scale, verdict.on(device_)), /*non_blocking=*/true);
     mark(numbers_sent_);
   }
   void send_next_scale(const at::Tensor& scale) {
@@ -108,14 +100,8 @@ class StepLetter {
     TORCH_CHECK(numbers[1] != kNoReplay,
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
-    const bool found_inf = numbers[1] != 0.0;
-    StepOutcome outcome{
-        .ran = !found_inf, .found_inf = found_inf, .scale = static_cast<float>(numbers[0])};
-    if (has_norm_) outcome.grad_norm = std::sqrt(numbers[2]);
-    if (has_norm_) outcome.grad_max_abs = numbers[3];
-    outcome.was_unscaled = was_unscaled_;
-    if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
-    return outcome;
+    return StepOutcome::of({numbers[0], numbers[1], numbers[2], numbers[3]}, has_norm_,
+                           was_unscaled_);
   }
   double sum_of_squares() const { return numbers_.const_data_ptr<double>()[2]; }
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }

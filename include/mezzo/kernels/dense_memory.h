@@ -1,0 +1,139 @@
+#pragma once
+
+#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/version.h>
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+// Tensors as memory: whether a loop can walk it, and copies of those that it cannot.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// \throws c10::Error if elements of a gradient share memory: no kernel can write them in place
+inline void check_writable(const std::vector<at::Tensor>& gradients) {
+  for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
+}
+
+/// After a raw write, which neither autograd nor a WeightCache has seen. An inference tensor has no
+/// version.
+inline void bump_version(const at::Tensor& written) {
+  if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+}
+
+/// Whether the values are the memory's: no bit says that they are to be negated or conjugated.
+inline bool is_plain(const at::Tensor& tensor) {
+  return !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor();
+}
+
+/// Whether a tensor's values are exactly its numel() elements from data_ptr on, in whatever order.
+inline bool is_dense_memory(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && is_plain(tensor);
+}
+
+/// Whether the elements of both lie in the same order.
+inline bool same_layout(const at::Tensor& left, const at::Tensor& right) {
+  if (left.strides().equals(right.strides())) return true;
+  for (int64_t dimension = 0; dimension < left.dim(); ++dimension) {
+    const bool matters = left.size(dimension) > 1;
+    if (matters && left.stride(dimension) != right.stride(dimension)) return false;
+  }
+  return true;
+}
+
+/// `tensor`'s values in memory laid out as `like`'s: `tensor` itself where it already is.
+inline at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& tensor) {
+  if (is_plain(tensor) && same_layout(like, tensor)) return tensor;
+  at::Tensor copy = at::empty_strided(like.sizes(), like.strides(), tensor.options());
+  copy.copy_(tensor);
+  return copy;
+}
+
+/// A parameter as memory without gaps, whose elements lie in the order that the parameter's,
+/// where dense, have: itself where it is dense, else a copy that must be written back.
+inline at::Tensor dense_parameter(const at::Tensor& parameter) {
+  if (is_dense_memory(parameter)) return parameter;
+  return parameter.detach().clone(at::MemoryFormat::Contiguous);
+}
+
+/// Whether two of the tensors lie in the same bytes, or, for tensors with gaps, may do so. Lazy
+/// copies do not, until they are written.
+inline bool may_overlap(const std::vector<at::Tensor>& tensors) {
+  struct Range {
+    const c10::StorageImpl* storage;
+    int64_t begin;
+    int64_t end;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.numel() == 0 || !tensor.has_storage()) continue;
+    int64_t last = 0;
+    for (int64_t dimension = 0; dimension < tensor.dim(); ++dimension) {
+      last += (tensor.size(dimension) - 1) * tensor.stride(dimension);
+    }
+    const auto element_size = static_cast<int64_t>(tensor.element_size());
+    const int64_t begin = tensor.storage_offset() * element_size;
+    ranges.push_back(
+        {tensor.storage().unsafeGetStorageImpl(), begin, begin + (last + 1) * element_size});
+  }
+  const auto is_before = [](const Range& a, const Range& b) {
+    return std::pair(a.storage, a.begin) < std::pair(b.storage, b.begin);
+  };
+  std::sort(ranges.begin(), ranges.end(), is_before);
+  const auto touch = [](const Range& a, const Range& b) {
+    return a.storage == b.storage && b.begin < a.end;
+  };
+  return std::adjacent_find(ranges.begin(), ranges.end(), touch) != ranges.end();
+}
+
+/// In lists of one dtype each, as ATen's kernels for lists take tensors; the order within a dtype
+/// stays.
+inline std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<at::Tensor>> lists;
+  for (const at::Tensor& tensor : tensors) {
+    auto list = lists.begin();
+    while (list != lists.end() && list->front().scalar_type() != tensor.scalar_type()) ++list;
+    if (list == lists.end()) list = lists.emplace(list);
+    list->push_back(tensor);
+  }
+  return lists;
+}
+
+/// Gradients as memory that a kernel can walk: what has gaps or no memory, or is negative by a
+/// bit, is copied.
+class DenseGradients {
+ public:
+  explicit DenseGradients(const std::vector<at::Tensor>& gradients) : tensors_(gradients) {
+    for (at::Tensor& tensor : tensors_) {
+      if (is_dense_memory(tensor)) continue;
+      at::Tensor copy = tensor.clone(at::MemoryFormat::Contiguous);
+      copies_.emplace_back(std::exchange(tensor, copy), copy);
+    }
+  }
+
+  const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
+
+  /// To be called after a kernel wrote to `tensors`: autograd does not see raw writes, and copies
+  /// go back where they came from.
+  void written() const {
+    for (const at::Tensor& tensor : tensors_) bump_version(tensor);
+    for (const auto& [gradient, copy] : copies_) {
+      const NoGraphGuard no_graph(gradient.is_inference());
+      gradient.copy_(copy);
+    }
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // (gradient, its dense copy)
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
