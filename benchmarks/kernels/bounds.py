@@ -64,13 +64,13 @@ def table_of(rows):
     counted = {(row["kernel"], row["sm"]): row for row in rows if "instructions" in row}
     kernels = sorted({kernel for kernel, _ in counted if "large table" not in kernel})
     lines = ["derived, not measured: the slowest resource, and its time over memory's", "",
-             f"{'':36} " + " ".join(f"{name:>12}" for name in CARDS)]
+             f"{'':{sass.WIDTH}} " + " ".join(f"{name:>12}" for name in CARDS)]
     for kernel in kernels:
         cells = []
         for card in CARDS.values():
             row = counted.get((kernel, card.sm))
             cells.append("-" if row is None else "{} {:.2f}".format(*bound_of(row, card)))
-        lines.append(f"{kernel:36} " + " ".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"{kernel:{sass.WIDTH}} " + " ".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
 
 

@@ -318,16 +318,17 @@ def rows_of(architecture, sass, usage):
     return sorted(rows, key=lambda row: row["kernel"])
 
 
+WIDTH = 40  # of a kernel's name in a table
 CLASSES = ["float", "special", "conversion", "fp64", "integer", "memory", "control"]
 
 
 def table_of(rows):
-    lines = [f"{'kernel':36} {'sm':>4} {'regs':>5} {'stack':>5} {'local':>5} {'shared':>6} {'wide':>4} "
+    lines = [f"{'kernel':{WIDTH}} {'sm':>4} {'regs':>5} {'stack':>5} {'local':>5} {'shared':>6} {'wide':>4} "
              f"{'bytes':>5} {'instr.':>7} " + " ".join(f"{name[:7]:>7}" for name in CLASSES)]
     for row in rows:
         counts = [f"{row.get(name, 0):7.2f}" for name in CLASSES] if "instructions" in row else []
         total = f"{row['instructions']:7.2f}" if counts else ""
-        lines.append(f"{row['kernel']:36} {row['sm']:>4} {row['registers']:5} {row['stack']:5} {row['local']:5} "
+        lines.append(f"{row['kernel']:{WIDTH}} {row['sm']:>4} {row['registers']:5} {row['stack']:5} {row['local']:5} "
                      f"{row['shared']:6} {row['wide_loads']:4} {row['bytes'] or '':5} {total:>7} "
                      + " ".join(counts))
     return "\n".join(line.rstrip() for line in lines)
@@ -355,8 +356,8 @@ def rows_of_table(text):
     keys = ["registers", "stack", "local", "shared", "wide_loads", "bytes", "instructions", *CLASSES]
     rows = []
     for line in text.splitlines()[1:]:
-        sm, *numbers = line[36:].split()
-        rows.append({"kernel": line[:36].strip(), "sm": sm, **dict(zip(keys, map(float, numbers)))})
+        sm, *numbers = line[WIDTH:].split()
+        rows.append({"kernel": line[:WIDTH].strip(), "sm": sm, **dict(zip(keys, map(float, numbers)))})
     return rows
 
 

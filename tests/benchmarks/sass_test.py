@@ -108,6 +108,11 @@ class Rows(unittest.TestCase):
         self.assertAlmostEqual(read["summary float"]["fp64"], 2 / 16, places=1)
         self.assertNotIn("instructions", read["update_scale"])
 
+    def test_every_name_has_room(self):
+        rows = sass.rows_of_table((HERE.parents[1] / "benchmarks" / "results" / "sass.txt").read_text())
+        self.assertIn("lamb moments bfloat16/float stochastic", {row["kernel"] for row in rows})
+        self.assertLess(max(len(row["kernel"]) for row in rows), sass.WIDTH)
+
     def test_a_bound_is_the_slowest_resource(self):
         row = dict(self.rows["summary float"], fp64=1.0)
         card = bounds.Card("90", 100, 1.0, 1000.0, fp64=2)
@@ -148,7 +153,10 @@ class Names(unittest.TestCase):
                 (f"float, float, {adam}, PlainWeights<float>", "Adam float", 16, 12),
                 (f"c10::Half, c10::Half, {adam}, PlainWeights<c10::Half>", "Adam half", 8, 6),
                 (f"float, c10::BFloat16, {adam}, PlainWeights<float>", "Adam float/bfloat16", 14, 12),
-                (f"c10::BFloat16, c10::BFloat16, {adam}, SplitWeights", "Adam bfloat16 split", 14, 12)]:
+                (f"c10::BFloat16, c10::BFloat16, {adam}, SplitWeights", "Adam bfloat16 split", 14, 12),
+                (f"c10::BFloat16, float, {adam}, SplitWeights", "Adam bfloat16/float split", 16, 12),
+                (f"c10::BFloat16, float, {adam}, StochasticWeights", "Adam bfloat16/float stochastic", 10, 6),
+                (f"c10::Half, float, {adam}, PlainWeights<c10::Half>", "Adam half/float", 10, 6)]:
             kernel = self.kernel(arguments + table)
             self.assertEqual((kernel.title, kernel.loaded, kernel.stored), (title, read, written))
 

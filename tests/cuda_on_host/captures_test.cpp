@@ -45,6 +45,13 @@ std::vector<TrainingOptions> all_options() {
        {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
     all.push_back({.dtype = at::kBFloat16, .adamw = AdamWOptions(0.1).weight_storage(storage)});
   }
+  for (const WeightStorage storage : {WeightStorage::plain, WeightStorage::master,
+                                      WeightStorage::split_master, WeightStorage::stochastic}) {
+    all.push_back({.dtype = at::kBFloat16,
+                   .gradient_dtype = at::kFloat,
+                   .adamw = AdamWOptions(0.1).weight_storage(storage)});
+  }
+  all.push_back({.dtype = at::kHalf, .gradient_dtype = at::kFloat});
   return all;
 }
 

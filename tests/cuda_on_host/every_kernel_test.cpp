@@ -53,7 +53,7 @@ class EveryKernelRan : public testing::Environment {
       ++kernels;
       EXPECT_GT(count, 0) << "no test launches " << kernel;
     }
-    EXPECT_GE(kernels, 77);
+    EXPECT_GE(kernels, 101);
   }
 };
 

@@ -8,6 +8,7 @@
 #include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/kernels/table_memory.h>
+#include <mezzo/kernels/weight_formats.h>
 
 #include <ATen/ATen.h>
 
@@ -85,23 +86,35 @@ void for_each_storage(const Work& work) {
   using c10::BFloat16;
   using c10::Half;
   using mezzo::detail::PlainWeights;
-  const auto plain = [&]<class Parameter, class Gradient>(const char* name, WeightStorage weights) {
+  using mezzo::detail::SplitWeights;
+  using mezzo::detail::StochasticWeights;
+  using enum WeightStorage;
+  const auto visit = [&]<class Parameter, class Gradient, class Weights>(const char* name,
+                                                                         WeightStorage weights) {
     const auto dtype = c10::CppTypeToScalarType<Parameter>::value;
     const auto gradient = c10::CppTypeToScalarType<Gradient>::value;
-    work.template operator()<Parameter, Gradient, PlainWeights<Parameter>>(
-        Storage{name, dtype, gradient, dtype, weights});
+    const auto moment = c10::CppTypeToScalarType<typename Weights::Moment>::value;
+    work.template operator()<Parameter, Gradient, Weights>(
+        Storage{name, dtype, gradient, moment, weights});
   };
-  plain.template operator()<float, float>("float", WeightStorage::plain);
-  plain.template operator()<float, BFloat16>("master of bfloat16", WeightStorage::master);
-  plain.template operator()<float, Half>("master of half", WeightStorage::master);
-  plain.template operator()<double, double>("double", WeightStorage::plain);
-  plain.template operator()<double, float>("double with float", WeightStorage::plain);
-  plain.template operator()<BFloat16, BFloat16>("bfloat16", WeightStorage::plain);
-  plain.template operator()<Half, Half>("half", WeightStorage::plain);
-  work.template operator()<BFloat16, BFloat16, mezzo::detail::SplitWeights>(
-      Storage{"split", at::kBFloat16, at::kBFloat16, at::kFloat, WeightStorage::split_master});
-  work.template operator()<BFloat16, BFloat16, mezzo::detail::StochasticWeights>(Storage{
-      "stochastic", at::kBFloat16, at::kBFloat16, at::kBFloat16, WeightStorage::stochastic});
+  const auto visit_plain = [&]<class Parameter, class Gradient>(const char* name,
+                                                                WeightStorage weights) {
+    visit.template operator()<Parameter, Gradient, PlainWeights<Parameter>>(name, weights);
+  };
+  visit_plain.template operator()<float, float>("float", plain);
+  visit_plain.template operator()<float, BFloat16>("master of bfloat16", master);
+  visit_plain.template operator()<float, Half>("master of half", master);
+  visit_plain.template operator()<double, double>("double", plain);
+  visit_plain.template operator()<double, float>("double with float", plain);
+  visit_plain.template operator()<BFloat16, BFloat16>("bfloat16", plain);
+  visit_plain.template operator()<BFloat16, float>("bfloat16 with float", plain);
+  visit_plain.template operator()<Half, Half>("half", plain);
+  visit_plain.template operator()<Half, float>("half with float", plain);
+  visit.template operator()<BFloat16, BFloat16, SplitWeights>("split", split_master);
+  visit.template operator()<BFloat16, float, SplitWeights>("split with float", split_master);
+  visit.template operator()<BFloat16, BFloat16, StochasticWeights>("stochastic", stochastic);
+  visit.template operator()<BFloat16, float, StochasticWeights>("stochastic with float",
+                                                                stochastic);
 }
 
 /// Parameters of one storage with all that belongs to them. Every second one is not aligned, nor is
@@ -263,7 +276,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
     inputs.lr_factor_count = step.rates;
   }
   std::vector<mezzo::detail::StepRow> rows;
-  std::vector<mezzo::detail::StepGroup<typename Rule::Constants>> groups;
+  std::vector<mezzo::detail::StepGroup<mezzo::detail::StepNumbers>> groups;
   for (StepParameters* const parameters : all) {
     for (std::size_t i = 0; i < parameters->size(); ++i) {
       const int group = group_of(i, step);
@@ -282,7 +295,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
   }
   mezzo::detail::TableMemory memory;
   mezzo::detail::cuda::begin_step_(at::kCPU, memory);
-  mezzo::detail::cuda::step_(at::kCPU, rows, groups, inputs, memory);
+  mezzo::detail::cuda::step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs, memory);
 }
 
 /// What `weights` may differ by where two trust ratios, of norms that were summed in other orders,

@@ -7,6 +7,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "host_gpu.h"
@@ -18,6 +19,7 @@ struct TrainingOptions {
   int parameters = 3;
   int64_t elements = 50;  ///< of the first; others have a few more
   at::ScalarType dtype = at::kFloat;
+  std::optional<at::ScalarType> gradient_dtype{};  ///< the parameters' if not set
   mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
   double max_norm = 5.0;
 };
@@ -41,7 +43,8 @@ class Training {
   mezzo::StepResult iterate() {
     const at::Tensor scaled = scaler_.scale(input);
     for (const at::Tensor& parameter : parameters_) {
-      const at::Tensor gradient = scaled.to(parameter.scalar_type()).expand_as(parameter);
+      const at::ScalarType dtype = options_.gradient_dtype.value_or(parameter.scalar_type());
+      const at::Tensor gradient = scaled.to(dtype).expand_as(parameter);
       if (parameter.grad().defined()) {
         parameter.mutable_grad().copy_(gradient);
       } else {

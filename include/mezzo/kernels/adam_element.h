@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/step_use.h>
 
 #include <c10/macros/Macros.h>
 
@@ -50,6 +51,7 @@ struct AdamRule {
   using Constants = AdamConstants;
   using Coefficients = AdamCoefficients;
   static constexpr unsigned kMoments = kAmsgrad ? 3 : 2;
+  static constexpr CudaRule kCudaRule = CudaRule::adam;
 
   template <class Lanes>
   struct Element {

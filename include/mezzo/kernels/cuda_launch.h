@@ -24,13 +24,11 @@ class LossScale;
 
 namespace detail {
 
-// Who calls a launcher has the headers of what it passes (optimizer_step_table.h, *_element.h).
+// Who calls a launcher has the headers of what it passes (step_use.h, optimizer_step_table.h).
+class StepNumbers;
 class TableMemory;
-struct AdamConstants;
-struct LambConstants;
-struct LionConstants;
+enum class CudaRule : std::uint8_t;
 struct ScaleTensors;
-struct SgdConstants;
 struct StepInputs;
 struct StepRow;
 template <class Constants>
@@ -62,23 +60,13 @@ MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);
 
-/// One step of Adam and AdamW, of SGD or of Lion, over parameters of one device: one launch for
-/// each pair of dtypes, variant and weight storage, whatever their number; where that is beyond
-/// 300, or 8 groups, a table of 32 KB for each 300 is copied to the device unless it lies there.
-/// `groups[row.group]` are a row's numbers; all pointers are the device's. Counts nothing.
-MEZZO_CUDA_LAUNCHER void step_(at::Device device, const std::vector<StepRow>& rows,
-                               const std::vector<StepGroup<AdamConstants>>& groups,
-                               const StepInputs& inputs, TableMemory& memory);
-MEZZO_CUDA_LAUNCHER void step_(at::Device device, const std::vector<StepRow>& rows,
-                               const std::vector<StepGroup<SgdConstants>>& groups,
-                               const StepInputs& inputs, TableMemory& memory);
-MEZZO_CUDA_LAUNCHER void step_(at::Device device, const std::vector<StepRow>& rows,
-                               const std::vector<StepGroup<LionConstants>>& groups,
-                               const StepInputs& inputs, TableMemory& memory);
-
-/// The same for LAMB, in three launches, which take memory for a few norms.
-MEZZO_CUDA_LAUNCHER void step_(at::Device device, const std::vector<StepRow>& rows,
-                               const std::vector<StepGroup<LambConstants>>& groups,
+/// One step of a rule over parameters of one device: one launch, for LAMB three, for each pair of
+/// dtypes, variant and weight storage, whatever their number; where that is beyond 300, or 8
+/// groups, a table of 32 KB for each 300 is copied to the device unless it lies there.
+/// `groups[row.group]` are a row's numbers, with the rule's constants; all pointers are the
+/// device's. Counts nothing.
+MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
+                               const std::vector<StepGroup<StepNumbers>>& groups,
                                const StepInputs& inputs, TableMemory& memory);
 
 /// Puts four numbers of one element each, floats and doubles, into `letter`, four doubles on their

@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/optimizer_step_body.h>
+#include <mezzo/kernels/step_use.h>
 
 #include <c10/macros/Macros.h>
 
@@ -75,6 +76,7 @@ struct LambRule {
   using Constants = LambConstants;
   using Coefficients = LambCoefficients;
   static constexpr unsigned kMoments = 2;
+  static constexpr CudaRule kCudaRule = CudaRule::lamb;
 
   template <class Lanes>
   struct Element {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/step_use.h>
 
 #include <c10/macros/Macros.h>
 
@@ -34,6 +35,7 @@ struct LionRule {
   using Constants = LionConstants;
   using Coefficients = LionCoefficients;
   static constexpr unsigned kMoments = 1;
+  static constexpr CudaRule kCudaRule = CudaRule::lion;
 
   template <class Lanes>
   struct Element {

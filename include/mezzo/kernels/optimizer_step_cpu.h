@@ -28,27 +28,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The coefficients of one step of one parameter, or the constants of a group: a rule's own struct
-/// of numbers, as memory of one size for all rules.
-class StepNumbers {
- public:
-  StepNumbers() = default;
-  template <class Own>
-  requires std::is_trivially_copyable_v<Own> StepNumbers(const Own& own) {
-    static_assert(sizeof(Own) <= sizeof(bytes_) && alignof(Own) <= alignof(double));
-    std::memcpy(bytes_, &own, sizeof(Own));
-  }
-  template <class Own>
-  Own as() const {
-    Own own;
-    std::memcpy(&own, bytes_, sizeof(Own));
-    return own;
-  }
-
- private:
-  alignas(double) std::byte bytes_[64] = {};
-};
-
 template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
 C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_t end,
                                      const typename Rule::Coefficients& coefficients,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/step_use.h>
 
 #include <c10/macros/Macros.h>
 
@@ -41,6 +42,7 @@ struct SgdRule {
   using Constants = SgdConstants;
   using Coefficients = SgdCoefficients;
   static constexpr unsigned kMoments = kHasMomentum ? 1 : 0;
+  static constexpr CudaRule kCudaRule = CudaRule::sgd;
 
   template <class Lanes>
   struct Element {

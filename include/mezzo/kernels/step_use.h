@@ -5,12 +5,39 @@
 #include <c10/macros/Macros.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline constexpr int kMaxMoments = 3;
+
+/// Names a rule to the host's code of the kernels; each has a loop or two (amsgrad, momentum).
+enum class CudaRule : std::uint8_t { adam, sgd, lion, lamb };
+
+/// The coefficients of one step of one parameter, or the constants of a group: a rule's own struct
+/// of numbers, as memory of one size for all rules.
+class StepNumbers {
+ public:
+  StepNumbers() = default;
+  template <class Own>
+  requires std::is_trivially_copyable_v<Own> StepNumbers(const Own& own) {
+    static_assert(sizeof(Own) <= sizeof(bytes_) && alignof(Own) <= alignof(double));
+    std::memcpy(bytes_, &own, sizeof(Own));
+  }
+  template <class Own>
+  Own as() const {
+    Own own;
+    std::memcpy(&own, bytes_, sizeof(Own));
+    return own;
+  }
+
+ private:
+  alignas(double) std::byte bytes_[64] = {};
+};
 
 /// A stretch of one parameter with what belongs to it, each of any alignment.
 struct StepSpan {

@@ -17,6 +17,7 @@
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/update_scale.h>
 
@@ -26,7 +27,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -286,40 +286,35 @@ __attribute__((weak)) void count_steps_(at::Device device, const std::vector<flo
                              found_inf);
 }
 
-/// Rules are an optimizer's loops: the first of rows that are no variant, the second of those that
-/// are.
-template <class... Rules, class Constants>
-static void step_by_rules(at::Device device, const std::vector<StepRow>& rows,
-                          const std::vector<StepGroup<Constants>>& groups, const StepInputs& inputs,
-                          TableMemory& memory) {
+/// `Rule` steps the rows that are no variant, `Variants` those that are.
+template <class Rule, class... Variants>
+static void step_by_rule(const std::vector<StepRow>& rows,
+                         const std::vector<StepGroup<StepNumbers>>& groups,
+                         const StepTarget& target) {
+  using Constants = typename Rule::Constants;
+  std::vector<StepGroup<Constants>> own;
+  for (const StepGroup<StepNumbers>& group : groups) {
+    own.push_back({group.constants.as<Constants>(), group.lr, group.seed});
+  }
+  step_all_dtypes<Rule>(rows, own, /*variant=*/false, target);
+  (step_all_dtypes<Variants>(rows, own, /*variant=*/true, target), ...);
+}
+
+__attribute__((weak)) void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
+                                 const std::vector<StepGroup<StepNumbers>>& groups,
+                                 const StepInputs& inputs, TableMemory& memory) {
   const DeviceGuard guard(device);
   const StepTarget target{device, current_stream(), inputs, memory};
-  bool variant = false;
-  (step_all_dtypes<Rules>(rows, groups, std::exchange(variant, true), target), ...);
-}
-
-__attribute__((weak)) void step_(at::Device device, const std::vector<StepRow>& rows,
-                                 const std::vector<StepGroup<AdamConstants>>& groups,
-                                 const StepInputs& inputs, TableMemory& memory) {
-  step_by_rules<AdamRule<false>, AdamRule<true>>(device, rows, groups, inputs, memory);
-}
-
-__attribute__((weak)) void step_(at::Device device, const std::vector<StepRow>& rows,
-                                 const std::vector<StepGroup<SgdConstants>>& groups,
-                                 const StepInputs& inputs, TableMemory& memory) {
-  step_by_rules<SgdRule<false>, SgdRule<true>>(device, rows, groups, inputs, memory);
-}
-
-__attribute__((weak)) void step_(at::Device device, const std::vector<StepRow>& rows,
-                                 const std::vector<StepGroup<LionConstants>>& groups,
-                                 const StepInputs& inputs, TableMemory& memory) {
-  step_by_rules<LionRule>(device, rows, groups, inputs, memory);
-}
-
-__attribute__((weak)) void step_(at::Device device, const std::vector<StepRow>& rows,
-                                 const std::vector<StepGroup<LambConstants>>& groups,
-                                 const StepInputs& inputs, TableMemory& memory) {
-  step_by_rules<LambRule>(device, rows, groups, inputs, memory);
+  switch (rule) {
+    case CudaRule::adam:
+      return step_by_rule<AdamRule<false>, AdamRule<true>>(rows, groups, target);
+    case CudaRule::sgd:
+      return step_by_rule<SgdRule<false>, SgdRule<true>>(rows, groups, target);
+    case CudaRule::lion:
+      return step_by_rule<LionRule>(rows, groups, target);
+    case CudaRule::lamb:
+      return step_by_rule<LambRule>(rows, groups, target);
+  }
 }
 
 }  // namespace detail::cuda

@@ -214,18 +214,6 @@ struct RuleOf {
     return nullptr;
   }
 
-#ifdef MEZZO_WITH_CUDA
-  static void cuda_step(at::Device device, const std::vector<StepRow>& rows,
-                        const std::vector<GroupNumbers>& groups, const StepInputs& inputs,
-                        TableMemory& memory) {
-    std::vector<StepGroup<Constants>> own;
-    for (const GroupNumbers& group : groups) {
-      own.push_back({group.constants.as<Constants>(), group.lr, group.extras.seed});
-    }
-    cuda::step_(device, rows, own, inputs, memory);
-  }
-#endif
-
   static constexpr UpdateRule make() {
     UpdateRule rule{};
     rule.name = Traits::kName;
@@ -240,9 +228,7 @@ struct RuleOf {
       rule.check_aten = &Traits::check_for_aten;
       rule.aten_step = &Traits::aten_step;
     }
-#ifdef MEZZO_WITH_CUDA
-    rule.cuda_step = &cuda_step;
-#endif
+    rule.cuda_rule = Traits::Rule::kCudaRule;
     return rule;
   }
 

@@ -21,6 +21,11 @@
 #include <limits>
 #include <optional>
 
+#ifdef MEZZO_WITH_CUDA
+#include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/optimizer_step_table.h>
+#endif
+
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -480,6 +485,10 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
     inputs.lr_factor_count = factors.numel();
   }
   Prepared prepared;
+  std::vector<StepGroup<StepNumbers>> step_groups;
+  for (const GroupNumbers& group : groups) {
+    step_groups.push_back({group.constants, group.lr, group.extras.seed});
+  }
   std::vector<StepRow> step_rows;
   std::vector<StepCount> counts;
   for (Row& row : rows) {
@@ -503,7 +512,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
     counters.push_back(step_rows[i].count);
   }
   cuda::begin_step_(device, table_memory());
-  rule_->cuda_step(device, step_rows, groups, inputs, table_memory());
+  cuda::step_(device, rule_->cuda_rule, step_rows, step_groups, inputs, table_memory());
   if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf, table_memory());

@@ -3,6 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/fused_options.h>
 
@@ -15,12 +16,6 @@
 #include <memory>
 #include <optional>
 #include <vector>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#include <mezzo/kernels/optimizer_step_table.h>
-#include <mezzo/kernels/table_memory.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -76,11 +71,7 @@ struct UpdateRule {
   void (*aten_step)(const GroupNumbers& numbers, const AtenLists& lists,
                     const AtenVerdict& verdict);
 
-#ifdef MEZZO_WITH_CUDA
-  void (*cuda_step)(at::Device device, const std::vector<StepRow>& rows,
-                    const std::vector<GroupNumbers>& groups, const StepInputs& inputs,
-                    TableMemory& memory);
-#endif
+  CudaRule cuda_rule;  ///< whose kernels step on CUDA
 };
 
 }  // namespace detail

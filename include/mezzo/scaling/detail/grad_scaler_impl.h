@@ -227,11 +227,15 @@ MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Ver
   at::Tensor found = detail::on_device(verdict.found_inf, device);
   if (!counts) found = at::zeros_like(found);
   const at::Tensor before = was_unscaled ? record.found_inf : at::Tensor();
-  at::Tensor own = found;
-  if (known_inf.defined()) own = found.mul(detail::on_device(known_inf, device).eq(0.0));
-  record.found_inf = before.defined() ? before.add(own) : own;
-  verdict.found_inf =
-      detail::on_device(before.defined() ? before.add(found) : found, verdict.inv_scale.device());
+  const auto joined = [&](const at::Tensor& flag) {
+    return before.defined() ? before.add(flag) : flag;
+  };
+  const at::Tensor all = joined(found);
+  record.found_inf = all;
+  if (known_inf.defined()) {
+    record.found_inf = joined(found.mul(detail::on_device(known_inf, device).eq(0.0)));
+  }
+  verdict.found_inf = detail::on_device(all, verdict.inv_scale.device());
 }
 
 /// An optimizer that steps by a verdict, on the device where that lies.
@@ -291,8 +295,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   detail::check_has_gradients(verdict.found_inf.defined(), optimizer.optimizer());
   const std::shared_ptr<detail::StepLetter> letter =
       letter_pool_.letter_for(scale_.original().device());
-  letter->send(scale_.original(), verdict, was_unscaled);
-  letter->wait();
+  letter->send_and_wait(scale_.original(), verdict, was_unscaled);
   StepOutcome outcome = letter->outcome();
   if (!detail::clips(options)) outcome.grad_norm = outcome.grad_max_abs = std::nullopt;
   if (outcome.ran && torch_step != nullptr) {
@@ -315,7 +318,11 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
       record.found_inf = at::ones_like(record.found_inf);
     }
   }
-  if (!outcome.ran) note_skip(record, outcome.scale);
+  if (!outcome.ran && options.known_inf.defined()) {
+    note_skip(record, outcome.scale);
+  } else if (!outcome.ran) {  // the letter said what the record says: no second wait
+    skipped_scale_ = outcome.scale;
+  }
   record.stage = detail::Stage::stepped;
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
@@ -336,7 +343,7 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
     letter = letter_pool_.letter_for(verdict.inv_scale.device());
-    letter->send(one, verdict);
+    fused != nullptr ? letter->send(one, verdict) : letter->send_and_wait(one, verdict);
   }
   StepOutcome outcome{.ran = true, .value = at::Tensor()};
   if (fused != nullptr) {
@@ -347,7 +354,6 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
   }
   double factor = 1.0;
   if (letter != nullptr) {
-    letter->wait();
     outcome = letter->outcome();
     factor = detail::clip_coefficient(letter->sum_of_squares(), options.max_norm);
   }

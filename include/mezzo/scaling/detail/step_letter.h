@@ -77,11 +77,14 @@ class StepLetter {
   /// Sends a step's scale, and a verdict that speaks for all devices. `was_unscaled`: the gradients
   /// had lost the scale before the step.
   void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
-    was_unscaled_ = was_unscaled;
-    has_norm_ = verdict.sum_of_squares.defined();
-    found_inf_ = verdict.found_inf;
-    numbers_.copy_(packed(scale, verdict.on(device_)), /*non_blocking=*/true);
+    write(scale, verdict, was_unscaled, /*non_blocking=*/true);
     mark(numbers_sent_);
+  }
+  /// Sends them, and waits until they are there.
+  void send_and_wait(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
+    check_is_no_capture();
+    write(scale, verdict, was_unscaled, /*non_blocking=*/false);
+    numbers_sent_.has_arrived = true;
   }
   void send_next_scale(const at::Tensor& scale) {
     next_scale_.copy_(scale, /*non_blocking=*/true);
@@ -95,9 +98,7 @@ class StepLetter {
   /// Waits until the numbers are there; of a captured letter, those of the last replay.
   void wait() {
     if (numbers_sent_.has_arrived) return;
-    TORCH_CHECK(capture_on(device_) == 0,
-                "StepResult: asked for an outcome while a CUDA graph is being captured, which runs "
-                "nothing; ask after the capture, and after a replay for that of a captured step");
+    check_is_no_capture();
     if (is_captured_) {
       c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
     } else {
@@ -127,6 +128,20 @@ class StepLetter {
 
   static constexpr int64_t kNumbers = 4;
   static constexpr double kNoReplay = -1.0;  // found_inf is a count
+
+  void check_is_no_capture() const {
+    TORCH_CHECK(capture_on(device_) == 0,
+                "StepResult: asked for an outcome while a CUDA graph is being captured, which runs "
+                "nothing; ask after the capture, and after a replay for that of a captured step");
+  }
+
+  void write(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled,
+             bool non_blocking) {
+    was_unscaled_ = was_unscaled;
+    has_norm_ = verdict.sum_of_squares.defined();
+    found_inf_ = verdict.found_inf;
+    numbers_.copy_(packed(scale, verdict.on(device_)), non_blocking);
+  }
 
   /// Returns the numbers in memory of this letter's stream, that the allocator gives again in the
   /// stream's order.
