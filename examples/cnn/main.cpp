@@ -53,7 +53,7 @@ int main() {
     optimizer.zero_grad();
     loss = torch::nn::functional::cross_entropy(amp(model, images), target);  // float32 comes out
     if (step == 0) first_loss = loss.detach();
-    amp.scale_loss(loss, optimizer);         // backward; gradients go to the masters
+    amp.scale_loss(loss, optimizer);         // backward; unscaled gradients in .grad, in float32
     amp.step(optimizer, {.max_norm = 5.0});  // or skips; then the scale moves
   }
   const double before = first_loss.item<double>(), after = loss.item<double>();

@@ -2,6 +2,7 @@
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/diagnose/detail/value_range.h>
 #include <mezzo/diagnose/doctor.h>
+#include <mezzo/optim/adamw.h>
 
 #include <torch/torch.h>
 
@@ -178,6 +179,32 @@ TEST(Doctor, ReadsWeightsThatHaveNoArithmeticAndCountsWhatIsFinite) {
       Contains(AllOf(about(FindingTopic::range), Field("where", &DoctorFinding::where, "half_lost"),
                      Field("reason", &DoctorFinding::reason, HasSubstr("6.7")))))
       << diagnosis;
+}
+
+TEST(Doctor, AdvisesFloatForTheGradientsOfManyMicroBatches) {
+  const auto found = [](at::ScalarType dtype, int64_t micro_batches, bool in_float = false) {
+    torch::nn::Linear layer(8, 8);
+    layer->to(dtype);
+    const mezzo::optim::AdamW optimizer(layer->parameters(),
+                                        mezzo::optim::AdamWOptions().accumulate_in_float(in_float));
+    mezzo::DoctorOptions options = kInBfloat16;
+    options.micro_batches = micro_batches;
+    return diagnose(layer, torch::ones({8, 8}).to(dtype), torch::kCPU, options).findings;
+  };
+  const auto of_severity = [](FindingSeverity severity, const std::string& reason) {
+    return Contains(finding(severity, FindingTopic::accumulation, "weight, bias", reason));
+  };
+  EXPECT_THAT(found(torch::kBFloat16, 17), of_severity(FindingSeverity::warning,
+                                                       "stop at 256 equal ones; in float they take "
+                                                       "144 B more"));
+  EXPECT_THAT(found(torch::kBFloat16, 16), of_severity(FindingSeverity::note, "of 16 micro-batch"));
+  EXPECT_THAT(found(torch::kHalf, 128), of_severity(FindingSeverity::note, "stop at 2048"));
+  EXPECT_THAT(found(torch::kHalf, 129), of_severity(FindingSeverity::warning, "stop at 2048"));
+  const auto says_nothing = Not(Contains(about(FindingTopic::accumulation)));
+  EXPECT_THAT(found(torch::kBFloat16, 1), says_nothing);
+  EXPECT_THAT(found(torch::kFloat, 1000), says_nothing);
+  EXPECT_THAT(found(torch::kBFloat16, 1000, /*in_float=*/true), says_nothing);
+  EXPECT_THAT(error_of([&] { found(torch::kFloat, 0); }), HasSubstr("micro_batches is 0"));
 }
 
 TEST(Doctor, TellsAFaultOfPrecisionFromOneOfTheModel) {

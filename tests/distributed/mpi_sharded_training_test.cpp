@@ -89,6 +89,20 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
   EXPECT_FALSE(model->frozen.grad().defined());
 }
 
+TEST(ShardedTraining, AddsUpMicroBatchesOf16BitWeightsInFloat) {
+  Communicator ranks = world();
+  const at::Tensor weight = torch::zeros({301}, torch::kBFloat16).requires_grad_();
+  ShardedOptimizer<mezzo::optim::SGD> optimizer(
+      {weight}, ranks, mezzo::optim::SGDOptions(1.).accumulate_in_float(true));
+  {
+    const auto local = optimizer.no_sync();
+    for (int i = 0; i < 999; ++i) weight.sum().backward();
+  }
+  weight.sum().backward();
+  optimizer.step();
+  EXPECT_TRUE(at::equal(weight, torch::full({301}, -1000., torch::kBFloat16))) << weight[0];
+}
+
 /// Known gradients: what is summed, clipped and reported can be computed by hand.
 TEST(ShardedTraining, ClipsByTheNormOfTheWholeAverage) {
   Communicator ranks = world();

@@ -7,8 +7,8 @@
 //   state        hash of the moments, float masters and step counts after the last step
 //   scales       hash of the loss scale after every step
 //   results      hash of every StepResult, and of the norms that clip_grad_norm_ returned
-//   gradients    hash of `.grad` after every step; - for weights with masters after unscale_, since
-//                `.grad` then holds either the scaled or the unscaled gradient
+//   gradients    hash of `.grad` after every step; - for weights with masters after unscale_, where
+//                `.grad` is a float tensor
 //   applied      applied_steps() after the last step; - where the optimizer has no such count
 //   loaded       hash of parameters and state three steps after torch::save and torch::load
 //

@@ -10,6 +10,8 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -114,6 +116,42 @@ TEST(StepPlan, AddsUpGradientsInFloatWhereTheOptionsAskForIt) {
     optimizer.step();
     EXPECT_EQ(weight[0].item<float>(), in_float ? -1000.0F : -256.0F);
   }
+}
+
+/// The gradient of 1,000 micro-batches of 1.
+double accumulated(const torch::Tensor& weight) {
+  weight.mutable_grad() = torch::Tensor();
+  for (int i = 0; i < 1000; ++i) weight.sum().backward();
+  return weight.grad()[0].item<double>();
+}
+
+TEST(StepPlan, AddsUpGradientsInFloatThoughTheModelIsCastLater) {
+  const torch::nn::Linear layer(2, 2);
+  SGD optimizer(layer->parameters(), SGDOptions(1.0).accumulate_in_float(true));
+  layer->to(torch::kBFloat16);
+  EXPECT_EQ(accumulated(layer->bias), 1000);
+}
+
+TEST(StepPlan, AddsUpGradientsInFloatFromTheGroupTheFileOrTheStepOnThatAskForIt) {
+  const auto weight = [] { return torch::zeros({2}, torch::kBFloat16).requires_grad_(); };
+  const auto first = weight(), added = weight();
+  SGD optimizer({first}, SGDOptions(1.0));
+  torch::optim::OptimizerParamGroup group({added});
+  group.set_options(std::make_unique<SGDOptions>(SGDOptions(1.0).accumulate_in_float(true)));
+  optimizer.add_param_group(group);
+  EXPECT_EQ(accumulated(added), 1000);
+  EXPECT_EQ(accumulated(first), 256);
+  static_cast<SGDOptions&>(optimizer.param_groups()[0].options()).accumulate_in_float(true);
+  optimizer.step();
+  EXPECT_EQ(accumulated(first), 1000);
+
+  SGD saved({weight()}, SGDOptions(1.0).accumulate_in_float(true));
+  std::stringstream file;
+  torch::save(saved, file);
+  const auto other = weight();
+  SGD loaded({other}, SGDOptions(1.0));
+  torch::load(loaded, file);
+  EXPECT_EQ(accumulated(other), 1000);
 }
 
 }  // namespace

@@ -33,6 +33,7 @@ struct Request {
   std::string model, sample, device = "cpu", dtype;
   std::vector<std::string> inputs;
   int threads = 0;
+  std::int64_t micro_batches = 1;
   bool json = false, quick = false;
 };
 
@@ -136,7 +137,7 @@ int examine(const Request& request) {
   if (request.threads > 0) at::set_num_threads(request.threads);
   torch::manual_seed(0);  // the same inputs each time
   const torch::jit::Module model = torch::jit::load(request.model, device);
-  mezzo::DoctorOptions options{.measure = !request.quick};
+  mezzo::DoctorOptions options{.measure = !request.quick, .micro_batches = request.micro_batches};
   if (!request.dtype.empty()) {
     options.dtype = request.dtype == "fp16" ? torch::kHalf : torch::kBFloat16;
   }
@@ -171,6 +172,9 @@ void add_flags(CLI::App& app, Request& request) {
       ->check(CLI::IsMember({"bf16", "fp16"}));
   app.add_option("--threads", request.threads, "CPU threads (default: libtorch's choice)")
       ->check(CLI::Range(1, 4096));
+  app.add_option("--micro-batches", request.micro_batches,
+                 "backward passes that add to the gradients before a step (default: 1)")
+      ->check(CLI::Range(1, 1000000));
   app.add_flag("--json", request.json, "write JSON in place of the report");
   app.add_flag("--quick", request.quick, "do not time the hardware");
   app.set_version_flag("--version", "mezzo-doctor " + kVersion);

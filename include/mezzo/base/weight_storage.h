@@ -23,7 +23,7 @@ enum class WeightStorage : std::uint8_t {
   /// beta2 of 0.999 never move at all.
   plain,
   /// A float copy in the state is what is trained; the parameter is that copy rounded to nearest.
-  /// Moments are floats. 16 bytes. What torch's O2 recipes call master weights.
+  /// Moments are floats. 16 bytes. What Apex's O2 calls master weights.
   master,
   /// The same trained values without the copy: 16 more bits a parameter complete the bfloat16 to
   /// the float that it was rounded from. Moments are floats. 14 bytes. Parameters are of bfloat16.

@@ -48,6 +48,7 @@ enum class FindingTopic : std::uint8_t {
   float32_ops,   ///< ops that run in float32 under autocast
   dimensions,    ///< sizes that are no multiple of 8
   threads,       ///< too many, too few, or a machine that is busy
+  accumulation,  ///< gradients of many micro-batches that are added up in 16 bits
 };
 
 /// "forward", "range", ...: the enumerator's own name.
@@ -105,6 +106,8 @@ struct DoctorOptions {
   AutocastCache cache = {};  ///< as the training's regions have it
   PolicyRef policy = {};     ///< likewise
   bool measure = true;       ///< whether to time the hardware, which takes a second
+  /// How many backward passes add to the gradients before a step.
+  std::int64_t micro_batches = 1;
 };
 
 /// A module holder, a std::shared_ptr to a torch::nn::Module, or a module that is a variable.

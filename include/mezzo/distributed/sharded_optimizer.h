@@ -87,7 +87,8 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
 ///     bfloat16, split_master   2         2      rest and
 ///                                               moments    10          14    9  6.5
 ///
-/// each bucket being padded to a multiple of 64 * N bytes, and each parameter to 64.
+/// each bucket being padded to a multiple of 64 * N bytes, and each parameter to 64. Gradients of
+/// 16 bits take 4 bytes with accumulate_in_float, which counts from the constructor on.
 ///
 /// **Loss scale and clipping** are `scaler.step(optimizer, {.max_norm = 1.0})`. Ranks agree in one
 /// collective of three numbers each, without a host sync, on whether there was an inf or NaN and
@@ -218,6 +219,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOpti
   };
 
   // Groups and gradients, before a step (sharded_optimizer_impl.h)
+  std::vector<at::Tensor> trained_parameters() const;
   static void check_options(const Options& options);
   Options options_of(std::size_t group) const;
   std::unique_ptr<Inner> make_inner(const Options& defaults) const;

@@ -54,7 +54,7 @@ class LossScaleOptimizer {
   }
 
   /// Optional, to look at or clip true gradients before `step`: TensorFlow's
-  /// get_unscaled_gradients. See GradScaler::unscale_, and master_params for half weights.
+  /// get_unscaled_gradients. See GradScaler::unscale_.
   void unscale_() { scaler_.unscale_(inner_); }
 
   /// Keras's apply: unscales, checks, steps unless a gradient is inf or NaN, and moves the scale.

@@ -56,10 +56,10 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 /// \endcode
 ///
 /// Parameters are float, double, bfloat16 or half, of any strides; gradients of the same dtype, or
-/// for float of bfloat16 or half, for double of float. Arithmetic is in float (double for double),
-/// each result rounded once to the parameter's dtype, and the same bits whatever the number of
-/// threads and the CPU. Moments have the parameter's dtype; how parameters of bfloat16 and half are
-/// kept otherwise is for the options to say (mezzo/optim/fused_options.h).
+/// for float of bfloat16 or half, for all others of float. Arithmetic is in float (double for
+/// double), each result rounded once to the parameter's dtype, and the same bits whatever the
+/// number of threads and the CPU. Moments have the parameter's dtype; how parameters of bfloat16
+/// and half are kept otherwise is for the options to say (mezzo/optim/fused_options.h).
 ///
 /// Parameters without a gradient are passed over, and do not count the step; gradients are dense,
 /// and stay as they are unless `zero_grad` is asked for. Param groups, their options and their

@@ -1,11 +1,12 @@
 /// \file
 /// For programs of many units: the loops over gradients and parameters, each for several dtypes and
 /// instruction sets, are most of what compiling a unit that trains costs. The target
-/// `mezzo::compiled` holds them compiled once, and with them the functions of GradScaler,
-/// MasterWeights, OpPolicy, CastTrace and WeightCache (`*/compiled/*.cpp`). Its users' units, which
-/// see MEZZO_COMPILED defined, get this header with mezzo's optimizers and GradScaler, and leave
-/// all that to it. MEZZO_COMPILED comes with the target and is a choice for the whole program:
-/// define it nowhere else. Units without it hold the same functions inline, and still link.
+/// `mezzo::compiled` holds them compiled once, and with them the functions of the optimizers'
+/// engine, GradScaler, MasterWeights, OpPolicy, CastTrace and WeightCache (`*/compiled/*.cpp`). Its
+/// users' units, which see MEZZO_COMPILED defined, get this header with mezzo's optimizers and
+/// GradScaler, and leave all that to it. MEZZO_COMPILED comes with the target and is a choice for
+/// the whole program: define it nowhere else. Units without it hold the same functions inline, and
+/// still link.
 ///
 ///     find_package(mezzo 0.2 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
 ///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo

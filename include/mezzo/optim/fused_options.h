@@ -4,10 +4,12 @@
 /// up.
 #pragma once
 
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/optim/detail/member_table.h>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
@@ -27,6 +29,14 @@ struct ExtraOptions {
   bool accumulate_in_float = false;
   bool operator==(const ExtraOptions&) const = default;
 };
+
+/// Lets gradients of 16-bit weights be added up in float. A float weight may become one of 16 bits,
+/// and then keeps what is set here.
+inline void accumulate_in_float(const at::Tensor& parameter) {
+  const bool is_low = is_low_precision(parameter);
+  if (!parameter.requires_grad() || (!is_low && parameter.scalar_type() != at::kFloat)) return;
+  if (!is_low || parameter.grad_dtype() != at::kFloat) parameter.set_grad_dtype(at::kFloat);
+}
 
 }  // namespace detail
 
@@ -49,11 +59,12 @@ class FusedOptions : public Base {
   WeightStorage weight_storage() const noexcept { return extras_.weight_storage; }
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
 
-  /// Gradients of bfloat16 and half weights are added up in float (libtorch's `set_grad_dtype`), as
+  /// Adds up gradients of bfloat16 and half weights in float (libtorch's `set_grad_dtype`), as
   /// Megatron's main_grad: 1,000 micro-batches of 1 give 1000, and 256 in bfloat16. `.grad` is then
   /// a float tensor, 4 bytes an element in place of 2, which libtorch's clipping and zero_grad take
-  /// as any other. Set for the parameters when the optimizer is made or first sees them, and not
-  /// taken back.
+  /// as any other. Holds for gradients that backward makes after the optimizer was made, was given
+  /// the group, loaded a file or took a step; also for a float model that is cast later. Make the
+  /// optimizer before a DataParallel of the same parameters. It is not taken back.
   bool accumulate_in_float() const noexcept { return extras_.accumulate_in_float; }
   Own& accumulate_in_float(bool value) { return set(extras_.accumulate_in_float, value); }
 

@@ -51,7 +51,8 @@ struct LinearCurve {
 };
 
 /// (1 + cos(2 pi cycles p)) / 2: get_cosine_schedule_with_warmup, with min_factor
-/// get_cosine_with_min_lr_schedule_with_warmup. Those begin to rise again after T; this stays.
+/// get_cosine_with_min_lr_schedule_with_warmup. Hugging Face's curves rise again after T; this one
+/// stays where it is.
 struct CosineCurve {
   int64_t warmup_steps = 0;
   int64_t total_steps = 0;

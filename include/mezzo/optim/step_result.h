@@ -3,7 +3,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/verdict.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -37,15 +36,6 @@ struct StepOutcome {
     if (has_norm) outcome.grad_max_abs = numbers[3];
     if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
     return outcome;
-  }
-
-  /// Returns the outcome of a step that the CPU decides, where the numbers are there at once.
-  static StepOutcome of(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
-    const bool has_norm = verdict.sum_of_squares.defined();
-    return of({*scale.const_data_ptr<float>(), *verdict.found_inf.const_data_ptr<float>(),
-               has_norm ? *verdict.sum_of_squares.const_data_ptr<double>() : 0.0,
-               has_norm ? *verdict.max_abs.const_data_ptr<double>() : 0.0},
-              has_norm, was_unscaled);
   }
 };
 

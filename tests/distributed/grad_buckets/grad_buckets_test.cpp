@@ -279,6 +279,17 @@ TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAccumulates) {
   EXPECT_EQ(buckets.buckets().size(), 2U);
 }
 
+TEST(GradBuckets, RefusesToAddUpIn16BitsWhatAutogradAddsUpInFloat) {
+  const auto parameter = leaf({4}, torch::kBFloat16);
+  GradBuckets buckets({parameter});
+  parameter.set_grad_dtype(torch::kFloat);
+  EXPECT_ERROR(parameter.sum().backward(),
+               "gradients of parameter 0 (bfloat16 [4] on cpu) are added up in float32 by now");
+  buckets.rebuild_buckets();
+  for (int i = 0; i < 1000; ++i) parameter.sum().backward();
+  EXPECT_EQ(parameter.grad()[0].item<double>(), 1000);
+}
+
 TEST(GradBuckets, NamesAParameterThatWasCastSinceTheyWereMade) {
   const auto parameter = leaf({4});
   GradBuckets buckets({parameter});

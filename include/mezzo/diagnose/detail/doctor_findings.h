@@ -4,6 +4,8 @@
 
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/detail/value_range.h>
@@ -127,6 +129,33 @@ class JudgedTensors {
   std::vector<std::string> bad_, large_, lost_;
   double largest_ = 0, most_lost_ = 0;
 };
+
+/// Gradients of 16 bits to which `micro_batches` backward passes add. A sum of equal addends stops
+/// growing where an addend is half a step of the sum: in bfloat16 at 256 of them. Up to a 16th of
+/// that number each sum is rounded by at most a 16th of an addend.
+inline void add_accumulation(Diagnosis& diagnosis, const NamedTensors& parameters,
+                             std::int64_t micro_batches) {
+  if (micro_batches < 2) return;
+  std::vector<std::string> names;
+  std::int64_t bytes = 0, most = 0;
+  for (const auto& [name, parameter] : parameters) {
+    if (!is_low_precision(parameter) || parameter.grad_dtype() == at::kFloat) continue;
+    names.push_back(name);
+    bytes += static_cast<std::int64_t>(parameter.nbytes());
+    const std::int64_t own = parameter.scalar_type() == at::kHalf ? 2048 : 256;
+    most = most == 0 ? own : std::min(most, own);
+  }
+  if (names.empty()) return;
+  diagnosis.findings.push_back(
+      {.severity = micro_batches > most / 16 ? FindingSeverity::warning : FindingSeverity::note,
+       .topic = FindingTopic::accumulation,
+       .where = some_of(names),
+       .reason =
+           c10::str("gradients of ", micro_batches,
+                    " micro-batches are added up in 16 bits, which round each sum and stop at ",
+                    most, " equal ones; in float they take ", bytes_text(bytes), " more"),
+       .remedy = "mezzo::optim::AdamWOptions(lr).accumulate_in_float(true)"});
+}
 
 inline void add_weight_casts(Diagnosis& diagnosis, const std::vector<SeenWeight>& weights) {
   std::int64_t cast = 0, again = 0, bytes = 0;

@@ -91,6 +91,8 @@ class Doctor {
                 "; use torch::kHalf or torch::kBFloat16");
     TORCH_CHECK(!at::autocast::is_autocast_enabled(device.type()),
                 "diagnose: call it outside of Autocast regions, it opens its own");
+    TORCH_CHECK(options.micro_batches >= 1, "diagnose: micro_batches is ", options.micro_batches,
+                "; it should be at least 1");
     TORCH_CHECK(!case_.parameters.empty(),
                 "diagnose: the model has no parameters; register them and its modules, or diagnose "
                 "the model that trains");
@@ -131,6 +133,7 @@ class Doctor {
       inputs.add(c10::str("input ", i), case_.inputs[i], found_.dtype);
     }
     for (const JudgedTensors* judged : {&parameters, &buffers, &inputs}) judged->tell(found_);
+    add_accumulation(found_, case_.parameters, options_.micro_batches);
   }
 
   Outcome run(std::optional<at::ScalarType> low, bool half = false) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/grad_buckets.h>
@@ -33,8 +34,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- Layout: which parameter lies where
-// -----------------------------------------------------------
+// --- Layout: which parameter lies where ---------------------------------------------------------
 
 /// Each gradient begins at a multiple of so many bytes of its bucket.
 inline constexpr int64_t kSlotAlignment = 64;
@@ -96,8 +96,7 @@ inline at::ScalarType gradient_dtype(const at::Tensor& parameter) {
   return is_training_dtype(dtype) ? dtype : parameter.scalar_type();
 }
 
-// --- BucketedGradients
-// ----------------------------------------------------------------------------
+// --- BucketedGradients --------------------------------------------------------------------------
 
 /// A parameter and the place of its gradient.
 struct GradientSlot {
@@ -172,6 +171,7 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
  private:
   void check_parameters(const std::vector<at::Tensor>& parameters) const;
   void check_gradient(std::size_t number) const;
+  void check_dtype(std::size_t number) const;
   void append_buckets(const std::vector<std::size_t>& order);
   void place_slots(const GradBucket& bucket, const std::vector<int64_t>& offsets);
   void install_hooks();
@@ -400,6 +400,17 @@ inline void BucketedGradients::check_gradient(std::size_t number) const {
               "that made them) were made; cast and move the model first, then make them");
 }
 
+/// \throws c10::Error where backward adds up in float what the place would round to 16 bits
+inline void BucketedGradients::check_dtype(std::size_t number) const {
+  const GradientSlot& slot = slots_[number];
+  const at::Tensor& parameter = slot.parameter;
+  TORCH_CHECK(!is_low_precision(slot.place) || gradient_dtype(parameter) != at::kFloat,
+              "GradBuckets: gradients of ", parameter_words(number, parameter),
+              " are added up in float32 by now, and these GradBuckets (or the DataParallel that ",
+              "made them) have room for ", dtype_name(slot.place.scalar_type()),
+              "; make the optimizer with accumulate_in_float, or call set_grad_dtype, before them");
+}
+
 /// Brings one gradient to its place, whatever became of it.
 inline void BucketedGradients::settle(std::size_t number) {
   GradientSlot& slot = slots_[number];
@@ -492,6 +503,7 @@ inline void BucketedGradients::arrived(std::size_t number) {
     if (no_sync_ > 0) return;
     const c10::NoGradGuard no_grad;
     begin_pass();
+    check_dtype(number);
     const at::Tensor& gradient = slots_[number].gradient();
     const bool has_history = gradient.defined() && gradient.requires_grad();  // create_graph
     if (!has_history) settle(number);
@@ -582,8 +594,7 @@ inline std::shared_ptr<BucketedGradients> shared(const GradBuckets& buckets) noe
 
 }  // namespace detail
 
-// --- GradBuckets
-// ----------------------------------------------------------------------------------
+// --- GradBuckets --------------------------------------------------------------------------------
 
 inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
                                 const GradBucketsOptions& options) {

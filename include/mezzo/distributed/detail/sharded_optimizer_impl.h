@@ -24,7 +24,7 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     const Options& defaults, const ShardedOptimizerOptions& options)
     : Optimizer(groups, std::make_unique<Options>(defaults)),
       communicator_(std::move(communicator)),
-      buckets_(detail::start_groups_alike(param_groups_, communicator_),
+      buckets_(trained_parameters(),
                {.bucket_bytes = options.bucket_bytes, .parts = communicator_.size()}),
       weights_(detail::shared(buckets_), communicator_) {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
@@ -39,6 +39,19 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
   auto reduction = std::make_shared<detail::GradientReduction>(
       "ShardedOptimizer", *detail::shared(buckets_), communicator_, exchange_);
   buckets_.on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
+}
+
+/// Returns what is trained, alike on all ranks, with the dtype of gradients that the options ask
+/// for.
+template <class OptimizerType>
+std::vector<at::Tensor> ShardedOptimizer<OptimizerType>::trained_parameters() const {
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    if (!options_of(group).accumulate_in_float()) continue;
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      detail::accumulate_in_float(parameter);
+    }
+  }
+  return detail::start_groups_alike(param_groups_, communicator_);
 }
 
 template <class OptimizerType>

@@ -264,6 +264,7 @@ class OptimizerShell : public StepEngine {
       (void)group_numbers(group);
     }
     meet_parameters();
+    set_grad_dtypes();
   }
 
   explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {})
@@ -284,6 +285,7 @@ class OptimizerShell : public StepEngine {
       param_groups_.pop_back();
       throw;
     }
+    set_grad_dtypes();
   }
 
   /// All or nothing: the optimizer is then what the file says, without states that the file lacks.
@@ -337,6 +339,7 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     set_group_options(param_groups_[group], read_options(group), *defaults_);
   }
+  set_grad_dtypes();
   if (!applied) {
     TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
                " holds no number of steps; load the schedule's own file, or call "

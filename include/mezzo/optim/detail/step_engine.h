@@ -59,8 +59,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   GroupNumbers group_numbers(std::size_t group) const {
     return rule_->read_group(param_groups_, group, *defaults_);
   }
-  /// Refuses what would be trained twice, and sets the dtype of gradients.
+  /// Refuses what would be trained twice.
   MEZZO_INLINE void meet_parameters();
+  /// For groups that add up gradients in float. A step does it too, for the next one's gradients.
+  MEZZO_INLINE void set_grad_dtypes() const;
 
  private:
   using Row = StepPlan::Row;

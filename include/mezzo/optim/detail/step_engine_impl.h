@@ -31,12 +31,6 @@ namespace detail {
 
 // --- Parameters and options --------------------------------------------------------------------
 
-/// Lets gradients of 16-bit weights be added up in float.
-inline void accumulate_in_float(const at::Tensor& parameter) {
-  const bool is_low = parameter.requires_grad() && is_low_precision(parameter);
-  if (is_low && parameter.grad_dtype() != at::kFloat) parameter.set_grad_dtype(at::kFloat);
-}
-
 MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
                                     const UpdateRule& rule)
@@ -48,6 +42,9 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
     all.insert(all.end(), group.params().begin(), group.params().end());
   }
   refuse_duplicates(all, words());
+}
+
+MEZZO_INLINE void StepEngine::set_grad_dtypes() const {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     if (!group_numbers(group).extras.accumulate_in_float) continue;
     for (const at::Tensor& parameter : param_groups_[group].params()) {
@@ -197,6 +194,7 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
                                       std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
+  if (numbers.extras.accumulate_in_float) accumulate_in_float(parameter);
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
   ParamSlot* const slot =

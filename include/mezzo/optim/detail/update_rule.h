@@ -47,8 +47,8 @@ struct AtenVerdict {
   std::optional<at::Tensor> lr_factor;
 };
 
-/// An optimizer as StepEngine sees it: a name, numbers and loops. Five of them exist, one a header
-/// in mezzo/optim/, each made by update_rule() of what it says there.
+/// An optimizer as StepEngine sees it: a name, numbers and loops. There are five, one a header in
+/// mezzo/optim/; RuleOf (optimizer_shell.h) makes them from their traits.
 struct UpdateRule {
   const char* name;
 

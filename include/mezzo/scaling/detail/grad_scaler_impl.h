@@ -258,7 +258,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   fused.apply(std::move(plan), verdict, options);
   record.stage = detail::Stage::stepped;
   if (scale.is_cpu()) {
-    StepOutcome outcome = StepOutcome::of(scale, verdict.on(scale.device()), was_unscaled);
+    StepOutcome outcome = detail::outcome_on_cpu(scale, verdict.on(scale.device()), was_unscaled);
     if (outcome.found_inf) note_skip(record, outcome.scale);
     return StepResult(std::move(outcome));
   }

@@ -24,9 +24,9 @@ struct OptimizerRecord {
   at::Tensor found_inf{};
 };
 
-/// The records of one iteration. An optimizer is known by its address together with the first
-/// parameter of any of its groups, wherever that stands by now: groups and parameters may be
-/// rearranged, leave and join between two calls. (One rebuilt in place over some of the same
+/// The records of one iteration. An optimizer is known by its address together with the first or
+/// the last parameter of any of its groups, wherever that stands by now: groups and parameters may
+/// be rearranged, leave and join between two calls. (One rebuilt in place over some of the same
 /// parameters counts as the same.)
 class IterationRecords {
  public:
@@ -37,6 +37,7 @@ class IterationRecords {
     for (const auto& group : optimizer.param_groups()) {
       if (group.params().empty()) continue;
       entry.parameters.emplace_back(group.params().front().getIntrusivePtr());
+      entry.parameters.emplace_back(group.params().back().getIntrusivePtr());
     }
     return entry.record;
   }
@@ -76,7 +77,7 @@ class IterationRecords {
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Entry {
     const torch::optim::Optimizer* optimizer;
-    std::vector<WeakTensor> parameters{};  // the first of each group
+    std::vector<WeakTensor> parameters{};  // the first and the last of each group
     OptimizerRecord record{};
   };
 

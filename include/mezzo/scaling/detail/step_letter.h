@@ -30,6 +30,17 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// Returns the outcome of a step that the CPU decides, where the numbers are there at once.
+inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdict,
+                                  bool was_unscaled) {
+  const bool has_norm = verdict.sum_of_squares.defined();
+  return StepOutcome::of(
+      {*scale.const_data_ptr<float>(), *verdict.found_inf.const_data_ptr<float>(),
+       has_norm ? *verdict.sum_of_squares.const_data_ptr<double>() : 0.0,
+       has_norm ? *verdict.max_abs.const_data_ptr<double>() : 0.0},
+      has_norm, was_unscaled);
+}
+
 /// Four doubles about one step on their way to the host: scale, found_inf, sum of squares, largest
 /// magnitude. From a device they come as one copy into pinned memory with an event behind it, which
 /// says that it has arrived; `wait` waits for it.
