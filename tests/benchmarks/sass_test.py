@@ -165,7 +165,7 @@ class Names(unittest.TestCase):
         self.assertEqual((moments.title, moments.loaded, moments.stored), ("lamb moments float/half", 14, 8))
         parameter = self.kernel("float, PlainWeights<float>, Table", "lamb_parameter_kernel")
         self.assertEqual((parameter.title, parameter.loaded, parameter.stored), ("lamb parameter float", 12, 4))
-        large = self.kernel("c10::Half, mezzo::SummaryTable<900> ", "summary_kernel")
+        large = self.kernel("c10::Half, mezzo::LaunchTable<mezzo::SummaryRow, 900> ", "summary_kernel")
         self.assertEqual((large.title, large.loaded), ("summary half large table", 2))
 
 

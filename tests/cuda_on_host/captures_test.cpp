@@ -283,6 +283,15 @@ TEST_P(Captures, AStepIsSixLaunchesAndOneCopyToTheHost) {
   EXPECT_EQ(step.graph().launches(), 6);
 }
 
+TEST_P(Captures, TheTableOfManyParametersIsCopiedOnce) {
+  Training gpu(host_gpu::device(), kManyParameters);
+  gpu.iterate();
+  gpu.iterate();
+  const host_gpu::Counts before = host_gpu::counts();
+  gpu.iterate();
+  EXPECT_EQ(host_gpu::counts().copies_from_host - before.copies_from_host, 0);
+}
+
 TEST_P(Captures, AResultWaitsForItsLetterAndNotForTheDevice) {
   Training gpu(host_gpu::device());
   const c10::Stream other = host_gpu::new_stream();

@@ -18,7 +18,6 @@
 namespace {
 
 using mezzo::detail::SmallSummaryTable;
-using mezzo::detail::SummarySlice;
 
 /// How often each element was seen, in memory where element i is i.
 struct CountVisits {
@@ -97,31 +96,33 @@ TEST(SummaryTable, SendsEachBlockToItsPart) {
   SmallSummaryTable table(16);
   float first = 0;
   float second = 0;
-  table.push_back(&first, 33, 100);
-  table.push_back(&second, 16, 200);
+  table.push_back({&first, 33, 100});
+  table.push_back({&second, 16, 200});
   EXPECT_EQ(table.blocks(), 4);
-  const SummarySlice last_of_first = table.slice_of(2);
+  const auto last_of_first = table.slice_of(2);
   EXPECT_EQ(last_of_first.data, &first);
   EXPECT_EQ(last_of_first.begin, 32);
   EXPECT_EQ(last_of_first.end, 33);
-  EXPECT_EQ(last_of_first.partial, 102);
-  const SummarySlice of_second = table.slice_of(3);
+  EXPECT_EQ(last_of_first.first_partial, 100);
+  EXPECT_EQ(last_of_first.own_block, 2);
+  const auto of_second = table.slice_of(3);
   EXPECT_EQ(of_second.data, &second);
   EXPECT_EQ(of_second.begin, 0);
   EXPECT_EQ(of_second.end, 16);
-  EXPECT_EQ(of_second.partial, 200);
+  EXPECT_EQ(of_second.first_partial, 200);
+  EXPECT_EQ(of_second.own_block, 0);
 }
 
 TEST(SummaryTable, CountsBeyondTwoToTheThirtyOne) {
   constexpr int64_t kHuge = (int64_t{1} << 33) + 5;
   SmallSummaryTable table(16384);
   float data = 0;
-  table.push_back(&data, kHuge, 0);
-  table.push_back(&data, kHuge, SmallSummaryTable::blocks_of(kHuge, 16384));
-  const SummarySlice last = table.slice_of(table.blocks() - 1);
+  table.push_back({&data, kHuge, 0});
+  table.push_back({&data, kHuge, SmallSummaryTable::blocks_of(kHuge, 16384)});
+  const auto last = table.slice_of(table.blocks() - 1);
   EXPECT_EQ(last.begin, int64_t{1} << 33);
   EXPECT_EQ(last.end, kHuge);
-  EXPECT_EQ(last.partial, table.blocks() - 1);
+  EXPECT_EQ(last.first_partial + last.own_block, table.blocks() - 1);
 }
 
 TEST(SummaryTable, FullTablesFindEveryTensor) {
@@ -131,15 +132,16 @@ TEST(SummaryTable, FullTablesFindEveryTensor) {
   std::vector<float> memory(LargeSummaryTable::kCapacity);
   for (int i = 0; i < LargeSummaryTable::kCapacity; ++i) {
     EXPECT_FALSE(table.full());
-    table.push_back(&memory[static_cast<std::size_t>(i)], 1 + i % 20, i);
+    table.push_back({&memory[static_cast<std::size_t>(i)], 1 + i % 20, i});
   }
   EXPECT_TRUE(table.full());
   for (int i = 0; i < LargeSummaryTable::kCapacity; ++i) {
     for (int64_t own = 0; own * 8 < 1 + i % 20; ++own, ++expected_block) {
-      const SummarySlice slice = table.slice_of(expected_block);
+      const auto slice = table.slice_of(expected_block);
       EXPECT_EQ(slice.data, &memory[static_cast<std::size_t>(i)]);
       EXPECT_EQ(slice.begin, own * 8);
-      EXPECT_EQ(slice.partial, i + own);
+      EXPECT_EQ(slice.first_partial, i);
+      EXPECT_EQ(slice.own_block, own);
     }
   }
   EXPECT_EQ(expected_block, table.blocks());

@@ -31,7 +31,7 @@ StepRow row_of(std::vector<char>& memory, float* count, int group) {
 }
 
 TEST(StepTable, ItsBlocksCoverEveryElementOfEveryParameterOnce) {
-  constexpr int64_t kPerBlock = 16;
+  constexpr int kPerBlock = 16;
   Table table(kPerBlock);
   std::vector<std::vector<char>> memory;
   for (int i = 0; i < Table::kCapacity; ++i) {
@@ -80,7 +80,7 @@ TEST(StepTable, CountsElementsBeyondThirtyTwoBits) {
 }
 
 /// Rows of sizes 0 to 49 on as many pages as they take, each row with a group of its own every 70.
-std::vector<Table> pages_of(std::vector<std::vector<char>>& memory, int64_t per_block) {
+std::vector<Table> pages_of(std::vector<std::vector<char>>& memory, int per_block) {
   std::vector<Table> pages;
   for (std::size_t i = 0; i < memory.size(); ++i) {
     const int group = static_cast<int>(i / 70);
@@ -107,7 +107,7 @@ TEST(PagedTable, ItsBlocksCoverTheParametersOfAllPagesOnce) {
     for (int64_t i = slice.begin; i < slice.end; ++i) ++visits[i];
     const auto row = static_cast<std::size_t>(slice.row);
     ASSERT_EQ(slice.span.parameter, memory[row].data()) << "the pages are full, so rows count on";
-    EXPECT_EQ(table.group(slice.group).lr, static_cast<double>(slice.row / 70));
+    EXPECT_EQ(table.group_of(slice).lr, static_cast<double>(slice.row / 70));
     EXPECT_GE(block, table.first_block(slice.row));
     EXPECT_LT(block, table.end_block(slice.row));
     ++blocks_of_row[row];
@@ -128,7 +128,7 @@ TEST(PagedTable, OnePageIsTheTableItself) {
   EXPECT_EQ(table.blocks(), 3);
   EXPECT_EQ(table.rows(), 1);
   EXPECT_EQ(table.slice_of(2).begin, 32);
-  EXPECT_EQ(table.group(table.slice_of(2).group).lr, 0.5);
+  EXPECT_EQ(table.group_of(table.slice_of(2)).lr, 0.5);
   EXPECT_EQ(table.end_block(0), 3);
 }
 

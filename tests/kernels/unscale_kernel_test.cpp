@@ -355,7 +355,7 @@ TEST(MultiplyGradients, FindsAnInfThatRoundingToItsDtypeMakes) {
 
 // How the CUDA kernel cuts its tensors, walked on the host.
 TEST(GradientTable, ItsBlocksCoverEveryElementOfEveryTensorOnce) {
-  constexpr int64_t kPerBlock = 16;
+  constexpr int kPerBlock = 16;
   mezzo::detail::GradientTable table(kPerBlock);
   std::vector<std::vector<char>> tensors;
   for (int64_t i = 0; i < mezzo::detail::GradientTable::kCapacity; ++i) {
@@ -363,7 +363,7 @@ TEST(GradientTable, ItsBlocksCoverEveryElementOfEveryTensorOnce) {
   }
   for (auto& tensor : tensors) {
     ASSERT_FALSE(table.full());
-    table.push_back(tensor.data(), static_cast<int64_t>(tensor.size()));
+    table.push_back({tensor.data(), static_cast<int64_t>(tensor.size())});
   }
   EXPECT_TRUE(table.full());
   for (int64_t block = 0; block < table.blocks(); ++block) {

@@ -2,7 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/kernels/paged_table.h>
+#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/step_use.h>
 
 #include <c10/core/ScalarType.h>
@@ -50,17 +50,18 @@ struct StepInputs {
   }
 };
 
-/// What one block of a kernel works on.
-struct StepSlice {
+/// A StepRow as a launch takes it, whose dtypes, variant and storage its kernel knows.
+struct StepTableRow {
   StepSpan span;
   const float* count;
-  int group;
   int number;
-  bool copies_half;
-  int64_t begin;
-  int64_t end;
-  int row;  ///< of the table
+  int16_t group;        ///< of the table
+  int16_t copies_half;  ///< 0 or 1: a bool would leave a gap
+
+  C10_HOST_DEVICE int64_t elements() const { return span.count; }
 };
+
+using StepSlice = TableSlice<StepTableRow>;
 
 /// The numbers of a parameter group.
 template <class Constants>
@@ -70,87 +71,41 @@ struct StepGroup {
   uint64_t seed;
 };
 
-/// Parameters of one kernel launch, of one pair of dtypes, cut into blocks. It travels by value as
-/// the kernel's argument, so that nothing is copied to the device and a CUDA graph keeps its own;
-/// those of more parameters are the pages of a PagedTable.
+/// Parameters of one kernel launch, of one pair of dtypes, and the groups that they are of.
 template <class Constants, int kRows>
-class StepTable {
+class StepTable : public LaunchTable<StepTableRow, kRows> {
+  using Base = LaunchTable<StepTableRow, kRows>;
+
  public:
-  static constexpr int kCapacity = kRows;
   static constexpr int kGroups = 8;
 
-  explicit StepTable(int64_t elements_per_block) : elements_per_block_(elements_per_block) {}
-
-  bool empty() const { return rows_ == 0; }
-  int64_t blocks() const { return empty() ? 0 : end_block_[rows_ - 1]; }
+  using Base::Base;
 
   /// False if there is no room for the row and its group; it belongs to the next page.
   bool push_back(const StepRow& row, const StepGroup<Constants>& group) {
-    const bool is_new = rows_ == 0 || row.group != last_group_;
-    if (rows_ == kCapacity || (is_new && groups_ == kGroups)) return false;
+    const bool is_new = Base::empty() || row.group != last_group_;
+    if (Base::full() || (is_new && groups_ == kGroups)) return false;
     if (is_new) group_[groups_++] = group;
     last_group_ = row.group;
-    const int64_t own = (row.span.count + elements_per_block_ - 1) / elements_per_block_;
-    end_block_[rows_] = blocks() + own;
-    span_[rows_] = row.span;
-    count_[rows_] = row.count;
-    group_of_[rows_] = static_cast<int8_t>(groups_ - 1);
-    number_[rows_] = row.number;
-    copies_half_[rows_] = row.copies_half;
-    ++rows_;
+    Base::push_back(
+        {row.span, row.count, row.number, static_cast<int16_t>(groups_ - 1), row.copies_half});
     return true;
   }
 
-  void clear() { rows_ = groups_ = 0; }
-
-  /// Gives what is not used yet a value, so that equal tables have equal bytes.
-  void clear_rest() {
-    std::fill(span_ + rows_, span_ + kCapacity, StepSpan{});
-    std::fill(count_ + rows_, count_ + kCapacity, nullptr);
-    std::fill(end_block_ + rows_, end_block_ + kCapacity, blocks());
-    std::fill(number_ + rows_, number_ + kCapacity, 0);
-    std::fill(group_of_ + rows_, group_of_ + kCapacity, int8_t{0});
-    std::fill(copies_half_ + rows_, copies_half_ + kCapacity, false);
-    std::fill(group_ + groups_, group_ + kGroups, StepGroup<Constants>{});
+  void clear() {
+    Base::clear();
+    groups_ = 0;
   }
 
-  /// Makes the row and the group of page `page`'s slice those of a PagedTable.
-  C10_HOST_DEVICE static void renumber(int page, StepSlice& slice) {
-    slice.row += page * kCapacity;
-    slice.group += page * kGroups;
+  void clear_rest() {
+    Base::clear_rest();
+    std::fill(group_ + groups_, group_ + kGroups, StepGroup<Constants>{});
   }
 
   C10_HOST_DEVICE const StepGroup<Constants>& group(int index) const { return group_[index]; }
 
-  C10_HOST_DEVICE StepSlice slice_of(int64_t block) const {
-    const int row = item_of_block(end_block_, rows_, block);
-    const int64_t begin = (block - first_block(row)) * elements_per_block_;
-    const int64_t end = begin + elements_per_block_;
-    const int64_t count = span_[row].count;
-    return {span_[row],
-            count_[row],
-            group_of_[row],
-            number_[row],
-            copies_half_[row],
-            begin,
-            end < count ? end : count,
-            row};
-  }
-
-  C10_HOST_DEVICE int rows() const { return rows_; }
-  C10_HOST_DEVICE int64_t first_block(int row) const { return row == 0 ? 0 : end_block_[row - 1]; }
-  C10_HOST_DEVICE int64_t end_block(int row) const { return end_block_[row]; }
-
  private:
-  StepSpan span_[kCapacity];
-  const float* count_[kCapacity];
-  int64_t end_block_[kCapacity];  // one past the last block that works on this row
-  int number_[kCapacity];
-  int8_t group_of_[kCapacity];
-  bool copies_half_[kCapacity];
   StepGroup<Constants> group_[kGroups];
-  int64_t elements_per_block_;
-  int rows_ = 0;
   int groups_ = 0;
   int last_group_ = -1;
 };

@@ -18,8 +18,7 @@ inline constexpr int kFinishThreads = 1024;
 
 /// What one block reads: eight packs of 16 bytes a thread.
 template <class Element>
-inline constexpr int64_t kSummaryBlock =
-    int64_t{kSummaryThreads} * 16 * 8 / int64_t{sizeof(Element)};
+inline constexpr int kSummaryBlock = kSummaryThreads * 16 * 8 / int{sizeof(Element)};
 
 /// How many packs a thread reads at once.
 inline constexpr int kPacksAtOnce = 4;
@@ -159,12 +158,12 @@ template <class Element, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
     summary_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, GradientPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
-  const SummarySlice slice = table.slice_of(blockIdx.x);
+  const auto slice = table.slice_of(blockIdx.x);
   const auto* const data = static_cast<const Stored*>(slice.data) + slice.begin;
   SummaryShare<Element> share;
   visit_share(data, slice.end - slice.begin, static_cast<int>(threadIdx.x), kSummaryThreads, share);
   const GradientPartial merged = merge_block<GradientPartial, kSummaryThreads>(share.partial());
-  if (threadIdx.x == 0) partials[slice.partial] = merged;
+  if (threadIdx.x == 0) partials[slice.first_partial + slice.own_block] = merged;
 }
 
 /// Where the finished numbers go.

@@ -49,9 +49,9 @@ static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* i
     if (!is_ours || tensor.numel() == 0) continue;
     if (table.full()) launch();
     // Asked for writing, a copy-on-write tensor gets memory of its own; a check leaves it shared.
-    table.push_back(inv_scale != nullptr ? tensor.mutable_data_ptr()
-                                         : const_cast<void*>(tensor.const_data_ptr()),
-                    tensor.numel());
+    table.push_back({inv_scale != nullptr ? tensor.mutable_data_ptr()
+                                          : const_cast<void*>(tensor.const_data_ptr()),
+                     tensor.numel()});
   }
   if (!table.empty()) launch();
 }
@@ -91,7 +91,7 @@ static std::vector<Table> tables_of(const std::vector<at::Tensor>& tensors,
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!is_of<Element>(tensors[i]) || tensors[i].numel() == 0) continue;
     if (pages.empty() || pages.back().full()) pages.emplace_back(kSummaryBlock<Element>);
-    pages.back().push_back(tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i]);
+    pages.back().push_back({tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i]});
   }
   return pages;
 }

@@ -18,7 +18,7 @@ inline constexpr int kStepThreads = 256;
 /// Blocks that a multiprocessor is to hold, which is enough: without the number nvcc keeps threads
 /// to fewer registers, for more blocks, and puts into memory what they have no room for.
 inline constexpr int kStepBlocks = 2;
-inline constexpr int64_t kStepBlock = int64_t{kStepThreads} * 32;
+inline constexpr int kStepBlock = kStepThreads * 32;
 
 /// Elements that a thread reads of each stream at once: 16 bytes of a parameter of 16 bits or 32.
 template <class Stored>
@@ -204,8 +204,8 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
 template <class Table>
 __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
                                 const StepInputs& inputs) {
-  const auto& group = table.group(slice.group);
-  StepUse use{.copies_half = slice.copies_half,
+  const auto& group = table.group_of(slice);
+  StepUse use{.copies_half = slice.copies_half != 0,
               .seed = group.seed,
               .step = slice.count == nullptr ? 1 : static_cast<uint64_t>(*slice.count) + 1,
               .parameter = static_cast<uint64_t>(slice.number)};
@@ -219,7 +219,7 @@ __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
 template <class Table>
 __device__ auto coefficients_of_slice(const Table& table, const StepSlice& slice,
                                       const StepInputs& inputs, const StepUse& use) {
-  const auto& group = table.group(slice.group);
+  const auto& group = table.group_of(slice);
   return group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
 }
 

@@ -20,8 +20,7 @@ inline constexpr int kUnscaleThreads = 512;
 
 /// What one block walks: eight packs of 16 bytes a thread.
 template <class Element>
-inline constexpr int64_t kElementsPerBlock =
-    int64_t{kUnscaleThreads} * 16 * 8 / int64_t{sizeof(Element)};
+inline constexpr int kElementsPerBlock = kUnscaleThreads * 16 * 8 / int{sizeof(Element)};
 
 /// Calls `visit(Stored&)` on [begin, end) of `data`, shared among the block's threads, in packs
 /// where alignment allows. With kWrites what `visit` leaves is written back.
@@ -81,7 +80,7 @@ template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kUnscaleThreads)
     unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {
   using Format = FloatFormat<Element>;
-  const GradientSlice slice = table.slice_of(blockIdx.x);
+  const auto slice = table.slice_of(blockIdx.x);
   auto* const data = static_cast<typename Format::Stored*>(slice.data);
   const float factor = inv_scale == nullptr ? 1.0F : *inv_scale;
   if (factor == 1.0F) {  // nothing to write

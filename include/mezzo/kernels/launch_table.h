@@ -4,6 +4,7 @@
 
 #include <c10/macros/Macros.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -13,7 +14,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Whose block it is, where item i has those below `end_block[i]` that no item before it has. Items
+/// Index of the first item with `block` < end_block[i]: the item that the block works on. Items
 /// without blocks are passed over. At least one item, and `block` below the last one's end.
 C10_HOST_DEVICE inline int item_of_block(const int64_t* end_block, int items, int64_t block) {
   int item = 0;  // the first whose end lies beyond the block
@@ -28,10 +29,74 @@ C10_HOST_DEVICE inline int item_of_block(const int64_t* end_block, int items, in
   return item;
 }
 
+/// What one block of a kernel works on: elements [begin, end) of a row.
+template <class Row>
+struct TableSlice : Row {
+  int64_t begin;
+  int64_t end;
+  int64_t own_block;  ///< which of the row's blocks
+  int row;            ///< of the table
+};
+
+/// The rows of one kernel launch, each a tensor or a parameter with what belongs to it, cut into
+/// blocks. A Row has `elements()`. The table travels by value as the kernel's argument, so that
+/// nothing is copied to the device and a CUDA graph keeps its own; tables of more rows are the
+/// pages of a PagedTable.
+template <class Row, int kRows>
+class LaunchTable {
+ public:
+  static constexpr int kCapacity = kRows;
+  using Slice = TableSlice<Row>;
+  static_assert(std::has_unique_object_representations_v<Row>, "equal rows have equal bytes");
+
+  explicit LaunchTable(int elements_per_block) : elements_per_block_(elements_per_block) {}
+
+  bool empty() const { return rows_ == 0; }
+  bool full() const { return rows_ == kCapacity; }
+  void clear() { rows_ = 0; }
+  int64_t blocks() const { return empty() ? 0 : end_block_[rows_ - 1]; }
+
+  static int64_t blocks_of(int64_t elements, int64_t elements_per_block) {
+    return (elements + elements_per_block - 1) / elements_per_block;
+  }
+
+  /// Not when full.
+  void push_back(const Row& row) {
+    end_block_[rows_] = blocks() + blocks_of(row.elements(), elements_per_block_);
+    row_[rows_] = row;
+    ++rows_;
+  }
+
+  /// Gives what is not used yet a value, so that equal tables have equal bytes.
+  void clear_rest() {
+    std::fill(row_ + rows_, row_ + kCapacity, Row{});
+    std::fill(end_block_ + rows_, end_block_ + kCapacity, blocks());
+  }
+
+  C10_HOST_DEVICE Slice slice_of(int64_t block) const {
+    const int row = item_of_block(end_block_, rows_, block);
+    const int64_t own_block = block - first_block(row);
+    const int64_t begin = own_block * elements_per_block_;
+    const int64_t end = begin + elements_per_block_;
+    const int64_t elements = row_[row].elements();
+    return {row_[row], begin, end < elements ? end : elements, own_block, row};
+  }
+
+  C10_HOST_DEVICE int rows() const { return rows_; }
+  C10_HOST_DEVICE int64_t first_block(int row) const { return row == 0 ? 0 : end_block_[row - 1]; }
+  C10_HOST_DEVICE int64_t end_block(int row) const { return end_block_[row]; }
+
+ private:
+  Row row_[kCapacity];
+  int64_t end_block_[kCapacity];  // one past the last block that works on this row
+  int elements_per_block_;        // beside the other int: a gap would make equal tables differ
+  int rows_ = 0;
+};
+
 /// What a kernel takes in a table's place, by value: the table itself, or, for more rows than one
 /// holds, where in the device's memory there are several, its pages. One launch for either.
 ///
-/// Numbers of rows and groups in a page's slices are made those of all pages (`renumber`).
+/// A slice's row is numbered among those of all pages.
 template <class Table>
 class PagedTable {
  public:
@@ -46,8 +111,8 @@ class PagedTable {
     for (const Table& page : pages) blocks_ += page.blocks();
   }
 
-  /// The pages, and after them where the blocks of each end. Equal pages may differ in padding, and
-  /// are then copied once more.
+  /// The pages, and after them where the blocks of each end. Equal pages have equal bytes, but for
+  /// gaps in the constants of their groups: where these differ, the pages are copied once more.
   static std::vector<std::byte> bytes_of(std::vector<Table>& pages) {
     static_assert(std::is_trivially_copyable_v<Table> && sizeof(Table) % alignof(int64_t) == 0);
     std::vector<std::byte> bytes(pages.size() * (sizeof(Table) + sizeof(int64_t)));
@@ -68,12 +133,13 @@ class PagedTable {
     if (pages_ == nullptr) return only_.slice_of(block);
     const int page = item_of_block(end_block_, page_count_, block);
     auto slice = pages_[page].slice_of(block - first_block_of(page));
-    Table::renumber(page, slice);
+    slice.row += page * Table::kCapacity;
     return slice;
   }
 
-  C10_HOST_DEVICE const auto& group(int number) const {
-    return page_at(number / Table::kGroups).group(number % Table::kGroups);
+  template <class Slice>
+  C10_HOST_DEVICE const auto& group_of(const Slice& slice) const {
+    return page_at(slice.row / Table::kCapacity).group(slice.group);
   }
 
   /// Of all pages, in which some rows at the end may be none.
