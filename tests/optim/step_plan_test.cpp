@@ -126,7 +126,7 @@ double accumulated(const torch::Tensor& weight) {
 }
 
 TEST(StepPlan, AddsUpGradientsInFloatThoughTheModelIsCastLater) {
-  const torch::nn::Linear layer(2, 2);
+  torch::nn::Linear layer(2, 2);
   SGD optimizer(layer->parameters(), SGDOptions(1.0).accumulate_in_float(true));
   layer->to(torch::kBFloat16);
   EXPECT_EQ(accumulated(layer->bias), 1000);

@@ -6,7 +6,6 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/ema.h>
 
@@ -99,7 +98,9 @@ struct AveragedTogether {
                     /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
                     /*is_first_step=*/false, /*grad_scale=*/{},
                     found_inf.to(averages.front().device()).ne(0).to(at::kFloat));
-    for (const at::Tensor& average : averages) bump_version(average);
+    for (const at::Tensor& average : averages) {  // which that does not do
+      if (!average.is_inference()) average.unsafeGetTensorImpl()->bump_version();
+    }
   }
 };
 
