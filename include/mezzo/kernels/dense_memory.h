@@ -37,8 +37,9 @@ inline bool is_dense_memory(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && is_plain(tensor);
 }
 
-/// Whether the elements of both lie in the same order.
+/// Whether the elements of both, which have one shape, lie in the same order.
 inline bool same_layout(const at::Tensor& left, const at::Tensor& right) {
+  if (left.is_contiguous() && right.is_contiguous()) return true;
   if (left.strides().equals(right.strides())) return true;
   for (int64_t dimension = 0; dimension < left.dim(); ++dimension) {
     const bool matters = left.size(dimension) > 1;
