@@ -146,6 +146,23 @@ macro(mezzo_add_compile_only_libtorch)
     CUDA::cudart)
 endmacro()
 
+# Links libstdc++ before libtorch wherever mezzo::libtorch is linked. The libtorch.so of CUDA wheels exports std::filesystem's
+# functions of the GCC that it was built with, over weak symbols that an older libstdc++ lacks. A program that found
+# them before libstdc++'s own would jump to address 0: in std::filesystem::remove_all, on Debian 12.
+function(mezzo_link_libstdcxx_first)
+  include(CheckCXXSourceCompiles)
+  check_cxx_source_compiles("#include <version>
+#ifndef __GLIBCXX__
+#error
+#endif
+int main() {}" MEZZO_USES_LIBSTDCXX)
+  if(MEZZO_USES_LIBSTDCXX)
+    # An option, since options come before all libraries, also before a ${TORCH_LIBRARIES} of the program's own.
+    string(REPLACE "," "$<COMMA>" option "-Wl,--push-state,--no-as-needed,-lstdc++,--pop-state")
+    target_link_options(mezzo::libtorch INTERFACE "$<HOST_LINK:${option}>")
+  endif()
+endfunction()
+
 if(NOT TARGET mezzo::libtorch)
   mezzo_locate_torch()
   find_package(CUDAToolkit QUIET)
@@ -187,6 +204,7 @@ if(NOT TARGET mezzo::libtorch)
     target_link_libraries(mezzo::libtorch INTERFACE ${TORCH_LIBRARIES})
   endif()
 
+  mezzo_link_libstdcxx_first()
   set_target_properties(mezzo::libtorch PROPERTIES MEZZO_CUDA_WHY_NOT "${MEZZO_TORCH_CUDA_WHY_NOT}")
   # libtorch was compiled by a g++ that spells the symbol of Tensor::const_data_ptr<T> as Clang did before 18.
   target_compile_options(mezzo::libtorch INTERFACE

@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -313,6 +314,20 @@ at::Tensor averages_of(const mezzo::Ema& ema) {
 void expect_same(const mezzo::Ema& gpu, const mezzo::Ema& cpu) {
   EXPECT_TRUE(at::allclose(averages_of(gpu), averages_of(cpu), 1e-6, 1e-7));
   EXPECT_EQ(gpu.updates(), cpu.updates());
+}
+
+TEST_P(Captures, SkipsInARowAreCountedThoughTheHostKnowsOfThemLate) {
+  Training of_gpu(host_gpu::device());
+  std::vector<int64_t> rows;
+  of_gpu.scaler().on_skip(
+      [&](const mezzo::SkippedStep& skip) { rows.push_back(skip.times_in_a_row); });
+  for (const float gradient : {kInfinity, kInfinity, 1.0F, kInfinity, kInfinity, kInfinity, 1.0F}) {
+    of_gpu.input.fill_(gradient);
+    of_gpu.iterate();
+  }
+  host_gpu::run_all();
+  of_gpu.iterate();
+  EXPECT_EQ(rows, (std::vector<int64_t>{1, 2, 1, 2, 3}));
 }
 
 TEST_P(Captures, AnAverageFollowsTheDevicesDecisionWithoutAWait) {

@@ -9,6 +9,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -222,6 +226,58 @@ TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
   scaler.update(2.0);
   EXPECT_EQ(lines_of(1, kInfinity), 1) << "2 to 1";
   EXPECT_EQ(lines_of(1, kInfinity), 1) << "at the floor again";
+}
+
+// What a loss that is NaN for good wrote, down to a scale of 5.7e-14.
+TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
+  GradScaler scaler;
+  (void)scaler.scale(torch::zeros({}));
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  const auto lines_of = [&](int steps, float gradient) {
+    testing::internal::CaptureStderr();
+    for (int i = 0; i < steps; ++i) {
+      set_gradient(x, {gradient});
+      scaler.step(optimizer);
+      scaler.update();
+    }
+    std::istringstream text(testing::internal::GetCapturedStderr());
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(text, line);) lines.push_back(line);
+    return lines;
+  };
+  const auto first = lines_of(60, std::numeric_limits<float>::quiet_NaN());
+  ASSERT_EQ(first.size(), 11U);
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(first[static_cast<std::size_t>(i)],
+              "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to " +
+                  mezzo::detail::python_float(std::ldexp(1.0, 15 - i)));
+  }
+  EXPECT_EQ(first[10],
+            "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32.0 (step 11 "
+            "in a row that was skipped; of further ones every 1000th is told): no loss scale cures "
+            "an inf or NaN in the data, the loss or the weights; mezzo::DivergenceWatch "
+            "(mezzo/diagnose.h) tells which it is");
+  scaler.update(65536.0);
+  EXPECT_EQ(lines_of(10, kInfinity).size(), 10U) << "update(new_scale) ends the row";
+  EXPECT_EQ(lines_of(1, 1).size(), 0U);
+  EXPECT_EQ(lines_of(10, kInfinity).size(), 10U) << "and so does a step that ran";
+  EXPECT_EQ(lines_of(1, kInfinity).size(), 1U);
+  EXPECT_EQ(lines_of(1, kInfinity).size(), 0U);
+}
+
+TEST(GradScaler, TellsACallbackHowManySkipsWereInARow) {
+  std::vector<int64_t> times;
+  auto scaler = quiet_scaler(GradScalerOptions().min_scale(32768));
+  scaler.on_skip([&](const mezzo::SkippedStep& skip) { times.push_back(skip.times_in_a_row); });
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  for (const float gradient : {kInfinity, kInfinity, kInfinity, 1.0F, kInfinity}) {
+    set_gradient(x, {gradient});
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(times, (std::vector<int64_t>{1, 2, 3, 1}));
 }
 
 TEST(SkippedStep, PrintsScalesAsPythonDoes) {

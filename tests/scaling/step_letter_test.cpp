@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -68,8 +69,10 @@ TEST(LetterPool, UsesOneThatWasReadAgainAndOldResultsKeepTheirAnswer) {
 TEST(PendingLines, AreToldInOrderOnceTheyAreKnown) {
   PendingLines lines;
   std::vector<std::pair<float, float>> told;
+  std::vector<std::size_t> rows_ended;  // after how many that were told
   const auto poll = [&] {
-    lines.poll([&](float scale, float next) { told.emplace_back(scale, next); });
+    lines.poll([&](float scale, float next) { told.emplace_back(scale, next); },
+               [&] { rows_ended.push_back(told.size()); });
   };
   std::vector<std::shared_ptr<StepLetter>> letters;
   for (int i = 0; i < 3; ++i) {
@@ -91,8 +94,26 @@ TEST(PendingLines, AreToldInOrderOnceTheyAreKnown) {
   poll();
   const std::vector<std::pair<float, float>> expected{{8.0F, 4.0F}, {4.0F, 2.0F}};
   EXPECT_EQ(told, expected);
+  EXPECT_EQ(rows_ended, std::vector<std::size_t>{1}) << "the second did not skip";
+  EXPECT_TRUE(lines.empty());
   poll();
   EXPECT_EQ(told, expected);
+}
+
+TEST(PendingLines, TellOfAnIterationOnceThoughSeveralOptimizersSkipped) {
+  PendingLines lines;
+  std::vector<std::shared_ptr<StepLetter>> letters;
+  for (const bool found_inf : {false, true, true}) {
+    letters.push_back(std::make_shared<StepLetter>(torch::kCPU));
+    answer(*letters.back(), 8.0F, 1.0, found_inf);
+  }
+  letters.back()->send_next_scale(torch::full({}, 4.0F));
+  lines.add(letters);
+  int told = 0;
+  int rows_ended = 0;
+  lines.poll([&](float, float) { ++told; }, [&] { ++rows_ended; });
+  EXPECT_EQ(told, 1);
+  EXPECT_EQ(rows_ended, 0);
 }
 
 }  // namespace

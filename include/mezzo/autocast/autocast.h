@@ -37,7 +37,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// `backward()` after the scope.
 ///
 /// The region acts on ops whose tensors are on `Device`; for CPU and CUDA at once open both. It
-/// asks nothing of the hardware: see `recommended` for what is fast on this machine.
+/// warns once a process where `Device` is CUDA and there is none, as Python does, and where the CPU
+/// has no instructions for half. See `recommended` for what is fast on this machine.
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device)>
 class Autocast {
   static_assert(

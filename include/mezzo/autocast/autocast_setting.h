@@ -128,7 +128,8 @@ struct AutocastSetting {
   /// What the lowered ops compute in: half or bfloat16. None: default_autocast_dtype(device), also
   /// inside a region of another dtype (an inner `torch.autocast` in Python inherits that).
   ///
-  /// Half on the CPU wants a processor with instructions for it. oneDNN refuses torch::nn::LSTM in
+  /// Half on the CPU wants a processor with instructions for it, and a region warns once where they
+  /// are missing. oneDNN refuses torch::nn::LSTM in
   /// half without them ("could not create a primitive descriptor for the LSTM"), in Python too; the
   /// policy `OpPolicy().deny("aten::mkldnn_rnn_layer")` runs LSTMs in float32.
   std::optional<at::ScalarType> dtype = std::nullopt;

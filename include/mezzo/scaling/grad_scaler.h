@@ -194,8 +194,9 @@ class GradScaler {
   const LossScale& rule() const noexcept { return rule_; }
 
   /// `callback` hears of every iteration with a skipped step, at its `update` or, where a device
-  /// decides, at one of the next, in place of the line on std::cerr (of a scale that sits at its
-  /// floor once, and then of every 1000th step). A null callback silences it.
+  /// decides, at one of the next, in place of the line on std::cerr. That is written for the
+  /// first eleven skips in a row and then for every 1000th, and likewise of a scale that sits at
+  /// its floor once, and then for every 1000th. A null callback silences it.
   void on_skip(SkipCallback callback) { on_skip_ = std::move(callback); }
 
   /// The whole state under torch's keys (scale, growth_factor, backoff_factor, growth_interval,
@@ -247,6 +248,7 @@ class GradScaler {
   int64_t loss_id_;
   SkipCallback on_skip_;
   int64_t times_at_floor_ = 0;
+  int64_t times_in_a_row_ = 0;
   std::optional<float> skipped_scale_;  // set by a skipped step until `update` has told it
 
   detail::DeviceScale scale_;  // undefined until the first `scale`; then on its device

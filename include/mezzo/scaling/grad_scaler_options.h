@@ -64,6 +64,10 @@ struct SkippedStep {
   /// How many skipped iterations in a row, this one included, found the scale at `min_scale`, where
   /// it stays. Then it is not the scale: look for an inf or NaN in the data, loss or weights.
   int64_t times_at_floor = 0;
+  /// How many iterations in a row skipped a step, this one included; an iteration without a skip
+  /// ends the row. A scale that starts too high makes about ten. Beyond them look for an inf or
+  /// NaN.
+  int64_t times_in_a_row = 1;
 
   /// One line: "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
   /// (Apex's words), or "... keeping loss scale at 128.0" where the scale did not move.

@@ -101,6 +101,33 @@ inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
   return capability;
 }
 
+/// What a region of half on `cpu` is warned of; empty where the CPU computes half natively, or
+/// where nobody knows.
+inline std::string half_warning(const CpuFeatures& cpu) {
+  if (!cpu.known || cpu.fp16()) return {};
+  return "autocast on the CPU in float16: " + lack_of_instructions(cpu, "float16") +
+         ", so that float16 is " + cost_of_emulation(cpu, at::ScalarType::Half) +
+         "; mezzo::recommended(torch::kCPU) is the setting that this machine runs natively";
+}
+
+/// Warns once a process of an enabled region that this machine has no device for, and of one that
+/// it only emulates. Asks for the number of CUDA devices, which libtorch remembers, or, once,
+/// CPUID.
+inline void warn_of_hardware(c10::DeviceType device, at::ScalarType dtype) {
+  if (device == c10::DeviceType::CUDA && !torch::cuda::is_available()) {
+    TORCH_WARN_ONCE(
+        "User provided device_type of 'cuda', but CUDA is not available. In C++: this region "
+        "leaves tensors on the CPU in their dtype; enter the setting of the device that the model "
+        "is on, mezzo::AutocastGuard autocast(mezzo::recommended(device))");
+  }
+  if (device == c10::DeviceType::CPU && dtype == at::ScalarType::Half) {
+    static const std::string warning = half_warning(cpu_features());
+    if (!warning.empty()) {
+      TORCH_WARN_ONCE(warning);
+    }
+  }
+}
+
 inline constexpr const char* kAutocastVariable = "MEZZO_AUTOCAST";
 
 /// The dtype that the user named, with a word of warning where this CPU only emulates it.

@@ -51,6 +51,7 @@ inline RegionState checked_region(const AutocastSetting& setting, c10::DeviceTyp
               dtype, "; use Half or BFloat16, or a disabled region for full precision");
   PolicyScope::check_installed(device, setting.policy);
   CacheScope::check_installed(setting.cache);
+  if (setting.enabled) warn_of_hardware(device, dtype);
   return {device, dtype, setting.enabled, setting.cache, setting.policy};
 }
 

@@ -86,15 +86,25 @@ inline void show_at_masters(optim::FusedOptimizer* fused, const StepPlan& plan) 
   }
 }
 
-/// To std::cerr: of a scale that cannot fall further once, and then rarely.
+/// Writes the line about a skip to std::cerr: of the first ten in a row each, of the eleventh with
+/// what to look for, and then rarely; of a scale that cannot fall further once, and then rarely.
 inline void tell_of_skip(const SkippedStep& skipped) {
   constexpr int64_t kRarely = 1000;
-  if (skipped.times_at_floor > 1 && skipped.times_at_floor % kRarely != 0) return;
+  constexpr int64_t kAsAStart = 10;  // a scale that starts too high makes that many
+  const bool is_at_floor = skipped.times_at_floor > 0;
+  const int64_t times = is_at_floor ? skipped.times_at_floor : skipped.times_in_a_row;
+  const int64_t each = is_at_floor ? 1 : kAsAStart + 1;
+  if (times > each && times % kRarely != 0) return;
   std::string line = skipped.message();
-  if (skipped.times_at_floor > 0) {
-    line += ", below which it does not fall (step " + std::to_string(skipped.times_at_floor) +
+  if (is_at_floor) {
+    line += ", below which it does not fall (step " + std::to_string(times) +
             " in a row that was skipped there; of further ones every " + std::to_string(kRarely) +
             "th is told): look for an inf or NaN in the data, the loss or the weights";
+  } else if (times > kAsAStart) {
+    line += " (step " + std::to_string(times) +
+            " in a row that was skipped; of further ones every " + std::to_string(kRarely) +
+            "th is told): no loss scale cures an inf or NaN in the data, the loss or the weights; "
+            "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is";
   }
   std::cerr << line + "\n";
 }
@@ -417,20 +427,25 @@ MEZZO_INLINE void GradScaler::finish_iteration() {
   const auto tell = [&](float scale, float next_scale) {
     const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();
     times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
+    ++times_in_a_row_;
     if (!callback) return;
     callback({.loss_id = loss_id_,
               .scale = scale,
               .next_scale = next_scale,
-              .times_at_floor = times_at_floor_});
+              .times_at_floor = times_at_floor_,
+              .times_in_a_row = times_in_a_row_});
   };
+  const auto end_row = [&] { times_at_floor_ = times_in_a_row_ = 0; };
   if (skipped_scale_) {
     const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
     if (callback) tell(overflowed, scale_.original().item<float>());
   } else if (!letters.empty() && callback) {
     letters.back()->send_next_scale(scale_.original());
     pending_lines_.add(letters);
+  } else if (pending_lines_.empty()) {
+    end_row();
   }
-  pending_lines_.poll(tell);
+  pending_lines_.poll(tell, end_row);
 }
 
 MEZZO_INLINE void GradScaler::require_scale(const char* call) const {

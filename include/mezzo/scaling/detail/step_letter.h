@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -249,18 +250,21 @@ class PendingLines {
     iterations_.push_back(std::move(letters));
   }
 
-  /// Calls `tell(scale, next scale)` for each skip that is known by now, in order. Never waits.
-  template <class Tell>
-  void poll(const Tell& tell) {
+  bool empty() const noexcept { return iterations_.empty(); }
+
+  /// For each iteration that is known by now, in order: calls `tell(scale, next scale)` where it
+  /// skipped a step, and `end_row()` where it did not. Never waits.
+  template <class Tell, class EndRow>
+  void poll(const Tell& tell, const EndRow& end_row) {
     while (!iterations_.empty() && iterations_.front().back()->is_next_scale_there()) {
       const std::vector<std::shared_ptr<StepLetter>> letters = std::move(iterations_.front());
       iterations_.pop_front();
+      std::optional<float> skipped_scale;  // one line an iteration
       for (const auto& letter : letters) {
         const StepOutcome outcome = letter->outcome();
-        if (!outcome.found_inf) continue;
-        tell(outcome.scale, letters.back()->next_scale());
-        break;  // one line an iteration
+        if (outcome.found_inf && !skipped_scale) skipped_scale = outcome.scale;
       }
+      skipped_scale ? tell(*skipped_scale, letters.back()->next_scale()) : end_row();
     }
   }
 

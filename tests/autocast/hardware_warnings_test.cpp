@@ -1,0 +1,107 @@
+// What regions say that this machine has no device for, or no instructions.
+
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../support/warnings.h"
+
+namespace {
+
+using mezzo::Autocast;
+using mezzo::AutocastGuard;
+using mezzo::AutocastSetting;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+/// As in a process that has not warned yet.
+std::vector<std::string> first_warnings(const std::function<void()>& work) {
+  const c10::WarningUtils::WarnAlways always;
+  const test_support::Warnings warnings;
+  work();
+  return warnings.texts;
+}
+
+const AutocastSetting kOnCuda{.device = torch::kCUDA};
+
+TEST(HardwareWarnings, TellWhereThereIsNoCudaInPythonsWordsWhatToEnter) {
+  if (torch::cuda::is_available()) GTEST_SKIP() << "there is CUDA";
+  const std::vector<std::pair<const char*, std::function<void()>>> forms{
+      {"Autocast", [] { const Autocast<torch::kCUDA> region; }},
+      {"bfloat16", [] { const Autocast<torch::kCUDA, torch::kBFloat16> region; }},
+      {"AutocastGuard", [] { const AutocastGuard region(kOnCuda); }},
+      {"AutocastModule", [] { mezzo::AutocastModule net(torch::nn::Linear(1, 1), kOnCuda); }},
+      {"now", [] { mezzo::autocast(kOnCuda, [] {}); }},
+      {"callable", [] { (void)mezzo::autocast([] {}, kOnCuda); }},
+      {"callable of a type", [] { (void)mezzo::autocast<torch::kCUDA>([] {}); }},
+  };
+  for (const auto& [name, enter] : forms) {
+    EXPECT_THAT(
+        first_warnings(enter),
+        ElementsAre(AllOf(HasSubstr("User provided device_type of 'cuda', but CUDA is not "
+                                    "available."),
+                          HasSubstr("mezzo::AutocastGuard autocast(mezzo::recommended(device))"))))
+        << name;
+  }
+}
+
+TEST(HardwareWarnings, AreGivenOnceAProcess) {
+  const auto enter = [] {
+    const Autocast<torch::kCUDA> cuda;
+    const Autocast<torch::kCPU, torch::kHalf> half;
+  };
+  {
+    const test_support::Warnings first;
+    enter();
+  }
+  const test_support::Warnings warnings;
+  enter();
+  EXPECT_THAT(warnings.texts, IsEmpty());
+}
+
+TEST(HardwareWarnings, AreNotGivenForWhatLowersNothingOrIsNative) {
+  EXPECT_THAT(first_warnings([] {
+                const Autocast<torch::kCPU> bfloat16;
+                const Autocast<torch::kCUDA> off({.enabled = false});
+                const Autocast<torch::kCPU, torch::kHalf> half_off({.enabled = false});
+                const AutocastGuard cpu(mezzo::recommended(torch::kCPU));
+                const AutocastGuard cuda(mezzo::recommended(torch::kCUDA));
+              }),
+              IsEmpty());
+}
+
+TEST(HardwareWarnings, TellOfHalfWhereTheCpuEmulatesIt) {
+  const std::string warning = mezzo::detail::half_warning(mezzo::detail::cpu_features());
+  const auto heard = first_warnings([] { const Autocast<torch::kCPU, torch::kHalf> region; });
+  if (warning.empty()) {
+    EXPECT_THAT(heard, IsEmpty());
+  } else {
+    EXPECT_THAT(heard, ElementsAre(warning));
+  }
+}
+
+TEST(HardwareWarnings, NameWhatHalfCostsOnACpuWithoutItsInstructions) {
+  using mezzo::detail::half_warning;
+  EXPECT_THAT(half_warning({.known = true, .avx512 = true, .avx512_bf16 = true}),
+              AllOf(HasSubstr("this CPU has no float16 instructions"),
+                    HasSubstr("more than 10 times slower than float32"),
+                    HasSubstr("mezzo::recommended(torch::kCPU)")));
+  EXPECT_THAT(half_warning({.known = true, .capped_by = "ONEDNN_MAX_CPU_ISA=AVX2"}),
+              HasSubstr("ONEDNN_MAX_CPU_ISA=AVX2 keeps libtorch from float16 instructions"));
+  EXPECT_EQ(half_warning({.known = true, .avx512 = true, .avx512_fp16 = true}), "");
+  EXPECT_EQ(half_warning({.known = true, .amx_fp16 = true}), "");
+  EXPECT_EQ(half_warning({}), "") << "nobody knows";
+}
+
+}  // namespace

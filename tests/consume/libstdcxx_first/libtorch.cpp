@@ -1,0 +1,10 @@
+// Stands in for a libtorch.so that exports std::filesystem::remove_all.
+
+#include <cstdint>
+#include <filesystem>
+
+namespace std::filesystem {
+std::uintmax_t remove_all(const path&) { return 12345; }
+}  // namespace std::filesystem
+
+int stand_in() { return 0; }
