@@ -250,7 +250,7 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     return true;
   }
 
-  /// An op that is not listed and is made of products that are runs in the products' dtype.
+  /// Gives the unlisted ops under way the dtype of a product that they are made of.
   void note_product(at::ScalarType dtype) {
     for (OpenCall& around : open_) {
       if (around.call.decided.category == OpCategory::fallthrough) around.call.runs_in = dtype;
