@@ -380,6 +380,110 @@ TEST(Doctor, TakesHoldersPointersAndSeveralArguments) {
   EXPECT_LT(diagnose(*pointer, sample, torch::kCPU, kInBfloat16).exit_status(), 2);
 }
 
+/// libtorch's attention after a layer; it takes a loop over float and double alone to its scores
+/// where it is given a mask.
+struct MaskedAttention : torch::nn::Module {
+  torch::nn::Linear layer{16, 16};
+  torch::nn::MultiheadAttention attention{torch::nn::MultiheadAttentionOptions(16, 2)};
+  MaskedAttention() {
+    register_module("layer", layer);
+    register_module("attention", attention);
+  }
+  torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& mask) {
+    const torch::Tensor y = layer->forward(x);
+    return std::get<0>(attention->forward(y, y, y, mask));
+  }
+};
+
+/// The forward error of the pass, which is there.
+DoctorFinding throw_in(const Diagnosis& diagnosis) {
+  for (const DoctorFinding& one : diagnosis.findings) {
+    if (one.topic == FindingTopic::forward) return one;
+  }
+  ADD_FAILURE() << diagnosis;
+  return {};
+}
+
+/// The op that a remedy denies or allows; empty if it names none.
+std::string edited_op(const std::string& remedy) {
+  const std::size_t begin = remedy.find("(\"aten::");
+  if (begin == std::string::npos) return "";
+  return remedy.substr(begin + 2, remedy.find('"', begin + 2) - begin - 2);
+}
+
+TEST(Doctor, ProposesAPolicyThatLetsAttentionWithPaddingRunAndKeepsItsResult) {
+  torch::manual_seed(3);
+  MaskedAttention model;
+  model.eval();
+  const torch::Tensor x = torch::randn({8, 4, 16});
+  const torch::Tensor mask = torch::zeros({4, 8}, torch::kBool);
+  mask.slice(1, 6).fill_(true);
+  for (const auto& options : {kInBfloat16, kInHalf}) {
+    const DoctorFinding found =
+        throw_in(diagnose(model, std::make_tuple(x, mask), torch::kCPU, options));
+    EXPECT_THAT(found.reason, HasSubstr("in the model's code and in no op, after aten::"));
+    EXPECT_THAT(found.reason, HasSubstr("attn_output_weights"));
+    EXPECT_THAT(found.where, HasSubstr("attention"));
+    const std::string op = edited_op(found.remedy);
+    ASSERT_EQ(op, "aten::bmm") << found.remedy;
+    const torch::NoGradGuard no_grad;
+    const torch::Tensor exact = model.forward(x, mask);
+    const mezzo::AutocastGuard region(
+        {.device = torch::kCPU,
+         .dtype = *options.dtype,
+         .policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny(op))});
+    const torch::Tensor cured = model.forward(x, mask).to(torch::kFloat);
+    EXPECT_LT((cured - exact).norm().item<double>(), 0.05 * exact.norm().item<double>());
+  }
+}
+
+TEST(Doctor, DropsAPolicyThatChangesTheResult) {
+  struct Picky : torch::nn::Module {
+    torch::nn::Linear layer{8, 8};
+    Picky() { register_module("layer", layer); }
+    // Refuses low precision, and computes another thing where only addmm is in float32.
+    torch::Tensor forward(const torch::Tensor& x) {
+      const torch::Tensor y = layer->forward(x);
+      TORCH_CHECK(y.scalar_type() == torch::kFloat, "float32 alone");
+      return at::autocast::is_autocast_enabled(torch::kCPU) ? y * 3 : y;
+    }
+  } model;
+  const DoctorFinding found =
+      throw_in(diagnose(model, torch::ones({8, 8}), torch::kCPU, kInBfloat16));
+  EXPECT_THAT(found.reason, HasSubstr("in no op, after aten::addmm: float32 alone"));
+  EXPECT_EQ(found.remedy, "mezzo::AutocastGuard exact({.device = torch::kCPU, .enabled = false});");
+}
+
+TEST(Doctor, ProposesAnAllowThatKeepsTheResultAlone) {
+  struct Softmax : torch::nn::Module {
+    torch::nn::Linear layer{16, 16};
+    bool cancels = false;
+    Softmax() { register_module("layer", layer); }
+    torch::Tensor forward(const torch::Tensor& x) {
+      const torch::Tensor y = torch::softmax(layer->forward(x), -1);
+      return cancels ? 1 + 1000 * (y.to(torch::kFloat).sum(-1) - 1) : y;
+    }
+  } model;
+  mezzo::DoctorOptions options = kInBfloat16;
+  options.policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::softmax.int"));
+  const auto remedy_of = [&] {
+    for (const auto& one : diagnose(model, torch::ones({8, 16}), torch::kCPU, options).findings) {
+      if (one.where == "aten::softmax.int") return one.remedy;
+    }
+    ADD_FAILURE();
+    return std::string();
+  };
+  EXPECT_EQ(edited_op(remedy_of()), "aten::softmax.int");
+  model.cancels = true;
+  EXPECT_EQ(remedy_of(), "")
+      << "the sum is 1 in float32, and off by 1e-3 where softmax gives bfloat16";
+}
+
+TEST(Doctor, GivesNoRemedyWhereFloat32ThrowsToo) {
+  torch::nn::Linear model(8, 8);
+  EXPECT_EQ(throw_in(diagnose(model, torch::ones({8, 9}), torch::kCPU, kInBfloat16)).remedy, "");
+}
+
 /// The attention above as TorchScript: its mask is a constant of a graph two modules down.
 torch::jit::Module scripted() {
   torch::jit::Module layer("Layer"), encoder("Encoder"), model("Model");

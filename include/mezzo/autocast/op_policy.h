@@ -80,10 +80,13 @@ MEZZO_INLINE OpList autocast_op_lists(c10::DeviceType device);
 /// An op is named "aten::softmax.int" (one overload), "aten::softmax" (all of them) or, from aten,
 /// "softmax". Ops registered with TORCH_LIBRARY are named alike: `.allow("mylib::attention")` makes
 /// one take part that autocast does not know. Ops that write into their arguments (in-place, out=)
-/// have no place in autocast and cannot be named.
+/// have no place in autocast and cannot be named. Ops whose result may be a view of an argument, or
+/// the argument itself (view, reshape, select, to, dropout), cannot be cast: writes through the
+/// view would reach a copy. `ignore` takes them.
 ///
 /// \throws c10::Error from every method that names an op: for a name that nobody registered, with
-/// the nearest that exist, and for an op that writes into its arguments
+/// the nearest that exist, for an op that writes into its arguments, and for a cast of an op that
+/// may return a view
 class OpPolicy {
  public:
   /// No edits: what libtorch does.

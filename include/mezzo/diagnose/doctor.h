@@ -61,7 +61,7 @@ struct DoctorFinding {
   /// without parameters behind that module.
   std::string where = {};
   std::string reason = {};  ///< what was seen, with numbers, and why it matters
-  std::string remedy = {};  ///< a line of code; empty where there is nothing to do
+  std::string remedy = {};  ///< a line of code; empty where nothing is to do, or known to help
 };
 
 /// How fast this machine multiplies matrices of a dtype.
@@ -125,8 +125,9 @@ concept DoctorsModel = detail::ModelHandle<std::remove_cvref_t<Model>> ||
 ///
 /// Parameters are only read; buffers and the default random generators are afterwards what they
 /// were. The model runs in the mode, `train()` or `eval()`, that it is in. What `forward` throws
-/// becomes a finding. Waits for the device. No other thread may use the model, or multiply
-/// matrices, meanwhile (MatmulPrecisionGuard).
+/// becomes a finding. A policy that a remedy names has been run, and its result compared with
+/// float32's: this installs overrides of the ops that are tried (install_op_overrides), so that no
+/// other thread may run ops meanwhile. Waits for the device.
 /// \throws c10::Error for a model without parameters or on another device, for a device or dtype
 ///   that has no autocast, and inside of an autocast region
 template <DoctorsModel Model, class Sample>

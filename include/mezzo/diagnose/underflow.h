@@ -114,7 +114,11 @@ inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& rep
 /// The largest power of two up to 2^24 (Apex's ceiling) under which the largest value seen stays
 /// `margin` doublings below the type's largest number; half of the present scale at most where a
 /// value overflowed. For a fixed scale, or as init_scale. Waits for the device.
-/// \throws c10::Error where no value but zeros was seen
+///
+/// Where every value is 0, the gradients have underflowed or there are none. Underflowed values
+/// were at most half of the type's smallest number: the suggestion is what values of that size
+/// allow. If the next report has zeros alone again, the loss does not depend on these weights.
+/// \throws c10::Error where no value was seen
 double suggest_loss_scale(const UnderflowReport& gradients, int margin = 3);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -8,7 +8,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <sstream>
+#include <string>
+#include <vector>
 
 namespace {
 
@@ -63,6 +66,67 @@ TEST(Explain, AgreesWithWhatRuns) {
             torch::addcmul(half, square(), half).scalar_type());
   EXPECT_EQ(explain("mse_loss", {half, half}).runs_in, torch::mse_loss(half, half).scalar_type());
   EXPECT_EQ(explain("add", {half, square()}).runs_in, torch::add(half, square()).scalar_type());
+}
+
+// Ops that autocast does not list on the CPU and that are made of products, which it does.
+struct MadeOfProducts {
+  const char* op;
+  std::function<torch::Tensor()> call;
+};
+
+const std::vector<MadeOfProducts>& made_of_products() {
+  static const std::vector<MadeOfProducts> all = {
+      {"aten::einsum",
+       [] {
+         return torch::einsum("ij,jk->ik", {square(), square()});
+       }},
+      {"aten::inner", [] { return torch::inner(square(), square()); }},
+      {"aten::tensordot", [] { return torch::tensordot(square(), square(), {1}, {0}); }},
+      {"aten::linalg_multi_dot",
+       [] {
+         return torch::linalg_multi_dot({square(), square()});
+       }},
+      {"aten::chain_matmul", [] {
+         return torch::chain_matmul({square(), square()});
+       }}};
+  return all;
+}
+
+TEST(Explain, TellsTheDtypeOfTheProductsThatAnUnlistedOpIsMadeOf) {
+  const auto denied = mezzo::install_op_overrides(OpPolicy().deny("mm").deny("bmm"));
+  for (const auto& [op, call] : made_of_products()) {
+    EXPECT_EQ(explain(op, {square(), square()}).runs_in, kFloat) << "without autocast";
+    const Autocast<kCPU> autocast;
+    ASSERT_EQ(call().scalar_type(), kBFloat16) << op;
+    const auto explained = explain(op, {square(), square()});
+    EXPECT_EQ(explained.runs_in, kBFloat16) << op;
+    EXPECT_EQ(explained.category, OpCategory::fallthrough);
+    EXPECT_THAT(explained.reason, HasSubstr("mm, which is lower_precision"));
+    const Autocast<kCPU> exact({.policy = denied});
+    ASSERT_EQ(call().scalar_type(), kFloat) << op;
+    EXPECT_EQ(explain(op, {square(), square()}).runs_in, kFloat) << op;
+  }
+  const Autocast<kCPU> autocast;
+  EXPECT_EQ(explain("einsum", {square()}).runs_in, torch::einsum("ij->i", {square()}).scalar_type())
+      << "no product";
+  EXPECT_EQ(explain("inner", {square(), torch::ones({})}).runs_in,
+            torch::inner(square(), torch::ones({})).scalar_type());
+}
+
+TEST(CastTrace, TellsTheDtypeOfTheProductsThatAnUnlistedOpIsMadeOf) {
+  for (const auto& [op, call] : made_of_products()) {
+    CastTrace trace;
+    const Autocast<kCPU> autocast;
+    call();
+    const auto records = trace.records();
+    ASSERT_NE(find(records, op), nullptr) << op;
+    EXPECT_EQ(find(records, op)->runs_in, kBFloat16) << op;
+    EXPECT_EQ(find(records, op)->calls, 1) << op;
+  }
+  CastTrace trace;
+  const Autocast<kCPU> autocast;
+  torch::einsum("ij->i", {square()});
+  EXPECT_EQ(find(trace.records(), "aten::einsum")->runs_in, kFloat);
 }
 
 TEST(Explain, RefusesOpsThatDoNotExist) {

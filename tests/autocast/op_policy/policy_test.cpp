@@ -7,12 +7,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <tuple>
+#include <vector>
 
 namespace {
 
@@ -260,6 +262,80 @@ TEST(OpPolicy, RefusesOpsThatWriteAndCategoriesThatDoNotFit) {
               HasSubstr("no overload with a dtype"));
   EXPECT_THAT(error_of([] { return OpPolicy().set("mm", OpCategory::unknown); }),
               HasSubstr("unknown"));
+}
+
+// The view that libtorch casts itself, on the CPU: there is no complex bfloat16.
+constexpr const char* kOwnView = "aten::view_as_complex";
+
+bool returns_alias(const c10::FunctionSchema& schema) {
+  const auto& returns = schema.returns();
+  return std::any_of(returns.begin(), returns.end(),
+                     [](const auto& result) { return result.alias_info() != nullptr; });
+}
+
+TEST(OpPolicy, RefusesToCastEveryOpWhoseSchemaReturnsAView) {
+  int views = 0;
+  for (const auto& op_name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto op = c10::Dispatcher::singleton().findSchema(op_name);
+    if (!op.has_value() || op->schema().is_mutable() || !returns_alias(op->schema())) continue;
+    const std::string name = c10::toString(op_name);
+    if (name == kOwnView) continue;
+    ++views;
+    for (const auto category :
+         {OpCategory::fp32, OpCategory::lower_precision, OpCategory::promote}) {
+      EXPECT_THAT(error_of([&] { return OpPolicy().set(name, category); }),
+                  HasSubstr("op: " + name + " may return a view of its argument"));
+    }
+  }
+  EXPECT_GT(views, 90);
+}
+
+TEST(OpPolicy, RefusesToCastOpsThatMayReturnTheirArgument) {
+  for (const auto* const name :
+       {"view",       "reshape",  "transpose",    "t",           "select",        "slice",
+        "expand",     "detach",   "alias",        "as_strided",  "unsqueeze",     "permute",
+        "chunk",      "split",    "flatten",      "unbind",      "contiguous",    "to",
+        "type_as",    "dropout",  "atleast_2d",   "meshgrid",    "unsafe_chunk",  "unsafe_split",
+        "_cast_Half", "conj",     "narrow",       "squeeze",     "view_as",       "expand_as",
+        "data",       "align_as", "_unsafe_view", "sum_to_size", "cartesian_prod"}) {
+    const auto says_why = HasSubstr(" may return a view of its argument; behind a cast");
+    EXPECT_THAT(error_of([&] { return OpPolicy().deny(name); }), says_why) << name;
+    EXPECT_THAT(error_of([&] { return OpPolicy().allow(name); }), says_why) << name;
+    EXPECT_THAT(error_of([&] { return OpPolicy().promote(name); }), says_why) << name;
+    EXPECT_NO_THROW(static_cast<void>(OpPolicy().ignore(name))) << "no cast: " << name;
+  }
+  EXPECT_THAT(error_of([] { return OpPolicy::parse("allow relu\ndeny view\n"); }),
+              HasSubstr("op policy, line 2: op: aten::view may return a view"));
+  EXPECT_THAT(error_of([] { return OpPolicy().deny("squeeze_"); }), HasSubstr("writes into its"));
+  EXPECT_NO_THROW(static_cast<void>(OpPolicy().deny("clone").deny("view_copy")));
+}
+
+TEST(OpPolicy, LetsWritesThroughAViewReachItsBase) {
+  const Autocast<kCPU> autocast({.policy = install_op_overrides(OpPolicy().ignore("view"))});
+  const auto h = torch::zeros({2, 4}, kBFloat16);
+  h.view({8}).add_(1);
+  EXPECT_TRUE(torch::equal(h, torch::ones({2, 4}, kBFloat16)));
+}
+
+std::vector<std::string> cast_views(const std::vector<mezzo::OpEntry>& entries) {
+  std::vector<std::string> found;
+  for (const auto& [name, category] : entries) {
+    const auto op = mezzo::detail::find_op(name);
+    const bool is_cast = category != OpCategory::fallthrough && category != OpCategory::banned;
+    if (is_cast && mezzo::detail::may_alias_argument(op.value())) found.push_back(name);
+  }
+  return found;
+}
+
+TEST(OpPolicy, ListsOfLibtorchAndTheirLikesCastNoViewButOne) {
+  const std::vector<std::string> own = {kOwnView};
+  const std::vector<std::string> none;
+  EXPECT_EQ(cast_views(mezzo::autocast_op_lists(kCPU).entries()), own);
+  EXPECT_EQ(cast_views(mezzo::autocast_op_lists(torch::kCUDA).entries()), none);
+  EXPECT_EQ(cast_views(OpPolicy::cpu_like().edits()), own);
+  EXPECT_EQ(cast_views(OpPolicy::cuda_like().edits()), none);
+  EXPECT_NO_THROW(static_cast<void>(OpPolicy().deny(kOwnView))) << "libtorch's own word";
+  EXPECT_THAT(error_of([] { return OpPolicy().allow(kOwnView); }), HasSubstr("may return a view"));
 }
 
 TEST(OpPolicy, KeepsTheDispatchersWarningOffTheTerminal) {

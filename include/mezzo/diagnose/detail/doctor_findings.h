@@ -19,6 +19,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -190,8 +191,10 @@ inline bool promotes(const std::string& op) {
   return std::find(names.begin(), names.end(), short_name(op)) != names.end();
 }
 
-/// Ops that autocast, or a float32 input beside a low one, makes run in float32.
-inline void add_float32_ops(Diagnosis& diagnosis, const std::vector<CastRecord>& records) {
+/// Ops that autocast, or a float32 input beside a low one, makes run in float32. `may_allow` tells
+/// of an op whether the model was run with it in low precision, and its result was good.
+inline void add_float32_ops(Diagnosis& diagnosis, const std::vector<CastRecord>& records,
+                            const std::function<bool(const std::string& op)>& may_allow) {
   struct Cost {
     std::int64_t calls = 0, bytes = 0;
     bool is_mixed = false;
@@ -224,8 +227,10 @@ inline void add_float32_ops(Diagnosis& diagnosis, const std::vector<CastRecord>&
           all_bytes > 0 ? static_cast<double>(cost.bytes) / static_cast<double>(all_bytes) : 0;
       finding.reason += c10::str("; its casts read and write ", bytes_text(cost.bytes), ", ",
                                  digits(100 * share, 2), " % of all casts");
-      finding.remedy = "mezzo::install_op_overrides(mezzo::OpPolicy().allow(\"" + op +
-                       "\"));  // where its range is enough";
+      if (may_allow(op)) {
+        finding.remedy = "mezzo::install_op_overrides(mezzo::OpPolicy().allow(\"" + op +
+                         "\"));  // where its range is enough";
+      }
     }
     diagnosis.findings.push_back(std::move(finding));
   }

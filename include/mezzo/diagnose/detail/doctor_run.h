@@ -4,6 +4,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
+#include <mezzo/autocast/op_policy.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/diagnose/detail/bench_scopes.h>
 #include <mezzo/diagnose/detail/doctor_constants.h>
@@ -19,10 +20,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <utility>
@@ -122,6 +125,7 @@ class Doctor {
     std::string thrown;
     bool finite = true;
     std::optional<std::int64_t> bytes;
+    std::vector<at::Tensor> floats;  ///< copies of the floating outputs, where they are kept
   };
 
   void examine_values() {
@@ -136,7 +140,15 @@ class Doctor {
     add_accumulation(found_, case_.parameters, options_.micro_batches);
   }
 
-  Outcome run(std::optional<at::ScalarType> low, bool half = false) {
+  struct RunOptions {
+    bool half = false;           ///< the first half of the rows alone
+    bool keeps_outputs = false;  ///< for a comparison
+    OpPolicy tried = {};         ///< on top of the user's
+  };
+
+  Outcome run(std::optional<at::ScalarType> low) { return run(low, RunOptions()); }
+
+  Outcome run(std::optional<at::ScalarType> low, const RunOptions& how) {
     Outcome outcome;
     kept_.rewind();
     memory_.restart();
@@ -146,13 +158,23 @@ class Doctor {
                                   .enabled = low.has_value(),
                                   .cache = options_.cache,
                                   .policy = options_.policy});
-      const std::vector<at::Tensor> outputs = case_.forward(half);
+      std::optional<AutocastGuard> trial;
+      if (!how.tried.empty()) {
+        const OpPolicy tried = install_op_overrides(how.tried);
+        trial.emplace(AutocastSetting{.device = found_.device.type(),
+                                      .dtype = low.value_or(found_.dtype),
+                                      .cache = options_.cache,
+                                      .policy = tried});
+      }
+      const std::vector<at::Tensor> outputs = case_.forward(how.half);
       outcome.bytes = memory_.bytes();
       const at::NoGradGuard no_grad;
       const at::DisableRecordFunctionGuard untraced;  // what follows is not the model's
       for (const at::Tensor& output : outputs) {
         if (output.defined() && output.is_floating_point()) {
           outcome.finite &= output.isfinite().all().item<bool>();
+          if (how.keeps_outputs)
+            outcome.floats.push_back(output.detach().to(at::kDouble, false, /*copy=*/true));
         }
       }
     } catch (const std::exception& thrown) {
@@ -161,11 +183,58 @@ class Doctor {
     return outcome;
   }
 
+  /// How far outputs are from those in float32, as a share of these; inf where they cannot be
+  /// compared.
+  double error_of(const Outcome& outcome) const {
+    constexpr double kNone = std::numeric_limits<double>::infinity();
+    if (!outcome.thrown.empty() || !outcome.finite || !exact_is_finite_) return kNone;
+    if (outcome.floats.empty() || outcome.floats.size() != exact_.size()) return kNone;
+    const at::NoGradGuard no_grad;
+    double differences = 0, squares = 0;
+    for (std::size_t i = 0; i < exact_.size(); ++i) {
+      if (outcome.floats[i].sizes() != exact_[i].sizes()) return kNone;
+      differences += (outcome.floats[i] - exact_[i]).square().sum().item<double>();
+      squares += exact_[i].square().sum().item<double>();
+    }
+    return squares > 0 ? std::sqrt(differences / squares) : differences > 0 ? kNone : 0;
+  }
+
+  /// Runs the model with one edit more. Whether the policy is taken, the pass ends, and its result
+  /// is float32's but for rounding: no further from it than `error` and a little.
+  template <class Edit>
+  bool helps(const Edit& edit, double error) {
+    const double limit = std::isfinite(error) ? std::max(kSmallError, 1.5 * error) : kSmallError;
+    try {
+      const OpPolicy policy = edit(OpPolicy());
+      return error_of(run(found_.dtype, {.keeps_outputs = true, .tried = policy})) <= limit;
+    } catch (const c10::Error&) {  // an op that no policy takes
+      return false;
+    }
+  }
+
+  /// A line that was tried and lets the pass end with float32's result: the op that threw in
+  /// float32, else one of the ops whose low-precision result it read; else no autocast, which
+  /// runs_in_float32 tried.
+  std::string remedy_of_throw(const DoctorTrace& ops) {
+    std::vector<std::string> candidates = ops.lowered_ops();
+    if (ops.last_op_threw()) candidates.insert(candidates.begin(), full_name(ops.last_op()));
+    constexpr std::size_t kMostTried = 8;
+    for (std::size_t i = 0; i < std::min(candidates.size(), kMostTried); ++i) {
+      const std::string& op = candidates[i];
+      if (helps([&op](const OpPolicy& policy) { return policy.deny(op); }, 0)) {
+        return "mezzo::install_op_overrides(mezzo::OpPolicy().deny(\"" + op + "\"));";
+      }
+    }
+    return c10::str("mezzo::AutocastGuard exact({.device = ", cpp_name(found_.device.type()),
+                    ", .enabled = false});");
+  }
+
   /// Whether the model is fine without low precision; if not there is nothing to compare with.
   bool runs_in_float32(std::vector<SeenConstant>& constants) {
     std::optional<std::string> low_op;
     const Outcome outcome = first_run(std::nullopt, constants, low_op);
     if (!outcome.thrown.empty()) return false;
+    exact_ = outcome.floats;
     if (!outcome.finite && low_op) {
       tell_forward(
           "the output has inf or NaN without autocast already; the model itself computes in "
@@ -176,8 +245,8 @@ class Doctor {
       tell_forward("the output has inf or NaN in float32 already: precision is not the cause",
                    "torch::log(x.clamp_min(1e-6));  // look for a log of 0, a division by 0");
     }
-    estimate_batch(outcome, std::nullopt, 0, 1);
     exact_is_finite_ = outcome.finite;
+    estimate_batch(outcome, std::nullopt, 0, 1);
     return true;
   }
 
@@ -193,9 +262,12 @@ class Doctor {
                      "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
       }
       estimate_batch(first, found_.dtype, 1, found_.memory.size());
-      trace(found_.dtype, constants);
-    } else if (found_.dtype == at::kHalf && run(at::kBFloat16).thrown.empty()) {
-      trace(at::kBFloat16, constants);  // which asks for the same casts, and gets to the end
+      trace(found_.dtype, constants, error_of(first));
+      return;
+    }
+    // bfloat16 asks for the same casts, and may get to the end.
+    if (found_.dtype == at::kHalf && run(at::kBFloat16).thrown.empty()) {
+      trace(at::kBFloat16, constants, error_of(first));
     }
   }
 
@@ -203,39 +275,45 @@ class Doctor {
   /// reads low precision.
   Outcome first_run(std::optional<at::ScalarType> low, std::vector<SeenConstant>& constants,
                     std::optional<std::string>& low_op) {
-    const DoctorTrace ops(case_.parameters);
-    Outcome outcome = run(low);
+    DoctorTrace ops(case_.parameters);
+    Outcome outcome = run(low, {.keeps_outputs = true});
     low_op = ops.first_low_op();
     if (outcome.thrown.empty()) return outcome;
-    const std::string op = full_name(ops.last_op());
+    ops.stop();
     const std::string when =
         low ? c10::str("under autocast to ", dtype_name(*low)) : "in float32 already";
-    const bool is_policys = low && !ops.last_op().name.ends_with('_');  // others it cannot name
-    tell_forward(c10::str("the forward pass throws ", when, ", in ", op, ": ", outcome.thrown),
-                 is_policys ? "mezzo::install_op_overrides(mezzo::OpPolicy().deny(\"" + op + "\"));"
-                            : c10::str("mezzo::AutocastGuard exact({.device = ",
-                                       cpp_name(found_.device.type()), ", .enabled = false});"),
-                 ops.place());
+    const char* const in =
+        ops.last_op_threw() ? ", in " : ", in the model's code and in no op, after ";
+    // Without autocast the model throws too: there is nothing to compare a remedy with.
+    tell_forward(c10::str("the forward pass throws ", when, in, full_name(ops.last_op()), ": ",
+                          outcome.thrown),
+                 low ? remedy_of_throw(ops) : "", ops.place());
     constants = with_modules_of(constants, ops.constants(), /*is_whole=*/false);
     return outcome;
   }
 
-  void trace(at::ScalarType low, std::vector<SeenConstant>& constants) {
-    const CastTrace casts;
-    const DoctorTrace ops(case_.parameters);
-    const bool is_whole = run(low).thrown.empty();
-    std::vector<SeenConstant> seen = ops.constants();
-    for (SeenConstant& constant : seen) {
-      if (constant.dtype == low) constant.dtype = found_.dtype;
+  /// `error` is that of a pass without any remedy.
+  void trace(at::ScalarType low, std::vector<SeenConstant>& constants, double error) {
+    std::vector<CastRecord> records;
+    {
+      const CastTrace casts;
+      const DoctorTrace ops(case_.parameters);
+      const bool is_whole = run(low).thrown.empty();
+      std::vector<SeenConstant> seen = ops.constants();
+      for (SeenConstant& constant : seen) {
+        if (constant.dtype == low) constant.dtype = found_.dtype;
+      }
+      constants = with_modules_of(constants, seen, is_whole);
+      add_weight_casts(found_, ops.weights());
+      add_dimensions(found_, ops.products());
+      records = casts.records();
     }
-    constants = with_modules_of(constants, seen, is_whole);
-    add_weight_casts(found_, ops.weights());
-    std::vector<CastRecord> records = casts.records();
     for (CastRecord& record : records) {
       std::replace(record.inputs.begin(), record.inputs.end(), low, found_.dtype);
     }
-    add_float32_ops(found_, records);
-    add_dimensions(found_, ops.products());
+    add_float32_ops(found_, records, [&](const std::string& op) {
+      return helps([&op](const OpPolicy& policy) { return policy.allow(op); }, error);
+    });
   }
 
   void tell_forward(std::string reason, std::string remedy, std::string where = "(model)") {
@@ -270,7 +348,7 @@ class Doctor {
                       std::size_t last) {
     const std::int64_t batch = case_.batch();
     if (batch < 2 || !whole.bytes) return;
-    const Outcome half = run(low, /*half=*/true);
+    const Outcome half = run(low, {.half = true});
     if (!half.thrown.empty() || !half.bytes) return;
     const std::int64_t each = (*whole.bytes - *half.bytes) / (batch - batch / 2);
     if (each <= 0) return;
@@ -292,6 +370,9 @@ class Doctor {
   PeakMemory memory_;
   KeptBuffers kept_{case_.buffers};
   bool exact_is_finite_ = true;
+  std::vector<at::Tensor> exact_;  // the floating outputs in float32
+
+  static constexpr double kSmallError = 0.1;  // of outputs in 16 bits
 };
 
 }  // namespace detail

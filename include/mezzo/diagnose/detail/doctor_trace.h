@@ -23,6 +23,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -91,6 +92,8 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
         "diagnose: it is called within another diagnose; call it outside of the model's forward");
   }
 
+  using OpListener::stop;
+
   const std::vector<SeenConstant>& constants() const { return constants_; }
   const std::vector<SeenProduct>& products() const { return products_; }
   const std::vector<SeenWeight>& weights() const { return weights_; }
@@ -105,8 +108,14 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   /// The first op that reads half or bfloat16, and where; none if there was none.
   const std::optional<std::string>& first_low_op() const { return low_op_; }
 
-  /// The last op that the user called, and where: of a pass that threw the one that did.
+  /// The last op that the user called, and where.
   const c10::OperatorName& last_op() const { return op_; }
+  /// Whether that op threw. Else what threw is the model's own code behind it: a check, or one of
+  /// libtorch's modules that has a loop over types of its own.
+  bool last_op_threw() const { return op_threw_; }
+
+  /// The ops that autocast ran in low precision, by their full names, the last first.
+  std::vector<std::string> lowered_ops() const { return {lowered_.rbegin(), lowered_.rend()}; }
   std::string place() const {
     if (owner_) return *owner_;
     return last_ ? "after " + *last_ : "before the first layer";
@@ -117,13 +126,17 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
 
   /// \returns how many ops are under way around this one
   int entered(const at::RecordFunction& function) {
-    if (depth_++ == 0) owner_.reset();  // another op of the user's
+    if (depth_++ == 0) {  // another op of the user's
+      owner_.reset();
+      op_threw_ = false;
+    }
     if (const auto name = function.operator_name()) note(*name, recorded_inputs(function));
     return depth_ - 1;
   }
   void left(int depth) {
     depth_ = depth;
     if (depth_ < cast_depth_) cast_depth_ = 0;
+    if (depth_ == 0) op_threw_ = std::uncaught_exceptions() > exceptions_;
   }
 
   void note(const c10::OperatorName& name, OpArguments inputs) {
@@ -132,7 +145,20 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     if (name.name == "aten::_to_copy" && !inputs.empty()) note_cast(inputs[0]);
     if (name.name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
     note_product(name.name, inputs);
-    if (const auto op = c10::Dispatcher::singleton().findSchema(name)) note_constants(*op, inputs);
+    if (const auto op = c10::Dispatcher::singleton().findSchema(name)) {
+      note_constants(*op, inputs);
+      note_lowered(*op, inputs);
+    }
+  }
+
+  void note_lowered(const c10::OperatorHandle& op, OpArguments inputs) {
+    const auto device = first_device(inputs);
+    if (!device || !is_policy_device(*device) || !at::autocast::is_autocast_enabled(*device)) {
+      return;
+    }
+    if (decided_category(op, *device).category != OpCategory::lower_precision) return;
+    std::erase(lowered_, full_name(op.operator_name()));
+    lowered_.push_back(full_name(op.operator_name()));
   }
 
   std::optional<std::size_t> weight_in(const at::Tensor& tensor) const {
@@ -253,9 +279,12 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   std::optional<std::string> owner_;  // of the op that the user called
   std::optional<std::string> last_;
   std::optional<std::string> low_op_;
+  std::vector<std::string> lowered_;
   c10::OperatorName op_{"", ""};
-  int depth_ = 0;       // of ops that have begun and not returned
-  int cast_depth_ = 0;  // of the cast under way; 0: none
+  bool op_threw_ = false;
+  const int exceptions_ = std::uncaught_exceptions();  // that are under way around this trace
+  int depth_ = 0;                                      // of ops that have begun and not returned
+  int cast_depth_ = 0;                                 // of the cast under way; 0: none
 };
 
 }  // namespace detail

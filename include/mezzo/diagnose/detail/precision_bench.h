@@ -4,6 +4,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
+#include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/matmul_precision.h>
@@ -167,7 +168,7 @@ class PrecisionBench {
     for (const CastRecord& record : trace.records()) {
       const bool is_low = record.runs_in == setting.autocast;
       const bool is_new = std::find(ops.begin(), ops.end(), record.op) == ops.end();
-      if (is_low && is_new && !writes_arguments(record.op)) ops.push_back(record.op);
+      if (is_low && is_new && takes_casts(record.op)) ops.push_back(record.op);
     }
     return ops;
   }
@@ -261,10 +262,10 @@ class PrecisionBench {
     return tensors;
   }
 
-  /// Policies cannot name those.
-  static bool writes_arguments(const std::string& op) {
-    const std::string name = op.substr(0, op.find('.'));
-    return name.ends_with('_') || op.ends_with("out");
+  /// Whether a policy takes the op.
+  static bool takes_casts(const std::string& name) {
+    const auto op = find_op(name);
+    return op.has_value() && is_functional(*op) && !may_alias_argument(*op);
   }
 
   static std::vector<PrecisionCause> sorted(std::vector<PrecisionCause> causes) {

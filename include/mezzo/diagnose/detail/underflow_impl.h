@@ -184,16 +184,15 @@ inline double UnderflowReport::lost() const {
 
 inline double suggest_loss_scale(const UnderflowReport& gradients, int margin) {
   const LayerExponents all = gradients.total();
-  const auto largest = all.largest();
-  TORCH_CHECK(largest.has_value() || all.non_finite > 0,
-              "suggest_loss_scale: this report has no values, or zeros alone; add gradients after "
-              "backward()");
+  TORCH_CHECK(all.sampled > 0,
+              "suggest_loss_scale: this report has no values; add gradients after backward()");
   const double scale = gradients.options().loss_scale;
-  const int room = largest.has_value() ? gradients.range().largest - margin - *largest : 0;
-  double exponent = std::floor(std::log2(scale)) + room;
-  if (all.non_finite > 0 || all.overflow > 0) {
-    exponent = std::min(exponent, std::floor(std::log2(scale)) - 1);
-  }
+  const ExponentRange range = gradients.range();
+  const bool has_overflowed = all.non_finite > 0 || all.overflow > 0;
+  // A value that became 0 was at most half of the smallest number.
+  const int largest = all.largest().value_or(has_overflowed ? range.largest : range.smallest - 1);
+  double exponent = std::floor(std::log2(scale)) + range.largest - margin - largest;
+  if (has_overflowed) exponent = std::min(exponent, std::floor(std::log2(scale)) - 1);
   return std::exp2(std::min(exponent, 24.0));
 }
 
@@ -217,7 +216,18 @@ inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& rep
   for (const LayerExponents& layer : report.layers()) stream << line(layer);
   const LayerExponents all = report.total();
   stream << line(all);
-  if (const auto largest = all.largest()) {
+  if (all.zero == 1 && all.sampled > 0) {
+    const double suggested = suggest_loss_scale(report);
+    stream << "every value is 0: with the loss scale "
+           << detail::digits(report.options().loss_scale, 6) << " they are at most 2^"
+           << range.smallest - 1
+           << ", or the loss does not depend on these weights; a loss scale of "
+           << detail::digits(suggested, 8) << " overflows no such value, and tells which\n";
+  } else if (all.non_finite > 0 || all.overflow > 0) {
+    stream << "a value is beyond the type's largest number, or was: the loss scale, "
+           << detail::digits(report.options().loss_scale, 6) << ", should fall to "
+           << detail::digits(suggest_loss_scale(report), 6) << " or less\n";
+  } else if (const auto largest = all.largest()) {
     stream << "the loss scale, " << detail::digits(report.options().loss_scale, 6)
            << ", could change by 2^" << range.largest - *largest
            << " before the largest value overflows\n";

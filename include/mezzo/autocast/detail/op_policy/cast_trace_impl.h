@@ -10,6 +10,7 @@
 #include <array>
 #include <iomanip>
 #include <numeric>
+#include <optional>
 #include <sstream>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -45,7 +46,20 @@ inline std::string join_dtypes(const std::vector<at::ScalarType>& dtypes) {
   return text;
 }
 
-inline std::string reason_for(const CastExplanation& call, OpCategory by_libtorch) {
+/// The listed product that decides for an op that is not listed itself, if there is one. A product
+/// with one factor, or with a number, is none.
+inline std::optional<c10::OperatorHandle> product_that_decides(
+    const c10::OperatorHandle& op, OpCategory category, const std::vector<at::Tensor>& inputs) {
+  const bool has_factors =
+      inputs.size() > 1 && std::all_of(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
+        return input.defined() && input.dim() > 0;
+      });
+  return category == OpCategory::fallthrough && has_factors ? product_within(op.operator_name())
+                                                            : std::nullopt;
+}
+
+inline std::string reason_for(const CastExplanation& call, OpCategory by_libtorch,
+                              const std::optional<c10::OperatorHandle>& product) {
   std::ostringstream text;
   text << call.op << '(' << join_dtypes(call.inputs) << ") on "
        << c10::DeviceTypeName(call.device, /*lower_case=*/true) << " runs in "
@@ -55,6 +69,9 @@ inline std::string reason_for(const CastExplanation& call, OpCategory by_libtorc
   } else if (call.decider == CastDecider::policy) {
     text << "the policy in force makes it " << to_string(call.category) << ", libtorch has it as "
          << to_string(by_libtorch);
+  } else if (call.category == OpCategory::fallthrough && product.has_value()) {
+    text << "autocast does not list it; it is made of " << full_name(product->operator_name())
+         << ", which is " << to_string(decided_category(*product, call.device).category);
   } else if (call.category == OpCategory::fallthrough) {
     text << "autocast does not list it, so it takes its inputs as they come";
   } else {
@@ -78,6 +95,10 @@ MEZZO_INLINE CastExplanation explain(std::string_view op, const std::vector<at::
   const bool enabled = at::autocast::is_autocast_enabled(device);
   const auto decided = detail::decided_category(handle, device);
   const auto category = enabled ? decided.category : OpCategory::fallthrough;
+  const auto product =
+      enabled ? detail::product_that_decides(handle, category, inputs) : std::nullopt;
+  const auto applied =
+      product.has_value() ? detail::decided_category(*product, device).category : category;
   CastExplanation call{.op = detail::full_name(handle.operator_name()),
                        .device = device,
                        .decider = !enabled            ? CastDecider::nobody
@@ -85,9 +106,10 @@ MEZZO_INLINE CastExplanation explain(std::string_view op, const std::vector<at::
                                                       : CastDecider::libtorch,
                        .category = category,
                        .inputs = detail::tensor_dtypes(arguments),
-                       .runs_in = detail::dtype_after_casts(category, arguments, device),
+                       .runs_in = detail::dtype_after_casts(applied, arguments, device),
                        .reason = {}};
-  call.reason = detail::reason_for(call, detail::override_registry().registered(handle, device));
+  call.reason =
+      detail::reason_for(call, detail::override_registry().registered(handle, device), product);
   return call;
 }
 

@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <numeric>
 #include <optional>
@@ -80,6 +81,58 @@ inline std::string suggestions(const std::string& wanted) {
 /// Whether the op gives its results as new tensors. Autocast leaves ops that write into their
 /// arguments alone: a cast argument would be another tensor than the caller's.
 inline bool is_functional(const c10::OperatorHandle& op) { return !op.schema().is_mutable(); }
+
+/// Whether the op's result shares memory with an argument, always or for some arguments. The schema
+/// of a view says so; the ops in the table are composed of views, or hand an argument back, and
+/// their schemas say nothing.
+inline bool may_alias_argument(const c10::OperatorHandle& op) {
+  const auto& returns = op.schema().returns();
+  const bool is_annotated = std::any_of(returns.begin(), returns.end(), [](const auto& result) {
+    return result.alias_info() != nullptr;
+  });
+  static constexpr std::array<std::string_view, 39> kUnannotated = {
+      "_c10d_functional::wait_tensor",
+      "aten::_add_batch_dim",
+      "aten::_cast_Byte",
+      "aten::_cast_Char",
+      "aten::_cast_Double",
+      "aten::_cast_Float",
+      "aten::_cast_Half",
+      "aten::_cast_Int",
+      "aten::_cast_Long",
+      "aten::_cast_Short",
+      "aten::_remove_batch_dim",
+      "aten::_to_cpu",
+      "aten::_unsafe_view",
+      "aten::align_as",
+      "aten::align_tensors",
+      "aten::alpha_dropout",
+      "aten::atleast_1d",
+      "aten::atleast_2d",
+      "aten::atleast_3d",
+      "aten::broadcast_tensors",
+      "aten::cartesian_prod",
+      "aten::conj_physical",
+      "aten::data",
+      "aten::dequantize",
+      "aten::dropout",
+      "aten::feature_alpha_dropout",
+      "aten::feature_dropout",
+      "aten::flatten_dense_tensors",
+      "aten::lift",
+      "aten::meshgrid",
+      "aten::set",
+      "aten::sum_to_size",
+      "aten::to_dense",
+      "aten::type_as",
+      "aten::unflatten_dense_tensors",
+      "aten::unsafe_chunk",
+      "aten::unsafe_split",
+      "aten::unsafe_split_with_sizes",
+      "inductor::_reinterpret_tensor"};
+  return is_annotated || std::binary_search(kUnannotated.begin(), kUnannotated.end(),
+                                            std::string_view(op.operator_name().name));
+}
 
 /// The overloads of one name that a policy can speak about.
 inline std::vector<c10::OperatorHandle> functional_overloads(const std::string& name) {

@@ -33,6 +33,15 @@ inline void check_category(const c10::OperatorHandle& op, OpCategory category) {
               "category: ", name,
               " has no overload with a dtype for fp32_append_dtype to call; use "
               "fp32");
+  // libtorch's own lists have view_as_complex: there is no complex bfloat16 to view.
+  const auto& registered = override_registry().record(op).registered;
+  const bool is_cast =
+      category != OpCategory::fallthrough && category != OpCategory::banned &&
+      std::find(registered.begin(), registered.end(), category) == registered.end();
+  TORCH_CHECK(!is_cast || !may_alias_argument(op), "op: ", name,
+              " may return a view of its argument; behind a cast it would be a view of the cast "
+              "copy, and what is written through it would be lost; name the op that computes with "
+              "the result, or cast it with .to(dtype) where it is read");
 }
 
 /// One edit in the words of the text form: a verb of OpPolicy's or a category's name.

@@ -17,11 +17,14 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -93,6 +96,20 @@ inline at::ScalarType dtype_after_casts(OpCategory category, OpArguments argumen
   return dtype;
 }
 
+/// The product that an unlisted op is made of, where autocast lowers that product: the op takes its
+/// inputs as they come, and computes in the product's dtype.
+inline std::optional<c10::OperatorHandle> product_within(const c10::OperatorName& op) {
+  static constexpr std::array<std::pair<std::string_view, const char*>, 5> kProducts = {
+      {{"aten::einsum", "aten::bmm"},
+       {"aten::inner", "aten::mm"},
+       {"aten::tensordot", "aten::mm"},
+       {"aten::linalg_multi_dot", "aten::mm"},
+       {"aten::chain_matmul", "aten::mm"}}};
+  const auto* const found = std::find_if(kProducts.begin(), kProducts.end(),
+                                         [&op](const auto& each) { return each.first == op.name; });
+  return found == kProducts.end() ? std::nullopt : find_op(found->second);
+}
+
 /// What calls must share to be one line.
 struct TracedCall {
   std::string scope;
@@ -136,7 +153,8 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
   // sees the cast arguments, every copy to another dtype is one of autocast's casts.
   struct OpenCall {
     std::string name;
-    TracedCost* cost;
+    TracedCall call;
+    TracedCost cost;
     bool casting;
     std::int64_t hits_before;
   };
@@ -162,7 +180,7 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     if (opened == OpenedByOp::scope && !scopes_.empty()) {
       scopes_.pop_back();
     } else if (opened == OpenedByOp::call && !open_.empty()) {
-      open_.pop_back();
+      close_call();
     } else if (opened == OpenedByOp::cast) {
       in_cast_ = false;
     }
@@ -179,7 +197,7 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     }
     if (name.name == open_.back().name) {
       open_.back().casting = false;
-      open_.back().cost->cache_hits += cache_hits() - open_.back().hits_before;
+      open_.back().cost.cache_hits += cache_hits() - open_.back().hits_before;
       return OpenedByOp::nothing;
     }
     if (name.name == "aten::_to_copy" && !inputs.empty() && inputs[0].isTensor()) {
@@ -201,8 +219,8 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
 
   void note_cast(const at::Tensor& source, at::ScalarType target) {
     const auto written = static_cast<std::int64_t>(c10::elementSize(target));
-    open_.back().cost->casts += 1;
-    open_.back().cost->bytes += source.numel() * (source.element_size() + written);
+    open_.back().cost.casts += 1;
+    open_.back().cost.bytes += source.numel() * (source.element_size() + written);
   }
 
   bool note_call(const c10::OperatorName& name, OpArguments inputs) {
@@ -220,11 +238,33 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     if (!listed && (!open_.empty() || is_view(op->schema()))) {
       return false;
     }
-    TracedCost& cost = calls_[{scope(), full_name(name), *device, decided, tensor_dtypes(inputs),
-                               runs_in(*op, decided.category, inputs, *device)}];
-    cost.calls += 1;
-    open_.push_back({name.name, &cost, decided.category != OpCategory::fallthrough, cache_hits()});
+    TracedCall call{
+        scope(), full_name(name),       *device,
+        decided, tensor_dtypes(inputs), runs_in(*op, decided.category, inputs, *device)};
+    if (decided.category == OpCategory::lower_precision) note_product(call.runs_in);
+    open_.push_back({name.name,
+                     std::move(call),
+                     {.calls = 1},
+                     decided.category != OpCategory::fallthrough,
+                     cache_hits()});
     return true;
+  }
+
+  /// Gives the unlisted ops under way the dtype of a product that they are made of.
+  void note_product(at::ScalarType dtype) {
+    for (OpenCall& around : open_) {
+      if (around.call.decided.category == OpCategory::fallthrough) around.call.runs_in = dtype;
+    }
+  }
+
+  void close_call() {
+    OpenCall closed = std::move(open_.back());
+    open_.pop_back();
+    TracedCost& cost = calls_[std::move(closed.call)];
+    cost.calls += closed.cost.calls;
+    cost.casts += closed.cost.casts;
+    cost.bytes += closed.cost.bytes;
+    cost.cache_hits += closed.cost.cache_hits;
   }
 
   static bool is_view(const c10::FunctionSchema& schema) {
