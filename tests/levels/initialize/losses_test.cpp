@@ -164,6 +164,20 @@ TEST(ScaleLoss, AddsUpMicroBatchesWithAndWithoutDelay) {
   }
 }
 
+TEST(ScaleLoss, AddsUpInFloatFromTheFirstPassOnWhereTheOptionsAskForIt) {
+  for (const OptLevel& level : {OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
+    Vector model;
+    const auto options = mezzo::optim::SGDOptions(1).accumulate_in_float(true);
+    mezzo::optim::SGD optimizer(model->parameters(), options);
+    Amp amp = mezzo::initialize(model, optimizer, scaled(level), kQuiet);
+    for (int i = 0; i < 1000; ++i) {
+      amp.scale_loss(amp(model, filled(1)), optimizer, {.delay_unscale = true});
+    }
+    EXPECT_TRUE(amp.step(optimizer).ran());
+    EXPECT_EQ(weight_of(model), -1000) << level.name() << ": 1 - 1000, rounded to bfloat16";
+  }
+}
+
 // A gradient is a view into a bucket, whose memory the next backward pass writes to.
 TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
   Vector model;

@@ -1,0 +1,520 @@
+// A gradient has one home, `.grad`: whatever libtorch's or mezzo's calls do to it between two steps
+// counts for the next one, with masters or without, with a scaler that is enabled or not.
+
+#include <mezzo/levels/initialize.h>
+#include <mezzo/levels/loss_scale_optimizer.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "../support/owned_optimizer.h"
+#include "../support/warnings.h"
+
+namespace {
+
+using mezzo::AnyOptimizer;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using mezzo::master_params;
+using mezzo::OptLevel;
+using mezzo::optim::WeightStorage;
+using test_support::OwnedOptimizer;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+constexpr double kScale = 512;  // 64 times this is finite in half
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+float value_of(const torch::Tensor& tensor) {
+  return tensor.detach().to(torch::kFloat).flatten()[0].item<float>();
+}
+
+torch::Tensor weight(torch::ScalarType dtype = torch::kBFloat16, double value = 0) {
+  return torch::full({1}, value, dtype).requires_grad_();
+}
+
+GradScaler quiet_scaler(bool enabled = true) {
+  GradScaler scaler(GradScalerOptions().init_scale(kScale).enabled(enabled));
+  scaler.on_skip(nullptr);
+  return scaler;
+}
+
+/// The ways to keep weights, and who steps them.
+struct Keeper {
+  const char* name;
+  torch::ScalarType dtype;
+  std::function<OwnedOptimizer(const std::vector<torch::Tensor>&)> make;  // of SGD, lr 1
+};
+
+std::vector<Keeper> keepers() {
+  const auto mezzos = [](WeightStorage storage) {
+    return [storage](const std::vector<torch::Tensor>& parameters) {
+      const auto options = mezzo::optim::SGDOptions(1).weight_storage(storage);
+      return OwnedOptimizer(std::make_unique<mezzo::optim::SGD>(parameters, options), false);
+    };
+  };
+  const auto torchs = [](bool with_masters) {
+    return [with_masters](const std::vector<torch::Tensor>& parameters) {
+      return OwnedOptimizer(std::make_unique<torch::optim::SGD>(parameters, 1.0), with_masters);
+    };
+  };
+  using enum WeightStorage;
+  return {{"plain float", torch::kFloat, mezzos(plain)},
+          {"master of bfloat16", torch::kBFloat16, mezzos(master)},
+          {"master of half", torch::kHalf, mezzos(master)},
+          {"split master", torch::kBFloat16, mezzos(split_master)},
+          {"torch's SGD", torch::kFloat, torchs(false)},
+          {"MasterWeights of bfloat16", torch::kBFloat16, torchs(true)},
+          {"MasterWeights of half", torch::kHalf, torchs(true)},
+          {"MasterWeights of float", torch::kFloat, torchs(true)}};
+}
+
+/// Two weights, an optimizer and a scaler.
+class Loop {
+ public:
+  Loop(const Keeper& keeper, bool enabled)
+      : parameters{weight(keeper.dtype), weight(keeper.dtype)},
+        owned(keeper.make(parameters)),
+        optimizer(owned.any()),
+        scaler(quiet_scaler(enabled)) {}
+
+  void backward(double first, double second) {
+    const torch::Tensor loss = (parameters[0] * first + parameters[1] * second).sum();
+    scaler.scale(loss.to(torch::kFloat)).backward();
+  }
+  bool step(const mezzo::StepOptions& options = {}) {
+    const bool ran = scaler.step(optimizer, options).ran();
+    scaler.update();
+    return ran;
+  }
+  float value(std::size_t i) const { return value_of(parameters[i]); }
+
+  std::vector<torch::Tensor> parameters;
+  OwnedOptimizer owned;
+  AnyOptimizer optimizer;
+  GradScaler scaler;
+};
+
+/// Calls `test` for every way to keep weights, with a scaler that is enabled and one that is not.
+void for_each_loop(const std::function<void(Loop&)>& test) {
+  for (const Keeper& keeper : keepers()) {
+    for (const bool enabled : {true, false}) {
+      SCOPED_TRACE(testing::Message()
+                   << keeper.name << ", the scaler is " << (enabled ? "enabled" : "disabled"));
+      Loop loop(keeper, enabled);
+      test(loop);
+    }
+  }
+}
+
+// --- Gradients that are dropped ----------------------------------------------------------------
+
+TEST(OneHomeOfGradients, AParameterThatIsLeftOutAtItsMasterAfterUnscaleDoesNotMove) {
+  for (const Keeper& keeper : keepers()) {
+    if (keeper.dtype == torch::kFloat || std::string(keeper.name) == "split master") continue;
+    for (const bool enabled : {true, false}) {
+      SCOPED_TRACE(testing::Message() << keeper.name << ", enabled: " << enabled);
+      Loop loop(keeper, enabled);
+      loop.backward(1, 1);
+      loop.scaler.unscale_(loop.optimizer);
+      master_params(loop.optimizer)[1].mutable_grad() = torch::Tensor();
+      EXPECT_TRUE(loop.step());
+      EXPECT_EQ(loop.value(0), -1);
+      EXPECT_EQ(loop.value(1), 0);
+    }
+  }
+}
+
+TEST(OneHomeOfGradients, AParameterThatIsLeftOutAfterUnscaleDoesNotMove) {
+  for_each_loop([](Loop& loop) {
+    loop.backward(1, 1);
+    loop.scaler.unscale_(loop.optimizer);
+    loop.parameters[1].mutable_grad() = torch::Tensor();
+    EXPECT_TRUE(loop.step());
+    EXPECT_EQ(loop.value(0), -1);
+    EXPECT_EQ(loop.value(1), 0);
+  });
+}
+
+// --- unscale_ twice before a step --------------------------------------------------------------
+
+TEST(OneHomeOfGradients, ADisabledScalerUnscalesAsOftenAsIsAsked) {
+  for (const bool gives_a_batch_up : {false, true}) {
+    const torch::Tensor parameter = weight();
+    mezzo::optim::AdamW adamw(
+        {parameter},
+        mezzo::optim::AdamWOptions(0.1).weight_decay(0).weight_storage(WeightStorage::master));
+    GradScaler scaler = quiet_scaler(false);
+    for (int i = 0; i < 10; ++i) {
+      adamw.zero_grad();
+      scaler.scale(parameter.sum()).backward();
+      scaler.unscale_(adamw);
+      if (gives_a_batch_up) {
+        adamw.zero_grad();
+        scaler.scale(parameter.sum()).backward();
+      }
+      scaler.unscale_(adamw);
+      EXPECT_TRUE(scaler.step(adamw).ran());
+      scaler.update();
+    }
+    EXPECT_NEAR(value_of(parameter), -0.99, 0.02);
+    EXPECT_EQ(adamw.applied_steps(), 10);
+  }
+}
+
+TEST(OneHomeOfGradients, MasterWeightsClipAndTrainMastersAfterUnscaleTwiceOfADisabledScaler) {
+  const torch::Tensor parameter = weight(torch::kBFloat16, 256);
+  torch::optim::SGD sgd({parameter}, 1.0);
+  mezzo::MasterWeights masters(sgd);
+  GradScaler scaler = quiet_scaler(false);
+  for (int i = 0; i < 4; ++i) {
+    sgd.zero_grad();
+    scaler.scale((parameter * 20).sum()).backward();
+    scaler.unscale_(masters);
+    scaler.unscale_(masters);
+    EXPECT_TRUE(scaler.step(masters, {.max_norm = 0.25}).ran());
+  }
+  EXPECT_NEAR(value_of(master_params(masters)[0]), 255, 1e-3) << "bfloat16 would stay at 256";
+  EXPECT_EQ(value_of(parameter), 255);
+}
+
+// --- libtorch's clipping -----------------------------------------------------------------------
+
+TEST(OneHomeOfGradients, ClippingOfLibtorchClipsWhatTheStepTakes) {
+  for_each_loop([](Loop& loop) {
+    for (int i = 0; i < 20; ++i) {
+      loop.optimizer.optimizer().zero_grad();
+      loop.backward(20, 0);
+      loop.scaler.unscale_(loop.optimizer);
+      EXPECT_NEAR(torch::nn::utils::clip_grad_norm_(loop.parameters, 0.5), 20, 1e-4);
+      EXPECT_TRUE(loop.step());
+    }
+    EXPECT_NEAR(loop.value(0), -10, 1e-3);
+  });
+}
+
+TEST(OneHomeOfGradients, WhatLibtorchsClippingLeavesIsTheNormThatIsReported) {
+  for (const bool by_value : {false, true}) {
+    for_each_loop([by_value](Loop& loop) {
+      loop.backward(20, 0);
+      loop.scaler.unscale_(loop.optimizer);
+      if (by_value) {
+        torch::nn::utils::clip_grad_value_(loop.parameters, 2);
+      } else {
+        torch::nn::utils::clip_grad_norm_(loop.parameters, 2);
+      }
+      const auto result = loop.scaler.step(loop.optimizer, {.max_norm = 1});
+      EXPECT_TRUE(result.ran());
+      EXPECT_NEAR(result.grad_norm().value(), 2, 2e-3);
+      EXPECT_NEAR(loop.value(0), -1, 2e-3);
+    });
+  }
+}
+
+TEST(OneHomeOfGradients, AnInfThatIsMadeByClippingOrThroughDataIsCaught) {
+  for (const bool by_clipping : {false, true}) {
+    for (const Keeper& keeper : keepers()) {
+      SCOPED_TRACE(testing::Message() << keeper.name << ", by clipping: " << by_clipping);
+      Loop loop(keeper, /*enabled=*/true);
+      loop.backward(20, 0);
+      loop.scaler.unscale_(loop.optimizer);
+      if (by_clipping) {
+        torch::nn::utils::clip_grad_norm_(loop.parameters, std::nan(""));
+      } else {
+        loop.parameters[0].grad().data().fill_(kInfinity);
+      }
+      EXPECT_FALSE(loop.step());
+      EXPECT_EQ(loop.value(0), 0);
+      EXPECT_EQ(loop.scaler.get_scale(), kScale / 2);
+    }
+  }
+}
+
+// --- What comes after unscale_ -----------------------------------------------------------------
+
+TEST(OneHomeOfGradients, ADisabledScalerTakesWhatIsAccumulatedAfterUnscaleOrClipping) {
+  for (const bool by_clipping : {false, true}) {
+    for (const Keeper& keeper : keepers()) {
+      SCOPED_TRACE(testing::Message() << keeper.name << ", by clipping: " << by_clipping);
+      Loop loop(keeper, /*enabled=*/false);
+      loop.backward(1, 0);
+      if (by_clipping) {
+        mezzo::clip_grad_norm_(loop.scaler, loop.optimizer, 64);
+      } else {
+        loop.scaler.unscale_(loop.optimizer);
+      }
+      loop.backward(2, 0);
+      EXPECT_TRUE(loop.step());
+      EXPECT_EQ(loop.value(0), -3);
+    }
+  }
+}
+
+TEST(OneHomeOfGradients, ABatchThatIsGivenUpAfterUnscaleIsNotTrained) {
+  for (const bool set_to_none : {true, false}) {
+    for (const Keeper& keeper : keepers()) {
+      SCOPED_TRACE(testing::Message() << keeper.name << ", set to none: " << set_to_none);
+      Loop loop(keeper, /*enabled=*/false);
+      loop.backward(64, 0);
+      loop.scaler.unscale_(loop.optimizer);
+      loop.optimizer.optimizer().zero_grad(set_to_none);
+      loop.backward(1, 0);
+      EXPECT_TRUE(loop.step());
+      EXPECT_EQ(loop.value(0), -1);
+    }
+  }
+}
+
+TEST(OneHomeOfGradients, AStepAfterUnscaleAndZeroGradTrainsNothing) {
+  for (const bool set_to_none : {true, false}) {
+    for_each_loop([set_to_none](Loop& loop) {
+      loop.backward(3, 64);
+      loop.scaler.unscale_(loop.optimizer);
+      loop.optimizer.optimizer().zero_grad(set_to_none);
+      EXPECT_TRUE(loop.step());
+      EXPECT_EQ(loop.value(0), 0);
+      EXPECT_EQ(loop.value(1), 0);
+    });
+  }
+}
+
+TEST(OneHomeOfGradients, ALossScaleOptimizerTrainsNothingAfterUnscaleAndZeroGrad) {
+  for (const Keeper& keeper : keepers()) {
+    SCOPED_TRACE(keeper.name);
+    const torch::Tensor parameter = weight(keeper.dtype);
+    const OwnedOptimizer owned = keeper.make({parameter});
+    mezzo::LossScaleOptimizer optimizer(owned.any(), {.initial_scale = kScale});
+    optimizer.scale((parameter * 64).sum().to(torch::kFloat)).backward();
+    optimizer.unscale_();
+    optimizer.zero_grad();
+    (void)optimizer.step();
+    EXPECT_EQ(value_of(parameter), 0);
+  }
+}
+
+// --- Several losses ----------------------------------------------------------------------------
+
+/// A model of two weights; each input is the two gradients.
+struct PairImpl : torch::nn::Module {
+  PairImpl() {
+    first = register_parameter("first", torch::zeros({1}));
+    second = register_parameter("second", torch::zeros({1}));
+  }
+  torch::Tensor forward(const torch::Tensor& factors) {
+    torch::Tensor loss = (first * factors[0]).sum();
+    if (factors[1].item<double>() != 0) loss = loss + (second * factors[1]).sum();
+    return loss;
+  }
+  torch::Tensor first, second;
+};
+TORCH_MODULE(Pair);
+
+/// A model, an SGD of rate 1, and an Amp with two losses.
+class Leveled {
+ public:
+  Leveled(const OptLevel& level, bool of_mezzo)
+      : optimizer(of_mezzo ? std::unique_ptr<torch::optim::Optimizer>(
+                                 std::make_unique<mezzo::optim::SGD>(model->parameters(), 1.0))
+                           : std::make_unique<torch::optim::SGD>(model->parameters(), 1.0)),
+        amp(mezzo::initialize(
+            model, *optimizer,
+            level.with({.loss_scale = mezzo::LossScale::dynamic({.init_scale = 64})}),
+            {.num_losses = 2, .verbosity = 0})) {}
+
+  torch::Tensor loss(double first, double second) {
+    return amp(model, torch::tensor({first, second}, torch::kFloat));
+  }
+  void pass(double first, double second, const mezzo::ScaleLossOptions& options = {}) {
+    amp.scale_loss(loss(first, second), *optimizer, options);
+  }
+  void expect(float first, float second) {
+    EXPECT_EQ(value_of(model->first), first);
+    EXPECT_EQ(value_of(model->second), second);
+  }
+
+  Pair model;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  mezzo::Amp amp;
+};
+
+void for_each_level(const std::function<void(Leveled&)>& test) {
+  for (const OptLevel& level : {OptLevel::O0(), OptLevel::O1(), OptLevel::O2(), OptLevel::O2_bf16(),
+                                OptLevel::O3(), OptLevel::O3_bf16()}) {
+    for (const bool of_mezzo : {true, false}) {
+      SCOPED_TRACE(testing::Message() << level.name() << (of_mezzo ? " mezzo" : " torch"));
+      Leveled one(level, of_mezzo);
+      test(one);
+    }
+  }
+}
+
+TEST(OneHomeOfGradients, AParameterThatIsLeftOutAtItsMasterAfterScaleLossDoesNotMove) {
+  for_each_level([](Leveled& one) {
+    one.pass(1, 1);
+    one.amp.master_params(*one.optimizer)[1].mutable_grad() = torch::Tensor();
+    EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+    one.expect(-1, 0);
+  });
+}
+
+TEST(OneHomeOfGradients, DelayedLossesOfABatchThatIsGivenUpDoNotComeBack) {
+  for_each_level([](Leveled& one) {
+    one.pass(8, 8, {.loss_id = 0, .delay_unscale = true});
+    one.pass(8, 8, {.loss_id = 1, .delay_unscale = true});
+    one.optimizer->zero_grad();
+    one.pass(3, 3);
+    EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+    one.expect(-3, -3);
+  });
+}
+
+TEST(OneHomeOfGradients, AParameterThatTheLastLossDidNotReachIsGivenUpToo) {
+  for (const bool set_to_none : {true, false}) {
+    for (const float next : {0.0F, 1.0F}) {
+      for_each_level([&](Leveled& one) {
+        one.pass(8, 8);
+        one.pass(8, 0);
+        one.optimizer->zero_grad(set_to_none);
+        one.pass(1, next);
+        EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+        one.expect(-1, -next);
+      });
+    }
+  }
+}
+
+TEST(OneHomeOfGradients, AStepAfterScaleLossAndZeroGradTrainsNothing) {
+  for (const bool set_to_none : {true, false}) {
+    for_each_level([set_to_none](Leveled& one) {
+      one.pass(3, 3);
+      one.optimizer->zero_grad(set_to_none);
+      EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+      one.expect(0, 0);
+    });
+  }
+}
+
+TEST(OneHomeOfGradients, UndefinedGradientsStayUndefinedAfterAPassThatThrew) {
+  for_each_level([](Leveled& one) {
+    one.pass(1, 0);
+    EXPECT_FALSE(one.model->second.grad().defined());
+    const auto throws = [](const torch::Tensor& loss) {
+      loss.backward();
+      throw std::runtime_error("out of memory");
+    };
+    EXPECT_THROW(one.amp.scale_loss(one.loss(2, 2), *one.optimizer, throws), std::runtime_error);
+    EXPECT_FALSE(one.model->second.grad().defined());
+    EXPECT_EQ(value_of(one.model->first.grad()), 1);
+    EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
+    one.expect(-1, 0);
+  });
+}
+
+// --- Parameters of two optimizers --------------------------------------------------------------
+
+TEST(OneHomeOfGradients, TheAdviceForAParameterOfTwoOptimizersLeadsToTheSumOfTheLosses) {
+  Pair model;
+  const auto all = model->parameters();
+  torch::optim::SGD first(all, 1.0), second(std::vector<torch::Tensor>{all[1]}, 1.0);
+  const OptLevel level = OptLevel::O0({.loss_scale = 8.0});
+  const mezzo::InitializeOptions options{.num_losses = 2, .verbosity = 0};
+  auto amp = mezzo::initialize(model, {first, second}, level, options);
+  const auto input = [](double one, double two) {
+    return torch::tensor({one, two}, torch::kFloat);
+  };
+  EXPECT_THAT([&] { amp.scale_loss(amp(model, input(1, 1)), first); },
+              ThrowsMessage<c10::Error>(HasSubstr("; give it to one of them")));
+  torch::optim::SGD one({all[0]}, 1.0), other({all[1]}, 1.0);
+  auto apart = mezzo::initialize(model, {one, other}, level, options);
+  apart.scale_loss(apart(model, input(1, 1)), {one, other}, {.loss_id = 0});
+  apart.scale_loss(apart(model, input(2, 2)), {one, other}, {.loss_id = 1});
+  apart.step(one);
+  apart.step(other);
+  EXPECT_EQ(value_of(all[0]), -3);
+  EXPECT_EQ(value_of(all[1]), -3);
+}
+
+TEST(OneHomeOfGradients, AParameterWhoseMastersTwoOptimizersKeepIsWarnedAbout) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  for (const Keeper& keeper : keepers()) {
+    const bool is_a_master =
+        keeper.dtype != torch::kFloat && std::string(keeper.name) != "split master";
+    SCOPED_TRACE(keeper.name);
+    const torch::Tensor parameter = weight(keeper.dtype, 1);
+    const OwnedOptimizer first = keeper.make({parameter}), second = keeper.make({parameter});
+    test_support::Warnings warnings;
+    for (int i = 0; i < 3; ++i) {
+      for (const OwnedOptimizer* optimizer : {&first, &second}) {
+        parameter.mutable_grad() = torch::full_like(parameter.detach(), 0.0625);
+        (void)optimizer->any().step();
+      }
+    }
+    bool is_warned = false;
+    for (const std::string& text : warnings.texts) {
+      is_warned |= text.find("is trained by two optimizers") != std::string::npos;
+    }
+    EXPECT_EQ(is_warned, is_a_master);
+  }
+}
+
+// --- Weights of 16 bits that become floats ------------------------------------------------------
+
+TEST(OneHomeOfGradients, AFloatModelTakesTheWholeWeightsOfAnOptimizersFile) {
+  using mezzo::optim::AdamW;
+  using mezzo::optim::AdamWOptions;
+  for (const WeightStorage storage : {WeightStorage::split_master, WeightStorage::master}) {
+    const torch::Tensor low = torch::linspace(1, 2, 9).to(torch::kBFloat16).requires_grad_();
+    const torch::Tensor whole = low.detach().to(torch::kFloat).requires_grad_();
+    AdamW of_low({low}, AdamWOptions(1e-4).weight_storage(storage));
+    AdamW of_whole({whole}, AdamWOptions(1e-4));
+    const auto step = [](AdamW& optimizer, const torch::Tensor& parameter, double gradient) {
+      parameter.mutable_grad() = torch::full_like(parameter.detach(), gradient);
+      optimizer.step();
+    };
+    for (const double gradient : {1.0, -0.5, 2.0}) {
+      step(of_low, low, gradient);
+      step(of_whole, whole, gradient);
+    }
+    std::stringstream file;
+    torch::save(of_low, file);
+    const torch::Tensor resumed = low.detach().to(torch::kFloat).requires_grad_();
+    ASSERT_FALSE(resumed.equal(whole));
+    AdamW of_resumed({resumed}, AdamWOptions(1e-4));
+    torch::load(of_resumed, file);
+    step(of_resumed, resumed, 0.25);
+    step(of_whole, whole, 0.25);
+    EXPECT_TRUE(resumed.equal(whole));
+  }
+}
+
+TEST(OneHomeOfGradients, TheSumOfAnAdagradBehindMastersBeginsInFloat) {
+  const torch::Tensor low = weight(torch::kBFloat16, 1), whole = weight(torch::kFloat, 1);
+  const auto options = torch::optim::AdagradOptions(0.5).initial_accumulator_value(0.1);
+  torch::optim::Adagrad of_low({low}, options), of_whole({whole}, options);
+  mezzo::MasterWeights masters(of_low);
+  for (int i = 0; i < 3; ++i) {
+    low.mutable_grad() = torch::full_like(low.detach(), 0.125);
+    whole.mutable_grad() = torch::full_like(whole.detach(), 0.125);
+    masters.step();
+    of_whole.step();
+  }
+  EXPECT_TRUE(master_params(masters)[0].equal(whole));
+}
+
+}  // namespace

@@ -1,0 +1,561 @@
+// What random programs of training steps are compared with: weights, gradients and optimizers as
+// plain loops over doubles, a loss scale as a number, and the program's text.
+#pragma once
+
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../support/owned_optimizer.h"
+
+namespace step_programs {
+
+using mezzo::optim::WeightStorage;
+using torch::Tensor;
+using Vector = std::vector<double>;
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : engine_(seed * 0x9e3779b97f4a7c15U + 1) {}
+  int64_t below(int64_t limit) {
+    return static_cast<int64_t>(engine_() % static_cast<uint64_t>(limit));
+  }
+  bool one_in(int64_t n) { return below(n) == 0; }
+  template <class T>
+  T of(const std::vector<T>& all) {
+    return all[static_cast<std::size_t>(below(static_cast<int64_t>(all.size())))];
+  }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// --- Numbers -----------------------------------------------------------------------------------
+
+inline double rounded(double value, torch::ScalarType dtype) {
+  const auto single = static_cast<float>(value);
+  if (dtype == torch::kBFloat16) return static_cast<float>(c10::BFloat16(single));
+  if (dtype == torch::kHalf) return static_cast<float>(c10::Half(single));
+  return single;
+}
+
+/// The largest error of rounding to nearest, relative to the value.
+inline double half_ulp(torch::ScalarType dtype) {
+  return dtype == torch::kBFloat16 ? 0x1p-8 : dtype == torch::kHalf ? 0x1p-11 : 0x1p-24;
+}
+
+inline Vector values_of(const Tensor& tensor) {
+  const Tensor dense = tensor.detach().to(torch::kDouble).contiguous();
+  const double* const values = dense.const_data_ptr<double>();
+  return {values, values + dense.numel()};
+}
+
+inline Tensor tensor_of(const Vector& values, torch::ScalarType dtype) {
+  return torch::tensor(values, torch::kDouble).to(dtype);
+}
+
+inline bool all_finite(const Vector& values) {
+  return std::all_of(values.begin(), values.end(), [](double x) { return std::isfinite(x); });
+}
+
+inline double sum_of_squares(const Vector& values) {
+  double sum = 0;
+  for (const double value : values) sum += value * value;
+  return sum;
+}
+
+inline std::string words(const Vector& values) {
+  std::ostringstream text;
+  text << "{";
+  for (std::size_t i = 0; i < values.size(); ++i) text << (i == 0 ? "" : ", ") << values[i];
+  text << "}";
+  return text.str();
+}
+
+inline bool is_16_bit(torch::ScalarType dtype) {
+  return dtype == torch::kBFloat16 || dtype == torch::kHalf;
+}
+
+/// What finite elements and infs become with a norm of `norm`.
+inline double clip_factor(double norm, double max_norm) {
+  const double factor = max_norm / (norm + 1e-6);
+  return factor > 1 ? 1 : factor;
+}
+
+// --- Weights -----------------------------------------------------------------------------------
+
+/// A gradient as it lies in `.grad`, scaled or not.
+struct PlainGradient {
+  Vector values;
+  torch::ScalarType dtype;
+  double tolerance = 0;  ///< relative: what was rounded in an order of libtorch's or mezzo's own
+};
+
+/// One weight: what is trained, what is kept, and what its gradient is.
+struct PlainWeight {
+  torch::ScalarType dtype = torch::kFloat;
+  bool has_master = false;   ///< a float tensor of its own, which unscale_ makes the gradient float
+  bool trains_float = true;  ///< in place of the 16 bits of the model's weight
+  torch::ScalarType new_gradients = torch::kFloat;
+
+  Vector value;
+  Vector error;  ///< how far the true value may be from that
+  Vector moments[2];
+  int64_t count = 0;
+  bool is_written = false;  ///< since the last step, by others
+  Vector trained{};         ///< the value before that
+
+  std::optional<PlainGradient> gradient{};
+  /// What a caller made of the master's gradient since it was shown there: none, or other values.
+  std::optional<std::optional<PlainGradient>> at_master{};
+
+  /// The next call that looks at gradients finds what was done at the master.
+  void follow_master() {
+    if (at_master) gradient = *at_master;
+    at_master.reset();
+  }
+  void drop_gradient() {
+    gradient.reset();
+    at_master.reset();
+  }
+  void zero_gradient(bool set_to_none) {
+    if (set_to_none) return drop_gradient();
+    if (!gradient) return;
+    std::fill(gradient->values.begin(), gradient->values.end(), 0.0);
+    gradient->tolerance = 0;
+  }
+  /// The gradient of a weight with a master becomes float.
+  void widen() {
+    if (gradient && has_master && is_16_bit(gradient->dtype)) gradient->dtype = torch::kFloat;
+  }
+  /// What autograd does with what a backward pass brings, which has the weight's dtype.
+  void accumulate(const Vector& incoming) {
+    if (!gradient) gradient = PlainGradient{Vector(incoming.size(), 0.0), new_gradients};
+    for (std::size_t i = 0; i < incoming.size(); ++i) {
+      double& own = gradient->values[i];
+      own = rounded(own + rounded(incoming[i], dtype), gradient->dtype);
+    }
+  }
+  void multiply_gradient(double factor) {
+    for (double& one : gradient->values) one = rounded(one * factor, gradient->dtype);
+  }
+};
+
+// --- Optimizers --------------------------------------------------------------------------------
+
+enum class Kind { sgd, momentum, adam, adamw, lion, lamb };
+
+inline constexpr double kLr = 0.25;
+inline constexpr double kMomentum = 0.5;
+inline constexpr double kBeta1 = 0.5;
+inline constexpr double kBeta2 = 0.75;
+/// So large that a step of Adam's tells a gradient from a scaled one.
+inline constexpr double kEps = 1;
+inline constexpr double kDecay = 0.125;
+
+/// One step of one weight.
+inline void update(Kind kind, PlainWeight& weight, const Vector& gradient) {
+  const std::size_t size = gradient.size();
+  const bool is_rough = is_16_bit(weight.dtype) && !weight.trains_float;
+  const double relative = is_rough ? 0x1p-4 : 2e-5;
+  const auto steps = static_cast<double>(++weight.count);
+  for (Vector& moment : weight.moments) moment.resize(size);
+  Vector change(size), noise(size);
+  for (std::size_t i = 0; i < size; ++i) {
+    const double g = gradient[i];
+    double& m = weight.moments[0][i];
+    double& v = weight.moments[1][i];
+    noise[i] = std::abs(m) + std::abs(g);
+    switch (kind) {
+      case Kind::sgd:
+        change[i] = g;
+        break;
+      case Kind::momentum:
+        m = steps == 1 ? g : kMomentum * m + g;
+        change[i] = m;
+        break;
+      case Kind::lion: {
+        const double direction = kBeta1 * m + (1 - kBeta1) * g;
+        m = kBeta2 * m + (1 - kBeta2) * g;
+        change[i] = direction > 0 ? 1 : direction < 0 ? -1 : 0;
+        const bool is_unclear = std::abs(direction) <= relative * noise[i];
+        noise[i] = is_unclear && noise[i] > 0 ? 2 / relative : 0;
+        break;
+      }
+      case Kind::adam:
+      case Kind::adamw:
+      case Kind::lamb: {
+        m = kBeta1 * m + (1 - kBeta1) * g;
+        v = kBeta2 * v + (1 - kBeta2) * g * g;
+        const double mean = m / (1 - std::pow(kBeta1, steps));
+        change[i] = mean / (std::sqrt(v / (1 - std::pow(kBeta2, steps))) + kEps);
+        noise[i] = std::min(noise[i], 4.0);
+        if (kind == Kind::adam) break;
+        change[i] += kDecay * weight.value[i];
+        noise[i] += std::abs(kDecay * weight.value[i]);
+        break;
+      }
+    }
+  }
+  double ratio = 1;
+  if (kind == Kind::lamb) {
+    const double own = std::sqrt(sum_of_squares(weight.value));
+    const double of_change = std::sqrt(sum_of_squares(change));
+    const double of_noise = std::sqrt(sum_of_squares(noise));
+    if (own != 0 && of_change != 0) {
+      ratio = own / of_change;
+      for (double& one : noise) one += of_noise;
+    }
+  }
+  for (std::size_t i = 0; i < size; ++i) {
+    weight.value[i] -= kLr * ratio * change[i];
+    weight.error[i] += relative * kLr * ratio * noise[i];
+    weight.error[i] += 0x1p-22 * std::abs(weight.value[i]);
+  }
+  weight.is_written = false;
+}
+
+/// How the weights of an optimizer are made and kept.
+struct Recipe {
+  Kind kind = Kind::sgd;
+  bool of_mezzo = true;
+  bool in_master_weights = false;
+  WeightStorage storage = WeightStorage::plain;
+  torch::ScalarType dtype = torch::kFloat;
+  bool accumulates_in_float = false;
+  bool last_is_float = false;  ///< the last weight, as a batch norm's at O2
+  std::size_t weights = 2;
+
+  std::string text() const {
+    const char* const kinds[] = {"SGD", "SGD with momentum", "Adam", "AdamW", "Lion", "LAMB"};
+    const char* const storages[] = {"plain", "master", "split_master", "stochastic"};
+    std::ostringstream text;
+    text << (of_mezzo ? "mezzo's " : "torch's ") << kinds[static_cast<std::size_t>(kind)];
+    if (in_master_weights) text << " in MasterWeights";
+    if (of_mezzo) text << ", " << storages[static_cast<std::size_t>(storage)];
+    text << ", " << weights << " weights of " << c10::toString(dtype);
+    if (last_is_float) text << ", the last of float";
+    if (accumulates_in_float) text << ", accumulate_in_float";
+    return text.str();
+  }
+};
+
+inline Recipe random_recipe(Random& random) {
+  Recipe recipe;
+  recipe.of_mezzo = !random.one_in(3);
+  recipe.kind = static_cast<Kind>(random.below(recipe.of_mezzo ? 6 : 4));
+  if (random.one_in(3)) recipe.kind = Kind::sgd;  // which says the most
+  const std::vector<torch::ScalarType> low{torch::kBFloat16, torch::kHalf};
+  if (!recipe.of_mezzo) {
+    recipe.in_master_weights = !random.one_in(3);
+    if (!random.one_in(4)) recipe.dtype = random.of(low);
+  } else if (!random.one_in(4)) {
+    recipe.storage = static_cast<WeightStorage>(random.below(3));
+    if (random.one_in(3)) recipe.storage = WeightStorage::master;
+    const bool is_split = recipe.storage == WeightStorage::split_master;
+    recipe.dtype = is_split ? torch::kBFloat16 : random.of(low);
+    recipe.accumulates_in_float = random.one_in(5);
+  }
+  recipe.last_is_float = random.one_in(3);
+  recipe.weights = static_cast<std::size_t>(1 + random.below(3));
+  return recipe;
+}
+
+template <class Options>
+Options options_of(const Recipe& recipe) {
+  Options options(kLr);
+  if constexpr (requires { options.momentum(kMomentum); }) {
+    if (recipe.kind == Kind::momentum) options.momentum(kMomentum);
+  }
+  if constexpr (requires { options.betas({kBeta1, kBeta2}); }) {
+    options.betas({kBeta1, kBeta2});
+    options.weight_decay(recipe.kind == Kind::adamw || recipe.kind == Kind::lamb ? kDecay : 0);
+  }
+  if constexpr (requires { options.eps(kEps); }) options.eps(kEps);
+  if constexpr (requires { options.weight_storage(recipe.storage); }) {
+    options.weight_storage(recipe.storage).accumulate_in_float(recipe.accumulates_in_float);
+  }
+  return options;
+}
+
+inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
+    const Recipe& recipe, const std::vector<Tensor>& parameters) {
+  const auto make = [&]<class Optimizer, class Options>() {
+    return std::make_unique<Optimizer>(parameters, options_of<Options>(recipe));
+  };
+  namespace theirs = torch::optim;
+  namespace ours = mezzo::optim;
+  const bool of_mezzo = recipe.of_mezzo;
+  switch (recipe.kind) {
+    case Kind::sgd:
+    case Kind::momentum:
+      if (of_mezzo) return make.template operator()<ours::SGD, ours::SGDOptions>();
+      return make.template operator()<theirs::SGD, theirs::SGDOptions>();
+    case Kind::adam:
+      if (of_mezzo) return make.template operator()<ours::Adam, ours::AdamOptions>();
+      return make.template operator()<theirs::Adam, theirs::AdamOptions>();
+    case Kind::adamw:
+      if (of_mezzo) return make.template operator()<ours::AdamW, ours::AdamWOptions>();
+      return make.template operator()<theirs::AdamW, theirs::AdamWOptions>();
+    case Kind::lion:
+      return make.template operator()<ours::Lion, ours::LionOptions>();
+    case Kind::lamb:
+      break;
+  }
+  return make.template operator()<ours::LAMB, ours::LAMBOptions>();
+}
+
+/// The weights of one optimizer, as plain numbers.
+struct PlainSide {
+  Recipe recipe;
+  std::vector<PlainWeight> weights{};
+  int64_t applied = 0;
+
+  bool counts() const { return recipe.of_mezzo || recipe.in_master_weights; }
+  bool is_split() const { return recipe.storage == WeightStorage::split_master; }
+  /// Whether master_params gives tensors.
+  bool has_master_params() const {
+    return !is_split() || std::none_of(weights.begin(), weights.end(),
+                                       [](const PlainWeight& one) { return is_16_bit(one.dtype); });
+  }
+  bool has_gradient() const {
+    return std::any_of(weights.begin(), weights.end(),
+                       [](const PlainWeight& one) { return one.gradient.has_value(); });
+  }
+  bool has_bare_half() const {
+    return std::any_of(weights.begin(), weights.end(), [](const PlainWeight& one) {
+      return one.gradient && one.gradient->dtype == torch::kHalf && !one.has_master;
+    });
+  }
+  bool is_finite() const {
+    return std::all_of(weights.begin(), weights.end(), [](const PlainWeight& one) {
+      return !one.gradient || all_finite(one.gradient->values);
+    });
+  }
+  double norm() const {
+    double sum = 0;
+    for (const PlainWeight& one : weights) {
+      if (one.gradient) sum += sum_of_squares(one.gradient->values);
+    }
+    return std::sqrt(sum);
+  }
+  void follow_masters() {
+    if (!counts()) return;
+    for (PlainWeight& one : weights) one.follow_master();
+  }
+  void zero_grad(bool set_to_none) {
+    for (PlainWeight& one : weights) one.zero_gradient(set_to_none);
+  }
+
+  /// A step with the gradients times `factor`.
+  void step(double factor) {
+    for (PlainWeight& one : weights) {
+      if (!one.gradient) continue;
+      Vector gradient = one.gradient->values;
+      for (double& g : gradient) g *= factor;
+      update(recipe.kind, one, gradient);
+    }
+    ++applied;
+  }
+
+  /// `gradients` with a norm above `max_norm` are scaled down, as clip_grad_norm_ does.
+  void clip_norm(double norm, double max_norm) {
+    const double factor = clip_factor(norm, max_norm);
+    double tolerance = 2e-5;  // libtorch's norm has the dtype of the gradients
+    for (const PlainWeight& one : weights) {
+      if (one.gradient && is_16_bit(one.gradient->dtype)) tolerance = 0x1p-5;
+    }
+    for (PlainWeight& one : weights) {
+      if (!one.gradient) continue;
+      for (double& g : one.gradient->values) g *= factor;
+      one.gradient->tolerance = tolerance;
+    }
+  }
+  void clip_value(double limit) {
+    for (PlainWeight& one : weights) {
+      if (!one.gradient) continue;
+      for (double& g : one.gradient->values) {
+        g = std::isnan(g) ? g : std::clamp(g, -limit, limit);
+      }
+    }
+  }
+};
+
+inline PlainSide make_plain(const Recipe& recipe, Random& random) {
+  PlainSide side{recipe};
+  for (std::size_t i = 0; i < recipe.weights; ++i) {
+    PlainWeight& weight = side.weights.emplace_back();
+    const bool is_float = recipe.last_is_float && i + 1 == recipe.weights;
+    weight.dtype = is_float ? torch::kFloat : recipe.dtype;
+    const bool is_low = is_16_bit(weight.dtype);
+    weight.has_master =
+        is_low && (recipe.in_master_weights || recipe.storage == WeightStorage::master);
+    weight.trains_float =
+        !is_low || weight.has_master || recipe.storage == WeightStorage::split_master;
+    weight.new_gradients = recipe.accumulates_in_float ? torch::kFloat : weight.dtype;
+    const auto size = static_cast<std::size_t>(1 + random.below(3));
+    for (std::size_t j = 0; j < size; ++j) {
+      weight.value.push_back(static_cast<double>(random.below(33) - 16) / 4);
+    }
+    weight.error.assign(size, 0.0);
+  }
+  return side;
+}
+
+/// Small numbers that add up exactly, in 16 bits too: eighths up to 15 of them.
+inline Vector random_gradient(Random& random, std::size_t size, bool with_inf) {
+  Vector gradient;
+  for (std::size_t i = 0; i < size; ++i) {
+    gradient.push_back(static_cast<double>(random.below(31) - 15) / 8);
+  }
+  const double inf = std::numeric_limits<double>::infinity();
+  const double bad[] = {inf, -inf, std::nan("")};
+  if (with_inf) gradient[0] = bad[random.below(3)];
+  return gradient;
+}
+
+// --- Comparing ---------------------------------------------------------------------------------
+
+/// The lines of a program, and what was wrong.
+class Report {
+ public:
+  template <class... Parts>
+  void line(const Parts&... parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    lines_.push_back(text.str());
+  }
+  template <class... Parts>
+  void fail(const Parts&... parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    lines_.push_back("WRONG: " + text.str());
+    failed_ = true;
+  }
+  bool failed() const { return failed_; }
+  std::string text() const {
+    std::string all;
+    for (const std::string& line : lines_) all += "  " + line + "\n";
+    return all;
+  }
+
+ private:
+  std::vector<std::string> lines_;
+  bool failed_ = false;
+};
+
+inline bool is_near(double actual, double expected, double tolerance) {
+  if (std::isnan(expected)) return std::isnan(actual);
+  if (!std::isfinite(expected)) return actual == expected;
+  return std::abs(actual - expected) <= tolerance;
+}
+
+inline bool are_near(const Vector& actual, const Vector& expected, const Vector& tolerance) {
+  if (actual.size() != expected.size()) return false;
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    if (!is_near(actual[i], expected[i], tolerance[i])) return false;
+  }
+  return true;
+}
+
+/// The float that an optimizer of mezzo's trains in place of `parameter`, where it keeps one.
+inline std::optional<Vector> kept_value(const torch::optim::Optimizer& optimizer,
+                                        const Tensor& parameter) {
+  const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+  if (found == optimizer.state().end()) return std::nullopt;
+  const auto* const slot = dynamic_cast<const mezzo::detail::ParamSlot*>(found->second.get());
+  if (slot == nullptr) return std::nullopt;
+  if (slot->master.defined()) return values_of(slot->master);
+  if (!slot->lower_half.defined()) return std::nullopt;
+  return values_of(mezzo::detail::joined(parameter, slot->lower_half));
+}
+
+/// Takes what is trained as the present value, after it was compared.
+inline void compare_value(PlainWeight& plain, const Vector& actual, Report& report,
+                          const std::string& name) {
+  Vector tolerance = plain.error;
+  for (std::size_t i = 0; i < tolerance.size(); ++i) {
+    tolerance[i] += 0x1p-22 * std::abs(plain.value[i]) + 1e-7;
+  }
+  if (!are_near(actual, plain.value, tolerance)) {
+    report.fail(name, " is trained to ", words(actual), "; right is ", words(plain.value),
+                ", within ", words(tolerance));
+  }
+  plain.value = actual;
+  std::fill(plain.error.begin(), plain.error.end(), 0.0);
+}
+
+inline void compare_weight(PlainWeight& plain, const Tensor& parameter,
+                           const torch::optim::Optimizer& optimizer, Report& report,
+                           const std::string& name) {
+  const Vector actual = values_of(parameter);
+  Vector tolerance = plain.error;
+  for (std::size_t i = 0; i < tolerance.size(); ++i) {
+    // Of 16 bits that are trained as they are one in the last place; of others half a one.
+    const double ulps = plain.trains_float ? 1.01 : 2.02;
+    tolerance[i] += ulps * half_ulp(plain.dtype) * (std::abs(plain.value[i]) + tolerance[i]) + 1e-7;
+  }
+  if (parameter.scalar_type() != plain.dtype || !are_near(actual, plain.value, tolerance)) {
+    report.fail(name, " is ", words(actual), " of ", c10::toString(parameter.scalar_type()),
+                "; right is ", words(plain.value), ", within ", words(tolerance));
+  }
+  if (!plain.trains_float || plain.dtype == torch::kFloat) {
+    plain.value = actual;
+    std::fill(plain.error.begin(), plain.error.end(), 0.0);
+  } else if (const auto kept = kept_value(optimizer, parameter); kept && !plain.is_written) {
+    compare_value(plain, *kept, report, "what " + name + " is rounded from");
+  }
+}
+
+inline void compare_gradient(PlainWeight& plain, const Tensor& parameter, Report& report,
+                             const std::string& name) {
+  const Tensor& gradient = parameter.grad();
+  if (gradient.defined() != plain.gradient.has_value()) {
+    return report.fail(name, ".grad is ", gradient.defined() ? words(values_of(gradient)) : "none",
+                       "; right is ", plain.gradient ? words(plain.gradient->values) : "none");
+  }
+  if (!gradient.defined()) return;
+  const Vector actual = values_of(gradient);
+  Vector tolerance(actual.size(), 0.0);
+  for (std::size_t i = 0; i < actual.size() && plain.gradient->tolerance > 0; ++i) {
+    tolerance[i] = plain.gradient->tolerance * std::abs(plain.gradient->values[i]) + 1e-7;
+  }
+  if (gradient.scalar_type() != plain.gradient->dtype ||
+      !are_near(actual, plain.gradient->values, tolerance)) {
+    report.fail(name, ".grad is ", words(actual), " of ", c10::toString(gradient.scalar_type()),
+                "; right is ", words(plain.gradient->values), " of ",
+                c10::toString(plain.gradient->dtype), ", within ", words(tolerance));
+  }
+  plain.gradient->values = actual;
+}
+
+// --- Running many ------------------------------------------------------------------------------
+
+inline int64_t number_from_environment(const char* name, int64_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? otherwise : std::atoll(text);
+}
+
+/// How often each kind of thing happened, over all programs.
+using Counts = std::map<std::string, int64_t>;
+
+}  // namespace step_programs

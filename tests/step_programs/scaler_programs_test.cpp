@@ -1,0 +1,752 @@
+// Random programs of a GradScaler's calls, libtorch's and mezzo's, in any order, beside plain loops
+// over doubles that do what the documentation says.
+
+#include <mezzo/scaling/clip_grad.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plain_training.h"
+
+namespace {
+
+using namespace step_programs;
+using mezzo::AnyOptimizer;
+using mezzo::GradScaler;
+using mezzo::GradScalerOptions;
+using test_support::OwnedOptimizer;
+
+/// A GradScaler as numbers.
+struct PlainScaler {
+  enum class Stage { ready, unscaled, stepped };
+  struct Record {
+    Stage stage = Stage::ready;
+    std::optional<bool> found{};
+    bool is_known = false;
+  };
+
+  bool is_enabled = true;
+  bool rechecks = true;
+  bool allows_half = true;
+  bool has_scaled = false;
+  double scale = 1;
+  double max_scale = 4096;
+  int64_t interval = 2;
+  int64_t clean = 0;
+  std::vector<Record> records{};
+
+  bool is_between_iterations() const {
+    return std::none_of(records.begin(), records.end(), [](auto& one) { return one.is_known; });
+  }
+  void clear() { records.assign(records.size(), {}); }
+  bool update() {
+    std::optional<bool> found;
+    for (const Record& one : records) {
+      if (one.found) found = found.value_or(false) || *one.found;
+    }
+    if (!found) return false;
+    if (*found) {
+      scale = std::max(scale / 2, 1.0);
+      clean = 0;
+    } else if (++clean == interval) {
+      scale = std::min(scale * 2, max_scale);
+      clean = 0;
+    }
+    clear();
+    return true;
+  }
+};
+
+class Program {
+ public:
+  Program(uint64_t seed, Counts& counts) : random_(seed), counts_(counts) {
+    const auto sides = static_cast<std::size_t>(1 + (random_.one_in(3) ? 1 : 0));
+    for (std::size_t i = 0; i < sides; ++i) {
+      plain_.push_back(make_plain(random_recipe(random_), random_));
+      report_.line("optimizer ", i, ": ", plain_[i].recipe.text());
+    }
+    scaler_.records.resize(sides);
+    likes_files_ = random_.one_in(3);
+    scaler_.is_enabled = !random_.one_in(4);
+    scaler_.allows_half = !random_.one_in(4);
+    scaler_.scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(8)));
+    scaler_.interval = 2 + random_.below(3);
+    for (const PlainSide& side : plain_) {
+      for (const PlainWeight& one : side.weights) {
+        has_half_ |= one.dtype == torch::kHalf;
+        has_rough_half_ |= one.dtype == torch::kHalf && !one.trains_float;
+      }
+    }
+    scaler_.rechecks = has_half_ || !random_.one_in(6);
+    make_library();
+    report_.line("GradScaler(init_scale ", scaler_.scale, ", growth_interval ", scaler_.interval,
+                 ", max_scale ", scaler_.max_scale, scaler_.is_enabled ? "" : ", disabled",
+                 scaler_.rechecks ? "" : ", no recheck",
+                 scaler_.allows_half ? ", allow_fp16_gradients" : "", ")");
+    if (!scaler_.is_enabled) scaler_.scale = 1;
+  }
+
+  bool run() {
+    const int64_t calls = 12 + random_.below(30);
+    for (int64_t i = 0; i < calls && !report_.failed(); ++i) {
+      call();
+      compare();
+    }
+    for (std::size_t side = 0; side < plain_.size() && !report_.failed(); ++side) {
+      look_at_masters(side);
+      compare();
+    }
+    return !report_.failed();
+  }
+
+  std::string text() const { return report_.text(); }
+
+ private:
+  using Stage = PlainScaler::Stage;
+
+  struct Side {
+    std::vector<Tensor> parameters;
+    OwnedOptimizer owned;
+    AnyOptimizer any() const { return owned.any(); }
+    torch::optim::Optimizer& optimizer() const { return owned.any().optimizer(); }
+  };
+
+  /// All that files have, and the weights.
+  struct Saved {
+    std::vector<std::string> optimizers{};
+    std::vector<std::vector<Tensor>> weights{};
+    std::string scaler{};
+    std::vector<PlainSide> plain{};
+    PlainScaler plain_scaler{};
+  };
+
+  void count(const std::string& what) { ++counts_[what]; }
+  PlainScaler::Record& known(std::size_t i) {
+    scaler_.records[i].is_known = true;
+    return scaler_.records[i];
+  }
+
+  void make_library() {
+    sides_.clear();
+    for (const PlainSide& plain : plain_) {
+      std::vector<Tensor> parameters;
+      for (const PlainWeight& one : plain.weights) {
+        parameters.push_back(tensor_of(one.value, one.dtype).requires_grad_());
+      }
+      auto optimizer = make_optimizer(plain.recipe, parameters);
+      sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
+    }
+    library_.emplace(GradScalerOptions()
+                         .init_scale(scaler_.is_enabled ? scaler_.scale : 1)
+                         .growth_interval(scaler_.interval)
+                         .max_scale(scaler_.max_scale)
+                         .min_scale(1)
+                         .enabled(scaler_.is_enabled)
+                         .recheck(scaler_.rechecks)
+                         .allow_fp16_gradients(scaler_.allows_half));
+    library_->on_skip(nullptr);
+  }
+
+  /// Calls the library, which is to throw or not to.
+  void expect(bool throws, const std::function<void()>& call) {
+    std::string error;
+    try {
+      call();
+    } catch (const std::exception& exception) {
+      error = exception.what();
+      error = error.substr(0, error.find('\n'));
+    }
+    if (throws) report_.line("    throws");
+    if (throws) count("throws");
+    if (throws && error.empty()) report_.fail("it does not throw");
+    if (!throws && !error.empty()) report_.fail("it throws: ", error);
+  }
+
+  void compare() {
+    if (report_.failed()) return;
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      for (std::size_t j = 0; j < plain_[i].weights.size(); ++j) {
+        const std::string name =
+            "weight " + std::to_string(j) + " of optimizer " + std::to_string(i);
+        PlainWeight& weight = plain_[i].weights[j];
+        compare_weight(weight, sides_[i].parameters[j], sides_[i].optimizer(), report_, name);
+        compare_gradient(weight, sides_[i].parameters[j], report_, name);
+      }
+      if (!plain_[i].counts()) continue;
+      const int64_t applied = sides_[i].any().mezzos()->applied_steps();
+      if (applied != plain_[i].applied) {
+        report_.fail("applied_steps() of optimizer ", i, " is ", applied, "; right is ",
+                     plain_[i].applied);
+      }
+    }
+    if (library_->get_scale() != scaler_.scale) {
+      report_.fail("get_scale() is ", library_->get_scale(), "; right is ", scaler_.scale);
+    }
+  }
+
+  // --- The calls -------------------------------------------------------------------------------
+
+  /// Mostly what a loop does next, and now and then anything.
+  void call() {
+    const auto i = static_cast<std::size_t>(random_.below(static_cast<int64_t>(plain_.size())));
+    const Stage stage = scaler_.records[i].stage;
+    switch (random_.below(26)) {
+      case 0:
+      case 1:
+      case 2:
+      case 3:
+      case 4:
+        return backward();
+      case 5:
+      case 6:
+      case 7:
+        return unscale(i);
+      case 8:
+      case 9:
+        return clip_with_libtorch(i);
+      case 10:
+        return clip_with_mezzo(i);
+      case 11:
+      case 12:
+        return zero_grad(i);
+      case 13:
+        return drop_gradient(i);
+      case 14:
+        return change_at_master(i);
+      case 15:
+        return look_at_masters(i);
+      case 16:
+        return write_weight(i);
+      case 17:
+        return stage == Stage::unscaled || !scaler_.is_enabled ? step_without_scaler(i) : step(i);
+      case 18:
+      case 19:
+      case 20:
+        return step(i);
+      case 21:
+      case 22:
+      case 23:
+        return update();
+      case 24:
+        return update_to();
+      default:
+        return save_or_load();
+    }
+  }
+
+  void backward() {
+    bool may_be_misuse = false;
+    for (const auto& record : scaler_.records) {
+      may_be_misuse |= scaler_.is_enabled && record.stage == Stage::unscaled;
+    }
+    // Scaled gradients on top of true ones: what is trained is their sum. In half it may overflow.
+    if (may_be_misuse && (has_rough_half_ || !random_.one_in(4))) return;
+    const bool with_inf = scaler_.is_enabled && scaler_.rechecks && random_.one_in(8);
+    Tensor loss = torch::zeros({});
+    report_.line("backward");
+    count(may_be_misuse ? "backward after unscale_" : "backward");
+    bool is_first = true;
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      for (std::size_t j = 0; j < plain_[i].weights.size(); ++j) {
+        if (random_.one_in(4)) continue;
+        PlainWeight& weight = plain_[i].weights[j];
+        const bool is_bad = std::exchange(is_first, false) && with_inf;
+        Vector gradient = random_gradient(random_, weight.value.size(), is_bad);
+        report_.line("    optimizer ", i, " weight ", j, ": ", words(gradient));
+        if (is_bad) count("inf");
+        const Tensor factor = tensor_of(gradient, torch::kFloat);
+        loss = loss + (sides_[i].parameters[j].to(torch::kFloat) * factor).sum();
+        for (double& g : gradient) g *= scaler_.scale;
+        weight.accumulate(gradient);
+      }
+    }
+    scaler_.has_scaled = true;
+    expect(false, [&] {
+      const Tensor scaled = library_->scale(loss);
+      if (scaled.requires_grad()) scaled.backward();
+    });
+  }
+
+  bool refuses_half(const PlainSide& side) const {
+    return side.has_bare_half() && !scaler_.allows_half;
+  }
+
+  /// Takes the scale off; whether it could not.
+  bool plain_unscale(std::size_t i) {
+    PlainSide& side = plain_[i];
+    if (!scaler_.is_enabled) {
+      side.follow_masters();
+      for (PlainWeight& one : side.weights) one.widen();
+      return false;
+    }
+    if (!scaler_.has_scaled) return true;
+    if (known(i).stage != Stage::ready) return true;
+    return plain_unscale_into(i);
+  }
+  bool plain_unscale_into(std::size_t i) {
+    PlainSide& side = plain_[i];
+    side.follow_masters();
+    if (refuses_half(side)) return true;
+    PlainScaler::Record& record = known(i);
+    record.stage = Stage::unscaled;
+    record.found.reset();
+    if (!side.has_gradient()) return false;
+    for (PlainWeight& one : side.weights) {
+      one.widen();
+      if (one.gradient) one.multiply_gradient(1 / scaler_.scale);
+    }
+    record.found = !side.is_finite();
+    return false;
+  }
+
+  void unscale(std::size_t i) {
+    report_.line("unscale_(optimizer ", i, ")");
+    count("unscale_");
+    const bool throws = plain_unscale(i);
+    expect(throws, [&] { library_->unscale_(sides_[i].any()); });
+  }
+
+  void clip_with_libtorch(std::size_t i) {
+    PlainSide& side = plain_[i];
+    const bool by_value = random_.one_in(3);
+    const bool at_masters = side.counts() && side.has_master_params() && random_.one_in(3);
+    const double limit = random_.of<double>({0.5, 1, 2});
+    report_.line("torch's clip_grad_", by_value ? "value_" : "norm_", "(",
+                 at_masters ? "master_params(optimizer " : "(parameters of optimizer ", i, "), ",
+                 limit, ")");
+    count(by_value ? "libtorch's clip_grad_value_" : "libtorch's clip_grad_norm_");
+    std::vector<Tensor> clipped = sides_[i].parameters;
+    if (at_masters) {
+      count("libtorch's clipping of masters");
+      side.follow_masters();
+      clipped = mezzo::master_params(sides_[i].any());
+    } else {
+      // What was made of a master's gradient is not the parameter's yet.
+      for (const PlainWeight& one : side.weights) {
+        if (one.at_master) return report_.line("    (left out)");
+      }
+    }
+    if (by_value) {
+      side.clip_value(limit);
+      return expect(false, [&] { torch::nn::utils::clip_grad_value_(clipped, limit); });
+    }
+    const double norm = side.norm();
+    if (has_half_ && norm > 30000) return report_.line("    (left out: too large for half)");
+    side.clip_norm(norm, limit);
+    double actual = 0;
+    expect(false, [&] { actual = torch::nn::utils::clip_grad_norm_(clipped, limit); });
+    if (!is_near(actual, norm, norm / 50 + 1e-6)) {
+      report_.fail("the norm is ", actual, "; right is ", norm);
+    }
+  }
+
+  void clip_with_mezzo(std::size_t i) {
+    PlainSide& side = plain_[i];
+    const bool by_value = random_.one_in(3);
+    const double limit = random_.of<double>({0.5, 1, 2});
+    report_.line("mezzo::clip_grad_", by_value ? "value_" : "norm_", "(scaler, optimizer ", i, ", ",
+                 limit, ")");
+    count(by_value ? "mezzo's clip_grad_value_" : "mezzo's clip_grad_norm_");
+    const bool is_unscaled = scaler_.is_enabled && scaler_.records[i].stage == Stage::unscaled;
+    const bool throws = !is_unscaled && plain_unscale(i);
+    double norm = 0;
+    if (!throws) {
+      side.follow_masters();
+      norm = side.norm();
+      by_value ? side.clip_value(limit) : side.clip_norm(norm, limit);
+    }
+    expect(throws, [&] {
+      if (by_value) return mezzo::clip_grad_value_(*library_, sides_[i].any(), limit);
+      const double actual =
+          mezzo::clip_grad_norm_(*library_, sides_[i].any(), limit).item<double>();
+      const bool is_right =
+          std::isfinite(norm) ? is_near(actual, norm, norm * 1e-5 + 1e-6) : !std::isfinite(actual);
+      if (!is_right) report_.fail("the norm is ", actual, "; right is ", norm);
+    });
+  }
+
+  void zero_grad(std::size_t i) {
+    const bool set_to_none = !random_.one_in(3);
+    const bool of_all = random_.one_in(3);
+    report_.line(of_all ? "zero_grad of all weights" : "zero_grad of optimizer ",
+                 of_all ? "" : std::to_string(i), set_to_none ? "" : ", set_to_none = false");
+    static const char* const stages[] = {"before unscale_", "after unscale_", "after step"};
+    count(std::string("zero_grad ") + stages[static_cast<std::size_t>(scaler_.records[i].stage)]);
+    for (std::size_t k = 0; k < plain_.size(); ++k) {
+      if (!of_all && k != i) continue;
+      plain_[k].zero_grad(set_to_none);
+      expect(false, [&] {
+        if (!of_all) return sides_[k].optimizer().zero_grad(set_to_none);
+        for (const Tensor& parameter : sides_[k].parameters) {  // as a module does
+          if (!parameter.grad().defined()) continue;
+          if (set_to_none) {
+            parameter.mutable_grad().reset();
+          } else {
+            parameter.mutable_grad().zero_();
+          }
+        }
+      });
+    }
+  }
+
+  std::size_t random_weight(const PlainSide& side) {
+    return static_cast<std::size_t>(random_.below(static_cast<int64_t>(side.weights.size())));
+  }
+
+  void drop_gradient(std::size_t i) {
+    const std::size_t j = random_weight(plain_[i]);
+    report_.line("parameter ", j, " of optimizer ", i, ".mutable_grad() = {}");
+    count("gradient dropped");
+    plain_[i].weights[j].drop_gradient();
+    sides_[i].parameters[j].mutable_grad() = Tensor();
+  }
+
+  void change_at_master(std::size_t i) {
+    PlainSide& side = plain_[i];
+    if (!side.counts() || !side.has_master_params()) return drop_gradient(i);
+    const std::size_t j = random_weight(side);
+    PlainWeight& weight = side.weights[j];
+    const bool has_gradient = (weight.at_master ? *weight.at_master : weight.gradient).has_value();
+    if (!weight.has_master || !has_gradient) return drop_gradient(i);
+    const bool drops = !random_.one_in(3);
+    const Vector other = random_gradient(random_, weight.value.size(), false);
+    report_.line("master_params(optimizer ", i, ")[", j,
+                 "].mutable_grad() = ", drops ? "{}" : words(other));
+    count(drops ? "gradient dropped at the master" : "gradient replaced at the master");
+    side.follow_masters();
+    if (drops) {
+      weight.at_master = std::optional<PlainGradient>();
+    } else {
+      weight.at_master = PlainGradient{other, torch::kFloat};
+    }
+    expect(false, [&] {
+      const Tensor master = mezzo::master_params(sides_[i].any())[j];
+      master.mutable_grad() = drops ? Tensor() : tensor_of(other, torch::kFloat);
+    });
+  }
+
+  void look_at_masters(std::size_t i) {
+    PlainSide& side = plain_[i];
+    report_.line("master_params(optimizer ", i, ")");
+    count("master_params");
+    const bool throws = !side.has_master_params();
+    if (!throws) side.follow_masters();
+    expect(throws, [&] {
+      const auto masters = mezzo::master_params(sides_[i].any());
+      for (std::size_t j = 0; j < masters.size(); ++j) {
+        PlainWeight& weight = side.weights[j];
+        const std::string name = "master " + std::to_string(j);
+        const Tensor& own = sides_[i].parameters[j];
+        if (weight.has_master) {
+          compare_value(weight, values_of(masters[j]), report_, name);
+          weight.is_written = false;
+          if (!masters[j].grad().is_same(own.grad())) {
+            report_.fail(name, " has another gradient than its parameter");
+          }
+        } else if (!masters[j].is_same(own)) {
+          report_.fail(name, " is not the parameter");
+        }
+      }
+    });
+  }
+
+  void write_weight(std::size_t i) {
+    const std::size_t j = random_weight(plain_[i]);
+    PlainWeight& weight = plain_[i].weights[j];
+    const Vector present = values_of(sides_[i].parameters[j]);
+    if (!weight.is_written) weight.trained = weight.value;
+    for (std::size_t k = 0; k < present.size(); ++k) {
+      weight.value[k] = static_cast<double>(random_.below(33) - 16) / 4;
+      // Where it is what the master rounds to, the master stays.
+      const auto is_close = [&](double other) { return std::abs(weight.value[k] - other) < 0.125; };
+      while (is_close(present[k]) || is_close(weight.trained[k])) weight.value[k] += 1;
+      weight.error[k] = 0;
+    }
+    weight.is_written = true;
+    report_.line("parameter ", j, " of optimizer ", i, " is set to ", words(weight.value));
+    count("weight written");
+    const torch::NoGradGuard no_grad;
+    sides_[i].parameters[j].copy_(tensor_of(weight.value, torch::kFloat));
+  }
+
+  // --- Steps -----------------------------------------------------------------------------------
+
+  /// What is right of a step.
+  struct Expected {
+    bool throws = false;
+    bool ran = true;
+    bool found_inf = false;
+    std::optional<double> norm{};
+  };
+
+  Expected plain_step(std::size_t i, bool has_options, const mezzo::StepOptions& options) {
+    PlainSide& side = plain_[i];
+    const bool clips = std::isfinite(options.max_norm);
+    if (!scaler_.is_enabled) return plain_step_without_scale(side, options);
+    if (!scaler_.has_scaled) return {.throws = true};
+    PlainScaler::Record& record = known(i);
+    if (record.stage == Stage::stepped) return {.throws = true};
+    bool is_true = record.stage == Stage::unscaled;
+    const bool was_unscaled = is_true;
+    if (side.counts()) {
+      side.follow_masters();
+      if (!is_true && (refuses_half(side) || !side.has_gradient())) return {.throws = true};
+    } else if (!is_true && (!has_options || (options.zero_grad && !clips))) {
+      if (plain_unscale_into(i)) return {.throws = true};
+      is_true = true;
+    }
+    const bool reads = side.counts() || clips || (was_unscaled ? scaler_.rechecks : !is_true);
+    if (!side.has_gradient() && reads && !is_true) return {.throws = true};
+    if (!reads && !record.found) return {.throws = true};
+    const bool looks = was_unscaled ? scaler_.rechecks : true;
+    const bool found = record.found.value_or(false) || (looks && !side.is_finite());
+    record.found = found;
+    record.stage = Stage::stepped;
+    const double inverse = is_true ? 1 : 1 / scaler_.scale;
+    const double norm = side.norm() * inverse;
+    Expected expected{.ran = !found, .found_inf = found};
+    if (side.counts() || clips) expected.norm = norm;
+    if (!found) side.step(inverse * clip_factor(norm, options.max_norm));
+    if (options.zero_grad) side.zero_grad(false);
+    return expected;
+  }
+
+  static Expected plain_step_without_scale(PlainSide& side, const mezzo::StepOptions& options) {
+    side.follow_masters();
+    side.step(clip_factor(side.norm(), options.max_norm));
+    Expected expected;
+    if (std::isfinite(options.max_norm) && side.has_gradient()) expected.norm = side.norm();
+    if (options.zero_grad) side.zero_grad(false);
+    return expected;
+  }
+
+  void step(std::size_t i) {
+    const bool has_options = !random_.one_in(3);
+    mezzo::StepOptions options;
+    if (has_options && random_.one_in(2)) options.max_norm = random_.of<double>({0.5, 1, 2});
+    if (has_options && random_.one_in(3)) options.zero_grad = true;
+    std::ostringstream text;
+    if (has_options) {
+      text << ", {.max_norm = " << options.max_norm << ", .zero_grad = " << options.zero_grad
+           << "}";
+    }
+    report_.line("scaler.step(optimizer ", i, text.str(), ")");
+    const Expected right = plain_step(i, has_options, options);
+    expect(right.throws, [&] {
+      AnyOptimizer any = sides_[i].any();
+      const auto result = has_options ? library_->step(any, options) : library_->step(any);
+      report_.line(result.ran() ? "    ran" : "    skipped");
+      if (result.ran() != right.ran || result.found_inf() != right.found_inf) {
+        report_.fail("ran() is ", result.ran(), ", found_inf() ", result.found_inf(), "; right is ",
+                     right.ran, ", ", right.found_inf);
+      }
+      if (result.grad_norm() && right.norm && std::isfinite(*right.norm) &&
+          !is_near(*result.grad_norm(), *right.norm, 1e-5 * *right.norm + 1e-6)) {
+        report_.fail("grad_norm() is ", *result.grad_norm(), "; right is ", *right.norm);
+      }
+      const char* const clipped = std::isfinite(options.max_norm) ? " with max_norm" : "";
+      count(std::string(result.ran() ? "step" : "skipped step") + clipped);
+      const PlainSide& side = plain_[i];
+      count(side.is_split()                    ? "step of split_master"
+            : side.recipe.in_master_weights    ? "step of MasterWeights"
+            : !side.recipe.of_mezzo            ? "step of torch's optimizer"
+            : side.weights[0].has_master       ? "step of master"
+            : is_16_bit(side.weights[0].dtype) ? "step of plain 16 bits"
+                                               : "step of float");
+      static const char* const kinds[] = {"SGD", "momentum", "Adam", "AdamW", "Lion", "LAMB"};
+      count(std::string("step of ") + kinds[static_cast<std::size_t>(side.recipe.kind)]);
+      count(scaler_.is_enabled ? "step of an enabled scaler" : "step of a disabled scaler");
+    });
+  }
+
+  void step_without_scaler(std::size_t i) {
+    PlainSide& side = plain_[i];
+    if (!side.is_finite()) return;
+    side.follow_masters();
+    report_.line("optimizer ", i, ".step()");
+    count("step without the scaler");
+    side.step(1);
+    expect(false, [&] { (void)sides_[i].any().step(); });
+  }
+
+  void update() {
+    update_once();
+    if (likes_files_ && !report_.failed() && random_.one_in(2)) save_or_load();
+  }
+
+  void update_once() {
+    report_.line("update()");
+    bool throws = false;
+    if (scaler_.is_enabled) {
+      throws = !scaler_.has_scaled || !scaler_.update();
+    } else {
+      scaler_.clear();
+    }
+    if (!throws) count("update");
+    expect(throws, [&] { library_->update(); });
+  }
+
+  void update_to() {
+    if (!scaler_.is_enabled || !scaler_.has_scaled) return update();
+    const double scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(8)));
+    report_.line("update(", scale, ")");
+    count("update to a scale");
+    scaler_.scale = scale;
+    scaler_.clear();
+    expect(false, [&] { library_->update(scale); });
+  }
+
+  // --- Files -----------------------------------------------------------------------------------
+
+  void save_or_load() {
+    if (!scaler_.is_between_iterations()) return update_once();
+    for (PlainSide& side : plain_) {
+      for (const PlainWeight& one : side.weights) {
+        if (one.at_master) return;
+      }
+    }
+    compare();
+    if (report_.failed()) return;
+    if (!saved_ || random_.one_in(3)) {
+      save();
+      if (!random_.one_in(3)) return;
+    }
+    load();
+  }
+
+  void save() {
+    report_.line("save");
+    count("save");
+    saved_.emplace();
+    expect(false, [&] {
+      for (const Side& side : sides_) {
+        std::stringstream file;
+        torch::save(side.any(), file);
+        saved_->optimizers.push_back(file.str());
+        auto& weights = saved_->weights.emplace_back();
+        for (const Tensor& one : side.parameters) weights.push_back(one.detach().clone());
+      }
+      std::stringstream file;
+      if (scaler_.is_enabled) torch::save(*library_, file);
+      saved_->scaler = file.str();
+    });
+    saved_->plain = plain_;
+    saved_->plain_scaler = scaler_;
+  }
+
+  void load() {
+    bool is_fresh = random_.one_in(2);
+    for (const PlainSide& side : plain_) is_fresh |= !side.counts();  // torch's keeps old state
+    report_.line("load", is_fresh ? " into new objects" : "");
+    count(is_fresh ? "load into new objects" : "load");
+    const std::vector<PlainSide> before = std::exchange(plain_, saved_->plain);
+    const bool has_scaled = scaler_.has_scaled;
+    scaler_ = saved_->plain_scaler;
+    scaler_.has_scaled = has_scaled && !is_fresh;
+    if (!scaler_.is_enabled) scaler_.has_scaled = saved_->plain_scaler.has_scaled;
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      for (std::size_t j = 0; j < plain_[i].weights.size(); ++j) {
+        PlainWeight& weight = plain_[i].weights[j];
+        weight.gradient = is_fresh ? std::nullopt : before[i].weights[j].gradient;
+        if (!weight.is_written) weight.trained = weight.value;
+        weight.is_written = true;  // until the next step settles what the file has
+      }
+    }
+    expect(false, [&] {
+      if (is_fresh) make_library();
+      for (std::size_t i = 0; i < sides_.size(); ++i) {
+        const torch::NoGradGuard no_grad;
+        for (std::size_t j = 0; j < sides_[i].parameters.size(); ++j) {
+          sides_[i].parameters[j].copy_(saved_->weights[i][j]);
+        }
+        std::stringstream file(saved_->optimizers[i]);
+        AnyOptimizer any = sides_[i].any();
+        torch::load(any, file);
+      }
+      std::stringstream file(saved_->scaler);
+      if (scaler_.is_enabled) torch::load(*library_, file);
+    });
+  }
+
+  Random random_;
+  Counts& counts_;
+  Report report_;
+  std::vector<PlainSide> plain_;
+  PlainScaler scaler_;
+  bool likes_files_ = false;
+  bool has_half_ = false;
+  bool has_rough_half_ = false;
+  std::vector<Side> sides_;
+  std::optional<GradScaler> library_;
+  std::optional<Saved> saved_;
+};
+
+// MEZZO_STEP_PROGRAM_SEEDS says how many programs are run, MEZZO_STEP_PROGRAM_FIRST_SEED which is
+// the first.
+TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
+  const int64_t first = number_from_environment("MEZZO_STEP_PROGRAM_FIRST_SEED", 0);
+  const int64_t seeds = number_from_environment("MEZZO_STEP_PROGRAM_SEEDS", 100);
+  Counts counts;
+  int64_t failures = 0;
+  for (int64_t seed = first; seed < first + seeds && failures < 3; ++seed) {
+    Program program(static_cast<uint64_t>(seed), counts);
+    if (program.run()) continue;
+    ADD_FAILURE() << "the program of seed " << seed << ":\n" << program.text();
+    ++failures;
+  }
+  if (seeds < 100 || failures > 0) return;
+  for (const char* const what : {"backward",
+                                 "backward after unscale_",
+                                 "inf",
+                                 "throws",
+                                 "unscale_",
+                                 "libtorch's clip_grad_norm_",
+                                 "libtorch's clip_grad_value_",
+                                 "libtorch's clipping of masters",
+                                 "mezzo's clip_grad_norm_",
+                                 "mezzo's clip_grad_value_",
+                                 "zero_grad before unscale_",
+                                 "zero_grad after unscale_",
+                                 "zero_grad after step",
+                                 "gradient dropped",
+                                 "gradient dropped at the master",
+                                 "gradient replaced at the master",
+                                 "master_params",
+                                 "weight written",
+                                 "step",
+                                 "step with max_norm",
+                                 "skipped step",
+                                 "skipped step with max_norm",
+                                 "step of split_master",
+                                 "step of MasterWeights",
+                                 "step of torch's optimizer",
+                                 "step of master",
+                                 "step of plain 16 bits",
+                                 "step of float",
+                                 "step of SGD",
+                                 "step of momentum",
+                                 "step of Adam",
+                                 "step of AdamW",
+                                 "step of Lion",
+                                 "step of LAMB",
+                                 "step of an enabled scaler",
+                                 "step of a disabled scaler",
+                                 "step without the scaler",
+                                 "update",
+                                 "update to a scale",
+                                 "save",
+                                 "load",
+                                 "load into new objects"}) {
+    EXPECT_GE(counts[what], 5) << what << " happens in no program, or in few";
+  }
+}
+
+}  // namespace
