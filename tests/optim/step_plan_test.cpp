@@ -125,11 +125,57 @@ double accumulated(const torch::Tensor& weight) {
   return weight.grad()[0].item<double>();
 }
 
-TEST(StepPlan, AddsUpGradientsInFloatThoughTheModelIsCastLater) {
+TEST(StepPlan, AddsUpInFloatWhatWasAddedUpIn16BitsBefore) {
+  const auto weight = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  weight.sum().backward();
+  SGD optimizer({weight}, SGDOptions(1.0).accumulate_in_float(true));
+  for (int i = 0; i < 999; ++i) weight.sum().backward();
+  EXPECT_TRUE(torch::equal(weight.grad(), torch::full({2}, 1000.0)));
+}
+
+TEST(StepPlan, LeavesTheGradientsOfADoubleModelDouble) {
   torch::nn::Linear layer(2, 2);
   SGD optimizer(layer->parameters(), SGDOptions(1.0).accumulate_in_float(true));
-  layer->to(torch::kBFloat16);
-  EXPECT_EQ(accumulated(layer->bias), 1000);
+  layer->to(torch::kDouble);
+  (layer->bias * 1e300).sum().backward();
+  EXPECT_EQ(layer->bias.grad()[0].item<double>(), 1e300);
+}
+
+TEST(StepPlan, PassesOverAParameterWithoutGradientWhoseMasterIsOfAnotherShape) {
+  const auto p = torch::ones({4}, torch::kBFloat16).requires_grad_();
+  const auto q = torch::ones({4}, torch::kBFloat16).requires_grad_();
+  SGD optimizer({p, q}, SGDOptions(1.0).weight_storage(WeightStorage::master));
+  (p.sum() + q.sum()).backward();
+  optimizer.step();
+  optimizer.zero_grad();
+  p.set_data(torch::ones({6}, torch::kBFloat16));
+  q.sum().backward();
+  optimizer.step();
+  EXPECT_EQ(q[0].item<float>(), -1.0F);
+}
+
+TEST(StepPlan, ForgetsAShownGradientWithTheMasterThatShowedIt) {
+  const auto p = torch::ones({4}, torch::kBFloat16).requires_grad_();
+  SGD optimizer({p}, SGDOptions(0.25).weight_storage(WeightStorage::master));
+  p.sum().backward();
+  for (const bool replaced : {false, true}) {
+    (void)optimizer.master_param(0, p);
+    auto& state =
+        static_cast<mezzo::optim::SGDParamState&>(*optimizer.state().at(p.unsafeGetTensorImpl()));
+    state.master(replaced ? state.master().clone() : torch::Tensor());
+    optimizer.step();
+  }
+  EXPECT_EQ(p[0].item<float>(), 0.5F);
+}
+
+TEST(StepPlan, ChecksTheRowsOfAllDevicesBeforeItStepsOnAny) {
+  const auto on_cpu = torch::ones({2}).requires_grad_();
+  const auto elsewhere = torch::ones({2}, torch::kMeta).requires_grad_();
+  SGD optimizer({on_cpu, elsewhere}, SGDOptions(0.1).momentum(0.9).dampening(0.5));
+  on_cpu.mutable_grad() = torch::ones({2});
+  elsewhere.mutable_grad() = torch::ones({2}, torch::kMeta);
+  EXPECT_THROW(optimizer.step(), c10::Error);
+  EXPECT_EQ(on_cpu[0].item<float>(), 1.0F);
 }
 
 TEST(StepPlan, AddsUpGradientsInFloatFromTheGroupTheFileOrTheStepOnThatAskForIt) {

@@ -10,6 +10,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
@@ -220,6 +221,42 @@ TYPED_TEST(ScalerCallProbes, AFirstGroupThatLeavesTakesNoRecordWithIt) {
   groups.erase(groups.begin());
   EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("already been called"));
   EXPECT_EQ(z.item<float>(), -1) << "stepped once";
+}
+
+TYPED_TEST(ScalerCallProbes, AParameterFromTheMiddleOfAGroupIsOfTheSameRecord) {
+  auto x = parameter({0}), y = parameter({0}), z = parameter({0});
+  auto optimizer = this->sgd({x, y, z});
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  for (const auto& each : {x, y, z}) set_gradient(each, {4});
+  scaler.unscale_(optimizer);
+  optimizer.param_groups().front().params() = {y};
+  scaler.step(optimizer);
+  EXPECT_EQ(y.item<float>(), -1) << "unscaled once";
+}
+
+TYPED_TEST(ScalerCallProbes, AnInfThatWasKnownBeforeMovesNoScale) {
+  for (const bool zero_grad : {false, true}) {
+    auto x = parameter({1});
+    auto optimizer = this->sgd({x});
+    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    (void)scaler.scale(torch::ones({}));
+    set_gradient(x, {std::numeric_limits<float>::infinity()});
+    const auto result =
+        scaler.step(optimizer, {.zero_grad = zero_grad, .known_inf = torch::ones({})});
+    EXPECT_FALSE(result.ran());
+    scaler.update();
+    EXPECT_EQ(scaler.get_scale(), 4);
+  }
+}
+
+TYPED_TEST(ScalerCallProbes, AStepAfterUnscalingNothingIsAnError) {
+  auto x = parameter({1});
+  auto optimizer = this->sgd({x});
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  (void)scaler.scale(torch::ones({}));
+  scaler.unscale_(optimizer);
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+              HasSubstr("No inf checks were recorded for this optimizer."));
 }
 
 TYPED_TEST(ScalerCallProbes, ParametersThatComeOneByOneAreOfTheSameRecord) {

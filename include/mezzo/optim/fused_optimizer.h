@@ -131,6 +131,10 @@ class FusedOptimizer : public OptimizerInterface {
         "Adam, SGD, Lion or LAMB");
   }
 
+  /// Sets the dtype in which gradients of 16-bit weights are added up, where options ask for float.
+  /// `plan` does it too: call it where weights are cast, before the next backward pass.
+  virtual void set_grad_dtypes() const {}
+
   /// Called before gradients are unscaled where they lie, be it for clipping alone.
   /// \throws c10::Error where that cannot be right, and says what to do instead
   virtual void check_unscale() const {}

@@ -30,12 +30,16 @@ struct ExtraOptions {
   bool operator==(const ExtraOptions&) const = default;
 };
 
-/// Lets gradients of 16-bit weights be added up in float. A float weight may become one of 16 bits,
-/// and then keeps what is set here.
+/// Lets gradients of a 16-bit weight be added up in float, and what has been added up so far become
+/// float. Other weights stay as they are.
 inline void accumulate_in_float(const at::Tensor& parameter) {
-  const bool is_low = is_low_precision(parameter);
-  if (!parameter.requires_grad() || (!is_low && parameter.scalar_type() != at::kFloat)) return;
-  if (!is_low || parameter.grad_dtype() != at::kFloat) parameter.set_grad_dtype(at::kFloat);
+  if (!parameter.requires_grad() || !is_low_precision(parameter)) return;
+  if (parameter.grad_dtype() == at::kFloat) return;
+  parameter.set_grad_dtype(at::kFloat);
+  const at::Tensor& gradient = parameter.grad();
+  if (gradient.defined() && gradient.layout() == at::kStrided && is_low_precision(gradient)) {
+    parameter.mutable_grad() = gradient.detach().to(at::kFloat);
+  }
 }
 
 }  // namespace detail
@@ -62,9 +66,10 @@ class FusedOptions : public Base {
   /// Adds up gradients of bfloat16 and half weights in float (libtorch's `set_grad_dtype`), as
   /// Megatron's main_grad: 1,000 micro-batches of 1 give 1000, and 256 in bfloat16. `.grad` is then
   /// a float tensor, 4 bytes an element in place of 2, which libtorch's clipping and zero_grad take
-  /// as any other. Holds for gradients that backward makes after the optimizer was made, was given
-  /// the group, loaded a file or took a step; also for a float model that is cast later. Make the
-  /// optimizer before a DataParallel of the same parameters. It is not taken back.
+  /// as any other. Set when the optimizer is made, is given the group, loads a file or takes a
+  /// step, and when `initialize` has cast the model: cast a model yourself before the optimizer is
+  /// made, and make the optimizer before a DataParallel of the same parameters. It is not taken
+  /// back.
   bool accumulate_in_float() const noexcept { return extras_.accumulate_in_float; }
   Own& accumulate_in_float(bool value) { return set(extras_.accumulate_in_float, value); }
 

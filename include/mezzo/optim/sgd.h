@@ -85,6 +85,8 @@ struct SgdTraits
     check_numbers(kName, {{"lr", options.lr()},
                           {"momentum", options.momentum()},
                           {"weight_decay", options.weight_decay()}});
+    TORCH_CHECK(!nan_bits(options.dampening()), "SGD: dampening is ", options.dampening(),
+                "; it should be a number");
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
                 "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
                 options.dampening(), "; it needs a positive momentum and a dampening of 0");

@@ -291,6 +291,16 @@ TEST(GradBuckets, RefusesToAddUpIn16BitsWhatAutogradAddsUpInFloat) {
   EXPECT_EQ(parameter.grad()[0].item<double>(), 1000);
 }
 
+TEST(GradBuckets, LeavesAGradientThatWasUnscaledInFloatToItsStep) {
+  const auto first = leaf({4}, torch::kHalf), second = leaf({4}, torch::kHalf);
+  GradBuckets buckets({first, second});
+  buckets.on_ready([](std::size_t) {});
+  first.sum().backward();
+  first.mutable_grad() = torch::full({4}, 1e-8F);  // as unscaled for a master
+  second.sum().backward();
+  EXPECT_TRUE(torch::equal(first.grad(), torch::full({4}, 1e-8F)));
+}
+
 TEST(GradBuckets, NamesAParameterThatWasCastSinceTheyWereMade) {
   const auto parameter = leaf({4});
   GradBuckets buckets({parameter});

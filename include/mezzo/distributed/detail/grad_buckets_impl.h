@@ -415,6 +415,11 @@ inline void BucketedGradients::check_dtype(std::size_t number) const {
 inline void BucketedGradients::settle(std::size_t number) {
   GradientSlot& slot = slots_[number];
   if (slot.gradient().defined()) check_gradient(number);
+  // Unscaled for its master, and not of this pass: in 16 bits it would underflow.
+  const bool is_unscaled_in_float = slot.has_dense_gradient() && !slot.has_arrived &&
+                                    is_low_precision(slot.place) &&
+                                    slot.gradient().scalar_type() == at::kFloat;
+  if (is_unscaled_in_float && torch::autograd::get_current_graph_task_id() != -1) return;
   if (slot.has_dense_gradient()) {
     if (!slot.is_in_place()) move_to_place(slot);
     slot.may_be_nonzero = true;

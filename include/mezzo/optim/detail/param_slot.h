@@ -45,6 +45,7 @@ class ShownGradient {
   void show(const at::Tensor& parameter, const at::Tensor& master) {
     master.mutable_grad() = parameter.grad();
     shown_.emplace(parameter.grad().getIntrusivePtr());
+    shown_at_.emplace(master.getIntrusivePtr());
   }
 
   bool is_shown() const noexcept { return shown_.has_value(); }
@@ -54,6 +55,9 @@ class ShownGradient {
   /// keeps that.
   void follow(const at::Tensor& parameter, const at::Tensor& master) {
     if (!shown_) return;
+    const bool is_there =
+        master.defined() && shown_at_->_unsafe_get_target() == master.unsafeGetTensorImpl();
+    if (!is_there) return end(master);
     const bool is_as_shown = shown_->_unsafe_get_target() == parameter.grad().unsafeGetTensorImpl();
     if (is_as_shown) {
       if (!master.grad().is_same(parameter.grad())) parameter.mutable_grad() = master.grad();
@@ -67,12 +71,14 @@ class ShownGradient {
     if (!shown_) return;
     if (master.defined()) master.mutable_grad() = at::Tensor();
     shown_.reset();
+    shown_at_.reset();
   }
 
  private:
   // Weak: memory goes when the parameter lets go of it, and no later tensor has this address.
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  std::optional<WeakTensor> shown_;
+  std::optional<WeakTensor> shown_;     // the gradient
+  std::optional<WeakTensor> shown_at_;  // the master
 };
 
 // --- Weights beside the parameter --------------------------------------------------------------

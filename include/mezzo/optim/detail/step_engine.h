@@ -42,6 +42,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                     const StepOptions& options = {});
 
   MEZZO_INLINE void enable_master_weights() override;
+  MEZZO_INLINE void set_grad_dtypes() const override;
   MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
 
@@ -61,8 +62,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   }
   /// Refuses what would be trained twice.
   MEZZO_INLINE void meet_parameters();
-  /// For groups that add up gradients in float. A step does it too, for the next one's gradients.
-  MEZZO_INLINE void set_grad_dtypes() const;
 
  private:
   using Row = StepPlan::Row;
@@ -90,7 +89,9 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
 
   MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
                             std::uint64_t number);
-  MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter, const GroupNumbers& numbers);
+  MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter);
+  MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& parameter,
+                               const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
   MEZZO_INLINE ParamSlot& checked_slot(std::unique_ptr<torch::optim::OptimizerParamState>& state,
                                        const at::Tensor& parameter);

@@ -89,18 +89,21 @@ MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t group, const at::Te
 
 // --- Slots -------------------------------------------------------------------------------------
 
-/// Returns the slot of a parameter, checked, for it may be of another model; null if there is none.
-MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter,
-                                              const GroupNumbers& numbers) {
+/// Returns the slot of a parameter; null if there is none.
+MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter) {
   const auto found = state_.find(parameter.unsafeGetTensorImpl());
   if (found == state_.end()) return nullptr;
-  ParamSlot& slot = checked_slot(found->second, parameter);
+  return &checked_slot(found->second, parameter);
+}
+
+/// A state may be of another model, or have been written by anybody.
+MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& parameter,
+                                         const GroupNumbers& numbers) const {
   slot.count().check();
   check_shape_of(slot.master, "a master", parameter, words());
   for (int k = 0; k < numbers.moments; ++k) {
     check_shape_of(slot.moment(k), "a moment", parameter, words());
   }
-  return &slot;
 }
 
 MEZZO_INLINE ParamSlot& StepEngine::make_slot(const at::Tensor& parameter) {
@@ -197,11 +200,11 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   if (numbers.extras.accumulate_in_float) accumulate_in_float(parameter);
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
-  ParamSlot* const slot =
-      has_master || parameter.grad().defined() ? find_slot(parameter, numbers) : nullptr;
+  ParamSlot* const slot = has_master || parameter.grad().defined() ? find_slot(parameter) : nullptr;
   if (slot != nullptr) slot->shown.follow(parameter, slot->master);
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
+  if (slot != nullptr) check_slot(*slot, parameter, numbers);
   check_gradient(parameter, gradient, words());
   const at::ScalarType own = parameter.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
@@ -231,11 +234,30 @@ MEZZO_INLINE void StepEngine::apply_with_aten(StepPlan plan, const Verdict& verd
   apply_on_devices(plan, verdict, options, /*with_aten=*/true);
 }
 
+/// Refuses what ATen cannot do, before anything is written or counted.
+inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers,
+                           const UpdateRule& rule, const OptimizerWords& words) {
+  TORCH_CHECK(rule.check_aten != nullptr, rule.name, ": ", words.parameter(*row.parameter),
+              " has gradients, and ATen has no kernel of this optimizer; link the CMake target "
+              "mezzo::cuda, or keep the parameters on the CPU");
+  TORCH_CHECK(
+      row.storage == optim::WeightStorage::plain || row.storage == optim::WeightStorage::master,
+      rule.name, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
+      "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
+      words.parameter(*row.parameter), " has none; use WeightStorage::master there");
+  rule.check_aten(numbers);
+}
+
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
   const c10::InferenceMode inference(plan.has_inference);  // else what is made are plain tensors
   const c10::NoGradGuard no_grad;
   bool is_counted = false;
+  for (const Row& row : plan.rows) {  // before any device has stepped
+    if (!plan.has_devices) break;
+    if (has_own_kernels(row.parameter->device())) continue;
+    check_for_aten(row, plan.groups[row.group], *rule_, words());
+  }
   for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
     const at::Device device = begin->parameter->device();
     auto end = plan.has_devices ? begin + 1 : plan.rows.end();
@@ -281,6 +303,7 @@ MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers,
       row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
   if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
     const NoGraphGuard no_graph(row.parameter->is_inference());
+    if (row.storage != WeightStorage::master) slot.shown.end(slot.master);
     settle_weights(*row.parameter, row.storage, slot);
   }
   if (!keeps) {
@@ -581,20 +604,6 @@ MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
   if (!counts.empty() && verdict.found_inf) {
     add_to_counts(counts, verdict.found_inf->ne(0).to(at::kFloat).neg());
   }
-}
-
-/// Refuses what ATen cannot do, before anything is written or counted.
-inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers,
-                           const UpdateRule& rule, const OptimizerWords& words) {
-  TORCH_CHECK(rule.check_aten != nullptr, rule.name, ": ", words.parameter(*row.parameter),
-              " has gradients, and ATen has no kernel of this optimizer; link the CMake target "
-              "mezzo::cuda, or keep the parameters on the CPU");
-  TORCH_CHECK(
-      row.storage == optim::WeightStorage::plain || row.storage == optim::WeightStorage::master,
-      rule.name, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
-      "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
-      words.parameter(*row.parameter), " has none; use WeightStorage::master there");
-  rule.check_aten(numbers);
 }
 
 /// The step through ATen's fused optimizers: without a wait, and in one pass of theirs beside a

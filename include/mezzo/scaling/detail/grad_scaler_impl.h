@@ -261,7 +261,8 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
     detail::refuse_half_gradients(fused, plan);
   }
   Verdict verdict = fused.read(plan, inv_scale);
-  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer);
+  detail::check_has_gradients(plan.has_rows() || options.is_unscaled || record.found_inf.defined(),
+                              optimizer);
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
   std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
   if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
@@ -297,12 +298,19 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     const c10::NoGradGuard no_grad;
     const bool is_true = was_unscaled || unscales_here;
     const StepPlan plan = detail::plan_of(optimizer);
-    detail::check_has_gradients(plan.has_rows() || is_true, optimizer.optimizer());
+    detail::check_has_gradients(
+        plan.has_rows() || options.is_unscaled || record.found_inf.defined(),
+        optimizer.optimizer());
     verdict =
         detail::read_gradients(plan, is_true ? at::ones_like(scale_.original()) : scale_.inverse());
     check_verdict(record, verdict, is_true, counts, options.known_inf);
   }
   detail::check_has_gradients(verdict.found_inf.defined(), optimizer.optimizer());
+  if (unscales_here && !detail::clips(options) && options.known_inf.defined()) {
+    const c10::NoGradGuard no_grad;  // the verdict keeps what was found
+    const at::Tensor known = detail::on_device(options.known_inf, record.found_inf.device());
+    record.found_inf = record.found_inf.mul(known.eq(0.0));
+  }
   const std::shared_ptr<detail::StepLetter> letter =
       letter_pool_.letter_for(scale_.original().device());
   letter->send_and_wait(scale_.original(), verdict, was_unscaled);

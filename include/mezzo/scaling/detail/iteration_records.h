@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <list>
+#include <unordered_set>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -24,9 +25,9 @@ struct OptimizerRecord {
   at::Tensor found_inf{};
 };
 
-/// The records of one iteration. An optimizer is known by its address together with the first or
-/// the last parameter of any of its groups, wherever that stands by now: groups and parameters may
-/// be rearranged, leave and join between two calls. (One rebuilt in place over some of the same
+/// The records of one iteration. An optimizer is known by its address together with any parameter
+/// that it had at the last call, wherever that stands by now: groups and parameters may be
+/// rearranged, leave and join between two calls. (One rebuilt in place over some of the same
 /// parameters counts as the same.)
 class IterationRecords {
  public:
@@ -35,9 +36,9 @@ class IterationRecords {
     Entry& entry = known != nullptr ? *known : entries_.emplace_back(Entry{&optimizer});
     entry.parameters.clear();
     for (const auto& group : optimizer.param_groups()) {
-      if (group.params().empty()) continue;
-      entry.parameters.emplace_back(group.params().front().getIntrusivePtr());
-      entry.parameters.emplace_back(group.params().back().getIntrusivePtr());
+      for (const at::Tensor& parameter : group.params()) {
+        entry.parameters.emplace_back(parameter.getIntrusivePtr());
+      }
     }
     return entry.record;
   }
@@ -77,7 +78,7 @@ class IterationRecords {
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Entry {
     const torch::optim::Optimizer* optimizer;
-    std::vector<WeakTensor> parameters{};  // the first and the last of each group
+    std::vector<WeakTensor> parameters{};
     OptimizerRecord record{};
   };
 
@@ -90,14 +91,17 @@ class IterationRecords {
 
   /// Usually one comparison, of the first.
   static bool is_of(const Entry& entry, const torch::optim::Optimizer& optimizer) {
+    if (entry.parameters.empty()) return true;
+    std::unordered_set<const c10::TensorImpl*> known{entry.parameters.front()._unsafe_get_target()};
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
-        for (const WeakTensor& known : entry.parameters) {
-          if (known._unsafe_get_target() == parameter.unsafeGetTensorImpl()) return true;
-        }
+        if (known.count(parameter.unsafeGetTensorImpl()) != 0) return true;
+        if (known.size() > 1) continue;
+        for (const WeakTensor& one : entry.parameters) known.insert(one._unsafe_get_target());
+        if (known.count(parameter.unsafeGetTensorImpl()) != 0) return true;
       }
     }
-    return entry.parameters.empty();
+    return false;
   }
 
   std::vector<at::Tensor> forgotten_;
