@@ -175,7 +175,7 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
   void append_buckets(const std::vector<std::size_t>& order);
   void place_slots(const GradBucket& bucket, const std::vector<int64_t>& offsets);
   void install_hooks();
-  void settle(std::size_t number);
+  void settle(std::size_t number, bool arrives = false);
   static void move_to_place(GradientSlot& slot);
 
   void begin_pass();
@@ -412,11 +412,11 @@ inline void BucketedGradients::check_dtype(std::size_t number) const {
 }
 
 /// Brings one gradient to its place, whatever became of it.
-inline void BucketedGradients::settle(std::size_t number) {
+inline void BucketedGradients::settle(std::size_t number, bool arrives) {
   GradientSlot& slot = slots_[number];
   if (slot.gradient().defined()) check_gradient(number);
   // Unscaled for its master, and not of this pass: in 16 bits it would underflow.
-  const bool is_unscaled_in_float = slot.has_dense_gradient() && !slot.has_arrived &&
+  const bool is_unscaled_in_float = slot.has_dense_gradient() && !arrives && !slot.has_arrived &&
                                     is_low_precision(slot.place) &&
                                     slot.gradient().scalar_type() == at::kFloat;
   if (is_unscaled_in_float && torch::autograd::get_current_graph_task_id() != -1) return;
@@ -511,7 +511,7 @@ inline void BucketedGradients::arrived(std::size_t number) {
     check_dtype(number);
     const at::Tensor& gradient = slots_[number].gradient();
     const bool has_history = gradient.defined() && gradient.requires_grad();  // create_graph
-    if (!has_history) settle(number);
+    if (!has_history) settle(number, /*arrives=*/true);
     if (!count_arrival(number)) return;
     tell = on_ready_;
   }

@@ -261,8 +261,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
     detail::refuse_half_gradients(fused, plan);
   }
   Verdict verdict = fused.read(plan, inv_scale);
-  detail::check_has_gradients(plan.has_rows() || options.is_unscaled || record.found_inf.defined(),
-                              optimizer);
+  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer);
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
   std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
   if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
@@ -298,9 +297,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     const c10::NoGradGuard no_grad;
     const bool is_true = was_unscaled || unscales_here;
     const StepPlan plan = detail::plan_of(optimizer);
-    detail::check_has_gradients(
-        plan.has_rows() || options.is_unscaled || record.found_inf.defined(),
-        optimizer.optimizer());
+    detail::check_has_gradients(plan.has_rows() || is_true, optimizer.optimizer());
     verdict =
         detail::read_gradients(plan, is_true ? at::ones_like(scale_.original()) : scale_.inverse());
     check_verdict(record, verdict, is_true, counts, options.known_inf);
