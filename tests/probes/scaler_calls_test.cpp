@@ -249,6 +249,16 @@ TYPED_TEST(ScalerCallProbes, AnInfThatWasKnownBeforeMovesNoScale) {
   }
 }
 
+TYPED_TEST(ScalerCallProbes, AStepAfterUnscalingNothingIsAnError) {
+  auto x = parameter({1});
+  auto optimizer = this->sgd({x});
+  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  (void)scaler.scale(torch::ones({}));
+  scaler.unscale_(optimizer);
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+              HasSubstr("No inf checks were recorded for this optimizer."));
+}
+
 TYPED_TEST(ScalerCallProbes, ParametersThatComeOneByOneAreOfTheSameRecord) {
   auto x = parameter({0}), y = parameter({0}), z = parameter({0});
   auto optimizer = this->sgd({x, y});

@@ -504,7 +504,7 @@ class Program {
       is_true = true;
     }
     const bool reads = side.counts() || clips || (was_unscaled ? scaler_.rechecks : !is_true);
-    if (!side.has_gradient() && reads && !is_true) return {.throws = true};
+    if (!side.has_gradient() && reads && !record.found) return {.throws = true};
     if (!reads && !record.found) return {.throws = true};
     const bool looks = was_unscaled ? scaler_.rechecks : true;
     const bool found = record.found.value_or(false) || (looks && !side.is_finite());

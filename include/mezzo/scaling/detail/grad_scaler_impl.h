@@ -261,7 +261,8 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
     detail::refuse_half_gradients(fused, plan);
   }
   Verdict verdict = fused.read(plan, inv_scale);
-  detail::check_has_gradients(plan.has_rows() || was_unscaled, optimizer);
+  const bool is_known = options.is_unscaled || record.found_inf.defined();
+  detail::check_has_gradients(plan.has_rows() || is_known, optimizer);
   check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
   std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
   if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
@@ -297,7 +298,8 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     const c10::NoGradGuard no_grad;
     const bool is_true = was_unscaled || unscales_here;
     const StepPlan plan = detail::plan_of(optimizer);
-    detail::check_has_gradients(plan.has_rows() || is_true, optimizer.optimizer());
+    const bool is_known = options.is_unscaled || record.found_inf.defined();
+    detail::check_has_gradients(plan.has_rows() || is_known, optimizer.optimizer());
     verdict =
         detail::read_gradients(plan, is_true ? at::ones_like(scale_.original()) : scale_.inverse());
     check_verdict(record, verdict, is_true, counts, options.known_inf);
