@@ -189,6 +189,23 @@ TEST(CheckpointIdentity, WithoutNamesShapesAreCompared) {
   EXPECT_EQ(error(saved), "no error");
 }
 
+TEST(CheckpointIdentity, AParameterIsKnownByAnyOfItsNames) {
+  const Scratch scratch;
+  torch::nn::Sequential model = make_model(torch::kFloat);
+  torch::nn::Module& layer = *model->ptr(0);
+  torch::optim::AdamW optimizer(model->parameters());
+  const auto file =
+      CheckpointManager(scratch.path())
+          .save(TrainingState().add("model", model).add("layer", layer).add("optimizer", optimizer),
+                1)
+          .file;
+  TrainingState turned, one;
+  turned.add("layer", layer).add("model", model).add("optimizer", optimizer);
+  one.add("layer", layer).add("optimizer", optimizer);
+  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, turned); }), "no error");
+  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, one, {.subset = true}); }), "no error");
+}
+
 /// Loads what earlier versions wrote: their index says nothing of an optimizer.
 TEST(CheckpointIdentity, AFileThatDoesNotNameItIsLoaded) {
   EXPECT_EQ(mezzo::detail::optimizer_difference("", "class: AdamW\n"), "");

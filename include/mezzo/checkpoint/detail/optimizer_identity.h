@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
+#include <set>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -27,7 +28,7 @@
 //
 //   class: AdamW
 //   weight storage of group 0: split_master     (of mezzo's, for a group with weights of 16 bits)
-//   parameter 0 of group 0: [3, 2] model.0.weight
+//   parameter 0 of group 0: [3, 2] model.0.weight    (names, if the state has its modules)
 //
 // Archives of optimizers hold states by number. Those of another class, or of parameters in another
 // order, may be read without an error, so that a load compares these lines first.
@@ -86,6 +87,9 @@ inline const HoldsExtraOptions* storage_options(const torch::optim::Optimizer& o
   return own != nullptr ? own : dynamic_cast<const HoldsExtraOptions*>(&optimizer.defaults());
 }
 
+/// Between the names of a parameter that several modules have, or one has twice.
+inline constexpr const char* kBetweenNames = ", ";
+
 inline std::string optimizer_identity(const AnyOptimizer& any,
                                       const std::vector<NamedPart>& parts) {
   std::unordered_map<const c10::TensorImpl*, std::string> names;
@@ -93,7 +97,8 @@ inline std::string optimizer_identity(const AnyOptimizer& any,
     part.part->each_parameter([&](const std::string& name, const at::Tensor& parameter) {
       std::string full = part.name + "." + name;
       std::replace(full.begin(), full.end(), '\n', ' ');
-      names.emplace(parameter.unsafeGetTensorImpl(), std::move(full));
+      std::string& all = names[parameter.unsafeGetTensorImpl()];
+      all += (all.empty() ? "" : kBetweenNames) + full;
     });
   }
   const torch::optim::Optimizer& optimizer = any.optimizer();
@@ -128,12 +133,27 @@ inline std::map<std::string, std::string> identity_lines(const std::string& iden
   return lines;
 }
 
-/// Whether "[3, 2] model.0.weight" may be the parameter of the other text. A name that only one of
-/// the states knows says nothing.
+/// The names in "[3, 2] model.0.weight, encoder.0.weight".
+inline std::set<std::string> names_in_line(const std::string& text) {
+  std::set<std::string> names;
+  const std::string_view between = kBetweenNames;
+  for (std::size_t begin = text.find(']') + 2; begin < text.size();) {
+    const std::size_t end = std::min(text.find(between, begin), text.size());
+    names.insert(text.substr(begin, end - begin));
+    begin = end + between.size();
+  }
+  return names;
+}
+
+/// Whether "[3, 2] model.0.weight" may be the parameter of the other text: it has the same shape,
+/// and one name in common, if both states know names.
 inline bool may_be_same_parameter(const std::string& left, const std::string& right) {
   const auto shape = [](const std::string& text) { return text.substr(0, text.find(']') + 1); };
-  const bool have_names = shape(left) != left && shape(right) != right;
-  return have_names ? left == right : shape(left) == shape(right);
+  if (shape(left) != shape(right)) return false;
+  const auto names = names_in_line(left), others = names_in_line(right);
+  return names.empty() || others.empty() ||
+         std::any_of(names.begin(), names.end(),
+                     [&others](const std::string& name) { return others.count(name) > 0; });
 }
 
 /// The first thing in which an optimizer of the file and one of the state differ, and what to do;
