@@ -41,6 +41,7 @@ using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 
 constexpr const char* kNoError = "no error";
 
@@ -223,6 +224,62 @@ TEST(CheckpointDamage, FallsBackToTheOneBeforeWithAWarningThatNamesFileAndDamage
                                                 HasSubstr("checksum"))));
 }
 
+/// What may stand in a file's place.
+void put_link_to_nowhere(const std::filesystem::path& path) {
+  std::filesystem::create_symlink("nowhere", path);
+}
+void put_folder(const std::filesystem::path& path) { std::filesystem::create_directory(path); }
+void put_pipe(const std::filesystem::path& path) { ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0); }
+void put_file_by_torch_save(const std::filesystem::path& path) {
+  torch::save(torch::ones({3}), path.string());
+}
+
+TEST(CheckpointDamage, ANameThatIsNoCheckpointDoesNotHideTheOneBefore) {
+  for (auto* const put : {put_link_to_nowhere, put_folder, put_pipe, put_file_by_torch_save}) {
+    TwoSaved saved;
+    std::filesystem::remove(saved.second);
+    put(saved.second);
+    const auto loaded = saved.checkpoints.load_newest(saved.run.state);
+    ASSERT_TRUE(loaded);
+    EXPECT_EQ(loaded->file, saved.first);
+    EXPECT_TRUE(saved.run.is(1));
+    EXPECT_THAT(saved.warnings, ElementsAre(AllOf(HasSubstr(saved.second.string()),
+                                                  HasSubstr("the checkpoint before it is tried"))));
+    EXPECT_THAT(saved.warnings[0], Not(HasSubstr("is damaged")));
+  }
+}
+
+TEST(CheckpointDamage, AFileThatTheSystemDoesNotOpenDoesNotHideTheOneBefore) {
+  for (const int error : {EIO, EACCES}) {
+    std::string hidden;
+    FileCalls calls;
+    const auto open = calls.open;
+    calls.open = [&](const char* path, int flags) {
+      if (path != hidden) return open(path, flags);
+      errno = error;
+      return -1;
+    };
+    TwoSaved saved(calls);
+    hidden = saved.second.string();
+    EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->file, saved.first);
+    EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("cannot be opened")));
+    EXPECT_TRUE(saved.run.is(1));
+  }
+}
+
+TEST(CheckpointDamage, AFileByTorchSaveIsNotCalledDamaged) {
+  const Scratch scratch;
+  Training run;
+  const auto file = scratch.path() / "model.pt";
+  torch::save(torch::nn::Linear(2, 2), file.string());
+  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, run.state); }),
+              AllOf(HasSubstr(file.string()), HasSubstr("no checkpoint of mezzo's"),
+                    HasSubstr("torch::load"), Not(HasSubstr("damaged"))));
+  put_pipe(scratch.path() / "pipe");
+  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(scratch.path() / "pipe", run.state); }),
+              HasSubstr("it is no regular file"));
+}
+
 TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {
   TwoSaved saved;
   put_bytes(saved.second, "");
@@ -251,14 +308,6 @@ TEST(CheckpointDamage, ANewerFormatIsRefusedAndNotTakenForDamage) {
   put_bytes(saved.second, bytes + mezzo::detail::crc32c_text(bytes.data(), bytes.size()));
   EXPECT_THAT(saved.load_error(), AllOf(HasSubstr("of format 2"), HasSubstr("update mezzo")));
   EXPECT_THAT(saved.warnings, IsEmpty());
-}
-
-TEST(CheckpointDamage, ALinkToNowhereIsNamedAndPassedOverByNobody) {
-  TwoSaved saved;
-  std::filesystem::remove(saved.second);
-  std::filesystem::create_symlink("nowhere", saved.second);
-  EXPECT_THAT(saved.load_error(), AllOf(HasSubstr(saved.second.string()), HasSubstr("opened")));
-  EXPECT_TRUE(saved.run.is(9));
 }
 
 /// Calls that count, and of which one fails.

@@ -51,7 +51,8 @@ class TrainingState {
   /// - a module, a ModuleHolder (`torch::nn::Linear`) or a std::shared_ptr to one, which may be
   ///   given another module later, or a torch::jit::Module: parameters and buffers. The file has to have the same names,
   ///   dtypes and shapes;
-  /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts;
+  /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts. The file has to
+  ///   be of the same class, over parameters of the same shapes and names in the same order;
   /// - MasterWeights;
   /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema;
   /// - an integer, a bool, a float or double, a std::string, a tensor: the position in the data;
@@ -149,13 +150,16 @@ class CheckpointManager {
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
   /// Loads the newest file that is whole, and says which; none if there are no checkpoints.
-  /// A damaged file is passed over with a warning that names it and the damage.
+  /// A file that is damaged, cannot be opened or is not mezzo's is passed over with a warning that
+  /// names it and the reason.
   ///
   /// All or nothing: everything is checked and read before the first object changes, and where an
   /// object refuses what the file has for it, all get back what they had. So it needs memory for
   /// the file's tensors, and for what the objects hold.
-  /// \throws c10::Error if there are files and none is whole; if a name or kind, or a module's
-  ///   parameter, differs from the file's, naming it; for a file of a newer format
+  /// \throws c10::Error if there are files and none is whole; for a file of a newer format; if a
+  ///   name or kind, a module's parameter, or an optimizer's class, weight storage or parameter
+  ///   (shape; name, if the state has the model) differs from the file's, naming it. mezzo's and
+  ///   libtorch's optimizer of one name take each other's state
   std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
                                               const LoadOptions& options = {});
 
@@ -169,7 +173,7 @@ class CheckpointManager {
   void hold_lock();
   void finish(SavedCheckpoint& saved, int flush_error);
   void prune(std::int64_t keep);
-  void pass_over(const std::filesystem::path& file, const std::string& damage);
+  void pass_over(const std::filesystem::path& file, const std::string& words);
   void warn(const std::string& text) const;
 
   friend struct detail::CheckpointAccess;

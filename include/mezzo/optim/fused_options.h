@@ -30,6 +30,15 @@ struct ExtraOptions {
   bool operator==(const ExtraOptions&) const = default;
 };
 
+/// What all options of mezzo's optimizers are, whatever their class.
+class HoldsExtraOptions {
+ public:
+  const ExtraOptions& extras() const noexcept { return extras_; }
+
+ protected:
+  ExtraOptions extras_;
+};
+
 /// Lets gradients of a 16-bit weight be added up in float, and what has been added up so far become
 /// float. Other weights stay as they are.
 inline void accumulate_in_float(const at::Tensor& parameter) {
@@ -56,7 +65,7 @@ namespace optim {
 /// members that still have their constructor's value: from libtorch 2.12 on these are the
 /// defaults', as in a group of `torch::optim`.
 template <class Own, class Base = torch::optim::OptimizerOptions>
-class FusedOptions : public Base {
+class FusedOptions : public Base, public detail::HoldsExtraOptions {
  public:
   using LibtorchOptions = Base;
 
@@ -76,9 +85,6 @@ class FusedOptions : public Base {
   /// Of WeightStorage::stochastic.
   std::uint64_t seed() const noexcept { return extras_.seed; }
   Own& seed(std::uint64_t value) { return set(extras_.seed, value); }
-
-  /// All three.
-  const detail::ExtraOptions& extras() const noexcept { return extras_; }
 
   /// A copy with all that is here; libtorch's clone would keep only its own part.
   std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
@@ -152,7 +158,6 @@ class FusedOptions : public Base {
     archive.write("accumulate_in_float", c10::IValue(extras_.accumulate_in_float));
   }
 
-  detail::ExtraOptions extras_;
   bool was_read_ = false;
 };
 

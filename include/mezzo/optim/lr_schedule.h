@@ -86,9 +86,10 @@ struct PolynomialCurve {
 /// as a table
 /// (`set_lr_factors`, 8 bytes a step). Whoever decides whether a step is applied, the device on a
 /// GPU, counts it and looks the factor up; `step` has nothing left to do and never waits, and
-/// captured CUDA graphs follow the schedule. The groups' `lr` stays as you set it. The position is
-/// the optimizer's own count and goes with its file; it continues where that stands. The table
-/// stays when the schedule ends, and replaces the one that was there.
+/// captured CUDA graphs follow the schedule. The groups' `lr` stays as you set it, the base rate:
+/// log `lrs()`, not `options().get_lr()`. The position is the optimizer's own count and goes with
+/// its file; it continues where that stands. The table stays when the schedule ends, and replaces
+/// the one that was there.
 ///
 /// **With any other optimizer** `step` sets each group's `lr` to its base times the factor, if
 /// the step ran; the outcome is known by then, since the host decided. The base is the `lr` that

@@ -46,10 +46,35 @@ inline constexpr std::string_view kCommentBegin = "mezzo checkpoint, format ";
 inline constexpr std::string_view kCommentEnd = ", CRC-32C of all before: ";
 inline constexpr std::size_t kCrcDigits = 8;
 
-/// What is wrong with a file, for a sentence that begins with its name.
-class DamagedCheckpoint : public std::runtime_error {
+/// A file from which no checkpoint can be read. `what()` is the reason.
+class UnusableCheckpoint : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+  /// The reason in a sentence that begins with the file's name.
+  virtual std::string words() const = 0;
+};
+
+/// The file is a checkpoint, and its bytes are not those that were written.
+class DamagedCheckpoint final : public UnusableCheckpoint {
+ public:
+  using UnusableCheckpoint::UnusableCheckpoint;
+  std::string words() const override { return std::string("is damaged (") + what() + ")"; }
+};
+
+/// A name whose file the system does not open, or that is no file: a folder, a pipe.
+class UnopenedCheckpoint final : public UnusableCheckpoint {
+ public:
+  using UnusableCheckpoint::UnusableCheckpoint;
+  std::string words() const override { return std::string("cannot be opened (") + what() + ")"; }
+};
+
+/// A file that torch::save has written.
+class ForeignCheckpoint final : public UnusableCheckpoint {
+ public:
+  ForeignCheckpoint() : UnusableCheckpoint("torch::save wrote it") {}
+  std::string words() const override {
+    return std::string("is no checkpoint of mezzo's (") + what() + ", and torch::load reads it)";
+  }
 };
 
 /// One of the ranks that read or write together. `ranks` is 0 for a process that knows of none.
@@ -69,6 +94,7 @@ struct CheckpointEntry {
   std::string kind;
   RankOf owner{0, 1};
   std::string layout{};
+  std::string identity{};            ///< CheckpointPart::identity; older files have none
   std::vector<std::string> types{};  ///< SavedValue::types
   std::uint64_t begin = 0;           ///< in data.pkl
   std::uint64_t size = 0;
@@ -145,7 +171,8 @@ inline std::string index_bytes(const CheckpointIndex& index) {
     for (const std::string& type : entry.types) types.push_back(type);
     entries.push_back(c10::ivalue::Tuple::create(std::vector<c10::IValue>{
         entry.name, entry.kind, entry.owner.rank, entry.owner.ranks, entry.layout, types,
-        static_cast<std::int64_t>(entry.begin), static_cast<std::int64_t>(entry.size)}));
+        static_cast<std::int64_t>(entry.begin), static_cast<std::int64_t>(entry.size),
+        entry.identity}));  // last: versions that do not know it read what stands before it
   }
   const SavedValue all{c10::ivalue::Tuple::create(std::vector<c10::IValue>{index.step, entries})};
   return whole_pickle(pickled(all, "").instructions);
@@ -169,6 +196,7 @@ inline CheckpointIndex parse_index(const std::string& bytes, std::uint64_t data_
       }
       entry.begin = static_cast<std::uint64_t>(fields.at(6).toInt());
       entry.size = static_cast<std::uint64_t>(fields.at(7).toInt());
+      if (fields.size() > 8) entry.identity = fields[8].toStringRef();
       index.entries.push_back(std::move(entry));
     }
   } catch (const std::exception&) {

@@ -72,7 +72,7 @@ struct CheckpointAccess {
   }
 };
 
-/// \throws DamagedCheckpoint, or c10::Error for a file that is whole but does not fit
+/// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
 inline DecodedParts decode_file(const FileCalls& calls, const std::filesystem::path& file,
                                 const TrainingState& state, const LoadOptions& options,
                                 std::int64_t& step, RankOf who = {}) {
@@ -161,7 +161,10 @@ inline SavedCheckpoint CheckpointManager::save(const TrainingState& state, std::
     for (std::size_t i = 0; i < parts.size(); ++i) {
       const auto& [name, part, is_per_rank] = parts[i];
       try {
-        zip.add({.name = name, .kind = part->kind(), .layout = part->layout()},
+        zip.add({.name = name,
+                 .kind = part->kind(),
+                 .layout = part->layout(),
+                 .identity = part->identity(parts)},
                 detail::pickled(part->save(), detail::key_prefix(i, /*rank=*/0)));
       } catch (...) {
         TORCH_CHECK(false, "\"", name,
@@ -221,9 +224,9 @@ inline void CheckpointManager::prune(std::int64_t keep) {
 }
 
 inline void CheckpointManager::pass_over(const std::filesystem::path& file,
-                                         const std::string& damage) {
+                                         const std::string& words) {
   damaged_.insert(file);
-  warn(file.string() + " is damaged (" + damage + "); the checkpoint before it is tried");
+  warn(file.string() + " " + words + "; the checkpoint before it is tried");
 }
 
 inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const TrainingState& state,
@@ -237,9 +240,10 @@ inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const Trai
     detail::DecodedParts decoded;
     try {
       decoded = detail::decode_file(calls_, name.path, state, options, loaded.step);
-    } catch (const detail::DamagedCheckpoint& damage) {
-      pass_over(name.path, damage.what());
-      damages += "\n  " + name.path.string() + ": " + damage.what();
+    } catch (const detail::UnusableCheckpoint& failure) {
+      if (!detail::is_there(name.path)) return load_newest(state, options);  // as below
+      pass_over(name.path, failure.words());
+      damages += "\n  " + name.path.string() + " " + failure.words();
       continue;
     } catch (const c10::Error&) {
       if (detail::is_there(name.path)) throw;
@@ -272,6 +276,13 @@ inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
   } catch (const detail::DamagedCheckpoint& damage) {
     TORCH_CHECK(false, file.string(), " is damaged (", damage.what(),
                 "); load the checkpoint before it");
+  } catch (const detail::UnopenedCheckpoint& failure) {
+    TORCH_CHECK(false, file.string(), " cannot be opened (", failure.what(),
+                "); name a checkpoint, or give its folder to a CheckpointManager");
+  } catch (const detail::ForeignCheckpoint&) {
+    TORCH_CHECK(false, file.string(),
+                " is no checkpoint of mezzo's, but a file by torch::save; read it with "
+                "torch::load(model, path)");
   }
   detail::apply_parts(file.string(), std::move(decoded.pending));
   for (const std::string& note : decoded.notes) {

@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 
@@ -34,9 +35,13 @@ struct SavedValue {
   std::vector<std::string> types{};
 };
 
+struct NamedPart;
+
 /// One object of the user's in a checkpoint.
 class CheckpointPart {
  public:
+  using VisitParameter = std::function<void(const std::string& name, const at::Tensor& parameter)>;
+
   CheckpointPart() = default;
   CheckpointPart(const CheckpointPart&) = delete;
   CheckpointPart& operator=(const CheckpointPart&) = delete;
@@ -48,6 +53,17 @@ class CheckpointPart {
   /// What loading cannot change, and the file must therefore agree with, a line each: of a module
   /// the names, dtypes and shapes of its tensors.
   virtual std::string layout() const { return {}; }
+
+  /// What the object is, a line each, for who compares it in a way of its own: an optimizer's class
+  /// and parameters (optimizer_identity.h). `parts` are those of the state, of which models name
+  /// parameters.
+  virtual std::string identity(const std::vector<NamedPart>& parts) const {
+    (void)parts;
+    return {};
+  }
+
+  /// Of a module: calls `visit` with each of its parameters.
+  virtual void each_parameter(const VisitParameter& visit) const { (void)visit; }
 
   /// Throws where `save` would refuse before it needs other ranks. Ranks that save together call
   /// this first, so that none of them stays away from a collective.

@@ -35,14 +35,11 @@ namespace detail {
 class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
  public:
   OpenCheckpoint(const FileCalls& calls, const std::filesystem::path& path)
-      : pread_(calls.pread), file_(calls, path, O_RDONLY) {
-    TORCH_CHECK(file_.is_open(), path.string(), " cannot be opened: ", reason(errno));
+      : pread_(calls.pread), file_(calls, path, O_RDONLY | O_NONBLOCK) {  // pipes do not wait
+    if (!file_.is_open()) throw UnopenedCheckpoint(reason(errno));
     struct stat status {};
-    TORCH_CHECK(::fstat(file_.descriptor(), &status) == 0, path.string(),
-                " cannot be read: ", reason(errno));
-    TORCH_CHECK(
-        S_ISREG(status.st_mode), path.string(),
-        " is no regular file; name a checkpoint, or give its folder to a CheckpointManager");
+    if (::fstat(file_.descriptor(), &status) != 0) throw UnopenedCheckpoint(reason(errno));
+    if (!S_ISREG(status.st_mode)) throw UnopenedCheckpoint("it is no regular file");
     size_ = static_cast<std::size_t>(status.st_size);
   }
 
@@ -96,10 +93,10 @@ class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
 /// A checkpoint whose every byte has been read once and found to be what was written.
 class CheckpointReader {
  public:
-  /// \throws DamagedCheckpoint, or c10::Error where the file cannot be opened or is of a newer
-  /// format
+  /// \throws UnusableCheckpoint, or c10::Error where the file is of a newer format
   CheckpointReader(const FileCalls& calls, std::filesystem::path path)
       : path_(std::move(path)), file_(std::make_shared<OpenCheckpoint>(calls, path_)) {
+    check_is_not_foreign();
     check_crc();
     check_format();
     zip_ = file_->through_libtorch(
@@ -152,6 +149,18 @@ class CheckpointReader {
           "its checksum does not fit its bytes, some of which are others than were written, or "
           "missing");
     }
+  }
+
+  /// libtorch's zips have no comment: the record that ends them, of 22 bytes, is the file's end. A
+  /// checkpoint that lacks its last bytes still says there how long its comment was.
+  void check_is_not_foreign() const {
+    constexpr std::size_t kEndOfZip = 22;
+    if (file_->size() < kEndOfZip) return;
+    std::string begin(4, '\0'), end(kEndOfZip, '\0');
+    file_->read_all(0, begin.data(), begin.size());
+    file_->read_all(file_->size() - end.size(), end.data(), end.size());
+    const bool is_zip = begin == "PK\x03\x04" && end.starts_with("PK\x05\x06");
+    if (is_zip && end.ends_with(std::string_view("\0\0", 2))) throw ForeignCheckpoint();
   }
 
   void check_format() const {

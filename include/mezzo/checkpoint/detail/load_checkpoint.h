@@ -4,6 +4,7 @@
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/checkpoint_reader.h>
+#include <mezzo/checkpoint/detail/optimizer_identity.h>
 
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
@@ -140,7 +141,8 @@ inline void note_what_is_left_out(const CheckpointReader& reader,
   }
 }
 
-inline void check_entry(const std::string& file, const ChosenEntry& chosen) {
+inline void check_entry(const std::string& file, const ChosenEntry& chosen,
+                        const std::vector<NamedPart>& parts) {
   const CheckpointEntry& entry = *chosen.entry;
   const std::string& name = chosen.part->name;
   const CheckpointPart* const part = chosen.part->part.get();
@@ -150,6 +152,11 @@ inline void check_entry(const std::string& file, const ChosenEntry& chosen) {
   const std::string difference = layout_difference(entry.layout, part->layout());
   TORCH_CHECK(difference.empty(), file, ": \"", name, "\" does not fit: ", difference,
               "; nothing was loaded");
+  const std::string other = optimizer_difference(entry.identity, part->identity(parts));
+  TORCH_CHECK(
+      other.empty(), file, ": \"", name, "\" is another optimizer's state: ", other,
+      "; nothing was loaded. In C++: make the optimizer as it was saved, or leave it out of "
+      "the state, load with {.subset = true}, and begin its moments anew");
 }
 
 inline std::function<void()> load_on_other_ranks(const ChosenEntry& chosen, const SavedValue& saved,
@@ -165,7 +172,7 @@ inline std::function<void()> load_on_other_ranks(const ChosenEntry& chosen, cons
   return apply;
 }
 
-/// \throws DamagedCheckpoint, or c10::Error for a file that is whole but does not fit
+/// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
 inline DecodedParts decode_parts(const CheckpointReader& reader,
                                  const std::vector<NamedPart>& parts, bool subset,
                                  std::optional<at::Device> device, RankOf who) {
@@ -173,7 +180,7 @@ inline DecodedParts decode_parts(const CheckpointReader& reader,
   check_names(reader, parts, subset, who);
   DecodedParts decoded;
   const auto chosen = choose_entries(reader, parts, who, decoded.notes);
-  for (const ChosenEntry& one : chosen) check_entry(file, one);
+  for (const ChosenEntry& one : chosen) check_entry(file, one, parts);
   if (!subset) note_what_is_left_out(reader, parts, decoded.notes);
   for (const ChosenEntry& one : chosen) {
     try {
@@ -182,7 +189,7 @@ inline DecodedParts decode_parts(const CheckpointReader& reader,
                        ? load_on_other_ranks(one, saved, reader.index().step, who, decoded.notes)
                        : one.part->part->load(std::move(saved));
       if (apply) decoded.pending.push_back({one.part, std::move(apply)});
-    } catch (const DamagedCheckpoint&) {
+    } catch (const UnusableCheckpoint&) {
       throw;
     } catch (...) {
       TORCH_CHECK(false, file, ": \"", one.part->name,

@@ -4,6 +4,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/optimizer_identity.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/optimizer_interface.h>
 
@@ -94,6 +95,9 @@ class OptimizerPart final : public ArchivePart {
  public:
   explicit OptimizerPart(AnyOptimizer optimizer) : optimizer_(optimizer) {}
   const char* kind() const override { return "optimizer"; }
+  std::string identity(const std::vector<NamedPart>& parts) const override {
+    return optimizer_identity(optimizer_, parts);
+  }
 
   /// A split master is the parameter and the rest of it: an average with that rest would be none.
   void check_savable() const override {
@@ -148,6 +152,10 @@ class ModulePart final : public ArchivePart {
       lines << what << ' ' << name << ": " << tensor.scalar_type() << ' ' << tensor.sizes() << '\n';
     });
     return lines.str();
+  }
+
+  void each_parameter(const VisitParameter& visit) const override {
+    for (const auto& item : module()->named_parameters()) visit(item.key(), item.value());
   }
 
   /// Loading gives tensors other memory and leaves their own alone, which so can come back: what

@@ -137,7 +137,8 @@ inline void DistributedCheckpointManager::add_all(const TrainingState& state,
       zip.add({.name = detail::name_of_rank(name, rank),
                .kind = part->kind(),
                .owner = {rank, owners},
-               .layout = part->layout()},
+               .layout = part->layout(),
+               .identity = rank == 0 ? part->identity(parts) : std::string()},
               object);
     }
   }
@@ -207,7 +208,7 @@ inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest
     if (const auto damage = first(damaged); damage != damaged.end()) {
       const std::string where = " on rank " + std::to_string(damage - damaged.begin());
       if (ranks_.rank() == 0) files_.pass_over(folder_ / name, *damage + where);
-      damages += "\n  " + name + ": " + *damage + where;
+      damages += "\n  " + name + " " + *damage + where;
       passed_over.push_back(name);
       continue;
     }
@@ -244,15 +245,16 @@ inline detail::LoadAttempt DistributedCheckpointManager::try_file(
     attempt.words = detail::first_failure(
         state, [](const detail::NamedPart& one) { one.part->check_savable(); });
     if (!attempt.words.empty()) attempt.outcome = Outcome::refused;
-  } catch (const detail::DamagedCheckpoint& damage) {
+  } catch (const detail::UnusableCheckpoint& failure) {
     attempt.outcome = Outcome::damaged;
-    attempt.words = damage.what();
+    attempt.words = failure.words();
   } catch (...) {
-    const bool is_gone = !detail::is_there(file);
-    attempt.outcome = is_gone ? Outcome::gone : Outcome::refused;
-    attempt.words =
-        is_gone ? file.string() + " is not there; all ranks must see the folder that rank 0 sees"
-                : detail::failure_of_current_exception();
+    attempt.outcome = Outcome::refused;
+    attempt.words = detail::failure_of_current_exception();
+  }
+  if (attempt.outcome != Outcome::whole && !detail::is_there(file)) {
+    attempt.outcome = Outcome::gone;
+    attempt.words = file.string() + " is not there; all ranks must see the folder that rank 0 sees";
   }
   return attempt;
 }

@@ -1,0 +1,226 @@
+// An optimizer takes from a checkpoint the state of its own class and parameters, and no other.
+
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/adam.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "../support/scratch.h"
+
+namespace {
+
+using mezzo::CheckpointManager;
+using mezzo::TrainingState;
+using mezzo::optim::WeightStorage;
+using test_support::error_of;
+using test_support::Scratch;
+using testing::AllOf;
+using testing::HasSubstr;
+
+/// Two square layers, so that each has a parameter of the other's shapes.
+torch::nn::Sequential make_model(at::ScalarType dtype) {
+  torch::nn::Sequential model(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
+  model->to(dtype);
+  return model;
+}
+
+template <class Optimizer>
+void take_a_step(const torch::nn::Sequential& model, Optimizer& optimizer) {
+  for (const torch::Tensor& parameter : model->parameters()) {
+    parameter.mutable_grad() = torch::rand_like(parameter);
+  }
+  optimizer.step();
+}
+
+/// What loading a state with `loaded` throws, from a file with `saved`, each of its own model; if
+/// it throws, the model is as it was.
+template <class Make, class MakeOther>
+std::string error_between(const Make& make, const MakeOther& make_other,
+                          at::ScalarType dtype = torch::kFloat) {
+  const Scratch scratch;
+  torch::nn::Sequential model = make_model(dtype), other = make_model(dtype);
+  auto saved = make(model->parameters());
+  auto loaded = make_other(other->parameters());
+  take_a_step(model, saved);
+  take_a_step(other, loaded);
+  const std::size_t states = loaded.state().size();
+  const torch::Tensor before = other->parameters()[0].detach().clone();
+  const auto file = CheckpointManager(scratch.path())
+                        .save(TrainingState().add("model", model).add("optimizer", saved), 1)
+                        .file;
+  const std::string error = error_of([&] {
+    mezzo::load_checkpoint(file, TrainingState().add("model", other).add("optimizer", loaded));
+  });
+  if (error != "no error") {
+    EXPECT_TRUE(torch::equal(other->parameters()[0], before)) << error;
+    EXPECT_EQ(loaded.state().size(), states);
+  }
+  take_a_step(other, loaded);
+  return error;
+}
+
+template <class Optimizer>
+auto making() {
+  return [](std::vector<torch::Tensor> parameters) {
+    return Optimizer(std::move(parameters), {1e-3});
+  };
+}
+
+auto making(WeightStorage storage) {
+  return [storage](std::vector<torch::Tensor> parameters) {
+    return mezzo::optim::AdamW(std::move(parameters),
+                               mezzo::optim::AdamWOptions(1e-3).weight_storage(storage));
+  };
+}
+
+TEST(CheckpointIdentity, AnOptimizerTakesNoStateOfAnotherClass) {
+  using mezzo::optim::AdamW;
+  const auto is_refused = [](const std::string& saved, const std::string& here) {
+    return AllOf(HasSubstr("of the class " + saved + " in the file, and " + here + " here"),
+                 HasSubstr("nothing was loaded"), HasSubstr("make the optimizer as it was saved"));
+  };
+  EXPECT_THAT(error_between(making<AdamW>(), making<mezzo::optim::Adam>()),
+              is_refused("AdamW", "Adam"));
+  EXPECT_THAT(error_between(making<AdamW>(), making<mezzo::optim::Lion>()),
+              is_refused("AdamW", "Lion"));
+  EXPECT_THAT(error_between(making<AdamW>(), making<torch::optim::Adam>()),
+              is_refused("AdamW", "Adam"));
+  EXPECT_THAT(error_between(making<mezzo::optim::LAMB>(), making<mezzo::optim::Lion>()),
+              is_refused("LAMB", "Lion"));
+  EXPECT_THAT(error_between(making<torch::optim::Adam>(), making<torch::optim::AdamW>()),
+              is_refused("Adam", "AdamW"));
+}
+
+TEST(CheckpointIdentity, MezzosAndLibtorchsOptimizerOfOneNameTakeEachOthersState) {
+  EXPECT_EQ(error_between(making<mezzo::optim::AdamW>(), making<torch::optim::AdamW>()),
+            "no error");
+  EXPECT_EQ(error_between(making<torch::optim::AdamW>(), making<mezzo::optim::AdamW>()),
+            "no error");
+  EXPECT_EQ(error_between(making<mezzo::optim::SGD>(), making<torch::optim::SGD>()), "no error");
+  EXPECT_EQ(error_between(making<torch::optim::SGD>(), making<mezzo::optim::SGD>()), "no error");
+  EXPECT_EQ(
+      error_between(making(WeightStorage::master), making<torch::optim::AdamW>(), torch::kBFloat16),
+      "no error");
+}
+
+TEST(CheckpointIdentity, MasterWeightsAreNamedWithWhatTheyStep) {
+  const Scratch scratch;
+  torch::nn::Sequential model = make_model(torch::kBFloat16);
+  torch::optim::SGD sgd(model->parameters(), {0.1});
+  torch::optim::RMSprop other(model->parameters(), {0.1});
+  mezzo::MasterWeights masters(sgd), other_masters(other);
+  const auto file =
+      CheckpointManager(scratch.path()).save(TrainingState().add("optimizer", masters), 1).file;
+  const auto error = [&](auto& optimizer) {
+    return error_of(
+        [&] { mezzo::load_checkpoint(file, TrainingState().add("optimizer", optimizer)); });
+  };
+  EXPECT_THAT(error(other_masters), HasSubstr("MasterWeights of SGD in the file, and "
+                                              "MasterWeights of RMSprop here"));
+  EXPECT_THAT(error(sgd), HasSubstr("MasterWeights of SGD in the file, and SGD here"));
+  EXPECT_EQ(error(masters), "no error");
+}
+
+TEST(CheckpointIdentity, WeightStoredInOneWayIsNotLoadedAsStoredInAnother) {
+  const auto error = [](WeightStorage saved, WeightStorage loaded, at::ScalarType dtype) {
+    return error_between(making(saved), making(loaded), dtype);
+  };
+  EXPECT_THAT(error(WeightStorage::split_master, WeightStorage::stochastic, torch::kBFloat16),
+              HasSubstr("the weight storage of group 0 is split_master in the file, and stochastic "
+                        "here"));
+  EXPECT_THAT(error(WeightStorage::master, WeightStorage::split_master, torch::kBFloat16),
+              HasSubstr("is master in the file"));
+  EXPECT_EQ(error(WeightStorage::plain, WeightStorage::master, torch::kBFloat16), "no error");
+  EXPECT_EQ(error(WeightStorage::master, WeightStorage::plain, torch::kFloat), "no error")
+      << "weights of float are stored in one way only";
+}
+
+TEST(CheckpointIdentity, ParametersInAnotherOrderAreNamed) {
+  const auto turned = [](std::vector<torch::Tensor> parameters) {
+    std::rotate(parameters.begin(), parameters.begin() + 2, parameters.end());
+    return torch::optim::AdamW(std::move(parameters), {1e-3});
+  };
+  EXPECT_THAT(error_between(making<torch::optim::AdamW>(), turned),
+              AllOf(HasSubstr("parameter 0 of group 0 is [3, 3] model.0.weight in the file, and "
+                              "[3, 3] model.1.weight here"),
+                    HasSubstr("the order")));
+  const auto fewer = [](std::vector<torch::Tensor> parameters) {
+    parameters.pop_back();
+    return torch::optim::AdamW(std::move(parameters), {1e-3});
+  };
+  EXPECT_THAT(error_between(making<torch::optim::AdamW>(), fewer),
+              HasSubstr("the file has parameter 3 of group 0 ([3] model.1.bias), and this"));
+  EXPECT_THAT(error_between(fewer, making<torch::optim::AdamW>()),
+              HasSubstr("the file lacks parameter 3 of group 0 ([3] model.1.bias)"));
+}
+
+TEST(CheckpointIdentity, WithoutNamesShapesAreCompared) {
+  const Scratch scratch;
+  torch::nn::Linear model(3, 2);
+  std::vector<torch::Tensor> parameters = model->parameters();
+  torch::optim::AdamW saved(parameters);
+  std::reverse(parameters.begin(), parameters.end());
+  torch::optim::AdamW loaded(parameters);
+  const auto file = CheckpointManager(scratch.path())
+                        .save(TrainingState().add("model", model).add("optimizer", saved), 1)
+                        .file;
+  const auto error = [&](auto& optimizer) {
+    return error_of([&] {
+      mezzo::load_checkpoint(file, TrainingState().add("optimizer", optimizer), {.subset = true});
+    });
+  };
+  EXPECT_THAT(error(loaded), HasSubstr("parameter 0 of group 0 is [2, 3] model.weight in the file, "
+                                       "and [2] here"));
+  EXPECT_EQ(error(saved), "no error");
+}
+
+TEST(CheckpointIdentity, AParameterIsKnownByAnyOfItsNames) {
+  const Scratch scratch;
+  torch::nn::Sequential model = make_model(torch::kFloat);
+  torch::nn::Module& layer = *model->ptr(0);
+  torch::optim::AdamW optimizer(model->parameters());
+  const auto file =
+      CheckpointManager(scratch.path())
+          .save(TrainingState().add("model", model).add("layer", layer).add("optimizer", optimizer),
+                1)
+          .file;
+  TrainingState turned, one;
+  turned.add("layer", layer).add("model", model).add("optimizer", optimizer);
+  one.add("layer", layer).add("optimizer", optimizer);
+  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, turned); }), "no error");
+  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, one, {.subset = true}); }), "no error");
+}
+
+/// Loads what earlier versions wrote: their index says nothing of an optimizer.
+TEST(CheckpointIdentity, AFileThatDoesNotNameItIsLoaded) {
+  EXPECT_EQ(mezzo::detail::optimizer_difference("", "class: AdamW\n"), "");
+  mezzo::detail::CheckpointIndex index{3, {{.name = "optimizer", .kind = "optimizer"}}};
+  index.entries[0].identity = "class: AdamW\n";
+  EXPECT_EQ(mezzo::detail::parse_index(mezzo::detail::index_bytes(index), 0).entries[0].identity,
+            "class: AdamW\n");
+}
+
+TEST(CheckpointIdentity, ClassesAreNamedWithoutTheirNamespaces) {
+  using mezzo::detail::class_in_files;
+  EXPECT_EQ(class_in_files("torch::optim::AdamW"), "AdamW");
+  EXPECT_EQ(class_in_files("(anonymous namespace)::Mine"), "Mine");
+  EXPECT_EQ(class_in_files("mezzo::v0::ShardedOptimizer<mezzo::v0::optim::AdamW>"), "AdamW");
+  EXPECT_EQ(class_in_files("mine::Lookahead<torch::optim::SGD>"), "Lookahead<torch::optim::SGD>");
+}
+
+}  // namespace
