@@ -293,8 +293,7 @@ class OptimizerShell : public StepEngine {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  static std::optional<int64_t> read_applied_steps(torch::serialize::InputArchive& archive,
-                                                   const Optimizer& read);
+  static std::optional<int64_t> highest_count(const Optimizer& read);
   Options options_of(std::size_t group) const {
     return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
   }
@@ -329,37 +328,30 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
     read_options(group).keep_unread(options_of(group));
     check_options<Traits>(read_options(group));
   }
-  const std::optional<int64_t> applied = read_applied_steps(archive, read);
-  if (applied) {
-    load_applied_steps(*applied);
-  } else {
-    forget_applied_steps();
-  }
+  Progress progress = read_progress(archive, param_groups_.size());
+  if (!progress.applied_steps) progress.applied_steps = highest_count(read);
   state_ = std::move(read.state());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     set_group_options(param_groups_[group], read_options(group), *defaults_);
   }
+  load_progress(progress);
   set_grad_dtypes();
-  if (!applied) {
+  if (!progress.applied_steps) {
     TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
                " holds no number of steps; load the schedule's own file, or call "
                "set_applied_steps(n)");
   }
 }
 
-/// Returns the count of a file of mezzo's, and from libtorch's the largest step of any parameter;
-/// none where libtorch counts none.
+/// Returns the largest count of any parameter; none where libtorch's states have no count.
 template <class Traits>
-std::optional<int64_t> OptimizerShell<Traits>::read_applied_steps(
-    torch::serialize::InputArchive& archive, const Optimizer& read) {
-  c10::IValue saved;
-  if (archive.try_read("applied_steps", saved)) return saved.toInt();
+std::optional<int64_t> OptimizerShell<Traits>::highest_count(const Optimizer& read) {
   if constexpr (!Traits::kLibtorchCounts) return std::nullopt;
-  int64_t applied = 0;
+  int64_t highest = 0;
   for (const auto& [parameter, state] : read.state()) {
-    applied = std::max(applied, static_cast<const State&>(*state).step());
+    highest = std::max(highest, static_cast<const State&>(*state).step());
   }
-  return applied;
+  return highest;
 }
 
 }  // namespace detail

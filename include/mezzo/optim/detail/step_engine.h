@@ -56,9 +56,11 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                           const UpdateRule& rule);
 
   OptimizerWords words() const noexcept { return {rule_->name, param_groups_}; }
-  /// Reads and checks the options of a group.
+  /// Reads and checks the options of a group; `lr` is the rate that a schedule's factor multiplies.
   GroupNumbers group_numbers(std::size_t group) const {
-    return rule_->read_group(param_groups_, group, *defaults_);
+    GroupNumbers numbers = rule_->read_group(param_groups_, group, *defaults_);
+    if (has_schedule()) numbers.lr = base_lr(group, numbers.lr);
+    return numbers;
   }
   /// Refuses what would be trained twice.
   MEZZO_INLINE void meet_parameters();

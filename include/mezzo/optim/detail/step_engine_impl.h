@@ -423,7 +423,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     return;
   }
   const bool clears_on_the_way = options.zero_grad && !shares_gradients(rows);
-  const double lr_share = lr_factors().empty() ? 1.0 : lr_factor(applied_steps());
+  const double lr_share = has_schedule() ? lr_factor(applied_steps()) : 1.0;
   Prepared prepared;
   prepared.tasks.reserve(rows.size());
   std::size_t last_group = groups.size();  // whose coefficients, of step last_count, are the last
@@ -694,7 +694,7 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, *this);
   for (ParamSlot* slot : lent) slot->master = at::Tensor();
-  archive.write("applied_steps", c10::IValue(applied_steps()));
+  save_progress(archive);
 }
 
 }  // namespace detail
