@@ -22,6 +22,7 @@ struct TrainingOptions {
   std::optional<at::ScalarType> gradient_dtype{};  ///< the parameters' if not set
   mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
   double max_norm = 5.0;
+  bool unscales = false;  ///< calls unscale_ before the step
 };
 
 /// Parameters whose gradients are an input, scaled; and what steps them: on the CPU, or on a GPU
@@ -51,6 +52,7 @@ class Training {
         parameter.mutable_grad() = gradient.contiguous();
       }
     }
+    if (options_.unscales) scaler_.unscale_(optimizer_);
     const mezzo::StepResult result = scaler_.step(optimizer_, {.max_norm = options_.max_norm});
     scaler_.update();
     return result;
