@@ -21,7 +21,6 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::LossScale;
 using test_support::error_of;
 using test_support::sgd;
@@ -148,7 +147,7 @@ class CalledOps {
 TEST(GradScaler, ComputesNoInverseInAStep) {
   const auto x = torch::ones({4}).requires_grad_();
   mezzo::optim::AdamW optimizer({x});
-  GradScaler scaler(GradScalerOptions().init_scale(8).growth_interval(1));
+  GradScaler scaler({.init_scale = 8, .growth_interval = 1});
   for (int i = 0; i < 2; ++i) {  // the first makes the state
     scaler.scale(x.sum()).backward();
     CalledOps called;
@@ -203,7 +202,7 @@ TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {
   test_support::set_gradient(x, {4});
   y.mutable_grad() = torch::zeros({1}, torch::kMeta).expand({2});
   auto optimizer = sgd({x, y});
-  auto scaler = test_support::quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = test_support::quiet_scaler({.init_scale = 4});
   EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
               HasSubstr("Please clone() the tensor"));
   EXPECT_EQ(x.grad().item<float>(), 4);

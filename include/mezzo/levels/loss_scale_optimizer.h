@@ -3,6 +3,7 @@
 /// scale in one call. TensorFlow's `enable_mixed_precision_graph_rewrite` returned the same.
 #pragma once
 
+#include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -18,12 +19,8 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Keras's names and defaults.
-struct LossScaleOptimizerOptions {
-  double initial_scale = 32768.0;       ///< 2^15; for good where `dynamic` is false
-  int64_t dynamic_growth_steps = 2000;  ///< steps in a row without inf or NaN that double the scale
-  bool dynamic = true;
-};
+/// The loss scale of Keras's LossScaleOptimizer: it starts at 2^15, and is otherwise torch's.
+inline constexpr LossScaleOptions kKerasLossScale{.init_scale = 32768.0};
 
 /// An optimizer together with its loss scale, Keras's LossScaleOptimizer:
 ///
@@ -42,9 +39,17 @@ struct LossScaleOptimizerOptions {
 /// time.
 class LossScaleOptimizer {
  public:
-  /// \throws c10::Error unless initial_scale is positive and dynamic_growth_steps at least 1
-  explicit LossScaleOptimizer(AnyOptimizer inner, const LossScaleOptimizerOptions& options = {})
-      : inner_(inner), options_(options), scaler_(scaler_options(options)) {}
+  /// \param options  of the loss scale: Keras's initial_scale is `init_scale`, dynamic_growth_steps
+  ///   `growth_interval`, and dynamic=False is `LossScale::fixed(128)`.
+  ///   Members that the braces leave out have torch's values, not those of kKerasLossScale.
+  /// \throws c10::Error if an option is out of range
+  explicit LossScaleOptimizer(AnyOptimizer inner, const LossScaleOptions& options = kKerasLossScale)
+      : inner_(inner), options_(options), scaler_(options) {}
+  /// A number alone does not say whether the scale is constant: write
+  /// `LossScale::fixed(128)`.
+  template <class Number>
+  requires std::is_arithmetic_v<Number> LossScaleOptimizer(AnyOptimizer, Number)
+  = delete;
 
   /// Keras's scale_loss, for a tensor or a nest of them; see GradScaler::scale.
   template <class Outputs>
@@ -80,24 +85,19 @@ class LossScaleOptimizer {
 
   /// Keras's dynamic_scale: the present one. Waits for the device.
   double loss_scale() const { return scaler_.get_scale(); }
-  double initial_scale() const noexcept { return options_.initial_scale; }
-  int64_t dynamic_growth_steps() const noexcept { return options_.dynamic_growth_steps; }
-  bool dynamic() const noexcept { return options_.dynamic; }
+  double initial_scale() const noexcept { return options_.init_scale; }
+  int64_t dynamic_growth_steps() const noexcept { return options_.growth_interval; }
+  bool dynamic() const noexcept { return options_.kind == LossScaleKind::dynamic; }
 
   torch::optim::Optimizer& inner_optimizer() noexcept { return inner_.optimizer(); }
   /// For on_skip, state_dict and its like.
   GradScaler& scaler() noexcept { return scaler_; }
 
  private:
-  static GradScalerOptions scaler_options(const LossScaleOptimizerOptions& options) {
-    if (!options.dynamic) return LossScale::fixed(options.initial_scale);
-    return LossScale::dynamic(
-        {.init_scale = options.initial_scale, .growth_interval = options.dynamic_growth_steps});
-  }
   bool is_counted_by_inner() const { return inner_.mezzos() != nullptr; }
 
   AnyOptimizer inner_;
-  LossScaleOptimizerOptions options_;
+  LossScaleOptions options_;
   GradScaler scaler_;
   int64_t iterations_ = 0;
   bool threw_ = false;  // the last step did, in an iteration that has no `update`
@@ -112,10 +112,14 @@ class LossScaleOptimizer {
 
 /// `LossScaleOptimizer(optimizer, options)`. Its name is TensorFlow's, which also rewrote the
 /// graph: here that is the mezzo::Autocast around the forward pass.
-inline LossScaleOptimizer enable_mixed_precision(AnyOptimizer optimizer,
-                                                 const LossScaleOptimizerOptions& options = {}) {
+inline LossScaleOptimizer enable_mixed_precision(
+    AnyOptimizer optimizer, const LossScaleOptions& options = kKerasLossScale) {
   return LossScaleOptimizer(optimizer, options);
 }
+/// TensorFlow's `loss_scale=128.0` is `LossScale::fixed(128)` here.
+template <class Number>
+requires std::is_arithmetic_v<Number>
+void enable_mixed_precision(AnyOptimizer optimizer, Number) = delete;
 
 /// `torch::save(optimizer, path)` and `torch::load(optimizer, path)`: the inner optimizer's state,
 /// the scaler's and the count of iterations (include <torch/serialize.h>).

@@ -11,7 +11,7 @@
 #include <mezzo/scaling/detail/device_scale.h>
 #include <mezzo/scaling/detail/iteration_records.h>
 #include <mezzo/scaling/detail/step_letter.h>
-#include <mezzo/scaling/grad_scaler_options.h>
+#include <mezzo/scaling/skipped_step.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -100,7 +100,12 @@ class GradScaler {
   using SkipCallback = std::function<void(const SkippedStep&)>;
 
   /// \throws c10::Error if an option is out of range (it is named, with the range), enabled or not
-  explicit GradScaler(const GradScalerOptions& options = {});
+  explicit GradScaler(const LossScaleOptions& options = {});
+  /// A number alone does not say what it is: write `GradScaler({.init_scale = 65536})`, or
+  /// `GradScaler(LossScale::fixed(128))` for a constant scale.
+  template <class Number>
+  requires std::is_arithmetic_v<Number>
+  explicit GradScaler(Number) = delete;
   GradScaler(GradScaler&&) = default;
   GradScaler& operator=(GradScaler&&) = default;
   GradScaler(const GradScaler&) = delete;  // two scalers would share the tensors of one scale
@@ -238,7 +243,8 @@ class GradScaler {
   const at::Tensor& scale_on(at::Device device);
   LossScaleState read_state() const;
   void finish_iteration();
-  GradScalerOptions dynamic_options(const char* option) const;
+  template <class Number>
+  void change_rule(const char* name, Number LossScaleOptions::*option, Number value);
 
   LossScale rule_;
   LossScaleState initial_state_;
@@ -347,7 +353,7 @@ requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
       "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
       "and "
       "call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
-      "with GradScalerOptions().enabled(false)");
+      "with GradScaler({.enabled = false})");
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
   if (is_bare && fused != nullptr)
     return step_fused(*fused, AnyOptimizer(optimizer).optimizer(), {});

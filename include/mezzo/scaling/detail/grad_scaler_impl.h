@@ -44,7 +44,7 @@ namespace detail {
               " is float16, in which it underflows without the loss scale; keep the weights in "
               "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
               "with mezzo::MasterWeights or weight_storage(WeightStorage::master) in the "
-              "optimizer's options (GradScalerOptions().allow_fp16_gradients(true) unscales in "
+              "optimizer's options (GradScaler({.allow_fp16_gradients = true}) unscales in "
               "float16 all the same)");
 }
 
@@ -61,7 +61,7 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
 
 inline constexpr const char* kNoneHasNoNewScale =
     "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
-    "loss_scale(LossScaleKind::fixed) or dynamic, or call update()";
+    "{.kind = LossScaleKind::fixed} or dynamic, or call update()";
 
 inline void check_step_options(const StepOptions& options) {
   TORCH_CHECK(is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
@@ -111,13 +111,13 @@ inline void tell_of_skip(const SkippedStep& skipped) {
 
 }  // namespace detail
 
-MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
-    : rule_(options.rule()),
+MEZZO_INLINE GradScaler::GradScaler(const LossScaleOptions& options)
+    : rule_(LossScale::of(options)),
       initial_state_(rule_.initial_state()),
-      enabled_(options.enabled()),
-      recheck_(options.recheck()),
-      allow_fp16_gradients_(options.allow_fp16_gradients()),
-      loss_id_(options.loss_id()),
+      enabled_(options.enabled),
+      recheck_(options.recheck),
+      allow_fp16_gradients_(options.allow_fp16_gradients),
+      loss_id_(options.loss_id),
       on_skip_(&detail::tell_of_skip) {}
 
 // --- Unscaling ---------------------------------------------------------------------------------
@@ -511,24 +511,26 @@ class StateReader {
 
 MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
-MEZZO_INLINE GradScalerOptions GradScaler::dynamic_options(const char* option) const {
-  TORCH_CHECK(
-      rule_.kind() == LossScaleKind::dynamic, option,
-      " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler with "
-      "GradScalerOptions().loss_scale(LossScaleKind::dynamic)");
-  return GradScalerOptions(rule_);
+template <class Number>
+void GradScaler::change_rule(const char* name, Number LossScaleOptions::*option, Number value) {
+  TORCH_CHECK(rule_.kind() == LossScaleKind::dynamic, name,
+              " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler "
+              "with {.kind = LossScaleKind::dynamic}, the default");
+  LossScaleOptions options = rule_;
+  options.*option = value;
+  rule_ = LossScale::of(options);
 }
 
 MEZZO_INLINE void GradScaler::set_growth_factor(double growth_factor) {
-  rule_ = dynamic_options("growth_factor").growth_factor(growth_factor).rule();
+  change_rule("growth_factor", &LossScaleOptions::growth_factor, growth_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_backoff_factor(double backoff_factor) {
-  rule_ = dynamic_options("backoff_factor").backoff_factor(backoff_factor).rule();
+  change_rule("backoff_factor", &LossScaleOptions::backoff_factor, backoff_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
-  rule_ = dynamic_options("growth_interval").growth_interval(growth_interval).rule();
+  change_rule("growth_interval", &LossScaleOptions::growth_interval, growth_interval);
 }
 
 MEZZO_INLINE LossScaleState GradScaler::read_state() const {
@@ -555,23 +557,22 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   TORCH_CHECK(!state.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
               "instance of GradScaler. In C++: make this scaler with "
-              "GradScalerOptions().enabled(false) too, or leave load_state_dict out and begin with "
+              "GradScaler({.enabled = false}) too, or leave load_state_dict out and begin with "
               "a new scale");
   const detail::StateReader reader(state);
   const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind()));
   TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
               "The source state dict has _loss_scale_kind = ", kind,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
-  const LossScale rule = GradScalerOptions()
-                             .loss_scale(static_cast<LossScaleKind>(kind))
-                             .init_scale(reader.value("scale"))
-                             .growth_factor(reader.value("growth_factor"))
-                             .backoff_factor(reader.value("backoff_factor"))
-                             .growth_interval(reader.count("growth_interval"))
-                             .min_scale(reader.value("min_scale", rule_.min_scale()))
-                             .max_scale(reader.value("max_scale", rule_.max_scale()))
-                             .hysteresis(reader.count("hysteresis", rule_.hysteresis()))
-                             .rule();
+  const LossScale rule =
+      LossScale::of({.init_scale = reader.value("scale"),
+                     .growth_factor = reader.value("growth_factor"),
+                     .backoff_factor = reader.value("backoff_factor"),
+                     .growth_interval = reader.count("growth_interval"),
+                     .min_scale = reader.value("min_scale", rule_.min_scale()),
+                     .max_scale = reader.value("max_scale", rule_.max_scale()),
+                     .hysteresis = reader.count("hysteresis", rule_.hysteresis()),
+                     .kind = static_cast<LossScaleKind>(kind)});
   LossScaleState next = rule.initial_state();
   next.growth_tracker = static_cast<int32_t>(reader.count("_growth_tracker"));
   next.hysteresis_left =
