@@ -10,6 +10,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -159,14 +160,23 @@ TEST(GradScaler, ComputesNoInverseInAStep) {
 }
 
 // "meta" tensors stand in for a second device.
-TEST(DeviceCopies, CopiesOnceADeviceUntilTheOriginalChanges) {
-  mezzo::detail::DeviceCopies copies{torch::ones({})};
-  EXPECT_TRUE(copies.on(torch::kCPU).is_same(copies.original));
-  const auto copy = copies.on(torch::kMeta);
-  EXPECT_TRUE(copy.is_meta());
-  EXPECT_TRUE(copies.on(torch::kMeta).is_same(copy));
-  copies.drop_copies();
-  EXPECT_FALSE(copies.on(torch::kMeta).is_same(copy));
+TEST(DeviceScale, IsCopiedOnceADeviceUntilTheScaleChanges) {
+  const auto rule = LossScale::dynamic({.init_scale = 8});
+  mezzo::detail::DeviceScale scale(rule.initial_state(), torch::kCPU);
+  EXPECT_TRUE(scale.on(torch::kCPU).is_same(scale.original()));
+  const std::vector<std::function<void()>> changes{
+      [&] { scale.write({.scale = 4}); }, [&] { scale.write_scale(2.0F); },
+      [&] { scale.write_scale(torch::full({1}, 16.0), 1.0F, 32.0F); },
+      [&] { scale.advance(rule, torch::ones({})); }};
+  for (const auto& change : changes) {
+    const auto copy = scale.on(torch::kMeta);
+    EXPECT_TRUE(copy.is_meta());
+    EXPECT_TRUE(scale.on(torch::kMeta).is_same(copy));
+    change();
+    EXPECT_FALSE(scale.on(torch::kMeta).is_same(copy));
+    EXPECT_EQ(scale.inverse().item<float>(), 1 / scale.read().scale);
+  }
+  EXPECT_EQ(scale.read().scale, 8.0F);
 }
 
 TEST(Gradients, AreGroupedByDevice) {

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -65,6 +66,14 @@ struct LossScaleOptions {
   /// The number that the line about a skipped step names, for programs with several scalers.
   int64_t loss_id = 0;
 };
+
+namespace detail {
+
+/// A number without a name, which constructors refuse: it might be any of the options.
+template <class T>
+concept BareNumber = std::is_arithmetic_v<T>;
+
+}  // namespace detail
 
 /// What changes of a loss scale from one iteration to the next.
 struct LossScaleState {

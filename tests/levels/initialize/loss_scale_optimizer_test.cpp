@@ -137,6 +137,24 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
   }
 }
 
+TEST(LossScaleOptimizer, ThatIsDisabledStepsWithoutAScaleAndResumes) {
+  for (const auto& make : inners()) {
+    const torch::Tensor weight = parameter();
+    const auto inner = make(weight);
+    auto optimizer = mezzo::enable_mixed_precision(*inner, {.enabled = false});
+    EXPECT_TRUE(step_with(optimizer, weight, 0.25));
+    EXPECT_EQ(weight[0].item<float>(), 0.75F);
+    EXPECT_EQ(optimizer.loss_scale(), 1);
+    std::stringstream file;
+    torch::save(optimizer, file);
+    const torch::Tensor other = weight.detach().clone().requires_grad_();
+    const auto of_other = make(other);
+    auto resumed = mezzo::enable_mixed_precision(*of_other, {.enabled = false});
+    torch::load(resumed, file);
+    EXPECT_EQ(resumed.iterations(), 1);
+  }
+}
+
 TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
   for (const double max_norm : {double{kInfinity}, 100.0}) {
     for (const bool again : {false, true}) {
