@@ -32,9 +32,9 @@ enum class LossScaleKind : uint8_t {
   dynamic  ///< up after clean iterations, down after an inf or NaN
 };
 
-/// The options of a loss scale, and of the GradScaler that moves it, in the order of torch.amp's
-/// arguments. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_half})`. Defaults are
-/// those of torch.amp.GradScaler but for `min_scale` and `recheck`.
+/// The options of a loss scale, and of the GradScaler that moves it: torch.amp's arguments in their
+/// order, then mezzo's own. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_half})`.
+/// Defaults are those of torch.amp.GradScaler but for `min_scale` and `recheck`.
 struct LossScaleOptions {
   /// The scale before the first iteration, and for good where `kind` is fixed; above 0.
   double init_scale = 65536.0;
@@ -115,8 +115,8 @@ class LossScale {
   /// Returns the state before the first iteration.
   LossScaleState initial_state() const noexcept;
 
-  /// Returns the state after an iteration, bit-equal to `at::_amp_update_scale_` where torch has
-  /// the option. For a dynamic scale:
+  /// Returns the state after an iteration, bit-equal to `at::_amp_update_scale_` but for min_scale,
+  /// max_scale and hysteresis, which torch has not. For a dynamic scale:
   ///
   ///     if found_inf:
   ///         growth_tracker = 0
