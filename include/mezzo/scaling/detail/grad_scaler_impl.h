@@ -427,6 +427,8 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
   finish_iteration();
 }
 
+/// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
+/// skipped a step.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
   const auto letters = std::exchange(letters_, {});
