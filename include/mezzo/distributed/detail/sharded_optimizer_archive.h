@@ -225,9 +225,9 @@ void ShardedOptimizer<OptimizerType>::load_whole(torch::serialize::InputArchive&
   state_ = std::move(whole.state());  // of what is frozen, for the next file
   take_options(whole);
   if (whole.knows_applied_steps()) {
-    load_applied_steps(whole.applied_steps());
+    load_progress({.applied_steps = whole.applied_steps()});
   } else {
-    forget_applied_steps();
+    load_progress({});
   }
 }
 
@@ -267,7 +267,7 @@ void ShardedOptimizer<OptimizerType>::load_part(torch::serialize::InputArchive& 
   archive.read(detail::kShardKey, part);
   inner_->load(part);
   take_options(*inner_);
-  load_applied_steps(applied);
+  load_progress({.applied_steps = applied});
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
