@@ -34,7 +34,7 @@ class Training {
         options_(options),
         parameters_(parameters_on(device, options)),
         optimizer_(parameters_, options.adamw),
-        scaler_(mezzo::GradScalerOptions().init_scale(4).growth_interval(2)) {
+        scaler_({.init_scale = 4, .growth_interval = 2}) {
     scaler_.on_skip(nullptr);
     optimizer_.set_lr_factors({1.0, 0.5, 0.25, 1.0});
     host_gpu::run_all();  // tests go on on streams of their own

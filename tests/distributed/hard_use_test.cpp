@@ -31,7 +31,6 @@ using mezzo::DataParallel;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 
 std::string hard_error(const std::function<void()>& call) {
   try {
@@ -180,7 +179,7 @@ const mezzo::optim::SGDOptions kSgd = mezzo::optim::SGDOptions(1e-2).momentum(0.
 TEST(HardUse, APassAfterUnscaleIsDividedForAnOptimizerOfLibtorch) {
   expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>&, int) {
     torch::optim::SGD optimizer(net->parameters(), 1e-2);
-    GradScaler scaler(GradScalerOptions().init_scale(1.0).growth_interval(1000));
+    GradScaler scaler({.init_scale = 1.0, .growth_interval = 1000});
     for (int64_t i = 0; i < 3; ++i) {
       net->zero_grad();
       scaler.scale(net->loss(2 * i)).backward();
@@ -195,7 +194,7 @@ TEST(HardUse, APassAfterUnscaleIsDividedForAnOptimizerOfLibtorch) {
 TEST(HardUse, AScaleThatUndoesTheNumberOfRanksDividesAllTheSame) {
   expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>&, int) {
     torch::optim::SGD optimizer(net->parameters(), 1e-3);
-    GradScaler scaler(GradScalerOptions().init_scale(0.5).growth_interval(1000));
+    GradScaler scaler({.init_scale = 0.5, .growth_interval = 1000});
     for (int64_t i = 0; i < 3; ++i) {
       scaler.scale(net->loss(i)).backward();  // onto what the step before left
       scaler.step(optimizer, {.max_norm = 1e9, .zero_grad = false});
@@ -237,7 +236,7 @@ TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
         ddp.reset(
             new HardDdp(net, AlikeRanks(ranks), mezzo::DataParallelOptions{.bucket_bytes = 128}));
       }
-      GradScaler scaler(GradScalerOptions().enabled(false));
+      GradScaler scaler({.enabled = false});
       scaler.step(optimizer, {.max_norm = 0.5, .zero_grad = false});
     }
   });

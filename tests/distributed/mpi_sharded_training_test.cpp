@@ -29,7 +29,6 @@ namespace {
 
 using mezzo::Communicator;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
@@ -108,7 +107,7 @@ TEST(ShardedTraining, ClipsByTheNormOfTheWholeAverage) {
   Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
-  GradScaler scaler(GradScalerOptions().init_scale(8.));
+  GradScaler scaler({.init_scale = 8.});
   // Averages are (ranks + 1) / 2 everywhere.
   scaler.scale((weight * (ranks.rank() + 1)).sum()).backward();
   const auto result = scaler.step(optimizer, {.max_norm = 2.});
@@ -122,7 +121,7 @@ TEST(ShardedTraining, ADisabledScalerClipsToo) {
   Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
-  GradScaler scaler(GradScalerOptions().enabled(false));
+  GradScaler scaler({.enabled = false});
   (weight * (ranks.rank() + 1)).sum().backward();
   const auto result = scaler.step(optimizer, {.max_norm = 2.});
   const double norm = (ranks.size() + 1) / 2. * std::sqrt(301.);
@@ -137,7 +136,7 @@ TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
     model->to(dtype);
     Sharded optimizer(model->parameters(), ranks,
                       AdamWOptions(0.01).weight_storage(WeightStorage::master), kSmallBuckets);
-    GradScaler scaler(GradScalerOptions().init_scale(1024.));
+    GradScaler scaler({.init_scale = 1024.});
     scaler.on_skip(nullptr);
     int number = 0;
     for (const auto& batch : batches(10, dtype)) {
@@ -173,7 +172,7 @@ TEST(ShardedTraining, AnOverflowOfTheSumItselfIsFound) {
   if (ranks.size() == 1) GTEST_SKIP() << "takes two ranks";
   const at::Tensor weight = torch::zeros({301}, at::kHalf).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(1.).weight_storage(WeightStorage::master));
-  GradScaler scaler(GradScalerOptions().init_scale(1024.));
+  GradScaler scaler({.init_scale = 1024.});
   scaler.on_skip(nullptr);
   at::Tensor factor = torch::ones({301});
   factor[300] = 40.;  // 40 * 1024 is finite in half, and twice that is not
@@ -291,8 +290,8 @@ TEST(ShardedTraining, DtypesGoTogether) {
   };
   Sharded optimizer(sharded, ranks, options, kSmallBuckets);
   AdamW whole(alone, options);
-  GradScaler scaler(GradScalerOptions().init_scale(8.));
-  GradScaler scaler_alone(GradScalerOptions().init_scale(8.));
+  GradScaler scaler({.init_scale = 8.});
+  GradScaler scaler_alone({.init_scale = 8.});
   for (int i = 0; i < 3; ++i) {
     backward(scaler, sharded, 2. * (ranks.rank() + 1));
     backward(scaler_alone, alone, ranks.size() + 1.);
@@ -314,7 +313,7 @@ TEST(ShardedTraining, ARankWithoutAnyPartGoesAlong) {
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   optimizer.set_lr_factors({1., 0.5, 0.25});
-  GradScaler scaler(GradScalerOptions().init_scale(8.));
+  GradScaler scaler({.init_scale = 8.});
   for (int i = 0; i < 3; ++i) {
     optimizer.zero_grad();
     scaler.scale(weight.sum()).backward();
@@ -335,7 +334,7 @@ TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   for (const bool enabled : {true, false}) {
-    GradScaler scaler(GradScalerOptions().enabled(enabled));
+    GradScaler scaler({.enabled = enabled});
     optimizer.zero_grad();
     scaler.scale(own_loss(model, batches(1)[0], ranks)).backward();
     const std::string wanted = "use scaler.step(optimizer, {.max_norm = ...})";

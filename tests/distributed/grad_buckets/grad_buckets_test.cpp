@@ -444,7 +444,7 @@ std::vector<Tensor> trained(bool in_buckets, bool zero_grad) {
   torch::nn::Sequential net(torch::nn::Linear(12, 30), torch::nn::Tanh(), torch::nn::Linear(30, 5));
   GradBuckets buckets(in_buckets ? net->parameters() : std::vector<Tensor>{});
   mezzo::optim::AdamW optimizer(net->parameters(), mezzo::optim::AdamWOptions(1e-2));
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1024));
+  mezzo::GradScaler scaler({.init_scale = 1024});
   scaler.on_skip(nullptr);
   for (int i = 0; i < 10; ++i) {
     if (!zero_grad) optimizer.zero_grad(/*set_to_none=*/i % 2 == 0);

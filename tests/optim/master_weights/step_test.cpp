@@ -22,7 +22,6 @@ namespace {
 
 using namespace master_weights_test;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::master_params;
 using mezzo::MasterWeights;
 using testing::HasSubstr;
@@ -187,7 +186,7 @@ TEST(MasterWeightsStep, FindsAnOverflowThatOnlyUnscalingMakes) {
   const auto x = torch::ones({2}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(1e-30).min_scale(0));
+  GradScaler scaler = quiet_scaler({.init_scale = 1e-30, .min_scale = 0});
   for (const bool explicitly : {false, true}) {
     x.mutable_grad() = torch::full({2}, 1e20F).to(torch::kBFloat16);
     if (explicitly) scaler.unscale_(optimizer);
@@ -217,7 +216,7 @@ TEST(MasterWeightsStep, GradientsGoToFloatBeforeTheyAreMultiplied) {
   const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(0x1p16));
+  GradScaler scaler = quiet_scaler({.init_scale = 0x1p16});
   x.mutable_grad() = torch::full({2}, 0x1p-24F).to(torch::kHalf);
   scaler.step(optimizer);
   EXPECT_EQ(master_params(optimizer)[0][0].item<float>(), -0x1p-40F);
@@ -485,7 +484,7 @@ TEST(MasterWeightsStep, ADisabledScalerClipsClearsAndSteps) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  GradScaler disabled(GradScalerOptions().enabled(false));
+  GradScaler disabled({.enabled = false});
   const auto set_gradient = [&] {
     x.mutable_grad() = torch::tensor({3.0F, 4.0F}).to(torch::kBFloat16);
   };
@@ -504,7 +503,7 @@ TEST(MasterWeightsStep, ADisabledScalerLeavesAloneWhatHasNoMaster) {
   const auto y = torch::zeros({2}, torch::kComplexFloat).requires_grad_();
   torch::optim::SGD inner({x, y}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  GradScaler disabled(GradScalerOptions().enabled(false));
+  GradScaler disabled({.enabled = false});
   x.mutable_grad() = torch::ones_like(x);
   y.mutable_grad() = torch::ones_like(y);
   disabled.unscale_(optimizer);
