@@ -59,6 +59,9 @@ struct StepPlan {
     optim::WeightStorage storage = optim::WeightStorage::plain;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop{};
+    /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has
+    /// rows of slices, and keeps the state of its slice as the whole parameter's.
+    const at::Tensor* owner = nullptr;
   };
 
   std::vector<Row> rows{};  ///< those of one device follow each other

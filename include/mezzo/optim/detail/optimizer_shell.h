@@ -16,6 +16,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -237,13 +238,6 @@ struct RuleOf {
 
 // --- The shell ---------------------------------------------------------------------------------
 
-/// Groups and states as a file has them, until all of it is read.
-class ReadOptimizer final : public torch::optim::Optimizer {
- public:
-  ReadOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
-  at::Tensor step(LossClosure /*closure*/) override { return {}; }
-};
-
 /// What is of libtorch's kind in an optimizer: constructors, options and files. The steps are
 /// StepEngine's.
 template <class Traits>
@@ -290,7 +284,19 @@ class OptimizerShell : public StepEngine {
 
   /// All or nothing: the optimizer is then what the file says, without states that the file lacks.
   /// \throws c10::Error for a file of something else
-  void load(torch::serialize::InputArchive& archive) override;
+  void load(torch::serialize::InputArchive& archive) override {
+    std::vector<std::vector<at::Tensor>> parameters;
+    for (const auto& group : param_groups_) parameters.push_back(group.params());
+    load_file(archive, parameters, [](FiledOptimizer&) {});
+  }
+
+ protected:
+  /// Loads a file that has states of `parameters`, a list for each group. `take(read)` makes of the
+  /// groups and states in the file those of this optimizer; it is called before anything changes,
+  /// and may throw.
+  void load_file(torch::serialize::InputArchive& archive,
+                 const std::vector<std::vector<at::Tensor>>& parameters,
+                 const std::function<void(FiledOptimizer& read)>& take);
 
  private:
   static std::optional<int64_t> read_applied_steps(torch::serialize::InputArchive& archive,
@@ -310,15 +316,17 @@ class OptimizerShell : public StepEngine {
 };
 
 template <class Traits>
-void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
+void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
+                                       const std::vector<std::vector<at::Tensor>>& parameters,
+                                       const std::function<void(FiledOptimizer& read)>& take) {
   c10::IValue version;
   TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
               ": the archive holds no optimizer's state, or that of a libtorch before 1.5; load "
               "what torch::save(optimizer, path) wrote");
   const NoGraphGuard no_graph;
-  ReadOptimizer read;
+  FiledOptimizer read;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    read.param_groups().emplace_back(param_groups_[group].params(),
+    read.param_groups().emplace_back(parameters[group],
                                      std::make_unique<Options>(options_of(group)));
   }
   torch::optim::serialize<State, Options>(archive, read);
@@ -330,6 +338,7 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
     check_options<Traits>(read_options(group));
   }
   const std::optional<int64_t> applied = read_applied_steps(archive, read);
+  take(read);
   if (applied) {
     load_applied_steps(*applied);
   } else {
