@@ -362,7 +362,7 @@ detail::ParamSlot* ShardedOptimizer<OptimizerType>::slot_of(const detail::ShardS
   auto* const state = dynamic_cast<State*>(found->second.get());
   TORCH_CHECK(state != nullptr, "ShardedOptimizer: the state of ",
               this->words().parameter(parameter),
-              " is none of this optimizer's slices; load states from a file");
+              " is another optimizer's; copy states only between optimizers of the same class");
   return state;
 }
 
