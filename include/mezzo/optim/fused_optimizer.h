@@ -50,7 +50,7 @@ struct StepOptions {
 struct StepPlan {
   /// A parameter with a gradient.
   struct Row {
-    const at::Tensor* parameter;  ///< in the groups of the optimizer
+    const at::Tensor* parameter;  ///< in the groups of the optimizer, or a slice of one
     at::Tensor gradient;
     std::size_t group;
     std::uint64_t number;  ///< of the parameter, counted through all groups

@@ -200,12 +200,14 @@ std::vector<at::Tensor> ShardedOptimizer<OptimizerType>::start_alike() {
   NamedTensors named;
   for (std::size_t group = 0; group < this->param_groups_.size(); ++group) {
     check_storage(this->group_numbers(group).extras.weight_storage);
-    for (const at::Tensor& parameter : this->param_groups_[group].params()) {
-      const std::string name = this->words().parameter(parameter);
-      TORCH_CHECK(communicator_.serves(parameter.device().type()), "ShardedOptimizer: ", name,
-                  " is on a device that `communicator` does not serve; move the model (MPI takes "
+    const std::vector<at::Tensor>& parameters = this->param_groups_[group].params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& parameter = parameters[i];
+      TORCH_CHECK(communicator_.serves(parameter.device().type()), "ShardedOptimizer: parameter ",
+                  i, " of group ", group, " (", detail::tensor_words(parameter),
+                  ") is on a device that `communicator` does not serve; move the model (MPI takes "
                   "cpu, NCCL takes cuda)");
-      named.emplace_back(name.substr(0, name.find(" (")), parameter);
+      named.emplace_back(c10::str("parameter ", i, " of group ", group), parameter);
       known_.push_back({parameter, group, parameter.requires_grad()});
       if (parameter.requires_grad()) trained.push_back(parameter);
     }
