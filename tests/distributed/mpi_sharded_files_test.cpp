@@ -211,6 +211,24 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
   }
 }
 
+/// Buckets of gradients are of float, and the moments have more bits.
+TEST(ShardedFiles, MomentsInDoubleAreGatheredInDouble) {
+  Communicator ranks = world();
+  if ((ranks.size() & (ranks.size() - 1)) != 0) GTEST_SKIP() << "1/N is rounded";
+  const at::Tensor weight = torch::zeros({301}, at::kDouble).requires_grad_();
+  const at::Tensor alone = torch::zeros({301}, at::kDouble).requires_grad_();
+  for (const at::Tensor& one : {weight, alone}) one.set_grad_dtype(at::kFloat);
+  ShardedOptimizer<AdamW> sharded({weight}, ranks, AdamWOptions(0.01));
+  AdamW whole({alone}, AdamWOptions(0.01));
+  for (const at::Tensor& one : {weight, alone}) one.sum().backward();
+  sharded.step();
+  whole.step();
+  const at::Tensor other = torch::zeros({301}, at::kDouble).requires_grad_();
+  AdamW loaded({other}, AdamWOptions(0.01));
+  load_archive(loaded, from_rank_0(archive_of(sharded)));
+  expect_same_state(*state_of(loaded, other), *state_of(whole, alone));
+}
+
 TEST(ShardedFiles, LibtorchsFileCanBeRead) {
   Communicator ranks = world();
   Model alone;

@@ -398,6 +398,8 @@ TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
   own_loss(model, batches(1)[0], ranks).backward();
   model->frozen.set_requires_grad(true);
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("was frozen when the optimizer"));
+  torch::serialize::OutputArchive file;
+  optimizer.save(file);  // for the optimizer that is to train it
   model->frozen.set_requires_grad(false);
   const at::Tensor last = optimizer.param_groups()[0].params().back();
   optimizer.param_groups()[0].params().pop_back();
@@ -407,6 +409,11 @@ TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
   optimizer.add_param_group(
       torch::optim::OptimizerParamGroup({torch::zeros({3}).requires_grad_()}));
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("another parameter"));
+  EXPECT_THAT(error_of([&] {
+                torch::serialize::OutputArchive archive;
+                optimizer.save(archive);
+              }),
+              HasSubstr("another parameter"));
 
   Model moved;
   Sharded before_the_cast(moved->parameters(), ranks, AdamWOptions(0.01));

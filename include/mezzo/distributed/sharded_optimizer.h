@@ -107,8 +107,8 @@ struct ShellOf {
 /// same. A parameter may be frozen; without a gradient on any rank it is passed over.
 ///
 /// **Groups** are libtorch's, with their own lr, weight decay and the like, and `set_lr_factors`.
-/// A step throws if parameters were added or removed. `state()` has, under each parameter, the state
-/// of this rank's slice: tensors of one dimension; none where the rank has no slice.
+/// Steps and files throw if parameters were added or removed. `state()` has, under each parameter,
+/// the state of this rank's slice: tensors of one dimension; none where the rank has no slice.
 ///
 /// Not to be combined with a DataParallel or GradAllReduce of the same parameters (the first pass
 /// throws), WeightStorage::stochastic, publish_to, or LAMB.
@@ -138,9 +138,9 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
-  /// Returns a row for each of this rank's slices that has a gradient. \throws c10::Error, on all
-  ///   ranks and before anything is written, where gradients have not been summed since the last
-  ///   step
+  /// Returns a row for each of this rank's slices that has a gradient.
+  /// \throws c10::Error, on all ranks and before anything is written, where gradients have not been
+  ///   summed since the last step
   StepPlan plan() override;
 
   /// Reads the average gradient of all ranks: one collective. `inv_scale` in the verdict has the
@@ -181,8 +181,8 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   /// Loads an archive of `OptimizerType`'s, from here with any number of ranks, from
   /// `OptimizerType` alone or from libtorch's optimizer of the same name: each rank reads it and
   /// keeps its slices. With the model's weights of that time, training goes on to the bit where it
-  /// stopped. All or
-  /// nothing. \throws c10::Error as OptimizerType does, and for another rank's part
+  /// stopped. All or nothing.
+  /// \throws c10::Error as OptimizerType does, and for another rank's part
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
@@ -196,7 +196,7 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   std::vector<at::Tensor> start_alike();
   void check_groups() const;
   void prepare();
-  detail::ParamSlot* slot_of(const detail::ShardSlice& slice) const;
+  State* state_of(const detail::ShardSlice& slice) const;
   void take_whole(detail::FiledOptimizer& read) const;
   void take_part(detail::FiledOptimizer& read) const;
   void keep_frozen(detail::FiledOptimizer& filed) const;

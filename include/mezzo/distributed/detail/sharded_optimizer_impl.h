@@ -80,39 +80,46 @@ inline std::vector<at::Tensor*> kept_tensors(ParamSlot& slot) {
   return kept;
 }
 
-/// Puts the ranks' slots together on rank 0, bucket by bucket and in float or double, which hold
-/// every dtype of 16 bits:
-///
-///   table[parameter] = steps and dtypes      largest of the ranks'; 0: no rank has any
-///   for each bucket, each of master and moments: all-gather the slices
-///
-/// \param own   the slot of each of `weights.slices()`, null where there is none
-/// \param make  on rank 0, returns a new slot for parameter `number`, to be filled on the CPU;
-///   null on the other ranks
-inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamSlot*>& own,
-                         Communicator& communicator,
-                         const std::function<ParamSlot&(std::size_t number)>& make) {
-  if (weights.parameters().empty()) return;
-  constexpr int64_t kKinds = 1 + kMostMoments;
+/// Returns what the ranks' slots hold together, a row for each parameter: the number of steps, then
+/// the dtypes of master and moments, each one higher than it is and 0 where no rank has any. One
+/// collective. `own` has the slot of each of this rank's slices, null where there is none.
+inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vector<ParamSlot*>& own,
+                                 Communicator& communicator) {
   const auto parameters = static_cast<int64_t>(weights.parameters().size());
-  at::Tensor table = at::zeros({parameters, 1 + kKinds}, at::kLong);
-  const auto entry = [&table](std::size_t number, std::size_t column) -> int64_t& {
-    return table.mutable_data_ptr<int64_t>()[number * (1 + kKinds) + column];
-  };
+  const at::Tensor table = at::zeros({parameters, 2 + kMostMoments}, at::kLong);
+  const auto entries = table.accessor<int64_t, 2>();
   for (std::size_t i = 0; i < own.size(); ++i) {
     if (own[i] == nullptr) continue;
-    const std::size_t number = weights.slices()[i].parameter;
-    entry(number, 0) = own[i]->count().value() + 1;
-    const auto kept = kept_tensors(*own[i]);
-    for (std::size_t kind = 0; kind < kept.size(); ++kind) {
-      if (!kept[kind]->defined()) continue;
-      entry(number, 1 + kind) = static_cast<int64_t>(kept[kind]->scalar_type()) + 1;
+    auto row = entries[static_cast<int64_t>(weights.slices()[i].parameter)];
+    row[0] = own[i]->count().value() + 1;
+    int64_t column = 0;
+    for (const at::Tensor* const tensor : kept_tensors(*own[i])) {
+      ++column;
+      if (tensor->defined()) row[column] = static_cast<int64_t>(tensor->scalar_type()) + 1;
     }
   }
   const at::Tensor largest = table.to(weights.buckets().front().device);
   communicator.all_reduce(largest, Reduction::max).wait();
-  table = largest.cpu();
+  return largest.cpu();
+}
 
+/// Puts the ranks' slots together on rank 0. Tensors go bucket by bucket, in float or, of double
+/// parameters, in double:
+///
+///   table = table_of_slots                          which parameters have what, on any rank
+///   for each bucket, each of master and moments:    all-gather the slices, if there are any
+///
+/// `own` is as for table_of_slots. `make`, null on the other ranks, returns a new slot for
+/// parameter `number`, to be filled on the CPU.
+inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamSlot*>& own,
+                         Communicator& communicator,
+                         const std::function<ParamSlot&(std::size_t number)>& make) {
+  if (weights.parameters().empty()) return;
+  const at::Tensor table = table_of_slots(weights, own, communicator);
+  const auto entry = [entries = table.accessor<int64_t, 2>()](std::size_t number,
+                                                              std::size_t column) {
+    return entries[static_cast<int64_t>(number)][static_cast<int64_t>(column)];
+  };
   std::vector<std::vector<at::Tensor*>> wholes(weights.parameters().size());
   for (std::size_t number = 0; make != nullptr && number < wholes.size(); ++number) {
     if (entry(number, 0) == 0) continue;
@@ -122,11 +129,11 @@ inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamS
   }
   for (std::size_t bucket = 0; bucket < weights.buckets().size(); ++bucket) {
     const GradBucket& like = weights.buckets()[bucket];
-    for (std::size_t kind = 0; kind < kKinds; ++kind) {
+    const auto dtype = wide_dtype(weights.parameters()[like.parameters.front()]);
+    for (std::size_t kind = 0; kind < 1 + kMostMoments; ++kind) {
       const auto has = [&](std::size_t number) { return entry(number, 1 + kind) != 0; };
       if (std::none_of(like.parameters.begin(), like.parameters.end(), has)) continue;
-      const at::Tensor buffer =
-          at::zeros({like.flat.numel()}, like.flat.options().dtype(wide_dtype(like.flat)));
+      const at::Tensor buffer = at::zeros({like.flat.numel()}, like.flat.options().dtype(dtype));
       for (std::size_t i = 0; i < own.size(); ++i) {
         const ShardSlice& slice = weights.slices()[i];
         if (slice.bucket != bucket || own[i] == nullptr || !has(slice.parameter)) continue;
@@ -233,10 +240,6 @@ void ShardedOptimizer<OptimizerType>::check_groups() const {
                 "ShardedOptimizer: its groups have another parameter than they were made with, in "
                 "group ",
                 group, "; make a new ShardedOptimizer with all parameters");
-    TORCH_CHECK(known_[number].is_trained || !parameter.requires_grad(),
-                "ShardedOptimizer: ", detail::parameter_words(number, parameter),
-                " was frozen when the optimizer was made and has no part in it; make a new "
-                "ShardedOptimizer once it requires grad");
     ++number;
   });
   TORCH_CHECK(number == known_.size(), "ShardedOptimizer: its groups lack ", known_.size() - number,
@@ -248,6 +251,13 @@ void ShardedOptimizer<OptimizerType>::check_groups() const {
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::prepare() {
   check_groups();
+  for (std::size_t number = 0; number < known_.size(); ++number) {
+    const Known& known = known_[number];
+    TORCH_CHECK(known.is_trained || !known.parameter.requires_grad(),
+                "ShardedOptimizer: ", detail::parameter_words(number, known.parameter),
+                " was frozen when the optimizer was made and has no part in it; make a new "
+                "ShardedOptimizer once it requires grad");
+  }
   buckets_.reattach_gradients();
   TORCH_CHECK(
       exchange_->has_summed() || !weights_.device_of_gradients(),
@@ -321,10 +331,10 @@ ShardedOptimizerBytes ShardedOptimizer<OptimizerType>::bytes() const {
   };
   for (const GradBucket& bucket : buckets_.buckets()) bytes.gradients += bytes_of(bucket.flat);
   for (const detail::ShardSlice& slice : weights_.slices()) {
-    detail::ParamSlot* const slot = slot_of(slice);
-    if (slot == nullptr) continue;
-    for (const at::Tensor* tensor : detail::kept_tensors(*slot)) bytes.state += bytes_of(*tensor);
-    bytes.state += bytes_of(slot->lower_half);
+    State* const state = state_of(slice);
+    if (state == nullptr) continue;
+    for (const at::Tensor* tensor : detail::kept_tensors(*state)) bytes.state += bytes_of(*tensor);
+    bytes.state += bytes_of(state->lower_half());
   }
   return bytes;
 }
@@ -355,9 +365,9 @@ void ShardedOptimizer<OptimizerType>::check_unscale() const {
 
 // --- Files --------------------------------------------------------------------------------------
 
-/// Returns the slot of a slice, which is kept as its parameter's; null where there is none.
+/// Returns the state of a slice, which is kept as its parameter's; null where there is none.
 template <class OptimizerType>
-detail::ParamSlot* ShardedOptimizer<OptimizerType>::slot_of(const detail::ShardSlice& slice) const {
+auto ShardedOptimizer<OptimizerType>::state_of(const detail::ShardSlice& slice) const -> State* {
   const at::Tensor& parameter = weights_.parameters()[slice.parameter];
   const auto found = this->state_.find(parameter.unsafeGetTensorImpl());
   if (found == this->state_.end()) return nullptr;
@@ -381,10 +391,11 @@ void ShardedOptimizer<OptimizerType>::keep_frozen(detail::FiledOptimizer& filed)
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
+  check_groups();
   detail::FiledOptimizer filed, part;
   std::vector<detail::ParamSlot*> own;
   for (const detail::ShardSlice& slice : weights_.slices()) {
-    const auto* const state = static_cast<const State*>(slot_of(slice));
+    const State* const state = state_of(slice);
     own.push_back(nullptr);
     if (state == nullptr) continue;
     auto& copy = part.state()[slice.weights.unsafeGetTensorImpl()];
