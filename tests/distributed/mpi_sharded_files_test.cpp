@@ -211,6 +211,25 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
   }
 }
 
+/// Of rank 0's file for all, and of each rank's own.
+TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
+  Communicator ranks = world();
+  Model model;
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.5), kSmallBuckets);
+  optimizer.set_lr_factors({1., 0.5, 0.25});
+  train(model, optimizer, 0, 2);
+  optimizer.show_lrs(2);
+  const std::string own = archive_of(optimizer);
+  for (const std::string& file : {own, from_rank_0(own)}) {
+    ShardedOptimizer<AdamW> loaded(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+    loaded.set_lr_factors({1., 0.5, 0.25});
+    load_archive(loaded, file);
+    EXPECT_EQ(loaded.base_lrs(), std::vector<double>{0.5});
+    EXPECT_EQ(loaded.param_groups()[0].options().get_lr(), 0.125);
+    EXPECT_EQ(loaded.applied_steps(), 2);
+  }
+}
+
 /// Buckets of gradients are of float, and the moments have more bits.
 TEST(ShardedFiles, MomentsInDoubleAreGatheredInDouble) {
   Communicator ranks = world();

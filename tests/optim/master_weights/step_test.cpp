@@ -13,6 +13,8 @@
 
 #include <cmath>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "master_model.h"
 
@@ -322,14 +324,16 @@ TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
   MasterWeights optimizer(inner);
   GradScaler scaler = quiet_scaler();
   mezzo::LinearSchedule ours(optimizer, {.total_steps = 4});
-  for (const float expected : {8.0F, 8.0F, 14.0F}) {  // rates 8, none for the skip, 6
+  const std::vector<std::pair<float, double>> expected_weights_and_rates = {
+      {8.0F, 6.0}, {8.0F, 6.0}, {14.0F, 4.0}};  // the second step is skipped
+  for (const auto& [expected, next_rate] : expected_weights_and_rates) {
     x.mutable_grad() =
         torch::full_like(x, expected == 8.0F && x.item<float>() != 0 ? kInfinity : -kScale);
     const auto result = scaler.step(optimizer);
     scaler.update(kScale);
     ours.step(result);
     EXPECT_EQ(x.item<float>(), expected);
-    EXPECT_EQ(inner.param_groups()[0].options().get_lr(), 8.0);
+    EXPECT_EQ(inner.param_groups()[0].options().get_lr(), next_rate);
   }
   EXPECT_EQ(ours.lrs(), std::vector<double>{4.0});
   optimizer.set_lr_factors({});

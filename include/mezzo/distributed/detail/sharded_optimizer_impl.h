@@ -460,7 +460,7 @@ void ShardedOptimizer<OptimizerType>::load(torch::serialize::InputArchive& archi
     }
   }
   this->load_file(part, filed, [this](detail::FiledOptimizer& read) { take_part(read); });
-  this->load_applied_steps(applied);
+  this->set_applied_steps(applied);
 }
 
 /// Leaves in `read`, which has whole states, those of this rank's slices and of frozen parameters.
