@@ -19,6 +19,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../support/error_of.h"
@@ -45,6 +46,12 @@ using Sharded = ShardedOptimizer<AdamW>;
 static_assert(mezzo::detail::StepsElementByElement<AdamW>);
 static_assert(!mezzo::detail::StepsElementByElement<mezzo::optim::LAMB>);
 static_assert(!mezzo::detail::StepsElementByElement<torch::optim::AdamW>);
+/// Which would train this rank's slices and leave the other ranks behind.
+template <class Optimizer>
+concept StepsWithAten = requires(Optimizer& optimizer, mezzo::StepPlan plan) {
+  optimizer.apply_with_aten(std::move(plan));
+};
+static_assert(StepsWithAten<AdamW> && !StepsWithAten<Sharded>);
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 at::Tensor own_loss(Model model, const sharded_test::Batch& batch, Communicator& ranks) {
@@ -390,6 +397,8 @@ TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
   own_loss(model, batches(1)[0], ranks).backward();
   model->frozen.set_requires_grad(true);
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("was frozen when the optimizer"));
+  torch::serialize::OutputArchive file;
+  optimizer.save(file);  // for the optimizer that is to train it
   model->frozen.set_requires_grad(false);
   const at::Tensor last = optimizer.param_groups()[0].params().back();
   optimizer.param_groups()[0].params().pop_back();
@@ -399,6 +408,11 @@ TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
   optimizer.add_param_group(
       torch::optim::OptimizerParamGroup({torch::zeros({3}).requires_grad_()}));
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("another parameter"));
+  EXPECT_THAT(error_of([&] {
+                torch::serialize::OutputArchive archive;
+                optimizer.save(archive);
+              }),
+              HasSubstr("another parameter"));
 
   Model moved;
   Sharded before_the_cast(moved->parameters(), ranks, AdamWOptions(0.01));
@@ -514,6 +528,36 @@ TEST(ShardedTraining, AModelThatIsLoadedCounts) {
     torch::save(other, file);
     torch::load(model, file);
   });
+}
+
+/// Users find, read and drop the state of a parameter as with any optimizer.
+TEST(ShardedTraining, TheStateOfASliceIsKeptAsItsParameters) {
+  Communicator ranks = world();
+  const at::Tensor weight = torch::zeros({301}).requires_grad_();
+  Sharded optimizer({weight}, ranks, AdamWOptions(0.01));
+  const auto step = [&] {
+    optimizer.zero_grad();
+    weight.sum().backward();
+    optimizer.step();
+    const auto found = optimizer.state().find(weight.unsafeGetTensorImpl());
+    return found == optimizer.state().end()
+               ? nullptr
+               : static_cast<mezzo::optim::AdamWParamState*>(found->second.get());
+  };
+  (void)step();
+  const auto* const state = step();
+  const at::Tensor elements = at::tensor({state == nullptr ? 0 : state->exp_avg().numel()});
+  ranks.all_reduce(elements, mezzo::Reduction::sum).wait();
+  EXPECT_EQ(elements.item<int64_t>(), 301);
+  if (state != nullptr) {
+    EXPECT_EQ(state->step(), 2);
+  }
+  optimizer.state().erase(weight.unsafeGetTensorImpl());
+  const auto* const anew = step();
+  if (anew == nullptr) return;
+  EXPECT_EQ(anew->step(), 1);
+  optimizer.state()[weight.unsafeGetTensorImpl()] = std::make_unique<mezzo::optim::SGDParamState>();
+  EXPECT_THAT(error_of([&] { (void)optimizer.bytes(); }), HasSubstr("is another optimizer's"));
 }
 
 /// Bytes a rank keeps for 20,000 parameters, in tensors of which none is a multiple of 64 bytes.

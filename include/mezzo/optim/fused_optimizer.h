@@ -52,7 +52,7 @@ struct StepOptions {
 struct StepPlan {
   /// A parameter with a gradient.
   struct Row {
-    const at::Tensor* parameter;  ///< in the groups of the optimizer
+    const at::Tensor* parameter;  ///< in the groups of the optimizer, or a slice of one
     at::Tensor gradient;
     std::size_t group;
     std::uint64_t number;  ///< of the parameter, counted through all groups
@@ -61,6 +61,9 @@ struct StepPlan {
     optim::WeightStorage storage = optim::WeightStorage::plain;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop{};
+    /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has
+    /// rows of slices, and keeps the state of its slice as the whole parameter's.
+    const at::Tensor* owner = nullptr;
   };
 
   std::vector<Row> rows{};  ///< device by device

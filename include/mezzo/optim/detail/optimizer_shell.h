@@ -16,6 +16,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -235,13 +236,6 @@ struct RuleOf {
 
 // --- The shell ---------------------------------------------------------------------------------
 
-/// The groups and states of a file, until all of it is read.
-class ReadOptimizer final : public torch::optim::Optimizer {
- public:
-  ReadOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
-  at::Tensor step(LossClosure /*closure*/) override { return {}; }
-};
-
 /// The parts of an optimizer that libtorch's users see: constructors, options and files. StepEngine
 /// takes the steps.
 template <class Traits>
@@ -288,7 +282,19 @@ class OptimizerShell : public StepEngine {
 
   /// Reads all of a file or nothing. States that the file lacks are dropped.
   /// \throws c10::Error for any other file
-  void load(torch::serialize::InputArchive& archive) override;
+  void load(torch::serialize::InputArchive& archive) override {
+    std::vector<std::vector<at::Tensor>> parameters;
+    for (const auto& group : param_groups_) parameters.push_back(group.params());
+    load_file(archive, parameters, [](FiledOptimizer&) {});
+  }
+
+ protected:
+  /// Loads a file that has states of `parameters`, a list for each group. `take(read)` makes of the
+  /// groups and states in the file those of this optimizer; it is called before anything changes,
+  /// and may throw.
+  void load_file(torch::serialize::InputArchive& archive,
+                 const std::vector<std::vector<at::Tensor>>& parameters,
+                 const std::function<void(FiledOptimizer& read)>& take);
 
  private:
   static std::optional<int64_t> highest_count(const Optimizer& read);
@@ -307,15 +313,17 @@ class OptimizerShell : public StepEngine {
 };
 
 template <class Traits>
-void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
+void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
+                                       const std::vector<std::vector<at::Tensor>>& parameters,
+                                       const std::function<void(FiledOptimizer& read)>& take) {
   c10::IValue version;
   TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
               ": the archive holds no optimizer's state, or that of a libtorch before 1.5; load "
               "what torch::save(optimizer, path) wrote");
   const NoGraphGuard no_graph;
-  ReadOptimizer read;
+  FiledOptimizer read;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    read.param_groups().emplace_back(param_groups_[group].params(),
+    read.param_groups().emplace_back(parameters[group],
                                      std::make_unique<Options>(options_of(group)));
   }
   torch::optim::serialize<State, Options>(archive, read);
@@ -328,6 +336,7 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
   }
   Progress progress = read_progress(archive, param_groups_.size());
   if (!progress.applied_steps) progress.applied_steps = highest_count(read);
+  take(read);
   state_ = std::move(read.state());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     set_group_options(param_groups_[group], read_options(group), *defaults_);

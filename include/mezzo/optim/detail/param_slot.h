@@ -330,6 +330,17 @@ class ParamSlot : public KeptWeights {
   virtual StepCount count() noexcept = 0;
 };
 
+/// Returns a copy of the state of `weights` as files have it: with a whole master in place of a
+/// split one.
+inline std::unique_ptr<torch::optim::OptimizerParamState> filed_state(
+    const at::Tensor& weights, const torch::optim::OptimizerParamState& state) {
+  auto filed = state.clone();
+  auto* const slot = dynamic_cast<ParamSlot*>(filed.get());
+  const bool is_split = slot != nullptr && slot->lower_half.defined() && !slot->master.defined();
+  if (is_split) slot->master = trained_value(weights, *slot);
+  return filed;
+}
+
 /// A state of libtorch's with the count of steps that it lacks.
 template <class Base = torch::optim::OptimizerParamState>
 class CountedState : public Base {

@@ -20,6 +20,13 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// The groups and states of a file, while it is read or written.
+class FiledOptimizer final : public torch::optim::Optimizer {
+ public:
+  FiledOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
+  at::Tensor step(LossClosure /*closure*/) override { return {}; }
+};
+
 /// Takes the steps of mezzo's optimizers, whatever their rule:
 ///
 ///   plan    one walk over the parameters: who has a gradient, all checks, slots
@@ -27,7 +34,8 @@ namespace detail {
 ///   apply   unscale, clip, update and write copies, in one pass over the memory
 ///
 /// The engine knows an optimizer by its UpdateRule alone. OptimizerShell (optimizer_shell.h) adds
-/// the parts that libtorch's users see: constructors, options and files.
+/// the parts that libtorch's users see: constructors, options and files. A step trains whole
+/// parameters; ShardedOptimizer makes plans of slices, which `apply` takes as well.
 class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer {
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
@@ -64,6 +72,14 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   }
   /// \throws c10::Error if a weight would be trained twice
   MEZZO_INLINE void meet_parameters();
+  /// Adds a row to `plan`, if `weights` have a gradient. `weights` are what is trained of
+  /// `parameter`: the parameter itself, or a slice of it.
+  /// \throws c10::Error naming the parameter, if `apply` could not take the step
+  MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, const at::Tensor& weights,
+                            std::size_t group, std::uint64_t number);
+  /// Writes `filed` under libtorch's keys, and the progress under mezzo's.
+  MEZZO_INLINE void write_file(torch::serialize::OutputArchive& archive,
+                               const FiledOptimizer& filed) const;
 
  private:
   using Row = StepPlan::Row;
@@ -89,10 +105,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
     return on_the_way ? Cleared::on_the_way : Cleared::not_yet;
   }
 
-  MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
-                            std::uint64_t number);
   MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter);
-  MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& parameter,
+  MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
   MEZZO_INLINE ParamSlot& checked_slot(std::unique_ptr<torch::optim::OptimizerParamState>& state,

@@ -97,12 +97,12 @@ MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter) {
 }
 
 /// Checks a state, which may be of another model, or written by the user.
-MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& parameter,
+MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weights,
                                          const GroupNumbers& numbers) const {
   slot.count().check();
-  check_shape_of(slot.master, "a master", parameter, words());
+  check_shape_of(slot.master, "a master", weights, words());
   for (int k = 0; k < numbers.moments; ++k) {
-    check_shape_of(slot.moment(k), "a moment", parameter, words());
+    check_shape_of(slot.moment(k), "a moment", weights, words());
   }
 }
 
@@ -182,7 +182,7 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
       plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
       for (const at::Tensor& parameter : param_groups_[group].params()) {
         seen_.see(parameter);
-        add_row(plan, parameter, group, number++);
+        add_row(plan, parameter, parameter, group, number++);
       }
     }
     if (seen_.end()) meet_parameters();
@@ -195,18 +195,19 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
 }
 
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
-                                      std::size_t group, std::uint64_t number) {
+                                      const at::Tensor& weights, std::size_t group,
+                                      std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  if (numbers.extras.accumulate_in_float) accumulate_in_float(parameter);
+  if (numbers.extras.accumulate_in_float) accumulate_in_float(weights);
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
-  ParamSlot* const slot = has_master || parameter.grad().defined() ? find_slot(parameter) : nullptr;
-  if (slot != nullptr) slot->shown.follow(parameter, slot->master);
-  const at::Tensor& gradient = parameter.grad();
+  ParamSlot* const slot = has_master || weights.grad().defined() ? find_slot(parameter) : nullptr;
+  if (slot != nullptr) slot->shown.follow(weights, slot->master);
+  const at::Tensor& gradient = weights.grad();
   if (!gradient.defined()) return;
-  if (slot != nullptr) check_slot(*slot, parameter, numbers);
-  check_gradient(parameter, gradient, words());
-  const at::ScalarType own = parameter.scalar_type();
+  if (slot != nullptr) check_slot(*slot, weights, numbers);
+  check_gradient(weights, gradient, words());
+  const at::ScalarType own = weights.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
   const StepLoop loop =
       rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
@@ -215,11 +216,11 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
               "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
               "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
               "float16 also of float32: cast the model before its optimizer is made");
-  plan.has_inference = plan.has_inference || parameter.is_inference();
+  plan.has_inference = plan.has_inference || weights.is_inference();
   plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
   plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
                                           gradient.device() != plan.rows.back().gradient.device());
-  plan.rows.push_back({&parameter, gradient, group, number, storage, slot, loop});
+  plan.rows.push_back({&weights, gradient, group, number, storage, slot, loop, &parameter});
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -278,10 +279,14 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
 }
 
 /// Counts the step on the device that decides whether it is applied. Of several devices one counts
-/// for all: they step together or not at all. A step without any gradient counts too.
+/// for all: they step together or not at all. A step without any gradient counts too. If other
+/// ranks have rows and this one has none, the device of the verdict counts.
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
   const at::Tensor& count = applied_on_device();
-  at::Device device = count.defined() ? count.device() : at::Device(at::kCPU);
+  const bool is_elsewhere = plan.has_rows_elsewhere && verdict.defined();
+  at::Device device = count.defined() ? count.device()
+                      : is_elsewhere  ? verdict.found_inf.device()
+                                      : at::Device(at::kCPU);
   bool is_there = plan.rows.empty();
   for (const Row& row : plan.rows) {
     is_there = is_there || row.parameter->device() == device;
@@ -296,7 +301,7 @@ MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers,
                                         bool restarts_counts) {
   using optim::WeightStorage;
   const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
-  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
+  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.owner);
   if (row.slot == nullptr) return;
   ParamSlot& slot = *row.slot;
   const bool keeps_weights =
@@ -679,22 +684,24 @@ MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& nu
 
 MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) (void)group_numbers(group);
-  std::vector<ParamSlot*> lent;
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& parameter : group.params()) {
+  FiledOptimizer filed;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    (void)group_numbers(group);  // of this kind, or it throws
+    filed.param_groups().push_back(param_groups_[group]);
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      auto* const slot = dynamic_cast<ParamSlot*>(found->second.get());
-      if (slot == nullptr || !slot->lower_half.defined() || slot->master.defined()) continue;
-      slot->master = trained_value(parameter, *slot);
-      lent.push_back(slot);
+      filed.state()[found->first] = filed_state(parameter, *found->second);
     }
   }
-  // Serialised as the base classes, since a group's options or a state may be plain libtorch's.
+  write_file(archive, filed);
+}
+
+/// Serialises as the base classes, since a group's options or a state may be plain libtorch's.
+MEZZO_INLINE void StepEngine::write_file(torch::serialize::OutputArchive& archive,
+                                         const FiledOptimizer& filed) const {
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
-      archive, *this);
-  for (ParamSlot* slot : lent) slot->master = at::Tensor();
+      archive, filed);
   save_progress(archive);
 }
 
