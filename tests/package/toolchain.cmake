@@ -2,7 +2,7 @@
 #
 # With a toolchain that asks for C++20, as Conan's does, CUDA is found and used.
 
-file(WRITE "${BUILD}/toolchain.cmake" "set(CMAKE_CXX_STANDARD 20)\nset(CMAKE_CXX_COMPILER \"${COMPILER}\")\n")
+file(WRITE "${BUILD}/toolchain.cmake" "set(CMAKE_CXX_STANDARD 20)\nset(CMAKE_CXX_STANDARD_REQUIRED ON)\nset(CMAKE_CXX_COMPILER \"${COMPILER}\")\n")
 file(WRITE "${BUILD}/project/CMakeLists.txt"
   "cmake_minimum_required(VERSION 3.25)\nproject(user LANGUAGES CXX)\nadd_subdirectory(\"${SOURCE}\" mezzo)\n")
 file(REMOVE_RECURSE "${BUILD}/build")
