@@ -282,7 +282,8 @@ inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
   } catch (const detail::ForeignCheckpoint&) {
     TORCH_CHECK(false, file.string(),
                 " is no checkpoint of mezzo's, but a file by torch::save; read it with "
-                "torch::load(model, path)");
+                "torch::load(model, path), or with torch::pickle_load if Python's torch.save wrote "
+                "it");
   }
   detail::apply_parts(file.string(), std::move(decoded.pending));
   for (const std::string& note : decoded.notes) {
