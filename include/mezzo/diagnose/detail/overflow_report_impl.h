@@ -183,6 +183,17 @@ inline NamedTensors name_parameters(const torch::nn::Module& model) {
   return detail::NamedOnce().floating(model.named_parameters());
 }
 
+inline NamedTensors name_parameters(const std::vector<NamedModel>& models) {
+  NamedTensors all;
+  detail::NamedOnce once;
+  for (const auto& [name, model] : models) {
+    for (auto& [own, parameter] : once.floating(model.get().named_parameters())) {
+      all.emplace_back(name + "." + own, std::move(parameter));
+    }
+  }
+  return all;
+}
+
 inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale) {
   const at::NoGradGuard no_grad;
   std::vector<detail::SeenGradient> all = detail::seen_gradients(parameters);
@@ -230,7 +241,14 @@ inline std::string Overflow::cause() const {
 }
 
 inline OverflowReport::OverflowReport(const torch::nn::Module& model, OverflowReportOptions options)
-    : parameters_(name_parameters(model)), options_(std::move(options)) {
+    : OverflowReport(name_parameters(model), std::move(options)) {}
+
+inline OverflowReport::OverflowReport(const std::vector<NamedModel>& models,
+                                      OverflowReportOptions options)
+    : OverflowReport(name_parameters(models), std::move(options)) {}
+
+inline OverflowReport::OverflowReport(NamedTensors parameters, OverflowReportOptions options)
+    : parameters_(std::move(parameters)), options_(std::move(options)) {
   if (options_.own_gradients) own_ = std::make_shared<detail::OwnGradients>(parameters_);
 }
 
