@@ -1,6 +1,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/checkpoint_reader.h>
@@ -13,6 +15,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <optional>
@@ -266,6 +269,26 @@ inline void apply_parts(const std::string& file, std::vector<PendingPart> pendin
   if (failure.empty()) return;
   const std::string left = parts.put_back();
   TORCH_CHECK(false, failure, left.empty() ? "; everything is as it was before" : left);
+}
+
+/// What tests and classes of mezzo's may do with a state and a manager beside what users may.
+struct CheckpointAccess {
+  static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
+
+  /// With other system calls, for tests of what happens when they fail.
+  static CheckpointManager manager(std::filesystem::path folder, CheckpointManagerOptions options,
+                                   FileCalls calls) {
+    return CheckpointManager(std::move(folder), std::move(options), std::move(calls));
+  }
+};
+
+/// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
+inline DecodedParts decode_file(const FileCalls& calls, const std::filesystem::path& file,
+                                const TrainingState& state, const LoadOptions& options,
+                                std::int64_t& step, RankOf who = {}) {
+  const CheckpointReader reader(calls, file);
+  step = reader.index().step;
+  return decode_parts(reader, CheckpointAccess::parts(state), options.subset, options.device, who);
 }
 
 }  // namespace detail

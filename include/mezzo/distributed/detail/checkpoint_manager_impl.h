@@ -217,6 +217,7 @@ inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest
   }
   TORCH_CHECK(damages.empty(), detail::kLoadCaller, ": ", folder_.string(),
               " has no checkpoint that is whole:", damages, "\nMove them elsewhere to begin anew");
+  if (ranks_.rank() == 0) files_.tell_empty();
   return std::nullopt;
 }
 
