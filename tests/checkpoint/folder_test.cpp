@@ -69,9 +69,9 @@ TEST(CheckpointManager, LoadsTheFileOfAStepOfSeveralTheLastSaved) {
   EXPECT_EQ(loaded.step, 10);
   EXPECT_EQ(value, 3);
   EXPECT_THAT(error_of([&] { checkpoints.load(state, 11); }),
-              HasSubstr("has no checkpoint of step 11; it has those of the steps 30, 10, 20, 10"));
+              HasSubstr("has no checkpoint of step 11; load one of the steps 30, 10, 20, 10"));
   EXPECT_THAT(error_of([&] { CheckpointManager(scratch.path() / "none").load(state, 1); }),
-              HasSubstr("has no checkpoint of step 1; it has none"));
+              HasSubstr("has no checkpoint of step 1, and no other"));
 }
 
 TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {

@@ -213,7 +213,7 @@ MEZZO_INLINE LoadedCheckpoint CheckpointManager::load(const TrainingState& state
     return name.step == step;
   });
   TORCH_CHECK(found != names.end(), folder_.string(), " has no checkpoint of step ", step,
-              "; it has ", steps.empty() ? "none" : "those of the steps " + steps);
+              steps.empty() ? ", and no other" : "; load one of the steps " + steps);
   return load_checkpoint(found->path, state, options);
 }
 

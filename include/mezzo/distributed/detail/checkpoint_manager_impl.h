@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
