@@ -140,4 +140,6 @@ class OverflowReport {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/diagnose/detail/overflow_report_impl.h>  // IWYU pragma: export
+#endif

@@ -58,9 +58,7 @@ class RunReport {
   /// One more step: a Telemetry's writer.
   void operator()(const TelemetryRecord& record);
 
-  void add(const PrecisionComparison& comparison) {
-    comparisons_ += detail::comparison_html(comparison);
-  }
+  void add(const PrecisionComparison& comparison);
 
   /// A row of the overflow table, which holds the first 20 and the last 20. An Overflow knows no
   /// step: the row says "about" the one after the last record, and nothing before the first record.
@@ -126,11 +124,16 @@ class RunReport {
   friend Archive& operator>>(Archive& archive, RunReport& report);
 };
 
-inline void RunReport::add(const UnderflowReport& report) {
+#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
+MEZZO_INLINE void RunReport::add(const PrecisionComparison& comparison) {
+  comparisons_ += detail::comparison_html(comparison);
+}
+
+MEZZO_INLINE void RunReport::add(const UnderflowReport& report) {
   exponents_ += detail::exponents_html(report);
 }
 
-inline void RunReport::add(const Overflow& overflow) {
+MEZZO_INLINE void RunReport::add(const Overflow& overflow) {
   ++overflows_;
   if (overflow_rows_.size() == kMostOverflows) {
     overflow_rows_.erase(overflow_rows_.begin() + kMostOverflows / 2);
@@ -140,14 +143,14 @@ inline void RunReport::add(const Overflow& overflow) {
   overflow_rows_.push_back(detail::overflow_row_html(overflow, step));
 }
 
-inline void RunReport::add(const AnomalyTrace& trace) {
+MEZZO_INLINE void RunReport::add(const AnomalyTrace& trace) {
   std::ostringstream text;
   text << trace;
   anomalies_ +=
       detail::section_html("Where it began", "<pre>" + detail::html_text(text.str()) + "</pre>");
 }
 
-inline void RunReport::Point::add(const Point& other) {
+MEZZO_INLINE void RunReport::Point::add(const Point& other) {
   last = other.last;
   loss += other.loss;
   losses += other.losses;
@@ -156,19 +159,19 @@ inline void RunReport::Point::add(const Point& other) {
   skips += other.skips;
 }
 
-inline RunReport::Series& RunReport::series(const std::string& name) {
+MEZZO_INLINE RunReport::Series& RunReport::series(const std::string& name) {
   for (Series& one : series_) {
     if (one.name == name) return one;
   }
   return series_.emplace_back(Series{.name = name});
 }
 
-inline void RunReport::operator()(const TelemetryRecord& record) {
+MEZZO_INLINE void RunReport::operator()(const TelemetryRecord& record) {
   series(record.name).add(record);
   last_step_ = record.step;
 }
 
-inline void RunReport::Series::add(const TelemetryRecord& record) {
+MEZZO_INLINE void RunReport::Series::add(const TelemetryRecord& record) {
   Point point{.first = record.step,
               .last = record.step,
               .scale = record.scale,
@@ -189,7 +192,7 @@ inline void RunReport::Series::add(const TelemetryRecord& record) {
   if (points.size() > kMostPoints) thin();
 }
 
-inline void RunReport::Series::thin() {
+MEZZO_INLINE void RunReport::Series::thin() {
   steps_a_point *= 2;
   std::vector<Point> kept;
   for (const Point& point : points) {
@@ -203,7 +206,7 @@ inline void RunReport::Series::thin() {
   points = std::move(kept);
 }
 
-inline std::string RunReport::Series::facts_html() const {
+MEZZO_INLINE std::string RunReport::Series::facts_html() const {
   std::int64_t skips = 0;
   for (const Point& point : points) skips += point.skips;
   std::ostringstream html;
@@ -221,7 +224,7 @@ inline std::string RunReport::Series::facts_html() const {
   return html.str();
 }
 
-inline std::string RunReport::Series::charts_html() const {
+MEZZO_INLINE std::string RunReport::Series::charts_html() const {
   detail::Chart loss{.title = "loss"};
   detail::Chart scale{.title = "loss scale", .logarithmic = true, .steps = true};
   detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true};
@@ -245,12 +248,12 @@ inline std::string RunReport::Series::charts_html() const {
          detail::chart_html(norm) + "</div>\n";
 }
 
-inline std::string RunReport::Series::html() const {
+MEZZO_INLINE std::string RunReport::Series::html() const {
   const std::string head = name.empty() ? "" : "<h2>" + detail::html_text(name) + "</h2>\n";
   return head + facts_html() + charts_html();
 }
 
-inline std::string RunReport::html() const {
+MEZZO_INLINE std::string RunReport::html() const {
   const std::string title = detail::html_text(title_);
   std::string page =
       "<!doctype html>\n<html lang=en><meta charset=utf-8>"
@@ -261,9 +264,10 @@ inline std::string RunReport::html() const {
   return page + anomalies_ + exponents_ + comparisons_;
 }
 
-inline void RunReport::save(const std::string& path) const {
+MEZZO_INLINE void RunReport::save(const std::string& path) const {
   detail::RecordFile(path, std::ios::trunc).write(html());
 }
+#endif
 
 // The archive of a RunReport:
 //   names, counts, steps_a_point  of each name: the name, how many points, and steps a point

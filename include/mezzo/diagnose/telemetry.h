@@ -246,6 +246,7 @@ class Telemetry {
   friend Archive& operator>>(Archive& archive, Telemetry& telemetry);
 };
 
+#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
 namespace detail {
 
 inline std::optional<double> memory_in_use(const at::Tensor& loss) {
@@ -268,12 +269,12 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
 
 }  // namespace detail
 
-inline Telemetry::Telemetry(std::int64_t first_step, std::size_t most_pending)
+MEZZO_INLINE Telemetry::Telemetry(std::int64_t first_step, std::size_t most_pending)
     : first_step_(first_step), most_pending_(most_pending) {
   TORCH_CHECK(most_pending > 0, "Telemetry: most_pending is 0; it should be positive");
 }
 
-inline Telemetry::~Telemetry() {
+MEZZO_INLINE Telemetry::~Telemetry() {
   try {
     flush();
   } catch (const std::exception& error) {
@@ -281,8 +282,8 @@ inline Telemetry::~Telemetry() {
   }
 }
 
-inline void Telemetry::record(const std::string& name, const StepResult& result,
-                              const at::Tensor& loss, const TelemetryStep& step) {
+MEZZO_INLINE void Telemetry::record(const std::string& name, const StepResult& result,
+                                    const at::Tensor& loss, const TelemetryStep& step) {
   const auto now = std::chrono::steady_clock::now();
   Source& own = source(name);
   TelemetryRecord record;
@@ -305,7 +306,7 @@ inline void Telemetry::record(const std::string& name, const StepResult& result,
   deliver(/*waits=*/false);
 }
 
-inline void Telemetry::drop_first() {
+MEZZO_INLINE void Telemetry::drop_first() {
   constexpr std::int64_t kRarely = 1000;
   if (dropped_++ % kRarely == 0) {
     TORCH_WARN("Telemetry: step ", pending_.front().record.step, " is dropped, ", dropped_,
@@ -315,7 +316,7 @@ inline void Telemetry::drop_first() {
   pending_.pop_front();
 }
 
-inline void Telemetry::deliver(bool waits) {
+MEZZO_INLINE void Telemetry::deliver(bool waits) {
   while (!pending_.empty()) {
     if (!waits && !(pending_.front().result.ready() && pending_.front().loss.ready())) return;
     Pending first = std::move(pending_.front());
@@ -334,7 +335,7 @@ inline void Telemetry::deliver(bool waits) {
   }
 }
 
-inline TelemetryRecord Telemetry::finished(Pending& pending) {
+MEZZO_INLINE TelemetryRecord Telemetry::finished(Pending& pending) {
   TelemetryRecord record = pending.record;
   record.loss = pending.loss.value();
   record.scale = pending.result.scale();
@@ -349,6 +350,7 @@ inline TelemetryRecord Telemetry::finished(Pending& pending) {
   }
   return record;
 }
+#endif
 
 // Templates for the reason that GradScaler's are: the archives' headers take long to compile.
 template <class Archive>
