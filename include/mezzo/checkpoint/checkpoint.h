@@ -13,6 +13,8 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/part_of.h>
 
 #include <c10/core/Device.h>
 
@@ -23,15 +25,14 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 namespace detail {
 struct CheckpointAccess;
-class CheckpointPart;
 class CheckpointZip;
-struct NamedPart;
 }  // namespace detail
 
 /// What belongs to a training run, by name. Holds references: the objects must outlive it. Make it
@@ -222,9 +223,40 @@ SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const Trainin
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                  const LoadOptions& options = {});
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+template <class T>  // moved on, which clang-tidy does not see in a template
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
+TrainingState& TrainingState::add(std::string name, T& object) {
+  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
+}
 
-#include <mezzo/checkpoint/detail/part_of.h>  // IWYU pragma: export
+template <class Save, class Load>
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
+TrainingState& TrainingState::add(std::string name, Save save, Load load) {
+  return add_part(std::move(name), detail::part_of_callables(std::move(save), std::move(load)),
+                  /*is_per_rank=*/false);
+}
+
+template <class T>  // moved on, which clang-tidy does not see in a template
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
+TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
+  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
+}
+
+namespace detail {
+
+/// What tests and classes of mezzo's may do with a state and a manager beside what users may.
+struct CheckpointAccess {
+  static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
+
+  /// With other system calls, for tests of what happens when they fail.
+  static CheckpointManager manager(std::filesystem::path folder, CheckpointManagerOptions options,
+                                   FileCalls calls) {
+    return CheckpointManager(std::move(folder), std::move(options), std::move(calls));
+  }
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/checkpoint/detail/checkpoint_impl.h>  // IWYU pragma: export

@@ -170,7 +170,8 @@ MEZZO_INLINE void CheckpointManager::pass_over(const std::filesystem::path& file
 
 MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
     const TrainingState& state, const LoadOptions& options) {
-  TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
+  const auto& parts = detail::CheckpointAccess::parts(state);
+  TORCH_CHECK(!parts.empty(),
               "CheckpointManager::load_newest: the state is empty; add what was saved, as in "
               "state.add(\"model\", model)");
   std::string damages;
@@ -178,7 +179,8 @@ MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
     LoadedCheckpoint loaded{name.path, 0};
     detail::DecodedParts decoded;
     try {
-      decoded = detail::decode_file(calls_, name.path, state, options, loaded.step);
+      decoded = detail::decode_file(calls_, name.path, parts, options.subset, options.device,
+                                    loaded.step);
     } catch (const detail::UnusableCheckpoint& failure) {
       if (!detail::is_there(name.path)) return load_newest(state, options);  // as below
       pass_over(name.path, failure.words());
@@ -257,7 +259,8 @@ MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
   LoadedCheckpoint loaded{file, 0};
   detail::DecodedParts decoded;
   try {
-    decoded = detail::decode_file(detail::FileCalls(), file, state, options, loaded.step);
+    decoded = detail::decode_file(detail::FileCalls(), file, detail::CheckpointAccess::parts(state),
+                                  options.subset, options.device, loaded.step);
   } catch (const detail::DamagedCheckpoint& damage) {
     TORCH_CHECK(false, file.string(), " is damaged (", damage.what(),
                 "); load the checkpoint before it");

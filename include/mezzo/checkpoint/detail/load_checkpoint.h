@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
@@ -271,24 +270,14 @@ inline void apply_parts(const std::string& file, std::vector<PendingPart> pendin
   TORCH_CHECK(false, failure, left.empty() ? "; everything is as it was before" : left);
 }
 
-/// What tests and classes of mezzo's may do with a state and a manager beside what users may.
-struct CheckpointAccess {
-  static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
-
-  /// With other system calls, for tests of what happens when they fail.
-  static CheckpointManager manager(std::filesystem::path folder, CheckpointManagerOptions options,
-                                   FileCalls calls) {
-    return CheckpointManager(std::move(folder), std::move(options), std::move(calls));
-  }
-};
-
 /// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
 inline DecodedParts decode_file(const FileCalls& calls, const std::filesystem::path& file,
-                                const TrainingState& state, const LoadOptions& options,
-                                std::int64_t& step, RankOf who = {}) {
+                                const std::vector<NamedPart>& parts, bool subset,
+                                std::optional<at::Device> device, std::int64_t& step,
+                                RankOf who = {}) {
   const CheckpointReader reader(calls, file);
   step = reader.index().step;
-  return decode_parts(reader, CheckpointAccess::parts(state), options.subset, options.device, who);
+  return decode_parts(reader, parts, subset, device, who);
 }
 
 }  // namespace detail

@@ -2,7 +2,6 @@
 
 #include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/optim/optimizer_interface.h>
 
@@ -216,24 +215,4 @@ PartPointer part_of_callables(Save save, Load load) {
 }
 
 }  // namespace detail
-
-template <class T>  // moved on, which clang-tidy does not see in a template
-// NOLINTNEXTLINE(performance-unnecessary-value-param)
-TrainingState& TrainingState::add(std::string name, T& object) {
-  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
-}
-
-template <class Save, class Load>
-// NOLINTNEXTLINE(performance-unnecessary-value-param)
-TrainingState& TrainingState::add(std::string name, Save save, Load load) {
-  return add_part(std::move(name), detail::part_of_callables(std::move(save), std::move(load)),
-                  /*is_per_rank=*/false);
-}
-
-template <class T>  // moved on, which clang-tidy does not see in a template
-// NOLINTNEXTLINE(performance-unnecessary-value-param)
-TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
-  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
-}
-
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

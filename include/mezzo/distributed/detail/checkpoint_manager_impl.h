@@ -242,8 +242,9 @@ inline detail::LoadAttempt DistributedCheckpointManager::try_file(
   detail::LoadAttempt attempt;
   attempt.loaded.file = file;
   try {
-    attempt.decoded = detail::decode_file(calls_, file, state, options, attempt.loaded.step,
-                                          {ranks_.rank(), ranks_.size()});
+    attempt.decoded =
+        detail::decode_file(calls_, file, detail::CheckpointAccess::parts(state), options.subset,
+                            options.device, attempt.loaded.step, {ranks_.rank(), ranks_.size()});
     attempt.words = detail::first_failure(
         state, [](const detail::NamedPart& one) { one.part->check_savable(); });
     if (!attempt.words.empty()) attempt.outcome = Outcome::refused;
