@@ -2,7 +2,8 @@
 /// For programs of many units: the loops over gradients and parameters, each for several dtypes and
 /// instruction sets, are most of what compiling a unit that trains costs. The target
 /// `mezzo::compiled` holds them compiled once, and with them the functions of the optimizers'
-/// engine, GradScaler, MasterWeights, OpPolicy, CastTrace and WeightCache (`*/compiled/*.cpp`). Its
+/// engine, GradScaler, MasterWeights, OpPolicy, CastTrace, WeightCache, checkpoints, and a run's
+/// reports (overflow reports, telemetry, pages, divergence watches; `*/compiled/*.cpp`). Its
 /// users' units, which see MEZZO_COMPILED defined, get this header with mezzo's optimizers and
 /// GradScaler, and leave all that to it. MEZZO_COMPILED comes with the target and is a choice for
 /// the whole program: define it nowhere else. Units without it hold the same functions inline, and
