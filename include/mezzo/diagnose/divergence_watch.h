@@ -11,6 +11,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/host_numbers.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -105,6 +106,7 @@ class DivergenceWatch {
   std::int64_t quiet_until_ = 0;  // a step
 };
 
+#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
 namespace detail {
 
 /// The 2-norm of all as one vector.
@@ -126,7 +128,7 @@ inline constexpr std::array<const char*, 6> kRemedies = {
 
 }  // namespace detail
 
-inline std::string Divergence::message() const {
+MEZZO_INLINE std::string Divergence::message() const {
   const std::string where = rank ? c10::str("rank ", *rank, ", ") : std::string();
   std::string what = c10::str("Training diverges (", where, "step ", record.step, "; ", skips,
                               " skipped in a row; loss scale ", detail::number_text(record.scale));
@@ -134,7 +136,8 @@ inline std::string Divergence::message() const {
   return what + "): " + evidence + "; " + detail::kRemedies.at(static_cast<std::size_t>(cause));
 }
 
-inline DivergenceWatch::DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options)
+MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
+                                              DivergenceOptions options)
     : options_(std::move(options)),
       parameters_(name_parameters(model)),
       buffers_(detail::NamedOnce().floating(model.named_buffers())),
@@ -143,7 +146,7 @@ inline DivergenceWatch::DivergenceWatch(const torch::nn::Module& model, Divergen
               options_.skips_in_a_row, "; it should be positive");
 }
 
-inline void DivergenceWatch::operator()(const TelemetryRecord& record) {
+MEZZO_INLINE void DivergenceWatch::operator()(const TelemetryRecord& record) {
   constexpr std::int64_t kRarely = 1000;
   const bool is_lost = record.loss && detail::nonfinite_bits(*record.loss);
   skips_ = record.skipped ? skips_ + 1 : 0;
@@ -165,7 +168,7 @@ inline void DivergenceWatch::operator()(const TelemetryRecord& record) {
   TORCH_CHECK(options_.policy != DivergencePolicy::stop, divergence.message());
 }
 
-inline void DivergenceWatch::diagnose(Divergence& divergence) const {
+MEZZO_INLINE void DivergenceWatch::diagnose(Divergence& divergence) const {
   const at::NoGradGuard no_grad;
   if (weights_are_bad(divergence) || rate_is_high(divergence) || constant_is_bad(divergence))
     return;
@@ -185,7 +188,7 @@ inline void DivergenceWatch::diagnose(Divergence& divergence) const {
   }
 }
 
-inline bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
+MEZZO_INLINE bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
   const auto bad = std::find_if(parameters_.begin(), parameters_.end(), [](const auto& named) {
     return !named.second.isfinite().all().template item<bool>();
   });
@@ -195,7 +198,7 @@ inline bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
   return true;
 }
 
-inline bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
+MEZZO_INLINE bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
   const double now = detail::norm_of_all(parameters_);
   const bool loss_rose = first_loss_ && *last_loss_ > 2 * std::abs(*first_loss_);
   if (!loss_rose && !(now > 10 * first_norm_)) return false;
@@ -210,7 +213,7 @@ inline bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
   return true;
 }
 
-inline bool DivergenceWatch::constant_is_bad(Divergence& divergence) const {
+MEZZO_INLINE bool DivergenceWatch::constant_is_bad(Divergence& divergence) const {
   for (const auto& [name, buffer] : buffers_) {
     const at::Tensor lowered = buffer.to(options_.low_precision);
     const at::Tensor is_bad = lowered.isfinite().logical_not().logical_and(buffer.isfinite());
@@ -224,5 +227,6 @@ inline bool DivergenceWatch::constant_is_bad(Divergence& divergence) const {
   }
   return false;
 }
+#endif
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
