@@ -58,9 +58,11 @@ class MpiArguments {
     TORCH_CHECK(tensor.defined(), collective_, " on rank ", rank_, ": `", argument,
                 "` is undefined; give it a value before the call, on every rank");
     TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg() &&
-                    tensor.is_non_overlapping_and_dense(),
+                    tensor.is_contiguous(),
                 collective_, " on rank ", rank_, ": `", argument,
-                "` must be a dense tensor without gaps, but is ", tensor_words(tensor),
+                "` must be a dense and contiguous tensor, but is ", tensor_words(tensor),
+                " with strides ",
+                tensor.layout() == at::kStrided ? tensor.strides() : at::IntArrayRef(),
                 "; give tensor.to_dense(), contiguous(), resolve_conj() or resolve_neg()");
     TORCH_CHECK(tensor.is_cpu(), collective_, " on rank ", rank_, ": `", argument, "` is on ",
                 tensor.device(), ", and MPI takes tensors on the CPU; move it there");
@@ -71,8 +73,6 @@ class MpiArguments {
                    const at::Tensor& part) const {
     check(whole_name, whole);
     check(part_name, part);
-    check_contiguous(whole_name, whole);
-    check_contiguous(part_name, part);
     TORCH_CHECK(whole.scalar_type() == part.scalar_type(), collective_, " on rank ", rank_, ": `",
                 whole_name, "` is ", whole.scalar_type(), " and `", part_name, "` ",
                 part.scalar_type(), "; they must be of one dtype");
@@ -80,11 +80,6 @@ class MpiArguments {
                 whole_name, "` must have ", size_, " times the ", part.numel(), " elements of `",
                 part_name, "`, one part a rank, but has ", whole.numel(),
                 "; size it by group->getSize()");
-  }
-
-  void check_contiguous(const char* argument, const at::Tensor& tensor) const {
-    TORCH_CHECK(tensor.is_contiguous(), collective_, " on rank ", rank_, ": `", argument,
-                "` must be contiguous; give tensor.contiguous()");
   }
 
   void check_root(int64_t root) const {
@@ -114,11 +109,6 @@ class MpiArguments {
   int rank_;
   int size_;
 };
-
-/// The elements of a tensor without gaps, in the order in which they lie.
-inline at::Tensor memory_of(const at::Tensor& tensor) {
-  return tensor.detach().as_strided({tensor.numel()}, {1});
-}
 
 /// Each rank reduces its share of `run` in float, rounds it once and gives it to all.
 inline void all_reduce_in_float(const at::Tensor& run, c10d::ReduceOp::RedOpType op,
@@ -210,7 +200,7 @@ inline MpiBackend::WorkPtr MpiBackend::allreduce(std::vector<at::Tensor>& tensor
   arguments.check_reduction(tensor.scalar_type(), op);
   return launch({c10d::OpType::ALLREDUCE, tensor, op}, tensors, tensor.numel(),
                 tensor.element_size(),
-                [mpi = thread_.get(), flat = detail::memory_of(tensor), op](
+                [mpi = thread_.get(), flat = tensor.detach().view({-1}), op](
                     int64_t begin, int64_t length, const std::string& name) {
                   const at::Tensor run = flat.narrow(0, begin, length);
                   if (detail::is_low_precision(run)) {
@@ -238,7 +228,7 @@ inline MpiBackend::WorkPtr MpiBackend::broadcast(std::vector<at::Tensor>& tensor
   auto work =
       launch({c10d::OpType::BROADCAST, tensor, c10d::ReduceOp::SUM, root},
              writes ? tensors : std::vector<at::Tensor>(), tensor.numel(), tensor.element_size(),
-             [mpi = thread_.get(), flat = detail::memory_of(tensor), root](
+             [mpi = thread_.get(), flat = tensor.detach().view({-1}), root](
                  int64_t begin, int64_t length, const std::string& name) {
                const at::Tensor run = flat.narrow(0, begin, length);
                detail::check_mpi(MPI_Bcast(run.mutable_data_ptr(), static_cast<int>(run.nbytes()),
@@ -300,7 +290,9 @@ inline MpiBackend::WorkPtr MpiBackend::allgather(std::vector<std::vector<at::Ten
                                     bytes, MPI_BYTE, mpi->communicator()),
                       "MPI_Allgather", name);
                   for (int rank = 0; rank < mpi->size(); ++rank) {
-                    detail::memory_of(to[static_cast<std::size_t>(rank)])
+                    to[static_cast<std::size_t>(rank)]
+                        .detach()
+                        .view({-1})
                         .narrow(0, begin, length)
                         .copy_(all[rank]);
                   }
@@ -351,8 +343,6 @@ inline MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Ten
               ": MPI's parts here are equal; leave the lists of sizes empty");
   arguments.check("output", output);
   arguments.check("input", input);
-  arguments.check_contiguous("output", output);
-  arguments.check_contiguous("input", input);
   TORCH_CHECK(output.scalar_type() == input.scalar_type() && output.numel() == input.numel() &&
                   input.numel() % size_ == 0 && !output.is_alias_of(input),
               "all_to_all on rank ", rank_, ": `output` and `input` must be two tensors of one ",
