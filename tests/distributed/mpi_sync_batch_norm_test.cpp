@@ -188,7 +188,7 @@ TEST_F(SyncBatchNormTest, RefusesWhatItCannotNormalise) {
   EXPECT_THAT(error_of([&] {
                 norm->forward(torch::ones({3, kChannels}, at::kMeta));
               }),
-              HasSubstr("does not serve"));
+              HasSubstr("does not take"));
   if (world->getSize() > 1) return;
   EXPECT_THAT(error_of([&] {
                 norm->forward(torch::randn({1, kChannels}));

@@ -59,10 +59,11 @@ inline at::Device device_of(const c10d::Backend& group) {
 /// \throws c10::Error where the group is known not to take tensors on `device`
 inline void check_device(const std::string& caller, const c10d::Backend& group, at::Device device) {
   const std::string name = name_of(group);
-  const bool wrong = (name == "mpi" && !device.is_cpu()) || (name == "nccl" && !device.is_cuda());
+  const bool wrong = (name == "mpi" && !device.is_cpu()) || (name == "nccl" && !device.is_cuda()) ||
+                     (name == "gloo" && !device.is_cpu() && !device.is_cuda());
   TORCH_CHECK(!wrong, caller, " on rank ", group.getRank(), ": a tensor is on ", device,
               ", which the group's backend ", name,
-              " does not take; move the model (MPI takes cpu, NCCL takes cuda)");
+              " does not take; move the model (MPI and Gloo take cpu, NCCL takes cuda)");
 }
 
 /// Raises the version counter of a tensor that a collective writes.
