@@ -1,32 +1,51 @@
 #!/usr/bin/env python3
-"""The first ten minutes on a GPU: tests, sanitizers, benchmarks and the main job, on this machine's first GPU.
+"""Tests, sanitizers, benchmarks and the main job on this machine's first GPU, in eight minutes.
 
-`./bootstrap gpu` builds what this runs. All results go to benchmarks/results/gpu.json, and what a person wants to
-know of them, one page, to benchmarks/results/gpu.md. What cannot be run here is named there with its reason. Each
-part has its share of eight minutes; one that needs more is stopped and named, too. Exits with 1 if a part failed.
+`./bootstrap gpu` builds the programs. All results go to benchmarks/results/gpu.json, and one page for a person to
+benchmarks/results/gpu.md. The page names every part that cannot be run here, with its reason. Each part has its share
+of the eight minutes; a part that needs more is stopped, and the page says so. Exits with 1 if a part failed.
 """
 import json
 import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+
+import gpu_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
 RESULTS = ROOT / "benchmarks" / "results"
 
 # Seconds, together eight minutes.
-TESTS_MAY_TAKE, SANITIZER_MAY_TAKE, BENCHMARKS_MAY_TAKE, A_PRECISION_MAY_TAKE = 60, 50, 70, 35
+TESTS_MAY_TAKE, SANITIZER_MAY_TAKE, BENCHMARKS_MAY_TAKE, A_PRECISION_MAY_TAKE = 50, 45, 70, 30
 
 # How the main job is run in each precision. On CUDA `amp` is autocast to float16 unless the environment says otherwise;
 # TF32 is float32 whose products libtorch rounds.
 PRECISIONS = {"fp32": ("fp32", {}), "tf32": ("fp32", {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}),
               "fp16": ("amp", {"MEZZO_AUTOCAST": "fp16"}), "bf16": ("amp", {"MEZZO_AUTOCAST": "bf16"})}
 
-SANITIZERS = ("memcheck", "racecheck", "synccheck")
+# Mezzo's kernels alone are checked, so that the time is enough. initcheck has to see who writes memory, and so checks
+# all; each tensor has memory of its own there, which captures do not allow.
+ONLY_MEZZOS = ["--kernel-name", "kernel_substring=mezzo"]
+SANITIZERS = {"memcheck": ONLY_MEZZOS, "racecheck": ONLY_MEZZOS, "synccheck": ONLY_MEZZOS, "initcheck": []}
+ERRORS_FOUND = 99
+OWN_MEMORY = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def stop(process):
+    """Ends a process with its children; returns what they printed. A first signal lets them write what they hold."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            return process.communicate(timeout=5)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+    return process.communicate()
 
 
 def run(command, limit, environment=None):
@@ -34,13 +53,14 @@ def run(command, limit, environment=None):
     print("$", " ".join(str(word) for word in command), flush=True)
     start = time.monotonic()
     try:
-        done = subprocess.run(command, cwd=ROOT, check=False, timeout=limit, capture_output=True, text=True,
-                              errors="replace", env=dict(os.environ, **(environment or {})))
-        outcome = {"exit_code": done.returncode}
-        said, complained = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as stopped:
-        outcome = {"exit_code": None, "stopped_after": limit}
-        said, complained = ((text or b"").decode(errors="replace") for text in (stopped.stdout, stopped.stderr))
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   errors="replace", env=dict(os.environ, **(environment or {})), start_new_session=True)
+        try:
+            said, complained = process.communicate(timeout=limit)
+            outcome = {"exit_code": process.returncode}
+        except subprocess.TimeoutExpired:
+            said, complained = stop(process)
+            outcome = {"exit_code": None, "stopped_after": limit}
     except OSError as error:
         outcome, said, complained = {"exit_code": None, "error": str(error)}, "", ""
     outcome["seconds"] = round(time.monotonic() - start, 1)
@@ -75,37 +95,70 @@ def run_tests(program):
     return test_outcome(*run_for_file(command, report, TESTS_MAY_TAKE))
 
 
-def sanitizer_outcome(outcome, said):
-    """What compute-sanitizer's last line says; it prints one of the two for each tool."""
+# How a finding begins; the lines that belong to it are indented.
+FINDING = re.compile(r"^========= (?:Invalid|Misaligned|Uninitialized|Barrier|Error|Warning: Race|Race|Program hit)")
+
+
+def findings_of(said):
+    """Returns compute-sanitizer's findings in mezzo's kernels, each as its lines."""
+    findings = []
+    for line in said.splitlines():
+        if FINDING.match(line):
+            findings.append([line])
+        elif findings and line.startswith("=========     "):
+            findings[-1].append(line)
+        else:
+            findings.append([])
+    return [lines for lines in findings if any("mezzo" in line for line in lines)]
+
+
+def sanitizer_outcome(outcome, said, checks_all=False):
+    """Judges what compute-sanitizer printed; a tool that was stopped is judged by what it printed until then.
+
+    With `checks_all` only findings in mezzo's kernels count; otherwise the tool's own sum at the end counts too."""
+    findings = findings_of(said)
     errors = re.search(r"ERROR SUMMARY: (\d+) error", said)
-    hazards = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)", said)
+    hazards = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed", said)
     found = errors or hazards
-    outcome["errors"] = int(found[1]) if found else None
-    outcome["ok"] = outcome["exit_code"] == 0 and outcome["errors"] == 0
+    outcome["findings"] = [line.removeprefix("=========").strip() for lines in findings for line in lines[:2]][:8]
+    outcome["to_its_end"] = found is not None
+    if found and not checks_all:
+        outcome["errors"] = max(int(found[1]), len(findings))
+    elif found or findings or "stopped_after" in outcome:
+        outcome["errors"] = len(findings)
+    else:
+        outcome["errors"] = None
+    went_well = outcome["exit_code"] == 0 or "stopped_after" in outcome
+    # Its exit status of 99 says that there were errors, and which count is known by now.
+    went_well = went_well or (outcome["exit_code"] == ERRORS_FOUND and checks_all)
+    outcome["ok"] = went_well and outcome["errors"] == 0
     return outcome
 
 
 def sanitizer():
     """Where compute-sanitizer is, or None."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+    folders = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), ROOT / ".deps" / "cuda"]
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path=os.pathsep.join(f"{folder}/bin" for folder in folders))
 
 
 def run_sanitizers(skipped):
     program = sanitizer()
     if program is None:
         for tool in SANITIZERS:
-            skipped[tool] = "compute-sanitizer is neither on PATH nor in CUDA's folder"
+            skipped[tool] = "compute-sanitizer is neither on PATH nor in CUDA's folder; PyPI has nvidia-cuda-sanitizer-api"
         return {}
     outcomes = {}
-    for tool in SANITIZERS:
-        outcome, said, complained = run([program, "--tool", tool, "--error-exitcode", "99",
-                                         BUILD / "tests" / "cuda" / "mezzo_cuda_tests", "--gtest_brief=1"],
-                                        SANITIZER_MAY_TAKE)
-        outcomes[tool] = sanitizer_outcome(outcome, said + complained)
+    for tool, kernels in SANITIZERS.items():
+        tests = [BUILD / "tests" / "cuda" / "mezzo_cuda_tests", "--gtest_brief=1"]
+        if not kernels:
+            tests.append("--gtest_filter=-*Graph*:*Captur*")
+        outcome, said, complained = run([program, "--tool", tool, "--error-exitcode", str(ERRORS_FOUND), *kernels, *tests],
+                                        SANITIZER_MAY_TAKE, None if kernels else OWN_MEMORY)
+        outcomes[tool] = sanitizer_outcome(outcome, said + complained, checks_all=not kernels)
         if "stopped_after" in outcome:
-            skipped[f"{tool} to its end"] = f"it was stopped after {SANITIZER_MAY_TAKE} s, which says nothing"
-            outcomes[tool]["ok"] = True
+            skipped[f"{tool} to its end"] = (f"it was stopped after {SANITIZER_MAY_TAKE} s, with {outcome['errors']} errors "
+                                             "until then")
     return outcomes
 
 
@@ -131,28 +184,16 @@ def run_main_job(name):
     return outcome
 
 
-def gpus_of(said):
-    """[{"gpu", "driver", "compute_capability"}] of what nvidia-smi prints."""
-    keys = ("gpu", "driver", "compute_capability")
-    rows = [[field.strip() for field in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
-    return [dict(zip(keys, row)) for row in rows]
-
-
 def machine(skipped):
     """The GPU, its driver, and what the programs were built with."""
-    try:
-        said = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"],
-                              capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        said = ""
-    gpus = gpus_of(said)
+    gpus = gpu_machine.gpus()
     if not gpus:
         sys.exit("run_on_gpu.py: nvidia-smi names no GPU here; nothing was run")
     found = dict(gpus[0])
-    try:
-        nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-        found["nvcc"] = nvcc.split("release ")[1].split(",")[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
+    nvcc = re.search(r"release ([\d.]+)", gpu_machine.output_of("nvcc", "--version"))
+    if nvcc:
+        found["nvcc"] = nvcc[1]
+    else:
         skipped["nvcc's version"] = "nvcc is not on PATH any more"
     package = ROOT / ".deps" / "libtorch" / "share/cmake/Torch/TorchConfigVersion.cmake"
     if package.exists():
@@ -168,9 +209,9 @@ def machine(skipped):
 
 
 def verdict(outcome):
-    if "stopped_after" in outcome:
-        return f"stopped after {outcome['stopped_after']} s"
-    return "ok" if outcome["ok"] else "FAILED"
+    if not outcome["ok"]:
+        return "FAILED"
+    return f"stopped after {outcome['stopped_after']} s" if "stopped_after" in outcome else "ok"
 
 
 def score_of(result):
@@ -193,7 +234,8 @@ def page(results):
                      + (f", failed: {', '.join(outcome['failed'])}" if outcome["failed"] else "")
                      + (f", skipped: {', '.join(outcome['skipped'])}" if outcome["skipped"] else "") + " |")
     for tool, outcome in results["sanitizers"].items():
-        lines.append(f"| {tool} | {verdict(outcome)} | {number(outcome['errors'], 'd')} errors |")
+        lines.append(f"| {tool} | {verdict(outcome)} | {number(outcome['errors'], 'd')} errors"
+                     + "".join(f"<br>{finding}" for finding in outcome["findings"]) + " |")
     lines.append(f"| benchmarks | {verdict(results['benchmarks'])} | |")
     lines += ["", "| benchmark | | ms | GB/s | launches |", "|---|---|---:|---:|---:|"]
     for row in results["benchmarks"].get("rows") or []:

@@ -7,10 +7,15 @@ if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND NOT CMAKE_CUDA20_STANDARD_COMPIL
   set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
 endif()
 
+# The arithmetic of the kernels, whatever the user's CMAKE_CUDA_FLAGS say: --use_fast_math would round divisions and roots
+# otherwise than the CPU's loops, and take subnormal numbers for 0.
+set(MEZZO_CUDA_ARITHMETIC -prec-div=true -prec-sqrt=true -ftz=false -fmad=true)
+
 function(mezzo_add_cuda include_folder)
   add_library(mezzo_cuda STATIC EXCLUDE_FROM_ALL "${include_folder}/mezzo/kernels/cuda/mezzo_cuda.cu")
   target_compile_definitions(mezzo_cuda PUBLIC MEZZO_WITH_CUDA)
   target_compile_options(mezzo_cuda PUBLIC "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:-std=c++20>")
+  target_compile_options(mezzo_cuda PRIVATE "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:${MEZZO_CUDA_ARITHMETIC}>")
   target_link_libraries(mezzo_cuda PUBLIC mezzo::mezzo)
   set_target_properties(mezzo_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON UNITY_BUILD OFF)
   add_library(mezzo::cuda ALIAS mezzo_cuda)

@@ -79,7 +79,7 @@ class Mezzo : public Stepper {
  public:
   explicit Mezzo(const Tensors& parameters)
       : optimizer_(parameters, mezzo::optim::AdamWOptions(kLr).weight_decay(kDecay)),
-        scaler_(mezzo::GradScalerOptions().init_scale(kScale)) {
+        scaler_({.init_scale = kScale}) {
     (void)scaler_.scale(torch::zeros({}, torch::kCUDA));
   }
   torch::Tensor scale(const torch::Tensor& loss) override { return scaler_.scale(loss); }

@@ -90,7 +90,7 @@ class Mezzo : public Peer {
   explicit Mezzo(const optim_bench::Model& model)
       : Peer(model),
         optimizer_(parameters_, mezzo::optim::AdamWOptions(kLr).weight_decay(kDecay)),
-        scaler_(mezzo::GradScalerOptions().init_scale(kScale)) {
+        scaler_({.init_scale = kScale}) {
     (void)scaler_.scale(at::zeros({}));
   }
   void step() override {

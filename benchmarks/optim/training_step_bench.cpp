@@ -109,7 +109,7 @@ class Training {
   Way way_;
   Model model_;
   mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
-  mezzo::GradScaler scaler_{mezzo::GradScalerOptions().enabled(false)};
+  mezzo::GradScaler scaler_{{.enabled = false}};
   std::unique_ptr<torch::optim::AdamW> torchs_;
   std::unique_ptr<AdamW> ours_;
 };

@@ -98,7 +98,7 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
                                         : nullptr),
       optimizer(make_optimizer(model, options)),
       schedule(optimizer, learning_rate_curve(options, epoch_steps)),
-      scaler(mezzo::GradScalerOptions().enabled(scales_loss(options.precision))),
+      scaler({.enabled = scales_loss(options.precision)}),
       options_(options),
       precision_(std::move(precision)),
       ranks_(ranks),

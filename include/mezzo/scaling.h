@@ -7,5 +7,5 @@
 #include <mezzo/scaling/accumulate_if_finite.h>  // IWYU pragma: export
 #include <mezzo/scaling/clip_grad.h>             // IWYU pragma: export
 #include <mezzo/scaling/grad_scaler.h>           // IWYU pragma: export
-#include <mezzo/scaling/grad_scaler_options.h>   // IWYU pragma: export
 #include <mezzo/scaling/scaler_tensors.h>        // IWYU pragma: export
+#include <mezzo/scaling/skipped_step.h>          // IWYU pragma: export

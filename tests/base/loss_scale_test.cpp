@@ -137,6 +137,27 @@ TEST(LossScale, NoneAndFixedNeverMove) {
   EXPECT_EQ(LossScale::fixed(128).initial_state().scale, 128.0F);
 }
 
+TEST(LossScale, IsMadeAnewFromItsOptions) {
+  const auto dynamic = LossScale::dynamic({.init_scale = 3,
+                                           .growth_factor = 4,
+                                           .backoff_factor = 0.25,
+                                           .growth_interval = 7,
+                                           .min_scale = 2,
+                                           .max_scale = 96,
+                                           .hysteresis = 5});
+  for (const auto& rule : {LossScale::none(), LossScale::fixed(128, 64, 256), dynamic}) {
+    const auto again = LossScale::of(rule);
+    EXPECT_EQ(again.kind(), rule.kind());
+    EXPECT_EQ(again.init_scale(), rule.init_scale());
+    EXPECT_EQ(again.growth_factor(), rule.growth_factor());
+    EXPECT_EQ(again.backoff_factor(), rule.backoff_factor());
+    EXPECT_EQ(again.growth_interval(), rule.growth_interval());
+    EXPECT_EQ(again.min_scale(), rule.min_scale());
+    EXPECT_EQ(again.max_scale(), rule.max_scale());
+    EXPECT_EQ(again.hysteresis(), rule.hysteresis());
+  }
+}
+
 struct Refusal {
   const char* what;
   std::function<LossScale()> make;
@@ -164,6 +185,15 @@ TEST(LossScale, RefusesValuesOutOfRangeByName) {
       {"max_scale is 1;", [] { return LossScale::dynamic({.min_scale = 2, .max_scale = 1}); }},
       {"init_scale is 65536;", [] { return LossScale::dynamic({.max_scale = 65535}); }},
       {"init_scale is 65536;", [] { return LossScale::dynamic({.min_scale = 65537}); }},
+      {"kind, enabled, recheck", [] { return LossScale::dynamic({.enabled = false}); }},
+      {"kind, enabled, recheck", [] { return LossScale::dynamic({.kind = LossScaleKind::fixed}); }},
+      {"kind, enabled, recheck", [] { return LossScale::dynamic({.recheck = false}); }},
+      {"kind, enabled, recheck", [] { return LossScale::dynamic({.allow_fp16_gradients = true}); }},
+      {"kind, enabled, recheck", [] { return LossScale::dynamic({.loss_id = 1}); }},
+      {"kind is no LossScaleKind",
+       [] { return LossScale::of({.kind = static_cast<LossScaleKind>(9)}); }},
+      {"growth_interval is 0",
+       [] { return LossScale::of({.growth_interval = 0, .kind = LossScaleKind::none}); }},
       {"scale is 0;", [] { return LossScale::fixed(0); }},
       {"scale is inf;", [=] { return LossScale::fixed(kInfinity); }},
   };

@@ -114,8 +114,7 @@ TEST(Training, HoldsWhatEachPrecisionNeedsForAParameter) {
 TEST(Training, SkipsStepsThatOverflowAndLearnsOn) {
   // Sixteen-bit floats end at 65504: this scale overflows until it has been halved often enough.
   TinyTraining run(tiny_options(Precision::amp), {.device = torch::kCPU, .dtype = torch::kFloat16});
-  run.trainer->scaler =
-      mezzo::GradScaler(mezzo::GradScalerOptions().init_scale(std::ldexp(1.0, 24)));
+  run.trainer->scaler = mezzo::GradScaler({.init_scale = std::ldexp(1.0, 24)});
   run.trainer->scaler.on_skip(nullptr);
   const auto losses = run.train();
   const auto skipped = run.trainer->position.steps - run.trainer->schedule.applied_steps();

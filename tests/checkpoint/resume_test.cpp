@@ -84,7 +84,7 @@ class InterruptedTraining {
   Optimizer optimizer;
   mezzo::Ema ema;
   mezzo::LinearSchedule schedule;
-  mezzo::GradScaler scaler{mezzo::GradScalerOptions().init_scale(8).growth_interval(3)};
+  mezzo::GradScaler scaler{{.init_scale = 8, .growth_interval = 3}};
   int64_t position = 0;
   torch::Tensor order;
   at::Generator own_random = at::detail::createCPUGenerator(11);
@@ -175,7 +175,7 @@ struct Mastered {
   mezzo::MasterWeights optimizer{adamw};
   mezzo::Ema ema{tied->parameters(),
                  {.decay = 0.9, .masters = [this] { return mezzo::master_params(optimizer); }}};
-  mezzo::GradScaler scaler{mezzo::GradScalerOptions().init_scale(8).growth_interval(2)};
+  mezzo::GradScaler scaler{{.init_scale = 8, .growth_interval = 2}};
   mezzo::CosineSchedule schedule{optimizer, {.warmup_steps = 2, .total_steps = 20}};
   TrainingState state;
 };

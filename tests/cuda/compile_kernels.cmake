@@ -1,5 +1,5 @@
 # Compiles mezzo_cuda.cu for one architecture and links the object twice, as programs do whose libraries each carry it:
-# every symbol that it defines for others is weak.
+# every symbol that it defines for others is weak. A user's --use_fast_math does not reach the kernels' arithmetic.
 
 function(run what)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE failed OUTPUT_VARIABLE said ERROR_VARIABLE said)
@@ -18,4 +18,12 @@ execute_process(COMMAND "${NM}" -C --defined-only "${OUT}/first.o" OUTPUT_VARIAB
 string(REGEX MATCHALL "[^\n]* [TDB] [^\n]*" strong "${symbols}")
 if(NOT symbols MATCHES "cuda::step_[(]" OR strong)
   message(FATAL_ERROR "These symbols are neither weak nor the object's own: ${strong}")
+endif()
+
+run("nvcc does not compile the kernels with --use_fast_math" "${NVCC}" -ccbin "${COMPILER}" -std=c++20 -arch=sm_80
+    -DMEZZO_WITH_CUDA ${HEADERS} --use_fast_math ${ARITHMETIC} --ptx "${KERNELS}" -o "${OUT}/fast.ptx")
+file(STRINGS "${OUT}/fast.ptx" approximate REGEX "(div|sqrt)[.](approx|full)|(add|sub|mul|fma[.]rn|div[.]rn)[.]ftz")
+if(approximate)
+  list(LENGTH approximate count)
+  message(FATAL_ERROR "With --use_fast_math ${count} instructions of the kernels are approximate")
 endif()

@@ -21,7 +21,6 @@ namespace {
 
 using cuda_test::ForbidSync;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::LossScale;
 
 class GradScalerCuda : public testing::Test {
@@ -120,7 +119,7 @@ TEST_F(GradScalerCuda, ScalesUnscalesAndUpdatesWithoutASync) {
 TEST_F(GradScalerCuda, SkipsBacksOffAndGrows) {
   const auto x = torch::zeros({1}, torch::device(torch::kCUDA).requires_grad(true));
   torch::optim::SGD optimizer({x}, torch::optim::SGDOptions(1.0));
-  GradScaler scaler(GradScalerOptions().init_scale(4).growth_interval(2));
+  GradScaler scaler({.init_scale = 4, .growth_interval = 2});
   scaler.on_skip(nullptr);
   std::vector<double> scales;
   std::vector<bool> ran;
@@ -144,7 +143,7 @@ TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
   const auto cpu = make(torch::kCPU);
   const auto gpu = make(torch::kCUDA);
   torch::optim::SGD optimizer({cpu, gpu}, torch::optim::SGDOptions(1.0));
-  GradScaler scaler(GradScalerOptions().init_scale(8));
+  GradScaler scaler({.init_scale = 8});
   scaler.on_skip(nullptr);
   const auto scaled = scaler.scale(
       std::vector<torch::Tensor>{torch::ones({}, torch::kCUDA), torch::ones({2}, torch::kCPU)});
@@ -161,7 +160,7 @@ TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
 }
 
 TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
-  GradScaler scaler(GradScalerOptions().init_scale(8).hysteresis(2));
+  GradScaler scaler({.init_scale = 8, .hysteresis = 2});
   const auto loss = torch::zeros({}, torch::kCUDA);
 #ifdef MEZZO_WITH_CUDA
   scaler.on_skip(nullptr);
@@ -183,22 +182,21 @@ TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
 
 // The weight's gradient is the input times the scale, in half: 20000 x 4 is an inf, 5 x 4 is not.
 TEST_F(GradScalerCuda, RunsInsideACudaGraph) {
+  const auto stream = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStreamGuard guard(stream);  // before anything is filled, which is its work
   const auto half = torch::dtype(torch::kHalf).device(torch::kCUDA);
   const auto weight = torch::ones({1}, torch::device(torch::kCUDA).requires_grad(true));
   const auto input = torch::full({1}, 5.0F, half);
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.1));
-  GradScaler scaler(GradScalerOptions().init_scale(4).growth_interval(2));
+  GradScaler scaler({.init_scale = 4, .growth_interval = 2});
   const auto iterate = [&] {
     weight.mutable_grad() = torch::Tensor();
     scaler.scale((weight.to(torch::kHalf) * input).sum()).backward();
     scaler.unscale_(optimizer);
     scaler.update();
   };
-  const auto stream = c10::cuda::getStreamFromPool();
-  const c10::cuda::CUDAStreamGuard guard(stream);
   iterate();
-  scaler.load_state_dict(
-      GradScaler(GradScalerOptions().init_scale(4).growth_interval(2)).state_dict());
+  scaler.load_state_dict(GradScaler({.init_scale = 4, .growth_interval = 2}).state_dict());
   at::cuda::CUDAGraph graph;
   graph.capture_begin();
   iterate();

@@ -29,7 +29,7 @@ namespace {
 
 using cuda_test::ForbidSync;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
+using mezzo::LossScaleOptions;
 
 class OptimCuda : public testing::Test {
  protected:
@@ -96,7 +96,7 @@ void expect_the_cpus_answers(const Options& options,
     optimizer->set_lr_factors({1.0, 0.8, 0.5, 1.2});
   }
   const auto scaler_options =
-      GradScalerOptions().init_scale(16).growth_interval(3).allow_fp16_gradients(true);
+      LossScaleOptions{.init_scale = 16, .growth_interval = 3, .allow_fp16_gradients = true};
   GradScaler cpu_scaler(scaler_options);
   GradScaler gpu_scaler(scaler_options);
   cpu_scaler.on_skip(nullptr);
@@ -237,7 +237,7 @@ TEST_F(OptimCuda, LambGivesTheCpusAnswersWithoutASyncOrSaysWhatItNeeds) {
 TEST_F(OptimCuda, WritesTheLineAboutASkipWhenItIsKnown) {
   const auto x = torch::zeros({4}, torch::kCUDA).requires_grad_();
   mezzo::optim::AdamW optimizer({x});
-  GradScaler scaler(GradScalerOptions().init_scale(8));
+  GradScaler scaler({.init_scale = 8});
   std::vector<std::string> lines;
   scaler.on_skip([&](const auto& skipped) { lines.push_back(skipped.message()); });
   for (const float gradient : {kInfinity, 1.0F, 1.0F}) {
@@ -256,9 +256,7 @@ TEST_F(OptimCuda, WritesTheLineAboutASkipWhenItIsKnown) {
 class SteppedOnce {
  public:
   explicit SteppedOnce(int count)
-      : parameters_(parameters(count)),
-        optimizer_(parameters_),
-        scaler_(GradScalerOptions().init_scale(4)) {
+      : parameters_(parameters(count)), optimizer_(parameters_), scaler_({.init_scale = 4}) {
     scaler_.on_skip(nullptr);
     (void)scaler_.scale(torch::zeros({}, torch::kCUDA));
     step();
@@ -326,7 +324,7 @@ class GraphTraining {
       : input(torch::full({3, 1000}, 1.0F, device)),
         parameters_(torch::zeros({3, 1000}, device).unbind()),
         optimizer_(parameters_, mezzo::optim::AdamWOptions(0.1)),
-        scaler_(GradScalerOptions().init_scale(4).growth_interval(2)) {
+        scaler_({.init_scale = 4, .growth_interval = 2}) {
     scaler_.on_skip(nullptr);
     optimizer_.set_lr_factors({1.0, 0.5, 0.25});
     for (const auto& x : parameters_) x.mutable_grad() = torch::zeros_like(x);
@@ -361,10 +359,10 @@ class GraphTraining {
 // A whole step, captured once and replayed through overflows and growth, and through a scale that
 // was set from outside, with the CPU beside it.
 TEST_F(OptimCuda, RunsInsideACudaGraph) {
+  const auto stream = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStreamGuard guard(stream);  // before anything is filled, which is its work
   GraphTraining cpu(torch::kCPU);
   GraphTraining gpu(torch::kCUDA);
-  const auto stream = c10::cuda::getStreamFromPool();
-  const c10::cuda::CUDAStreamGuard guard(stream);
   cpu.iterate();
   gpu.iterate();  // makes the state
   stream.synchronize();
@@ -390,8 +388,8 @@ TEST_F(OptimCuda, RunsInsideACudaGraph) {
 }
 
 TEST_F(OptimCuda, ACaptureWithoutAWarmUpIsRefused) {
-  GraphTraining gpu(torch::kCUDA);
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  GraphTraining gpu(torch::kCUDA);
   at::cuda::CUDAGraph graph;
   graph.capture_begin();
   EXPECT_THROW(gpu.iterate(), c10::Error);

@@ -1,9 +1,14 @@
 // Whole training steps on GPUs that the host plays (host_gpu.h), captured into graphs and replayed,
 // alone and between others, with the same training on the CPU beside them.
 
+#include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/table_memory.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/sgd.h>
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,6 +16,7 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "training.h"
@@ -53,6 +59,10 @@ std::vector<TrainingOptions> all_options() {
                    .adamw = AdamWOptions(0.1).weight_storage(storage)});
   }
   all.push_back({.dtype = at::kHalf, .gradient_dtype = at::kFloat});
+  all.push_back({.unscales = true});
+  all.push_back({.dtype = at::kBFloat16,
+                 .adamw = AdamWOptions(0.1).weight_storage(WeightStorage::master),
+                 .unscales = true});
   return all;
 }
 
@@ -219,6 +229,43 @@ TEST_P(Captures, TheWarmUpMayBeOnAnotherStream) {
   }
 }
 
+// A table that the capture copies is there when the graph has been replayed, and not before.
+void step_before_the_first_replay(const TrainingOptions& options) {
+  host_gpu::begin(1);
+  Pair pair(options);
+  {
+    const c10::StreamGuard warm_up(host_gpu::new_stream());
+    pair.eager(1.0F);
+    host_gpu::run_all();
+  }
+  const c10::StreamGuard stream(host_gpu::new_stream());
+  CapturedStep step(pair.gpu());
+  pair.eager(2.0F);
+  pair.replay(step, 3.0F);
+  pair.expect_same_so_far(step);
+}
+
+TEST(CapturesOfManyParameters, LeaveTheirTablesToTheirGraph) {
+  step_before_the_first_replay(kManyParameters);
+}
+
+TEST_P(Captures, LeaveTheAddressesOfManyCountersToTheirGraph) {
+  const c10::StreamGuard stream(host_gpu::new_stream());
+  const at::Tensor counts = at::zeros({4001}, at::device(host_gpu::device()).dtype(at::kFloat));
+  std::vector<float*> counters;
+  for (int i = 0; i < 4001; ++i) counters.push_back(counts.mutable_data_ptr<float>() + i);
+  mezzo::detail::TableMemory memory;
+  const auto count = [&] {
+    mezzo::detail::cuda::count_steps_(host_gpu::device(), counters, nullptr, memory);
+  };
+  host_gpu::Graph graph;
+  host_gpu::capture(graph, count);
+  count();
+  EXPECT_TRUE(at::equal(counts.cpu(), at::ones({4001}))) << "before the first replay";
+  graph.replay();
+  EXPECT_TRUE(at::equal(counts.cpu(), at::full({4001}, 2.0F)));
+}
+
 TEST_P(Captures, WithoutAWarmUpAreRefused) {
   const auto refuses = [](Training& training) {
     host_gpu::Graph graph;
@@ -236,6 +283,7 @@ TEST_P(Captures, WithoutAWarmUpAreRefused) {
     warm.iterate();
     warm.optimizer().set_lr_factors({1.0, 0.5});
     refuses(warm);
+    if (options.unscales) warm.scaler().update();  // ends the iteration that was refused
     warm.iterate();
     warm.optimizer().state().clear();
     refuses(warm);
@@ -393,6 +441,134 @@ TEST_P(Captures, ParametersAreOnTwoDevices) {
   EXPECT_FALSE(iterate().ran()) << "an inf on one device holds for all";
   EXPECT_LT(parameters.front()[0].item<float>(), 1.0F);
   EXPECT_TRUE(at::equal(parameters.front().cpu(), parameters.back().cpu()));
+  const at::Tensor before = parameters.front().cpu();
+  for (const at::Tensor& parameter : parameters) parameter.mutable_grad().fill_(kInfinity);
+  EXPECT_FALSE(iterate().ran()) << "an inf on each";
+  EXPECT_TRUE(at::equal(parameters.front().cpu(), before));
+}
+
+// --- Between two devices and their streams
+// ---------------------------------------------------------
+
+at::Tensor ones_on(int index) {
+  return at::ones({3}, at::device(host_gpu::device(index)).dtype(at::kFloat));
+}
+
+TEST_P(Captures, ALossOnAnotherDeviceIsScaledByTheScaleOfToday) {
+  const at::Tensor parameter = ones_on(0);
+  parameter.mutable_grad() = at::ones_like(parameter);
+  mezzo::optim::AdamW optimizer({parameter});
+  mezzo::GradScaler scaler({.init_scale = 8});
+  scaler.on_skip(nullptr);
+  (void)scaler.scale(parameter);
+  EXPECT_EQ(scaler.scale(ones_on(1))[0].item<float>(), 8.0F);
+  parameter.mutable_grad().fill_(kInfinity);
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(scaler.scale(ones_on(1))[0].item<float>(), 4.0F);
+}
+
+TEST_P(Captures, AGraphOfAutogradNoticesThatTheScaleHasChanged) {
+  Training gpu(host_gpu::device());
+  gpu.iterate();
+  const at::Tensor loss = ones_on(0).requires_grad_();
+  const at::Tensor scaled = gpu.scaler().scale(loss).sum();
+  gpu.iterate();
+  EXPECT_THROW(scaled.backward(), c10::Error) << "it would multiply by the next scale";
+}
+
+TEST_P(Captures, GradientsAreUnscaledOnTheStreamOfTheirDevice) {
+  const c10::StreamGuard stream(host_gpu::new_stream(1));
+  const c10::DeviceGuard another(host_gpu::device(0));
+  const at::Tensor parameter = ones_on(1);
+  mezzo::optim::SGD optimizer({parameter}, 1.0);
+  mezzo::GradScaler scaler({.init_scale = 8});
+  (void)scaler.scale(parameter);
+  parameter.mutable_grad() = at::full_like(parameter, 16.0);
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(parameter.grad()[0].item<float>(), 2.0F);
+}
+
+// --- What the host hears, and keeps
+// -------------------------------------------------------------------
+
+TEST_P(Captures, ALineNamesTheScaleThatComesNext) {
+  Training gpu(host_gpu::device());
+  std::vector<std::pair<float, float>> scales;
+  gpu.scaler().on_skip(
+      [&](const mezzo::SkippedStep& skip) { scales.emplace_back(skip.scale, skip.next_scale); });
+  gpu.input.fill_(kInfinity);
+  for (int i = 0; i < 5; ++i) gpu.iterate();
+  host_gpu::run_all();
+  gpu.iterate();
+  ASSERT_GE(scales.size(), 5U);
+  float scale = 4.0F;
+  for (std::size_t i = 0; i < 5; ++i, scale /= 2) {
+    EXPECT_EQ(scales[i], std::pair(scale, scale / 2)) << i;
+  }
+}
+
+struct OpenAdamW : mezzo::optim::AdamW {
+  using AdamW::AdamW;
+  using AdamW::table_memory;
+};
+
+TEST_P(Captures, TablesThatTheLastStepDidNotUseAreGivenBack) {
+  std::vector<at::Tensor> parameters;
+  for (int i = 0; i < 301; ++i) {
+    parameters.push_back(ones_on(0));
+    parameters.back().mutable_grad() = at::ones_like(parameters.back());
+  }
+  OpenAdamW optimizer(parameters);
+  for (int step = 1; step < 20; ++step) {
+    optimizer.param_groups()[0].options().set_lr(1.0 / step);  // which a table holds
+    optimizer.step();
+    EXPECT_LE(optimizer.table_memory().size(), 2U);
+  }
+}
+
+TEST_P(Captures, AGradientOfTwoParametersIsClearedAfterBothHaveReadIt) {
+  const auto stepped = [](at::Device device) {
+    const auto one = at::ones({50}, at::device(device));
+    const auto other = at::ones({50}, at::device(device));
+    one.mutable_grad() = at::full({50}, 2.0, at::device(device));
+    other.mutable_grad() = one.grad();
+    mezzo::optim::SGD optimizer({one, other}, 1.0);
+    mezzo::GradScaler scaler({.init_scale = 1});
+    (void)scaler.scale(one);
+    scaler.step(optimizer, {.max_norm = 100.0, .zero_grad = true});
+    EXPECT_EQ(one.grad().cpu().abs().max().item<float>(), 0.0F);
+    return at::cat({one.cpu(), other.cpu()});
+  };
+  EXPECT_TRUE(at::equal(stepped(host_gpu::device()), at::full({100}, -1.0)));
+  EXPECT_TRUE(at::equal(stepped(at::kCPU), at::full({100}, -1.0)));
+}
+
+TEST_P(Captures, ACountGoesOnWhereTheHostHadIt) {
+  Training gpu(host_gpu::device());
+  gpu.iterate();
+  auto& state = static_cast<mezzo::optim::AdamWParamState&>(
+      *gpu.optimizer().state().at(gpu.parameters()[0].unsafeGetTensorImpl()));
+  static_cast<torch::optim::AdamWParamState&>(state).step(41);
+  gpu.iterate();
+  EXPECT_EQ(state.step(), 42);
+  gpu.optimizer().set_applied_steps(7);
+  gpu.iterate();
+  EXPECT_EQ(gpu.applied_steps(), 8);
+}
+
+TEST_P(Captures, ASummaryWithoutMemoryForTablesReadsAllGradients) {
+  std::vector<at::Tensor> gradients;
+  for (int i = 0; i < 1100; ++i) gradients.push_back(at::full({1}, i + 1.0, at::kFloat));
+  const auto summary = [&](at::Device device) {
+    std::vector<at::Tensor> there;
+    for (const at::Tensor& gradient : gradients) there.push_back(gradient.to(device));
+    return mezzo::detail::summarize_gradients(there, at::ones({}, at::device(device)));
+  };
+  const mezzo::Verdict expected = summary(at::kCPU);
+  const mezzo::Verdict found = summary(host_gpu::device());
+  EXPECT_EQ(found.sum_of_squares.item<double>(), expected.sum_of_squares.item<double>());
+  EXPECT_EQ(found.max_abs.item<double>(), 1100.0);
 }
 
 }  // namespace

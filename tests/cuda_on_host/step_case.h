@@ -117,8 +117,8 @@ void for_each_storage(const Work& work) {
                                                                 stochastic);
 }
 
-/// Parameters of one storage with all that belongs to them. Every second one is not aligned, nor is
-/// one stream alone of every fifth.
+/// Parameters of one storage with their state. Every second one is not aligned; of each six one
+/// more has a single stream that is not, another one each time.
 class StepParameters {
  public:
   StepParameters(const Storage& storage, const StepCase& step, const std::vector<int64_t>& sizes)
@@ -127,16 +127,18 @@ class StepParameters {
     const bool is_split = storage.weights == WeightStorage::split_master;
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       const int64_t offset = static_cast<int64_t>(i) % 2;
-      const auto random = [&](at::ScalarType dtype, double spread, int64_t more = 0) {
+      std::size_t stream = 0;
+      const auto random = [&](at::ScalarType dtype, double spread) {
+        const int64_t more = i % 2 == 0 && i / 2 % 6 == stream++ ? 1 : 0;
         const at::Tensor values =
             at::randn({sizes[i] + offset + more + kMargin}, at::kDouble).mul(spread);
         return values.to(dtype).narrow(0, offset + more, sizes[i]);
       };
       std::vector<at::Tensor> streams{
+          // in this order: of braces it is the language's
           random(storage.parameter, 1), random(storage.gradient, 2), random(storage.moment, 0.1),
           random(storage.moment, 0.1).abs_(), random(storage.moment, 0.1).abs_()};
-      streams.push_back(is_split || has_copies ? random(at::kShort, 1e4, i % 5 == 4 ? 1 : 0)
-                                               : at::Tensor());
+      streams.push_back(is_split || has_copies ? random(at::kShort, 1e4) : at::Tensor());
       streams_.push_back(std::move(streams));
       counts_.push_back(static_cast<float>(i % 7));
     }

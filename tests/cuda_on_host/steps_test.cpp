@@ -33,7 +33,8 @@ class StepsOnHost : public testing::Test {
 };
 
 /// Sizes around a thread's pack, a stride and a block of the kernel.
-const std::vector<int64_t> kSizes{0, 1, 3, 4, 1023, 1026, 8192, 8195, 20001};
+const std::vector<int64_t> kSizes{0,    1,     3,    4,    1023, 1026, 8192,
+                                  8195, 20001, 8193, 1030, 77,   1031, 78};
 
 template <class Rule>
 void expect_step_of_every_storage(const StepCase& step, const typename Rule::Constants& constants) {
@@ -134,16 +135,41 @@ TEST_F(StepsOnHost, FiveThousandParametersOnPages) {
   expect_pages<mezzo::detail::LambRule>(lamb_constants(0.1), 700);
 }
 
+TEST_F(StepsOnHost, MoreGroupsThanATableHolds) {
+  const StepCase step{.name = "groups", .parameters_of_a_group = 1};
+  StepParameters parameters({"float", at::kFloat, at::kFloat, at::kFloat}, step,
+                            std::vector<int64_t>(30, 5));
+  const StepParameters before = parameters.clone();
+  StepParameters expected = parameters.clone();
+  using Rule = mezzo::detail::AdamRule<false>;
+  step_on_cpu<float, Rule, mezzo::detail::PlainWeights<float>>(expected, step,
+                                                               adam_constants(true));
+  step_on_device<Rule>({&parameters}, step, adam_constants(true));
+  EXPECT_EQ(difference<Rule>(parameters, expected, before, adam_constants(true)), "");
+}
+
+TEST_F(StepsOnHost, LambOfMoreBlocksThanAddUpAtOnce) {
+  const StepCase step{.name = "many blocks"};
+  StepParameters parameters({"float", at::kFloat, at::kFloat, at::kFloat}, step,
+                            {7, 257 * 8192 + 5});
+  const StepParameters before = parameters.clone();
+  StepParameters expected = parameters.clone();
+  step_on_cpu<float, LambRule, mezzo::detail::PlainWeights<float>>(expected, step,
+                                                                   lamb_constants(0.1));
+  step_on_device<LambRule>({&parameters}, step, lamb_constants(0.1));
+  EXPECT_EQ(difference<LambRule>(parameters, expected, before, lamb_constants(0.1)), "");
+}
+
 TEST_F(StepsOnHost, StepsAreCountedUnlessSkipped) {
   mezzo::detail::TableMemory memory;
   for (const std::size_t size : {std::size_t{1}, std::size_t{700}, CounterTable::kCapacity + 5}) {
-    for (const float found : {-1.0F, 0.0F, 1.0F}) {  // -1: nobody asks
+    for (const float found : {-1.0F, 0.0F, 1.0F, 2.0F}) {  // -1: nobody asks; 2: of two devices
       std::vector<float> counts(size, 7.0F);
       std::vector<float*> counters;
       for (float& count : counts) counters.push_back(&count);
       mezzo::detail::cuda::begin_step_(at::kCPU, memory);
       mezzo::detail::cuda::count_steps_(at::kCPU, counters, found < 0 ? nullptr : &found, memory);
-      EXPECT_EQ(counts, std::vector<float>(size, found == 1.0F ? 7.0F : 8.0F));
+      EXPECT_EQ(counts, std::vector<float>(size, found > 0 ? 7.0F : 8.0F));
     }
   }
 }

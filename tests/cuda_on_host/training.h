@@ -22,6 +22,7 @@ struct TrainingOptions {
   std::optional<at::ScalarType> gradient_dtype{};  ///< the parameters' if not set
   mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
   double max_norm = 5.0;
+  bool unscales = false;  ///< calls unscale_ before the step
 };
 
 /// Parameters whose gradients are an input, scaled; and what steps them: on the CPU, or on a GPU
@@ -33,7 +34,7 @@ class Training {
         options_(options),
         parameters_(parameters_on(device, options)),
         optimizer_(parameters_, options.adamw),
-        scaler_(mezzo::GradScalerOptions().init_scale(4).growth_interval(2)) {
+        scaler_({.init_scale = 4, .growth_interval = 2}) {
     scaler_.on_skip(nullptr);
     optimizer_.set_lr_factors({1.0, 0.5, 0.25, 1.0});
     host_gpu::run_all();  // tests go on on streams of their own
@@ -51,6 +52,7 @@ class Training {
         parameter.mutable_grad() = gradient.contiguous();
       }
     }
+    if (options_.unscales) scaler_.unscale_(optimizer_);
     const mezzo::StepResult result = scaler_.step(optimizer_, {.max_norm = options_.max_norm});
     scaler_.update();
     return result;

@@ -21,7 +21,6 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::StepOutcome;
 using mezzo::StepResult;
 using mezzo::Telemetry;
@@ -34,8 +33,7 @@ using testing::IsEmpty;
 
 /// A loop over batches, with the user's own code where gradients are clipped, recorded.
 struct Loop {
-  explicit Loop(double scale = 65536)
-      : scaler(quiet_scaler(GradScalerOptions().init_scale(scale))) {
+  explicit Loop(double scale = 65536) : scaler(quiet_scaler({.init_scale = scale})) {
     torch::manual_seed(5);
   }
 

@@ -32,7 +32,7 @@ std::string watch_of(nn::Module& model, Optimizer&& optimizer, const std::functi
   options.callback = [&said](const mezzo::Divergence& divergence) { said = divergence.message(); };
   mezzo::Telemetry telemetry;
   telemetry.write_to(mezzo::DivergenceWatch(model, options));
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(init_scale));
+  mezzo::GradScaler scaler({.init_scale = init_scale});
   scaler.on_skip(nullptr);
   for (int step = 0; step < 30 && said == "nothing"; ++step) {
     optimizer.zero_grad();

@@ -36,7 +36,7 @@ using distributed_test::Ranks;
 using mezzo::DataParallel;
 using mezzo::GradBuckets;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
+using mezzo::LossScaleOptions;
 
 /// `tail` is used only where that is asked for.
 struct AveragedNetImpl : torch::nn::Module {
@@ -134,7 +134,7 @@ void expect_as_alone(const MakeOptimizer& make, const Loop& loop,
 
 /// The loop of torch.amp with `step`, four times.
 Loop scaled_loop(const std::function<void(Training&, GradScaler&)>& step,
-                 const GradScalerOptions& options = GradScalerOptions().init_scale(1024)) {
+                 const LossScaleOptions& options = {.init_scale = 1024}) {
   return [=](Training& training) {
     GradScaler scaler(options);
     for (int64_t i = 0; i < 4; ++i) {
@@ -157,7 +157,7 @@ void unscale_clip_and_step(Training& training, GradScaler& scaler) {
   scaler.step(optimizer);
 }
 
-const GradScalerOptions kDisabled = GradScalerOptions().enabled(false);
+const LossScaleOptions kDisabled{.enabled = false};
 
 TEST(GradientsAreAverages, ForMezzosOptimizers) {
   expect_as_alone(adamw(), scaled_loop(step_and_clip));
@@ -223,7 +223,7 @@ TEST(GradientsAreAverages, ThroughAtensKernels) {
 
 TEST(GradientsAreAverages, OfAllPassesWhereEachIsReduced) {
   expect_as_alone(sgd(), [](Training& training) {
-    GradScaler scaler(GradScalerOptions().init_scale(1024));
+    GradScaler scaler({.init_scale = 1024});
     for (int64_t i = 0; i < 4; ++i) {
       training.net->zero_grad(/*set_to_none=*/i % 2 == 0);
       for (int64_t k = 0; k < 3; ++k) {
@@ -247,7 +247,7 @@ TEST(GradientsAreAverages, OfAllPassesWhereStepsDoNotZeroThem) {
 TEST(GradientsAreAverages, OfAllPassesWhereSomeRunUnderNoSync) {
   for (const bool sync_first : {false, true}) {
     expect_as_alone(sgd(), [sync_first](Training& training) {
-      GradScaler scaler(GradScalerOptions().init_scale(1024));
+      GradScaler scaler({.init_scale = 1024});
       for (int64_t i = 0; i < 4; ++i) {
         training.net->zero_grad();
         if (sync_first) scaler.scale(loss_of(training.net, 3 * i)).backward();
@@ -324,16 +324,16 @@ TEST(GradientsAreAverages, ForLibtorchsOptimizersThroughTheScaler) {
                               [](Training& training, GradScaler& scaler) {
                                 scaler.step(*training.optimizer, mezzo::StepOptions{});
                               },
-                              GradScalerOptions().enabled(enabled)));
+                              LossScaleOptions{.enabled = enabled}));
     expect_as_alone(make, scaled_loop([](Training& training,
                                          GradScaler& scaler) { scaler.step(*training.optimizer); },
-                                      GradScalerOptions().enabled(enabled)));
+                                      LossScaleOptions{.enabled = enabled}));
     expect_as_alone(make, scaled_loop(
                               [](Training& training, GradScaler& scaler) {
                                 auto& own = static_cast<torch::optim::SGD&>(*training.optimizer);
                                 scaler.step(own, nullptr);
                               },
-                              GradScalerOptions().enabled(enabled)));
+                              LossScaleOptions{.enabled = enabled}));
   }
 }
 
@@ -355,7 +355,7 @@ TEST(GradientsAreAverages, ForTwoOptimizersAlike) {
                                  training.note(scaler.step(*training.optimizer, {.max_norm = 0.5}));
                                  training.note(scaler.step(other, {.max_norm = 0.5}));
                                },
-                               GradScalerOptions().init_scale(1024).enabled(enabled)));
+                               LossScaleOptions{.init_scale = 1024, .enabled = enabled}));
   }
 }
 
@@ -381,7 +381,7 @@ TEST(GradientsAreAverages, OnTheirWayToMasterWeights) {
   with_masters.weight_storage(mezzo::optim::WeightStorage::master);
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     for (const auto& step : {step_and_clip, unscale_clip_and_step}) {
-      const Loop loop = scaled_loop(step, GradScalerOptions().init_scale(16));
+      const Loop loop = scaled_loop(step, {.init_scale = 16});
       expect_as_alone(made_of<mezzo::optim::SGD>(with_masters), loop, dtype);
       const MakeOptimizer inner = made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-2));
       const auto around = [](const Loop& of_masters) -> Loop {
@@ -431,7 +431,7 @@ TEST(GradientsAreAverages, AndClippingThemBeforeTheyAreUnscaledIsNoticed) {
     const test_support::Warnings warnings;
     const Loop loop = [](Training& training) {
       mezzo::Telemetry telemetry;
-      GradScaler scaler(GradScalerOptions().init_scale(1024));
+      GradScaler scaler({.init_scale = 1024});
       for (int64_t i = 0; i < 12; ++i) {
         training.net->zero_grad();
         scaler.scale(loss_of(training.net, i)).backward();

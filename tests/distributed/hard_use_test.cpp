@@ -33,7 +33,6 @@ using mezzo::DataParallel;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 
 std::string hard_error(const std::function<void()>& call) {
   try {
@@ -188,7 +187,7 @@ const mezzo::optim::SGDOptions kSgd = mezzo::optim::SGDOptions(1e-2).momentum(0.
 TEST(HardUse, APassAfterUnscaleIsDividedForAnOptimizerOfLibtorch) {
   expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>&, int) {
     torch::optim::SGD optimizer(net->parameters(), 1e-2);
-    GradScaler scaler(GradScalerOptions().init_scale(1.0).growth_interval(1000));
+    GradScaler scaler({.init_scale = 1.0, .growth_interval = 1000});
     for (int64_t i = 0; i < 3; ++i) {
       net->zero_grad();
       scaler.scale(net->loss(2 * i)).backward();
@@ -203,7 +202,7 @@ TEST(HardUse, APassAfterUnscaleIsDividedForAnOptimizerOfLibtorch) {
 TEST(HardUse, AScaleThatUndoesTheNumberOfRanksDividesAllTheSame) {
   expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>&, int) {
     torch::optim::SGD optimizer(net->parameters(), 1e-3);
-    GradScaler scaler(GradScalerOptions().init_scale(0.5).growth_interval(1000));
+    GradScaler scaler({.init_scale = 0.5, .growth_interval = 1000});
     for (int64_t i = 0; i < 3; ++i) {
       scaler.scale(net->loss(i)).backward();  // onto what the step before left
       scaler.step(optimizer, {.max_norm = 1e9, .zero_grad = false});
@@ -245,7 +244,7 @@ TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
         ddp.reset(
             new HardDdp(net, alike_ranks(ranks), mezzo::DataParallelOptions{.bucket_bytes = 128}));
       }
-      GradScaler scaler(GradScalerOptions().enabled(false));
+      GradScaler scaler({.enabled = false});
       scaler.step(optimizer, {.max_norm = 0.5, .zero_grad = false});
     }
   });

@@ -56,7 +56,7 @@ template <class Forward>
 void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
            torch::nn::Sequential model, torch::optim::Optimizer& optimizer,
            const Forward& forward) {
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(64).growth_interval(10));
+  mezzo::GradScaler scaler({.init_scale = 64, .growth_interval = 10});
   int64_t step = 0;
   mezzo::TrainingState state;
   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);

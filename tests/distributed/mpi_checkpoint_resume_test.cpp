@@ -120,7 +120,7 @@ class EachRanksTraining {
   int rank_;
 
  public:
-  mezzo::GradScaler scaler{mezzo::GradScalerOptions().init_scale(8).growth_interval(3)};
+  mezzo::GradScaler scaler{{.init_scale = 8, .growth_interval = 3}};
   Way way;
   mezzo::LinearSchedule schedule{way.optimizer, {.warmup_steps = 3, .total_steps = 40}};
   int64_t position = 0;

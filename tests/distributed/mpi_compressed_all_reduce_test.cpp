@@ -170,7 +170,7 @@ TEST(CompressedAllReduce, TheCheckAfterItFindsWhatOverflowedAndWhatWasInfOnOneRa
       const GradAllReduce all_reduce(buckets, world,
                                      {.compress_dtype = at::kHalf, .error_feedback = feedback});
       torch::optim::SGD optimizer({weight}, 0.1);
-      mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4.0));
+      mezzo::GradScaler scaler({.init_scale = 4.0});
       scaler.on_skip(nullptr);
       const at::Tensor factor = at::full({40}, 0.25F);
       // An average that overflows in half alone takes all ranks; an inf or NaN one.

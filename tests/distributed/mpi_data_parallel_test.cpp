@@ -91,7 +91,7 @@ Trained train(Ranks world, const MakesOptimizer& make) {
   WithoutNorm model;
   DataParallel ddp(model, world, {.bucket_bytes = 128});
   const auto optimizer = make(model);
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(256));
+  mezzo::GradScaler scaler({.init_scale = 256});
   Trained trained;
   for (int64_t step = 0; step < 6; ++step) {
     ddp->zero_grad();
@@ -111,7 +111,7 @@ Trained train(Ranks world, const MakesOptimizer& make) {
 
 /// One process with the whole batches, each at once.
 Trained train_on_whole_batches(torch::optim::Optimizer& optimizer, WithoutNorm model) {
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(256));
+  mezzo::GradScaler scaler({.init_scale = 256});
   Trained trained;
   for (int64_t step = 0; step < 6; ++step) {
     model->zero_grad();

@@ -31,7 +31,7 @@ using distributed_test::Ranks;
 using distributed_test::ReduceOp;
 using mezzo::DataParallel;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
+using mezzo::LossScaleOptions;
 
 /// Of `left` and `right` a forward uses one, or both.
 struct DecidedImpl : torch::nn::Module {
@@ -70,7 +70,7 @@ struct Run {
   int64_t iterations = 10;
   OptimizerFor optimizer = made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2));
   StepWith step = clip_and_step;
-  GradScalerOptions scaler = GradScalerOptions().init_scale(1024).growth_interval(3);
+  LossScaleOptions scaler{.init_scale = 1024, .growth_interval = 3};
   int64_t bucket_bytes = 128;
   bool ranks_differ = false;  ///< in their batches, and in what they use of the model
 };
@@ -220,7 +220,7 @@ TEST(MpiOneDecision, HoldsForStepsInAllForms) {
 
 TEST(MpiOneDecision, CountsHysteresisAlikeOnAllRanks) {
   const auto options =
-      GradScalerOptions().init_scale(1024).growth_interval(3).hysteresis(3).min_scale(64);
+      LossScaleOptions{.init_scale = 1024, .growth_interval = 3, .min_scale = 64, .hysteresis = 3};
   expect_decided_as_one({.iterations = 20, .scaler = options});
   expect_decided_as_one({.iterations = 20, .scaler = options, .ranks_differ = true});
 }
@@ -232,7 +232,7 @@ bool overflows(Ranks world, bool average) {
   DataParallel ddp(model, world, {.all_reduce = {.average = average}});
   const auto options = mezzo::optim::SGDOptions(1e-5);
   mezzo::optim::SGD optimizer(ddp->parameters(), options);
-  GradScaler scaler(GradScalerOptions().init_scale(1).allow_fp16_gradients(true));
+  GradScaler scaler({.init_scale = 1, .allow_fp16_gradients = true});
   scaler.on_skip(nullptr);
   (scaler.scale(weight.to(at::kFloat)) * 40000.).sum().backward();
   const auto result = scaler.step(optimizer, {.max_norm = 1e9});

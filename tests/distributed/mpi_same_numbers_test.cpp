@@ -101,7 +101,7 @@ at::Tensor loss_of(Sequential model, const Batch& batch, Level level) {
 template <class Optimizer, class NoSync>
 void train(Sequential model, Optimizer& optimizer, const Case& of, int rank, int ranks,
            const NoSync& no_sync) {
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1024).growth_interval(60));
+  mezzo::GradScaler scaler({.init_scale = 1024, .growth_interval = 60});
   for (const Batch& batch : make_batches()) {
     model->zero_grad();
     for (int64_t i = 0; i < of.micro_batches; ++i) {

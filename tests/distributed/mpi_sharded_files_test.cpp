@@ -211,6 +211,43 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
   }
 }
 
+/// Of rank 0's file for all, and of each rank's own.
+TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
+  Communicator ranks = world();
+  Model model;
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.5), kSmallBuckets);
+  optimizer.set_lr_factors({1., 0.5, 0.25});
+  train(model, optimizer, 0, 2);
+  optimizer.show_lrs(2);
+  const std::string own = archive_of(optimizer);
+  for (const std::string& file : {own, from_rank_0(own)}) {
+    ShardedOptimizer<AdamW> loaded(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+    loaded.set_lr_factors({1., 0.5, 0.25});
+    load_archive(loaded, file);
+    EXPECT_EQ(loaded.base_lrs(), std::vector<double>{0.5});
+    EXPECT_EQ(loaded.param_groups()[0].options().get_lr(), 0.125);
+    EXPECT_EQ(loaded.applied_steps(), 2);
+  }
+}
+
+/// Buckets of gradients are of float, and the moments have more bits.
+TEST(ShardedFiles, MomentsInDoubleAreGatheredInDouble) {
+  Communicator ranks = world();
+  if ((ranks.size() & (ranks.size() - 1)) != 0) GTEST_SKIP() << "1/N is rounded";
+  const at::Tensor weight = torch::zeros({301}, at::kDouble).requires_grad_();
+  const at::Tensor alone = torch::zeros({301}, at::kDouble).requires_grad_();
+  for (const at::Tensor& one : {weight, alone}) one.set_grad_dtype(at::kFloat);
+  ShardedOptimizer<AdamW> sharded({weight}, ranks, AdamWOptions(0.01));
+  AdamW whole({alone}, AdamWOptions(0.01));
+  for (const at::Tensor& one : {weight, alone}) one.sum().backward();
+  sharded.step();
+  whole.step();
+  const at::Tensor other = torch::zeros({301}, at::kDouble).requires_grad_();
+  AdamW loaded({other}, AdamWOptions(0.01));
+  load_archive(loaded, from_rank_0(archive_of(sharded)));
+  expect_same_state(*state_of(loaded, other), *state_of(whole, alone));
+}
+
 TEST(ShardedFiles, LibtorchsFileCanBeRead) {
   Communicator ranks = world();
   Model alone;

@@ -19,6 +19,7 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../support/error_of.h"
@@ -29,7 +30,6 @@ namespace {
 
 using mezzo::Communicator;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
@@ -46,6 +46,12 @@ using Sharded = ShardedOptimizer<AdamW>;
 static_assert(mezzo::detail::StepsElementByElement<AdamW>);
 static_assert(!mezzo::detail::StepsElementByElement<mezzo::optim::LAMB>);
 static_assert(!mezzo::detail::StepsElementByElement<torch::optim::AdamW>);
+/// Which would train this rank's slices and leave the other ranks behind.
+template <class Optimizer>
+concept StepsWithAten = requires(Optimizer& optimizer, mezzo::StepPlan plan) {
+  optimizer.apply_with_aten(std::move(plan));
+};
+static_assert(StepsWithAten<AdamW> && !StepsWithAten<Sharded>);
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 at::Tensor own_loss(Model model, const sharded_test::Batch& batch, Communicator& ranks) {
@@ -108,7 +114,7 @@ TEST(ShardedTraining, ClipsByTheNormOfTheWholeAverage) {
   Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
-  GradScaler scaler(GradScalerOptions().init_scale(8.));
+  GradScaler scaler({.init_scale = 8.});
   // Averages are (ranks + 1) / 2 everywhere.
   scaler.scale((weight * (ranks.rank() + 1)).sum()).backward();
   const auto result = scaler.step(optimizer, {.max_norm = 2.});
@@ -122,7 +128,7 @@ TEST(ShardedTraining, ADisabledScalerClipsToo) {
   Communicator ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
-  GradScaler scaler(GradScalerOptions().enabled(false));
+  GradScaler scaler({.enabled = false});
   (weight * (ranks.rank() + 1)).sum().backward();
   const auto result = scaler.step(optimizer, {.max_norm = 2.});
   const double norm = (ranks.size() + 1) / 2. * std::sqrt(301.);
@@ -137,7 +143,7 @@ TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
     model->to(dtype);
     Sharded optimizer(model->parameters(), ranks,
                       AdamWOptions(0.01).weight_storage(WeightStorage::master), kSmallBuckets);
-    GradScaler scaler(GradScalerOptions().init_scale(1024.));
+    GradScaler scaler({.init_scale = 1024.});
     scaler.on_skip(nullptr);
     int number = 0;
     for (const auto& batch : batches(10, dtype)) {
@@ -173,7 +179,7 @@ TEST(ShardedTraining, AnOverflowOfTheSumItselfIsFound) {
   if (ranks.size() == 1) GTEST_SKIP() << "takes two ranks";
   const at::Tensor weight = torch::zeros({301}, at::kHalf).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(1.).weight_storage(WeightStorage::master));
-  GradScaler scaler(GradScalerOptions().init_scale(1024.));
+  GradScaler scaler({.init_scale = 1024.});
   scaler.on_skip(nullptr);
   at::Tensor factor = torch::ones({301});
   factor[300] = 40.;  // 40 * 1024 is finite in half, and twice that is not
@@ -291,8 +297,8 @@ TEST(ShardedTraining, DtypesGoTogether) {
   };
   Sharded optimizer(sharded, ranks, options, kSmallBuckets);
   AdamW whole(alone, options);
-  GradScaler scaler(GradScalerOptions().init_scale(8.));
-  GradScaler scaler_alone(GradScalerOptions().init_scale(8.));
+  GradScaler scaler({.init_scale = 8.});
+  GradScaler scaler_alone({.init_scale = 8.});
   for (int i = 0; i < 3; ++i) {
     backward(scaler, sharded, 2. * (ranks.rank() + 1));
     backward(scaler_alone, alone, ranks.size() + 1.);
@@ -314,7 +320,7 @@ TEST(ShardedTraining, ARankWithoutAnyPartGoesAlong) {
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   optimizer.set_lr_factors({1., 0.5, 0.25});
-  GradScaler scaler(GradScalerOptions().init_scale(8.));
+  GradScaler scaler({.init_scale = 8.});
   for (int i = 0; i < 3; ++i) {
     optimizer.zero_grad();
     scaler.scale(weight.sum()).backward();
@@ -335,7 +341,7 @@ TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   for (const bool enabled : {true, false}) {
-    GradScaler scaler(GradScalerOptions().enabled(enabled));
+    GradScaler scaler({.enabled = enabled});
     optimizer.zero_grad();
     scaler.scale(own_loss(model, batches(1)[0], ranks)).backward();
     const std::string wanted = "use scaler.step(optimizer, {.max_norm = ...})";
@@ -391,6 +397,8 @@ TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
   own_loss(model, batches(1)[0], ranks).backward();
   model->frozen.set_requires_grad(true);
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("was frozen when the optimizer"));
+  torch::serialize::OutputArchive file;
+  optimizer.save(file);  // for the optimizer that is to train it
   model->frozen.set_requires_grad(false);
   const at::Tensor last = optimizer.param_groups()[0].params().back();
   optimizer.param_groups()[0].params().pop_back();
@@ -400,6 +408,11 @@ TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
   optimizer.add_param_group(
       torch::optim::OptimizerParamGroup({torch::zeros({3}).requires_grad_()}));
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("another parameter"));
+  EXPECT_THAT(error_of([&] {
+                torch::serialize::OutputArchive archive;
+                optimizer.save(archive);
+              }),
+              HasSubstr("another parameter"));
 
   Model moved;
   Sharded before_the_cast(moved->parameters(), ranks, AdamWOptions(0.01));
@@ -515,6 +528,36 @@ TEST(ShardedTraining, AModelThatIsLoadedCounts) {
     torch::save(other, file);
     torch::load(model, file);
   });
+}
+
+/// Users find, read and drop the state of a parameter as with any optimizer.
+TEST(ShardedTraining, TheStateOfASliceIsKeptAsItsParameters) {
+  Communicator ranks = world();
+  const at::Tensor weight = torch::zeros({301}).requires_grad_();
+  Sharded optimizer({weight}, ranks, AdamWOptions(0.01));
+  const auto step = [&] {
+    optimizer.zero_grad();
+    weight.sum().backward();
+    optimizer.step();
+    const auto found = optimizer.state().find(weight.unsafeGetTensorImpl());
+    return found == optimizer.state().end()
+               ? nullptr
+               : static_cast<mezzo::optim::AdamWParamState*>(found->second.get());
+  };
+  (void)step();
+  const auto* const state = step();
+  const at::Tensor elements = at::tensor({state == nullptr ? 0 : state->exp_avg().numel()});
+  ranks.all_reduce(elements, mezzo::Reduction::sum).wait();
+  EXPECT_EQ(elements.item<int64_t>(), 301);
+  if (state != nullptr) {
+    EXPECT_EQ(state->step(), 2);
+  }
+  optimizer.state().erase(weight.unsafeGetTensorImpl());
+  const auto* const anew = step();
+  if (anew == nullptr) return;
+  EXPECT_EQ(anew->step(), 1);
+  optimizer.state()[weight.unsafeGetTensorImpl()] = std::make_unique<mezzo::optim::SGDParamState>();
+  EXPECT_THAT(error_of([&] { (void)optimizer.bytes(); }), HasSubstr("is another optimizer's"));
 }
 
 /// Bytes a rank keeps for 20,000 parameters, in tensors of which none is a multiple of 64 bytes.

@@ -53,7 +53,16 @@ extern mezzo::DataParallel<Net> ddp;
 
 extern std::int64_t step, epoch, accumulate;
 
-// Pages with a batch of their own.
+// Pages with names of their own.
+namespace page_cuda {
+struct Graph {
+  void capture_begin();
+  void capture_end();
+  void replay();
+};
+extern Graph graph;
+mezzo::StepResult iterate();
+}  // namespace page_cuda
 namespace page_diagnosis {
 struct Batch {
   torch::Tensor x, y;

@@ -353,12 +353,11 @@ class Subject {
 };
 
 inline mezzo::GradScaler make_scaler(const Case& of) {
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions()
-                               .init_scale(of.init_scale)
-                               .growth_interval(5)
-                               .hysteresis(of.hysteresis)
-                               .enabled(of.way != Way::disabled)
-                               .allow_fp16_gradients(of.weights.storage == WeightStorage::plain));
+  mezzo::GradScaler scaler({.init_scale = of.init_scale,
+                            .growth_interval = 5,
+                            .enabled = of.way != Way::disabled,
+                            .hysteresis = of.hysteresis,
+                            .allow_fp16_gradients = of.weights.storage == WeightStorage::plain});
   scaler.on_skip(nullptr);
   return scaler;
 }

@@ -51,7 +51,7 @@ class Training {
   mezzo::GradBuckets buckets_{std::vector<at::Tensor>{weight_}};
   mezzo::optim::AdamW optimizer_{{weight_}, mezzo::optim::AdamWOptions(0.01)};
   mezzo::Ema ema_{std::vector<at::Tensor>{weight_}, mezzo::EmaOptions{}};
-  mezzo::GradScaler scaler_{mezzo::GradScalerOptions().init_scale(1024)};
+  mezzo::GradScaler scaler_{{.init_scale = 1024}};
 };
 
 std::optional<mezzo::Autocast<at::kCPU>> region;
@@ -96,7 +96,7 @@ C10_EXPORT bool is_own(torch::optim::Optimizer& optimizer) {
 /// One step by this library's scaler with an optimizer of any library's: its parameter's gradient
 /// is the scale itself.
 C10_EXPORT void step_by_scaler(torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1024));
+  mezzo::GradScaler scaler({.init_scale = 1024});
   (void)scaler.scale(at::ones({}));
   parameter.mutable_grad() = at::full_like(parameter, 1024);
   scaler.step(optimizer);

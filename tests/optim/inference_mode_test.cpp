@@ -113,7 +113,7 @@ TYPED_TEST(StepUnderInference, TakesGradientsThatWereMadeThere) {
   for (const bool is_dense : {true, false}) {
     const auto parameter = torch::ones({kWeights, 2}).requires_grad_();
     typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
-    mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(1.F));
+    mezzo::GradScaler scaler({.init_scale = 1.F});
     (void)scaler.scale(torch::ones({}));
     {
       const c10::InferenceMode inference;
@@ -203,7 +203,7 @@ TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
   const auto dense = torch::ones({kWeights}).requires_grad_();
   const auto with_gaps = torch::ones({kWeights, 2}).requires_grad_();
   mezzo::optim::AdamW optimizer({dense, with_gaps});
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4.F));
+  mezzo::GradScaler scaler({.init_scale = 4.F});
   (void)scaler.scale(torch::ones({}));
   {
     const c10::InferenceMode inference;
@@ -220,7 +220,7 @@ TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
 TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
   const auto parameter = torch::ones({kWeights}).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter});
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4.F).growth_interval(1));
+  mezzo::GradScaler scaler({.init_scale = 4.F, .growth_interval = 1});
   const auto step = [&] {
     parameter.mutable_grad() = torch::ones({kWeights});
     EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true}).ran());

@@ -225,7 +225,7 @@ TEST(LAMB, UnderAScalerStepsAsWithoutAndLeavesAllBitsWhenItSkips) {
   const auto y = x.clone();
   LAMB scaled({x}, LAMBOptions(1e-2));
   LAMB plain({y}, LAMBOptions(1e-2));
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4));
+  mezzo::GradScaler scaler({.init_scale = 4});
   scaler.on_skip(nullptr);
   for (const bool is_bad : {false, true, false}) {
     const auto gradient = torch::randn({20000});  // of a norm of 140 or so

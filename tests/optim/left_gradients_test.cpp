@@ -110,7 +110,7 @@ class LeftGradients : public testing::TestWithParam<LeftGradientsCase> {
     }
   }
 
-  mezzo::GradScaler scaler_{mezzo::GradScalerOptions().init_scale(48)};
+  mezzo::GradScaler scaler_{{.init_scale = 48}};
   std::vector<torch::Tensor> parameters_;
   std::optional<OwnedOptimizer> optimizer_;
 };

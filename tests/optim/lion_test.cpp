@@ -113,7 +113,7 @@ TEST(Lion, TakesThePapersStepsAndGoesOnAfterAReload) {
 TEST(Lion, SkipsAndStepsUnderAScaler) {
   const auto x = torch::zeros({2});
   Lion optimizer({x}, LionOptions(0.5));
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4));
+  mezzo::GradScaler scaler({.init_scale = 4});
   scaler.on_skip(nullptr);
   for (const float gradient : {std::numeric_limits<float>::infinity(), 8.0F}) {
     (void)scaler.scale(torch::zeros({}));

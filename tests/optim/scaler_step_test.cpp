@@ -21,14 +21,14 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
+using mezzo::LossScaleOptions;
 using mezzo::StepOptions;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-GradScaler quiet_scaler(const GradScalerOptions& options = GradScalerOptions().init_scale(1024)) {
+GradScaler quiet_scaler(const LossScaleOptions& options = {.init_scale = 1024}) {
   GradScaler scaler(options);
   scaler.on_skip(nullptr);
   return scaler;
@@ -63,7 +63,7 @@ template <class Optimizer, class Step>
 Record hundred_steps(Optimizer make_optimizer, const Step& step) {
   Record run;
   auto optimizer = make_optimizer(run.parameters);
-  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(1024).growth_interval(7));
+  GradScaler scaler = quiet_scaler({.init_scale = 1024, .growth_interval = 7});
   std::mt19937 random(3);
   for (int i = 0; i < 100; ++i) {
     (void)scaler.scale(torch::zeros({}));
@@ -232,7 +232,7 @@ TEST_F(OneFusedStep, ChecksOnceMoreAfterUnscale) {
 }
 
 TEST_F(OneFusedStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) {
-  GradScaler trusting = quiet_scaler(GradScalerOptions().init_scale(1024).recheck(false));
+  GradScaler trusting = quiet_scaler({.init_scale = 1024, .recheck = false});
   (void)trusting.scale(torch::zeros({}));
   set_gradient({3, 4});
   trusting.unscale_(optimizer_);
@@ -285,7 +285,7 @@ TEST_F(OneFusedStep, RefusesClosuresAndNormsThatAreNotPositive) {
 }
 
 TEST_F(OneFusedStep, ADisabledScalerClipsClearsAndSteps) {
-  GradScaler disabled(GradScalerOptions().enabled(false));
+  GradScaler disabled({.enabled = false});
   const auto y = torch::zeros({2}).requires_grad_();
   y.mutable_grad() = torch::tensor({3.0F, 4.0F});
   x_.mutable_grad() = torch::tensor({3.0F, 4.0F});
@@ -306,7 +306,7 @@ TEST_F(OneFusedStep, ADisabledScalerClipsClearsAndSteps) {
 }
 
 TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
-  GradScaler disabled(GradScalerOptions().enabled(false));
+  GradScaler disabled({.enabled = false});
   x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ran());
@@ -316,7 +316,7 @@ TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
 }
 
 TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
-  GradScaler disabled(GradScalerOptions().enabled(false));
+  GradScaler disabled({.enabled = false});
   const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ran());
   EXPECT_EQ(result.grad_norm(), std::nullopt);
@@ -375,7 +375,7 @@ TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
   const auto ours = double_parameter(), theirs = double_parameter();
   mezzo::optim::SGD fused({ours}, mezzo::optim::SGDOptions(1.0));
   torch::optim::SGD plain({theirs}, torch::optim::SGDOptions(1.0));
-  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  GradScaler scaler = quiet_scaler({.init_scale = 4});
   (void)scaler.scale(torch::zeros({}));
   scaler.step(fused, {.max_norm = 1.0});
   scaler.step(plain, {.max_norm = 1.0});
@@ -387,7 +387,7 @@ TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
 TEST(ScalerStepWithOptions, SkipsThoughTheGradientsHaveGoneSinceTheInfWasFound) {
   const auto x = torch::ones({1}).requires_grad_();
   mezzo::optim::SGD optimizer({x}, mezzo::optim::SGDOptions(1.0));
-  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  GradScaler scaler = quiet_scaler({.init_scale = 4});
   (void)scaler.scale(torch::zeros({}));
   x.mutable_grad() = torch::full({1}, 4.0F);
   scaler.step(optimizer, {});

@@ -61,7 +61,7 @@ TEST(StepPlan, IsReadOnceForAVerdict) {
 TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
   const auto ours = with_gradient({3, -7, 11}), theirs = with_gradient({3, -7, 11});
   AdamW left({ours}, AdamWOptions(0.1)), right({theirs}, AdamWOptions(0.1));
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4));
+  mezzo::GradScaler scaler({.init_scale = 4});
   (void)scaler.scale(torch::zeros({}));
   for (int i = 0; i < 3; ++i) {
     auto plan = left.plan();

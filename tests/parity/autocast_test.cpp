@@ -215,7 +215,7 @@ void expect_right_gradients(const CachedOps& ops, ScalarType of_weight,
   const auto weight =
       torch::arange(ops.shape[0] * ops.shape[1]).view(ops.shape).to(of_weight).requires_grad_();
   torch::optim::SGD optimizer({weight}, 1.0);
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
+  mezzo::GradScaler scaler({.init_scale = 4, .allow_fp16_gradients = true});
   const auto loss_of = [&] {
     AutocastSetting with_cache = setting;
     if (cache) with_cache.cache = *cache;

@@ -19,7 +19,6 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using torch::Tensor;
 
 /// Layer-wise adaptive rate clipping (You et al. 2017) around an optimizer of libtorch's.
@@ -83,7 +82,7 @@ TEST_P(LarcIn, AnyDtypeStepsAloneAsAtO0AndO3) {
 TEST_P(LarcIn, AnyDtypeSeesTrueGradientsUnderAScaler) {
   const auto weight = weight_in(GetParam());
   auto optimizer = larc(weight);
-  GradScaler scaler(GradScalerOptions().init_scale(1024).allow_fp16_gradients(true));
+  GradScaler scaler({.init_scale = 1024, .allow_fp16_gradients = true});
   scaler.on_skip(nullptr);
   scaler.scale(loss_of(weight)).backward();
   EXPECT_TRUE(scaler.step(optimizer).ran());
@@ -100,7 +99,7 @@ TEST_P(LarcIn, MastersOfAnyDtypeStepInFloatAsAtO2) {
   const auto weight = weight_in(GetParam());
   auto inner = larc(weight);
   mezzo::MasterWeights optimizer(inner);
-  GradScaler scaler(GradScalerOptions().init_scale(1024));
+  GradScaler scaler({.init_scale = 1024});
   scaler.on_skip(nullptr);
   scaler.scale(loss_of(weight)).backward();
   EXPECT_TRUE(scaler.step(optimizer).ran());
@@ -112,7 +111,7 @@ TEST_P(LarcIn, MastersOfAnyDtypeMayBeClippedBefore) {
   const auto weight = weight_in(GetParam());
   auto inner = larc(weight);
   mezzo::MasterWeights optimizer(inner);
-  GradScaler scaler(GradScalerOptions().init_scale(1024));
+  GradScaler scaler({.init_scale = 1024});
   scaler.scale(loss_of(weight)).backward();
   const auto norm = mezzo::clip_grad_norm_(scaler, optimizer, 0.01);
   EXPECT_NEAR(norm.item<double>(), std::sqrt(2.0), 1e-6);

@@ -26,7 +26,7 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
+using mezzo::LossScaleOptions;
 using test_support::quiet_scaler;
 using torch::Tensor;
 using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
@@ -103,8 +103,8 @@ struct Iteration {
 using Iterate = std::function<void(Side&, const Iteration&)>;
 
 GradScaler torchs_scaler(bool enabled = true) {
-  GradScaler scaler(
-      GradScalerOptions().init_scale(128).growth_factor(2).growth_interval(1).enabled(enabled));
+  GradScaler scaler(LossScaleOptions{
+      .init_scale = 128, .growth_factor = 2, .growth_interval = 1, .enabled = enabled});
   scaler.on_skip(nullptr);
   return scaler;
 }
@@ -337,7 +337,7 @@ TEST(TorchScaling, FusedOptimizersTrainAsPlainOnes) {
       torch::manual_seed(9);
       Pair pair(plain);
       pair.scaling.optimizer = fused(pair.scaling.model->parameters());
-      GradScaler scaler(GradScalerOptions().init_scale(128));
+      GradScaler scaler({.init_scale = 128});
       for (int i = 0; i < kBatches; ++i) {
         const Batch batch;
         for (Side* side : {&pair.control, &pair.scaling}) {
@@ -365,7 +365,7 @@ void break_between_unscale_and_step(const MakeOptimizer& make, bool recheck, boo
   torch::manual_seed(10);
   Pair pair(make);
   Side& side = pair.scaling;
-  GradScaler scaler(GradScalerOptions().init_scale(128).recheck(recheck));
+  GradScaler scaler({.init_scale = 128, .recheck = recheck});
   scaler.on_skip(nullptr);
   for (int i = 0; i < kBatches; ++i) {
     const Batch batch;
@@ -399,7 +399,7 @@ TEST(TorchScaling, TheScaleDoesNotOverflow) {
   torch::manual_seed(11);
   torch::nn::Linear model(5, 1);
   torch::optim::Adam optimizer(model->parameters());
-  GradScaler scaler(GradScalerOptions().growth_interval(1).growth_factor(16).init_scale(1e38));
+  GradScaler scaler({.init_scale = 1e38, .growth_factor = 16, .growth_interval = 1});
   scaler.on_skip(nullptr);
   const auto target = 1e-30 * torch::randn({1, 1});
   scaler.scale((model->forward(torch::randn({1, 5})) - target).pow(2).mean()).backward();
@@ -412,7 +412,7 @@ TEST(TorchScaling, TheScaleDoesNotOverflow) {
 TEST(TorchScaling, HasTheScalesOfTheGraphedLoop) {
   const auto weight = torch::ones({100}).requires_grad_();
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.1));
-  GradScaler scaler(GradScalerOptions().init_scale(4).growth_interval(2));
+  GradScaler scaler({.init_scale = 4, .growth_interval = 2});
   scaler.on_skip(nullptr);
   const std::vector<float> inputs{5, 20000, 5, 40000}, scales{4, 2, 2, 1}, trackers{1, 0, 1, 0},
       gradients{5 * 4, kInfinity, 5 * 2, kInfinity};
@@ -445,7 +445,7 @@ class TorchUnscale : public testing::TestWithParam<torch::ScalarType> {
       parameters.back().mutable_grad() = gradient;
     }
     auto optimizer = test_support::sgd(parameters);
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
+    auto scaler = quiet_scaler({.init_scale = 4, .allow_fp16_gradients = true});
     scaler.unscale_(optimizer);
     for (const auto& parameter : parameters) {
       EXPECT_TRUE(expected || parameter.grad().eq(1).all().item<bool>());
@@ -491,7 +491,7 @@ TEST_P(TorchUnscale, CoalescesSparseGradients) {
     const auto weight = torch::zeros({2, 3}, gradient.scalar_type());
     weight.mutable_grad() = gradient;
     auto optimizer = test_support::sgd({weight});
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
+    auto scaler = quiet_scaler({.init_scale = 4, .allow_fp16_gradients = true});
     scaler.unscale_(optimizer);
     if (gradient.to(torch::kFloat).to_dense().isfinite().all().item<bool>()) {
       EXPECT_TRUE(torch::equal(weight.grad().to_dense() * 4, gradient.to_dense()));
@@ -511,7 +511,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, TorchUnscale,
                          [](const auto& dtype) { return std::string(toString(dtype.param)); });
 
 TEST(TorchScale, ScalesNestedOutputs) {
-  GradScaler scaler(GradScalerOptions().init_scale(2));
+  GradScaler scaler({.init_scale = 2});
   const auto four = [] { return torch::full({1}, 4.0F); };
   const auto outputs =
       scaler.scale(std::make_tuple(four(), std::make_pair(four(), four()),
@@ -524,10 +524,10 @@ TEST(TorchScale, ScalesNestedOutputs) {
 
 TEST(TorchStateDict, ReplacesEverySettingBeforeAndAfterTheFirstScale) {
   for (const bool lazy : {true, false}) {
-    const GradScaler source(
-        GradScalerOptions().init_scale(3).growth_factor(4).backoff_factor(.5).growth_interval(2));
-    GradScaler target(
-        GradScalerOptions().init_scale(6).growth_factor(7).backoff_factor(.8).growth_interval(1));
+    const GradScaler source(LossScaleOptions{
+        .init_scale = 3, .growth_factor = 4, .backoff_factor = .5, .growth_interval = 2});
+    GradScaler target(LossScaleOptions{
+        .init_scale = 6, .growth_factor = 7, .backoff_factor = .8, .growth_interval = 1});
     auto other = target.state_dict();
     other["_growth_tracker"] = 7;
     target.load_state_dict(other);

@@ -34,7 +34,6 @@ namespace {
 using mezzo::AnyOptimizer;
 using mezzo::GradBuckets;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::optim::WeightStorage;
 using test_support::error_of;
 using testing::HasSubstr;
@@ -267,7 +266,7 @@ struct Trained {
   torch::ScalarType dtype;
   std::vector<Tensor> parameters;
   Stepper stepper;
-  GradScaler scaler{GradScalerOptions().init_scale(kLossScale)};
+  GradScaler scaler{{.init_scale = kLossScale}};
 };
 
 void expect_same_weights(const std::vector<Tensor>& now, const std::vector<Tensor>& then) {
@@ -485,7 +484,7 @@ TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
     EXPECT_THAT(made, HasSubstr("parameter"));
     return;
   }
-  GradScaler scaler(GradScalerOptions().init_scale(kLossScale));
+  GradScaler scaler({.init_scale = kLossScale});
   (void)scaler.scale(torch::zeros({}));
   EXPECT_NO_THROW(stepper.any().step());
   EXPECT_THAT(error_of([&] { stepper.step(scaler); }),
@@ -493,7 +492,7 @@ TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
   EXPECT_THAT(error_of([&] { scaler.update(); }), HasSubstr("No inf checks were recorded"));
   EXPECT_FALSE(bytes_of(stepper.any()).empty());
   // torch's clip_grad_norm_ of no gradient is 0.
-  GradScaler clipping(GradScalerOptions().init_scale(kLossScale));
+  GradScaler clipping({.init_scale = kLossScale});
   (void)clipping.scale(torch::zeros({}));
   EXPECT_EQ(mezzo::clip_grad_norm_(clipping, stepper.any(), 1.0).item<float>(), 0.0F);
   EXPECT_NO_THROW(mezzo::clip_grad_value_(clipping, stepper.any(), 1.0));

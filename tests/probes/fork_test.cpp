@@ -44,7 +44,7 @@ class ForkedTraining {
   Tensor batch_ = torch::randn({8, 64});
   mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
   mezzo::optim::AdamW optimizer_{model_->parameters(), mezzo::optim::AdamWOptions(1e-2)};
-  mezzo::GradScaler scaler_{mezzo::GradScalerOptions().init_scale(1024)};
+  mezzo::GradScaler scaler_{{.init_scale = 1024}};
 };
 
 enum class Ended { well, badly, refused };

@@ -241,7 +241,7 @@ constexpr double kScale = 1024;
 void expect_scaler_makes_no_difference(const MakeOptimizer& make, const Change& change,
                                        bool is_changed_after_unscale) {
   Training plain(make), scaled(make);
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions().init_scale(kScale));
+  mezzo::GradScaler scaler({.init_scale = kScale});
   for (int step = 0; step < 6; ++step) {
     plain.set_gradients(step);
     change.apply(plain, step);

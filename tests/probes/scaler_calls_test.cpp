@@ -24,7 +24,6 @@ namespace {
 
 using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using test_support::error_of;
 using test_support::parameter;
 using test_support::quiet_scaler;
@@ -56,7 +55,7 @@ class ScalerCallProbes : public testing::Test {
 /// `optimizer` trains `x` and `y`, both 1, at a rate of 1.
 template <class Optimizer>
 void expect_a_throw_is_given_up_by_zero_grad(Optimizer& optimizer, Tensor& x, Tensor& y) {
-  GradScaler scaler(GradScalerOptions().init_scale(4));
+  GradScaler scaler({.init_scale = 4});
   bool throws = true;
   y.register_hook([&throws](const Tensor&) {
     if (throws) throw std::runtime_error("a hook");
@@ -77,8 +76,8 @@ TYPED_TEST_SUITE(ScalerCallProbes, Optimizers);
 TYPED_TEST(ScalerCallProbes, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
   auto x = parameter({0});
   auto optimizer = this->sgd({x});
-  auto first = quiet_scaler(GradScalerOptions().init_scale(4));
-  auto second = quiet_scaler(GradScalerOptions().init_scale(8));
+  auto first = quiet_scaler({.init_scale = 4});
+  auto second = quiet_scaler({.init_scale = 8});
   set_gradient(x, {32});
   first.unscale_(optimizer);
   second.unscale_(optimizer);
@@ -92,7 +91,7 @@ TYPED_TEST(ScalerCallProbes, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
 
 TYPED_TEST(ScalerCallProbes, WhatWasFoundCountsThoughTheOptimizerIsGone) {
   auto x = parameter({0});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   {
     auto optimizer = std::make_unique<TypeParam>(this->sgd({x}));
     set_gradient(x, {kInfinity});
@@ -105,7 +104,7 @@ TYPED_TEST(ScalerCallProbes, WhatWasFoundCountsThoughTheOptimizerIsGone) {
 TYPED_TEST(ScalerCallProbes, ALossThatIsScaledTwiceKeepsOneScale) {
   auto x = parameter({0});
   auto optimizer = this->sgd({x});
-  GradScaler scaler(GradScalerOptions().init_scale(4));
+  GradScaler scaler({.init_scale = 4});
   scaler.scale(scaler.scale(x.sum())).backward();
   scaler.step(optimizer);
   EXPECT_EQ(x.item<float>(), -4);
@@ -114,7 +113,7 @@ TYPED_TEST(ScalerCallProbes, ALossThatIsScaledTwiceKeepsOneScale) {
 TYPED_TEST(ScalerCallProbes, TwoBackwardPassesOfOneGraphAddUp) {
   auto x = parameter({1});
   auto optimizer = this->sgd({x});
-  GradScaler scaler(GradScalerOptions().init_scale(4));
+  GradScaler scaler({.init_scale = 4});
   const auto loss = x.square().sum();
   scaler.scale(loss).backward({}, /*keep_graph=*/true);
   scaler.scale(loss).backward();
@@ -168,7 +167,7 @@ TYPED_TEST(ScalerCallProbes, GradientsThatNoScalerTakesAreNamed) {
   for (const auto dtype : {torch::kLong, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
     auto x = parameter({1}), y = parameter({1});
     auto optimizer = this->sgd({x, y});
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+    auto scaler = quiet_scaler({.init_scale = 2});
     set_gradient(x, {2});
     y.mutable_grad() = torch::ones({1}).to(dtype);
     const auto names_it =
@@ -184,7 +183,7 @@ TYPED_TEST(ScalerCallProbes, AGradientThatTwoParametersShareIsUnscaledOnce) {
   for (const bool unscales_before : {false, true}) {
     auto x = parameter({0}), y = parameter({0});
     auto optimizer = this->sgd({x, y});
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    auto scaler = quiet_scaler({.init_scale = 4});
     set_gradient(x, {4});
     y.mutable_grad() = x.grad();
     if (unscales_before) scaler.unscale_(optimizer);
@@ -197,7 +196,7 @@ TYPED_TEST(ScalerCallProbes, AGradientThatTwoParametersShareIsUnscaledOnce) {
 TYPED_TEST(ScalerCallProbes, TwoGradientsOfOneMemoryAreEachUnscaled) {
   auto x = parameter({0}), y = parameter({0});
   auto optimizer = this->sgd({x, y});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   set_gradient(x, {16});
   y.mutable_grad() = x.grad().detach();
   scaler.unscale_(optimizer);
@@ -211,7 +210,7 @@ TYPED_TEST(ScalerCallProbes, AFirstGroupThatLeavesTakesNoRecordWithIt) {
     optimizer.add_param_group(torch::optim::OptimizerParamGroup({other}));
   }
   auto& groups = optimizer.param_groups();
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   for (const auto& each : {x, y, z}) set_gradient(each, {4});
   scaler.unscale_(optimizer);
   groups.erase(groups.begin());
@@ -226,7 +225,7 @@ TYPED_TEST(ScalerCallProbes, AFirstGroupThatLeavesTakesNoRecordWithIt) {
 TYPED_TEST(ScalerCallProbes, AParameterFromTheMiddleOfAGroupIsOfTheSameRecord) {
   auto x = parameter({0}), y = parameter({0}), z = parameter({0});
   auto optimizer = this->sgd({x, y, z});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   for (const auto& each : {x, y, z}) set_gradient(each, {4});
   scaler.unscale_(optimizer);
   optimizer.param_groups().front().params() = {y};
@@ -238,7 +237,7 @@ TYPED_TEST(ScalerCallProbes, AnInfThatWasKnownBeforeMovesNoScale) {
   for (const bool zero_grad : {false, true}) {
     auto x = parameter({1});
     auto optimizer = this->sgd({x});
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    auto scaler = quiet_scaler({.init_scale = 4});
     (void)scaler.scale(torch::ones({}));
     set_gradient(x, {std::numeric_limits<float>::infinity()});
     const auto result =
@@ -252,7 +251,7 @@ TYPED_TEST(ScalerCallProbes, AnInfThatWasKnownBeforeMovesNoScale) {
 TYPED_TEST(ScalerCallProbes, AStepAfterUnscalingNothingIsAnError) {
   auto x = parameter({1});
   auto optimizer = this->sgd({x});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   (void)scaler.scale(torch::ones({}));
   scaler.unscale_(optimizer);
   EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
@@ -263,7 +262,7 @@ TYPED_TEST(ScalerCallProbes, ParametersThatComeOneByOneAreOfTheSameRecord) {
   auto x = parameter({0}), y = parameter({0}), z = parameter({0});
   auto optimizer = this->sgd({x, y});
   auto& parameters = optimizer.param_groups().front().params();
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   for (const auto& each : {x, y, z}) set_gradient(each, {4});
   scaler.unscale_(optimizer);
   parameters = {y, z};
@@ -275,7 +274,7 @@ TYPED_TEST(ScalerCallProbes, ParametersThatComeOneByOneAreOfTheSameRecord) {
 TYPED_TEST(ScalerCallProbes, AnExpandedGradientIsNotUnscaledInPlaceNorIsAnyOther) {
   auto x = parameter({0}), y = parameter({0, 0});
   auto optimizer = this->sgd({x, y});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   set_gradient(x, {4});
   y.mutable_grad() = torch::full({1}, 4.0).expand({2});
   EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
@@ -287,7 +286,7 @@ TYPED_TEST(ScalerCallProbes, AnExpandedGradientIsNotUnscaledInPlaceNorIsAnyOther
 }
 
 TEST(ScalerCalls, LossesOfAnyDtypeAreScaledInIt) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   for (const auto dtype :
        {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf, torch::kComplexFloat}) {
     const Tensor scaled = scaler.scale(torch::full({2}, 3, dtype));

@@ -26,7 +26,6 @@ namespace {
 
 using mezzo::GradBuckets;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using torch::Tensor;
 
 /// A run whose steps 2 to 4 overflow.
@@ -70,7 +69,7 @@ class CallbackRun {
   }();
   GradBuckets buckets{model->parameters()};
   mezzo::optim::AdamW optimizer{model->parameters(), mezzo::optim::AdamWOptions(0.1)};
-  GradScaler scaler{GradScalerOptions().init_scale(1024).growth_interval(3)};
+  GradScaler scaler{{.init_scale = 1024, .growth_interval = 3}};
   mezzo::Ema ema{model->parameters(), {}};
   mezzo::Telemetry telemetry;
   std::vector<std::int64_t> recorded;  ///< by a writer behind all others

@@ -11,25 +11,23 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::LossScaleKind;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
 TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
-  EXPECT_THAT([] { GradScaler(GradScalerOptions().min_scale(0).init_scale(1e-60)); },
+  EXPECT_THAT([] { GradScaler({.init_scale = 1e-60, .min_scale = 0}); },
               ThrowsMessage<c10::Error>(HasSubstr("init_scale is 1e-60")));
-  EXPECT_THAT([] { GradScaler(GradScalerOptions().min_scale(1e-60)); },
+  EXPECT_THAT([] { GradScaler({.min_scale = 1e-60}); },
               ThrowsMessage<c10::Error>(HasSubstr("min_scale is 1e-60")));
-  GradScaler scaler(GradScalerOptions().min_scale(0));
+  GradScaler scaler({.min_scale = 0});
   (void)scaler.scale(torch::zeros({}));
   EXPECT_THAT([&] { scaler.update(1e-60); },
               ThrowsMessage<c10::Error>(HasSubstr("new_scale is 1e-60")));
 }
 
 TEST(GradScalerBounds, HoldForAFixedScaleToo) {
-  GradScaler scaler(
-      GradScalerOptions().loss_scale(LossScaleKind::fixed).init_scale(128).max_scale(1024));
+  GradScaler scaler({.init_scale = 128, .max_scale = 1024, .kind = LossScaleKind::fixed});
   (void)scaler.scale(torch::zeros({}));
   EXPECT_EQ(scaler.rule().max_scale(), 1024.0F);
   EXPECT_THAT([&] { scaler.update(4096.0); },
@@ -39,7 +37,7 @@ TEST(GradScalerBounds, HoldForAFixedScaleToo) {
 
 class GradScalerSharing : public testing::Test {
  protected:
-  GradScaler scaler_{GradScalerOptions().init_scale(4)};
+  GradScaler scaler_{{.init_scale = 4}};
   torch::Tensor x_ = torch::zeros({4}).requires_grad_();
   torch::optim::SGD sgd_{{x_}, torch::optim::SGDOptions(1.0)};
 };

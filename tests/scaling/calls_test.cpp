@@ -21,7 +21,6 @@ namespace {
 
 using namespace test_support;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using testing::HasSubstr;
 using testing::StartsWith;
 
@@ -82,7 +81,7 @@ TEST(GradScaler, ForwardsArgumentsAndReturnsWhatTheStepReturned) {
 
 TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
   for (const double max_norm : {100.0, double{kInfinity}}) {
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    auto scaler = quiet_scaler({.init_scale = 4});
     auto x = parameter({1});
     ThrowingSgd optimizer({x}, torch::optim::SGDOptions(1.0));
     set_gradient(x, {4});
@@ -99,7 +98,7 @@ TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
 }
 
 TEST(GradScaler, MayTakeTorchsStepAgainAfterAnOptimizerThatThrew) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   auto x = parameter({1});
   ThrowingSgd optimizer({x}, torch::optim::SGDOptions(1.0));
   set_gradient(x, {4});
@@ -113,7 +112,7 @@ TEST(GradScaler, MayTakeTorchsStepAgainAfterAnOptimizerThatThrew) {
 }
 
 TEST(GradScaler, NeverTakesANewOptimizerForADeadOneAtItsAddress) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+  auto scaler = quiet_scaler({.init_scale = 2});
   std::optional<torch::optim::SGD> optimizer;
   std::vector<torch::Tensor> kept;
   for (int i = 0; i < 3; ++i) {  // in one iteration, one place in memory
@@ -146,7 +145,7 @@ TEST(GradScaler, KeepsNoParametersMemoryAlive) {
 }
 
 TEST(GradScaler, DisabledPassesEverythingThrough) {
-  GradScaler scaler(GradScalerOptions().enabled(false));
+  GradScaler scaler({.enabled = false});
   auto x = parameter({1});
   auto optimizer = sgd({x});
   const auto loss = torch::ones({});
@@ -170,7 +169,7 @@ TEST(GradScaler, DisabledPassesEverythingThrough) {
 }
 
 TEST(GradScaler, MovesWithItsState) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   auto x = parameter({0});
   auto optimizer = sgd({x});
   set_gradient(x, {4});

@@ -10,6 +10,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -21,7 +22,6 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::LossScale;
 using test_support::error_of;
 using test_support::sgd;
@@ -148,7 +148,7 @@ class CalledOps {
 TEST(GradScaler, ComputesNoInverseInAStep) {
   const auto x = torch::ones({4}).requires_grad_();
   mezzo::optim::AdamW optimizer({x});
-  GradScaler scaler(GradScalerOptions().init_scale(8).growth_interval(1));
+  GradScaler scaler({.init_scale = 8, .growth_interval = 1});
   for (int i = 0; i < 2; ++i) {  // the first makes the state
     scaler.scale(x.sum()).backward();
     CalledOps called;
@@ -160,14 +160,23 @@ TEST(GradScaler, ComputesNoInverseInAStep) {
 }
 
 // "meta" tensors stand in for a second device.
-TEST(DeviceCopies, CopiesOnceADeviceUntilTheOriginalChanges) {
-  mezzo::detail::DeviceCopies copies{torch::ones({})};
-  EXPECT_TRUE(copies.on(torch::kCPU).is_same(copies.original));
-  const auto copy = copies.on(torch::kMeta);
-  EXPECT_TRUE(copy.is_meta());
-  EXPECT_TRUE(copies.on(torch::kMeta).is_same(copy));
-  copies.drop_copies();
-  EXPECT_FALSE(copies.on(torch::kMeta).is_same(copy));
+TEST(DeviceScale, IsCopiedOnceADeviceUntilTheScaleChanges) {
+  const auto rule = LossScale::dynamic({.init_scale = 8});
+  mezzo::detail::DeviceScale scale(rule.initial_state(), torch::kCPU);
+  EXPECT_TRUE(scale.on(torch::kCPU).is_same(scale.original()));
+  const std::vector<std::function<void()>> changes{
+      [&] { scale.write({.scale = 4}); }, [&] { scale.write_scale(2.0F); },
+      [&] { scale.write_scale(torch::full({1}, 16.0), 1.0F, 32.0F); },
+      [&] { scale.advance(rule, torch::ones({})); }};
+  for (const auto& change : changes) {
+    const auto copy = scale.on(torch::kMeta);
+    EXPECT_TRUE(copy.is_meta());
+    EXPECT_TRUE(scale.on(torch::kMeta).is_same(copy));
+    change();
+    EXPECT_FALSE(scale.on(torch::kMeta).is_same(copy));
+    EXPECT_EQ(scale.inverse().item<float>(), 1 / scale.read().scale);
+  }
+  EXPECT_EQ(scale.read().scale, 8.0F);
 }
 
 TEST(Gradients, AreGroupedByDevice) {
@@ -203,7 +212,7 @@ TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {
   test_support::set_gradient(x, {4});
   y.mutable_grad() = torch::zeros({1}, torch::kMeta).expand({2});
   auto optimizer = sgd({x, y});
-  auto scaler = test_support::quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = test_support::quiet_scaler({.init_scale = 4});
   EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
               HasSubstr("Please clone() the tensor"));
   EXPECT_EQ(x.grad().item<float>(), 4);

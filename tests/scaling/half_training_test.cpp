@@ -27,7 +27,7 @@ bool all_finite(const torch::nn::Module& module) {
   return true;
 }
 
-TrainingRun train(const mezzo::GradScalerOptions& options, int steps) {
+TrainingRun train(const mezzo::LossScaleOptions& options, int steps) {
   torch::manual_seed(5);
   torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
                               torch::nn::Linear(16, 1));
@@ -61,8 +61,7 @@ TrainingRun train(const mezzo::GradScalerOptions& options, int steps) {
 
 // 150 steps of a model of 161 parameters: half a second, for half is slow on most CPUs.
 TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
-  const TrainingRun run =
-      train(mezzo::GradScalerOptions().init_scale(0x1p22).growth_interval(30), 150);
+  const TrainingRun run = train({.init_scale = 0x1p22, .growth_interval = 30}, 150);
   EXPECT_GE(run.skipped, 3);
   EXPECT_GE(run.ran, 130);
   EXPECT_TRUE(run.always_finite);
@@ -77,7 +76,7 @@ TEST(HalfTraining, LosesItsWeightsToTheSameOverflowWithoutAScaler) {
   torch::manual_seed(5);
   torch::nn::Linear model(8, 1);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-3));
-  mezzo::GradScaler disabled(mezzo::GradScalerOptions().enabled(false));
+  mezzo::GradScaler disabled({.enabled = false});
   torch::Tensor output;
   {
     mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;

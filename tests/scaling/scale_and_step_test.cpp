@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -25,7 +26,7 @@ namespace {
 
 using namespace test_support;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
+using mezzo::LossScaleOptions;
 using testing::HasSubstr;
 
 TEST(GradScaler, HasTorchsDefaults) {
@@ -37,23 +38,42 @@ TEST(GradScaler, HasTorchsDefaults) {
   EXPECT_EQ(scaler.get_growth_interval(), 2000);
 }
 
+// A number alone might be any option; an aggregate in braces names it.
+static_assert(!std::is_constructible_v<GradScaler, double>);
+static_assert(!std::is_constructible_v<GradScaler, int>);
+static_assert(!std::is_constructible_v<GradScaler, bool>);
+static_assert(std::is_aggregate_v<LossScaleOptions>);
+
+TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
+  const GradScaler scaler({.init_scale = 1024,
+                           .growth_factor = 4,
+                           .backoff_factor = 0.25,
+                           .growth_interval = 100,
+                           .enabled = true});
+  EXPECT_EQ(scaler.get_scale(), 1024);
+  EXPECT_EQ(scaler.get_growth_factor(), 4);
+  EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
+  EXPECT_EQ(scaler.get_growth_interval(), 100);
+  EXPECT_FALSE(GradScaler({.enabled = false}).is_enabled());
+  EXPECT_EQ(GradScaler({.init_scale = 8, .kind = mezzo::LossScaleKind::fixed}).get_scale(), 8);
+}
+
 TEST(GradScaler, RefusesOptionsOutOfRange) {
-  const auto make = [](const GradScalerOptions& options) { GradScaler{options}; };
-  EXPECT_THAT(error_of([&] { make(GradScalerOptions().init_scale(-1)); }), HasSubstr("init_scale"));
-  EXPECT_THAT(error_of([&] { make(GradScalerOptions().growth_factor(1)); }),
+  const auto make = [](const LossScaleOptions& options) { GradScaler{options}; };
+  EXPECT_THAT(error_of([&] { make({.init_scale = -1}); }), HasSubstr("init_scale"));
+  EXPECT_THAT(error_of([&] { make({.growth_factor = 1}); }),
               HasSubstr("The growth factor must be > 1.0."));
-  EXPECT_THAT(error_of([&] { make(GradScalerOptions().backoff_factor(1)); }),
+  EXPECT_THAT(error_of([&] { make({.backoff_factor = 1}); }),
               HasSubstr("The backoff factor must be < 1.0."));
-  EXPECT_THAT(error_of([&] { make(GradScalerOptions().growth_interval(0).enabled(false)); }),
+  EXPECT_THAT(error_of([&] { make({.growth_interval = 0, .enabled = false}); }),
               HasSubstr("growth_interval is 0"));
-  EXPECT_THAT(error_of([&] { make(GradScalerOptions().hysteresis(0)); }),
-              HasSubstr("hysteresis is 0"));
-  EXPECT_THAT(error_of([&] { make(GradScalerOptions().min_scale(4).max_scale(2)); }),
+  EXPECT_THAT(error_of([&] { make({.hysteresis = 0}); }), HasSubstr("hysteresis is 0"));
+  EXPECT_THAT(error_of([&] { make({.min_scale = 4, .max_scale = 2}); }),
               HasSubstr("max_scale is 2"));
 }
 
 TEST(GradScaler, ScalesATensorDifferentiablyAndLeavesItAlone) {
-  GradScaler scaler(GradScalerOptions().init_scale(8));
+  GradScaler scaler({.init_scale = 8});
   const auto x = parameter({3});
   const auto loss = (x * x).sum();
   const auto scaled = scaler.scale(loss);
@@ -64,7 +84,7 @@ TEST(GradScaler, ScalesATensorDifferentiablyAndLeavesItAlone) {
 }
 
 TEST(GradScaler, ScalesNestedContainersToTheSameType) {
-  GradScaler scaler(GradScalerOptions().init_scale(4));
+  GradScaler scaler({.init_scale = 4});
   const auto one = torch::ones({});
   using Outputs = std::tuple<torch::Tensor, std::vector<torch::Tensor>,
                              std::map<std::string, std::pair<torch::Tensor, torch::Tensor>>,
@@ -87,7 +107,7 @@ TEST(GradScaler, KeepsTheDtypeOfAHalfOutput) {
 }
 
 TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
-  auto scaler = quiet_scaler(GradScalerOptions().growth_interval(1));
+  auto scaler = quiet_scaler({.growth_interval = 1});
   auto x = parameter({1});
   auto optimizer = sgd({x});
   const auto scaled = scaler.scale(x.sum());
@@ -98,7 +118,7 @@ TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
 }
 
 TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   auto x = parameter({10, 20});
   auto optimizer = sgd({x});
   set_gradient(x, {4, 8});
@@ -115,7 +135,7 @@ TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
 
 TEST(GradScaler, SkipsTheStepAndHalvesTheScaleOnInf) {
   for (const float bad : {kInfinity, -kInfinity, std::nanf("")}) {
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    auto scaler = quiet_scaler({.init_scale = 4});
     auto x = parameter({10, 20});
     auto optimizer = sgd({x});
     set_gradient(x, {4, bad});
@@ -131,7 +151,7 @@ TEST(GradScaler, SkipsTheStepAndHalvesTheScaleOnInf) {
 }
 
 TEST(GradScaler, LeavesUnscaledGradientsToTheUserBeforeTheStep) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(1024));
+  auto scaler = quiet_scaler({.init_scale = 1024});
   auto x = parameter({0, 0});
   auto optimizer = sgd({x});
   set_gradient(x, {3 * 1024, 4 * 1024});
@@ -142,7 +162,7 @@ TEST(GradScaler, LeavesUnscaledGradientsToTheUserBeforeTheStep) {
 }
 
 TEST(GradScaler, OnlyTheOptimizerWithTheInfSkipsAndTheSharedScaleBacksOffOnce) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   std::vector<torch::Tensor> parameters{parameter({1}), parameter({1}), parameter({1})};
   std::vector<torch::optim::SGD> optimizers;
   for (const auto& x : parameters) optimizers.push_back(sgd({x}));
@@ -157,7 +177,7 @@ TEST(GradScaler, OnlyTheOptimizerWithTheInfSkipsAndTheSharedScaleBacksOffOnce) {
 }
 
 TEST(GradScaler, ReachesEveryParameterGroupAndEveryDtype) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+  auto scaler = quiet_scaler({.init_scale = 2});
   const std::vector<torch::ScalarType> dtypes{torch::kFloat, torch::kDouble, torch::kBFloat16};
   std::vector<torch::optim::OptimizerParamGroup> groups;
   for (const auto dtype : dtypes) {
@@ -178,7 +198,7 @@ TEST(GradScaler, ReachesEveryParameterGroupAndEveryDtype) {
 // A tied weight: libtorch's Module::parameters() names it as often as the model has it.
 TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
   for (const bool explicitly : {false, true}) {
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+    auto scaler = quiet_scaler({.init_scale = 4});
     auto x = parameter({3, 4});
     auto optimizer = sgd({x, x});
     set_gradient(x, {12, 16});
@@ -216,7 +236,7 @@ TEST(GradScaler, SaysSoWhenNoParameterHasAGradient) {
 }
 
 TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2).allow_fp16_gradients(true));
+  auto scaler = quiet_scaler({.init_scale = 2, .allow_fp16_gradients = true});
   const auto x = torch::zeros({4}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
   const auto sparse = [](std::vector<int64_t> places, float value) {
@@ -240,7 +260,7 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
   EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
               testing::AllOf(testing::StartsWith("Attempting to unscale FP16 gradients."),
                              HasSubstr("mezzo::Autocast"), HasSubstr("MasterWeights")));
-  auto allowing = quiet_scaler(GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
+  auto allowing = quiet_scaler({.init_scale = 4, .allow_fp16_gradients = true});
   EXPECT_TRUE(allowing.step(optimizer).ran());
   EXPECT_EQ(x.grad().item<float>(), 0.25F);
 }
@@ -256,7 +276,7 @@ TEST(GradScaler, RefusesComplexGradients) {
 
 // torch tests the gradient before it multiplies, finds 1e30 finite, and steps with an inf.
 TEST(GradScaler, FindsAnInfThatUnscalingItselfMakes) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(1e-20));
+  auto scaler = quiet_scaler({.init_scale = 1e-20});
   auto x = parameter({1});
   auto optimizer = sgd({x});
   set_gradient(x, {1e30F});
@@ -270,7 +290,7 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
   for (const bool zero_grad : {false, true}) {
     for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
       auto scaler = quiet_scaler(
-          GradScalerOptions().init_scale(0.25).allow_fp16_gradients(true).min_scale(0.0625));
+          LossScaleOptions{.init_scale = 0.25, .min_scale = 0.0625, .allow_fp16_gradients = true});
       const auto x = torch::ones({3}, torch::dtype(torch::kHalf).requires_grad(true));
       auto optimizer = sgd({x});
       (void)scaler.scale(torch::zeros({}));
@@ -288,7 +308,7 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
 }
 
 TEST(GradScaler, ChecksOnceMoreAfterAnExplicitUnscale) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4));
+  auto scaler = quiet_scaler({.init_scale = 4});
   auto x = parameter({1});
   auto optimizer = sgd({x});
   set_gradient(x, {4});
@@ -300,7 +320,7 @@ TEST(GradScaler, ChecksOnceMoreAfterAnExplicitUnscale) {
 }
 
 TEST(GradScaler, WithoutTheRecheckStepsWithABrokenGradientAsTorchDoes) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).recheck(false));
+  auto scaler = quiet_scaler({.init_scale = 4, .recheck = false});
   auto x = parameter({1});
   auto optimizer = sgd({x});
   set_gradient(x, {4});
@@ -312,8 +332,7 @@ TEST(GradScaler, WithoutTheRecheckStepsWithABrokenGradientAsTorchDoes) {
 }
 
 TEST(GradScaler, HasNoFiniteNormWhereUnscalingMakesAnInf) {
-  auto scaler =
-      quiet_scaler(GradScalerOptions().init_scale(0.25).min_scale(0.01).allow_fp16_gradients(true));
+  auto scaler = quiet_scaler({.init_scale = 0.25, .min_scale = 0.01, .allow_fp16_gradients = true});
   (void)scaler.scale(torch::ones({}));
   auto x = torch::zeros({4}, torch::kHalf).set_requires_grad(true);
   auto optimizer = sgd({x});

@@ -23,13 +23,12 @@ namespace {
 
 using namespace test_support;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::LossScale;
 using mezzo::LossScaleKind;
 using testing::HasSubstr;
 
 TEST(GradScaler, GrowsTheScaleAfterTheIntervalOfCleanIterations) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).growth_interval(2));
+  auto scaler = quiet_scaler({.init_scale = 4, .growth_interval = 2});
   auto x = parameter({0});
   auto optimizer = sgd({x});
   std::vector<double> scales;
@@ -55,7 +54,7 @@ TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
 }
 
 TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
-  auto scaler = quiet_scaler(GradScalerOptions().min_scale(1).max_scale(1e6));
+  auto scaler = quiet_scaler({.min_scale = 1, .max_scale = 1e6});
   for (const double bad : {0.0, -1.0, 0.5, 2e6, std::nan(""), 1e300}) {
     EXPECT_THAT(error_of([&] { scaler.update(bad); }), HasSubstr("new_scale is"));
   }
@@ -72,7 +71,7 @@ TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
 }
 
 TEST(GradScaler, SettersChangeTheRuleAndValidate) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(16));
+  auto scaler = quiet_scaler({.init_scale = 16});
   scaler.set_growth_factor(4);
   scaler.set_backoff_factor(0.25);
   scaler.set_growth_interval(1);
@@ -128,7 +127,7 @@ TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
 }
 
 TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(8).hysteresis(2));
+  auto scaler = quiet_scaler({.init_scale = 8, .hysteresis = 2});
   auto x = parameter({0});
   auto optimizer = sgd({x});
   std::vector<double> scales;
@@ -143,7 +142,7 @@ TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
 
 TEST(GradScaler, TellsOfASkipOnceInApexsWords) {
   std::vector<std::string> lines;
-  auto scaler = quiet_scaler(GradScalerOptions().loss_id(0));
+  auto scaler = quiet_scaler({.loss_id = 0});
   scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
   auto x = parameter({0});
   auto y = parameter({0});
@@ -165,7 +164,7 @@ TEST(GradScaler, TellsOfASkipOnceInApexsWords) {
 
 TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
   std::vector<bool> modes;
-  auto scaler = quiet_scaler(GradScalerOptions());
+  auto scaler = quiet_scaler({});
   scaler.on_skip(
       [&](const mezzo::SkippedStep&) { modes.push_back(torch::GradMode::is_enabled()); });
   auto x = parameter({0});
@@ -180,7 +179,7 @@ TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
 }
 
 TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
-  GradScaler scaler(GradScalerOptions().loss_id(3).init_scale(1));
+  GradScaler scaler({.init_scale = 1, .loss_id = 3});
   (void)scaler.scale(torch::zeros({}));
   auto x = parameter({0});
   auto optimizer = sgd({x});
@@ -199,7 +198,7 @@ TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
 
 // A loss that is NaN for good would write a line a step.
 TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
-  GradScaler scaler(GradScalerOptions().init_scale(4).min_scale(1));
+  GradScaler scaler({.init_scale = 4, .min_scale = 1});
   (void)scaler.scale(torch::zeros({}));
   auto x = parameter({0});
   auto optimizer = sgd({x});
@@ -268,7 +267,7 @@ TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
 
 TEST(GradScaler, TellsACallbackHowManySkipsWereInARow) {
   std::vector<int64_t> times;
-  auto scaler = quiet_scaler(GradScalerOptions().min_scale(32768));
+  auto scaler = quiet_scaler({.min_scale = 32768});
   scaler.on_skip([&](const mezzo::SkippedStep& skip) { times.push_back(skip.times_in_a_row); });
   auto x = parameter({0});
   auto optimizer = sgd({x});

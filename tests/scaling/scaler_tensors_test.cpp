@@ -16,13 +16,12 @@ using testing::AllOf;
 using testing::HasSubstr;
 
 TEST(ScalerTensors, HoldEveryFieldToTheBit) {
-  const mezzo::GradScaler scaler(mezzo::GradScalerOptions()
-                                     .init_scale(3)
-                                     .growth_factor(1.1)
-                                     .backoff_factor(0.3)
-                                     .growth_interval(7)
-                                     .min_scale(1e-3)
-                                     .hysteresis(2));
+  const mezzo::GradScaler scaler({.init_scale = 3,
+                                  .growth_factor = 1.1,
+                                  .backoff_factor = 0.3,
+                                  .growth_interval = 7,
+                                  .min_scale = 1e-3,
+                                  .hysteresis = 2});
   const auto tensors = mezzo::scaler_tensors(scaler.state_dict());
   EXPECT_EQ(tensors.size(), 10U);
   mezzo::GradScaler loaded;
@@ -42,7 +41,7 @@ TEST(ScalerTensors, HaveCountsAsIntegersAndTheRestInDouble) {
 }
 
 TEST(ScalerTensors, OfADisabledScalerAreNone) {
-  const mezzo::GradScaler disabled(mezzo::GradScalerOptions().enabled(false));
+  const mezzo::GradScaler disabled({.enabled = false});
   EXPECT_TRUE(mezzo::scaler_tensors(disabled.state_dict()).empty());
   mezzo::GradScaler scaler;
   EXPECT_THAT(error_of([&] { scaler.load_state_dict(mezzo::scaler_state({})); }),

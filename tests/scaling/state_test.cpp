@@ -18,8 +18,8 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::LossScale;
+using mezzo::LossScaleOptions;
 using test_support::error_of;
 using testing::HasSubstr;
 
@@ -45,15 +45,14 @@ class Iterations {
   torch::optim::SGD optimizer_{std::vector<torch::Tensor>{x_}, torch::optim::SGDOptions(0.1)};
 };
 
-GradScalerOptions unusual_options() {
-  return GradScalerOptions()
-      .init_scale(64)
-      .growth_factor(3)
-      .backoff_factor(0.25)
-      .growth_interval(5)
-      .min_scale(0.5)
-      .max_scale(1024)
-      .hysteresis(3);
+LossScaleOptions unusual_options() {
+  return {.init_scale = 64,
+          .growth_factor = 3,
+          .backoff_factor = 0.25,
+          .growth_interval = 5,
+          .min_scale = 0.5,
+          .max_scale = 1024,
+          .hysteresis = 3};
 }
 
 TEST(GradScalerState, HasTorchsKeys) {
@@ -120,7 +119,7 @@ TEST(GradScalerState, TakesWhatTorchWroteAndKeepsItsOwnBounds) {
 }
 
 TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
-  const auto disabled = GradScaler(GradScalerOptions().enabled(false));
+  const auto disabled = GradScaler({.enabled = false});
   const std::string words =
       "The source state dict is empty, possibly because it was saved from a disabled instance of "
       "GradScaler.";

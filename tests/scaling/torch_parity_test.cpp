@@ -88,14 +88,13 @@ class CountingSgd : public torch::optim::SGD {
 class Player {
  public:
   explicit Player(const Words& words)
-      : options_(mezzo::GradScalerOptions()
-                     .init_scale(double_of(words.at(0)))
-                     .growth_factor(double_of(words.at(1)))
-                     .backoff_factor(double_of(words.at(2)))
-                     .growth_interval(std::stoll(words.at(3)))
-                     .enabled(words.at(4) == "1")
-                     .min_scale(0)
-                     .recheck(false)) {
+      : options_{.init_scale = double_of(words.at(0)),
+                 .growth_factor = double_of(words.at(1)),
+                 .backoff_factor = double_of(words.at(2)),
+                 .growth_interval = std::stoll(words.at(3)),
+                 .enabled = words.at(4) == "1",
+                 .min_scale = 0,
+                 .recheck = false} {
     parameters_ = {{zeros({2}, torch::kFloat)},
                    {zeros({3}, torch::kFloat), zeros({2}, torch::kBFloat16)},
                    {zeros({1}, torch::kDouble), zeros({3, 1}, torch::kFloat)},
@@ -239,7 +238,7 @@ class Player {
     return {};
   }
 
-  mezzo::GradScalerOptions options_;
+  mezzo::LossScaleOptions options_;
   std::vector<std::vector<torch::Tensor>> parameters_;
   std::vector<std::unique_ptr<CountingSgd>> optimizers_;
   std::unique_ptr<mezzo::GradScaler> scaler_;

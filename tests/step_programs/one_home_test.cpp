@@ -30,7 +30,6 @@ namespace {
 
 using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::master_params;
 using mezzo::OptLevel;
 using mezzo::optim::WeightStorage;
@@ -50,7 +49,7 @@ torch::Tensor weight(torch::ScalarType dtype = torch::kBFloat16, double value = 
 }
 
 GradScaler quiet_scaler(bool enabled = true) {
-  GradScaler scaler(GradScalerOptions().init_scale(kScale).enabled(enabled));
+  GradScaler scaler({.init_scale = kScale, .enabled = enabled});
   scaler.on_skip(nullptr);
   return scaler;
 }
@@ -299,7 +298,7 @@ TEST(OneHomeOfGradients, ALossScaleOptimizerTrainsNothingAfterUnscaleAndZeroGrad
     SCOPED_TRACE(keeper.name);
     const torch::Tensor parameter = weight(keeper.dtype);
     const OwnedOptimizer owned = keeper.make({parameter});
-    mezzo::LossScaleOptimizer optimizer(owned.any(), {.initial_scale = kScale});
+    mezzo::LossScaleOptimizer optimizer(owned.any(), {.init_scale = kScale});
     optimizer.scale((parameter * 64).sum().to(torch::kFloat)).backward();
     optimizer.unscale_();
     optimizer.zero_grad();

@@ -21,7 +21,7 @@ namespace {
 using namespace step_programs;
 using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
+using mezzo::LossScaleOptions;
 using test_support::OwnedOptimizer;
 
 /// A GradScaler as numbers.
@@ -144,14 +144,13 @@ class Program {
       auto optimizer = make_optimizer(plain.recipe, parameters);
       sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
     }
-    library_.emplace(GradScalerOptions()
-                         .init_scale(scaler_.is_enabled ? scaler_.scale : 1)
-                         .growth_interval(scaler_.interval)
-                         .max_scale(scaler_.max_scale)
-                         .min_scale(1)
-                         .enabled(scaler_.is_enabled)
-                         .recheck(scaler_.rechecks)
-                         .allow_fp16_gradients(scaler_.allows_half));
+    library_.emplace(LossScaleOptions{.init_scale = scaler_.is_enabled ? scaler_.scale : 1,
+                                      .growth_interval = scaler_.interval,
+                                      .enabled = scaler_.is_enabled,
+                                      .min_scale = 1,
+                                      .max_scale = scaler_.max_scale,
+                                      .recheck = scaler_.rechecks,
+                                      .allow_fp16_gradients = scaler_.allows_half});
     library_->on_skip(nullptr);
   }
 

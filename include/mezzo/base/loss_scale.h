@@ -1,7 +1,6 @@
 /// \file
-/// The loss scale's state machine as a value: what the next scale is, given whether this iteration
-/// overflowed. It knows no tensor, no optimizer and no device, and runs on the host and in a
-/// kernel.
+/// Loss scaling as values: the options of a loss scale, and the rule by which it moves, which knows
+/// no tensor, no optimizer and no device, and runs on the host and in a kernel.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
@@ -13,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -22,18 +22,60 @@ inline constexpr double kDefaultMinScale = std::numeric_limits<float>::min();
 /// No ceiling but float's own: growth that would not be finite is not taken.
 inline constexpr double kNoMaxScale = std::numeric_limits<double>::infinity();
 
-/// The ceiling that Apex's dynamic loss scale has, 2^24, for who asks for it.
+/// The ceiling of Apex's dynamic loss scale, 2^24.
 inline constexpr double kApexMaxScale = 16777216.0;
 
-inline constexpr double kDefaultInitScale = 65536.0;
-inline constexpr double kDefaultGrowthFactor = 2.0;
-inline constexpr double kDefaultBackoffFactor = 0.5;
-inline constexpr int64_t kDefaultGrowthInterval = 2000;
+/// How a loss scale moves.
+enum class LossScaleKind : uint8_t {
+  none,    ///< constant 1
+  fixed,   ///< constant
+  dynamic  ///< up after clean iterations, down after an inf or NaN
+};
 
-/// How the scale moves: not at all and equal to 1, not at all, or up and down.
-enum class LossScaleKind : uint8_t { none, fixed, dynamic };
+/// The options of a loss scale, and of the GradScaler that moves it: torch.amp's arguments in their
+/// order, then mezzo's own. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_half})`.
+/// Defaults are those of torch.amp.GradScaler but for `min_scale` and `recheck`.
+struct LossScaleOptions {
+  /// The scale before the first iteration, and for good where `kind` is fixed; above 0.
+  double init_scale = 65536.0;
+  /// The factor on the scale after `growth_interval` clean iterations in a row; above 1.
+  double growth_factor = 2.0;
+  /// The factor on the scale after an iteration with an inf or NaN; between 0 and 1.
+  double backoff_factor = 0.5;
+  /// The number of clean iterations in a row after which the scale grows; at least 1.
+  int64_t growth_interval = 2000;
+  /// `false`: the scaler passes every call through, its scale is 1, and `step` just steps.
+  bool enabled = true;
 
-/// Everything that changes from one iteration to the next.
+  /// The floor of the scale. torch has none, as here with 0: 160 backoffs from 1 end at 0, where
+  /// the scale stays.
+  double min_scale = kDefaultMinScale;
+  /// The ceiling of the scale.
+  double max_scale = kNoMaxScale;
+  /// How many overflows in a row it takes to back off; each of them skips its step. At least 1.
+  int64_t hysteresis = 1;
+  /// `none` and `fixed` keep the scale (1, or init_scale) and still skip a step with inf or NaN.
+  LossScaleKind kind = LossScaleKind::dynamic;
+
+  /// `step` after an explicit `unscale_` reads the gradients once more, since clipping or the
+  /// caller may have broken them meanwhile. `false` is torch's behaviour.
+  bool recheck = true;
+  /// Unscales fp16 gradients too (of fp16 parameters without master weights). They underflow
+  /// easily, which is why torch.amp refuses them.
+  bool allow_fp16_gradients = false;
+  /// The number that the line about a skipped step names, for programs with several scalers.
+  int64_t loss_id = 0;
+};
+
+namespace detail {
+
+/// A number without a name, which constructors refuse: it might be any of the options.
+template <class T>
+concept BareNumber = std::is_arithmetic_v<T>;
+
+}  // namespace detail
+
+/// What changes of a loss scale from one iteration to the next.
 struct LossScaleState {
   float scale = 1.0F;
   int32_t growth_tracker = 0;   ///< clean iterations since the scale last moved
@@ -42,20 +84,7 @@ struct LossScaleState {
   friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
 };
 
-/// The parameters of a dynamic scale; the defaults are those of `torch.amp.GradScaler` but for
-/// `min_scale`, which torch has not.
-struct DynamicLossScaleOptions {
-  double init_scale = kDefaultInitScale;
-  double growth_factor = kDefaultGrowthFactor;
-  double backoff_factor = kDefaultBackoffFactor;
-  int64_t growth_interval = kDefaultGrowthInterval;
-  double min_scale = kDefaultMinScale;  ///< 0 is torch's behaviour: 160 backoffs from 1 end at 0
-  double max_scale = kNoMaxScale;
-  int64_t hysteresis = 1;  ///< 1: every overflow backs off
-};
-
-/// A rule for the loss scale, immutable once made; construct it through one of the three factories,
-/// which validate all they take and throw `c10::Error` naming the parameter and its range.
+/// The rule by which a loss scale moves, immutable once made.
 ///
 /// \code
 ///   auto rule = mezzo::LossScale::dynamic({.init_scale = 1024, .growth_interval = 100});
@@ -64,33 +93,48 @@ struct DynamicLossScaleOptions {
 /// \endcode
 class LossScale {
  public:
-  /// Scale 1, for good.
+  /// Returns the rule of a scale that stays 1.
   static LossScale none();
 
-  /// A constant scale, such as 128; the bounds are for who sets another by hand.
+  /// Returns the rule of a constant scale, such as 128. The bounds apply to a scale that is set by
+  /// hand (GradScaler::update).
   /// \throws c10::Error unless `scale` is positive and finite as a float and within the bounds
   static LossScale fixed(double scale, double min_scale = kDefaultMinScale,
                          double max_scale = kNoMaxScale);
 
-  /// Backs off on overflow and grows after `growth_interval` clean iterations in a row.
-  /// \throws c10::Error unless growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1,
-  ///   hysteresis >= 1 and 0 <= min_scale <= init_scale <= max_scale with init_scale > 0 and finite
-  static LossScale dynamic(const DynamicLossScaleOptions& options = {});
+  /// Returns the rule of a scale that backs off on overflow and grows after `growth_interval` clean
+  /// iterations in a row.
+  /// \throws c10::Error for a number out of range, naming it and its range, and for an option that
+  ///   belongs to a GradScaler (enabled, recheck, allow_fp16_gradients, loss_id) or another kind
+  static LossScale dynamic(const LossScaleOptions& options = {});
 
-  /// The state before the first iteration.
+  /// Returns the rule that `options` describe, of any kind; the options of GradScaler are not read.
+  /// \throws c10::Error for a number out of range, also one that `kind` does not use
+  static LossScale of(const LossScaleOptions& options);
+
+  /// Returns the state before the first iteration.
   LossScaleState initial_state() const noexcept;
 
-  /// The state after an iteration, in the order of `at::_amp_update_scale_` and bit-equal to it:
-  /// factors are double, their product is rounded to float, and growth that is not finite is not
-  /// taken. Where torch has no equal: the result is clamped to [min_scale, max_scale]; and of
-  /// `hysteresis` overflows in a row all but the last leave the scale alone (a clean iteration
-  /// refills the count, as Apex does). Every overflow restarts the growth interval.
+  /// Returns the state after an iteration, bit-equal to `at::_amp_update_scale_` but for min_scale,
+  /// max_scale and hysteresis, which torch has not. For a dynamic scale:
   ///
-  /// As in torch, the tracker is compared for equality: an interval lowered below the present
-  /// tracker takes effect after the next overflow.
+  ///     if found_inf:
+  ///         growth_tracker = 0
+  ///         if hysteresis_left > 1: hysteresis_left -= 1
+  ///         else:                   scale = clamp(float(scale * backoff_factor))
+  ///     else:
+  ///         hysteresis_left = hysteresis
+  ///         growth_tracker += 1
+  ///         if growth_tracker == growth_interval:
+  ///             growth_tracker = 0
+  ///             grown = float(scale * growth_factor)
+  ///             if isfinite(grown): scale = clamp(grown)
+  ///
+  /// Products are computed in double and rounded to float. As in torch, the tracker is compared for
+  /// equality: an interval lowered below the present tracker takes effect after the next overflow.
   C10_HOST_DEVICE LossScaleState next(LossScaleState state, bool found_inf) const noexcept;
 
-  /// `scale` forced into [min_scale, max_scale]; NaN stays NaN.
+  /// Returns `scale` forced into [min_scale, max_scale]; NaN stays NaN.
   C10_HOST_DEVICE float clamp(float scale) const noexcept {
     const float floored = scale < min_scale_ ? min_scale_ : scale;
     return floored > max_scale_ ? max_scale_ : floored;
@@ -105,11 +149,12 @@ class LossScale {
   float max_scale() const noexcept { return max_scale_; }
   int32_t hysteresis() const noexcept { return hysteresis_; }
 
-  /// The parameters, as `dynamic` takes them (a fixed scale has its value in `init_scale`).
-  DynamicLossScaleOptions options() const noexcept;
+  /// Returns the options that `of` makes this rule from, so that a rule may be given wherever
+  /// options are taken: `GradScaler(LossScale::fixed(128))`.
+  operator LossScaleOptions() const noexcept;
 
  private:
-  LossScale(LossScaleKind kind, const DynamicLossScaleOptions& options) noexcept;
+  explicit LossScale(const LossScaleOptions& options) noexcept;
 
   double growth_factor_;
   double backoff_factor_;
@@ -125,11 +170,11 @@ namespace detail {
 
 inline constexpr double kLargestFloat = std::numeric_limits<float>::max();
 
-// Comparisons written so that NaN fails them, and true under -ffast-math as well, where the
-// compiler may assume that no NaN comes by: the bits are asked first.
+/// Whether `value` is neither inf nor NaN. Reads the bits, since under -ffast-math the compiler may
+/// assume that there is no NaN; so callers test this before they compare.
 inline bool is_finite(double value) noexcept { return !nonfinite_bits(value); }
 
-/// What rounds to a positive float.
+/// Whether `value` rounds to a positive float.
 inline bool is_positive_float(double value) noexcept {
   return value >= std::numeric_limits<float>::denorm_min();
 }
@@ -169,7 +214,7 @@ inline void check_counts(int64_t growth_interval, int64_t hysteresis) {
 
 }  // namespace detail
 
-inline LossScale::LossScale(LossScaleKind kind, const DynamicLossScaleOptions& options) noexcept
+inline LossScale::LossScale(const LossScaleOptions& options) noexcept
     : growth_factor_(options.growth_factor),
       backoff_factor_(options.backoff_factor),
       growth_interval_(options.growth_interval),
@@ -178,38 +223,61 @@ inline LossScale::LossScale(LossScaleKind kind, const DynamicLossScaleOptions& o
       max_scale_(options.max_scale > detail::kLargestFloat ? std::numeric_limits<float>::infinity()
                                                            : static_cast<float>(options.max_scale)),
       hysteresis_(static_cast<int32_t>(options.hysteresis)),
-      kind_(kind) {}
+      kind_(options.kind) {}
 
-inline LossScale LossScale::none() { return {LossScaleKind::none, {.init_scale = 1.0}}; }
+inline LossScale LossScale::none() {
+  return LossScale({.init_scale = 1.0, .kind = LossScaleKind::none});
+}
 
 inline LossScale LossScale::fixed(double scale, double min_scale, double max_scale) {
   detail::check_bounds(min_scale, max_scale);
   detail::check_scale_value("scale", scale, min_scale, std::min(max_scale, detail::kLargestFloat));
-  return {LossScaleKind::fixed,
-          {.init_scale = scale, .min_scale = min_scale, .max_scale = max_scale}};
+  return LossScale({.init_scale = scale,
+                    .min_scale = min_scale,
+                    .max_scale = max_scale,
+                    .kind = LossScaleKind::fixed});
 }
 
-inline LossScale LossScale::dynamic(const DynamicLossScaleOptions& options) {
+inline LossScale LossScale::dynamic(const LossScaleOptions& options) {
+  const bool is_dynamic_rule = options.kind == LossScaleKind::dynamic && options.enabled &&
+                               options.recheck && !options.allow_fp16_gradients &&
+                               options.loss_id == 0;
+  TORCH_CHECK(is_dynamic_rule,
+              "LossScale::dynamic: kind, enabled, recheck, allow_fp16_gradients and loss_id are "
+              "no numbers of a dynamic scale; give them to GradScaler({...})");
+  return of(options);
+}
+
+inline LossScale LossScale::of(const LossScaleOptions& options) {
   detail::check_factors(options.growth_factor, options.backoff_factor);
   detail::check_counts(options.growth_interval, options.hysteresis);
   detail::check_bounds(options.min_scale, options.max_scale);
   detail::check_scale_value("init_scale", options.init_scale, options.min_scale,
                             std::min(options.max_scale, detail::kLargestFloat));
-  return {LossScaleKind::dynamic, options};
+  switch (options.kind) {
+    case LossScaleKind::none:
+      return none();
+    case LossScaleKind::fixed:
+      return fixed(options.init_scale, options.min_scale, options.max_scale);
+    case LossScaleKind::dynamic:
+      return LossScale(options);
+  }
+  TORCH_CHECK(false, "kind is no LossScaleKind; use LossScaleKind::none, fixed or dynamic");
 }
 
 inline LossScaleState LossScale::initial_state() const noexcept {
   return {.scale = init_scale_, .growth_tracker = 0, .hysteresis_left = hysteresis_};
 }
 
-inline DynamicLossScaleOptions LossScale::options() const noexcept {
+inline LossScale::operator LossScaleOptions() const noexcept {
   return {.init_scale = init_scale_,
           .growth_factor = growth_factor_,
           .backoff_factor = backoff_factor_,
           .growth_interval = growth_interval_,
           .min_scale = min_scale_,
           .max_scale = max_scale_,
-          .hysteresis = hysteresis_};
+          .hysteresis = hysteresis_,
+          .kind = kind_};
 }
 
 C10_HOST_DEVICE inline LossScaleState LossScale::next(LossScaleState state,

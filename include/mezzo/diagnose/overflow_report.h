@@ -13,7 +13,7 @@
 
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/scaling/grad_scaler_options.h>
+#include <mezzo/scaling/skipped_step.h>
 
 #include <torch/nn/module.h>
 

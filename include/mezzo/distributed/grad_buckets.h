@@ -68,11 +68,14 @@ std::shared_ptr<BucketedGradients> shared(const GradBuckets& buckets) noexcept;
 /// Buckets are filled in reverse order of the parameters, which is roughly the order in which
 /// backward makes gradients; rebuild_buckets() takes the order of the last backward pass.
 ///
-/// A gradient may be undefined, replaced, or of another floating dtype than its bucket (unscaled to
-/// float, for example): the next backward pass or reattach_gradients() copies its values into the
-/// buffer, converts them, and makes `.grad` the view again. A gradient with a history
-/// (`create_graph`) stays until reattach_gradients(), and loses it then. A sparse gradient stays
-/// outside. Where a parameter has no dense gradient, its part of the buffer is zero.
+/// A gradient may be undefined, replaced, or of another floating dtype than its bucket: the next
+/// backward pass or reattach_gradients() copies its values into the buffer, converts them, and
+/// makes
+/// `.grad` the view again. A float gradient of a 16-bit bucket (`unscale_` makes one for a weight
+/// with a master) is rounded only by a backward pass that adds to it; reattach_gradients() throws. A
+/// gradient with a history (`create_graph`) stays until reattach_gradients(), and loses it then. A
+/// sparse gradient stays outside. Where a parameter has no dense gradient, its part of the buffer
+/// is zero.
 ///
 /// Each parameter gets a post-accumulate hook, which first calls the hook that was there. Only one
 /// backward pass may reach the parameters at a time. Use it from one thread at a time.
@@ -98,8 +101,8 @@ class GradBuckets {
 
   /// Brings every gradient to its place, so that the buffers hold what `.grad` holds now. Call it
   /// before reading `GradBucket::flat`.
-  /// \throws c10::Error if a gradient has another shape or device than its parameter, or no
-  ///   floating dtype
+  /// \throws c10::Error, before anything is moved, if a gradient has another shape or device than
+  ///   its parameter, or no floating dtype, or if it is of float and its bucket of 16 bits
   void reattach_gradients();
 
   /// Does what `Module::zero_grad` does: undefines all gradients, or with `false` sets those that
@@ -109,8 +112,7 @@ class GradBuckets {
   /// Groups the parameters anew, in the order in which the last backward pass made their gradients;
   /// parameters that it did not reach come last. Values stay, addresses change. Under a
   /// DataParallel or GradAllReduce all ranks call it, after passes that took the same way on all;
-  /// if
-  /// their orders differ, the next pass throws.
+  /// if their orders differ, the next pass throws. Throws as reattach_gradients() does.
   void rebuild_buckets();
 
   /// While one lives, backward passes only accumulate: gradients are not moved, and no bucket is

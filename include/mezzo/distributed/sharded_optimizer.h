@@ -1,14 +1,13 @@
 /// \file
-/// An optimizer of mezzo's whose work and memory the ranks share: each keeps the state of its part
-/// of the weights, updates that part, and gets the rest from the others (ZeRO, stage 1).
+/// An optimizer whose work and memory the ranks share (ZeRO, stage 1): each keeps the state of its
+/// part of the weights, updates that part, and gets the rest from the other ranks.
 #pragma once
 
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
-#include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
-#include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -20,21 +19,17 @@
 #include <utility>
 #include <vector>
 
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
-
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// The same on all ranks.
+/// Options of ShardedOptimizer; the same on all ranks.
 struct ShardedOptimizerOptions {
-  /// A bucket of gradients is summed as soon as backward has filled it; as in GradBucketsOptions.
+  /// The most bytes of a bucket of gradients, as in GradBucketsOptions. A bucket is summed over the
+  /// ranks as soon as backward has filled it.
   int64_t bucket_bytes = kDefaultBucketBytes;
 };
 
-/// What a rank keeps from step to step, in bytes: padding included, the model's buffers and what is
-/// frozen not.
+/// The bytes that a rank keeps from step to step, padding included; the model's buffers and frozen
+/// parameters are not counted.
 struct ShardedOptimizerBytes {
   int64_t weights = 0;
   int64_t gradients = 0;
@@ -42,8 +37,6 @@ struct ShardedOptimizerBytes {
 };
 
 namespace detail {
-
-class StateTable;
 
 template <class Traits>
 Traits traits_of(const OptimizerShell<Traits>& optimizer);  // never called
@@ -54,10 +47,20 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
   requires decltype(traits_of(optimizer))::kIsElementByElement;
 };
 
+/// The shell of mezzo's optimizer `OptimizerType`, which its ShardedOptimizer has as well.
+template <class OptimizerType>
+struct ShellOf {
+  static_assert(StepsElementByElement<OptimizerType>,
+                "ShardedOptimizer takes mezzo's AdamW, Adam, SGD and Lion. LAMB's steps are as "
+                "long as the whole parameter, of which a rank has only a part.");
+  using type = OptimizerShell<decltype(traits_of(std::declval<const OptimizerType&>()))>;
+};
+
 }  // namespace detail
 
-/// ZeRO's first stage (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion
-/// parameter models", 2020) for mezzo's AdamW, Adam, SGD and Lion:
+/// mezzo's AdamW, Adam, SGD or Lion with state and work shared by the ranks: ZeRO's first stage
+/// (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models",
+/// 2020; libtorch's Python has ZeroRedundancyOptimizer).
 ///
 /// \code
 ///   mezzo::ShardedOptimizer<mezzo::optim::AdamW> optimizer(
@@ -70,13 +73,11 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
 ///   }
 /// \endcode
 ///
-/// **A step** trains what `OptimizerType` would have trained alone, given the average of the ranks'
-/// gradients: to the bit where their number is a power of two, else but for the rounding of 1/N;
-/// and all ranks have the same weights to the bit. During backward each full bucket of gradients is
-/// reduce-scattered; of it a rank keeps its part of the sum, and the other parts become zero.
-/// Division by the number of ranks is folded into the step. Then each rank updates its parts, and
-/// an all-gather brings it the rest, in the weights' own dtype: 2 bytes an element of bfloat16 and
-/// half.
+/// **A step** gives all ranks the same weights to the bit: those that `OptimizerType` alone makes
+/// of the average of the ranks' gradients, to the bit where the number of ranks is a power of two,
+/// else but for the rounding of 1/N. Backward reduce-scatters each full bucket: a rank keeps the
+/// sum of its part, and the other parts become zero. The step divides by the number of ranks,
+/// updates the rank's slices, and all-gathers the weights in their own dtype.
 ///
 /// **Memory** of a rank with N ranks, in bytes a parameter, with AdamW:
 ///
@@ -87,46 +88,42 @@ concept StepsElementByElement = requires(const OptimizerType& optimizer) {
 ///     bfloat16, split_master   2         2      rest and
 ///                                               moments    10          14    9  6.5
 ///
-/// each bucket being padded to a multiple of 64 * N bytes, and each parameter to 64. Gradients of
-/// 16 bits take 4 bytes with accumulate_in_float, which counts from the constructor on.
+/// Each bucket is padded to a multiple of 64 * N bytes, and each parameter to 64. Gradients of 16
+/// bits take 4 bytes with accumulate_in_float, which has to be set in the constructor's options.
 ///
-/// **Loss scale and clipping** are `scaler.step(optimizer, {.max_norm = 1.0})`. Ranks agree in one
-/// collective of three numbers each, without a host sync, on whether there was an inf or NaN and
-/// on the norm of the whole gradient: all step, clip and back off alike. As a rank has the sums of
-/// its part alone, gradients cannot be unscaled or clipped where they lie: `scaler.unscale_` and
-/// `clip_grad_norm_(scaler, ...)` refuse; libtorch's clipping knows nothing of ranks and clips by
-/// the norm of the part. Without a scale a disabled GradScaler clips. In half a sum may overflow
-/// where the average would not: it is found as any inf is, and the scale backs off.
+/// **Loss scale and clipping** are `scaler.step(optimizer, {.max_norm = 1.0})`: one collective of
+/// three numbers a rank, without a host sync, tells all ranks alike whether to skip and by which
+/// norm to clip. `scaler.unscale_` and `clip_grad_norm_(scaler, ...)` throw, and libtorch's
+/// clipping clips by the norm of this rank's part. Without a loss scale, use a disabled GradScaler.
+/// A sum that overflows in half where the average would not is found as any inf is.
 ///
-/// **Micro-batches** before the last run under `no_sync()`, and stay local. A pass more
-/// after gradients were summed adds to the sum.
+/// **Micro-batches** before the last run under `no_sync()`. A pass after gradients were summed adds
+/// to the sum.
 ///
-/// **Parameters** of all groups that require grad are moved into flat buffers, where they look like
-/// tensors of their own; they keep their strides if they are dense. What has shared memory with one
-/// (a view that was made before) is left behind: tie weights by using one tensor, and make the
-/// optimizer before such views. Later the parameters may be written and given other memory (a file
-/// of the model is loaded): the next step finds it, on all ranks alike. Each may be frozen, or go
-/// unused: without a gradient on all ranks it is passed over.
+/// **Parameters** that require grad are moved into flat buffers, where they look like tensors of
+/// their own and keep dense strides. A view that was made before no longer shares memory with its
+/// parameter: tie weights by using one tensor, and make views later. Parameters may be written and
+/// given other memory (a file of the model is loaded): the next step finds it, if all ranks do the
+/// same. A parameter may be frozen; without a gradient on any rank it is passed over.
 ///
-/// **Groups** are libtorch's, with lr, weight decay and the like as ever, and `set_lr_factors`. No
-/// parameter can be added to them later.
+/// **Groups** are libtorch's, with their own lr, weight decay and the like, and `set_lr_factors`.
+/// Steps and files throw if parameters were added or removed. `state()` has, under each parameter,
+/// the state of this rank's slice: tensors of one dimension; none where the rank has no slice.
 ///
-/// Not with this: a DataParallel or GradAllReduce of the same parameters, for it reduces gradients
-/// itself (the first pass says so); WeightStorage::stochastic (its bits follow from an element's
-/// place in the whole parameter), publish_to, LAMB.
+/// Not to be combined with a DataParallel or GradAllReduce of the same parameters (the first pass
+/// throws), WeightStorage::stochastic, publish_to, or LAMB.
 ///
-/// All ranks make it together, with the same parameters in the same order, of which those of rank 0
-/// count; and they call `step`, `save` and backward alike. Errors of the communicator are thrown by
-/// those; after one, and after a backward pass that threw, the ranks are no longer in step. Neither
-/// copied nor moved. One thread at a time.
+/// All ranks make it together, with the same parameters in the same order, and begin with the
+/// values of rank 0. All call `step`, `save` and backward alike. Errors of the communicator are
+/// thrown by these; after one, and after a backward pass that threw, begin again from a checkpoint.
+/// Neither copied nor moved. One thread at a time.
 template <class OptimizerType>
-class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOptimizer {
-  static_assert(detail::StepsElementByElement<OptimizerType>,
-                "ShardedOptimizer takes mezzo's AdamW, Adam, SGD and Lion. LAMB's steps are as "
-                "long as the whole parameter, of which a rank has only a part.");
+class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
+  using Shell = typename detail::ShellOf<OptimizerType>::type;
 
  public:
-  using Options = typename OptimizerType::Options;
+  using typename Shell::Options;
+  using typename Shell::State;
 
   /// \throws c10::Error as OptimizerType does; naming the rank whose parameters differ; for what is
   ///   listed above; and where the communicator does not serve a parameter's device
@@ -137,47 +134,42 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOpti
                    const Options& defaults, const ShardedOptimizerOptions& options = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(communicator), defaults, options) {}
-  ~ShardedOptimizer() override;
+  ~ShardedOptimizer() override { buckets_.on_ready(nullptr); }
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
-  torch::optim::Optimizer& optimizer() noexcept override { return *this; }
-
-  /// Calls `closure` once, if there is one, then steps; returns what the closure returned.
-  /// \throws c10::Error as `plan` and `apply` do
-  at::Tensor step(LossClosure closure = nullptr) override { return step_with(closure); }
-
-  /// Returns this rank's slices, with their gradients. \throws c10::Error, on all ranks and before
-  ///   anything is written, where gradients have not been summed since the last step
+  /// Returns a row for each of this rank's slices that has a gradient.
+  /// \throws c10::Error, on all ranks and before anything is written, where gradients have not been
+  ///   summed since the last step
   StepPlan plan() override;
 
-  /// Reads what all ranks have, of the ranks' average gradient: one collective. `inv_scale` in the
-  /// verdict has the division by the number of ranks in it, for this rank keeps sums.
+  /// Reads the average gradient of all ranks: one collective. `inv_scale` in the verdict has the
+  /// division by the number of ranks in it, for this rank keeps sums.
   Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) override;
 
+  /// Steps this rank's slices and gathers the weights of all ranks.
   /// \throws c10::Error for a plan that has been used up; as OptimizerType does; and what the
   ///   communicator throws
   void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override;
 
-  /// While one lives, backward passes add to this rank's own gradients and nothing is summed: for
-  /// all micro-batches but the last.
+  /// Returns a guard under which backward passes add to this rank's own gradients and sum nothing:
+  /// for all micro-batches but the last.
   GradBuckets::NoSync no_sync();
 
   /// The parameters that are trained, and how they lie.
   const GradBuckets& buckets() const noexcept { return buckets_; }
 
-  /// What this rank keeps. State is made by the first step.
+  /// Returns the bytes that this rank keeps. The first step makes the state.
   ShardedOptimizerBytes bytes() const;
 
-  /// What GradScaler and `initialize` ask of an optimizer of mezzo's. No rank has a master of a
-  /// whole parameter, or all of the summed gradients: but for the first these throw c10::Error.
-  bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
+  /// Throw c10::Error: no rank has a master of a whole parameter, or all of the summed gradients.
   at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
   void enable_master_weights() override;
+  void check_unscale() const override;
 
-  /// On rank 0 the archive that `OptimizerType` alone would write, whatever the number of ranks; on
-  /// any other rank that rank's part of the state, which can be loaded there again. All ranks call
-  /// it; rank 0 writes the file:
+  /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
+  /// ranks; on any other rank that rank's part of the state, which can be loaded there again. All
+  /// ranks call it; rank 0 writes the file:
   ///
   ///     torch::serialize::OutputArchive archive;
   ///     optimizer.save(archive);
@@ -186,71 +178,39 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::FusedOpti
   /// Takes the bytes of the whole state on rank 0's host, and of a bucket of it in float elsewhere.
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// An archive of `OptimizerType`'s, from here with any number of ranks, from `OptimizerType`
-  /// alone or from libtorch's optimizer of the same name: each rank reads it and keeps its part.
-  /// With the model's weights of then, all goes on to the bit where it stopped. All or nothing.
+  /// Loads an archive of `OptimizerType`'s, from here with any number of ranks, from
+  /// `OptimizerType` alone or from libtorch's optimizer of the same name: each rank reads it and
+  /// keeps its slices. With the model's weights of that time, training goes on to the bit where it
+  /// stopped. All or nothing.
   /// \throws c10::Error as OptimizerType does, and for another rank's part
   void load(torch::serialize::InputArchive& archive) override;
 
-  void check_unscale() const override;
-
  private:
-  using Traits = decltype(detail::traits_of(std::declval<const OptimizerType&>()));
-  using State = typename OptimizerType::State;
-
-  /// What trains this rank's slices.
-  class Inner final : public OptimizerType {
-   public:
-    using OptimizerType::applied_count;
-    using OptimizerType::OptimizerType;
-  };
-
   struct Known {
     at::Tensor parameter;
     std::size_t group;
     bool is_trained;
   };
 
-  /// A row for each slice.
-  struct OwnStates {
-    std::size_t kinds = 0;
-    std::vector<int64_t> steps{};  // -1 where there is no state
-    std::vector<std::vector<at::Tensor>> tensors{};
-  };
-
-  // Groups and gradients, before a step (sharded_optimizer_impl.h)
-  std::vector<at::Tensor> trained_parameters() const;
-  static void check_options(const Options& options);
-  Options options_of(std::size_t group) const;
-  std::unique_ptr<Inner> make_inner(const Options& defaults) const;
+  static void check_storage(optim::WeightStorage storage);
+  std::vector<at::Tensor> start_alike();
   void check_groups() const;
-  void mirror_groups() const;
   void prepare();
-  bool has_gradient() const;
-  std::optional<at::Device> device_of_gradients() const;
-  Verdict average_of_sums() const;
-  void count_applied(const Verdict& verdict);
+  State* state_of(const detail::ShardSlice& slice) const;
+  void take_whole(detail::FiledOptimizer& read) const;
+  void take_part(detail::FiledOptimizer& read) const;
+  void keep_frozen(detail::FiledOptimizer& filed) const;
 
-  // Files (sharded_optimizer_archive.h)
-  void gather_states(OptimizerType& whole) const;
-  OwnStates own_states() const;
-  void gather_bucket(std::size_t bucket, std::size_t kind, const OwnStates& own,
-                     detail::StateTable& table, OptimizerType* whole) const;
-  std::unique_ptr<State> part_of(State& whole, const detail::ShardSlice& slice) const;
-  void load_whole(torch::serialize::InputArchive& archive);
-  void load_part(torch::serialize::InputArchive& archive, int64_t rank);
-  void take_options(const OptimizerType& from);
+  using Shell::apply_with_aten;  // private: it gathers no weights
 
   mutable Communicator communicator_;
-  std::vector<Known> known_;  // of all groups, in order
+  std::vector<Known> known_;  // all parameters, group by group
   GradBuckets buckets_;
   std::shared_ptr<detail::ShardExchange> exchange_;
   detail::ShardedWeights weights_;
-  std::vector<std::size_t> group_of_;  // a parameter of the buckets
-  std::unique_ptr<Inner> inner_;
+  std::vector<std::vector<const detail::ShardSlice*>> slices_;  // of each group
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/distributed/detail/sharded_optimizer_archive.h>  // IWYU pragma: export
-#include <mezzo/distributed/detail/sharded_optimizer_impl.h>     // IWYU pragma: export
+#include <mezzo/distributed/detail/sharded_optimizer_impl.h>  // IWYU pragma: export

@@ -1,8 +1,10 @@
 /// \file
-/// Keras's way in: an optimizer that scales its loss, and unscales, checks, steps and moves the
-/// scale in one call. TensorFlow's `enable_mixed_precision_graph_rewrite` returned the same.
+/// LossScaleOptimizer, Keras's way in: an optimizer that scales its loss, and unscales, checks,
+/// steps and moves the scale in one call. TensorFlow's `enable_mixed_precision_graph_rewrite` made
+/// one too.
 #pragma once
 
+#include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -18,12 +20,8 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Keras's names and defaults.
-struct LossScaleOptimizerOptions {
-  double initial_scale = 32768.0;       ///< 2^15; for good where `dynamic` is false
-  int64_t dynamic_growth_steps = 2000;  ///< steps in a row without inf or NaN that double the scale
-  bool dynamic = true;
-};
+/// The loss scale of Keras's LossScaleOptimizer: it starts at 2^15, and is otherwise torch's.
+inline constexpr LossScaleOptions kKerasLossScale{.init_scale = 32768.0};
 
 /// An optimizer together with its loss scale, Keras's LossScaleOptimizer:
 ///
@@ -38,28 +36,34 @@ struct LossScaleOptimizerOptions {
 ///
 /// `inner` is any optimizer of torch::optim or mezzo::optim, or a MasterWeights for a model of half
 /// weights; it must outlive this object, and its param groups, rates and state are its own.
-/// Movable. Everything else is GradScaler's: see there who waits for a device. One thread at a
-/// time.
+/// Movable. One thread at a time. GradScaler says what waits for a device.
 class LossScaleOptimizer {
  public:
-  /// \throws c10::Error unless initial_scale is positive and dynamic_growth_steps at least 1
-  explicit LossScaleOptimizer(AnyOptimizer inner, const LossScaleOptimizerOptions& options = {})
-      : inner_(inner), options_(options), scaler_(scaler_options(options)) {}
+  /// \param options  Keras's initial_scale is `init_scale`, its dynamic_growth_steps
+  ///   `growth_interval`, and dynamic=False is `LossScale::fixed(128)`. Members that braces leave
+  ///   out have torch's values: an `init_scale` of 2^16, where kKerasLossScale has 2^15
+  /// \throws c10::Error if an option is out of range
+  explicit LossScaleOptimizer(AnyOptimizer inner, const LossScaleOptions& options = kKerasLossScale)
+      : inner_(inner), options_(options), scaler_(options) {}
+  /// Refuses a number alone, which does not say what it is: write `{.init_scale = 128}` or, for a
+  /// constant scale, `LossScale::fixed(128)`.
+  LossScaleOptimizer(AnyOptimizer, detail::BareNumber auto) = delete;
 
-  /// Keras's scale_loss, for a tensor or a nest of them; see GradScaler::scale.
+  /// Returns the loss, a tensor or a nest of tensors, times the scale: Keras's scale_loss. See
+  /// GradScaler::scale.
   template <class Outputs>
   [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs) {
     if (std::exchange(threw_, false)) (void)scaler_.forget(inner_);
     return scaler_.scale(outputs);
   }
 
-  /// Optional, to look at or clip true gradients before `step`: TensorFlow's
-  /// get_unscaled_gradients. See GradScaler::unscale_.
+  /// Takes the scale off the gradients, to look at or clip them before `step`: TensorFlow's
+  /// get_unscaled_gradients. Optional. See GradScaler::unscale_.
   void unscale_() { scaler_.unscale_(inner_); }
 
-  /// Keras's apply: unscales, checks, steps unless a gradient is inf or NaN, and moves the scale.
-  /// Where the inner optimizer's step throws, so does this; it may be called again, or, after
-  /// `zero_grad`, a loss be scaled anew.
+  /// Unscales, checks, steps unless a gradient is inf or NaN, and moves the scale: Keras's apply.
+  /// Throws what the inner optimizer's step throws; afterwards call `step` again, or `zero_grad` and
+  /// scale a loss anew.
   /// \throws c10::Error if no loss was scaled, or no parameter has a gradient
   StepResult step(const StepOptions& options = {}) {
     threw_ = true;
@@ -72,35 +76,30 @@ class LossScaleOptimizer {
 
   void zero_grad(bool set_to_none = true) { inner_.optimizer().zero_grad(set_to_none); }
 
-  /// How many steps were applied: skipped ones do not count. With an optimizer of mezzo's the
-  /// device counts them, and this waits for it.
+  /// Returns how many steps were applied; skipped steps do not count. With an optimizer of mezzo's
+  /// the device counts, and this waits for it.
   int64_t iterations() const {
     return is_counted_by_inner() ? inner_.mezzos()->applied_steps() : iterations_;
   }
 
-  /// Keras's dynamic_scale: the present one. Waits for the device.
+  /// Returns the present scale, Keras's dynamic_scale. Waits for the device.
   double loss_scale() const { return scaler_.get_scale(); }
-  double initial_scale() const noexcept { return options_.initial_scale; }
-  int64_t dynamic_growth_steps() const noexcept { return options_.dynamic_growth_steps; }
-  bool dynamic() const noexcept { return options_.dynamic; }
+  double initial_scale() const noexcept { return options_.init_scale; }
+  int64_t dynamic_growth_steps() const noexcept { return options_.growth_interval; }
+  bool dynamic() const noexcept { return options_.kind == LossScaleKind::dynamic; }
 
   torch::optim::Optimizer& inner_optimizer() noexcept { return inner_.optimizer(); }
-  /// For on_skip, state_dict and its like.
+  /// Returns the scaler, for on_skip, state_dict and the like.
   GradScaler& scaler() noexcept { return scaler_; }
 
  private:
-  static GradScalerOptions scaler_options(const LossScaleOptimizerOptions& options) {
-    if (!options.dynamic) return LossScale::fixed(options.initial_scale);
-    return LossScale::dynamic(
-        {.init_scale = options.initial_scale, .growth_interval = options.dynamic_growth_steps});
-  }
   bool is_counted_by_inner() const { return inner_.mezzos() != nullptr; }
 
   AnyOptimizer inner_;
-  LossScaleOptimizerOptions options_;
+  LossScaleOptions options_;
   GradScaler scaler_;
   int64_t iterations_ = 0;
-  bool threw_ = false;  // the last step did, in an iteration that has no `update`
+  bool threw_ = false;  // the last step threw, so that its iteration had no `update`
 
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::OutputArchive>
@@ -110,16 +109,17 @@ class LossScaleOptimizer {
   friend Archive& operator>>(Archive& archive, LossScaleOptimizer& optimizer);
 };
 
-/// `LossScaleOptimizer(optimizer, options)`. Its name is TensorFlow's, which also rewrote the
-/// graph: here that is the mezzo::Autocast around the forward pass.
-inline LossScaleOptimizer enable_mixed_precision(AnyOptimizer optimizer,
-                                                 const LossScaleOptimizerOptions& options = {}) {
+/// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph:
+/// here the mezzo::Autocast around the forward pass takes its place.
+inline LossScaleOptimizer enable_mixed_precision(
+    AnyOptimizer optimizer, const LossScaleOptions& options = kKerasLossScale) {
   return LossScaleOptimizer(optimizer, options);
 }
+/// Refuses a number alone: TensorFlow's `loss_scale=128.0` is `LossScale::fixed(128)`.
+void enable_mixed_precision(AnyOptimizer, detail::BareNumber auto) = delete;
 
-/// `torch::save(optimizer, path)` and `torch::load(optimizer, path)`: the inner optimizer's state,
-/// the scaler's and the count of iterations (include <torch/serialize.h>).
-/// \throws c10::Error for the file of something else
+/// Writes the inner optimizer's state, the scaler's and the count of iterations:
+/// `torch::save(optimizer, path)` (include <torch/serialize.h>).
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const LossScaleOptimizer& optimizer) {
@@ -133,6 +133,8 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   return archive;
 }
 
+/// Loads what `operator<<` wrote: `torch::load(optimizer, path)`.
+/// \throws c10::Error for the file of something else
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, LossScaleOptimizer& optimizer) {

@@ -1,18 +1,17 @@
 /// \file
-/// For programs of many units: the loops over gradients and parameters, each for several dtypes and
-/// instruction sets, are most of what compiling a unit that trains costs. The target
-/// `mezzo::compiled` holds them compiled once, and with them the functions of the optimizers'
-/// engine, GradScaler, MasterWeights, OpPolicy, CastTrace and WeightCache (`*/compiled/*.cpp`). Its
-/// users' units, which see MEZZO_COMPILED defined, get this header with mezzo's optimizers and
-/// GradScaler, and leave all that to it. MEZZO_COMPILED comes with the target and is a choice for
-/// the whole program: define it nowhere else. Units without it hold the same functions inline, and
-/// still link.
+/// The target `mezzo::compiled`: mezzo's loops and functions compiled once, for programs of many
+/// units. The loops over gradients and parameters, for several dtypes and instruction sets, are
+/// most of what compiling a unit that trains costs.
 ///
 ///     find_package(mezzo 0.2 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
 ///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo
 ///
-/// With CUDA kernels, whose units have another ABI namespace: `mezzo::compiled_cuda`, in place of
-/// `mezzo::cuda`. Results are the same bits.
+/// With CUDA kernels, whose units have another ABI namespace, link `mezzo::compiled_cuda` in place
+/// of `mezzo::cuda`. Results are the same bits. The library is made of `*/compiled/*.cpp`.
+///
+/// The target defines MEZZO_COMPILED for its users' units, which then leave these functions to the
+/// library. It is a choice for the whole program: define it nowhere else. Units without it hold the
+/// same functions inline, and still link.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -22,7 +21,7 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
-// What the files in compiled/ define, and what is extern for everybody else.
+// The files in compiled/ define these templates; for all other units they are extern.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 

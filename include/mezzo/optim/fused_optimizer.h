@@ -1,6 +1,6 @@
 /// \file
-/// The step of mezzo's optimizers as values: a plan says who takes part, a verdict what one read of
-/// the gradients found, and `apply` does the rest in one pass.
+/// FusedOptimizer: a training step as values. StepPlan lists the parameters that take part, Verdict
+/// holds what one read of the gradients found, and `apply` does the rest in one pass.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -26,49 +26,54 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 class WeightCache;
 
-/// What `GradScaler::step(optimizer, {.max_norm = 1.0})` does beside stepping.
+/// Options of one step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 ///
-/// A step writes no gradient but to set it to zero on request: after it, ran or skipped, `.grad` is
-/// zero with `zero_grad`, and otherwise what it was before, scaled unless `unscale_` took the scale
-/// off. This holds for every optimizer, mezzo's or not, on every device.
+/// A step with options writes no gradient, except zeros on request: afterwards, whether the step
+/// ran or was skipped, `.grad` is zero with `zero_grad`, and otherwise holds what it held before,
+/// with the loss scale unless `unscale_` took it off. This holds for every optimizer on every
+/// device.
 struct StepOptions {
-  /// The gradients, taken as one vector, are scaled down to at most this 2-norm before they are
-  /// used, as `clip_grad_norm_` does: by max_norm / (norm + 1e-6). Infinity: no clipping.
+  /// Largest 2-norm of all gradients, taken as one vector. Larger ones are multiplied by
+  /// max_norm / (norm + 1e-6) as they are used, as `clip_grad_norm_` does. Infinity: no clipping.
   double max_norm = std::numeric_limits<double>::infinity();
-  /// Sets the gradients to zero, with mezzo's kernels in the same pass; they stay defined.
+  /// Sets the gradients to zero in the same pass. They stay defined.
   bool zero_grad = false;
-  /// The gradients carry no loss scale: somebody else took it off, as for a second loss (see
-  /// GradScaler::forget). After `scaler.unscale_(optimizer)` the scaler knows that by itself.
+  /// The gradients carry no loss scale, because other code took it off (see GradScaler::forget).
+  /// After `scaler.unscale_(optimizer)` the scaler knows this by itself.
   bool is_unscaled = false;
-  /// A float of one element. Where it is not 0, an inf that this step finds was found before, under
-  /// another loss's scale: the step is skipped, and this scaler's scale is not moved for it.
+  /// A float of one element, not 0 if another loss's scaler has reported an inf in these gradients
+  /// already. An inf that this step finds then skips the step, and does not lower this scale.
   at::Tensor known_inf = {};
 };
 
-/// Who takes part in one step, and with what. One walk over the parameters makes a plan and checks
-/// all of it; `apply` consumes it. A plan is a value: nobody keeps it for another step.
+/// The parameters that take part in one step, with their gradients and state. One walk over the
+/// parameters makes a plan and checks all of it; `apply` consumes it. No plan is kept for another
+/// step.
 struct StepPlan {
   /// A parameter with a gradient.
   struct Row {
-    const at::Tensor* parameter;  ///< in the groups of the optimizer
+    const at::Tensor* parameter;  ///< in the groups of the optimizer, or a slice of one
     at::Tensor gradient;
     std::size_t group;
     std::uint64_t number;  ///< of the parameter, counted through all groups
 
-    // Of mezzo's optimizers.
+    // These three are set by mezzo's optimizers.
     optim::WeightStorage storage = optim::WeightStorage::plain;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop{};
+    /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has
+    /// rows of slices, and keeps the state of its slice as the whole parameter's.
+    const at::Tensor* owner = nullptr;
   };
 
-  std::vector<Row> rows{};  ///< those of one device follow each other
+  std::vector<Row> rows{};  ///< device by device
   std::vector<detail::GroupNumbers> groups{};
   bool has_inference = false;  ///< a parameter is an inference tensor
   bool has_devices = false;    ///< gradients lie on several devices
-  bool is_checked = false;     ///< gradients are dense, on their parameters' devices, of our dtypes
-  /// There is a gradient of half whose parameter keeps no master: unscaled it would underflow.
+  bool is_checked = false;     ///< gradients are dense, of our dtypes, on their parameters' devices
+  /// A gradient is of half and its parameter keeps no master: unscaled, it would underflow.
   bool has_bare_half = false;
-  /// Other ranks have rows though this one may have none: all go through the step together.
+  /// Other ranks have rows, even if this one has none: all ranks go through the step together.
   bool has_rows_elsewhere = false;
 
   bool has_rows() const noexcept { return has_rows_elsewhere || !rows.empty(); }
@@ -76,8 +81,8 @@ struct StepPlan {
 
 namespace optim {
 
-/// An optimizer that unscales, clips, steps and sets gradients to zero in one pass over its memory,
-/// and decides on the device whether to step, so that the host need not know:
+/// An optimizer that unscales, clips, updates and zeroes in one pass over its memory. The device
+/// decides whether the step is skipped, so that the host never waits:
 ///
 /// \code
 ///   StepPlan plan = optimizer.plan();
@@ -85,44 +90,45 @@ namespace optim {
 ///   optimizer.apply(std::move(plan), verdict, {.max_norm = 1.0});
 /// \endcode
 ///
-/// GradScaler::step calls these three. Nothing may change between `plan` and `apply`: neither
-/// groups, gradients nor states.
+/// GradScaler::step calls these three functions. Between `plan` and `apply` groups, gradients and
+/// states must not change.
 class FusedOptimizer : public OptimizerInterface {
  public:
-  /// Returns who takes part in a step: every parameter with a gradient. Writes no weight. Brings
-  /// gradients in line with those that the caller has changed at masters (see master_param).
+  /// Returns the plan of a step: one row for each parameter with a gradient. Writes no weight. A
+  /// gradient that the caller replaced at a master (see master_param) becomes the parameter's.
   /// \throws c10::Error, naming the parameter or option, if `apply` could not take the step
   virtual StepPlan plan() = 0;
 
-  /// Reads the plan's gradients once. `inv_scale` is a float of one element, on any device; the
-  /// verdict lies on the device of the first gradient and speaks for all devices. No host sync,
-  /// except to coalesce sparse gradients.
+  /// Reads the plan's gradients once, and returns what it found on all devices, in tensors on the
+  /// device of the first gradient. Does not synchronise, except to coalesce sparse gradients.
+  /// \param inv_scale a float of one element, on any device
   virtual inline Verdict read(const StepPlan& plan, const at::Tensor& inv_scale);
 
-  /// Takes the step. A skipped step leaves parameters, moments and counts as they were, bit for
-  /// bit. Runs on the current streams; waits for a device only where parameters lie on several.
+  /// Takes the step, or skips it where the verdict found an inf: parameters, moments and counts
+  /// then keep every bit. Runs on the current streams. Waits for a device only where parameters lie
+  /// on several.
   virtual void apply(StepPlan plan, const Verdict& verdict = {},
                      const StepOptions& options = {}) = 0;
 
-  /// Whether `parameter`, of group number `group`, is rounded from a float master that is trained
-  /// in its place and can be had as a tensor (see master_param).
+  /// Returns whether `parameter`, of group number `group`, is rounded from a float master that
+  /// `master_param` can return.
   virtual bool keeps_master([[maybe_unused]] std::size_t group,
                             [[maybe_unused]] const at::Tensor& parameter) const {
     return false;
   }
 
-  /// Returns what a step trains in place of `parameter`, of group number `group`: its float master,
-  /// made if there is none yet and in agreement with the parameter as it is now; or the parameter.
-  /// The master's `.grad` is the parameter's, the same tensor, until the next step: a caller may
-  /// change it at either place, and a parameter whose gradient is dropped at either is left out.
-  /// \throws c10::Error if it is trained as something that is no tensor, a split master
+  /// Returns the tensor that a step trains in place of `parameter`, of group number `group`: its
+  /// float master, made if there is none and equal to the parameter as it is now; or the parameter.
+  /// Until the next step the master's `.grad` is the parameter's, the same tensor. A caller may
+  /// change it at either place. A parameter whose gradient is dropped at either place is left out.
+  /// \throws c10::Error for WeightStorage::split_master, whose master is no tensor
   virtual at::Tensor master_param([[maybe_unused]] std::size_t group, const at::Tensor& parameter) {
     return parameter;
   }
 
-  /// From here on parameters of half and bfloat16 are trained as float masters, in groups that
-  /// stored weights `plain`, and in groups to come.
-  /// \throws c10::Error where it has no masters
+  /// Trains parameters of half and bfloat16 as float masters from here on: those of groups whose
+  /// storage was `plain`, and those of groups that are added later.
+  /// \throws c10::Error if this optimizer keeps no masters
   virtual void enable_master_weights() {
     TORCH_CHECK(
         false,
@@ -139,14 +145,16 @@ class FusedOptimizer : public OptimizerInterface {
   /// \throws c10::Error where that cannot be right, and says what to do instead
   virtual void check_unscale() const {}
 
-  /// From here on each step writes copies of weights of float in `dtype` (bfloat16 or half),
-  /// rounded to nearest, in the same pass, and publishes them in `cache`: regions of that dtype
-  /// that use the cache cast no weight any more. Copied are those weights that regions have asked
-  /// the cache for before (not embeddings, say); they take 2 bytes an element, which the cache
-  /// counts. Where mezzo has no kernel (CUDA without mezzo::cuda) nothing is published, and regions
-  /// cast as ever. A cache that isolates threads gives them to the thread that steps, if that also
-  /// runs the regions. A step throws before it writes anything where copies exceed max_bytes.
-  /// Include mezzo/autocast/weight_cache.h to call it. \throws c10::Error for another dtype
+  /// Makes each step write copies of float weights in `dtype`, rounded to nearest, in the same
+  /// pass, and publish them in `cache`. Regions of that dtype with that cache then cast no weight.
+  ///
+  /// Only weights that regions have asked the cache for are copied (no embeddings, for example), 2
+  /// bytes an element, which the cache counts. Where mezzo has no kernel (CUDA without mezzo::cuda)
+  /// nothing is published, and regions cast. A cache that isolates threads gives the copies to the
+  /// thread that steps. Include mezzo/autocast/weight_cache.h to call this function.
+  /// \param dtype bfloat16 or half
+  /// \throws c10::Error for another dtype; and a step throws, before it writes anything, where the
+  ///   copies exceed the cache's max_bytes
   template <class Cache>
   requires std::same_as<Cache, WeightCache>
   void publish_to(const Cache& cache, at::ScalarType dtype) {
@@ -159,23 +167,23 @@ class FusedOptimizer : public OptimizerInterface {
     publish_ = [cache](const Published& published) { cache.publish(published); };
   }
 
-  /// Ends that: from here on steps write no copies, and this holds no cache. Copies that were
-  /// published serve until the next step writes their weights; then regions cast as ever.
+  /// Ends `publish_to`: steps write no more copies, and this object lets go of the cache. Copies
+  /// that were published serve until the next step writes their weights.
   void stop_publishing() noexcept {
     copy_for_ = nullptr;
     publish_ = nullptr;
   }
 
  protected:
-  /// Calls `closure`, if there is one, with autograd on, then takes a step of the gradients as they
-  /// are; returns what the closure returned.
+  /// Calls `closure`, if there is one, with autograd on, takes a step with the gradients as they
+  /// are, and returns what the closure returned.
   inline at::Tensor step_with(const torch::optim::Optimizer::LossClosure& closure);
 
   bool publishes() const noexcept { return copy_for_ != nullptr; }
   at::ScalarType published_dtype() const noexcept { return published_dtype_; }
-  /// Returns where to write the copy of `weight`; undefined where none is wanted.
+  /// Returns the tensor to write the copy of `weight` to; undefined if no copy is wanted.
   at::Tensor copy_for(const at::Tensor& weight) const { return copy_for_(weight); }
-  /// Weights that a step has written, each with its copy.
+  /// The weights that a step has written, each with its copy.
   using Published = std::vector<std::pair<at::Tensor, at::Tensor>>;
   void publish(const Published& published) const { publish_(published); }
 

@@ -1,7 +1,6 @@
 /// \file
-/// What the options of mezzo's optimizers have beyond libtorch's: how weights of 16 bits are kept
-/// from step to step (mezzo/base/weight_storage.h), and in which dtype their gradients are added
-/// up.
+/// FusedOptions: what the options of mezzo's optimizers add to libtorch's, namely the storage of
+/// 16-bit weights (mezzo/base/weight_storage.h), and whether their gradients are added up in float.
 #pragma once
 
 #include <mezzo/base/detail/low_precision.h>
@@ -22,7 +21,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What mezzo adds to libtorch's options; see FusedOptions.
+/// The values that mezzo adds to libtorch's options; see FusedOptions.
 struct ExtraOptions {
   optim::WeightStorage weight_storage = optim::WeightStorage::plain;
   std::uint64_t seed = 0;
@@ -30,7 +29,7 @@ struct ExtraOptions {
   bool operator==(const ExtraOptions&) const = default;
 };
 
-/// What all options of mezzo's optimizers are, whatever their class.
+/// The common base of the options of mezzo's optimizers.
 class HoldsExtraOptions {
  public:
   const ExtraOptions& extras() const noexcept { return extras_; }
@@ -39,8 +38,8 @@ class HoldsExtraOptions {
   ExtraOptions extras_;
 };
 
-/// Lets gradients of a 16-bit weight be added up in float, and what has been added up so far become
-/// float. Other weights stay as they are.
+/// Makes autograd add up the gradients of a 16-bit weight in float, and converts the gradient that
+/// there is. Does nothing to other weights.
 inline void accumulate_in_float(const at::Tensor& parameter) {
   if (!parameter.requires_grad() || !is_low_precision(parameter)) return;
   if (parameter.grad_dtype() == at::kFloat) return;
@@ -55,15 +54,17 @@ inline void accumulate_in_float(const at::Tensor& parameter) {
 
 namespace optim {
 
-/// Options of mezzo's optimizers. `Base` is libtorch's class of the same name, where there is one,
-/// so that code written for `torch::optim` reads and writes them through a cast to that. A file
-/// keeps what is added here under keys of its own, if it is not the default; where a file has none,
-/// as one of libtorch's, loading it leaves them.
+/// Options of mezzo's optimizers. `Base` is libtorch's class of the same name, where there is one:
+/// code written for `torch::optim` reads and writes them through a cast to that class.
 ///
-/// A param group may hold plain options of libtorch's: the optimizer's `defaults()` then say what
-/// is added here. Otherwise a group has the options that it was made with, but for libtorch's own
-/// members that still have their constructor's value: from libtorch 2.12 on these are the
-/// defaults', as in a group of `torch::optim`.
+/// A file holds the values that are added here under keys of their own, if they are not the
+/// defaults. Loading a file without these keys, such as one of libtorch's, leaves the values as
+/// they are.
+///
+/// A param group may hold plain options of libtorch's class: the optimizer's `defaults()` then give
+/// the values that are added here. From libtorch 2.12 on, members of libtorch's that still have
+/// their constructor's value are replaced by those of the defaults, as in a group of
+/// `torch::optim`.
 template <class Own, class Base = torch::optim::OptimizerOptions>
 class FusedOptions : public Base, public detail::HoldsExtraOptions {
  public:
@@ -72,33 +73,35 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
   WeightStorage weight_storage() const noexcept { return extras_.weight_storage; }
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
 
-  /// Adds up gradients of bfloat16 and half weights in float (libtorch's `set_grad_dtype`), as
-  /// Megatron's main_grad: 1,000 micro-batches of 1 give 1000, and 256 in bfloat16. `.grad` is then
-  /// a float tensor, 4 bytes an element in place of 2, which libtorch's clipping and zero_grad take
-  /// as any other. Set when the optimizer is made, is given the group, loads a file or takes a
-  /// step, and when `initialize` has cast the model: cast a model yourself before the optimizer is
-  /// made, and make the optimizer before a DataParallel of the same parameters. It is not taken
-  /// back.
+  /// Adds up the gradients of bfloat16 and half weights in float (libtorch's `set_grad_dtype`), as
+  /// Megatron's main_grad: 1,000 micro-batches of 1 give 1000, where bfloat16 gives 256. `.grad` is
+  /// then a float tensor, 4 bytes an element in place of 2; libtorch's clipping and zero_grad take
+  /// it as any other.
+  ///
+  /// The optimizer sets this on its weights when it is made, is given a group, loads a file or
+  /// takes a step, and `initialize` when it has cast the model. Cast a model yourself before the
+  /// optimizer is made, and make the optimizer before a DataParallel of the same parameters. The
+  /// setting is never taken back.
   bool accumulate_in_float() const noexcept { return extras_.accumulate_in_float; }
   Own& accumulate_in_float(bool value) { return set(extras_.accumulate_in_float, value); }
 
-  /// Of WeightStorage::stochastic.
+  /// Seed of the random bits of WeightStorage::stochastic.
   std::uint64_t seed() const noexcept { return extras_.seed; }
   Own& seed(std::uint64_t value) { return set(extras_.seed, value); }
 
-  /// A copy with all that is here; libtorch's clone would keep only its own part.
+  /// Returns a copy of all options; libtorch's clone would copy only its own part.
   std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
     return std::make_unique<Own>(own());
   }
 
-  /// For loading, and for a group of libtorch's options: takes what is added here from `other`,
-  /// unless it was in the file.
+  /// Takes the values that are added here from `other`, unless the file that was just read held
+  /// them. For loading, and for groups with libtorch's options.
   void keep_unread(const FusedOptions& other) {
     if (!was_read_) extras_ = other.extras_;
     was_read_ = false;
   }
 
-  /// Whether what is added here is the same.
+  /// Returns whether the values that are added here are equal.
   bool adds_the_same(const FusedOptions& other) const { return extras_ == other.extras_; }
 
   friend bool operator==(const FusedOptions& left, const FusedOptions& right) {

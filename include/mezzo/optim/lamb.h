@@ -1,6 +1,6 @@
 /// \file
-/// LAMB, for batches of thousands: Adam's steps, each scaled by the norm of its parameter, with the
-/// rest of a mixed-precision step (unscale, clip, skip, zero the gradients) done on the way.
+/// LAMB, for batches of thousands: Adam's steps, each scaled by the norm of its parameter, together
+/// with the rest of a mixed-precision step (unscale, clip, skip, zero the gradients).
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -26,27 +26,27 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// The options of Apex's FusedLAMB with its defaults, except that clipping is an option of the
-/// step: what Apex does by default is `scaler.step(optimizer, {.max_norm = 1.0})`.
+/// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
+/// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 struct LAMBOptions : public FusedOptions<LAMBOptions> {
   using betas_t = std::tuple<double, double>;
 
-  /// A template, so that what only sees it compiles no virtual functions.
+  /// A template, so that a unit that only sees the class compiles no virtual functions.
   template <std::convertible_to<double> Lr = double>
   LAMBOptions(Lr lr = 1e-3) : lr_(lr) {}
 
   /// The 2-norm of a parameter's step is lr times that of the parameter.
   TORCH_ARG(double, lr) = 1e-3;
-  /// How much of the running means of gradients and of their squares a step keeps; in [0, 1).
+  /// Shares of the running means of gradients and of their squares that a step keeps; in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   /// Added to the root of the mean square; at least 0.
   TORCH_ARG(double, eps) = 1e-6;
-  /// weight_decay * parameter is added to the update before the trust ratio is applied.
+  /// Adds weight_decay * parameter to the update before the trust ratio is applied.
   TORCH_ARG(double, weight_decay) = 0.01;
-  /// Adam's correction of the running means in early steps.
+  /// Corrects the running means in early steps, as Adam does.
   TORCH_ARG(bool, bias_correction) = true;
-  /// Applies the trust ratio in groups without weight decay (biases, norms) too, which take Adam's
-  /// steps otherwise. Apex's use_nvlamb.
+  /// Applies the trust ratio also in groups without weight decay (biases, norms), which otherwise
+  /// take Adam's steps. Apex's use_nvlamb.
   TORCH_ARG(bool, always_adapt) = false;
 
   friend struct detail::MemberTable;
@@ -60,8 +60,8 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
   }
 };
 
-/// What LAMB remembers about a parameter: `exp_avg()` and `exp_avg_sq()`, of its shape and dtype,
-/// and `step()`, how many steps were applied, which waits for the device, if that is not the CPU.
+/// LAMB's state of a parameter: `exp_avg()` and `exp_avg_sq()`, of the parameter's shape and dtype,
+/// and `step()`, the number of applied steps, which waits for the parameter's device.
 struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::CountedState<>> {
   TORCH_ARG(at::Tensor, exp_avg);
   TORCH_ARG(at::Tensor, exp_avg_sq);
@@ -80,8 +80,8 @@ struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::Counte
 
 namespace detail {
 
-/// What LAMB says of itself. It looks at one element at a time, but twice, with the norms of the
-/// whole parameter in between.
+/// LAMB's part of OptimizerTraits. It passes over the elements twice, with the norms of the whole
+/// parameter in between.
 template <class Options, class State>
 struct LambTraits : OptimizerTraits<LambTraits<Options, State>, Options, State, LambRule> {
   static constexpr const char* kName = "LAMB";
@@ -120,23 +120,23 @@ namespace optim {
 ///   update = m / (sqrt(v) + eps) + weight_decay * p,    p -= lr * (||p|| / ||update||) * update
 ///
 /// where the ratio of 2-norms, the trust ratio, is 1 if either norm is 0, and in groups without
-/// weight decay (LAMBOptions::always_adapt). So a NaN in a gradient makes all of its parameter NaN,
-/// unless a GradScaler skips the step.
+/// weight decay (see LAMBOptions::always_adapt). A NaN in a gradient therefore makes all of its
+/// parameter NaN, unless a GradScaler skips the step.
 ///
-/// The ratio wants all of a parameter before any of it may move: two passes, the second of which
-/// computes the update again in place of keeping it. 40 bytes a parameter to AdamW's 28; parameters
-/// of up to 16,384 elements are done in one on the CPU. Norms are sums in double (on CUDA of up to
-/// 32 squares in float) in an order that is fixed: the same bits whatever the number of threads and
-/// the CPU.
+/// The ratio needs all of a parameter before any of it may move. LAMB takes two passes, and
+/// computes the update again in the second in place of storing it: 40 bytes a parameter where AdamW
+/// moves 28. On the CPU parameters of up to 16,384 elements take one pass. Norms are sums in double
+/// (on CUDA of up to 32 squares in float) in a fixed order, so that bits do not depend on threads
+/// or CPU.
 ///
-/// libtorch has none, so files are mezzo's own; on CUDA it needs the target mezzo::cuda, for ATen
-/// has no kernel of it, and two launches more than AdamW. All else that AdamW's page
-/// (mezzo/optim/adamw.h) says holds here.
+/// libtorch has no LAMB: files are mezzo's own. ATen has no kernel of it: on CUDA it needs the
+/// target mezzo::cuda, and takes two launches more than AdamW. Everything else in the comment of
+/// AdamW (mezzo/optim/adamw.h) holds here too.
 class LAMB : public detail::OptimizerShell<detail::LambTraits<LAMBOptions, LAMBParamState>> {
  public:
-  /// AdamW's constructors, on param groups or parameters, with LAMBOptions.
+  /// Takes param groups or parameters, and LAMBOptions, as AdamW's constructors do.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
-  ///   where there is no parameter, one is given twice or two share memory
+  ///   if there is no parameter, a parameter is given twice, or two share memory
   using OptimizerShell::OptimizerShell;
 };
 

@@ -1,6 +1,6 @@
 /// \file
-/// Lion in one pass, with the rest of a mixed-precision step (unscale, clip, skip, zero the
-/// gradients) done while its memory is read and written once.
+/// Lion in one pass over memory, together with the rest of a mixed-precision step (unscale, clip,
+/// skip, zero the gradients).
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -23,20 +23,20 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// The paper's names and defaults.
+/// Lion's options, with the paper's names and defaults.
 struct LionOptions : public FusedOptions<LionOptions> {
   using betas_t = std::tuple<double, double>;
 
-  /// A template, so that what only sees it compiles no virtual functions.
+  /// A template, so that a unit that only sees the class compiles no virtual functions.
   template <std::convertible_to<double> Lr = double>
   LionOptions(Lr lr = 1e-4) : lr_(lr) {}
 
-  /// Every element moves by lr in a step: take a third to a tenth of AdamW's rate.
+  /// Distance by which every element moves in a step: take a third to a tenth of AdamW's rate.
   TORCH_ARG(double, lr) = 1e-4;
-  /// The first weighs the running mean against the gradient in the direction of a step, the second
-  /// is how much of the running mean a step keeps; in [0, 1).
+  /// The first weighs the running mean against the gradient in a step's direction. The second is
+  /// the share of the running mean that a step keeps. Both are in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
-  /// Parameters shrink by lr * weight_decay a step, whatever the gradient.
+  /// Each step shrinks parameters by lr * weight_decay, whatever the gradient.
   TORCH_ARG(double, weight_decay) = 0;
 
   friend struct detail::MemberTable;
@@ -46,8 +46,8 @@ struct LionOptions : public FusedOptions<LionOptions> {
   }
 };
 
-/// What Lion remembers about a parameter: `exp_avg()`, of its shape and dtype, and `step()`, how
-/// many steps were applied, which waits for the device, if that is not the CPU.
+/// Lion's state of a parameter: `exp_avg()`, of the parameter's shape and dtype, and `step()`, the
+/// number of applied steps, which waits for the parameter's device.
 struct LionParamState : public detail::ParamState<LionParamState, detail::CountedState<>> {
   TORCH_ARG(at::Tensor, exp_avg);
 
@@ -62,7 +62,7 @@ struct LionParamState : public detail::ParamState<LionParamState, detail::Counte
 
 namespace detail {
 
-/// What Lion says of itself.
+/// Lion's part of OptimizerTraits.
 template <class Options, class State>
 struct LionTraits : OptimizerTraits<LionTraits<Options, State>, Options, State, LionRule> {
   static constexpr const char* kName = "Lion";
@@ -81,14 +81,16 @@ struct LionTraits : OptimizerTraits<LionTraits<Options, State>, Options, State, 
 namespace optim {
 
 /// Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023) with decoupled weight
-/// decay: one moment, and 20 bytes a parameter to AdamW's 28. libtorch has none, so files are
-/// mezzo's own; on CUDA it needs the target mezzo::cuda, for ATen has no kernel of it. All else
-/// that AdamW's page (mezzo/optim/adamw.h) says holds here.
+/// decay. It keeps one moment, and moves 20 bytes a parameter where AdamW moves 28.
+///
+/// libtorch has no Lion: files are mezzo's own. ATen has no kernel of it: on CUDA it needs the
+/// target mezzo::cuda. Everything else in the comment of AdamW (mezzo/optim/adamw.h) holds here
+/// too.
 class Lion : public detail::OptimizerShell<detail::LionTraits<LionOptions, LionParamState>> {
  public:
-  /// AdamW's constructors, on param groups or parameters, with LionOptions.
-  /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or where
-  ///   there is no parameter, one is given twice or two share memory
+  /// Takes param groups or parameters, and LionOptions, as AdamW's constructors do.
+  /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or if
+  ///   there is no parameter, a parameter is given twice, or two share memory
   using OptimizerShell::OptimizerShell;
 };
 

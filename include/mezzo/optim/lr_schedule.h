@@ -1,6 +1,6 @@
 /// \file
-/// Learning rates as functions of the steps that were applied, so that a step which the scaler
-/// skipped spends nothing of the schedule, and for mezzo's optimizers without waiting to know.
+/// LrSchedule: learning rates as functions of the number of applied steps. A step that the scaler
+/// skips uses up nothing of the schedule.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -10,6 +10,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -20,50 +21,54 @@ class OutputArchive;
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A function from the number of applied steps to what the next step's learning rate is multiplied
-/// with. Yours may be any copyable type with these two members.
+/// A curve gives the factor of the next step's learning rate after a number of applied steps. A
+/// curve of yours is any copyable type with these two members.
 template <class T>
 concept LrCurve = std::copyable<T> && requires(const T& curve, int64_t applied_steps) {
   { curve.factor(applied_steps) } -> std::convertible_to<double>;
-  { curve.total_steps } -> std::convertible_to<int64_t>;  // from there on the factor is constant
+  { curve.total_steps } -> std::convertible_to<int64_t>;  // after these the factor is constant
 };
 
-// The three curves below rise in a straight line from `initial_factor` to 1 over `warmup_steps` and
-// then fall to `min_factor`, which is reached after `total_steps` and kept. With
-//   w = warmup_steps, T = total_steps, n = min(applied_steps, T),
-//   p = (n - w) / max(1, T - w), q = (T - n) / max(1, T - w),
-// the factor is initial_factor + (1 - initial_factor) n / w for n < w, and from w on
-// min_factor + (1 - min_factor) times what stands at each curve. Numbers and names are those of
-// Hugging Face's get_*_schedule_with_warmup. With w = T, too: the cosine then ends at 1, where the
-// warm-up ends, and the others at min_factor.
+// The three curves below rise in a straight line from `initial_factor` to 1 over `warmup_steps`,
+// then fall to `min_factor`, reach it after `total_steps`, and keep it:
 //
-// factor() throws c10::Error for n < 0 and unless 0 <= w <= T, T >= 1 and both factors lie within
-// [0, 1], naming the member.
+//   w = warmup_steps, T = total_steps, n = min(applied_steps, T)
+//   p = (n - w) / max(1, T - w)      the share of the fall that is done
+//   q = (T - n) / max(1, T - w)      the share that remains
+//   factor = initial_factor + (1 - initial_factor) n / w         for n < w
+//   factor = min_factor + (1 - min_factor) f(p, q)               for n >= w
+//
+// The comment of each curve gives f and the function of Hugging Face's transformers that has the
+// same numbers. For w = T these agree as well: the cosine ends at 1, where the warm-up ends, and
+// the others end at min_factor.
+//
+// factor() throws c10::Error, and names the member, for n < 0, unless 0 <= w <= T and T >= 1, and
+// unless both factors lie within [0, 1].
 
-/// q: get_linear_schedule_with_warmup. With min_factor = 1 a warm-up alone.
+/// f = q: get_linear_schedule_with_warmup. With min_factor = 1 it is a warm-up alone.
 struct LinearCurve {
   int64_t warmup_steps = 0;
   int64_t total_steps = 0;
   double min_factor = 0;
-  double initial_factor = 0;  ///< of the first step, where there is a warm-up
+  double initial_factor = 0;  ///< factor of the first step of a warm-up
 
   double factor(int64_t applied_steps) const;
 };
 
-/// (1 + cos(2 pi cycles p)) / 2: get_cosine_schedule_with_warmup, with min_factor
-/// get_cosine_with_min_lr_schedule_with_warmup. Hugging Face's curves rise again after T; this one
-/// stays where it is.
+/// f = (1 + cos(2 pi cycles p)) / 2: get_cosine_schedule_with_warmup, and with min_factor
+/// get_cosine_with_min_lr_schedule_with_warmup. Hugging Face's curves rise again after T; this
+/// curve stays where it is.
 struct CosineCurve {
   int64_t warmup_steps = 0;
   int64_t total_steps = 0;
   double min_factor = 0;
   double initial_factor = 0;
-  double cycles = 0.5;  ///< waves from w to T; half a one falls from 1 to 0. Positive and finite.
+  double cycles = 0.5;  ///< waves from w to T: half a wave falls from 1 to 0. Positive, finite.
 
   double factor(int64_t applied_steps) const;
 };
 
-/// q^power: get_polynomial_decay_schedule_with_warmup, whose lr_end is min_factor times lr.
+/// f = q^power: get_polynomial_decay_schedule_with_warmup; its lr_end is min_factor times lr.
 struct PolynomialCurve {
   int64_t warmup_steps = 0;
   int64_t total_steps = 0;
@@ -82,66 +87,71 @@ struct PolynomialCurve {
 ///     scaler.update();
 ///     schedule.step(result);
 ///
-/// **With an optimizer of mezzo's, or a MasterWeights,** the constructor hands it the whole curve
-/// as a table
-/// (`set_lr_factors`, 8 bytes a step). Whoever decides whether a step is applied, the device on a
-/// GPU, counts it and looks the factor up; `step` has nothing left to do and never waits, and
-/// captured CUDA graphs follow the schedule. The groups' `lr` stays as you set it, the base rate:
-/// log `lrs()`, not `options().get_lr()`. The position is the optimizer's own count and goes with
-/// its file; it continues where that stands. The table stays when the schedule ends, and replaces
-/// the one that was there.
+/// The groups' `lr` options show the rates: `options().get_lr()` is the rate of the next step, as
+/// with libtorch's schedulers. The rates at construction are the base rates. A rate that you write
+/// to an option later is taken for the next step, and scales the steps that follow. A group that is
+/// added later has its own `lr` as its base.
 ///
-/// **With any other optimizer** `step` sets each group's `lr` to its base times the factor, if
-/// the step ran; the outcome is known by then, since the host decided. The base is the `lr` that
-/// the group has at construction. A group that is added later takes its first step at its own `lr`,
-/// and the next `step` makes that its base. Save and load the schedule beside the optimizer.
+/// **With an optimizer of mezzo's or a MasterWeights** the constructor hands over the whole curve
+/// as a table (`set_lr_factors`, 8 bytes a step). Where a device decides whether a step is applied,
+/// the device counts the step and looks its factor up: `step` never waits, and captured CUDA graphs
+/// follow the schedule. The options then show the rate after those steps of which the host knows by
+/// now; `lrs()` waits and is exact. The position is the optimizer's own count, and is in the
+/// optimizer's file. The table stays after this object is gone, and replaces an earlier one.
 ///
-/// For a rate that depends on the loss use libtorch's ReduceLROnPlateauScheduler; it waits for the
-/// loss. The optimizer must outlive the schedule. One schedule an optimizer; one thread at a time.
+/// **With any other optimizer** the host decides whether to step, and this object counts. Save and
+/// load it beside the optimizer.
+///
+/// For a rate that depends on the loss use libtorch's ReduceLROnPlateauScheduler. The optimizer
+/// must outlive the schedule. Use one schedule for an optimizer, from one thread at a time.
 template <LrCurve Curve>
 class LrSchedule {
  public:
-  /// Sets the rates of the first step.
+  /// Sets the rates of the next step. Waits where a device has counted steps already.
   /// \throws c10::Error if the curve refuses its numbers; with an optimizer of mezzo's also if the
   ///   curve is longer than 2^24 - 1 steps, beyond which no device counts
   LrSchedule(AnyOptimizer optimizer, Curve curve);
   LrSchedule(LrSchedule&&) noexcept = default;
   LrSchedule& operator=(LrSchedule&&) noexcept = default;
-  LrSchedule(const LrSchedule&) = delete;  // two would move the same rates
+  LrSchedule(const LrSchedule&) = delete;  // a copy would move the same rates
   LrSchedule& operator=(const LrSchedule&) = delete;
   ~LrSchedule() = default;
 
-  /// After each `GradScaler::step`, with its result: moves if the step ran.
+  /// Moves the rates if the step ran. Call it after each `GradScaler::step`, with the result of
+  /// that.
   void step(const StepResult& result);
 
-  /// After a step without a scaler, which always ran.
+  /// Moves the rates after a step without a scaler, which always runs.
   void step();
 
-  /// The steps that were applied. With an optimizer of mezzo's all that it applied; waits for its
-  /// device.
+  /// Returns how many steps were applied. An optimizer of mezzo's counts all that it applied, and
+  /// this waits for its device.
   int64_t applied_steps() const;
 
-  /// The rate that each group's next step takes. Waits as `applied_steps` does.
+  /// Returns the rate of each group's next step. Waits as `applied_steps` does.
   std::vector<double> lrs() const;
 
-  /// The rate that each group's factor multiplies.
+  /// Returns the rate that the factor multiplies, for each group.
   std::vector<double> base_lrs() const;
 
   const Curve& curve() const noexcept { return curve_; }
 
-  /// Moves to where so many applied steps lead, for files of your own. With an optimizer of mezzo's
-  /// this is its own `set_applied_steps`. \throws c10::Error if negative
+  /// Goes on as after `applied_steps` applied steps, for files of your own. With an optimizer of
+  /// mezzo's this calls its `set_applied_steps`. \throws c10::Error if negative
   void set_applied_steps(int64_t applied_steps);
 
  private:
-  void add_new_groups();
-  void set_lrs();
+  void show_lrs();
   void restore(int64_t applied_steps, const std::vector<double>& base_lrs);
+
+  /// Results of captured steps are never ready: so many wait at most.
+  static constexpr std::size_t kMaxPending = 64;
 
   AnyOptimizer optimizer_;
   Curve curve_;
-  int64_t applied_steps_ = 0;     // not counted where the optimizer does
-  std::vector<double> base_lrs_;  // not kept where the groups' lr is the base
+  int64_t known_steps_ = 0;          // applied steps that the host knows of
+  std::vector<StepResult> pending_;  // of steps that a device decided, not known yet
+  detail::BaseLrs base_lrs_;         // where the optimizer is not mezzo's
 
   template <class Archive, LrCurve C>
   requires std::same_as<Archive, torch::serialize::InputArchive>
@@ -152,14 +162,15 @@ using LinearSchedule = LrSchedule<LinearCurve>;
 using CosineSchedule = LrSchedule<CosineCurve>;
 using PolynomialSchedule = LrSchedule<PolynomialCurve>;
 
-/// `torch::save(schedule, path)` and `torch::load(schedule, path)`: applied steps and base rates,
-/// not the curve (include <torch/serialize.h>). Load the optimizer first, for its file holds rates
-/// too, and with an optimizer of mezzo's the count. Files are the same for all optimizers.
+/// `torch::save(schedule, path)` and `torch::load(schedule, path)` write and read the number of
+/// applied steps and the base rates, not the curve (include <torch/serialize.h>). Load the
+/// optimizer first: its file holds rates too, and that of mezzo's optimizers the count. Files of
+/// schedules are the same for all optimizers.
 ///
-/// The count of a schedule's file becomes that of an optimizer of mezzo's which does not know its
-/// own (`knows_applied_steps`), after a file of torch::optim::SGD.
-/// \throws c10::Error, and changes nothing, for another number of groups, a damaged file, or where
-///   an optimizer of mezzo's knows that it has applied another number of steps
+/// An optimizer of mezzo's that does not know its own count (`knows_applied_steps`), after a file
+/// of torch::optim::SGD, takes the schedule's.
+/// \throws c10::Error, and changes nothing, for another number of groups, for a damaged file, and
+///   where an optimizer of mezzo's knows that it has applied another number of steps
 template <class Archive, LrCurve Curve>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const LrSchedule<Curve>& schedule);

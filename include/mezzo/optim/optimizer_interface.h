@@ -1,6 +1,6 @@
 /// \file
-/// What is known of mezzo's optimizers (how many steps were applied, the table that learning rates
-/// follow), and a reference to any optimizer. Brings no kernels.
+/// OptimizerInterface: the number of applied steps and the learning rates of mezzo's optimizers.
+/// AnyOptimizer: a reference to any optimizer. Neither brings kernels.
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
@@ -17,6 +17,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -26,12 +27,76 @@ class OutputArchive;
 }  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Base rates of the param groups while their `lr` options show base times a schedule's factor.
+///
+/// A rate that somebody else writes to an option scales the base: with the base 0.8 and the factor
+/// 0.5 the option shows 0.4, and writing 0.2 there makes the base 0.4.
+class BaseLrs {
+ public:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  /// Returns the base rate of a group whose option says `lr`.
+  double of(std::size_t group, double lr) const noexcept {
+    if (group >= bases_.size()) return lr;
+    const auto& [base, shown] = bases_[group];
+    if (lr == shown) return base;
+    return shown == 0 ? lr : base * (lr / shown);
+  }
+
+  std::vector<double> of(const Groups& groups) const {
+    std::vector<double> bases;
+    for (const auto& group : groups) bases.push_back(of(bases.size(), group.options().get_lr()));
+    return bases;
+  }
+
+  /// Sets each group's option to its base times `factor`.
+  void show(Groups& groups, double factor) {
+    const std::vector<double> bases = of(groups);
+    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(bases[i] * factor);
+    set(groups, bases);
+  }
+
+  /// Takes `bases` for those of the rates that the options show now.
+  void set(const Groups& groups, const std::vector<double>& bases) {
+    bases_.clear();
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      bases_.push_back({bases[i], groups[i].options().get_lr()});
+    }
+  }
+
+  /// Makes rates that were written to options the base rates of their groups, while no schedule
+  /// shows its own there.
+  void take_written(const Groups& groups) {
+    std::vector<double> bases;
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      const double lr = groups[i].options().get_lr();
+      const bool is_as_shown = i < bases_.size() && bases_[i].shown == lr;
+      bases.push_back(is_as_shown ? bases_[i].base : lr);
+    }
+    set(groups, bases);
+  }
+
+  /// From here on the options are the base rates.
+  void clear() noexcept { bases_.clear(); }
+
+ private:
+  struct Base {
+    double base;
+    double shown;
+  };
+  std::vector<Base> bases_;
+};
+
+}  // namespace detail
+
 namespace optim {
 
-/// What counts the steps that were applied where it is decided whether one is: on the host for
-/// parameters on the CPU, elsewhere on the device. mezzo's optimizers are a
-/// torch::optim::Optimizer and this; a MasterWeights is this alone, and steps an optimizer of
-/// somebody else's.
+/// An optimizer of mezzo's as schedules and files see it: it counts the applied steps, on the host
+/// for parameters on the CPU and elsewhere on the device that decides whether a step is applied.
+/// mezzo's optimizers are a torch::optim::Optimizer and an OptimizerInterface; a MasterWeights is
+/// an OptimizerInterface alone, and steps another optimizer.
 class OptimizerInterface {
  public:
   OptimizerInterface() = default;
@@ -39,33 +104,75 @@ class OptimizerInterface {
   OptimizerInterface& operator=(const OptimizerInterface&) = default;
   virtual ~OptimizerInterface() = default;
 
-  /// The one whose groups are trained: itself, or the one that a MasterWeights steps.
+  /// Returns the optimizer whose groups are trained: this one, or the one that a MasterWeights
+  /// steps.
   virtual torch::optim::Optimizer& optimizer() noexcept = 0;
 
-  /// As a torch::optim::Optimizer's.
+  /// These three do what the functions of torch::optim::Optimizer with their names do.
   virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) = 0;
   virtual void save(torch::serialize::OutputArchive& archive) const = 0;
   virtual void load(torch::serialize::InputArchive& archive) = 0;
 
-  /// A schedule as a table (mezzo/optim/lr_schedule.h makes it from a curve): after n applied steps
-  /// the next one multiplies each group's lr by factors[n], and by the last factor from there on.
-  /// The device that decides whether a step is applied looks the factor up, so that a skipped step
-  /// does not use one up, without a host sync, and in a captured CUDA graph as well (set it before
-  /// the capture, and step once; a graph that was captured before reads the old table's memory:
-  /// capture it anew). Not in files: `load` keeps the table that there is, and goes on at the saved
-  /// number of steps. Empty: no schedule. \throws c10::Error if a factor is negative or not finite
+  /// Sets the learning rates of steps to come, as a table: after n applied steps the next step
+  /// multiplies each group's base rate by `factors[n]`, and by the last factor once n is larger
+  /// (LrSchedule makes the table of a curve). An empty table ends the schedule: the `lr` options
+  /// are the base rates again. The base rates are what the options say when the first table is set.
+  ///
+  /// The device that decides whether a step is applied looks the factor up: a skipped step uses up
+  /// no factor, nothing waits, and captured CUDA graphs follow the table. Set it before a capture,
+  /// and step once; a graph captured earlier reads the memory of the old table: capture it anew.
+  /// The table is not in files: `load` keeps it, and goes on at the saved number of steps. Waits
+  /// where a device has counted steps already.
+  /// \throws c10::Error if a factor is negative or not finite
   void set_lr_factors(std::vector<double> factors) {
     for (std::size_t i = 0; i < factors.size(); ++i) {
       TORCH_CHECK(!detail::nonfinite_bits(factors[i]) && factors[i] >= 0,
                   "set_lr_factors: factors[", i, "] is ", factors[i],
                   "; it should be finite and at least 0");
     }
+    auto& groups = optimizer().param_groups();
+    if (lr_factors_.empty()) base_lrs_.take_written(groups);
+    base_lrs_.show(groups, factor_after(applied_steps(), factors));
+    if (factors.empty()) base_lrs_.clear();
     lr_factors_ = std::move(factors);
     lr_factors_on_device_ = at::Tensor();
   }
   const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
 
-  /// How many steps were applied, which is to say not skipped; steps without any gradient count
+  /// Sets each group's `lr` option to the rate of the step after `applied_steps` applied steps, so
+  /// that whoever reads it sees the rate in use. LrSchedule::step calls this. Without a table it
+  /// does nothing.
+  ///
+  /// A rate that you write to an option in between is the rate of the next step, and scales those
+  /// that follow.
+  void show_lrs(int64_t applied_steps) {
+    if (lr_factors_.empty()) return;
+    base_lrs_.show(optimizer().param_groups(), factor_after(applied_steps, lr_factors_));
+  }
+
+  /// Returns the rates that the factors multiply, one for each group. Without a table they are the
+  /// groups' `lr` options.
+  std::vector<double> base_lrs() {
+    const auto& groups = optimizer().param_groups();
+    return (lr_factors_.empty() ? detail::BaseLrs() : base_lrs_).of(groups);
+  }
+
+  /// Makes `lrs` the base rates, for files of your own.
+  /// \throws c10::Error unless there is one for each group
+  void set_base_lrs(const std::vector<double>& lrs) {
+    auto& groups = optimizer().param_groups();
+    TORCH_CHECK(lrs.size() == groups.size(), "set_base_lrs: there are ", lrs.size(), " rates for ",
+                groups.size(), " param groups; give one for each");
+    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
+    base_lrs_.clear();
+    show_lrs(applied_steps());
+  }
+
+  /// Whether the host counts the applied steps; otherwise a device does, and `applied_steps` waits
+  /// for it.
+  bool counts_on_host() const noexcept { return applied_on_host_ != detail::kDeviceCounts; }
+
+  /// Returns how many steps were applied, that is, not skipped; steps without any gradient count
   /// too. The number is in files; from libtorch's it is the highest count of a parameter, and 0
   /// from those of torch::optim::SGD, which have none. Waits for the device that counts: that of
   /// the parameters.
@@ -73,47 +180,82 @@ class OptimizerInterface {
     return detail::steps_counted(applied_on_host_, applied_on_device_);
   }
 
-  /// Goes on as after so many applied steps: the next one's factor is lr_factors()[applied_steps].
-  /// For files of your own and for schedules that begin anew; `torch::load` restores the number by
-  /// itself. What parameters count for themselves (the corrections of Adam's early steps) stays.
-  /// Where a device counts it is written there, without waiting, and captured graphs go on from it;
-  /// a device counts to 2^24. \throws c10::Error if negative
+  /// Goes on as after `applied_steps` applied steps: the next step's factor is
+  /// lr_factors()[applied_steps]. For files of your own and for schedules that begin anew;
+  /// `torch::load` restores the number by itself. The counts of single parameters (for the
+  /// corrections of Adam's early steps) stay. Where a device counts, the number is written there
+  /// without waiting, and captured graphs go on from it; a device counts to 2^24.
+  /// \throws c10::Error if negative
   void set_applied_steps(int64_t applied_steps) {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
     applied_count().overwrite(applied_steps);
     applied_is_known_ = true;
+    show_lrs(applied_steps);
   }
 
-  /// Whether `applied_steps` counts all steps of the run: false from the load of a file without a
-  /// count (torch::optim::SGD's) to the next `set_applied_steps` or load of a file that has one.
-  /// The file of an LrSchedule then sets the count.
+  /// Returns whether `applied_steps` counts all steps of the run: false from the load of a file
+  /// without a count (torch::optim::SGD's) to the next `set_applied_steps` or load of a file with a
+  /// count. The file of an LrSchedule then sets it.
   bool knows_applied_steps() const noexcept { return applied_is_known_; }
 
  protected:
-  /// Takes over the count of a file. From here on the host counts, until a device is to.
-  void load_applied_steps(int64_t applied_steps) {
-    detail::check_steps(applied_steps);
-    applied_count().set(applied_steps);
-    applied_is_known_ = true;
+  /// Writes the number of applied steps and, under a schedule, the base rates.
+  void save_progress(torch::serialize::OutputArchive& archive) const {
+    archive.write("applied_steps", c10::IValue(applied_steps()));
+    if (lr_factors_.empty()) return;
+    auto& groups = const_cast<OptimizerInterface*>(this)->optimizer().param_groups();
+    archive.write("base_lrs", c10::IValue(base_lrs_.of(groups)));
   }
-  /// Counts from 0, after a file that holds no count.
-  void forget_applied_steps() {
-    applied_count().set(0);
-    applied_is_known_ = false;
+
+  /// What `save_progress` wrote.
+  struct Progress {
+    std::optional<int64_t> applied_steps{};  ///< none in a file without a count
+    std::vector<double> base_lrs{};          ///< empty where the options are the base rates
+  };
+
+  /// Reads the progress in a file for an optimizer of `groups` param groups.
+  /// \throws c10::Error for numbers that no file of mezzo's has
+  static Progress read_progress(torch::serialize::InputArchive& archive, std::size_t groups) {
+    Progress progress;
+    c10::IValue value;
+    if (archive.try_read("applied_steps", value)) {
+      progress.applied_steps = value.toInt();
+      detail::check_steps(*progress.applied_steps);
+    }
+    if (archive.try_read("base_lrs", value)) {
+      progress.base_lrs = value.toDoubleVector();
+      TORCH_CHECK(progress.base_lrs.size() == groups, "The archive of an optimizer has ",
+                  progress.base_lrs.size(), " base rates for ", groups,
+                  " param groups; it is damaged: load an earlier one");
+    }
+    return progress;
   }
+
+  /// Goes on from a file's progress, after its options were taken over. From here on the host
+  /// counts, until a device is to.
+  void load_progress(const Progress& progress) {
+    applied_count().set(progress.applied_steps.value_or(0));
+    applied_is_known_ = progress.applied_steps.has_value();
+    base_lrs_.clear();
+    const auto& groups = optimizer().param_groups();
+    if (!progress.base_lrs.empty()) base_lrs_.set(groups, progress.base_lrs);
+    show_lrs(applied_steps());
+  }
+
+  /// Returns whether there is a table of factors.
+  bool has_schedule() const noexcept { return !lr_factors_.empty(); }
+  /// Returns the rate that a schedule's factor multiplies in a group whose option says `lr`.
+  double base_lr(std::size_t group, double lr) const noexcept { return base_lrs_.of(group, lr); }
 
   detail::StepCount applied_count() noexcept { return {applied_on_host_, applied_on_device_}; }
-  /// The device's float that counts applied steps; undefined where the host counts.
+  /// Returns the device's float that counts applied steps; undefined where the host counts.
   const at::Tensor& applied_on_device() const noexcept { return applied_on_device_; }
 
-  /// What the next step multiplies the lr with, of which the host knows where it counts.
-  double lr_factor(int64_t applied) const {
-    if (lr_factors_.empty()) return 1.0;
-    return lr_factors_[std::min(static_cast<std::size_t>(applied), lr_factors_.size() - 1)];
-  }
+  /// Returns the factor of the step after `applied` applied steps.
+  double lr_factor(int64_t applied) const { return factor_after(applied, lr_factors_); }
 
-  /// The table as doubles on `device`; undefined where there is none.
+  /// Returns the table as doubles on `device`; undefined where there is none.
   const at::Tensor& lr_factors_on(at::Device device) {
     if (lr_factors_.empty()) return lr_factors_on_device_;
     if (!lr_factors_on_device_.defined() || lr_factors_on_device_.device() != device) {
@@ -124,7 +266,13 @@ class OptimizerInterface {
   }
 
  private:
+  static double factor_after(int64_t applied, const std::vector<double>& factors) {
+    if (factors.empty()) return 1.0;
+    return factors[std::min(static_cast<std::size_t>(applied), factors.size() - 1)];
+  }
+
   std::vector<double> lr_factors_;
+  detail::BaseLrs base_lrs_;
   at::Tensor lr_factors_on_device_;
   int64_t applied_on_host_ = 0;
   bool applied_is_known_ = true;
@@ -135,7 +283,7 @@ class OptimizerInterface {
 
 namespace detail {
 
-/// A MasterWeights, or a class of yours that steps an optimizer and is none.
+/// A class that steps an optimizer and is none itself: MasterWeights, or one of yours.
 template <class T>
 concept StepsAnother = std::derived_from<T, optim::OptimizerInterface> &&
     !std::derived_from<T, torch::optim::Optimizer>;
@@ -159,9 +307,10 @@ class AnyOptimizer {
   template <detail::PointsToOptimizer Pointer>
   AnyOptimizer(const Pointer&) = delete;  // mezzo takes optimizers by reference: give *optimizer
 
-  /// Whose groups and gradients they are; of a MasterWeights the optimizer that it steps.
+  /// Returns the optimizer whose groups hold the parameters; for a MasterWeights the one that it
+  /// steps.
   torch::optim::Optimizer& optimizer() const noexcept { return *optimizer_; }
-  /// What counts the steps; null where it is not mezzo's.
+  /// Returns mezzo's view of the optimizer; null for an optimizer that is not mezzo's.
   optim::OptimizerInterface* mezzos() const noexcept { return mezzos_; }
 
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) const {

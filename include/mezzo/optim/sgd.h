@@ -1,7 +1,6 @@
 /// \file
-/// SGD in one pass: what `torch::optim::SGD` is for dense gradients, with the rest of a
-/// mixed-precision step (unscale, clip, skip, zero the gradients) done while its memory is read and
-/// written once.
+/// SGD in one pass over memory: `torch::optim::SGD` for dense gradients, together with the rest of
+/// a mixed-precision step (unscale, clip, skip, zero the gradients).
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -26,27 +25,29 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// `torch::optim::SGDOptions`, with its names, defaults and keys in an archive, and what
-/// FusedOptions adds; setters return SGDOptions, and can be chained in any order.
+/// `torch::optim::SGDOptions`, with its names, defaults and keys in an archive, and the options
+/// that FusedOptions adds. Setters return SGDOptions, and can be chained in any order.
 ///
 /// - `lr`: at least 0.
-/// - `momentum` (0): how much of the running sum of gradients a step keeps; at least 0.
-/// - `dampening` (0): how much of a gradient is kept out of that sum, but for the first, with which
-///   it begins; 0 for nesterov, and where ATen's kernels step. With dampening, momentum that is
-///   switched on in mid-run counts its steps from 0, and WeightStorage::stochastic then rounds with
-///   the random bits of the first steps again.
-/// - `weight_decay` (0): weight_decay * parameter is added to the gradient.
-/// - `nesterov` (false): step along the gradient as it would be after the momentum's step
+/// - `momentum` (0): share of the running sum of gradients that a step keeps; at least 0.
+/// - `dampening` (0): share of each gradient after the first that is left out of the running sum; 0
+///   with nesterov, and where ATen's kernels step. With dampening, momentum that is switched on in
+///   mid-run counts its steps from 0, and WeightStorage::stochastic then uses the random bits of
+///   the first steps again.
+/// - `weight_decay` (0): adds weight_decay * parameter to the gradient.
+/// - `nesterov` (false): steps along the gradient as it would be after the momentum's step
 ///   (Sutskever et al., 2013).
 struct SGDOptions : public detail::SgdOptionsOn<SGDOptions, torch::optim::SGDOptions> {
   using SgdOptionsOn::SgdOptionsOn;
 };
 
-/// What SGD with momentum remembers about a parameter (without it, only what weight_storage asks
-/// for): `torch::optim::SGDParamState`, with `momentum_buffer()`, of the parameter's
-/// shape and dtype, and beyond libtorch's `step()`, how many steps were applied, with dampening
-/// from the one on that began the buffer; it waits for the device, if that is not the CPU. What is
-/// written to the buffer, through libtorch's type too, counts from the next step on.
+/// SGD's state of a parameter: `torch::optim::SGDParamState` with `momentum_buffer()`, of the
+/// parameter's shape and dtype. Without momentum there is a state only where weight_storage needs
+/// one. Values that you write to the buffer, through libtorch's type too, count from the next step
+/// on.
+///
+/// Beyond libtorch's it has `step()`, the number of applied steps (with dampening, since the step
+/// that began the buffer), which waits for the parameter's device.
 struct SGDParamState
     : public detail::ParamState<SGDParamState, detail::CountedState<torch::optim::SGDParamState>> {
   using LibtorchState = torch::optim::SGDParamState;
@@ -75,7 +76,7 @@ struct SGDParamState
 
 namespace detail {
 
-/// What SGD says of itself.
+/// SGD's part of OptimizerTraits.
 template <class Options, class State>
 struct SgdTraits
     : OptimizerTraits<SgdTraits<Options, State>, Options, State, SgdRule<false>, SgdRule<true>> {
@@ -94,17 +95,18 @@ struct SgdTraits
     numbers.constants = SgdConstants{options.momentum(), options.dampening(),
                                      options.weight_decay(), options.nesterov()};
     numbers.is_variant = options.momentum() != 0;
-    // A buffer begins as a gradient, though there were steps before without momentum. Without
-    // dampening a buffer of zeros becomes that by itself, and the count goes on, from which
-    // stochastic rounding has the random bits of each step.
+    // With dampening a buffer begins as a gradient, even after steps without momentum. Without
+    // dampening a buffer of zeros becomes that gradient by itself, and the count goes on, on which
+    // the random bits of stochastic rounding depend.
     numbers.begins_as_gradient = options.momentum() != 0 && options.dampening() != 0;
   }
 
   static constexpr bool kAtenHasIt = true;
   static constexpr bool kLibtorchCounts = false;
 
-  /// The buffer of a first step starts as zeros, not as the gradient: the same where dampening is
-  /// 0. A kernel told of a first step would not see that the device skipped it.
+  /// Refuses dampening: ATen's kernel is given a buffer of zeros at the first step, which equals
+  /// libtorch's only without dampening. Told of a first step, it would not see that the device
+  /// skipped that step.
   static void check_for_aten(const GroupNumbers& numbers) {
     const auto own = numbers.constants.as<SgdConstants>();
     TORCH_CHECK(own.dampening == 0 || own.momentum == 0, "SGD: dampening is ", own.dampening,
@@ -133,20 +135,20 @@ struct SgdTraits
 
 namespace optim {
 
-/// Gradient descent with momentum, dampening, weight decay and Nesterov's look ahead: the answers
-/// of `torch::optim::SGD` within rounding, from one pass over gradient, parameter and buffer. All
-/// that AdamW's page (mezzo/optim/adamw.h) says of dtypes, layouts, groups, files, devices and
-/// threads holds here. Sparse gradients are torch::optim::SGD's.
+/// Gradient descent with momentum, dampening, weight decay and Nesterov's look ahead, with the
+/// results of `torch::optim::SGD` within rounding, in one pass over gradient, parameter and buffer.
+/// The comment of AdamW (mezzo/optim/adamw.h) on dtypes, layouts, groups, files, devices and
+/// threads holds here too. Sparse gradients need torch::optim::SGD.
 ///
-/// A file of torch::optim::SGD holds no number of steps. `load` warns of it (TORCH_WARN), and the
-/// optimizer counts from 0 until an LrSchedule's file or `set_applied_steps` says the number.
+/// A file of torch::optim::SGD holds no number of steps. `load` warns (TORCH_WARN), and the
+/// optimizer counts from 0 until an LrSchedule's file or `set_applied_steps` gives the number.
 class SGD : public detail::OptimizerShell<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
-  /// AdamW's constructors, on param groups or parameters, with SGDOptions, which have no
+  /// Takes param groups or parameters, as AdamW's constructors do, and SGDOptions, which have no
   /// default.
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
-  ///   momentum is positive and dampening 0; or where there is no parameter, one is given twice
-  ///   or two share memory
+  ///   momentum is positive and dampening 0; or if there is no parameter, a parameter is given
+  ///   twice, or two share memory
   using OptimizerShell::OptimizerShell;
 };
 

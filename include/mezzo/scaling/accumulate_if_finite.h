@@ -36,14 +36,15 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// \endcode
 ///
 /// If all micro-batches of a step are bad, the gradients of the last one stay, so that the step's
-/// own check finds them. In general, accumulated gradients that are themselves inf or NaN are
-/// replaced; gradients of zero count as accumulated, so begin with `zero_grad()`. Costs one read of
-/// the new gradients and one of the accumulated, and memory for both.
+/// own check finds them: accumulated gradients that are inf or NaN are replaced. Gradients of zero
+/// count as accumulated, so begin with `zero_grad()`, which leaves none. Costs one read of the new
+/// gradients and one of the accumulated, and memory for both.
 ///
 /// Where ranks reduce gradients, call it for the micro-batches before the last, under `no_sync()`,
 /// and call `backward()` of the last one as ever.
 ///
 /// \param parameters  every parameter that `backward` may reach
+/// \param backward  computes the loss of the micro-batch and runs its backward pass
 /// \return a bool of one element: whether the micro-batch was dropped. On the CPU if all parameters
 ///   are there; otherwise on the first parameter's device, without a host sync. (A parameter that
 ///   only dropped micro-batches reached then has a gradient of zeros.)
@@ -55,7 +56,8 @@ at::Tensor accumulate_if_finite(const std::vector<at::Tensor>& parameters,
 
 namespace detail {
 
-/// Whether any gradient, dense or sparse, on whatever device, is inf or NaN: a bool like `flag`.
+/// Returns whether any gradient is inf or NaN, as a bool of one element on the device of `flag`.
+/// \param gradients  dense or sparse, on any devices; undefined ones are left out
 inline at::Tensor any_bad(const std::vector<at::Tensor>& gradients, const at::Tensor& flag) {
   at::Tensor is_bad = at::zeros({}, flag.options());
   std::vector<at::Device> devices;
@@ -79,8 +81,9 @@ inline at::Tensor any_bad(const std::vector<at::Tensor>& gradients, const at::Te
   return is_bad;
 }
 
-/// What becomes of one parameter's gradient, decided on its device: `gradient` if `holds_bad`, else
-/// `before` if `is_bad`, else their sum. Either tensor may be undefined.
+/// Returns what becomes of one parameter's gradient, decided on its device: `gradient` if
+/// `holds_bad`, else `before` if `is_bad`, else their sum. `before` and `gradient` may be
+/// undefined.
 inline at::Tensor selected_gradient(const at::Tensor& before, const at::Tensor& gradient,
                                     const at::Tensor& is_bad, const at::Tensor& holds_bad) {
   if (!gradient.defined() && !before.defined()) return {};
@@ -125,7 +128,7 @@ inline at::Tensor accumulate_if_finite(const std::vector<at::Tensor>& parameters
     }
   }
   const at::Tensor is_bad = detail::any_bad(gradients, flag);
-  // With nothing accumulated yet, whatever comes stays, a bad gradient too.
+  // With nothing accumulated yet, the new gradients stay, bad ones too.
   const at::Tensor holds_bad = has_accumulated ? detail::any_bad(before.aside(), flag) : flag;
   if (on_host) {
     if (holds_bad.item<bool>()) {
@@ -133,7 +136,7 @@ inline at::Tensor accumulate_if_finite(const std::vector<at::Tensor>& parameters
     } else if (!is_bad.item<bool>()) {
       before.add_back();
     }
-    return is_bad;  // a micro-batch that is dropped leaves `before` to put back what was there
+    return is_bad;  // where the micro-batch is dropped, `before` puts back what was there
   }
   std::vector<at::Tensor> results;
   for (std::size_t i = 0; i < gradients.size(); ++i) {

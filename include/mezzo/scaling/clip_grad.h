@@ -1,6 +1,6 @@
 /// \file
 /// Gradient clipping that knows the loss scale: torch's `clip_grad_norm_` and `clip_grad_value_`
-/// for the gradients of an optimizer that a GradScaler looks after.
+/// for the gradients of an optimizer under a GradScaler.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
@@ -30,9 +30,9 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Scales the gradients of `optimizer`, taken as one vector, down to at most `max_norm`, in place;
-/// returns the norm that they had. Gradients that still carry the loss scale in this iteration are
-/// unscaled first (`scaler.unscale_(optimizer)`); those that do not are not unscaled again:
+/// Scales the gradients of `optimizer`, taken as one vector, down to at most `max_norm`, in place,
+/// and returns the norm that they had. Calls `scaler.unscale_(optimizer)` first, unless that has
+/// been done in this iteration:
 ///
 /// \code
 ///   scaler.scale(loss).backward();
@@ -45,10 +45,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// \param max_norm   at least 0; infinity only measures
 /// \param norm_type  the p of the p-norm, positive; infinity is the largest magnitude
-/// \param error_if_nonfinite  throws before it clips where the norm is inf or NaN, as it is in
-///   every iteration whose loss overflowed. It has to wait for the device to know; otherwise there
-///   is no host sync (but to coalesce sparse gradients), and a norm that is inf or NaN makes
-///   gradients of 0 and NaN, which `scaler.step` skips.
+/// \param error_if_nonfinite  throws before clipping where the norm is inf or NaN, as in every
+///   iteration whose loss overflowed, and waits for the device to know. `false`: no host sync
+///   (except to coalesce sparse gradients); a norm that is inf or NaN makes gradients of 0 and NaN,
+///   which `scaler.step` skips
 /// \return a tensor without dimensions on the device of the first gradient: of double where a
 ///   gradient is double, else of float; 0 on the CPU where there is no gradient
 ///
@@ -56,26 +56,28 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// in float; see `unscale_`.
 ///
 /// Gradients may lie on several devices and have several dtypes; undefined ones are left out and
-/// sparse ones coalesced (`.grad` is replaced). Sums are in double (on CUDA up to 32
-/// squares in float first: the norm is within 1e-6 of itself), and a coefficient is not rounded to
-/// half, both unlike torch's. A disabled scaler clips as if it were not there.
-/// Source: torch.nn.utils.clip_grad_norm_; the coefficient is min(1, max_norm / (norm + 1e-6)).
+/// sparse ones coalesced (`.grad` is replaced). Unlike torch's, sums are in double (on CUDA of up
+/// to 32 squares added in float, a relative error below 1e-6), and the coefficient is not rounded
+/// to half. With a disabled scaler gradients are clipped as they are. Source:
+/// torch.nn.utils.clip_grad_norm_; the coefficient is min(1, max_norm / (norm + 1e-6)).
 /// \throws c10::Error as `unscale_` does, after `step`, or if max_norm or norm_type is out of range
 at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, double max_norm,
                            double norm_type = 2.0, bool error_if_nonfinite = false);
 
-/// Clamps every element of the gradients of `optimizer` to [-clip_value, clip_value], in place,
-/// after unscaling where that has not been done. An inf is clamped like the rest, but unscaling saw
-/// it: `scaler.step` skips. No host sync (but to coalesce sparse gradients). A disabled scaler
-/// clips as if it were not there. Source: torch.nn.utils.clip_grad_value_.
+/// Clamps every element of the gradients of `optimizer` to [-clip_value, clip_value], in place.
+/// Calls `scaler.unscale_(optimizer)` first, unless that has been done in this iteration. An inf is
+/// clamped like any other value, but unscaling has noted it: `scaler.step` skips. No host sync
+/// (except to coalesce sparse gradients). With a disabled scaler gradients are clipped as they are.
+/// Source: torch.nn.utils.clip_grad_value_.
 /// \throws c10::Error as `unscale_` does, after `step`, or unless clip_value is positive
 void clip_grad_value_(GradScaler& scaler, AnyOptimizer optimizer, double clip_value);
 
 namespace detail {
 
-/// Gradients of one device each, unscaled: what the step will take.
+/// The gradients that the step will take, unscaled: one list for each device.
 using GradientsByDevice = std::vector<std::vector<at::Tensor>>;
 
+/// Returns the gradients of `optimizer`, unscaled where that has not been done.
 inline GradientsByDevice gradients_to_clip(GradScaler& scaler, AnyOptimizer optimizer) {
   if (!scaler.is_unscaled(optimizer)) scaler.unscale_(optimizer);
   const c10::NoGradGuard no_grad;
@@ -91,7 +93,7 @@ inline bool has_double(const GradientsByDevice& all) {
   return false;
 }
 
-/// The norm of all gradients of one device; double, where the device has it.
+/// Returns the norm of gradients of one device, one element there: double, or float on MPS.
 inline at::Tensor norm_on_device(const std::vector<at::Tensor>& gradients, double norm_type) {
   const at::Device device = gradients.front().device();
   const auto options = at::TensorOptions().device(device);
@@ -106,7 +108,8 @@ inline at::Tensor norm_on_device(const std::vector<at::Tensor>& gradients, doubl
   return at::linalg_vector_norm(foreach_norms(tensors, norm_type, wide), norm_type);
 }
 
-/// The norm of all, on the first device. Does not wait, unless for a device to tell the CPU.
+/// Returns the norm of all gradients, on the device of the first. The host waits only where the
+/// first is on the CPU and others are not.
 inline at::Tensor total_norm(const GradientsByDevice& all, double norm_type) {
   const at::Device device = all.front().front().device();
   std::vector<at::Tensor> norms;
@@ -117,7 +120,7 @@ inline at::Tensor total_norm(const GradientsByDevice& all, double norm_type) {
   return norms.size() == 1 ? norms.front() : at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-/// Multiplies each gradient once, in place: doubles by the coefficient as it is, others by the
+/// Multiplies each gradient once, in place: gradients of double by `coefficient`, others by the
 /// nearest float.
 inline void multiply_by(const GradientsByDevice& all, const at::Tensor& coefficient) {
   const at::Tensor as_float = coefficient.to(at::kFloat);
@@ -151,7 +154,7 @@ inline void require_finite(const at::Tensor& norm, double norm_type) {
       "error_if_nonfinite at false to go on; GradScaler::step then skips this step");
 }
 
-/// Each element into [-limit, limit]; NaN stays NaN.
+/// Clamps each element to [-limit, limit]; NaN stays NaN.
 inline void clamp_to(const std::vector<at::Tensor>& gradients, double limit) {
   if (gradients.front().is_cpu()) {  // where there is no foreach kernel, one pass beats two
     for (const at::Tensor& gradient : gradients) gradient.clamp_(-limit, limit);

@@ -1,7 +1,6 @@
 /// \file
-/// The state of a GradScaler as named tensors: what it is in a safetensors file, and what one that
-/// torch.amp's users wrote holds. mezzo itself reads and writes no safetensors
-/// (examples/bert_ner/safetensors.h does).
+/// The state of a GradScaler as named tensors, as in a safetensors file of mezzo's or torch.amp's
+/// users. mezzo itself reads and writes no safetensors (examples/bert_ner/safetensors.h does).
 #pragma once
 
 #include <mezzo/base/detail/tensor_words.h>
@@ -20,28 +19,29 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// What `scaler.state_dict()` gave, one tensor of no dimensions a key, on the CPU: counts in int64,
-/// since Python's scaler refuses a growth_interval of 2000.0, all else in float64. In Python:
+/// Returns the state that `scaler.state_dict()` gave as tensors without dimensions on the CPU, one
+/// for each key: counts in int64, since Python's scaler refuses a growth_interval of 2000.0, all
+/// else in float64. To load them in Python, which takes its own five keys and leaves mezzo's:
 ///
 ///     tensors = safetensors.torch.load_file(path)
 ///     scaler.load_state_dict({key: tensor.item() for key, tensor in tensors.items()})
-///
-/// It reads its own five keys, and leaves mezzo's.
 std::map<std::string, at::Tensor> scaler_tensors(const GradScaler::StateDict& state);
 
-/// The other way, for `scaler.load_state_dict`: what Python wrote with
+/// Returns a state for `scaler.load_state_dict` from the tensors of `scaler_tensors`, or from what
+/// Python wrote with
 ///
 ///     tensors = {key: torch.tensor(value) for key, value in scaler.state_dict().items()}
 ///     safetensors.torch.save_file(tensors, path)
 ///
-/// or the function above. Any dtype of real numbers, device, and shape of one element will do; what
-/// was written as float32, as torch.tensor writes a float, has been rounded to it (the defaults,
-/// and scales, are exact). Waits for devices.
+/// Waits for the devices of the tensors.
+/// \param tensors  of one element each, of any real dtype and device. torch.tensor writes a float
+///   as float32, rounded: scales and the default factors are exact, a factor of 1.1 is not
 /// \throws c10::Error for a tensor that is no single number, naming its key
 GradScaler::StateDict scaler_state(const std::map<std::string, at::Tensor>& tensors);
 
 namespace detail {
 
+/// Whether the state's `key` is a whole number.
 inline bool is_count_of_scaler(std::string_view key) {
   constexpr std::array<std::string_view, 5> kCounts{
       "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};

@@ -127,12 +127,11 @@ TEST_F(FromPython, LinearLayersOfLibtorchDoNotCallTheOpLinear) {
 }
 
 TEST_F(FromPython, GradScalerIsWrittenAsTheTableSays) {
-  mezzo::GradScaler scaler(mezzo::GradScalerOptions()
-                               .init_scale(1024)
-                               .enabled(flag)
-                               .growth_factor(2)
-                               .backoff_factor(0.5)
-                               .growth_interval(2000));
+  mezzo::GradScaler scaler({.init_scale = 1024,
+                            .growth_factor = 2,
+                            .backoff_factor = 0.5,
+                            .growth_interval = 2000,
+                            .enabled = flag});
   const auto scaled = scaler.scale(std::vector{model(input).sum(), other(input).sum()});
   (scaled[0] + scaled[1]).backward();
   scaler.unscale_(optimizer);
@@ -230,8 +229,7 @@ TEST_F(FromPython, KerasIsWrittenAsTheTableSays) {
   const mezzo::Precision precision({.compute = torch::kHalf});
   EXPECT_EQ(precision.compute(), torch::kHalf);
   EXPECT_EQ(precision.param(), torch::kFloat);
-  mezzo::LossScaleOptimizer wrapped(optimizer,
-                                    {.initial_scale = 32768, .dynamic_growth_steps = 2000});
+  mezzo::LossScaleOptimizer wrapped(optimizer, {.init_scale = 32768, .growth_interval = 2000});
   wrapped.scale(model(input).sum()).backward();
   wrapped.unscale_();
   EXPECT_TRUE(wrapped.step({.max_norm = 1.0}).ran());
@@ -239,7 +237,7 @@ TEST_F(FromPython, KerasIsWrittenAsTheTableSays) {
   EXPECT_EQ(wrapped.loss_scale(), wrapped.initial_scale());
   EXPECT_TRUE(wrapped.dynamic());
   EXPECT_EQ(wrapped.inner_optimizer().param_groups()[0].options().get_lr(), 0.1);
-  auto fixed = mezzo::enable_mixed_precision(of_other, {.initial_scale = 128, .dynamic = false});
+  auto fixed = mezzo::enable_mixed_precision(of_other, mezzo::LossScale::fixed(128));
   EXPECT_EQ(fixed.loss_scale(), 128);
   const auto dynamic =
       mezzo::LossScale::dynamic({.init_scale = 32768, .growth_factor = 2, .growth_interval = 2000});

@@ -11,6 +11,7 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "../../support/special_values.h"
@@ -55,12 +56,15 @@ TEST(LossScaleOptimizer, HasKerassDefaults) {
   EXPECT_EQ(&optimizer.inner_optimizer(), &sgd);
 }
 
+// A number alone might be the first scale, or TensorFlow's constant one.
+static_assert(!std::is_constructible_v<LossScaleOptimizer, mezzo::AnyOptimizer, double>);
+
 TEST(LossScaleOptimizer, StepsUnscaledMovesTheScaleAndCountsAppliedStepsOnly) {
   for (const auto& make : inners()) {
     const torch::Tensor weight = parameter();
     const auto inner = make(weight);
     auto optimizer =
-        mezzo::enable_mixed_precision(*inner, {.initial_scale = 64, .dynamic_growth_steps = 2});
+        mezzo::enable_mixed_precision(*inner, {.init_scale = 64, .growth_interval = 2});
     optimizer.scaler().on_skip(nullptr);
     EXPECT_TRUE(step_with(optimizer, weight, 0.25));
     EXPECT_EQ(weight[0].item<float>(), 0.75F);
@@ -96,8 +100,7 @@ TEST(LossScaleOptimizer, KeepsAFixedScaleAndTrainsHalfWeightsThroughMasters) {
   const torch::Tensor weight = torch::ones({3}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd({weight}, 1.0);
   mezzo::MasterWeights masters(sgd);
-  auto optimizer =
-      mezzo::enable_mixed_precision(masters, {.initial_scale = 1024, .dynamic = false});
+  auto optimizer = mezzo::enable_mixed_precision(masters, mezzo::LossScale::fixed(1024));
   optimizer.scaler().on_skip(nullptr);
   EXPECT_TRUE(step_with(optimizer, weight, 0.25));
   EXPECT_FALSE(step_with(optimizer, weight, kInfinity));
@@ -134,6 +137,24 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
   }
 }
 
+TEST(LossScaleOptimizer, ThatIsDisabledStepsWithoutAScaleAndResumes) {
+  for (const auto& make : inners()) {
+    const torch::Tensor weight = parameter();
+    const auto inner = make(weight);
+    auto optimizer = mezzo::enable_mixed_precision(*inner, {.enabled = false});
+    EXPECT_TRUE(step_with(optimizer, weight, 0.25));
+    EXPECT_EQ(weight[0].item<float>(), 0.75F);
+    EXPECT_EQ(optimizer.loss_scale(), 1);
+    std::stringstream file;
+    torch::save(optimizer, file);
+    const torch::Tensor other = weight.detach().clone().requires_grad_();
+    const auto of_other = make(other);
+    auto resumed = mezzo::enable_mixed_precision(*of_other, {.enabled = false});
+    torch::load(resumed, file);
+    EXPECT_EQ(resumed.iterations(), 1);
+  }
+}
+
 TEST(LossScaleOptimizer, UnscalesTheNextBatchTooAfterAStepThatThrew) {
   for (const double max_norm : {double{kInfinity}, 100.0}) {
     for (const bool again : {false, true}) {
@@ -160,8 +181,8 @@ TEST(LossScaleOptimizer, RefusesAStepWithoutAScaledLossAndOptionsOutOfRange) {
   torch::optim::SGD sgd({weight}, 1.0);
   auto optimizer = mezzo::enable_mixed_precision(sgd);
   EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("_scale is None")));
-  EXPECT_THROW(mezzo::enable_mixed_precision(sgd, {.initial_scale = -1}), c10::Error);
-  EXPECT_THROW(mezzo::enable_mixed_precision(sgd, {.dynamic_growth_steps = 0}), c10::Error);
+  EXPECT_THROW(mezzo::enable_mixed_precision(sgd, {.init_scale = -1}), c10::Error);
+  EXPECT_THROW(mezzo::enable_mixed_precision(sgd, {.growth_interval = 0}), c10::Error);
 }
 
 }  // namespace

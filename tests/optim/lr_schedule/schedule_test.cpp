@@ -134,9 +134,130 @@ TEST(LrSchedule, MovesAFusedOptimizersRateByItsOwnCount) {
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   mezzo::GradScaler scaler = quiet_scaler();
   EXPECT_EQ(train(parameter, optimizer, schedule, scaler, kOverflows), kWeights);
-  EXPECT_EQ(lr_of(optimizer), 1.0) << "the group's own rate is the base";
+  EXPECT_EQ(lr_of(optimizer), 0.0);
   EXPECT_EQ(schedule.applied_steps(), 5);
   EXPECT_THAT(schedule.lrs(), ElementsAre(0.0));
+  EXPECT_THAT(schedule.base_lrs(), ElementsAre(1.0));
+}
+
+// --- The lr option shows the rate
+// ------------------------------------------------------------------
+
+/// The option before each of six steps, the third of which overflows.
+template <class Optimizer, class Stepper>
+std::vector<double> shown_lrs(Optimizer& optimizer, Stepper& stepper) {
+  LinearSchedule schedule(stepper, {.warmup_steps = 2, .total_steps = 4});
+  mezzo::GradScaler scaler = quiet_scaler();
+  const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
+  std::vector<double> lrs;
+  for (const bool is_finite : {true, true, false, true, true, true}) {
+    lrs.push_back(lr_of(optimizer));
+    const double slope = is_finite ? 1 : std::numeric_limits<double>::infinity();
+    optimizer.zero_grad();
+    scaler.scale(parameter.mul(slope).sum()).backward();
+    const auto result = scaler.step(stepper);
+    scaler.update();
+    schedule.step(result);
+    EXPECT_THAT(schedule.lrs(), ElementsAre(lr_of(optimizer)));
+  }
+  return lrs;
+}
+
+TEST(ShownLr, IsTheRateOfTheNextStepWithEveryOptimizer) {
+  const auto rates = ElementsAre(0, 0.25, 0.5, 0.5, 0.25, 0);
+  torch::optim::SGD libtorchs({weight()}, 0.5);
+  EXPECT_THAT(shown_lrs(libtorchs, libtorchs), rates);
+  mezzo::optim::SGD mezzos({weight()}, 0.5);
+  EXPECT_THAT(shown_lrs(mezzos, mezzos), rates);
+  torch::optim::SGD inner({weight()}, 0.5);
+  mezzo::MasterWeights masters(inner);
+  EXPECT_THAT(shown_lrs(inner, masters), rates);
+}
+
+/// Of a step that a device decides: known once somebody says so.
+class LaterOutcome final : public mezzo::StepSlot {
+ public:
+  bool ready() const noexcept override { return is_known; }
+  const mezzo::StepOutcome& outcome() override {
+    EXPECT_TRUE(is_known) << "the schedule waited for a device";
+    return outcome_;
+  }
+  bool is_known = false;
+
+ private:
+  mezzo::StepOutcome outcome_{.ran = true};
+};
+
+/// Counts in a tensor, as for parameters on a GPU.
+struct CountsInATensor : mezzo::optim::SGD {
+  using SGD::SGD;
+  void take_step() {
+    step();
+    applied_count().move_to(torch::full({}, static_cast<float>(applied_steps())));
+  }
+};
+
+TEST(ShownLr, FollowsTheStepsThatTheHostKnowsOfWhereADeviceDecides) {
+  const torch::Tensor parameter = weight();
+  CountsInATensor optimizer({parameter}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 8});
+  std::vector<std::shared_ptr<LaterOutcome>> outcomes;
+  for (int step = 0; step < 3; ++step) {
+    parameter.mutable_grad() = torch::ones({1});
+    optimizer.take_step();
+    outcomes.push_back(std::make_shared<LaterOutcome>());
+    schedule.step(StepResult(outcomes.back()));
+  }
+  ASSERT_FALSE(optimizer.counts_on_host());
+  EXPECT_EQ(lr_of(optimizer), 1.0);
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.625)) << "after three steps, asked of the device";
+  outcomes[0]->is_known = true;
+  outcomes[2]->is_known = true;
+  schedule.step(known(/*ran=*/false));
+  EXPECT_EQ(lr_of(optimizer), 0.75);
+  EXPECT_EQ(parameter.item<double>(), -1 - 0.875 - 0.75) << "the base is multiplied, once";
+}
+
+TEST(ShownLr, MayBeWrittenAndThenScalesTheSchedule) {
+  const auto steps = [](auto&& optimizer) {
+    const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
+    LinearSchedule schedule(optimizer, {.total_steps = 4});
+    std::vector<double> weights;
+    for (int step = 0; step < 4; ++step) {
+      if (step == 2) optimizer.param_groups()[0].options().set_lr(lr_of(optimizer) / 2);
+      parameter.mutable_grad() = torch::ones({1});
+      optimizer.step();
+      schedule.step();
+      weights.push_back(parameter.template item<double>());
+    }
+    EXPECT_THAT(schedule.base_lrs(), ElementsAre(4.0));
+    return weights;
+  };
+  const auto halved_rates = ElementsAre(-8, -14, -16, -17);
+  EXPECT_THAT(steps(torch::optim::SGD({weight()}, 8.0)), halved_rates);
+  EXPECT_THAT(steps(mezzo::optim::SGD({weight()}, 8.0)), halved_rates);
+}
+
+TEST(ShownLr, MayBeWrittenDuringAWarmUpFromZero) {
+  const torch::Tensor parameter = weight();
+  mezzo::optim::SGD optimizer({parameter}, 8.0);
+  LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 4});
+  EXPECT_EQ(lr_of(optimizer), 0.0);
+  optimizer.param_groups()[0].options().set_lr(2.0);
+  EXPECT_THAT(schedule.base_lrs(), ElementsAre(2.0));
+}
+
+TEST(ShownLr, IsTheBaseRateAgainWhenTheScheduleEnds) {
+  mezzo::optim::SGD optimizer({weight()}, 8.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  optimizer.step();
+  schedule.step();
+  EXPECT_EQ(lr_of(optimizer), 6.0);
+  optimizer.set_lr_factors({});
+  EXPECT_EQ(lr_of(optimizer), 8.0);
+  optimizer.param_groups()[0].options().set_lr(1.0);
+  LinearSchedule next(optimizer, {.total_steps = 4});
+  EXPECT_THAT(next.base_lrs(), ElementsAre(1.0));
 }
 
 class UnknownOutcome final : public mezzo::StepSlot {
@@ -303,6 +424,40 @@ TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
   const test_support::Warnings warnings;
   EXPECT_THAT(move(torch::optim::SGD({weight()}, 1.0), mezzo::optim::SGD({weight()}, 1.0)),
               ElementsAre(0.75));
+}
+
+TEST(LrScheduleFiles, OfTheOptimizerAloneHoldTheBaseRates) {
+  const auto go_on = [](auto& optimizer, auto& stepper, auto& resumed, auto& resumed_stepper) {
+    LinearSchedule schedule(stepper, {.total_steps = 4});
+    stepper.step();
+    schedule.step();
+    load(resumed_stepper, saved(stepper));
+    EXPECT_EQ(lr_of(resumed), lr_of(optimizer)) << "the rate in use, for who goes on without";
+    LinearSchedule again(resumed_stepper, {.total_steps = 4});
+    EXPECT_THAT(again.base_lrs(), ElementsAre(8.0));
+    EXPECT_EQ(lr_of(resumed), 6.0);
+  };
+  mezzo::optim::SGD first({weight()}, 8.0);
+  mezzo::optim::SGD second({weight()}, 1.0);
+  go_on(first, first, second, second);
+  torch::optim::SGD inner({weight()}, 8.0);
+  torch::optim::SGD other({weight()}, 1.0);
+  mezzo::MasterWeights masters(inner);
+  mezzo::MasterWeights other_masters(other);
+  go_on(inner, masters, other, other_masters);
+}
+
+TEST(LrScheduleFiles, GiveAWrittenRateToTheScheduleOfANewRun) {
+  mezzo::optim::SGD before({weight()}, 8.0);
+  LinearSchedule schedule(before, {.total_steps = 4});
+  before.step();
+  schedule.step();
+  mezzo::optim::SGD tuned({weight()}, 1.0);
+  load(tuned, saved(before));
+  tuned.param_groups()[0].options().set_lr(0.5);
+  tuned.set_applied_steps(0);
+  LinearSchedule next(tuned, {.total_steps = 4});
+  EXPECT_THAT(next.lrs(), ElementsAre(0.5));
 }
 
 /// Of a run of 50 steps with torch::optim::SGD, whose file holds no count of steps.

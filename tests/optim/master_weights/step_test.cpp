@@ -13,6 +13,8 @@
 
 #include <cmath>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "master_model.h"
 
@@ -20,7 +22,6 @@ namespace {
 
 using namespace master_weights_test;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::master_params;
 using mezzo::MasterWeights;
 using testing::HasSubstr;
@@ -185,7 +186,7 @@ TEST(MasterWeightsStep, FindsAnOverflowThatOnlyUnscalingMakes) {
   const auto x = torch::ones({2}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(1e-30).min_scale(0));
+  GradScaler scaler = quiet_scaler({.init_scale = 1e-30, .min_scale = 0});
   for (const bool explicitly : {false, true}) {
     x.mutable_grad() = torch::full({2}, 1e20F).to(torch::kBFloat16);
     if (explicitly) scaler.unscale_(optimizer);
@@ -215,7 +216,7 @@ TEST(MasterWeightsStep, GradientsGoToFloatBeforeTheyAreMultiplied) {
   const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(0x1p16));
+  GradScaler scaler = quiet_scaler({.init_scale = 0x1p16});
   x.mutable_grad() = torch::full({2}, 0x1p-24F).to(torch::kHalf);
   scaler.step(optimizer);
   EXPECT_EQ(master_params(optimizer)[0][0].item<float>(), -0x1p-40F);
@@ -322,14 +323,16 @@ TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
   MasterWeights optimizer(inner);
   GradScaler scaler = quiet_scaler();
   mezzo::LinearSchedule ours(optimizer, {.total_steps = 4});
-  for (const float expected : {8.0F, 8.0F, 14.0F}) {  // rates 8, none for the skip, 6
+  const std::vector<std::pair<float, double>> expected_weights_and_rates = {
+      {8.0F, 6.0}, {8.0F, 6.0}, {14.0F, 4.0}};  // the second step is skipped
+  for (const auto& [expected, next_rate] : expected_weights_and_rates) {
     x.mutable_grad() =
         torch::full_like(x, expected == 8.0F && x.item<float>() != 0 ? kInfinity : -kScale);
     const auto result = scaler.step(optimizer);
     scaler.update(kScale);
     ours.step(result);
     EXPECT_EQ(x.item<float>(), expected);
-    EXPECT_EQ(inner.param_groups()[0].options().get_lr(), 8.0);
+    EXPECT_EQ(inner.param_groups()[0].options().get_lr(), next_rate);
   }
   EXPECT_EQ(ours.lrs(), std::vector<double>{4.0});
   optimizer.set_lr_factors({});
@@ -481,7 +484,7 @@ TEST(MasterWeightsStep, ADisabledScalerClipsClearsAndSteps) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  GradScaler disabled(GradScalerOptions().enabled(false));
+  GradScaler disabled({.enabled = false});
   const auto set_gradient = [&] {
     x.mutable_grad() = torch::tensor({3.0F, 4.0F}).to(torch::kBFloat16);
   };
@@ -500,7 +503,7 @@ TEST(MasterWeightsStep, ADisabledScalerLeavesAloneWhatHasNoMaster) {
   const auto y = torch::zeros({2}, torch::kComplexFloat).requires_grad_();
   torch::optim::SGD inner({x, y}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(inner);
-  GradScaler disabled(GradScalerOptions().enabled(false));
+  GradScaler disabled({.enabled = false});
   x.mutable_grad() = torch::ones_like(x);
   y.mutable_grad() = torch::ones_like(y);
   disabled.unscale_(optimizer);

@@ -26,7 +26,6 @@ namespace {
 using namespace master_weights_test;
 using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
-using mezzo::GradScalerOptions;
 using mezzo::master_params;
 using mezzo::StepOptions;
 using mezzo::optim::WeightStorage;
@@ -188,7 +187,7 @@ TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
 }
 
 TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
-  GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(0x1p16));
+  GradScaler scaler = quiet_scaler({.init_scale = 0x1p16});
   x_.mutable_grad() = torch::full({2}, 0x1p-20F).to(torch::kHalf);
   ASSERT_EQ((x_.grad() / 65536)[0].item<float>(), 0.0F);
   scaler.unscale_(optimizer_);
@@ -222,7 +221,7 @@ TEST_P(Unscaled, AnInfSkipsAndIsForgotten) {
 
 TEST_P(Unscaled, AreCheckedOnceMoreUnlessToldNotTo) {
   for (const bool recheck : {true, false}) {
-    GradScaler scaler = quiet_scaler(GradScalerOptions().init_scale(kScale).recheck(recheck));
+    GradScaler scaler = quiet_scaler({.init_scale = kScale, .recheck = recheck});
     set_gradients(3);
     scaler.unscale_(optimizer_);
     master().mutable_grad()[0] = kInfinity;  // broken by the user
@@ -316,7 +315,7 @@ TEST_P(Unscaled, AGradientThatIsReplacedAtTheMasterIsTaken) {
 }
 
 TEST_P(Unscaled, ADisabledScalerHandsGradientsToMastersToo) {
-  GradScaler disabled(GradScalerOptions().enabled(false));
+  GradScaler disabled({.enabled = false});
   for (const float max_norm : {1.0F, 2.0F}) {
     const float before = value();
     set_gradients(3, 1.0);
@@ -462,7 +461,7 @@ TEST(OptimizersOfTheUsers, TakeEachStepThemselves) {
   };
   train(GradScaler());
   EXPECT_EQ(mine.steps, 2);
-  train(GradScaler(GradScalerOptions().enabled(false)));
+  train(GradScaler({.enabled = false}));
   EXPECT_EQ(mine.steps, 4);
 }
 
@@ -483,8 +482,9 @@ TEST(OptimizersOfTheUsers, WhoseRateCannotBeSetThrowUnderASchedule) {
   weight.mutable_grad() = torch::ones_like(weight);
   WithoutRate inner({weight});
   mezzo::MasterWeights masters(inner);
-  masters.set_lr_factors({0.5});
-  EXPECT_ANY_THROW(masters.step());
+  EXPECT_ANY_THROW(masters.set_lr_factors({0.5}));
+  EXPECT_TRUE(masters.lr_factors().empty());
+  masters.step();
 }
 
 }  // namespace

@@ -20,7 +20,6 @@ namespace {
 using namespace test_support;
 using mezzo::clip_grad_norm_;
 using mezzo::clip_grad_value_;
-using mezzo::GradScalerOptions;
 using testing::HasSubstr;
 
 /// One parameter with the scaled gradient {3, 4} * 1024, whose true norm is 5.
@@ -37,7 +36,7 @@ class ClipGrad : public testing::Test {
   static constexpr float kScale = 1024;
   torch::Tensor weight_ = parameter({10, 10});
   torch::optim::SGD optimizer_ = sgd({weight_});
-  mezzo::GradScaler scaler_ = quiet_scaler(GradScalerOptions().init_scale(kScale));
+  mezzo::GradScaler scaler_ = quiet_scaler({.init_scale = kScale});
 };
 
 TEST_F(ClipGrad, UnscalesBeforeItMeasures) {
@@ -141,7 +140,7 @@ TEST_F(ClipGrad, NamesABadArgumentAndTouchesNothing) {
 }
 
 TEST_F(ClipGrad, WithADisabledScalerJustClips) {
-  mezzo::GradScaler off(GradScalerOptions().enabled(false));
+  mezzo::GradScaler off({.enabled = false});
   set_gradient(weight_, {3, 4});
   EXPECT_EQ(clip_grad_norm_(off, optimizer_, 2.5).item<float>(), 5.0F);
   EXPECT_EQ(clip_grad_norm_(off, optimizer_, 9).item<float>(), weight_.grad().norm().item<float>());
@@ -163,7 +162,7 @@ TEST(ClipGradParameters, WithoutGradientsAreLeftOut) {
   const auto used = parameter({1, 1});
   const auto unused = parameter({1});
   auto optimizer = sgd({unused, used});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+  auto scaler = quiet_scaler({.init_scale = 2});
   set_gradient(used, {6, 8});
   EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 1.0).item<float>(), 5.0F);
   EXPECT_FALSE(unused.grad().defined());
@@ -177,7 +176,7 @@ TEST(ClipGradParameters, InDoubleAreClippedInDouble) {
   const auto weight = torch::zeros({2}, torch::kDouble).requires_grad_();
   weight.mutable_grad() = torch::tensor({3.0, 4.0}, torch::kDouble) * 1024;
   auto optimizer = sgd({weight});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(1024));
+  auto scaler = quiet_scaler({.init_scale = 1024});
   EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 1.0).scalar_type(), torch::kDouble);
   EXPECT_NEAR(weight.grad()[0].item<double>(), 3 / (5 + 1e-6), 1e-14);
 }
@@ -189,7 +188,7 @@ TEST(ClipGradParameters, ThatShareAGradientClipItOnce) {
     x.mutable_grad() = torch::full({4}, 8.0, dtype);
     y.mutable_grad() = x.grad();
     auto optimizer = sgd({x, y});
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(1));
+    auto scaler = quiet_scaler({.init_scale = 1});
     const auto norm = clip_grad_norm_(scaler, optimizer, 1.0).item<double>();
     EXPECT_NEAR(x.grad()[0].item<double>(), 8 / norm, 1e-3) << dtype;
   }
@@ -200,14 +199,14 @@ TEST(ClipGradParameters, OfEveryGroupCountTogether) {
   optimizer.add_param_group(torch::optim::OptimizerParamGroup({parameter({1})}));
   set_gradient(optimizer.param_groups()[0].params()[0], {6});
   set_gradient(optimizer.param_groups()[1].params()[0], {8});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+  auto scaler = quiet_scaler({.init_scale = 2});
   EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 1.0).item<float>(), 5.0F);
 }
 
 TEST(ClipGradParameters, WithSparseGradientsAreCoalescedFirst) {
   const auto table = torch::ones({4, 2}).requires_grad_();
   auto optimizer = sgd({table});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(2));
+  auto scaler = quiet_scaler({.init_scale = 2});
   table.mutable_grad() =
       torch::sparse_coo_tensor(torch::tensor({{1, 3, 1}}),
                                torch::tensor({{3.0F, 0.0F}, {0.0F, 8.0F}, {3.0F, 0.0F}}), {4, 2});
@@ -222,7 +221,7 @@ TEST(ClipGradParameters, WithSparseGradientsAreCoalescedFirst) {
 TEST(ClipGradParameters, InHalfMayHaveANormThatHalfCannotHold) {
   const auto weight = torch::ones({10000}, torch::kHalf).requires_grad_();
   auto optimizer = sgd({weight});
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(1).allow_fp16_gradients(true));
+  auto scaler = quiet_scaler({.init_scale = 1, .allow_fp16_gradients = true});
   weight.mutable_grad() = torch::full({10000}, 1000.0, torch::kHalf);
   EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 50.0).item<float>(), 100000.0F);
   EXPECT_EQ(weight.grad().scalar_type(), torch::kHalf);
@@ -234,7 +233,7 @@ TEST(ClipGradMasters, AreWhatIsClippedWhereParametersKeepThem) {
     const auto weight = torch::ones({2}, torch::kHalf).requires_grad_();
     auto inner = sgd({weight});
     mezzo::MasterWeights optimizer(inner);
-    auto scaler = quiet_scaler(GradScalerOptions().init_scale(2).enabled(enabled));
+    auto scaler = quiet_scaler({.init_scale = 2, .enabled = enabled});
     weight.mutable_grad() = torch::tensor({6.0F, 8.0F}).to(torch::kHalf);
     const float norm = enabled ? 5.0F : 10.0F;
     EXPECT_EQ(clip_grad_norm_(scaler, optimizer, 0.5).item<float>(), norm);
@@ -275,7 +274,7 @@ TEST_P(ClipGradNorms, OfMixedGradientsAreThoseOfOneVectorInDouble) {
   }
   const double expected = torch::linalg_vector_norm(torch::cat(flat), order).item<double>();
   auto optimizer = sgd(parameters);
-  auto scaler = quiet_scaler(GradScalerOptions().init_scale(4).allow_fp16_gradients(true));
+  auto scaler = quiet_scaler({.init_scale = 4, .allow_fp16_gradients = true});
 
   const auto norm = clip_grad_norm_(scaler, optimizer, expected / 3, order);
 

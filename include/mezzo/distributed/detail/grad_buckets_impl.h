@@ -172,6 +172,7 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
   void check_parameters(const std::vector<at::Tensor>& parameters) const;
   void check_gradient(std::size_t number) const;
   void check_dtype(std::size_t number) const;
+  void check_unrounded(std::size_t number, at::ScalarType place) const;
   void append_buckets(const std::vector<std::size_t>& order);
   void place_slots(const GradBucket& bucket, const std::vector<int64_t>& offsets);
   void install_hooks();
@@ -411,11 +412,25 @@ inline void BucketedGradients::check_dtype(std::size_t number) const {
               "; make the optimizer with accumulate_in_float, or call set_grad_dtype, before them");
 }
 
+/// \throws c10::Error for a gradient of float, as `unscale_` leaves it for a float master, that a
+///   place of 16 bits would round: small unscaled values become zero there
+inline void BucketedGradients::check_unrounded(std::size_t number, at::ScalarType place) const {
+  const GradientSlot& slot = slots_[number];
+  const bool is_rounded = slot.has_dense_gradient() && !slot.is_in_place() &&
+                          slot.gradient().scalar_type() == at::kFloat &&
+                          (place == at::kHalf || place == at::kBFloat16);
+  TORCH_CHECK(!is_rounded, "GradBuckets: the gradient of ", parameter_words(number, slot.parameter),
+              " is float32, and its bucket would round it to ", dtype_name(place),
+              "; take the step and zero_grad() first, or keep gradients in float32: make the "
+              "optimizer with accumulate_in_float before these GradBuckets");
+}
+
 /// Brings one gradient to its place, whatever became of it.
 inline void BucketedGradients::settle(std::size_t number, bool arrives) {
   GradientSlot& slot = slots_[number];
   if (slot.gradient().defined()) check_gradient(number);
-  // Unscaled for its master, and not of this pass: in 16 bits it would underflow.
+  // An unscaled gradient that is not of this pass waits for its step: in 16 bits it would
+  // underflow.
   const bool is_unscaled_in_float = slot.has_dense_gradient() && !arrives && !slot.has_arrived &&
                                     is_low_precision(slot.place) &&
                                     slot.gradient().scalar_type() == at::kFloat;
@@ -449,6 +464,13 @@ inline void BucketedGradients::reattach_gradients() {
   const std::lock_guard lock(mutex_);
   const c10::NoGradGuard no_grad;
   forget_pass();
+  for (std::size_t number = 0; number < slots_.size(); ++number) {
+    if (!slots_[number].gradient().defined()) continue;
+    check_gradient(number);
+    if (!slots_[number].has_dense_gradient()) continue;
+    check_dtype(number);
+    check_unrounded(number, slots_[number].place.scalar_type());
+  }
   for (std::size_t number = 0; number < slots_.size(); ++number) settle(number);
 }
 
@@ -475,9 +497,14 @@ inline void BucketedGradients::zero_grad(bool set_to_none) {
 }
 
 inline void BucketedGradients::rebuild_buckets() {
-  reattach_gradients();
   const std::lock_guard lock(mutex_);
   const c10::NoGradGuard no_grad;
+  forget_pass();
+  for (std::size_t number = 0; number < slots_.size(); ++number) {
+    if (!slots_[number].gradient().defined()) continue;
+    check_gradient(number);
+    check_unrounded(number, gradient_dtype(parameters_[number]));
+  }
   std::vector<std::size_t> order = arrivals_;
   std::vector<bool> is_in_order(slots_.size());
   for (const std::size_t number : order) is_in_order[number] = true;
@@ -505,10 +532,10 @@ inline void BucketedGradients::arrived(std::size_t number) {
   const std::size_t bucket = slots_[number].bucket;
   {
     const std::lock_guard lock(mutex_);
+    check_dtype(number);
     if (no_sync_ > 0) return;
     const c10::NoGradGuard no_grad;
     begin_pass();
-    check_dtype(number);
     const at::Tensor& gradient = slots_[number].gradient();
     const bool has_history = gradient.defined() && gradient.requires_grad();  // create_graph
     if (!has_history) settle(number, /*arrives=*/true);

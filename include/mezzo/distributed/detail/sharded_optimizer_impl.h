@@ -1,181 +1,298 @@
 #pragma once
 
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
-#include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/detail/optimizer_shell.h>
-#include <mezzo/optim/fused_options.h>
+#include <mezzo/kernels/dense_memory.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/param_slot.h>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <functional>
+#include <optional>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+// --- What the ranks agree on in a step ----------------------------------------------------------
+
+/// Adds up a row of each rank's in the order of the ranks: all ranks get the same bits, whatever
+/// their instruction sets.
+inline at::Tensor sum_of_rows(const at::Tensor& numbers) {
+  if (!numbers.is_cpu()) return numbers.sum();
+  at::Tensor sum = numbers[0].clone();
+  for (int64_t rank = 1; rank < numbers.size(0); ++rank) sum.add_(numbers[rank]);
+  return sum;
+}
+
+/// Combines what the ranks found in their parts of the gradients: an inf of one of them, the sum of
+/// all squares, the largest magnitude. One collective; waits for no device.
+inline Verdict agreed(const Verdict& own, Communicator& communicator) {
+  if (communicator.size() == 1) return own;
+  const auto wide = own.sum_of_squares.scalar_type();
+  const at::Tensor row = at::stack({own.found_inf.to(wide), own.sum_of_squares, own.max_abs});
+  const at::Tensor rows = at::empty({communicator.size(), row.numel()}, row.options());
+  communicator.all_gather(rows, row).wait();
+  return {own.inv_scale, rows.select(1, 0).amax().to(own.found_inf.scalar_type()),
+          sum_of_rows(rows.select(1, 1)), rows.select(1, 2).amax()};
+}
+
+/// Returns the verdict of a step without a loss scale: it divides sums by the number of ranks.
+inline Verdict average_of_sums(int ranks, at::Device device) {
+  if (ranks == 1) return {};
+  const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
+  return {.inv_scale = at::full({}, 1. / ranks, number), .found_inf = at::zeros({}, number)};
+}
+
+// --- States, whole and in slices ----------------------------------------------------------------
+
+// Keys of the archive of a rank other than 0.
+inline constexpr const char* kShardRankKey = "mezzo_shard_rank";
+inline constexpr const char* kShardCountKey = "mezzo_shard_count";
+inline constexpr const char* kShardKey = "mezzo_shard";
+inline constexpr const char* kShardAppliedKey = "mezzo_shard_applied_steps";
+
+inline constexpr int kMostMoments = 3;
+
+/// Lists the tensors of `slot` that have an element for each of the parameter's: the master, and
+/// every moment that the optimizer has under some options.
+inline std::vector<at::Tensor*> kept_tensors(ParamSlot& slot) {
+  std::vector<at::Tensor*> kept{&slot.master};
+  for (int k = 0; k < kMostMoments; ++k) {
+    at::Tensor* const moment = &slot.moment(k);
+    if (std::find(kept.begin(), kept.end(), moment) == kept.end()) kept.push_back(moment);
+  }
+  return kept;
+}
+
+/// Returns what the ranks' slots hold together, a row for each parameter: the number of steps, then
+/// the dtypes of master and moments, each one higher than it is and 0 where no rank has any. One
+/// collective. `own` has the slot of each of this rank's slices, null where there is none.
+inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vector<ParamSlot*>& own,
+                                 Communicator& communicator) {
+  const auto parameters = static_cast<int64_t>(weights.parameters().size());
+  const at::Tensor table = at::zeros({parameters, 2 + kMostMoments}, at::kLong);
+  const auto entries = table.accessor<int64_t, 2>();
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    if (own[i] == nullptr) continue;
+    auto row = entries[static_cast<int64_t>(weights.slices()[i].parameter)];
+    row[0] = own[i]->count().value() + 1;
+    int64_t column = 0;
+    for (const at::Tensor* const tensor : kept_tensors(*own[i])) {
+      ++column;
+      if (tensor->defined()) row[column] = static_cast<int64_t>(tensor->scalar_type()) + 1;
+    }
+  }
+  const at::Tensor largest = table.to(weights.buckets().front().device);
+  communicator.all_reduce(largest, Reduction::max).wait();
+  return largest.cpu();
+}
+
+/// Puts the ranks' slots together on rank 0. Tensors go bucket by bucket, in float or, of double
+/// parameters, in double:
+///
+///   table = table_of_slots                          which parameters have what, on any rank
+///   for each bucket, each of master and moments:    all-gather the slices, if there are any
+///
+/// `own` is as for table_of_slots. `make`, null on the other ranks, returns a new slot for
+/// parameter `number`, to be filled on the CPU.
+inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamSlot*>& own,
+                         Communicator& communicator,
+                         const std::function<ParamSlot&(std::size_t number)>& make) {
+  if (weights.parameters().empty()) return;
+  const at::Tensor table = table_of_slots(weights, own, communicator);
+  const auto entry = [entries = table.accessor<int64_t, 2>()](std::size_t number,
+                                                              std::size_t column) {
+    return entries[static_cast<int64_t>(number)][static_cast<int64_t>(column)];
+  };
+  std::vector<std::vector<at::Tensor*>> wholes(weights.parameters().size());
+  for (std::size_t number = 0; make != nullptr && number < wholes.size(); ++number) {
+    if (entry(number, 0) == 0) continue;
+    ParamSlot& slot = make(number);
+    slot.count().set(entry(number, 0) - 1);
+    wholes[number] = kept_tensors(slot);
+  }
+  for (std::size_t bucket = 0; bucket < weights.buckets().size(); ++bucket) {
+    const GradBucket& like = weights.buckets()[bucket];
+    const auto dtype = wide_dtype(weights.parameters()[like.parameters.front()]);
+    for (std::size_t kind = 0; kind < 1 + kMostMoments; ++kind) {
+      const auto has = [&](std::size_t number) { return entry(number, 1 + kind) != 0; };
+      if (std::none_of(like.parameters.begin(), like.parameters.end(), has)) continue;
+      const at::Tensor buffer = at::zeros({like.flat.numel()}, like.flat.options().dtype(dtype));
+      for (std::size_t i = 0; i < own.size(); ++i) {
+        const ShardSlice& slice = weights.slices()[i];
+        if (slice.bucket != bucket || own[i] == nullptr || !has(slice.parameter)) continue;
+        const at::Tensor& tensor = *kept_tensors(*own[i])[kind];
+        if (!tensor.defined()) continue;
+        buffer.narrow(0, slice.weights.storage_offset(), slice.weights.numel()).copy_(tensor);
+      }
+      communicator.all_gather(buffer, own_part(buffer, communicator)).wait();
+      for (const std::size_t number : like.parameters) {
+        if (wholes[number].empty() || !has(number)) continue;
+        const at::Tensor& place = weights.place(number);
+        *wholes[number][kind] =
+            buffer.as_strided(place.sizes(), place.strides(), place.storage_offset())
+                .to(at::kCPU, static_cast<at::ScalarType>(entry(number, 1 + kind) - 1),
+                    /*non_blocking=*/false, /*copy=*/true);
+      }
+    }
+  }
+}
+
+/// Copies to `part` what `whole`, a parameter's slot, has of a slice.
+/// \throws c10::Error where `whole` is of another shape than the parameter
+inline void cut_slot(ParamSlot& whole, ParamSlot& part, const ShardSlice& slice,
+                     const ShardedWeights& weights, const OptimizerWords& words) {
+  part.count().set(whole.count().value());
+  const at::Tensor& place = weights.place(slice.parameter);
+  const auto from = kept_tensors(whole);
+  const auto to = kept_tensors(part);
+  for (std::size_t kind = 0; kind < from.size(); ++kind) {
+    if (!from[kind]->defined()) continue;
+    check_shape_of(*from[kind], kind == 0 ? "a master" : "a moment",
+                   weights.parameters()[slice.parameter], words);
+    const at::Tensor laid_out = in_layout_of(place, *from[kind]);
+    *to[kind] =
+        laid_out.as_strided({slice.weights.numel()}, {1}, laid_out.storage_offset() + slice.begin)
+            .to(place.device(), laid_out.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  }
+}
+
+}  // namespace detail
+
+// --- Construction and groups --------------------------------------------------------------------
 
 template <class OptimizerType>
 ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     const std::vector<torch::optim::OptimizerParamGroup>& groups, Communicator communicator,
     const Options& defaults, const ShardedOptimizerOptions& options)
-    : Optimizer(groups, std::make_unique<Options>(defaults)),
+    : Shell(groups, defaults),
       communicator_(std::move(communicator)),
-      buckets_(trained_parameters(),
+      buckets_(start_alike(),
                {.bucket_bytes = options.bucket_bytes, .parts = communicator_.size()}),
-      weights_(detail::shared(buckets_), communicator_) {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    check_options(options_of(group));
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      known_.push_back({parameter, group, parameter.requires_grad()});
-      if (parameter.requires_grad()) group_of_.push_back(group);
-    }
+      exchange_(std::make_shared<detail::ShardExchange>(*detail::shared(buckets_), communicator_)),
+      weights_(detail::shared(buckets_), communicator_),
+      slices_(this->param_groups_.size()) {
+  std::vector<std::size_t> groups_of;  // of the buckets' parameters
+  for (const Known& known : known_) {
+    if (known.is_trained) groups_of.push_back(known.group);
   }
-  inner_ = make_inner(defaults);
-  exchange_ = std::make_shared<detail::ShardExchange>(*detail::shared(buckets_), communicator_);
+  for (const detail::ShardSlice& slice : weights_.slices()) {
+    slices_[groups_of[slice.parameter]].push_back(&slice);
+  }
   auto reduction = std::make_shared<detail::GradientReduction>(
       "ShardedOptimizer", *detail::shared(buckets_), communicator_, exchange_);
   buckets_.on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 
-/// Returns what is trained, alike on all ranks, with the dtype of gradients that the options ask
-/// for.
+/// Gives every rank the values of rank 0's parameters; returns the parameters that are trained.
 template <class OptimizerType>
-std::vector<at::Tensor> ShardedOptimizer<OptimizerType>::trained_parameters() const {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (!options_of(group).accumulate_in_float()) continue;
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      detail::accumulate_in_float(parameter);
+std::vector<at::Tensor> ShardedOptimizer<OptimizerType>::start_alike() {
+  std::vector<at::Tensor> trained;
+  NamedTensors named;
+  for (std::size_t group = 0; group < this->param_groups_.size(); ++group) {
+    check_storage(this->group_numbers(group).extras.weight_storage);
+    const std::vector<at::Tensor>& parameters = this->param_groups_[group].params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const at::Tensor& parameter = parameters[i];
+      TORCH_CHECK(communicator_.serves(parameter.device().type()), "ShardedOptimizer: parameter ",
+                  i, " of group ", group, " (", detail::tensor_words(parameter),
+                  ") is on a device that `communicator` does not serve; move the model (MPI takes "
+                  "cpu, NCCL takes cuda)");
+      named.emplace_back(c10::str("parameter ", i, " of group ", group), parameter);
+      known_.push_back({parameter, group, parameter.requires_grad()});
+      if (parameter.requires_grad()) trained.push_back(parameter);
     }
   }
-  return detail::start_groups_alike(param_groups_, communicator_);
+  broadcast_parameters(named, communicator_);
+  return trained;
 }
 
 template <class OptimizerType>
-ShardedOptimizer<OptimizerType>::~ShardedOptimizer() {
-  buckets_.on_ready(nullptr);
-}
-
-template <class OptimizerType>
-void ShardedOptimizer<OptimizerType>::check_options(const Options& options) {
-  TORCH_CHECK(options.weight_storage() != optim::WeightStorage::stochastic,
+void ShardedOptimizer<OptimizerType>::check_storage(optim::WeightStorage storage) {
+  TORCH_CHECK(storage != optim::WeightStorage::stochastic,
               "ShardedOptimizer: WeightStorage::stochastic draws bits by an element's place in the "
               "whole parameter, of which a rank trains a part; use WeightStorage::master");
 }
 
 template <class OptimizerType>
-auto ShardedOptimizer<OptimizerType>::options_of(std::size_t group) const -> Options {
-  return detail::group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
-}
-
-/// Its groups are the slices of this one's.
-template <class OptimizerType>
-auto ShardedOptimizer<OptimizerType>::make_inner(const Options& defaults) const
-    -> std::unique_ptr<Inner> {
-  std::vector<std::vector<at::Tensor>> slices(param_groups_.size());
-  for (const detail::ShardSlice& slice : weights_.slices()) {
-    slices[group_of_[slice.parameter]].push_back(slice.weights);
-  }
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  for (std::size_t group = 0; group < slices.size(); ++group) {
-    groups.emplace_back(std::move(slices[group]), std::make_unique<Options>(options_of(group)));
-  }
-  return std::make_unique<Inner>(groups, defaults);
-}
-
-template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::check_groups() const {
   std::size_t number = 0;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      const bool is_known = number < known_.size() && known_[number].group == group &&
-                            known_[number].parameter.is_same(parameter);
-      TORCH_CHECK(is_known,
-                  "ShardedOptimizer: its groups have another parameter than they were made with, "
-                  "in group ",
-                  group, "; make a new ShardedOptimizer with all parameters");
-      TORCH_CHECK(known_[number].is_trained || !parameter.requires_grad(),
-                  "ShardedOptimizer: ", detail::parameter_words(number, parameter),
-                  " was frozen when the optimizer was made and has no part in it; make a new "
-                  "ShardedOptimizer once it requires grad");
-      ++number;
-    }
-  }
+  detail::for_each_parameter(*this, [&](std::size_t group, const at::Tensor& parameter) {
+    const bool is_known = number < known_.size() && known_[number].group == group &&
+                          known_[number].parameter.is_same(parameter);
+    TORCH_CHECK(is_known,
+                "ShardedOptimizer: its groups have another parameter than they were made with, in "
+                "group ",
+                group, "; make a new ShardedOptimizer with all parameters");
+    ++number;
+  });
   TORCH_CHECK(number == known_.size(), "ShardedOptimizer: its groups lack ", known_.size() - number,
               " of the parameters that they were made with; freeze them instead");
 }
 
-template <class OptimizerType>
-void ShardedOptimizer<OptimizerType>::mirror_groups() const {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    const Options options = options_of(group);
-    check_options(options);
-    static_cast<Options&>(inner_->param_groups()[group].options()) = options;
-  }
-  if (inner_->lr_factors() != lr_factors()) inner_->set_lr_factors(lr_factors());
-  if (lr_factors().empty()) return;
-  // A copy: whether a rank has gradients to step with or not, all count alike.
-  if (applied_on_device().defined()) {
-    inner_->applied_count().move_to(applied_on_device().clone());
-  } else {
-    inner_->applied_count().set(applied_steps());
-  }
-}
+// --- The step -----------------------------------------------------------------------------------
 
-template <class OptimizerType>
-bool ShardedOptimizer<OptimizerType>::has_gradient() const {
-  const std::vector<at::Tensor>& parameters = weights_.parameters();
-  return std::any_of(parameters.begin(), parameters.end(),
-                     [](const at::Tensor& parameter) { return parameter.grad().defined(); });
-}
-
-/// Slices have the gradients that their parameters have.
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::prepare() {
   check_groups();
-  mirror_groups();
+  for (std::size_t number = 0; number < known_.size(); ++number) {
+    const Known& known = known_[number];
+    TORCH_CHECK(known.is_trained || !known.parameter.requires_grad(),
+                "ShardedOptimizer: ", detail::parameter_words(number, known.parameter),
+                " was frozen when the optimizer was made and has no part in it; make a new "
+                "ShardedOptimizer once it requires grad");
+  }
   buckets_.reattach_gradients();
   TORCH_CHECK(
-      exchange_->has_summed() || !has_gradient(),
+      exchange_->has_summed() || !weights_.device_of_gradients(),
       "ShardedOptimizer: no backward pass has summed the gradients over the ranks since the "
       "last step; let no_sync() end before the last micro-batch");
-  weights_.settle();
-  for (const detail::ShardSlice& slice : weights_.slices()) {
-    const bool has_one = weights_.parameters()[slice.parameter].grad().defined();
-    slice.weights.mutable_grad() = has_one ? slice.gradients : at::Tensor();
-  }
+  weights_.follow();
 }
 
-/// Whatever was summed before, it is not the whole of what is there afterwards.
+/// Gradients that were summed before are not the whole of the gradients afterwards.
 template <class OptimizerType>
 GradBuckets::NoSync ShardedOptimizer<OptimizerType>::no_sync() {
   exchange_->set_has_summed(false);
   return buckets_.no_sync();
 }
 
-/// Returns the first device that has a gradient. Alike on all ranks, for a parameter that has a
-/// gradient on one rank has one on all.
-template <class OptimizerType>
-std::optional<at::Device> ShardedOptimizer<OptimizerType>::device_of_gradients() const {
-  for (const at::Tensor& parameter : weights_.parameters()) {
-    if (parameter.grad().defined()) return parameter.device();
-  }
-  return std::nullopt;
-}
-
 template <class OptimizerType>
 StepPlan ShardedOptimizer<OptimizerType>::plan() {
   const c10::NoGradGuard no_grad;
   prepare();
-  StepPlan plan = inner_->plan();
-  plan.has_rows_elsewhere = has_gradient();
-  for (const Known& known : known_) {  // on all ranks, whose slices of it they may be
+  StepPlan plan{.is_checked = true};
+  std::uint64_t number = 0;
+  for (std::size_t group = 0; group < slices_.size(); ++group) {
+    plan.groups.push_back(this->group_numbers(group));
+    check_storage(plan.groups.back().extras.weight_storage);
+    for (const detail::ShardSlice* const slice : slices_[group]) {
+      const at::Tensor& parameter = weights_.parameters()[slice->parameter];
+      this->add_row(plan, parameter, slice->weights, group, number++);
+    }
+  }
+  if (plan.has_devices) detail::group_by_device(plan);
+  plan.has_rows_elsewhere = weights_.device_of_gradients().has_value();
+  for (const Known& known : known_) {  // of all ranks' slices: they refuse alike
     const at::Tensor& gradient = known.parameter.grad();
     const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
-    plan.has_bare_half |= is_half && !keeps_master(known.group, known.parameter);
+    plan.has_bare_half |= is_half && !this->keeps_master(known.group, known.parameter);
   }
   return plan;
 }
@@ -183,69 +300,43 @@ StepPlan ShardedOptimizer<OptimizerType>::plan() {
 template <class OptimizerType>
 Verdict ShardedOptimizer<OptimizerType>::read(const StepPlan& plan, const at::Tensor& inv_scale) {
   const c10::NoGradGuard no_grad;
-  const std::optional<at::Device> device = device_of_gradients();
+  const std::optional<at::Device> device = weights_.device_of_gradients();
   const at::Tensor inverse = inv_scale.mul(1. / communicator_.size());
-  const Verdict own = inner_->read(plan, inverse).on(device.value_or(inv_scale.device()));
+  const Verdict own = Shell::read(plan, inverse).on(device.value_or(inv_scale.device()));
   return device ? detail::agreed(own, communicator_) : own;
-}
-
-/// Returns what makes a step take the average of gradients, which are sums.
-template <class OptimizerType>
-Verdict ShardedOptimizer<OptimizerType>::average_of_sums() const {
-  const std::optional<at::Device> device = device_of_gradients();
-  if (communicator_.size() == 1 || !device) return {};
-  const auto number = at::TensorOptions().device(*device).dtype(at::kFloat);
-  return {.inv_scale = at::full({}, 1. / communicator_.size(), number),
-          .found_inf = at::zeros({}, number)};
 }
 
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::apply(StepPlan plan, const Verdict& verdict,
                                             const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  TORCH_CHECK(!publishes(),
+  TORCH_CHECK(!this->publishes(),
               "ShardedOptimizer: it writes no copies of weights for a WeightCache, of which it "
               "makes a part alone; call stop_publishing(), and regions cast as ever");
-  if (!exchange_->has_summed()) prepare();  // which throws for a plan used up
-  const Verdict own = verdict.defined() ? verdict : average_of_sums();
-  inner_->apply(std::move(plan), own, options);
+  if (!exchange_->has_summed()) prepare();  // which throws for a plan that has been used up
+  const std::optional<at::Device> device = weights_.device_of_gradients();
+  const bool needs_average = !verdict.defined() && device;
+  Shell::apply(std::move(plan),
+               needs_average ? detail::average_of_sums(communicator_.size(), *device) : verdict,
+               options);
   weights_.gather();
-  count_applied(own);
   exchange_->set_has_summed(false);
-}
-
-template <class OptimizerType>
-void ShardedOptimizer<OptimizerType>::count_applied(const Verdict& verdict) {
-  const at::Tensor& count = applied_on_device();
-  const at::Device device =
-      count.defined() ? count.device() : device_of_gradients().value_or(at::Device(at::kCPU));
-  detail::count_step(applied_count(), device, verdict.on(device).found_inf);
 }
 
 template <class OptimizerType>
 ShardedOptimizerBytes ShardedOptimizer<OptimizerType>::bytes() const {
   ShardedOptimizerBytes bytes{.weights = weights_.bytes()};
-  for (const GradBucket& bucket : buckets_.buckets()) {
-    bytes.gradients += static_cast<int64_t>(bucket.flat.nbytes());
-  }
-  for (const auto& [slice, kept] : inner_->state()) {
-    State& state = static_cast<State&>(*kept);
-    for (const at::Tensor* tensor : detail::kept_tensors(state)) {
-      if (tensor->defined()) bytes.state += static_cast<int64_t>(tensor->nbytes());
-    }
-    if (state.lower_half().defined()) {
-      bytes.state += static_cast<int64_t>(state.lower_half().nbytes());
-    }
+  const auto bytes_of = [](const at::Tensor& tensor) {
+    return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+  };
+  for (const GradBucket& bucket : buckets_.buckets()) bytes.gradients += bytes_of(bucket.flat);
+  for (const detail::ShardSlice& slice : weights_.slices()) {
+    State* const state = state_of(slice);
+    if (state == nullptr) continue;
+    for (const at::Tensor* tensor : detail::kept_tensors(*state)) bytes.state += bytes_of(*tensor);
+    bytes.state += bytes_of(state->lower_half());
   }
   return bytes;
-}
-
-template <class OptimizerType>
-bool ShardedOptimizer<OptimizerType>::keeps_master(std::size_t group,
-                                                   const at::Tensor& parameter) const {
-  const optim::WeightStorage wanted = options_of(group).weight_storage();
-  return detail::storage_of(parameter, wanted, {Traits::kName, param_groups_}) ==
-         optim::WeightStorage::master;
 }
 
 template <class OptimizerType>
@@ -270,6 +361,142 @@ void ShardedOptimizer<OptimizerType>::check_unscale() const {
       "ShardedOptimizer: gradients cannot be unscaled or clipped where they lie, for a rank "
       "has the sums of its part alone, and would clip by the norm of that; use "
       "scaler.step(optimizer, {.max_norm = ...}), which unscales and clips all alike");
+}
+
+// --- Files --------------------------------------------------------------------------------------
+
+/// Returns the state of a slice, which is kept as its parameter's; null where there is none.
+template <class OptimizerType>
+auto ShardedOptimizer<OptimizerType>::state_of(const detail::ShardSlice& slice) const -> State* {
+  const at::Tensor& parameter = weights_.parameters()[slice.parameter];
+  const auto found = this->state_.find(parameter.unsafeGetTensorImpl());
+  if (found == this->state_.end()) return nullptr;
+  auto* const state = dynamic_cast<State*>(found->second.get());
+  TORCH_CHECK(state != nullptr, "ShardedOptimizer: the state of ",
+              this->words().parameter(parameter),
+              " is another optimizer's; copy states only between optimizers of the same class");
+  return state;
+}
+
+/// Copies the states of frozen parameters to `filed`, so that a later run can train these again.
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::keep_frozen(detail::FiledOptimizer& filed) const {
+  for (const Known& known : known_) {
+    const auto found = this->state_.find(known.parameter.unsafeGetTensorImpl());
+    if (known.is_trained || found == this->state_.end()) continue;
+    filed.state()[found->first] = found->second->clone();
+  }
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::save(torch::serialize::OutputArchive& archive) const {
+  const c10::NoGradGuard no_grad;
+  check_groups();
+  detail::FiledOptimizer filed, part;
+  std::vector<detail::ParamSlot*> own;
+  for (const detail::ShardSlice& slice : weights_.slices()) {
+    const State* const state = state_of(slice);
+    own.push_back(nullptr);
+    if (state == nullptr) continue;
+    auto& copy = part.state()[slice.weights.unsafeGetTensorImpl()];
+    copy = detail::filed_state(slice.weights, *state);
+    own.back() = static_cast<State*>(copy.get());
+  }
+  const bool is_first = communicator_.rank() == 0;
+  std::function<detail::ParamSlot&(std::size_t)> make;
+  if (is_first) {
+    make = [&](std::size_t number) -> detail::ParamSlot& {
+      auto state = std::make_unique<State>();
+      State& made = *state;
+      filed.state()[weights_.parameters()[number].unsafeGetTensorImpl()] = std::move(state);
+      return made;
+    };
+  }
+  detail::gather_slots(weights_, own, communicator_, make);
+  for (std::size_t group = 0; group < slices_.size(); ++group) {
+    (void)this->group_numbers(group);  // of this kind, or it throws
+    const torch::optim::OptimizerParamGroup& given = this->param_groups_[group];
+    filed.param_groups().push_back(given);
+    std::vector<at::Tensor> slices;
+    for (const detail::ShardSlice* const slice : slices_[group]) slices.push_back(slice->weights);
+    part.param_groups().emplace_back(std::move(slices), given.options().clone());
+  }
+  if (is_first) {
+    keep_frozen(filed);
+    this->write_file(archive, filed);
+    return;
+  }
+  torch::serialize::OutputArchive own_archive(archive.compilation_unit());
+  this->write_file(own_archive, part);
+  archive.write(detail::kShardKey, own_archive);
+  archive.write(detail::kShardRankKey, c10::IValue(int64_t{communicator_.rank()}));
+  archive.write(detail::kShardCountKey, c10::IValue(int64_t{communicator_.size()}));
+  archive.write(detail::kShardAppliedKey, c10::IValue(this->applied_steps()));
+}
+
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::load(torch::serialize::InputArchive& archive) {
+  const c10::NoGradGuard no_grad;
+  check_groups();
+  c10::IValue saved_rank;
+  std::vector<std::vector<at::Tensor>> filed(slices_.size());
+  if (!archive.try_read(detail::kShardRankKey, saved_rank)) {
+    for (const Known& known : known_) filed[known.group].push_back(known.parameter);
+    this->load_file(archive, filed, [this](detail::FiledOptimizer& read) { take_whole(read); });
+    return;
+  }
+  const int64_t rank = saved_rank.toInt();
+  const auto ranks = detail::read_key<int64_t>(archive, detail::kShardCountKey);
+  TORCH_CHECK(rank == communicator_.rank() && ranks == communicator_.size(),
+              "ShardedOptimizer on rank ", communicator_.rank(), " of ", communicator_.size(),
+              ": the archive holds the part of rank ", rank, " of ", ranks,
+              ", which no other rank can use; load what rank 0 saved");
+  const auto applied = detail::read_key<int64_t>(archive, detail::kShardAppliedKey);
+  torch::serialize::InputArchive part;
+  archive.read(detail::kShardKey, part);
+  for (std::size_t group = 0; group < slices_.size(); ++group) {
+    for (const detail::ShardSlice* const slice : slices_[group]) {
+      filed[group].push_back(slice->weights);
+    }
+  }
+  this->load_file(part, filed, [this](detail::FiledOptimizer& read) { take_part(read); });
+  this->set_applied_steps(applied);
+}
+
+/// Leaves in `read`, which has whole states, those of this rank's slices and of frozen parameters.
+/// A slice gets memory of its own, so that the whole state can go.
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::take_whole(detail::FiledOptimizer& read) const {
+  for (std::size_t group = 0; group < slices_.size(); ++group) {
+    const auto& options = static_cast<const Options&>(read.param_groups()[group].options());
+    check_storage(options.weight_storage());
+  }
+  detail::FiledOptimizer parts;
+  for (const detail::ShardSlice& slice : weights_.slices()) {
+    const at::Tensor& parameter = weights_.parameters()[slice.parameter];
+    const auto found = read.state().find(parameter.unsafeGetTensorImpl());
+    if (found == read.state().end()) continue;
+    auto part = std::make_unique<State>();
+    detail::cut_slot(static_cast<State&>(*found->second), *part, slice, weights_, this->words());
+    parts.state()[found->first] = std::move(part);
+  }
+  for (const at::Tensor& parameter : weights_.parameters()) {
+    read.state().erase(parameter.unsafeGetTensorImpl());
+  }
+  for (auto& [parameter, part] : parts.state()) read.state()[parameter] = std::move(part);
+}
+
+/// Makes the states of slices in `read` those of their parameters.
+template <class OptimizerType>
+void ShardedOptimizer<OptimizerType>::take_part(detail::FiledOptimizer& read) const {
+  auto states = std::exchange(read.state(), {});
+  keep_frozen(read);
+  for (const detail::ShardSlice& slice : weights_.slices()) {
+    const auto found = states.find(slice.weights.unsafeGetTensorImpl());
+    if (found == states.end()) continue;
+    const at::Tensor& parameter = weights_.parameters()[slice.parameter];
+    read.state()[parameter.unsafeGetTensorImpl()] = std::move(found->second);
+  }
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -78,10 +78,11 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   }
   for (int64_t i = 0; i < options.num_losses; ++i) {
     const bool keeps_half = level.cast_model_type() == at::kHalf && !level.master_weights();
-    passes_.add_loss(GradScalerOptions(level.loss_scale())
-                         .enabled(enabled_)
-                         .allow_fp16_gradients(keeps_half)
-                         .loss_id(i));
+    LossScaleOptions scaler_options = level.loss_scale();
+    scaler_options.enabled = enabled_;
+    scaler_options.allow_fp16_gradients = keeps_half;
+    scaler_options.loss_id = i;
+    passes_.add_loss(scaler_options);
     if (options.verbosity < 1) scaler(i).on_skip(nullptr);
   }
   if (enabled_) {
@@ -280,7 +281,7 @@ inline void Amp::load_state_dict(const StateDict& state) {
     const auto entry = state.find(key);
     TORCH_CHECK(entry != state.end(), "load_state_dict: the state lacks \"", key,
                 "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
-    GradScaler trial(GradScalerOptions(passes_.scaler(i).rule()));
+    GradScaler trial(passes_.scaler(i).rule());
     trial.load_state_dict(
         detail::full_scaler_state(key, entry->second, passes_.scaler(i).state_dict()));
     loaded.push_back(std::move(trial));

@@ -46,7 +46,7 @@ class LossPasses {
     std::vector<std::unique_ptr<SetAside>> aside{};  ///< an optimizer
   };
 
-  void add_loss(const GradScalerOptions& options) { losses_.emplace_back(options); }
+  void add_loss(const LossScaleOptions& options) { losses_.emplace_back(options); }
   void add_optimizer(AnyOptimizer optimizer) { all_.push_back({optimizer}); }
 
   std::size_t losses() const noexcept { return losses_.size(); }
@@ -152,7 +152,7 @@ class LossPasses {
 
   /// A loss, and what its scale's iteration knows.
   struct Loss {
-    explicit Loss(const GradScalerOptions& options) : scaler(options) {}
+    explicit Loss(const LossScaleOptions& options) : scaler(options) {}
     GradScaler scaler;
     Optimizers waiting{};  // scaled for, and not stepped yet
     Optimizers stepped{};

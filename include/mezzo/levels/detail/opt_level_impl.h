@@ -4,7 +4,7 @@
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/levels/opt_level.h>
-#include <mezzo/scaling/grad_scaler_options.h>
+#include <mezzo/scaling/skipped_step.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>

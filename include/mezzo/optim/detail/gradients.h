@@ -20,11 +20,12 @@
 #include <utility>
 #include <vector>
 
-// How any optimizer's gradients are read, and how one that knows no verdict takes a step.
+// The gradients of any optimizer: reading them, and lending multiplied ones to an optimizer that
+// does not know verdicts.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns `optimizer` as one that steps by a verdict; null for any other, as torch::optim's are.
+/// Returns `optimizer` as a FusedOptimizer; null for any other, such as those of torch::optim.
 inline optim::FusedOptimizer* as_fused(AnyOptimizer optimizer) {
   return dynamic_cast<optim::FusedOptimizer*>(optimizer.mezzos());
 }
@@ -81,8 +82,8 @@ inline void group_by_device(StepPlan& plan) {
   }
 }
 
-/// Returns the plan of an optimizer that is not mezzo's, or keeps its masters apart: parameters
-/// with a gradient, each once.
+/// Returns the plan of an optimizer that is not mezzo's, or of a MasterWeights: parameters with a
+/// gradient, each once.
 inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer) {
   StepPlan plan;
   std::unordered_set<const c10::TensorImpl*> known;
@@ -96,7 +97,7 @@ inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer) {
   return plan;
 }
 
-/// Returns who takes part in a step of any optimizer.
+/// Returns the plan of a step of any optimizer.
 inline StepPlan plan_of(AnyOptimizer optimizer) {
   optim::FusedOptimizer* const fused = as_fused(optimizer);
   return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
@@ -122,7 +123,7 @@ inline std::vector<std::vector<at::Tensor>> values_by_device(const StepPlan& pla
   return devices;
 }
 
-/// Adds what another device found to `total`, on the device of `total`.
+/// Adds another device's verdict to `total`, on the device of `total`.
 inline void join(Verdict& total, const Verdict& more) {
   const at::Device device = total.inv_scale.device();
   total.found_inf = total.found_inf.add(on_device(more.found_inf, device));
@@ -151,8 +152,9 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
   return all;
 }
 
-/// Lends an optimizer that does not read a verdict other gradients for the time of its step: its
-/// own, multiplied by `factor`. A gradient that the optimizer itself replaces or writes stays.
+/// Multiplies the gradients of an optimizer by `factor` for the time of its step, for optimizers
+/// that do not read a verdict. The end puts the gradients back, except those that the optimizer
+/// itself replaced or wrote.
 class LentGradients {
  public:
   LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
@@ -182,8 +184,8 @@ class LentGradients {
   LentGradients(const LentGradients&) = delete;
   LentGradients& operator=(const LentGradients&) = delete;
 
-  /// Whether a product is inf or NaN. In half and bfloat16 a product can overflow that is finite in
-  /// float, in which gradients are read: if `factor` is above 1.
+  /// Returns whether a product is inf or NaN. Gradients are read in float: with a factor above 1 a
+  /// product that is finite in float can overflow in half or bfloat16.
   bool found_inf() const noexcept { return found_inf_; }
 
  private:
@@ -192,7 +194,7 @@ class LentGradients {
     at::Tensor product{};
     int64_t version = 0;
   };
-  std::vector<Lent> all_;  // of a parameter that is given twice the last is lent
+  std::vector<Lent> all_;  // a parameter that is given twice holds the last product
   bool found_inf_ = false;
 };
 

@@ -63,12 +63,6 @@ std::vector<double> lr_factors(const Curve& curve) {
   return factors;
 }
 
-inline std::vector<double> lrs_of_groups(const torch::optim::Optimizer& optimizer) {
-  std::vector<double> lrs;
-  for (const auto& group : optimizer.param_groups()) lrs.push_back(group.options().get_lr());
-  return lrs;
-}
-
 }  // namespace detail
 
 inline double LinearCurve::factor(int64_t applied_steps) const {
@@ -96,72 +90,74 @@ LrSchedule<Curve>::LrSchedule(AnyOptimizer optimizer, Curve curve)
     : optimizer_(optimizer), curve_(std::move(curve)) {
   if (optimizer_.mezzos() != nullptr) {
     optimizer_.mezzos()->set_lr_factors(detail::lr_factors(curve_));
-  } else {
-    set_lrs();
+    known_steps_ = optimizer_.mezzos()->applied_steps();
   }
+  show_lrs();
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step(const StepResult& result) {
-  if (optimizer_.mezzos() != nullptr) return;
-  if (result.ran()) ++applied_steps_;
-  set_lrs();
+  const optim::OptimizerInterface* const counting = optimizer_.mezzos();
+  if (counting == nullptr) {
+    if (result.ran()) ++known_steps_;
+  } else if (!counting->counts_on_host()) {
+    pending_.push_back(result);
+    std::erase_if(pending_, [this](const StepResult& one) {
+      const bool is_known = one.ready();
+      if (is_known && one.ran()) ++known_steps_;
+      return is_known;
+    });
+    if (pending_.size() > kMaxPending) pending_.erase(pending_.begin());
+  }
+  show_lrs();
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step() {
-  if (optimizer_.mezzos() != nullptr) return;
-  ++applied_steps_;
-  set_lrs();
+  ++known_steps_;
+  show_lrs();
 }
 
 template <LrCurve Curve>
 int64_t LrSchedule<Curve>::applied_steps() const {
-  return optimizer_.mezzos() != nullptr ? optimizer_.mezzos()->applied_steps() : applied_steps_;
+  return optimizer_.mezzos() != nullptr ? optimizer_.mezzos()->applied_steps() : known_steps_;
 }
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::lrs() const {
-  std::vector<double> lrs = detail::lrs_of_groups(optimizer_.optimizer());
-  if (optimizer_.mezzos() != nullptr) {
-    const double factor = curve_.factor(applied_steps());
-    for (double& lr : lrs) lr *= factor;
-  }
+  std::vector<double> lrs = base_lrs();
+  const double factor = curve_.factor(applied_steps());
+  for (double& lr : lrs) lr *= factor;
   return lrs;
 }
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::base_lrs() const {
-  return optimizer_.mezzos() != nullptr ? detail::lrs_of_groups(optimizer_.optimizer()) : base_lrs_;
+  return optimizer_.mezzos() != nullptr ? optimizer_.mezzos()->base_lrs()
+                                        : base_lrs_.of(optimizer_.optimizer().param_groups());
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
   TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
               "; it should be at least 0");
-  if (optimizer_.mezzos() != nullptr) {
-    optimizer_.mezzos()->set_applied_steps(applied_steps);
-    return;
-  }
-  applied_steps_ = applied_steps;
-  set_lrs();
+  if (optimizer_.mezzos() != nullptr) optimizer_.mezzos()->set_applied_steps(applied_steps);
+  known_steps_ = applied_steps;
+  pending_.clear();
+  show_lrs();
 }
 
+/// Sets the groups' options to the rates of the next step, as far as the host knows it.
 template <LrCurve Curve>
-void LrSchedule<Curve>::add_new_groups() {
-  const auto& groups = optimizer_.optimizer().param_groups();
-  for (std::size_t i = base_lrs_.size(); i < groups.size(); ++i) {
-    base_lrs_.push_back(groups[i].options().get_lr());
-  }
-}
-
-template <LrCurve Curve>
-void LrSchedule<Curve>::set_lrs() {
-  const double factor = curve_.factor(applied_steps_);
-  add_new_groups();
-  auto& groups = optimizer_.optimizer().param_groups();
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    groups[i].options().set_lr(base_lrs_[i] * factor);
+void LrSchedule<Curve>::show_lrs() {
+  if (optim::OptimizerInterface* const counting = optimizer_.mezzos()) {
+    if (counting->counts_on_host()) {
+      known_steps_ = counting->applied_steps();
+      pending_.clear();
+    }
+    counting->show_lrs(known_steps_);
+  } else {
+    base_lrs_.show(optimizer_.optimizer().param_groups(), curve_.factor(known_steps_));
   }
 }
 
@@ -184,12 +180,13 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
                 "; load the optimizer's own file first, or call schedule.set_applied_steps(",
                 applied_steps, ") and load the schedule's file after it");
     if (!counting->knows_applied_steps()) counting->set_applied_steps(applied_steps);
-    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(base_lrs[i]);
-    return;
+    counting->set_base_lrs(base_lrs);
+  } else {
+    base_lrs_.set(groups, base_lrs);
   }
-  applied_steps_ = applied_steps;
-  base_lrs_ = base_lrs;
-  set_lrs();
+  known_steps_ = applied_steps;
+  pending_.clear();
+  show_lrs();
 }
 
 template <class Archive, LrCurve Curve>

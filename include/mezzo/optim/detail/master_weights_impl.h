@@ -97,11 +97,12 @@ class ParameterSwap {
     tensor.mutable_grad() = std::move(gradient);
   }
 
-  void multiply_lrs(double factor) {
+  /// The groups have the rates `lrs` until the end.
+  void lend_lrs(const std::vector<double>& lrs) {
     auto& groups = optimizer_.param_groups();
     for (std::size_t group = 0; group < groups.size(); ++group) {
       const double lr = groups[group].options().get_lr();
-      groups[group].options().set_lr(lr * factor);  // options of your own may refuse
+      groups[group].options().set_lr(lrs[group]);  // options of your own may refuse
       lrs_.emplace_back(group, lr);
     }
   }
@@ -375,7 +376,11 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
       if (weights != nullptr) with_master.emplace_back(parameter, weights->master);
     }
     parameter_swap.put_in(with_master);
-    if (!lr_factors().empty()) parameter_swap.multiply_lrs(lr_factor(applied_steps()));
+    if (has_schedule()) {
+      std::vector<double> lrs = base_lrs();
+      for (double& lr : lrs) lr *= lr_factor(applied_steps());
+      parameter_swap.lend_lrs(lrs);
+    }
     try {
       inner_->step();
     } catch (...) {
@@ -422,7 +427,7 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
   archive.write(detail::kMasterWeightsKey, c10::IValue(detail::kMasterWeightsFormat));
   archive.write("group_sizes", c10::IValue(layout.group_sizes));
   archive.write("low_precision", c10::IValue(layout.low_precision));
-  archive.write("applied_steps", c10::IValue(applied_steps()));
+  save_progress(archive);
   for (const int64_t number : layout.low_precision) {
     const at::Tensor& parameter = layout.parameters[static_cast<std::size_t>(number)];
     const auto kept = masters_.find(parameter.unsafeGetTensorImpl());
@@ -440,7 +445,7 @@ MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   const detail::MasterLayout layout(inner_->param_groups());
   detail::check_file(archive, layout);
   auto masters = detail::read_masters(archive, layout);
-  const auto applied = detail::read_key<int64_t>(archive, "applied_steps");
+  const Progress progress = read_progress(archive, layout.group_sizes.size());
   torch::serialize::InputArchive inner;
   TORCH_CHECK(
       archive.try_read("optimizer", inner),
@@ -452,7 +457,7 @@ MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
     kept->parameter = parameter;
     kept->weights.master = std::move(master);
   }
-  load_applied_steps(applied);
+  load_progress(progress);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -16,6 +16,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <optional>
@@ -30,11 +31,10 @@ namespace detail {
 
 // --- Options of param groups -------------------------------------------------------------------
 //
-// They may be plain ones of libtorch's class. A step reads them where they are and never replaces
-// them, for whoever changes them may hold a reference.
+// A group may hold plain options of libtorch's class. A step reads options where they are and never
+// replaces them, for the user may hold a reference.
 
-/// libtorch's class of options where it has one of that name, else mezzo's own: what a group's
-/// options are in any case.
+/// The class of which every group's options are: libtorch's where it has one, otherwise mezzo's.
 template <class Options>
 using LibtorchsOr =
     std::conditional_t<std::constructible_from<Options, const typename Options::LibtorchOptions&>,
@@ -59,7 +59,7 @@ inline void check_numbers(const char* optimizer,
               ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
 }
 
-/// libtorch's options as mezzo's, with what libtorch's lack from `defaults`.
+/// Returns libtorch's options as mezzo's, with the values that libtorch's lack from `defaults`.
 template <class Options>
 std::optional<Options> widened(const torch::optim::OptimizerOptions& options,
                                const torch::optim::OptimizerOptions& defaults) {
@@ -74,8 +74,8 @@ std::optional<Options> widened(const torch::optim::OptimizerOptions& options,
   return std::nullopt;
 }
 
-/// What a step takes from the options of group number `group`.
-/// \throws c10::Error where they are another optimizer's
+/// Returns the options of group number `group` as mezzo's.
+/// \throws c10::Error if they are another optimizer's
 template <class Options>
 Options group_options(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                       std::size_t group, const torch::optim::OptimizerOptions& defaults,
@@ -87,12 +87,12 @@ Options group_options(const std::vector<torch::optim::OptimizerParamGroup>& grou
   return *own;
 }
 
-/// Gives `group`, just added from `given`, back the options that libtorch has replaced. From 2.12
-/// on `add_param_group` takes a copy of the optimizer's defaults and merges into it what differs
-/// from the constructor's values, in members that libtorch knows: what mezzo adds to libtorch's
-/// options, and all options that libtorch has no class for, would be the defaults'. Members of
-/// libtorch's stay as its version leaves them, so that a group inherits what one of `torch::optim`
-/// does.
+/// Gives `group`, just added from `given`, back the options that libtorch has replaced.
+///
+/// From 2.12 on `add_param_group` copies the optimizer's defaults, and merges into the copy those
+/// members known to libtorch that differ from the constructor's values. The options that mezzo
+/// adds, and options that libtorch has no class for, would be the defaults'. libtorch's own members
+/// stay as libtorch leaves them, so that a group inherits the same values as in `torch::optim`.
 template <class Options>
 void keep_given_options(torch::optim::OptimizerParamGroup& group,
                         const torch::optim::OptimizerParamGroup& given) {
@@ -108,8 +108,7 @@ void keep_given_options(torch::optim::OptimizerParamGroup& group,
   group.set_options(std::move(options));
 }
 
-/// Gives `group` the options that a file has for it: in place, unless libtorch's options have no
-/// place for them.
+/// Gives `group` the options of a file: in place, unless libtorch's options lack some of them.
 template <class Options>
 void set_group_options(torch::optim::OptimizerParamGroup& group, const Options& loaded,
                        const torch::optim::OptimizerOptions& defaults) {
@@ -125,13 +124,13 @@ void set_group_options(torch::optim::OptimizerParamGroup& group, const Options& 
   }
 }
 
-// --- What an optimizer says of itself ----------------------------------------------------------
+// --- Traits of an optimizer --------------------------------------------------------------------
 
-/// What an optimizer says of itself, as most of them answer; `Own` derives from it and adds
+/// The common part of an optimizer's traits. `Own` derives from it and adds
 ///   kName;
 ///   read(options, numbers), which checks options and takes the rule's numbers of a group;
 ///   kAtenHasIt, and if so check_for_aten(numbers) and aten_step(numbers, lists, verdict).
-/// Options and State are classes as libtorch's serialization wants them.
+/// Options and State are classes that libtorch's serialization takes.
 template <class Own, class OptionsT, class StateT, class RuleT, class VariantRuleT = RuleT>
 struct OptimizerTraits {
   using Options = OptionsT;
@@ -163,7 +162,7 @@ void check_options(const typename Traits::Options& options) {
   Traits::read(options, unread);
 }
 
-/// An optimizer's UpdateRule, made of its traits.
+/// Makes an optimizer's UpdateRule of its traits.
 template <class Traits>
 struct RuleOf {
   using Options = typename Traits::Options;
@@ -237,23 +236,16 @@ struct RuleOf {
 
 // --- The shell ---------------------------------------------------------------------------------
 
-/// Groups and states as a file has them, until all of it is read.
-class ReadOptimizer final : public torch::optim::Optimizer {
- public:
-  ReadOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
-  at::Tensor step(LossClosure /*closure*/) override { return {}; }
-};
-
-/// What is of libtorch's kind in an optimizer: constructors, options and files. The steps are
-/// StepEngine's.
+/// The parts of an optimizer that libtorch's users see: constructors, options and files. StepEngine
+/// takes the steps.
 template <class Traits>
 class OptimizerShell : public StepEngine {
  public:
   using Options = typename Traits::Options;
   using State = typename Traits::State;
 
-  // Derived classes inherit the constructors: ones of their own, being no templates, would
-  // instantiate all this in every unit that sees them.
+  // Derived classes inherit the constructors: constructors of their own, being no templates, would
+  // instantiate this class in every unit that sees them.
   explicit OptimizerShell(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           const Options& defaults = {})
       : StepEngine(groups, std::make_unique<Options>(defaults), RuleOf<Traits>::kRule) {
@@ -272,8 +264,8 @@ class OptimizerShell : public StepEngine {
     check_has_parameters(!param_groups_.front().params().empty());
   }
 
-  /// libtorch's, with all of the group's options; called through `torch::optim::Optimizer&`, from
-  /// libtorch 2.12 on, what mezzo adds to libtorch's options is taken from the defaults.
+  /// Adds a group with all of its options. libtorch's own function, called through
+  /// `torch::optim::Optimizer&`, takes the options that mezzo adds from the defaults, from 2.12 on.
   /// \throws c10::Error, and has not added the group, if its options are out of range or those of
   ///   another optimizer
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
@@ -288,19 +280,30 @@ class OptimizerShell : public StepEngine {
     set_grad_dtypes();
   }
 
-  /// All or nothing: the optimizer is then what the file says, without states that the file lacks.
-  /// \throws c10::Error for a file of something else
-  void load(torch::serialize::InputArchive& archive) override;
+  /// Reads all of a file or nothing. States that the file lacks are dropped.
+  /// \throws c10::Error for any other file
+  void load(torch::serialize::InputArchive& archive) override {
+    std::vector<std::vector<at::Tensor>> parameters;
+    for (const auto& group : param_groups_) parameters.push_back(group.params());
+    load_file(archive, parameters, [](FiledOptimizer&) {});
+  }
+
+ protected:
+  /// Loads a file that has states of `parameters`, a list for each group. `take(read)` makes of the
+  /// groups and states in the file those of this optimizer; it is called before anything changes,
+  /// and may throw.
+  void load_file(torch::serialize::InputArchive& archive,
+                 const std::vector<std::vector<at::Tensor>>& parameters,
+                 const std::function<void(FiledOptimizer& read)>& take);
 
  private:
-  static std::optional<int64_t> read_applied_steps(torch::serialize::InputArchive& archive,
-                                                   const Optimizer& read);
+  static std::optional<int64_t> highest_count(const Optimizer& read);
   Options options_of(std::size_t group) const {
     return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
   }
 
-  /// A group may be empty, as one rank's part of a model can be; a model without parameters is one
-  /// whose layers were not registered.
+  /// A group may be empty, as one rank's part of a model can be; but a model without parameters has
+  /// not registered its layers.
   static void check_has_parameters(bool has_parameters) {
     TORCH_CHECK(
         has_parameters, Traits::kName,
@@ -310,15 +313,17 @@ class OptimizerShell : public StepEngine {
 };
 
 template <class Traits>
-void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
+void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
+                                       const std::vector<std::vector<at::Tensor>>& parameters,
+                                       const std::function<void(FiledOptimizer& read)>& take) {
   c10::IValue version;
   TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
               ": the archive holds no optimizer's state, or that of a libtorch before 1.5; load "
               "what torch::save(optimizer, path) wrote");
   const NoGraphGuard no_graph;
-  ReadOptimizer read;
+  FiledOptimizer read;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    read.param_groups().emplace_back(param_groups_[group].params(),
+    read.param_groups().emplace_back(parameters[group],
                                      std::make_unique<Options>(options_of(group)));
   }
   torch::optim::serialize<State, Options>(archive, read);
@@ -329,37 +334,31 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
     read_options(group).keep_unread(options_of(group));
     check_options<Traits>(read_options(group));
   }
-  const std::optional<int64_t> applied = read_applied_steps(archive, read);
-  if (applied) {
-    load_applied_steps(*applied);
-  } else {
-    forget_applied_steps();
-  }
+  Progress progress = read_progress(archive, param_groups_.size());
+  if (!progress.applied_steps) progress.applied_steps = highest_count(read);
+  take(read);
   state_ = std::move(read.state());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     set_group_options(param_groups_[group], read_options(group), *defaults_);
   }
+  load_progress(progress);
   set_grad_dtypes();
-  if (!applied) {
+  if (!progress.applied_steps) {
     TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
                " holds no number of steps; load the schedule's own file, or call "
                "set_applied_steps(n)");
   }
 }
 
-/// Returns the count of a file of mezzo's, and from libtorch's the largest step of any parameter;
-/// none where libtorch counts none.
+/// Returns the largest count of any parameter; none where libtorch's states have no count.
 template <class Traits>
-std::optional<int64_t> OptimizerShell<Traits>::read_applied_steps(
-    torch::serialize::InputArchive& archive, const Optimizer& read) {
-  c10::IValue saved;
-  if (archive.try_read("applied_steps", saved)) return saved.toInt();
+std::optional<int64_t> OptimizerShell<Traits>::highest_count(const Optimizer& read) {
   if constexpr (!Traits::kLibtorchCounts) return std::nullopt;
-  int64_t applied = 0;
+  int64_t highest = 0;
   for (const auto& [parameter, state] : read.state()) {
-    applied = std::max(applied, static_cast<const State&>(*state).step());
+    highest = std::max(highest, static_cast<const State&>(*state).step());
   }
-  return applied;
+  return highest;
 }
 
 }  // namespace detail

@@ -30,15 +30,15 @@
 #include <unordered_map>
 #include <utility>
 
-// What an optimizer keeps of one parameter from step to step: its weights in more bits than the
+// ParamSlot: the state of one parameter from step to step, namely its weights in more bits than the
 // model has, its moments and its count of steps.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 // --- The gradient of a master ------------------------------------------------------------------
 
-/// Shows a parameter's gradient at its master too, for callers that look at or clip the gradients
-/// of masters. Both hold one tensor: the parameter's `.grad` is its home.
+/// Shows a parameter's gradient at its master too, for callers that read or clip the gradients of
+/// masters. Both `.grad` are one tensor; the parameter's is its home.
 class ShownGradient {
  public:
   /// Gives `master` the gradient of `parameter`, which may be none.
@@ -50,9 +50,8 @@ class ShownGradient {
 
   bool is_shown() const noexcept { return shown_.has_value(); }
 
-  /// Gives the parameter what the caller made of the master's gradient since `show`: another
-  /// tensor, or none where it was dropped. A parameter whose own gradient is another one by now
-  /// keeps that.
+  /// Gives the parameter the master's gradient as the caller left it after `show`: another tensor,
+  /// or none if it was dropped. A parameter whose own gradient was replaced keeps its own.
   void follow(const at::Tensor& parameter, const at::Tensor& master) {
     if (!shown_) return;
     const bool is_there =
@@ -75,7 +74,8 @@ class ShownGradient {
   }
 
  private:
-  // Weak: memory goes when the parameter lets go of it, and no later tensor has this address.
+  // Weak references: the memory is freed when the parameter drops it, but no later tensor gets the
+  // same address.
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   std::optional<WeakTensor> shown_;     // the gradient
   std::optional<WeakTensor> shown_at_;  // the master
@@ -85,8 +85,8 @@ class ShownGradient {
 
 struct KeptWeights;
 
-/// Says which optimizers keep a float master of which parameter, in the whole process: two of them
-/// would each round their own to the parameter.
+/// Lists the float masters of each parameter in the process: two optimizers with a master of one
+/// parameter would each round their own to it.
 class KnownMasters {
  public:
   void add(const at::Tensor& parameter, const KeptWeights* kept) {
@@ -100,7 +100,7 @@ class KnownMasters {
         std::find_if(begin, end, [kept](const auto& one) { return one.second == kept; });
     if (found != end) masters_.erase(found);
   }
-  /// Whether another optimizer's step was the last to write `parameter`.
+  /// Returns whether another optimizer's step was the last to write `parameter`.
   bool another_wrote(const at::Tensor& parameter, const KeptWeights* kept) const;
 
   static KnownMasters& of_process() {
@@ -113,14 +113,14 @@ class KnownMasters {
   std::unordered_multimap<const c10::TensorImpl*, const KeptWeights*> masters_;
 };
 
-/// What is kept of a parameter's value beside it.
+/// The value of a parameter in more bits than the parameter has.
 struct KeptWeights {
-  /// With WeightStorage::master, and in a MasterWeights: the float that the parameter is rounded
-  /// from.
+  /// With WeightStorage::master, and in a MasterWeights: the float tensor that the parameter is
+  /// rounded from.
   at::Tensor master{};
   /// With WeightStorage::split_master, int16: see join_halves.
   at::Tensor lower_half{};
-  /// Of the parameter, when `master` or `lower_half` last agreed with it.
+  /// Stamp of the parameter when `master` or `lower_half` last agreed with it.
   WriteStamp stamp{};
   ShownGradient shown{};
 
@@ -160,7 +160,7 @@ inline bool KnownMasters::another_wrote(const at::Tensor& parameter,
   });
 }
 
-// Bits of a float as (bfloat16, rest), in the terms of weight_formats.h.
+// A float's bits as a bfloat16 and the rest; see weight_formats.h.
 inline at::Tensor upper_half_of(const at::Tensor& floats) {
   return floats.view(at::kInt).add(0x8000).bitwise_right_shift(16).to(at::kShort);
 }
@@ -172,8 +172,8 @@ inline at::Tensor joined(const at::Tensor& parameter, const at::Tensor& lower_ha
   return upper.bitwise_left_shift(16).add(lower_half.to(at::kInt)).view(at::kFloat);
 }
 
-/// Returns where `parameter`, of 16 bits, is what a step would have made of `master`, by either way
-/// of breaking ties.
+/// Returns, element by element, whether a step would have rounded `master` to the 16-bit
+/// `parameter`, whichever way it breaks ties.
 inline at::Tensor is_rounded_from(const at::Tensor& master, const at::Tensor& parameter) {
   const at::Tensor own = parameter.detach();
   at::Tensor is_nearest = master.to(own.scalar_type()).eq(own);
@@ -181,7 +181,7 @@ inline at::Tensor is_rounded_from(const at::Tensor& master, const at::Tensor& pa
   return is_nearest.logical_or(upper_half_of(master).eq(own.view(at::kShort)));
 }
 
-/// Returns where `parameter`, of floats, holds what a 16-bit parameter made of `master` would hold.
+/// Returns, element by element, whether the float `parameter` holds `master` rounded to 16 bits.
 inline at::Tensor holds_rounded(const at::Tensor& master, const at::Tensor& parameter) {
   const at::Tensor own = parameter.detach();
   const at::Tensor low = own.to(at::kBFloat16);
@@ -190,7 +190,7 @@ inline at::Tensor holds_rounded(const at::Tensor& master, const at::Tensor& para
   return by_bfloat16.logical_or(master.to(at::kHalf).to(at::kFloat).eq(own));
 }
 
-/// Returns how `parameter` is kept: as its group's options say, if it has 16 bits.
+/// Returns the storage of `parameter`: the one that its group's options want, if it has 16 bits.
 /// \throws c10::Error where the storage is for bfloat16 and the parameter is of half
 inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::WeightStorage wanted,
                                        const OptimizerWords& optimizer) {
@@ -222,22 +222,22 @@ inline void check_shape_of(const at::Tensor& kept, const char* what, const at::T
               "optimizer.state().erase(parameter.unsafeGetTensorImpl())");
 }
 
-/// Whether the lower half completes the parameter as it is now. A lower half cannot tell where the
-/// parameter was written, so that a write anywhere gives up all of it.
+/// Returns whether the lower half completes the parameter as it is now. It cannot tell which
+/// elements were written, so that any write to the parameter makes all of it useless.
 inline bool completes(const at::Tensor& parameter, const KeptWeights& kept) {
   return kept.lower_half.defined() && parameter.scalar_type() == at::kBFloat16 &&
          kept.lower_half.sizes() == parameter.sizes() && kept.stamp.is_current(parameter);
 }
 
-/// Returns the value that is trained, in float (double for double), as a tensor of its own.
+/// Returns a copy of the trained value, in float (double for double).
 inline at::Tensor trained_value(const at::Tensor& parameter, const KeptWeights& kept) {
   if (kept.master.defined()) return kept.master.clone();
   if (completes(parameter, kept)) return joined(parameter, kept.lower_half);
   return parameter.detach().to(wide_dtype(parameter), /*non_blocking=*/false, /*copy=*/true);
 }
 
-/// Sets the master to the parameter where the parameter is no longer what the master was rounded
-/// to: others wrote it. Writes in place, for others may hold the master, to clip its gradient.
+/// Sets the master to the parameter at elements that were written since the last step, where the
+/// parameter is no longer the rounded master. Writes in place: a caller may hold the master.
 inline void follow_writes(const at::Tensor& parameter, KeptWeights& kept) {
   const bool was_written = !kept.stamp.is_current(parameter);
   if (was_written && KnownMasters::of_process().another_wrote(parameter, &kept)) {
@@ -263,7 +263,7 @@ inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
   kept.make_known(parameter);
 }
 
-/// Makes the lower half; after a file was loaded there is a master beside it, or in its place.
+/// Makes the lower half: from the master if a file has brought one, otherwise of zeros.
 inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
   const bool is_kept = !kept.master.defined() && completes(parameter, kept);
   if (!is_kept) check_is_warm(parameter.device(), "the lower halves of weights");
@@ -282,8 +282,8 @@ inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
   }
 }
 
-/// Takes over a master for a parameter that is trained as it is. A model of floats that was made
-/// from one of 16 bits gets the bits that its optimizer's file has.
+/// Drops the master of a parameter that is trained as it is. A float parameter takes its value
+/// first: a float model made from a 16-bit one gets the bits that its optimizer's file has.
 inline void give_up_master(const at::Tensor& parameter, KeptWeights& kept) {
   const bool has_room = parameter.scalar_type() == at::kFloat && kept.master.defined();
   if (has_room && kept.master.sizes() == parameter.sizes()) {
@@ -295,8 +295,8 @@ inline void give_up_master(const at::Tensor& parameter, KeptWeights& kept) {
   kept.lower_half = at::Tensor();
 }
 
-/// Makes `kept` hold what `storage` needs, and nothing else, in agreement with the parameter as it
-/// is now. Nobody may write the parameter between this and the step.
+/// Makes `kept` hold the tensors that `storage` needs, and no others, in agreement with the
+/// parameter as it is now. The parameter must not be written between this and the step.
 inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage,
                            KeptWeights& kept) {
   switch (storage) {
@@ -315,8 +315,8 @@ inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage sto
 
 // --- Slots and states --------------------------------------------------------------------------
 
-/// All that a step reads and writes of one parameter beside the parameter and its gradient. The
-/// state classes of libtorch's kind, which files and users see, are views of it.
+/// Everything that a step reads and writes for one parameter beside the parameter and its gradient.
+/// Users and files see it as a state class of libtorch's kind.
 class ParamSlot : public KeptWeights {
  public:
   ParamSlot() = default;
@@ -326,9 +326,20 @@ class ParamSlot : public KeptWeights {
 
   /// Returns the k-th moment; the last one where there are fewer.
   virtual at::Tensor& moment(int k) noexcept = 0;
-  /// How many steps were applied to the parameter.
+  /// Returns the number of steps applied to the parameter.
   virtual StepCount count() noexcept = 0;
 };
+
+/// Returns a copy of the state of `weights` as files have it: with a whole master in place of a
+/// split one.
+inline std::unique_ptr<torch::optim::OptimizerParamState> filed_state(
+    const at::Tensor& weights, const torch::optim::OptimizerParamState& state) {
+  auto filed = state.clone();
+  auto* const slot = dynamic_cast<ParamSlot*>(filed.get());
+  const bool is_split = slot != nullptr && slot->lower_half.defined() && !slot->master.defined();
+  if (is_split) slot->master = trained_value(weights, *slot);
+  return filed;
+}
 
 /// A state of libtorch's with the count of steps that it lacks.
 template <class Base = torch::optim::OptimizerParamState>
@@ -336,8 +347,8 @@ class CountedState : public Base {
   TORCH_ARG(int64_t, step) = 0;
 };
 
-/// The state of one parameter as libtorch has it: `Base` is libtorch's class of that optimizer,
-/// where there is one, with the moments and the host's count of steps. `Own` adds `moment(k)`.
+/// A slot as a state class of libtorch's kind. `Base` is libtorch's class, where there is one, with
+/// the moments and the host's count of steps. `Own` adds `moment(k)`.
 template <class Own, class Base>
 class ParamState : public Base, public ParamSlot {
  public:
@@ -348,13 +359,14 @@ class ParamState : public Base, public ParamSlot {
 
   /// Returns how many steps were applied; waits for the parameter's device.
   int64_t step() const { return steps_counted(Base::step(), device_count_.tensor); }
-  /// Where a device counts it is written there, without waiting, and captured graphs go on from it.
+  /// Sets the count. Where a device counts it is written there, without waiting, and captured
+  /// graphs go on from it.
   Own& step(int64_t step) {
     count().overwrite(step);
     return static_cast<Own&>(*this);
   }
 
-  /// With WeightStorage::master the float that the parameter is rounded from.
+  /// Returns the float tensor that the parameter is rounded from, with WeightStorage::master.
   const at::Tensor& master() const noexcept { return KeptWeights::master; }
   at::Tensor& master() noexcept { return KeptWeights::master; }
   Own& master(at::Tensor master) {
@@ -362,7 +374,7 @@ class ParamState : public Base, public ParamSlot {
     return own();
   }
 
-  /// With WeightStorage::split_master, int16: the bits that the parameter lacks.
+  /// Returns the bits that the parameter lacks, as int16, with WeightStorage::split_master.
   at::Tensor& lower_half() noexcept { return KeptWeights::lower_half; }
 
   StepCount count() noexcept override { return {Base::step(), device_count_.tensor}; }
@@ -373,7 +385,7 @@ class ParamState : public Base, public ParamSlot {
            is_same(left.KeptWeights::lower_half, right.KeptWeights::lower_half);
   }
 
-  /// A copy with all that is here; libtorch's clone would keep only its own part.
+  /// Returns a copy of the whole state; libtorch's clone would copy only its own part.
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
     return std::make_unique<Own>(own());
   }
@@ -409,7 +421,7 @@ class ParamState : public Base, public ParamSlot {
   Own& own() { return static_cast<Own&>(*this); }
   const Own& own() const { return static_cast<const Own&>(*this); }
 
-  /// Lists what a file has: the moments, and the master.
+  /// Lists the tensors that a file holds: the moments and the master.
   template <class Self>
   static auto tensors(Self& self) {
     return std::tuple_cat(MemberTable::of(self), std::tuple{member("master", self.master())});

@@ -25,7 +25,7 @@ inline void check_steps(int64_t steps) {
               "; it should be at least 0");
 }
 
-/// A device's count, if there is one. Copies count on their own.
+/// A device's count, or none. Each copy has a tensor of its own.
 struct DeviceCount {
   DeviceCount() = default;
   DeviceCount(const DeviceCount& other) : tensor(copy_of(other.tensor)) {}
@@ -45,7 +45,7 @@ struct DeviceCount {
   }
 };
 
-/// Waits for the device, where that counts.
+/// Returns a count. Waits for the device if the device counts.
 inline int64_t steps_counted(int64_t on_host, const at::Tensor& on_device) {
   if (on_host == kDeviceCounts && on_device.defined()) {
     return static_cast<int64_t>(on_device.item<float>());
@@ -54,43 +54,44 @@ inline int64_t steps_counted(int64_t on_host, const at::Tensor& on_device) {
   return on_host;
 }
 
-/// How many steps were applied to a parameter; a view of the two places that may hold the count.
-/// Of a parameter on the CPU the host knows; elsewhere the device decides whether a step is
-/// applied, and counts: in a float, which libtorch's kernels ask for, and so to 2^24 steps at most,
-/// when all corrections for early steps are long past.
+/// The number of steps applied to a parameter: a view of the two places that may hold it. For a
+/// parameter on the CPU the host counts; elsewhere the device counts, which decides whether a step
+/// is applied. It counts in a float, as libtorch's kernels require, and so to 2^24 at most, long
+/// after the corrections for early steps have ended.
 class StepCount {
  public:
   StepCount(int64_t& on_host, at::Tensor& on_device) noexcept
       : on_host_(&on_host), on_device_(&on_device) {}
 
-  /// Does not wait. \throws c10::Error if negative, as a number written to libtorch's `step` may be
+  /// Checks the host's number, without waiting.
+  /// \throws c10::Error if it is negative, as a number written to libtorch's `step` may be
   void check() const {
     if (*on_host_ != kDeviceCounts || !on_device_->defined()) check_steps(*on_host_);
   }
 
   int64_t value() const { return steps_counted(*on_host_, *on_device_); }
 
-  /// From here on the host counts, until a device is to.
+  /// Sets the count. The host counts from here on, until `move_to`.
   void set(int64_t value) const {
     *on_host_ = value;
     *on_device_ = at::Tensor();
   }
 
-  /// Whoever counts goes on from here, at the same place in memory.
+  /// Sets the count where it is counted, at the same place in memory.
   void overwrite(int64_t value) const {
     check_steps(value);
     *on_host_ = value;
     (void)on_device();
   }
 
-  /// From here on a float of one element on the device counts, which holds the value already.
+  /// Lets a device count from here on, in a float of one element that holds the value already.
   void move_to(at::Tensor on_device) const {
     *on_host_ = kDeviceCounts;
     *on_device_ = std::move(on_device);
   }
 
-  /// Undefined where the host counts. A number written to libtorch's `step` meanwhile is sent to
-  /// the device first.
+  /// Returns the device's count; undefined if the host counts. A number that was written to
+  /// libtorch's `step` meanwhile is sent to the device first.
   const at::Tensor& on_device() const {
     if (on_device_->defined() && *on_host_ != kDeviceCounts) {
       check_steps(*on_host_);
@@ -107,7 +108,7 @@ class StepCount {
   at::Tensor* on_device_;
 };
 
-/// The counts as tensors on `device`; those that the host kept are sent there together.
+/// Returns the counts as tensors on `device`. Counts that the host kept are sent there in one copy.
 inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<StepCount>& counts) {
   std::vector<StepCount> newcomers;
   std::vector<float> values;
@@ -130,8 +131,8 @@ inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<St
   return tensors;
 }
 
-/// Counts that lie one after the other in memory, as those do that came to the device together, as
-/// one tensor; otherwise undefined.
+/// Returns counts that lie one after the other in memory as one tensor; otherwise an undefined one.
+/// Counts that were sent to the device together lie so.
 inline at::Tensor as_one(const std::vector<at::Tensor>& counts) {
   const at::Tensor& first = counts.front();
   for (std::size_t i = 0; i < counts.size(); ++i) {
@@ -152,7 +153,7 @@ inline void add_to_counts(const std::vector<at::Tensor>& counts, const at::Tenso
   }
 }
 
-/// One more, unless `found_inf`, a float on `device` or undefined, says that a step was skipped.
+/// Adds one, unless `found_inf`, a float on `device` or undefined, says that the step was skipped.
 inline void count_step(const StepCount& count, at::Device device, const at::Tensor& found_inf) {
   if (device.is_cpu()) {
     const bool ran = !found_inf.defined() || *found_inf.const_data_ptr<float>() == 0.0F;

@@ -20,14 +20,22 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// The groups and states of a file, while it is read or written.
+class FiledOptimizer final : public torch::optim::Optimizer {
+ public:
+  FiledOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
+  at::Tensor step(LossClosure /*closure*/) override { return {}; }
+};
+
 /// Takes the steps of mezzo's optimizers, whatever their rule:
 ///
 ///   plan    one walk over the parameters: who has a gradient, all checks, slots
 ///   read    one read of the gradients (FusedOptimizer::read)
 ///   apply   unscale, clip, update and write copies, in one pass over the memory
 ///
-/// It knows an optimizer by its UpdateRule alone. OptimizerShell (optimizer_shell.h) adds what is
-/// of libtorch's kind: constructors, options and files.
+/// The engine knows an optimizer by its UpdateRule alone. OptimizerShell (optimizer_shell.h) adds
+/// the parts that libtorch's users see: constructors, options and files. A step trains whole
+/// parameters; ShardedOptimizer makes plans of slices, which `apply` takes as well.
 class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer {
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
@@ -37,7 +45,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void apply(StepPlan plan, const Verdict& verdict = {},
                           const StepOptions& options = {}) override;
 
-  /// Takes the step through ATen's fused kernels, which on the CPU too are there to be tested.
+  /// Takes the step through ATen's fused kernels; on the CPU for tests alone.
   MEZZO_INLINE void apply_with_aten(StepPlan plan, const Verdict& verdict = {},
                                     const StepOptions& options = {});
 
@@ -46,8 +54,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
 
-  /// Writes what libtorch's optimizer of the same name does, and under keys of their own what
-  /// libtorch has not. A file has the whole of split weights, as if they were not split.
+  /// Writes what libtorch's optimizer of the same name writes, and under keys of their own the
+  /// values that libtorch lacks. Split weights are written whole.
   MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
 
  protected:
@@ -56,12 +64,22 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                           const UpdateRule& rule);
 
   OptimizerWords words() const noexcept { return {rule_->name, param_groups_}; }
-  /// Reads and checks the options of a group.
+  /// Reads and checks the options of a group; `lr` is the rate that a schedule's factor multiplies.
   GroupNumbers group_numbers(std::size_t group) const {
-    return rule_->read_group(param_groups_, group, *defaults_);
+    GroupNumbers numbers = rule_->read_group(param_groups_, group, *defaults_);
+    if (has_schedule()) numbers.lr = base_lr(group, numbers.lr);
+    return numbers;
   }
-  /// Refuses what would be trained twice.
+  /// \throws c10::Error if a weight would be trained twice
   MEZZO_INLINE void meet_parameters();
+  /// Adds a row to `plan`, if `weights` have a gradient. `weights` are what is trained of
+  /// `parameter`: the parameter itself, or a slice of it.
+  /// \throws c10::Error naming the parameter, if `apply` could not take the step
+  MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, const at::Tensor& weights,
+                            std::size_t group, std::uint64_t number);
+  /// Writes `filed` under libtorch's keys, and the progress under mezzo's.
+  MEZZO_INLINE void write_file(torch::serialize::OutputArchive& archive,
+                               const FiledOptimizer& filed) const;
 
  private:
   using Row = StepPlan::Row;
@@ -70,12 +88,12 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   /// A tensor and the copy that a kernel works on in its place.
   using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
-  /// What the host prepares for the kernels of one device.
+  /// Memory and copies that the host prepares for the kernels of one device.
   struct Prepared {
     std::vector<StepTask> tasks{};
     Copies copies{};                      ///< parameters with gaps
     std::vector<at::Tensor> gradients{};  ///< copies, kept alive
-    std::vector<at::Tensor> uncleared{};  ///< gradients that were copied, if to clear
+    std::vector<at::Tensor> uncleared{};  ///< gradients that were copied and are to be cleared
     Published published{};                ///< weights and their low-precision copies
   };
   struct AtenCall;
@@ -87,10 +105,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
     return on_the_way ? Cleared::on_the_way : Cleared::not_yet;
   }
 
-  MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
-                            std::uint64_t number);
   MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter);
-  MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& parameter,
+  MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
   MEZZO_INLINE ParamSlot& checked_slot(std::unique_ptr<torch::optim::OptimizerParamState>& state,
@@ -108,7 +124,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                              const StepOptions& options, bool has_inference);
   MEZZO_INLINE StepSpan span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                 Prepared& prepared);
-  /// Whether the copy that a step writes beside floats is one of half.
+  /// Returns whether the copy that a step writes beside floats is of half.
   bool copies_half(const Row& row) const noexcept {
     if (row.storage == optim::WeightStorage::master)
       return row.parameter->scalar_type() == at::kHalf;
@@ -116,7 +132,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   }
   MEZZO_INLINE at::Tensor& fitting_moment(const Row& row, int k, const at::Tensor& parameter);
 
-  /// Steps on another device than the CPU; says whether it has counted the step as applied.
+  /// Steps on another device than the CPU. Returns whether it has counted the step as applied.
   MEZZO_INLINE bool step_on_device(Rows rows, const Groups& groups, const Verdict& verdict,
                                    const StepOptions& options, bool has_inference, bool is_alone);
 #ifdef MEZZO_WITH_CUDA
@@ -135,8 +151,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
 
   const UpdateRule* rule_;
   WalkedTensors seen_;
-  WalkedTensors seen_gradients_;  // that shared_gradients_ was found of
-  bool shared_gradients_ = false;
+  WalkedTensors seen_gradients_;
+  bool shared_gradients_ = false;  // whether two of seen_gradients_ share memory
 };
 
 }  // namespace detail

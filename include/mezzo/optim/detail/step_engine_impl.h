@@ -96,13 +96,13 @@ MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter) {
   return &checked_slot(found->second, parameter);
 }
 
-/// A state may be of another model, or have been written by anybody.
-MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& parameter,
+/// Checks a state, which may be of another model, or written by the user.
+MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weights,
                                          const GroupNumbers& numbers) const {
   slot.count().check();
-  check_shape_of(slot.master, "a master", parameter, words());
+  check_shape_of(slot.master, "a master", weights, words());
   for (int k = 0; k < numbers.moments; ++k) {
-    check_shape_of(slot.moment(k), "a moment", parameter, words());
+    check_shape_of(slot.moment(k), "a moment", weights, words());
   }
 }
 
@@ -164,7 +164,7 @@ inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradie
               " are the same memory, as expand() makes them; give the tensor that was expanded");
 }
 
-/// Whether a step can read a gradient of another dtype than the parameter's.
+/// Returns whether a step can read a gradient whose dtype is not the parameter's.
 inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
   if (parameter == at::kDouble && gradient == at::kFloat) return true;
   return (parameter == at::kFloat && is_low_precision(gradient)) ||
@@ -182,7 +182,7 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
       plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
       for (const at::Tensor& parameter : param_groups_[group].params()) {
         seen_.see(parameter);
-        add_row(plan, parameter, group, number++);
+        add_row(plan, parameter, parameter, group, number++);
       }
     }
     if (seen_.end()) meet_parameters();
@@ -195,18 +195,19 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
 }
 
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
-                                      std::size_t group, std::uint64_t number) {
+                                      const at::Tensor& weights, std::size_t group,
+                                      std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  if (numbers.extras.accumulate_in_float) accumulate_in_float(parameter);
+  if (numbers.extras.accumulate_in_float) accumulate_in_float(weights);
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
-  ParamSlot* const slot = has_master || parameter.grad().defined() ? find_slot(parameter) : nullptr;
-  if (slot != nullptr) slot->shown.follow(parameter, slot->master);
-  const at::Tensor& gradient = parameter.grad();
+  ParamSlot* const slot = has_master || weights.grad().defined() ? find_slot(parameter) : nullptr;
+  if (slot != nullptr) slot->shown.follow(weights, slot->master);
+  const at::Tensor& gradient = weights.grad();
   if (!gradient.defined()) return;
-  if (slot != nullptr) check_slot(*slot, parameter, numbers);
-  check_gradient(parameter, gradient, words());
-  const at::ScalarType own = parameter.scalar_type();
+  if (slot != nullptr) check_slot(*slot, weights, numbers);
+  check_gradient(weights, gradient, words());
+  const at::ScalarType own = weights.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
   const StepLoop loop =
       rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
@@ -215,11 +216,11 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
               "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
               "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
               "float16 also of float32: cast the model before its optimizer is made");
-  plan.has_inference = plan.has_inference || parameter.is_inference();
+  plan.has_inference = plan.has_inference || weights.is_inference();
   plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
   plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
                                           gradient.device() != plan.rows.back().gradient.device());
-  plan.rows.push_back({&parameter, gradient, group, number, storage, slot, loop});
+  plan.rows.push_back({&weights, gradient, group, number, storage, slot, loop, &parameter});
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ MEZZO_INLINE void StepEngine::apply_with_aten(StepPlan plan, const Verdict& verd
   apply_on_devices(plan, verdict, options, /*with_aten=*/true);
 }
 
-/// Refuses what ATen cannot do, before anything is written or counted.
+/// Throws, before anything is written or counted, for a step that ATen's kernels cannot take.
 inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers,
                            const UpdateRule& rule, const OptimizerWords& words) {
   TORCH_CHECK(rule.check_aten != nullptr, rule.name, ": ", words.parameter(*row.parameter),
@@ -277,11 +278,15 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
   if (!is_counted) count_applied(plan, verdict);
 }
 
-/// Counts the step where it is decided whether it is applied. Of several devices one speaks for
-/// all: they step together or not at all. A step without any gradient counts too.
+/// Counts the step on the device that decides whether it is applied. Of several devices one counts
+/// for all: they step together or not at all. A step without any gradient counts too. If other
+/// ranks have rows and this one has none, the device of the verdict counts.
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
   const at::Tensor& count = applied_on_device();
-  at::Device device = count.defined() ? count.device() : at::Device(at::kCPU);
+  const bool is_elsewhere = plan.has_rows_elsewhere && verdict.defined();
+  at::Device device = count.defined() ? count.device()
+                      : is_elsewhere  ? verdict.found_inf.device()
+                                      : at::Device(at::kCPU);
   bool is_there = plan.rows.empty();
   for (const Row& row : plan.rows) {
     is_there = is_there || row.parameter->device() == device;
@@ -291,12 +296,12 @@ MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict&
   count_step(applied_count(), device, verdict.on(device).found_inf);
 }
 
-/// Makes the slot of a row, and settles what it keeps of the weights, which for most is nothing.
+/// Makes the slot of a row if it needs one, and brings the weights that it keeps up to date.
 MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers,
                                         bool restarts_counts) {
   using optim::WeightStorage;
   const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
-  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
+  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.owner);
   if (row.slot == nullptr) return;
   ParamSlot& slot = *row.slot;
   const bool keeps_weights =
@@ -313,8 +318,8 @@ MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers,
   }
 }
 
-/// Whether two gradients lie in the same memory: then none may be cleared before all are read.
-/// Gradients that are cleared mostly stay the same tensors from step to step.
+/// Returns whether two gradients share memory: then none may be cleared before all are read. The
+/// answer is kept while the gradients are the same tensors, as cleared gradients mostly are.
 MEZZO_INLINE bool StepEngine::shares_gradients(Rows rows) {
   seen_gradients_.begin();
   for (const Row& row : rows) seen_gradients_.see(row.gradient);
@@ -325,9 +330,9 @@ MEZZO_INLINE bool StepEngine::shares_gradients(Rows rows) {
   return shared_gradients_ = may_overlap(gradients);
 }
 
-/// Returns the memory that a step of `row` reads and writes: `prepared` holds dense copies of a
-/// parameter or gradient with gaps. What it makes for an ordinary parameter are plain tensors,
-/// whatever the others of the step are.
+/// Returns the memory that a step of `row` reads and writes. A parameter or gradient with gaps is
+/// copied, and `prepared` holds the copy. Copies of ordinary parameters are plain tensors, even in
+/// a step with inference tensors.
 MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                           Prepared& prepared) {
   const bool is_dense = is_dense_memory(*row.parameter);
@@ -365,8 +370,8 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
   return span;
 }
 
-/// The last walk: writes copies back, counts, and makes known what was written. What may throw
-/// comes last: another thread may have taken the room in the cache.
+/// The last walk: writes copies back, counts, bumps versions and publishes. Publishing may throw,
+/// when another thread has taken the room in the cache, and so comes last.
 MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared& prepared) {
   for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
@@ -393,7 +398,7 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared&
 
 // --- The CPU -----------------------------------------------------------------------------------
 
-/// Returns what to multiply gradients with on the CPU; none when the step is to be skipped.
+/// Returns the factor of the gradients on the CPU; none if the step is skipped.
 inline std::optional<double> gradient_factor(const Verdict& verdict, double max_norm) {
   if (!verdict.defined()) return 1.0;
   if (*verdict.found_inf.const_data_ptr<float>() != 0.0F) return std::nullopt;
@@ -402,7 +407,7 @@ inline std::optional<double> gradient_factor(const Verdict& verdict, double max_
   return factor * clip_coefficient(*verdict.sum_of_squares.const_data_ptr<double>(), max_norm);
 }
 
-/// Bytes of an element of each stream of `row`.
+/// Returns the bytes of an element of each stream of `row`.
 inline StepElementSizes element_sizes(const StepPlan::Row& row) {
   const bool has_master = row.storage == optim::WeightStorage::master;
   const auto own = static_cast<int64_t>(row.parameter->element_size());
@@ -423,7 +428,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     return;
   }
   const bool clears_on_the_way = options.zero_grad && !shares_gradients(rows);
-  const double lr_share = lr_factors().empty() ? 1.0 : lr_factor(applied_steps());
+  const double lr_share = has_schedule() ? lr_factor(applied_steps()) : 1.0;
   Prepared prepared;
   prepared.tasks.reserve(rows.size());
   std::size_t last_group = groups.size();  // whose coefficients, of step last_count, are the last
@@ -543,8 +548,8 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
 
 #endif
 
-/// Returns how many steps were applied, as a float on `device`; a copy where another device counts,
-/// unless this one is to count from here on.
+/// Returns the number of applied steps as a float on `device`. If another device counts, it is a
+/// copy, unless `counts_there`: then `device` counts from here on.
 MEZZO_INLINE at::Tensor StepEngine::applied_on(at::Device device, bool counts_there) {
   const at::Tensor& count = applied_on_device();
   if (!counts_there && count.defined() && count.device() != device)
@@ -552,7 +557,7 @@ MEZZO_INLINE at::Tensor StepEngine::applied_on(at::Device device, bool counts_th
   return counts_on(device, {applied_count()}).front();
 }
 
-/// What one call of ATen's kernel takes.
+/// The arguments of one call of ATen's kernel.
 struct StepEngine::AtenCall {
   std::size_t group;
   bool counted;
@@ -560,7 +565,8 @@ struct StepEngine::AtenCall {
   AtenLists lists{};
 };
 
-/// ATen's fused optimizers write without bumping: autograd would not notice, nor a WeightCache.
+/// Bumps the versions of all tensors that ATen's fused optimizers wrote, which they do not do: so
+/// autograd and a WeightCache notice.
 inline void bump_versions(const AtenLists& lists) {
   const auto bump = [](const std::vector<at::Tensor>& written) {
     for (const at::Tensor& tensor : written) bump_version(tensor);
@@ -581,8 +587,8 @@ inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
   return {factor.reciprocal().to(at::kFloat), verdict.found_inf, std::nullopt};
 }
 
-/// Calls ATen with counts one higher than they were, as its kernels want them. This is taken back
-/// where the step is skipped, and from the calls that ATen refused.
+/// Calls ATen with counts increased by one, as its kernels expect them. The increase is taken back
+/// if the step is skipped, and for calls that ATen refused.
 MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
                                          const std::vector<at::Tensor>& counts,
                                          const AtenVerdict& verdict) {
@@ -606,8 +612,8 @@ MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
   }
 }
 
-/// The step through ATen's fused optimizers: without a wait, and in one pass of theirs beside a
-/// copy of the gradients, which ATen's kernels write.
+/// Steps through ATen's fused optimizers, without a wait. ATen's kernels write to gradients, so
+/// that these are copied first.
 MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
                                              const Verdict& verdict, const StepOptions& options) {
   for (const Row& row : rows) check_for_aten(row, groups[row.group], *rule_, words());
@@ -644,7 +650,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   finish(rows, cleared_by(options.zero_grad, /*on_the_way=*/false), {});
 }
 
-/// Rows come group by group, and so do those of a call.
+/// Adds a row to the last call, or begins a call. Rows come group by group, as those of a call do.
 MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& numbers,
                                           bool copies_gradient, std::vector<AtenCall>& calls,
                                           std::vector<StepCount>& counts, Copies& copies) {
@@ -678,23 +684,25 @@ MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& nu
 
 MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) (void)group_numbers(group);
-  std::vector<ParamSlot*> lent;
-  for (const auto& group : param_groups_) {
-    for (const at::Tensor& parameter : group.params()) {
+  FiledOptimizer filed;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    (void)group_numbers(group);  // of this kind, or it throws
+    filed.param_groups().push_back(param_groups_[group]);
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      auto* const slot = dynamic_cast<ParamSlot*>(found->second.get());
-      if (slot == nullptr || !slot->lower_half.defined() || slot->master.defined()) continue;
-      slot->master = trained_value(parameter, *slot);
-      lent.push_back(slot);
+      filed.state()[found->first] = filed_state(parameter, *found->second);
     }
   }
-  // Serialised as the base classes, since a group's options or a state may be plain libtorch's.
+  write_file(archive, filed);
+}
+
+/// Serialises as the base classes, since a group's options or a state may be plain libtorch's.
+MEZZO_INLINE void StepEngine::write_file(torch::serialize::OutputArchive& archive,
+                                         const FiledOptimizer& filed) const {
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
-      archive, *this);
-  for (ParamSlot* slot : lent) slot->master = at::Tensor();
-  archive.write("applied_steps", c10::IValue(applied_steps()));
+      archive, filed);
+  save_progress(archive);
 }
 
 }  // namespace detail

@@ -17,11 +17,12 @@
 #include <unordered_set>
 #include <vector>
 
-// What would train a weight twice in a step, or with another scale than it has.
+// Refusing weights that a step would train twice, and noticing when parameters are not those of the
+// last step.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The message for two of `dense` that share memory.
+/// Names two tensors of `dense` that share memory, for a message.
 inline std::string overlap_words(const std::vector<at::Tensor>& dense,
                                  const OptimizerWords& optimizer) {
   for (std::size_t i = 0; i < dense.size(); ++i) {
@@ -33,7 +34,8 @@ inline std::string overlap_words(const std::vector<at::Tensor>& dense,
   return "two parameters";
 }
 
-/// Two threads would step the same memory at once; or two masters would be rounded into it.
+/// \throws c10::Error where a parameter is given twice or two share memory: two threads would step
+///   the same memory at once, or two masters would be rounded into it
 inline void refuse_duplicates(const std::vector<at::Tensor>& all, const OptimizerWords& optimizer) {
   std::unordered_set<const c10::TensorImpl*> known;
   std::vector<at::Tensor> dense;
@@ -50,14 +52,14 @@ inline void refuse_duplicates(const std::vector<at::Tensor>& all, const Optimize
               "views of, or clone() one of them");
 }
 
-/// The tensors of the last walk, to be compared with those of the next:
+/// Compares the tensors of a walk with those of the walk before:
 ///
 ///   seen.begin();
 ///   for (const at::Tensor& tensor : tensors) seen.see(tensor);
 ///   const bool are_others = seen.end();
 ///
-/// Addresses stay theirs though their memory may go, so that no later tensor can be taken for one
-/// of them. A tensor that was given other memory counts as another.
+/// Weak references keep the tensors' addresses, so that no later tensor is taken for an earlier
+/// one. A tensor that was given other memory counts as another.
 class WalkedTensors {
  public:
   void begin() noexcept {
@@ -82,7 +84,7 @@ class WalkedTensors {
     return !is_same_;
   }
 
-  /// So that the next walk finds others: what was seen was refused.
+  /// Makes the next walk find others, after the tensors of this one were refused.
   void forget() noexcept { seen_.clear(); }
 
  private:

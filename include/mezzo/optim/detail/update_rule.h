@@ -20,10 +20,10 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What a step takes from the options of a param group.
+/// The numbers that a step takes from the options of a param group.
 struct GroupNumbers {
   double lr = 0;
-  ExtraOptions extras{};            ///< of mezzo's optimizers alike
+  ExtraOptions extras{};            ///< the options that all of mezzo's optimizers have
   StepNumbers constants{};          ///< the rule's own numbers
   bool is_variant = false;          ///< takes the rule's other loop: amsgrad, momentum
   int moments = 0;                  ///< how many; none for SGD without momentum
@@ -39,8 +39,8 @@ struct AtenLists {
   std::vector<at::Tensor> counts;  ///< floats, of this step already
 };
 
-/// What ATen's kernels divide gradients by, and whether they are to do nothing; and what multiplies
-/// the lr, if there is a schedule: a float there, the only dtype in which CUDA's kernels take it.
+/// A verdict as ATen's kernels take it: the divisor of gradients, whether to do nothing, and, under
+/// a schedule, the factor of the lr, in float, the only dtype that CUDA's kernels take.
 struct AtenVerdict {
   std::optional<at::Tensor> grad_scale;
   std::optional<at::Tensor> found_inf;
@@ -66,12 +66,12 @@ struct UpdateRule {
   /// Returns the state as a slot, and takes over one of libtorch's; null where it is another's.
   ParamSlot* (*slot_in)(std::unique_ptr<torch::optim::OptimizerParamState>& state);
 
-  /// Refuses what ATen's fused kernel cannot do; null where ATen has none.
+  /// Throws for options that ATen's fused kernel lacks; null where ATen has no kernel.
   void (*check_aten)(const GroupNumbers& numbers);
   void (*aten_step)(const GroupNumbers& numbers, const AtenLists& lists,
                     const AtenVerdict& verdict);
 
-  CudaRule cuda_rule;  ///< whose kernels step on CUDA
+  CudaRule cuda_rule;  ///< selects the kernels on CUDA
 };
 
 }  // namespace detail

@@ -1,5 +1,5 @@
 // GradScaler, compiled once: see mezzo/optim/compiled.h.
 #include <mezzo/scaling/grad_scaler.h>
 
-// What their users leave to this.
+// The definitions that units with MEZZO_LEFT_TO_LIBRARY leave to this one.
 #include <mezzo/scaling/detail/grad_scaler_impl.h>

@@ -30,7 +30,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Throws for the first gradient that would be unscaled in float16.
+/// Throws for the first gradient that would be unscaled in float16, naming its parameter.
 [[noreturn]] inline void refuse_half_gradients(AnyOptimizer optimizer, const StepPlan& plan) {
   std::string which = "a parameter";
   for (const StepPlan::Row& row : plan.rows) {
@@ -44,7 +44,7 @@ namespace detail {
               " is float16, in which it underflows without the loss scale; keep the weights in "
               "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
               "with mezzo::MasterWeights or weight_storage(WeightStorage::master) in the "
-              "optimizer's options (GradScalerOptions().allow_fp16_gradients(true) unscales in "
+              "optimizer's options (GradScaler({.allow_fp16_gradients = true}) unscales in "
               "float16 all the same)");
 }
 
@@ -61,7 +61,7 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
 
 inline constexpr const char* kNoneHasNoNewScale =
     "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
-    "loss_scale(LossScaleKind::fixed) or dynamic, or call update()";
+    "{.kind = LossScaleKind::fixed} or dynamic, or call update()";
 
 inline void check_step_options(const StepOptions& options) {
   TORCH_CHECK(is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
@@ -70,7 +70,7 @@ inline void check_step_options(const StepOptions& options) {
 
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
-/// Makes the gradients of weights with a float master float, in the plan and where they live.
+/// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
 inline void widen_for_masters(const optim::FusedOptimizer* fused, StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
@@ -79,18 +79,19 @@ inline void widen_for_masters(const optim::FusedOptimizer* fused, StepPlan& plan
   }
 }
 
-/// Shows the gradients at the masters, for callers that hold these.
+/// Gives each master its weight's gradient, for callers that hold master_params(optimizer).
 inline void show_at_masters(optim::FusedOptimizer* fused, const StepPlan& plan) {
   for (const StepPlan::Row& row : plan.rows) {
     if (keeps_master(fused, row)) (void)fused->master_param(row.group, *row.parameter);
   }
 }
 
-/// Writes the line about a skip to std::cerr: of the first ten in a row each, of the eleventh with
-/// what to look for, and then rarely; of a scale that cannot fall further once, and then rarely.
+/// Writes the line about a skip to std::cerr: for each of the first ten in a row, for the eleventh
+/// with what to look for, and then for every 1000th. For a scale at its floor once, and then for
+/// every 1000th.
 inline void tell_of_skip(const SkippedStep& skipped) {
   constexpr int64_t kRarely = 1000;
-  constexpr int64_t kAsAStart = 10;  // a scale that starts too high makes that many
+  constexpr int64_t kAsAStart = 10;  // a scale that starts too high makes about so many
   const bool is_at_floor = skipped.times_at_floor > 0;
   const int64_t times = is_at_floor ? skipped.times_at_floor : skipped.times_in_a_row;
   const int64_t each = is_at_floor ? 1 : kAsAStart + 1;
@@ -111,13 +112,13 @@ inline void tell_of_skip(const SkippedStep& skipped) {
 
 }  // namespace detail
 
-MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
-    : rule_(options.rule()),
+MEZZO_INLINE GradScaler::GradScaler(const LossScaleOptions& options)
+    : rule_(LossScale::of(options)),
       initial_state_(rule_.initial_state()),
-      enabled_(options.enabled()),
-      recheck_(options.recheck()),
-      allow_fp16_gradients_(options.allow_fp16_gradients()),
-      loss_id_(options.loss_id()),
+      enabled_(options.enabled),
+      recheck_(options.recheck),
+      allow_fp16_gradients_(options.allow_fp16_gradients),
+      loss_id_(options.loss_id),
       on_skip_(&detail::tell_of_skip) {}
 
 // --- Unscaling ---------------------------------------------------------------------------------
@@ -146,8 +147,8 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
   unscale_into(optimizer);
 }
 
-/// In place; gradients of weights with masters become float first.
-MEZZO_INLINE detail::OptimizerRecord& GradScaler::unscale_into(AnyOptimizer optimizer) {
+/// Unscales in place, after the gradients of weights with masters have become float.
+MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   const c10::NoGradGuard no_grad;
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
   detail::OptimizerRecord& record = records_.of(optimizer.optimizer());
@@ -167,7 +168,6 @@ MEZZO_INLINE detail::OptimizerRecord& GradScaler::unscale_into(AnyOptimizer opti
   }
   detail::show_at_masters(fused, plan);
   record.stage = detail::Stage::unscaled;
-  return record;
 }
 
 MEZZO_INLINE bool GradScaler::is_unscaled(AnyOptimizer optimizer) const {
@@ -184,7 +184,7 @@ MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
   const bool is_told_by_step = record.stage != detail::Stage::unscaled;
   if (!record.found_inf.defined() || is_told_by_step) return record.found_inf;
   if (!scale_.original().is_cpu()) {
-    post_line(record.found_inf);
+    post_skip(record.found_inf);
   } else {
     note_skip(record, scale_.original().item<float>());
   }
@@ -194,12 +194,11 @@ MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
 // --- Stepping ----------------------------------------------------------------------------------
 
 MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
-  const torch::optim::Optimizer& own = optimizer.optimizer();
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
   detail::check_step_options(options);
   const c10::NoGradGuard no_grad;
   if (!enabled_) return step_without_scale(optimizer, options);
-  return fused != nullptr ? step_fused(*fused, own, options)
+  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  return fused != nullptr ? step_fused(*fused, optimizer.optimizer(), options)
                           : step_on_host(optimizer, options, /*torch_step=*/nullptr);
 }
 
@@ -214,22 +213,24 @@ MEZZO_INLINE detail::OptimizerRecord& GradScaler::record_to_step(
   return record;
 }
 
-/// Notes a skip for the line about it, unless another loss was the cause.
+/// Notes a skip for `on_skip`, unless the inf was known before this scaler's checks.
 MEZZO_INLINE void GradScaler::note_skip(const detail::OptimizerRecord& record, float scale) {
   if (record.found_inf.item<float>() != 0.0F) skipped_scale_ = scale;
 }
 
-/// Posts the line about a skip that only the device knows of; it is told once the letter arrives.
-MEZZO_INLINE void GradScaler::post_line(const at::Tensor& found_inf) {
+/// Notes a skip that only the device knows of: `on_skip` is told once the letter arrives.
+MEZZO_INLINE void GradScaler::post_skip(const at::Tensor& found_inf) {
   const at::Tensor& scale = scale_.original();
   const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
   letter->send(scale, {.inv_scale = scale_.inverse(), .found_inf = found_inf});
   letters_.push_back(letter);
 }
 
-/// Joins what a read found with what `unscale_` noted: the verdict then says whether to step, and
-/// the record what counts for the next scale. A read that does not count found nothing; an inf that
-/// was known before does not count for this scale.
+/// Combines what a read of the gradients found with what `unscale_` had noted. Afterwards
+/// `verdict.found_inf` decides the step, and `record.found_inf` counts for the next scale.
+/// \param counts  false: the result of the read is ignored (LossScaleOptions::recheck)
+/// \param known_inf  not 0: an inf was found before this scaler's checks; what the read finds then
+///   prevents the step but does not move the scale
 MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Verdict& verdict,
                                             bool was_unscaled, bool counts,
                                             const at::Tensor& known_inf) {
@@ -248,7 +249,7 @@ MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Ver
   verdict.found_inf = detail::on_device(all, verdict.inv_scale.device());
 }
 
-/// An optimizer that steps by a verdict, on the device where that lies.
+/// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
 MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const torch::optim::Optimizer& optimizer,
                                                const StepOptions& options) {
@@ -275,16 +276,17 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   }
   letter->send(scale, verdict, was_unscaled);
   if (options.known_inf.defined()) {
-    post_line(record.found_inf);
+    post_skip(record.found_inf);
   } else {
     letters_.push_back(letter);
   }
   return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
 }
 
-/// Any other optimizer, or arguments of its own: the host decides, and waits for a device to know.
-/// `torch_step` is torch.amp's step, which unscales where the gradients lie; null for one that
-/// leaves them as they are or, on request, zero.
+/// Steps with any other optimizer, or with arguments of its own: the host decides, and waits for
+/// the device.
+/// \param torch_step  torch.amp's step, which leaves `.grad` unscaled; null for a step with
+///   StepOptions, which leaves `.grad` as it was or, on request, zero
 MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const StepOptions& options,
                                                  const StepFunction& torch_step) {
   detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
@@ -292,11 +294,11 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   const bool unscales_here =
       !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
   if (unscales_here) unscale_into(optimizer);
+  const bool is_true = was_unscaled || unscales_here;  // `.grad` has lost the scale
   Verdict verdict{.inv_scale = scale_.inverse(), .found_inf = record.found_inf};
   const bool counts = was_unscaled ? recheck_ : !unscales_here;
   if (counts || detail::clips(options)) {
     const c10::NoGradGuard no_grad;
-    const bool is_true = was_unscaled || unscales_here;
     const StepPlan plan = detail::plan_of(optimizer);
     const bool is_known = options.is_unscaled || record.found_inf.defined();
     detail::check_has_gradients(plan.has_rows() || is_known, optimizer.optimizer());
@@ -306,7 +308,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   }
   detail::check_has_gradients(verdict.found_inf.defined(), optimizer.optimizer());
   if (unscales_here && !detail::clips(options) && options.known_inf.defined()) {
-    const c10::NoGradGuard no_grad;  // the verdict keeps what was found
+    const c10::NoGradGuard no_grad;  // the verdict has its own reference to the old flag
     const at::Tensor known = detail::on_device(options.known_inf, record.found_inf.device());
     record.found_inf = record.found_inf.mul(known.eq(0.0));
   }
@@ -318,7 +320,6 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   if (outcome.ran && torch_step != nullptr) {
     outcome.value = torch_step();
   } else if (outcome.ran) {
-    const bool is_true = was_unscaled || unscales_here;
     const double inverse = is_true ? 1.0 : detail::inverse_scale(outcome.scale);
     const double clip = detail::clips(options)
                             ? detail::clip_coefficient(letter->sum_of_squares(), options.max_norm)
@@ -337,7 +338,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   }
   if (!outcome.ran && options.known_inf.defined()) {
     note_skip(record, outcome.scale);
-  } else if (!outcome.ran) {  // the letter said what the record says: no second wait
+  } else if (!outcome.ran) {  // the record says the same as the letter: no second wait
     skipped_scale_ = outcome.scale;
   }
   record.stage = detail::Stage::stepped;
@@ -345,7 +346,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   return StepResult(std::move(outcome));
 }
 
-/// The step of a disabled scaler: clips, sets to zero and steps, whatever the gradients are.
+/// Steps for a disabled scaler: clips, sets to zero and steps, whatever the gradients are.
 MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
                                                        const StepOptions& options) {
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
@@ -426,6 +427,8 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
   finish_iteration();
 }
 
+/// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
+/// skipped a step.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
   const auto letters = std::exchange(letters_, {});
@@ -475,7 +478,7 @@ MEZZO_INLINE const at::Tensor& GradScaler::scale_on(at::Device device) {
 
 namespace detail {
 
-/// Reads a state dictionary, with a default for keys that torch.amp does not write.
+/// Reads numbers from a state dictionary. A key without a fallback has to be there.
 class StateReader {
  public:
   explicit StateReader(const std::map<std::string, double>& state) : state_(state) {}
@@ -511,24 +514,26 @@ class StateReader {
 
 MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
-MEZZO_INLINE GradScalerOptions GradScaler::dynamic_options(const char* option) const {
-  TORCH_CHECK(
-      rule_.kind() == LossScaleKind::dynamic, option,
-      " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler with "
-      "GradScalerOptions().loss_scale(LossScaleKind::dynamic)");
-  return GradScalerOptions(rule_);
+template <class Number>
+void GradScaler::change_rule(const char* name, Number LossScaleOptions::*option, Number value) {
+  TORCH_CHECK(rule_.kind() == LossScaleKind::dynamic, name,
+              " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler "
+              "with {.kind = LossScaleKind::dynamic}, the default");
+  LossScaleOptions options = rule_;
+  options.*option = value;
+  rule_ = LossScale::of(options);
 }
 
 MEZZO_INLINE void GradScaler::set_growth_factor(double growth_factor) {
-  rule_ = dynamic_options("growth_factor").growth_factor(growth_factor).rule();
+  change_rule("growth_factor", &LossScaleOptions::growth_factor, growth_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_backoff_factor(double backoff_factor) {
-  rule_ = dynamic_options("backoff_factor").backoff_factor(backoff_factor).rule();
+  change_rule("backoff_factor", &LossScaleOptions::backoff_factor, backoff_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
-  rule_ = dynamic_options("growth_interval").growth_interval(growth_interval).rule();
+  change_rule("growth_interval", &LossScaleOptions::growth_interval, growth_interval);
 }
 
 MEZZO_INLINE LossScaleState GradScaler::read_state() const {
@@ -555,23 +560,22 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   TORCH_CHECK(!state.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
               "instance of GradScaler. In C++: make this scaler with "
-              "GradScalerOptions().enabled(false) too, or leave load_state_dict out and begin with "
+              "GradScaler({.enabled = false}) too, or leave load_state_dict out and begin with "
               "a new scale");
   const detail::StateReader reader(state);
   const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind()));
   TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
               "The source state dict has _loss_scale_kind = ", kind,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
-  const LossScale rule = GradScalerOptions()
-                             .loss_scale(static_cast<LossScaleKind>(kind))
-                             .init_scale(reader.value("scale"))
-                             .growth_factor(reader.value("growth_factor"))
-                             .backoff_factor(reader.value("backoff_factor"))
-                             .growth_interval(reader.count("growth_interval"))
-                             .min_scale(reader.value("min_scale", rule_.min_scale()))
-                             .max_scale(reader.value("max_scale", rule_.max_scale()))
-                             .hysteresis(reader.count("hysteresis", rule_.hysteresis()))
-                             .rule();
+  const LossScale rule =
+      LossScale::of({.init_scale = reader.value("scale"),
+                     .growth_factor = reader.value("growth_factor"),
+                     .backoff_factor = reader.value("backoff_factor"),
+                     .growth_interval = reader.count("growth_interval"),
+                     .min_scale = reader.value("min_scale", rule_.min_scale()),
+                     .max_scale = reader.value("max_scale", rule_.max_scale()),
+                     .hysteresis = reader.count("hysteresis", rule_.hysteresis()),
+                     .kind = static_cast<LossScaleKind>(kind)});
   LossScaleState next = rule.initial_state();
   next.growth_tracker = static_cast<int32_t>(reader.count("_growth_tracker"));
   next.hysteresis_left =

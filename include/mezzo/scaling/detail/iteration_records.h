@@ -15,6 +15,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// What was called last for an optimizer in this iteration.
 enum class Stage : uint8_t { ready, unscaled, stepped };
 
 /// What this iteration knows about one optimizer.
@@ -25,12 +26,14 @@ struct OptimizerRecord {
   at::Tensor found_inf{};
 };
 
-/// The records of one iteration. An optimizer is known by its address together with any parameter
-/// that it had at the last call, wherever that stands by now: groups and parameters may be
-/// rearranged, leave and join between two calls. (One rebuilt in place over some of the same
-/// parameters counts as the same.)
+/// The records of one iteration. An optimizer is recognised by its address and by at least one
+/// parameter that it had at the last call: groups and parameters may be rearranged, leave and join
+/// between two calls. An optimizer rebuilt in place over some of the same parameters counts as the
+/// same.
 class IterationRecords {
  public:
+  /// Returns the record of `optimizer`, a new one where nothing is known of it. Valid until
+  /// `forget` or `clear`.
   OptimizerRecord& of(const torch::optim::Optimizer& optimizer) {
     Entry* const known = entry_of(optimizer);
     Entry& entry = known != nullptr ? *known : entries_.emplace_back(Entry{&optimizer});
@@ -43,13 +46,13 @@ class IterationRecords {
     return entry.record;
   }
 
-  /// Returns null where nothing is known of it.
+  /// Returns the record of `optimizer`, or null where nothing is known of it.
   const OptimizerRecord* find(const torch::optim::Optimizer& optimizer) const {
     Entry* const known = const_cast<IterationRecords*>(this)->entry_of(optimizer);
     return known == nullptr ? nullptr : &known->record;
   }
 
-  /// Forgets the optimizer; what was found in its gradients still counts.
+  /// Forgets `optimizer`; an inf found in its gradients still counts.
   void forget(const torch::optim::Optimizer& optimizer) {
     entries_.remove_if([&](const Entry& entry) {
       if (entry.optimizer != &optimizer) return false;
@@ -64,7 +67,7 @@ class IterationRecords {
     forgotten_.clear();
   }
 
-  /// Returns all that counts for the next scale.
+  /// Returns the flags of all checks that count for the next scale.
   std::vector<at::Tensor> found_inf() const {
     std::vector<at::Tensor> all = forgotten_;
     for (const Entry& entry : entries_) {
@@ -74,7 +77,7 @@ class IterationRecords {
   }
 
  private:
-  // Weak: memory goes when the model does, and no later tensor has the address of one of these.
+  // Weak, so that the memory goes with the model, and no later tensor takes a known address.
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Entry {
     const torch::optim::Optimizer* optimizer;
@@ -89,16 +92,19 @@ class IterationRecords {
     return nullptr;
   }
 
-  /// Usually one comparison, of the first.
+  /// Whether `optimizer` has one of the entry's parameters. Usually one comparison, of the first
+  /// with the first.
   static bool is_of(const Entry& entry, const torch::optim::Optimizer& optimizer) {
     if (entry.parameters.empty()) return true;
-    std::unordered_set<const c10::TensorImpl*> known{entry.parameters.front()._unsafe_get_target()};
+    std::unordered_set<const c10::TensorImpl*> known;
     for (const auto& group : optimizer.param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
-        if (known.count(parameter.unsafeGetTensorImpl()) != 0) return true;
-        if (known.size() > 1) continue;
-        for (const WeakTensor& one : entry.parameters) known.insert(one._unsafe_get_target());
-        if (known.count(parameter.unsafeGetTensorImpl()) != 0) return true;
+        const c10::TensorImpl* const one = parameter.unsafeGetTensorImpl();
+        if (one == entry.parameters.front()._unsafe_get_target()) return true;
+        if (known.empty()) {
+          for (const WeakTensor& each : entry.parameters) known.insert(each._unsafe_get_target());
+        }
+        if (known.count(one) != 0) return true;
       }
     }
     return false;

@@ -14,8 +14,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The sum of two gradients, sparse or dense, in the memory of `gradient` where that can hold it: a
-/// gradient may be a view into a bucket. The sum of a 16-bit and a float gradient is a float.
+/// Returns the sum of two gradients, sparse or dense: in the memory of `gradient` where that can
+/// hold it, since a gradient may be a view into a bucket. The dtype is the wider of the two.
 inline at::Tensor sum_of_gradients(at::Tensor gradient, at::Tensor more) {
   const at::ScalarType dtype = c10::promoteTypes(gradient.scalar_type(), more.scalar_type());
   gradient = gradient.to(dtype);
@@ -24,15 +24,15 @@ inline at::Tensor sum_of_gradients(at::Tensor gradient, at::Tensor more) {
 }
 
 /// Takes the gradients of parameters away for a scope, so that a backward pass inside begins with
-/// none. One of three things happens to what was set aside:
+/// none. The gradients that were set aside have one of three ends:
 ///
-/// - add_back(): it is added to the gradients that have come since;
-/// - drop(): it is released, and the gradients that have come since stay;
-/// - neither, as when the pass throws: the destructor puts back exactly what was there, and
+/// - add_back() adds them to the gradients that have come since;
+/// - drop() releases them, and the gradients that have come since stay;
+/// - otherwise, as when the pass throws, the destructor puts back exactly what was there, and
 ///   parameters that had no gradient have none.
 class SetAside {
  public:
-  /// A parameter that is given twice counts once.
+  /// \param parameters  each counts once, also where it is given twice
   explicit SetAside(const std::vector<at::Tensor>& parameters) {
     const c10::NoGradGuard no_grad;
     std::unordered_set<const c10::TensorImpl*> seen;
@@ -51,9 +51,11 @@ class SetAside {
   SetAside& operator=(const SetAside&) = delete;
 
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
-  /// The gradients that were set aside, one a parameter; undefined where there was none.
+  /// Returns the gradients that were set aside, one for each of `parameters()`; undefined where
+  /// there was none.
   const std::vector<at::Tensor>& aside() const noexcept { return values_; }
 
+  /// Adds what was set aside to the gradients that have come since.
   /// \throws c10::Error if a gradient has come that cannot be added; the destructor then puts back
   ///   what was there
   void add_back() {
@@ -70,14 +72,15 @@ class SetAside {
     drop();
   }
 
+  /// Releases what was set aside.
   void drop() noexcept {
     values_.clear();
     gradients_.clear();
   }
 
  private:
-  /// The memory of a gradient that is a view, as into a bucket, is written by the next backward
-  /// pass; so its values are copied.
+  /// Returns `gradient`, or a copy of it where others share its memory, as of a view into a bucket:
+  /// the next backward pass writes there.
   static at::Tensor kept(const at::Tensor& gradient) {
     const bool shares_memory = gradient.defined() && gradient.layout() == at::kStrided &&
                                gradient.has_storage() && gradient.storage().use_count() > 1;

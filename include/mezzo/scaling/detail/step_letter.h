@@ -31,7 +31,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the outcome of a step that the CPU decides, where the numbers are there at once.
+/// Returns the outcome of a step whose scale and verdict lie on the CPU.
 inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdict,
                                   bool was_unscaled) {
   const bool has_norm = verdict.sum_of_squares.defined();
@@ -42,15 +42,16 @@ inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdic
       has_norm, was_unscaled);
 }
 
-/// Four doubles about one step on their way to the host: scale, found_inf, sum of squares, largest
-/// magnitude. From a device they come as one copy into pinned memory with an event behind it, which
-/// says that it has arrived; `wait` waits for it.
+/// Carries four doubles about one step to the host: scale, found_inf, sum of squares, largest
+/// magnitude; and later the next scale. From a device the numbers come as one copy into pinned
+/// memory, followed by an event that tells when they have arrived.
 ///
-/// A letter that was made during a capture belongs to the graph, each replay of which sends it
-/// anew. Replays do not notify the host: such a letter never becomes ready, and reading it
+/// A letter that is made during a capture belongs to the graph, and each replay sends it anew.
+/// Replays do not notify the host: a captured letter never becomes ready, and reading it
 /// synchronises.
 class StepLetter {
  public:
+  /// \param device  where the numbers will be; the host's memory for them is allocated here
   explicit StepLetter(at::Device device)
       : device_(device),
         is_captured_(capture_on(device) != 0),
@@ -65,38 +66,44 @@ class StepLetter {
 
   at::Device device() const noexcept { return device_; }
   bool is_captured() const noexcept { return is_captured_; }
-  /// The flag of the last step that was sent, on its device.
+  /// Returns the `found_inf` of the last verdict that was sent, on its device.
   const at::Tensor& found_inf() const noexcept { return found_inf_; }
 
-  /// Before it serves another step.
+  /// Makes the letter ready for another step.
   void clear() {
     for (Sent* sent : {&numbers_sent_, &next_scale_sent_}) {
       sent->is_under_way = sent->has_arrived = false;
     }
   }
 
-  /// Sends a step's scale, and a verdict that speaks for all devices. `was_unscaled`: the gradients
-  /// had lost the scale before the step.
+  /// Sends the numbers of a step. No host sync.
+  /// \param scale  a float of one element
+  /// \param verdict  the totals of all devices; sum_of_squares and max_abs may be undefined
+  /// \param was_unscaled  whether the gradients had lost the scale before the step
   void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
     write(scale, verdict, was_unscaled, /*non_blocking=*/true);
     mark(numbers_sent_);
   }
-  /// Sends them, and waits until they are there.
+  /// Sends the numbers of a step, and waits until they are there.
+  /// \throws c10::Error while the device is being captured
   void send_and_wait(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
     check_is_no_capture();
     write(scale, verdict, was_unscaled, /*non_blocking=*/false);
     numbers_sent_.has_arrived = true;
   }
+  /// Sends the scale after `update`, a float of one element. No host sync.
   void send_next_scale(const at::Tensor& scale) {
     next_scale_.copy_(scale, /*non_blocking=*/true);
     mark(next_scale_sent_);
   }
 
-  /// Whether `outcome` has the numbers that were sent. Never waits.
+  /// Returns whether `outcome` has the numbers that were sent. Never waits.
   bool is_there() { return has_arrived(numbers_sent_); }
+  /// Returns whether `next_scale` has the number that was sent. Never waits.
   bool is_next_scale_there() { return has_arrived(next_scale_sent_); }
 
-  /// Waits until the numbers are there; of a captured letter, those of the last replay.
+  /// Waits until the numbers are there; of a captured letter, the numbers of the last replay.
+  /// \throws c10::Error while the device is being captured
   void wait() {
     if (numbers_sent_.has_arrived) return;
     check_is_no_capture();
@@ -108,6 +115,8 @@ class StepLetter {
     }
   }
 
+  /// Returns the outcome of the step, once the numbers are there.
+  /// \throws c10::Error for a captured step before the first replay
   StepOutcome outcome() const {
     const double* const numbers = numbers_.const_data_ptr<double>();
     TORCH_CHECK(numbers[1] != kNoReplay,
@@ -120,6 +129,7 @@ class StepLetter {
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
 
  private:
+  /// A copy to the host and the event behind it.
   struct Sent {
     explicit Sent(at::Device device) : event(device.type()) {}
     c10::Event event;
@@ -128,7 +138,7 @@ class StepLetter {
   };
 
   static constexpr int64_t kNumbers = 4;
-  static constexpr double kNoReplay = -1.0;  // found_inf is a count
+  static constexpr double kNoReplay = -1.0;  // in place of found_inf, which is not negative
 
   void check_is_no_capture() const {
     TORCH_CHECK(capture_on(device_) == 0,
@@ -144,8 +154,8 @@ class StepLetter {
     numbers_.copy_(packed(scale, verdict.on(device_)), non_blocking);
   }
 
-  /// Returns the numbers in memory of this letter's stream, that the allocator gives again in the
-  /// stream's order.
+  /// Returns the four numbers as one tensor on `device_`. It may be freed as soon as its copy to
+  /// the host is queued: the allocator gives its memory away again in the order of the stream.
   at::Tensor packed(const at::Tensor& scale, const Verdict& verdict) const {
     const at::Tensor own_scale = on_device(scale, device_);
     const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
@@ -174,7 +184,7 @@ class StepLetter {
     sent.event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
 
-  /// An event may not be asked for while its device is being captured.
+  /// Returns whether the copy has arrived; an event may not be queried during a capture.
   bool has_arrived(Sent& sent) {
     if (sent.is_under_way && !sent.has_arrived && capture_on(device_) == 0) {
       sent.has_arrived = sent.event.query();
@@ -191,13 +201,13 @@ class StepLetter {
   at::Tensor found_inf_;
 };
 
-/// The outcome of a step that a device decides.
+/// The outcome of a step that a device decides, read from its letter.
 class DeviceStepSlot final : public StepSlot {
  public:
   explicit DeviceStepSlot(std::shared_ptr<StepLetter> letter)
       : letter_(std::move(letter)), found_inf_(letter_->found_inf()) {}
 
-  /// An error of the device is for `outcome` to throw.
+  /// Returns false for a device that has failed: `outcome` throws its error.
   bool ready() const noexcept override {
     try {
       return letter_ == nullptr || letter_->is_there();
@@ -222,10 +232,11 @@ class DeviceStepSlot final : public StepSlot {
   StepOutcome outcome_;
 };
 
-/// The letters of a scaler. One that nobody else holds, and that has arrived, is used again;
-/// letters that a graph keeps writing serve no other step. All live as long as the scaler.
+/// The letters of a scaler, which live as long as the scaler. A letter that nothing else holds, and
+/// that has arrived, is used again; a captured letter, which its graph keeps writing, is not.
 class LetterPool {
  public:
+  /// Returns a letter for one step on `device`.
   std::shared_ptr<StepLetter> letter_for(at::Device device) {
     if (capture_on(device) == 0) {
       for (const std::shared_ptr<StepLetter>& letter : letters_) {
@@ -242,7 +253,7 @@ class LetterPool {
   std::vector<std::shared_ptr<StepLetter>> letters_;
 };
 
-/// The lines about skipped steps that are still to be written.
+/// Iterations whose letters are under way, in order: what `on_skip` is still to be told.
 class PendingLines {
  public:
   /// Adds the letters of one iteration; the last also carries the next scale.
@@ -252,8 +263,8 @@ class PendingLines {
 
   bool empty() const noexcept { return iterations_.empty(); }
 
-  /// For each iteration that is known by now, in order: calls `tell(scale, next scale)` where it
-  /// skipped a step, and `end_row()` where it did not. Never waits.
+  /// Calls `tell(scale, next scale)` for each iteration that is known by now and skipped a step,
+  /// and `end_row()` for each that did not. Never waits.
   template <class Tell, class EndRow>
   void poll(const Tell& tell, const EndRow& end_row) {
     while (!iterations_.empty() && iterations_.front().back()->is_next_scale_there()) {
