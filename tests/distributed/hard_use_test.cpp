@@ -99,21 +99,14 @@ class OtherOrder : public distributed_test::AlikeBackend {
   using AlikeBackend::AlikeBackend;
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override {
+    if (options.reduceOp != c10d::ReduceOp::MAX) return AlikeBackend::allreduce(tensors, options);
     const at::NoGradGuard no_grad;
-    if (options.reduceOp == c10d::ReduceOp::MAX) {
-      const at::Tensor others = tensors[0].clone();
-      others.narrow(0, 2, 16).bitwise_xor_(torch::arange(16).to(at::kByte));
-      at::maximum_out(tensors[0], tensors[0], others);
-      return done();
-    }
-    return AlikeBackend::allreduce(tensors, options);
+    const at::Tensor others = tensors[0].clone();
+    others.narrow(0, 2, 16).bitwise_xor_(torch::arange(16).to(at::kByte));
+    at::maximum_out(tensors[0], tensors[0], others);
+    return done();
   }
 };
-}
-return AlikeBackend::all_reduce(tensor, reduction);
-}
-}
-;
 
 TEST(HardUse, RanksWhoseBucketsAreLaidOutDifferentlyAreTold) {
   const at::Tensor first = leaf(1), second = leaf(2);

@@ -16,6 +16,7 @@
 #include "../support/error_of.h"
 #include "ranks.h"
 #include "recording_ranks.h"
+#include "some_ranks.h"
 
 // Each rank knows the gradients of all, and so what must arrive.
 namespace compressed_all_reduce_test {
@@ -63,6 +64,11 @@ at::Tensor told_gradient(int rank, int64_t count = 1000, at::ScalarType dtype = 
   return (at::randn({count}, at::kDouble) * at::exp(at::randn({count}, at::kDouble) * 2)).to(dtype);
 }
 
+/// Gloo rounds each partial sum of more than two ranks to 16 bits.
+bool rounds_once() {
+  return !distributed_test::is_over_gloo() || distributed_test::world_size() <= 2;
+}
+
 /// What arrives, from its definition: parts rounded to `sent`, added up in float, rounded once.
 at::Tensor expected_sum(int ranks, at::ScalarType dtype, at::ScalarType sent, bool average) {
   at::Tensor sum = at::zeros({1000});
@@ -75,6 +81,7 @@ at::Tensor expected_sum(int ranks, at::ScalarType dtype, at::ScalarType sent, bo
 }
 
 TEST(CompressedAllReduce, GivesTheSumOfRoundedPartsRoundedOnce) {
+  if (!rounds_once()) GTEST_SKIP() << "Gloo rounds more often";
   Ranks world = mpi_world();
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     for (const auto sent : {at::kBFloat16, at::kHalf}) {

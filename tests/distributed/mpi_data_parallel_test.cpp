@@ -153,6 +153,26 @@ TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimiz
   }
 }
 
+// Each half of the ranks trains a model of its own on the same batches: as many ranks fewer would.
+TEST(MpiDataParallel, HalvesOfTheRanksTrainModelsOfTheirOwn) {
+  const Ranks world = everyone();
+  if (world->getSize() < 4) GTEST_SKIP() << "for two halves of two ranks";
+  const int half = world->getRank() * 2 / world->getSize();
+  MPI_Comm communicator = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, half, world->getRank(), &communicator);
+  {
+    const Ranks group = distributed_test::ranks_of(communicator);
+    ASSERT_EQ(group->getSize(), world->getSize() / 2);
+    const double rate = half == 0 ? 1e-2 : 3e-2;
+    const auto make = makes<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(rate).eps(1e-3));
+    const Trained trained = train(group, make);
+    WithoutNorm model;
+    const auto optimizer = make(model);
+    expect_close(trained, train_on_whole_batches(*optimizer, model), 2e-5);
+  }
+  MPI_Comm_free(&communicator);
+}
+
 TEST(MpiDataParallel, StartsWithTheRootsWeightsAndBuffers) {
   const Ranks world = everyone();
   const int root = world->getSize() - 1;

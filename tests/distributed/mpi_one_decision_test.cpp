@@ -165,7 +165,9 @@ void expect_decided_as_one(const Run& run, const Ranks& world = everyone()) {
   expect_same_bits_on_all_ranks(world, course.weights, "weights");
   const Course alone = train_alone(world->getSize(), run);
   EXPECT_EQ(course.decisions, alone.decisions);
-  const bool is_exact = !run.ranks_differ && (world->getSize() & (world->getSize() - 1)) == 0;
+  // Gloo divides before it adds: the smallest gradients lose their last bits.
+  const bool is_exact = !distributed_test::is_over_gloo() && !run.ranks_differ &&
+                        (world->getSize() & (world->getSize() - 1)) == 0;
   const double tolerance = is_exact ? 0 : 1e-4;
   EXPECT_TRUE(at::allclose(course.weights, alone.weights, tolerance, tolerance));
   EXPECT_TRUE(course.weights.isfinite().all().item<bool>());
