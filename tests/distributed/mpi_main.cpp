@@ -65,13 +65,30 @@ int throw_on_the_last_rank() {
   return 1;
 }
 
+int make_a_group_without_threads() {
+  MPI_Init(nullptr, nullptr);
+  int status = 1;
+  try {
+    const mezzo::MpiBackend world(MPI_COMM_WORLD);
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    status = 0;
+  }
+  MPI_Finalize();
+  return status;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   if (argc > 1 && argv[1] == std::string("--the-last-rank-throws")) return throw_on_the_last_rank();
+  if (argc > 1 && argv[1] == std::string("--mpi-has-no-threads")) {
+    return make_a_group_without_threads();
+  }
   if (argc > 1 && argv[1] == std::string("--the-program-initialises-mpi")) {
-    MPI_Init(&argc, &argv);
+    int level = MPI_THREAD_SINGLE;
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
     const int failed = run_tests();
     MPI_Finalize();
     return failed;
