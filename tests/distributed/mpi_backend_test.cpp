@@ -100,7 +100,7 @@ void expect_same(const at::Tensor& actual, const at::Tensor& wanted) {
   }
 }
 
-/// As a user has it; in runs of 40 bytes, as beyond 2^31 elements; and without comparing calls.
+/// As a user has it; in runs of 1000 bytes, as beyond 2^31 elements; and without comparing calls.
 class MpiBackendTest : public testing::TestWithParam<MpiBackendOptions> {
  protected:
   const Group world = group(GetParam());
@@ -109,10 +109,10 @@ class MpiBackendTest : public testing::TestWithParam<MpiBackendOptions> {
 };
 
 INSTANTIATE_TEST_SUITE_P(, MpiBackendTest,
-                         testing::Values(MpiBackendOptions{}, MpiBackendOptions{.max_bytes = 40},
+                         testing::Values(MpiBackendOptions{}, MpiBackendOptions{.max_bytes = 1000},
                                          MpiBackendOptions{.check_calls = false}),
                          [](const auto& test) {
-                           return test.param.max_bytes == 40 ? "InRuns"
+                           return test.param.max_bytes == 1000 ? "InRuns"
                                   : test.param.check_calls   ? "AsGiven"
                                                              : "Unchecked";
                          });

@@ -9,6 +9,8 @@
 #include <mezzo/distributed/gloo_backend.h>
 #endif
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -49,10 +51,13 @@ inline Ranks ranks_of(MPI_Comm communicator) {
 
 inline Ranks everyone() { return ranks_of(MPI_COMM_WORLD); }
 
-// Collectives that wait.
+// Collectives that wait; an all-reduce takes tensors in any memory format.
 
 inline void all_reduce(const Ranks& ranks, const at::Tensor& tensor, ReduceOp::RedOpType op) {
-  mezzo::detail::all_reduce(ranks, tensor, op).wait();
+  const c10::NoGradGuard no_grad;
+  const at::Tensor flat = tensor.contiguous();
+  mezzo::detail::all_reduce(ranks, flat, op).wait();
+  if (!flat.is_same(tensor)) at::Tensor(tensor).copy_(flat);
 }
 inline void broadcast(const Ranks& ranks, const at::Tensor& tensor, int root) {
   mezzo::detail::broadcast(ranks, tensor, root).wait();
