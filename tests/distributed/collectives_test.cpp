@@ -170,7 +170,7 @@ TEST(Collectives, ABroadcastTakesTensorsInAnyMemoryFormat) {
     EXPECT_TRUE(at::equal(tensor, at::arange(12).view({3, 4}).to(at::kFloat) + 200));
     EXPECT_TRUE((memory.slice(1, 1, 6, 2) == -1).all().item<bool>());
     EXPECT_TRUE(at::equal(image, at::arange(24).view({1, 2, 3, 4}).to(at::kFloat) + 200));
-    EXPECT_EQ(image._version() > version, world->getRank() != 2) << "the root's is only read";
+    EXPECT_GT(image._version(), version);
   });
 }
 

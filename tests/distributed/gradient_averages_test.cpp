@@ -24,7 +24,6 @@
 
 #include "../support/warnings.h"
 #include "alike_ranks.h"
-#include "ranks.h"
 
 // After backward a gradient is the average over the ranks, a plain tensor that nobody divides
 // again. Ranks that all do the same have averages that are each one's own gradients: training with
@@ -32,7 +31,6 @@
 namespace {
 
 using distributed_test::alike_ranks;
-using distributed_test::Ranks;
 using mezzo::DataParallel;
 using mezzo::GradBuckets;
 using mezzo::GradScaler;

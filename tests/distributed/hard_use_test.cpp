@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "alike_ranks.h"
-#include "ranks.h"
 #include "recording_ranks.h"
 
 // What goes wrong, or is changed, between one backward pass and the next: it is told, or does no
@@ -27,7 +26,6 @@
 namespace {
 
 using distributed_test::alike_ranks;
-using distributed_test::all_reduce;
 using distributed_test::recording_ranks;
 using mezzo::DataParallel;
 using mezzo::GradAllReduce;

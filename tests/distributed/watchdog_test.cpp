@@ -21,17 +21,11 @@
 #include <vector>
 
 #include "../support/error_of.h"
-#include "ranks.h"
 
 namespace watchdog_test {
 namespace {
 
 using namespace std::chrono_literals;
-using distributed_test::all_reduce;
-using distributed_test::barrier;
-using distributed_test::everyone;
-using distributed_test::Ranks;
-using distributed_test::ReduceOp;
 using mezzo::Watchdog;
 using mezzo::WatchdogFault;
 using mezzo::WatchdogOptions;
@@ -289,7 +283,9 @@ struct TwoRanks {
   std::unique_ptr<Watchdog> watchdog(int rank) {
     return std::make_unique<Watchdog>(store, rank, 2, saying(said[rank]));
   }
-  Ranks world(Watchdog& of) { return of.watch(c10::make_intrusive<Held>(gate)); }
+  c10::intrusive_ptr<c10d::Backend> world(Watchdog& of) {
+    return of.watch(c10::make_intrusive<Held>(gate));
+  }
   void open() {
     const std::lock_guard lock(gate->mutex);
     gate->open = true;
@@ -301,7 +297,7 @@ TEST(Watchdog, WordsOfAnExceptionReachTheOtherRanksWithTheCollectiveTheyWaitFor)
   TwoRanks ranks;
   auto first = ranks.watchdog(0), second = ranks.watchdog(1);
   auto world = ranks.world(*first);
-  std::thread waiting([&] { barrier(world); });
+  std::thread waiting([&] { world->barrier()->wait(); });
   while (ranks.store->get_to_str("mezzo/watchdog/1/0").find("barrier") == std::string::npos) {
     std::this_thread::sleep_for(1ms);
   }
@@ -321,7 +317,10 @@ TEST(Watchdog, ARankThatNeverCallsTheCollectiveIsNamedOnAllRanks) {
   auto first = ranks.watchdog(0), second = ranks.watchdog(1);
   auto world = ranks.world(*first);
   auto unused = ranks.world(*second);
-  std::thread waiting([&] { all_reduce(world, at::ones({8}), ReduceOp::SUM); });
+  std::thread waiting([&] {
+    std::vector<at::Tensor> tensors = {at::ones({8})};
+    world->allreduce(tensors)->wait();
+  });
   for (Said& said : ranks.said) {
     EXPECT_THAT(said.wait_for_end(),
                 AllOf(HasSubstr("rank 1 has not called all_reduce(sum) of 8 Float (collective 1), "
