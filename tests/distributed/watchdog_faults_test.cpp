@@ -16,15 +16,12 @@
 #include <vector>
 
 #include "free_port.h"
-#include "ranks.h"
 
 namespace watchdog_faults_test {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using distributed_test::all_reduce;
 using distributed_test::free_port;
-using distributed_test::Ranks;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::Not;
