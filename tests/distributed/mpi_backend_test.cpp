@@ -113,8 +113,8 @@ INSTANTIATE_TEST_SUITE_P(, MpiBackendTest,
                                          MpiBackendOptions{.check_calls = false}),
                          [](const auto& test) {
                            return test.param.max_bytes == 1000 ? "InRuns"
-                                  : test.param.check_calls   ? "AsGiven"
-                                                             : "Unchecked";
+                                  : test.param.check_calls     ? "AsGiven"
+                                                               : "Unchecked";
                          });
 
 TEST_P(MpiBackendTest, SumsAndMaximaOfEveryDtypeAreThoseOfAllRanks) {
