@@ -25,6 +25,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -102,7 +103,8 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
   }
   std::vector<AnomalyFrame> frames() const {
     const std::scoped_lock lock(mutex_);
-    return {judge_.frames().begin(), judge_.frames().end()};
+    const std::deque<AnomalyFrame> frames = judge_.frames();
+    return {frames.begin(), frames.end()};
   }
   bool saw_backward() const { return saw_backward_; }
 
@@ -187,11 +189,12 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
     if (made != made_by_.end()) std::tie(node.module, node.reads_module) = made->second;
     if (is_full_) return;
     judge_.take(node, tensors_in(recorded_inputs(function)));
-    is_full_ = judge_.anomalies().size() >= AnomalyJudge::kMostAnomalies;
+    is_full_ = judge_.is_full();
   }
 
   void enter(OpenOp& op, OpArguments inputs, std::int64_t sequence, const OpenNode* node) {
     const std::scoped_lock lock(mutex_);
+    op.found_before = judge_.found();
     op.inputs.assign(inputs.begin(), inputs.end());
     op.is_read.assign(inputs.size(), true);
     const c10::FunctionSchema& schema = op.handle.schema();
@@ -203,7 +206,7 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
   void leave(const OpenOp& op, const OpenNode* node, const std::vector<c10::IValue>& returned) {
     const std::scoped_lock lock(mutex_);
     judge_.take(op, node, tensors_in(OpArguments(returned.data(), returned.size())));
-    is_full_ = judge_.anomalies().size() >= AnomalyJudge::kMostAnomalies;
+    is_full_ = judge_.is_full();
   }
 
   /// Copies what the op writes to, as what it reads: by its schema, or because an out argument is
@@ -220,8 +223,8 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
       const c10::Argument& argument = schema.arguments()[i];
       if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) continue;
       written.push_back(memory_of(op.inputs[i]));
-      op.is_read[i] =
-          !argument.is_out() && op.name() != "aten::copy_" && op.name() != "aten::fill_";
+      op.is_read[i] = !argument.is_out() && op.name() != "aten::copy_" &&
+                      op.name() != "aten::fill_" && op.name() != "aten::zero_";
     }
     for (std::size_t i = 0; i < op.inputs.size(); ++i) {
       const c10::StorageImpl* const memory = memory_of(op.inputs[i]);

@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
@@ -150,6 +151,7 @@ struct OpenOp final : at::ObserverContext {
   std::shared_ptr<AnomalyRecorder> recorder;
   c10::OperatorHandle handle;
   OpenOp* outer = nullptr;
+  std::size_t found_before = 0;          // anomalies, when the op began
   std::vector<c10::IValue> inputs = {};  // as they were, in copies where the op overwrites them
   std::vector<bool> is_read = {};        // not where the op only writes
   std::string module = {};
@@ -171,6 +173,19 @@ struct OpenNode final : at::ObserverContext {
 /// Copies: what they are made of would be named in their place.
 inline bool is_copy(const OpenOp& op) {
   return op.name() == "aten::_to_copy" || op.name() == "aten::clone";
+}
+
+/// A cast of a number that the program wrote beside a tensor (x * 1e6). Kernels read the number
+/// itself, so that a cast of it to inf reaches no result.
+inline bool casts_number(const OpenOp& op) {
+  return op.name() == "aten::_to_copy" &&
+         op.inputs[0].toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+/// Ops that read the shape of a tensor, not its values: ones_like, new_zeros.
+inline bool reads_shape_alone(const OpenOp& op) {
+  const std::string_view name = op.name();
+  return name.ends_with("_like") || name.starts_with("aten::new_");
 }
 
 /// Ops whose result is somebody else's: a view, uninitialised memory, or that of ops inside.
