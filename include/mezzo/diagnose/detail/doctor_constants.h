@@ -176,10 +176,18 @@ inline std::string start_of(at::ScalarType dtype) {
                   dtype == at::kHalf ? "6e-08" : "9.2e-41");
 }
 
-inline std::string remedy_of_large(double value, c10::DeviceType device) {
-  if (value < 0) return "scores.masked_fill(mask, -std::numeric_limits<float>::infinity());";
+/// An op that fills takes -inf in its place, and a bound that is beyond the dtype bounds nothing.
+inline std::string remedy_of_large(const std::string& op, double value, c10::DeviceType device) {
+  const bool fills = op.find("fill") != std::string::npos || op == "where";
+  if (fills && value < 0) {
+    return "scores.masked_fill(mask, -std::numeric_limits<float>::infinity());";
+  }
+  if (op.find("clamp") != std::string::npos || op.find("clip") != std::string::npos) {
+    return value < 0 ? "x.clamp_min(-65504.0);" : "x.clamp_max(65504.0);";
+  }
   return c10::str("mezzo::AutocastGuard exact({.device = ", cpp_name(device),
-                  ", .enabled = false});  // around it, with x.to(torch::kFloat)");
+                  ", .enabled = false});  // around it and what reads its result, with "
+                  "x.to(torch::kFloat)");
 }
 
 /// One constant under the eyes of `low`.
@@ -200,7 +208,7 @@ inline DoctorFinding judged(const SeenConstant& seen, at::ScalarType low, c10::D
   } else if (is_large) {
     finding.severity = FindingSeverity::error;
     finding.reason = what + " computes in " + end_of(low) + ": it throws, or makes inf and NaN";
-    finding.remedy = remedy_of_large(seen.value, device);
+    finding.remedy = remedy_of_large(name, seen.value, device);
   } else if (adds_in_float32) {
     finding.reason = c10::str(what, ": the op adds it in float32, where it holds, but ",
                               dtype_name(low), " inputs have no variance so small to guard");
@@ -208,7 +216,8 @@ inline DoctorFinding judged(const SeenConstant& seen, at::ScalarType low, c10::D
   } else {
     finding.severity = FindingSeverity::warning;
     finding.reason = what + " computes in " + start_of(low) + ": it becomes 0 and guards nothing";
-    finding.remedy = "x / norm.clamp_min(1e-6)  // or any eps of 6e-08 and more";
+    finding.remedy =
+        "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps);  // a larger eps may overflow it";
   }
   return finding;
 }

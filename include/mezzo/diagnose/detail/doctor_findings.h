@@ -83,6 +83,7 @@ class JudgedTensors {
     if (overflows(range.largest, low)) {
       large_.push_back(name);
       largest_ = std::max(largest_, range.largest);
+      is_mask_ = is_mask_ && range.maximum <= 0;
     }
     constexpr double kNoticeable = 0.01;
     const double lost = is_cast_ ? lost_share(tensor.detach(), low) : 0;
@@ -107,8 +108,9 @@ class JudgedTensors {
            .where = some_of(large_),
            .reason = c10::str("this ", kind_, " holds ", digits(largest_), " in magnitude, beyond ",
                               end_of(diagnosis.dtype), ": a cast makes it inf"),
-           .remedy =
-               "mask.clamp_min(-65504.0);  // or -inf, or bfloat16, whose range is float32's"});
+           .remedy = kind_ == std::string_view("buffer") && is_mask_
+                         ? std::string("mask.clamp_min(-65504.0);  // or -inf, or bfloat16")
+                         : in_bfloat16(diagnosis)});
     }
     if (!lost_.empty()) {
       diagnosis.findings.push_back(
@@ -118,15 +120,19 @@ class JudgedTensors {
            .reason =
                c10::str("a cast to ", dtype_name(diagnosis.dtype), " makes up to ",
                         digits(100 * most_lost_, 2), " % of the values of this ", kind_, " 0"),
-           .remedy = c10::str(
-               "mezzo::AutocastGuard autocast({.device = ", cpp_name(diagnosis.device.type()),
-               ", .dtype = torch::kBFloat16});")});
+           .remedy = in_bfloat16(diagnosis)});
     }
   }
 
  private:
+  static std::string in_bfloat16(const Diagnosis& diagnosis) {
+    return c10::str("mezzo::AutocastGuard autocast({.device = ", cpp_name(diagnosis.device.type()),
+                    ", .dtype = torch::kBFloat16});");
+  }
+
   const char* kind_;
   bool is_cast_;
+  bool is_mask_ = true;  // whether all that is too large is negative
   std::vector<std::string> bad_, large_, lost_;
   double largest_ = 0, most_lost_ = 0;
 };

@@ -243,7 +243,7 @@ class Doctor {
           "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
     } else if (!outcome.finite) {
       tell_forward("the output has inf or NaN in float32 already: precision is not the cause",
-                   "torch::log(x.clamp_min(1e-6));  // look for a log of 0, a division by 0");
+                   "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
     }
     exact_is_finite_ = outcome.finite;
     estimate_batch(outcome, std::nullopt, 0, 1);
