@@ -72,7 +72,7 @@ class RowMaker {
       : bench_(bench), options_(options) {}
 
   PrecisionRow reference() {
-    PrecisionRow row{.setting = PrecisionBench::float32()};
+    PrecisionRow row{.setting = PrecisionBench::float32(), .lowers_products = false};
     bench_.train(row);
     losses_ = row.losses;
     return row;
@@ -86,6 +86,7 @@ class RowMaker {
       take_errors(row, sums);
       bench_.train(row);
       row.loss_difference = difference_of(row.losses);
+      row.lowers_products = bench_.lowers_products(setting);
       if (options_.rank_causes && setting.autocast.has_value()) rank(row);
     } catch (const c10::Error& error) {
       row.failure = error.what_without_backtrace();
@@ -96,7 +97,8 @@ class RowMaker {
     return row;
   }
 
-  /// The same setting with the costliest ops in float32, as few as bring the error under the bound.
+  /// The same setting with the costliest ops in float32, as few as bring the error under the bound;
+  /// none where that leaves no product in low precision.
   std::optional<PrecisionRow> repair(const PrecisionRow& row) {
     if (!row.failure.empty() || row.gradient_error <= options_.max_gradient_error) return {};
     PrecisionSetting repaired = row.setting;
@@ -105,6 +107,7 @@ class RowMaker {
       repaired.policy = install_op_overrides(repaired.policy.deny(op.name));
       const GradientSums sums = bench_.compare(repaired);
       if (sums.error() > options_.max_gradient_error) continue;
+      if (!bench_.lowers_products(repaired)) return {};
       PrecisionRow repaired_row{.setting = repaired};
       take_errors(repaired_row, sums);
       bench_.train(repaired_row);
@@ -181,9 +184,23 @@ inline std::vector<std::string> comparison_cells(const PrecisionRow& row) {
 
 inline std::string proposal_line(const PrecisionComparison& comparison) {
   const PrecisionRow& proposal = comparison.proposal();
-  return c10::str("proposed: ", proposal.setting.name,
-                  ", the fastest with a gradient error of at most ",
-                  digits(comparison.max_gradient_error));
+  std::string line = c10::str("proposed: ", proposal.setting.name,
+                              ", the fastest with a gradient error of at most ",
+                              digits(comparison.max_gradient_error));
+  for (const PrecisionRow& row : comparison.rows) {
+    if (row.lowers_products || &row == &comparison.rows.front() || !row.failure.empty()) continue;
+    line += "; " + row.setting.name + " runs no product in low precision";
+  }
+  return line;
+}
+
+/// "the op aten::mm in float32, and 3 calls of others, which read its result".
+inline std::string cause_words(const char* what, const PrecisionCause& cause) {
+  std::string words = c10::str("the ", what, " ", cause.name, " in float32");
+  if (cause.others > 0) {
+    words += c10::str(", and with it ", cause.others, " calls of other ops that read its result");
+  }
+  return words;
 }
 
 /// Those that leave less error, at most `most`.
@@ -199,8 +216,8 @@ inline std::vector<PrecisionCause> worst_causes(const std::vector<PrecisionCause
 inline void write_causes(std::ostream& stream, const char* what,
                          const std::vector<PrecisionCause>& causes, double error) {
   for (const PrecisionCause& cause : worst_causes(causes, error, 5)) {
-    stream << table_line({-12, 0}, {"  " + digits(cause.error_without),
-                                    c10::str(" with the ", what, " ", cause.name, " in float32")});
+    stream << table_line({-12, 0},
+                         {"  " + digits(cause.error_without), " with " + cause_words(what, cause)});
   }
 }
 
@@ -231,7 +248,8 @@ inline const PrecisionRow& PrecisionComparison::proposal() const {
   TORCH_CHECK(!rows.empty(), "PrecisionComparison: rows is empty; compare_precisions fills it");
   const PrecisionRow* best = &rows.front();
   for (const PrecisionRow& row : rows) {
-    const bool is_sound = row.failure.empty() && row.gradient_error <= max_gradient_error &&
+    const bool is_sound = row.failure.empty() && row.lowers_products &&
+                          row.gradient_error <= max_gradient_error &&
                           !detail::nonfinite_bits(row.loss_difference);
     if (is_sound && row.step_seconds < best->step_seconds) best = &row;
   }

@@ -158,28 +158,43 @@ class PrecisionBench {
     row.peak_bytes = memory_.bytes();
   }
 
-  /// Ops of a forward pass that autocast runs in low precision and a policy can name.
-  std::vector<std::string> low_precision_ops(const PrecisionSetting& setting) {
-    std::vector<std::string> ops;
+  /// What a forward pass on the first batch runs in the setting's low precision.
+  std::vector<CastRecord> low_precision_calls(const PrecisionSetting& setting) {
     lend(setting);
     const at::NoGradGuard no_grad;
     const CastTrace trace;
     loss_under(setting, 0);
-    for (const CastRecord& record : trace.records()) {
-      const bool is_low = record.runs_in == setting.autocast;
-      const bool is_new = std::find(ops.begin(), ops.end(), record.op) == ops.end();
-      if (is_low && is_new && takes_casts(record.op)) ops.push_back(record.op);
+    std::vector<CastRecord> calls = trace.records();
+    std::erase_if(calls, [&](const CastRecord& call) { return call.runs_in != setting.autocast; });
+    return calls;
+  }
+
+  bool lowers_products(const PrecisionSetting& setting) {
+    if (!setting.autocast) {
+      const bool is_tf32 = setting.float32 != at::Float32MatmulPrecision::HIGHEST;
+      return is_tf32 || (setting.weights && *setting.weights != at::kFloat);
     }
-    return ops;
+    const OpList lists = autocast_op_lists(device_.type());
+    const std::vector<CastRecord> calls = low_precision_calls(setting);
+    return std::any_of(calls.begin(), calls.end(), [&](const CastRecord& call) {
+      return lists.category(call.op) == OpCategory::lower_precision;
+    });
   }
 
   /// The error of the first batch's gradients with each of `ops` in float32.
   std::vector<PrecisionCause> rank_ops(const PrecisionSetting& setting) {
     std::vector<PrecisionCause> causes;
-    for (const std::string& op : low_precision_ops(setting)) {
+    const std::vector<CastRecord> calls = low_precision_calls(setting);
+    for (const CastRecord& call : calls) {
+      const std::string& op = call.op;
+      const bool is_known = std::any_of(causes.begin(), causes.end(),
+                                        [&](const auto& cause) { return cause.name == op; });
+      if (is_known || !takes_casts(op)) continue;
       PrecisionSetting without = setting;
       without.policy = install_op_overrides(setting.policy.deny(op));
-      causes.push_back({op, single_batch_error(without)});
+      const std::int64_t others =
+          followers(calls, op) - followers(low_precision_calls(without), op);
+      causes.push_back({op, single_batch_error(without), others});
     }
     return sorted(std::move(causes));
   }
@@ -187,15 +202,26 @@ class PrecisionBench {
   /// The same with each module.
   std::vector<PrecisionCause> rank_modules(const PrecisionSetting& setting) {
     std::vector<PrecisionCause> causes;
+    const std::int64_t before = followers(low_precision_calls(setting));
     const auto none_after = c10::make_scope_exit([this] { exact_ = nullptr; });
     for (const auto& [name, parameters] : owners_) {
       exact_ = &parameters;
-      causes.push_back({name, single_batch_error(setting)});
+      const std::int64_t others = before - followers(low_precision_calls(setting));
+      causes.push_back({name, single_batch_error(setting), others});
     }
     return sorted(std::move(causes));
   }
 
  private:
+  /// Calls of ops that run in the dtype of what they read, other than `op`.
+  static std::int64_t followers(const std::vector<CastRecord>& calls, const std::string& op = {}) {
+    std::int64_t number = 0;
+    for (const CastRecord& call : calls) {
+      if (call.category == OpCategory::fallthrough && call.op != op) number += call.calls;
+    }
+    return number;
+  }
+
   void lend(const PrecisionSetting& setting) {
     model_.reset(setting.weights, setting.autocast.has_value() ? 2 : 0);
   }
