@@ -132,13 +132,30 @@ function(mezzo_add_cpu_libtorch)
     "${MEZZO_TORCH_PREFIX}/lib/libc10.so" "-Wl,--pop-state")
 endfunction()
 
+# Enables CUDA where the C++ standard is 20, as Conan's toolchain sets it: CMake up to 3.25 would test nvcc 13 with the same
+# standard, and does not know that it has it. The test project reads the toolchain anew, and so is told another standard.
+macro(mezzo_enable_cuda)
+  if(NOT CMAKE_CUDA_COMPILER_LOADED)
+    set(mezzo_outer_cuda_standard "${CMAKE_CUDA_STANDARD}")
+    set(mezzo_outer_variables "${CMAKE_TRY_COMPILE_PLATFORM_VARIABLES}")
+    set(CMAKE_CUDA_STANDARD 17)
+    list(APPEND CMAKE_TRY_COMPILE_PLATFORM_VARIABLES CMAKE_CUDA_STANDARD)
+    enable_language(CUDA)
+    set(CMAKE_CUDA_STANDARD "${mezzo_outer_cuda_standard}")
+    set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES "${mezzo_outer_variables}")
+    if(NOT CMAKE_CUDA_STANDARD)
+      unset(CMAKE_CUDA_STANDARD)
+    endif()
+  endif()
+endmacro()
+
 # The CPU half and, for COMPILE_ONLY, the CUDA half without the libraries that it wants.
 macro(mezzo_add_compile_only_libtorch)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
     mezzo_cuda_architectures(mezzo_architectures 8.0 9.0)
     mezzo_cmake_architectures(CMAKE_CUDA_ARCHITECTURES ${mezzo_architectures})
   endif()
-  enable_language(CUDA)
+  mezzo_enable_cuda()
   mezzo_add_cpu_libtorch()
   target_link_libraries(mezzo::libtorch INTERFACE
     "-Wl,--unresolved-symbols=ignore-in-shared-libs" "-Wl,--push-state,--no-as-needed"
@@ -194,6 +211,7 @@ if(NOT TARGET mezzo::libtorch)
   else()
     if(NOT TARGET torch)
       mezzo_cuda_architectures(TORCH_CUDA_ARCH_LIST 7.5 8.0 8.6 8.9 9.0 10.0 12.0)
+      mezzo_enable_cuda()  # which find_package(Torch) would do
       # mezzo::libtorch is global, for a project that adds mezzo as a subdirectory: so must be what it stands for.
       set(mezzo_targets_global "${CMAKE_FIND_PACKAGE_TARGETS_GLOBAL}")
       set(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL ON)

@@ -52,6 +52,18 @@ CLI::Validator some_threads() {
   return between(1, std::max(kAlwaysFine, kPerCore * std::thread::hardware_concurrency()));
 }
 
+/// As CLI::CheckedTransformer, whose message shows the numbers of an enumeration.
+template <class Values>
+CLI::Validator one_of(const std::string& names, const Values& values) {
+  const auto check = [names, values](const std::string& text) -> std::string {
+    for (const auto& [name, value] : values) {
+      if (text == name || text == std::to_string(static_cast<int>(value))) return {};
+    }
+    return text + " is none of " + names;
+  };
+  return {check, "", "one_of"};
+}
+
 CLI::Validator at_least_1() { return between(1.0, 1e9); }
 
 CLI::Validator a_device() { return CLI::IsMember({"cpu", "cuda"}).description(""); }
@@ -106,7 +118,8 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
       ->check(between(0.0, 1.0))
       ->needs("--data");
   app.add_option("--precision", precision, "one run only: " + flags)
-      ->transform(CLI::CheckedTransformer(precisions))
+      ->transform(CLI::Transformer(precisions))
+      ->check(one_of(flags, precisions))
       ->option_text("TEXT")
       ->take_last();
   app.add_option("--seed", training.seed, "of split, order, classifier and dropout")

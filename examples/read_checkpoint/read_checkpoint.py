@@ -6,6 +6,10 @@
 The weights of a C++ model in a Python model of the same names:
 
     model.load_state_dict(flatten(read(path)["state"]["model"]))
+
+An AdamW of C++ (mezzo's or libtorch's) in a Python AdamW over the same parameters in the same order:
+
+    optimizer.load_state_dict(adamw_state_dict(read(path)["state"]["optimizer"], optimizer))
 """
 import sys
 
@@ -23,6 +27,23 @@ def flatten(value, name=""):
         return {name: value}
     prefix = name + "." if name else ""
     return {k: v for key, child in value.items() for k, v in flatten(child, prefix + key).items()}
+
+
+def adamw_state_dict(saved, optimizer):
+    """What `optimizer.load_state_dict` takes: moments, step counts and options of the AdamW that C++ saved. What C++ does not
+    have (foreach, fused, ...) is `optimizer`'s. Masters are weights, and stay behind: saved["state"]["0"]["master"]."""
+    state, groups = {}, []
+    for number, own in enumerate(optimizer.state_dict()["param_groups"]):
+        group = saved["param_groups"][f"param_groups/{number}"]
+        names = [group[f"params/{i}"] for i in range(int(group["params/size"]))]
+        options = {key: group["options"][key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
+        groups.append({**own, **options, "params": [int(name) for name in names]})
+        for name in names:
+            if name in saved["state"]:
+                kept = saved["state"][name]
+                moments = {key: kept[key] for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if key in kept}
+                state[int(name)] = {"step": torch.tensor(float(kept["step"])), **moments}
+    return {"state": state, "param_groups": groups}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 #include <mezzo/base/loss_scale.h>               // IWYU pragma: export
 #include <mezzo/optim/step_result.h>             // IWYU pragma: export
+#include <mezzo/scaling/accumulate.h>            // IWYU pragma: export
 #include <mezzo/scaling/accumulate_if_finite.h>  // IWYU pragma: export
 #include <mezzo/scaling/clip_grad.h>             // IWYU pragma: export
 #include <mezzo/scaling/grad_scaler.h>           // IWYU pragma: export

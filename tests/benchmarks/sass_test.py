@@ -121,6 +121,8 @@ class Rows(unittest.TestCase):
         self.assertAlmostEqual(times["fp64"], 5.0)
         self.assertAlmostEqual(times["issue"], 62 / 16 / 12.8)
         self.assertEqual(bounds.bound_of(row, card), ("fp64", 1.25))
+        row = dict(self.rows["summary float"], integer=64.0, fp64=0)
+        self.assertEqual(bounds.bound_of(row, card), ("integer", 2.5))
 
 
 class Goals(unittest.TestCase):

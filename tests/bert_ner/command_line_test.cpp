@@ -118,6 +118,7 @@ TEST(CommandLine, ImpossibleFlagsAreUsageErrorsOfOneLine) {
       {with_files({"--seed", "-1"}), "--seed: -1 is no whole number"},
       {with_files({"--seed", "18446744073709551616"}), "--seed"},
       {with_files({"--seed", "7x"}), "--seed"},
+      {with_files({"--precision", "bf17"}), "--precision: bf17 is none of fp32, "},
       {with_files({"--precision", "amp", "--save", ""}), "--save: is empty"},
       {with_files({"--json", ""}), "--json: is empty"},
       {{"--model", "m", "--data", "b\xff"}, "argument 4, after --data, is not UTF-8"},

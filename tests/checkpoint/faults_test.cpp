@@ -1,6 +1,9 @@
 // What damage, kills and a system that refuses do to checkpoints: nothing that goes unnoticed.
 
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_reader.h>
+#include <mezzo/checkpoint/detail/load_checkpoint.h>
 
 #include <torch/torch.h>
 

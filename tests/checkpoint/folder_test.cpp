@@ -39,9 +39,66 @@ TEST(CheckpointManager, WithoutAHigherNumberNothingIsSaved) {
 TEST(CheckpointManager, AFolderWithoutAnyIsAFreshStart) {
   const Scratch scratch;
   int64_t value = 3;
-  EXPECT_FALSE(
-      CheckpointManager(scratch.path() / "none").load_newest(TrainingState().add("a", value)));
-  EXPECT_FALSE(std::filesystem::exists(scratch.path() / "none"));
+  TrainingState state;
+  state.add("a", value);
+  const auto said = [&](CheckpointManager& checkpoints) {
+    testing::internal::CaptureStderr();
+    EXPECT_FALSE(checkpoints.load_newest(state));
+    return testing::internal::GetCapturedStderr();
+  };
+  const std::string none = scratch.path() / "none";
+  CheckpointManager missing(none), empty(scratch.path());
+  EXPECT_EQ(said(missing), none + " does not exist: nothing was loaded\n");
+  EXPECT_EQ(said(missing), "") << "once";
+  EXPECT_EQ(said(empty), scratch.path().string() + " has no checkpoint: nothing was loaded\n");
+  EXPECT_FALSE(std::filesystem::exists(none));
+}
+
+TEST(CheckpointManager, LoadsTheFileOfAStepOfSeveralTheLastSaved) {
+  const Scratch scratch;
+  int64_t value = 0;
+  TrainingState state;
+  state.add("value", value);
+  CheckpointManager checkpoints(scratch.path(), {.keep = 9});
+  for (const int64_t step : {10, 20, 10, 30}) {
+    ++value;
+    checkpoints.save(state, step);
+  }
+  const auto loaded = checkpoints.load(state, 10);
+  EXPECT_EQ(loaded.file.filename(), "checkpoint-000003-step-10.pt");
+  EXPECT_EQ(loaded.step, 10);
+  EXPECT_EQ(value, 3);
+  EXPECT_THAT(error_of([&] { checkpoints.load(state, 11); }),
+              HasSubstr("has no checkpoint of step 11; load one of the steps 30, 10, 20, 10"));
+  EXPECT_THAT(error_of([&] { CheckpointManager(scratch.path() / "none").load(state, 1); }),
+              HasSubstr("has no checkpoint of step 1, and no other"));
+}
+
+TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
+  const Scratch scratch;
+  int64_t value = 4;
+  TrainingState state;
+  state.add("value", value);
+  const auto file = scratch.path() / "deep" / "best.pt";
+  const auto saved = mezzo::save_checkpoint(file, state, 7);
+  EXPECT_TRUE(saved.durable);
+  EXPECT_EQ(saved.bytes, std::filesystem::file_size(file));
+  value = 5;
+  mezzo::save_checkpoint(file, state, 8);
+  value = 0;
+  EXPECT_EQ(mezzo::load_checkpoint(file, state).step, 8);
+  EXPECT_EQ(value, 5);
+  EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(file, TrainingState()); }),
+              HasSubstr("save_checkpoint: the state is empty"));
+  EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(file, state, -1); }), HasSubstr("step is -1"));
+  const auto names = std::distance(std::filesystem::directory_iterator(file.parent_path()), {});
+  EXPECT_EQ(names, 1) << "no temporary is left";
+
+  const auto folder = std::filesystem::current_path();
+  std::filesystem::current_path(scratch.path());
+  EXPECT_TRUE(mezzo::save_checkpoint("here.pt", state).durable);
+  EXPECT_EQ(mezzo::load_checkpoint("here.pt", state).step, 0);
+  std::filesystem::current_path(folder);
 }
 
 TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {

@@ -1,6 +1,8 @@
 // An optimizer takes from a checkpoint the state of its own class and parameters, and no other.
 
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/optimizer_identity.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>

@@ -122,6 +122,50 @@ with zipfile.ZipFile(sys.argv[2]) as archive:
             "status 0");
 }
 
+TEST(CheckpointPython, AdamWGoesOnInPython) {
+  const test_support::Scratch scratch;
+  const torch::Tensor weight = torch::tensor({1.0F, 2.0F}).requires_grad_();
+  const torch::Tensor later = torch::tensor({3.0F}).requires_grad_();
+  mezzo::optim::AdamW optimizer({weight, later},
+                                mezzo::optim::AdamWOptions(0.1).betas({0.8, 0.99}).amsgrad(true));
+  mezzo::TrainingState state;
+  state.add("optimizer", optimizer);
+  const auto step = [&] {
+    (weight * weight).sum().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  step();
+  step();
+  const auto before = weight.detach().clone();
+  const auto file = mezzo::CheckpointManager(scratch.path()).save(state, 2).file;
+  step();
+
+  const auto script = scratch.path() / "script.py";
+  test_support::put_bytes(script, R"(
+import sys, torch
+sys.path.insert(0, sys.argv[1] + "/read_checkpoint")
+from read_checkpoint import adamw_state_dict, read
+weight = torch.nn.Parameter(torch.tensor([float(sys.argv[3]), float(sys.argv[4])]))
+later = torch.nn.Parameter(torch.tensor([3.0]))
+optimizer = torch.optim.AdamW([weight, later])
+optimizer.load_state_dict(adamw_state_dict(read(sys.argv[2])["state"]["optimizer"], optimizer))
+(weight * weight).sum().backward()
+optimizer.step()
+group = optimizer.param_groups[0]
+print(group["lr"], group["betas"], group["amsgrad"], len(optimizer.state), optimizer.state[weight]["step"].item())
+print(*(f"{x:.6f}" for x in weight.tolist()))
+)");
+  std::array<char, 200> expected{}, numbers{};
+  std::snprintf(expected.data(), expected.size(), "0.1 (0.8, 0.99) True 1 3.0\n%.6f %.6f\nstatus 0",
+                weight[0].item<double>(), weight[1].item<double>());
+  std::snprintf(numbers.data(), numbers.size(), " %.9g %.9g", before[0].item<double>(),
+                before[1].item<double>());
+  EXPECT_EQ(output_of_python("'" + script.string() + "' '" MEZZO_EXAMPLES "' '" + file.string() +
+                             "'" + numbers.data()),
+            expected.data());
+}
+
 }  // namespace
 
 #endif

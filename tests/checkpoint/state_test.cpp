@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <limits>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -353,6 +354,87 @@ TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
     EXPECT_EQ(checkpoints.files().size(), 1U);
     std::filesystem::remove(checkpoints.files()[0]);
   }
+}
+
+TEST(Checkpoint, EnginesOfTheStandardLibraryAndVectorsOfIntegersComeBack) {
+  const Scratch scratch;
+  std::mt19937 engine(3);
+  std::ranlux48 other(4);
+  std::vector<std::size_t> order{5, 0, 3};
+  std::vector<std::int8_t> small{-128, 127};
+  TrainingState state;
+  state.add("engine", engine).add("other", other).add("order", order).add("small", small);
+  engine.discard(700);
+  const auto file = scratch.path() / "state.pt";
+  mezzo::save_checkpoint(file, state);
+  const auto next = engine(), next_other = other();
+  engine.seed(9), other.seed(9), order.assign(100, 1), small.clear();
+  mezzo::load_checkpoint(file, state);
+  EXPECT_EQ(engine(), next);
+  EXPECT_EQ(other(), next_other);
+  EXPECT_THAT(order, testing::ElementsAre(5, 0, 3));
+  EXPECT_THAT(small, testing::ElementsAre(-128, 127));
+
+  std::mt19937_64 wider;
+  std::vector<std::int8_t> narrow{1};
+  order[0] = 128;
+  mezzo::save_checkpoint(file, state);
+  const auto error = [&](const std::string& name, auto& object) {
+    return error_of(
+        [&] { mezzo::load_checkpoint(file, TrainingState().add(name, object), {.subset = true}); });
+  };
+  EXPECT_THAT(error("engine", wider), HasSubstr("the state of another engine"));
+  EXPECT_EQ(wider, std::mt19937_64()) << "everything is as it was before";
+  EXPECT_THAT(error("order", narrow), HasSubstr("has the integer 128, which the variable's type"));
+  EXPECT_THAT(narrow, testing::ElementsAre(1));
+  order[0] = ~std::size_t{0};
+  EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(file, state); }),
+              HasSubstr("is beyond std::int64_t"));
+}
+
+/// A loader with a position of its own that is no variable.
+struct Loader {
+  std::vector<std::int64_t> state() const { return {epoch, sample}; }
+  void restore(const std::vector<std::int64_t>& state) {
+    TORCH_CHECK(state.at(1) >= 0, "no such sample");
+    epoch = state.at(0), sample = state.at(1);
+  }
+  std::int64_t epoch = 0, sample = 0;
+};
+
+TEST(Checkpoint, CallablesSaveAndLoadWhatHasNoVariable) {
+  const Scratch scratch;
+  Loader loader{3, 70};
+  std::string name = "first";
+  TrainingState state;
+  state.add(
+      "loader", [&] { return loader.state(); },
+      [&](const std::vector<std::int64_t>& read) { loader.restore(read); });
+  state.add(
+      "name", [&] { return name; }, [&](std::string read) { name = std::move(read); });
+  const auto file = scratch.path() / "state.pt";
+  mezzo::save_checkpoint(file, state, 5);
+  loader = {}, name = "second";
+  EXPECT_EQ(mezzo::load_checkpoint(file, state).step, 5);
+  EXPECT_EQ(loader.epoch, 3);
+  EXPECT_EQ(loader.sample, 70);
+  EXPECT_EQ(name, "first");
+
+  loader.sample = -1;  // what restore refuses
+  mezzo::save_checkpoint(file, state);
+  loader.sample = 8, name = "third";
+  TrainingState turned;  // the name is loaded before the loader refuses
+  turned.add(
+      "name", [&] { return name; }, [&](std::string read) { name = std::move(read); });
+  turned.add(
+      "loader", [&] { return loader.state(); },
+      [&](const std::vector<std::int64_t>& read) { loader.restore(read); });
+  name = "fourth";
+  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, turned); }),
+              AllOf(HasSubstr("\"loader\" cannot be loaded: no such sample"),
+                    HasSubstr("everything is as it was before")));
+  EXPECT_EQ(name, "fourth");
+  EXPECT_EQ(loader.sample, 8);
 }
 
 TEST(Checkpoint, WrongArgumentsAreNamed) {

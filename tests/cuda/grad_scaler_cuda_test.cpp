@@ -182,6 +182,8 @@ TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
 
 // The weight's gradient is the input times the scale, in half: 20000 x 4 is an inf, 5 x 4 is not.
 TEST_F(GradScalerCuda, RunsInsideACudaGraph) {
+  const auto stream = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStreamGuard guard(stream);  // before anything is filled, which is its work
   const auto half = torch::dtype(torch::kHalf).device(torch::kCUDA);
   const auto weight = torch::ones({1}, torch::device(torch::kCUDA).requires_grad(true));
   const auto input = torch::full({1}, 5.0F, half);
@@ -193,8 +195,6 @@ TEST_F(GradScalerCuda, RunsInsideACudaGraph) {
     scaler.unscale_(optimizer);
     scaler.update();
   };
-  const auto stream = c10::cuda::getStreamFromPool();
-  const c10::cuda::CUDAStreamGuard guard(stream);
   iterate();
   scaler.load_state_dict(GradScaler({.init_scale = 4, .growth_interval = 2}).state_dict());
   at::cuda::CUDAGraph graph;

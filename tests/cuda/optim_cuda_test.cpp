@@ -359,10 +359,10 @@ class GraphTraining {
 // A whole step, captured once and replayed through overflows and growth, and through a scale that
 // was set from outside, with the CPU beside it.
 TEST_F(OptimCuda, RunsInsideACudaGraph) {
+  const auto stream = c10::cuda::getStreamFromPool();
+  const c10::cuda::CUDAStreamGuard guard(stream);  // before anything is filled, which is its work
   GraphTraining cpu(torch::kCPU);
   GraphTraining gpu(torch::kCUDA);
-  const auto stream = c10::cuda::getStreamFromPool();
-  const c10::cuda::CUDAStreamGuard guard(stream);
   cpu.iterate();
   gpu.iterate();  // makes the state
   stream.synchronize();
@@ -388,8 +388,8 @@ TEST_F(OptimCuda, RunsInsideACudaGraph) {
 }
 
 TEST_F(OptimCuda, ACaptureWithoutAWarmUpIsRefused) {
-  GraphTraining gpu(torch::kCUDA);
   const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool());
+  GraphTraining gpu(torch::kCUDA);
   at::cuda::CUDAGraph graph;
   graph.capture_begin();
   EXPECT_THROW(gpu.iterate(), c10::Error);

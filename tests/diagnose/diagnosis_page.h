@@ -1,6 +1,7 @@
 /// What the blocks of docs/diagnosis.md share. See diagnosis_page.py.
 #pragma once
 
+#include <mezzo/checkpoint.h>
 #include <mezzo/diagnose.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -42,4 +43,9 @@ class DiagnosisPage : public testing::Test {
   mezzo::GradScaler scaler;
   torch::nn::CrossEntropyLoss criterion;
   std::vector<Batch> batches;
+
+  // Of a program with two models.
+  torch::nn::Linear net_g{4, 8}, net_d{8, 1};
+  mezzo::StepResult result_g{{.ran = true}}, result_d{{.ran = true}};
+  torch::Tensor loss_g = torch::ones({}), loss_d = torch::ones({});
 };

@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -234,6 +235,27 @@ TEST(OverflowReport, NamesTiedWeightsOnce) {
     torch::nn::Embedding in{3, 2};
   } model;
   EXPECT_EQ(mezzo::name_parameters(model).size(), 1);
+}
+
+TEST(OverflowReport, OneReportNamesTheParametersOfSeveralModels) {
+  torch::nn::Linear generator(2, 2), discriminator(2, 1);
+  for (const auto& model : {generator, discriminator}) {
+    for (const at::Tensor& parameter : model->parameters()) {
+      parameter.mutable_grad() = torch::ones_like(parameter);
+    }
+  }
+  generator->bias.mutable_grad()[1] = std::numeric_limits<float>::infinity();
+  std::ostringstream lines;
+  mezzo::OverflowReport report({{"generator", *generator}, {"discriminator", *discriminator}},
+                               {.stream = &lines});
+  report({.scale = 8, .next_scale = 4});
+  EXPECT_THAT(lines.str(), HasSubstr("loss scale to 4.0\n  generator.bias, in 1 of 2 layers: "));
+  EXPECT_THAT(lines.str(), Not(HasSubstr("no gradient is inf")));
+  const std::string text = lines.str();
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2);
+  const mezzo::OverflowReport of_one({{"generator", *generator}});
+  EXPECT_EQ(mezzo::name_parameters({{"a", *generator}, {"b", *generator}}).size(), 2)
+      << "once each";
 }
 
 }  // namespace

@@ -12,10 +12,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdlib>
+#include <filesystem>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
+#include <regex>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -257,9 +264,9 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   EXPECT_THAT(
       test_support::bytes_of(folder + "/run.csv"),
       testing::StartsWith("step,wall_time,loss,scale,skipped,grad_norm,clip_ratio,underflow,"
-                          "tokens_per_second,memory_bytes\n1,1750000001,"));
+                          "tokens_per_second,memory_bytes,name\n1,1750000001,"));
   EXPECT_THAT(test_support::bytes_of(folder + "/run.csv"),
-              HasSubstr("\n11,1750000011,nan,32768,0,1.0022128489940254,,,4096.5,1e+09\n"));
+              HasSubstr("\n11,1750000011,nan,32768,0,1.0022128489940254,,,4096.5,1e+09,\n"));
   EXPECT_THAT(test_support::bytes_of(folder + "/run.jsonl"),
               HasSubstr("\"loss\":\"-inf\",\"scale\":32768"));
   const std::string page = test_support::bytes_of(folder + "/run.html");
@@ -312,6 +319,118 @@ TEST(RunReport, ThinsALongRunAndLosesNoSkip) {
   EXPECT_THAT(page, HasSubstr("<dt>steps</dt><dd>20000</dd>"));
   EXPECT_THAT(page, HasSubstr("<dt>skipped</dt><dd>20</dd>"));
   EXPECT_LT(page.size(), 400000);
+}
+
+/// A step of one of two models, of which one has half the other's losses.
+void record_step_of_two(mezzo::Telemetry& telemetry, int step) {
+  const StepResult ran(StepOutcome{.ran = true, .scale = 8});
+  const StepResult skipped(StepOutcome{.ran = false, .found_inf = true, .scale = 8});
+  telemetry.record("generator", ran, torch::tensor(2.0 / step), {.tokens = 10});
+  telemetry.record("discriminator, 2", step == 3 ? skipped : ran, torch::tensor(1.0 / step),
+                   {.tokens = 10});
+}
+
+TEST(Telemetry, NumbersTheStepsOfEachNameByThemselves) {
+  const test_support::Scratch scratch;
+  const std::string csv = scratch.path() / "run.csv", lines = scratch.path() / "run.jsonl";
+  const std::string events = scratch.path() / "events";
+  std::vector<TelemetryRecord> all, of_generator;
+  {
+    mezzo::Telemetry telemetry;
+    telemetry.write_to([&](const TelemetryRecord& record) { all.push_back(record); });
+    telemetry.write_to("generator",
+                       [&](const TelemetryRecord& record) { of_generator.push_back(record); });
+    telemetry.write_to(mezzo::CsvFile(csv));
+    telemetry.write_to(mezzo::JsonLinesFile(lines));
+    telemetry.write_to(mezzo::TensorBoardFile(events));
+    for (int step = 1; step <= 4; ++step) record_step_of_two(telemetry, step);
+  }
+  ASSERT_EQ(all.size(), 8);
+  EXPECT_EQ(all[7].name, "discriminator, 2");
+  EXPECT_EQ(all[7].step, 4);
+  EXPECT_EQ(all[1].tokens_per_second, std::nullopt) << "the first of its name";
+  ASSERT_EQ(of_generator.size(), 4);
+  EXPECT_EQ(of_generator[3].step, 4);
+  EXPECT_THAT(test_support::bytes_of(csv), HasSubstr(",generator\n"));
+  EXPECT_THAT(test_support::bytes_of(csv), HasSubstr(",\"discriminator, 2\"\n"));
+  EXPECT_THAT(test_support::bytes_of(lines),
+              HasSubstr("{\"name\":\"discriminator, 2\",\"step\":4,"));
+  std::string tags;
+  for (const auto& entry : std::filesystem::directory_iterator(events)) {
+    tags = test_support::bytes_of(entry.path());
+  }
+  EXPECT_THAT(tags, HasSubstr("generator/loss"));
+}
+
+TEST(RunReport, DrawsCurvesForEachName) {
+  mezzo::RunReport report("two");
+  {
+    mezzo::Telemetry telemetry;
+    telemetry.write_to(std::ref(report));
+    for (int step = 1; step <= 4; ++step) record_step_of_two(telemetry, step);
+  }
+  const std::string page = report.html();
+  const std::size_t second = page.find("<h2>discriminator, 2</h2>");
+  ASSERT_NE(second, std::string::npos);
+  const std::string of_generator = page.substr(0, second), of_other = page.substr(second);
+  EXPECT_THAT(of_generator, HasSubstr("<h2>generator</h2>"));
+  EXPECT_THAT(of_generator, HasSubstr("<dt>steps</dt><dd>4</dd>"));
+  EXPECT_THAT(of_generator, HasSubstr("<dt>skipped</dt><dd>0</dd>"));
+  EXPECT_THAT(of_generator, HasSubstr("<dt>last loss</dt><dd>0.5</dd>"));
+  EXPECT_THAT(of_other, HasSubstr("<dt>skipped</dt><dd>1</dd>"));
+  EXPECT_THAT(of_other, HasSubstr("<dt>last loss</dt><dd>0.25</dd>"));
+}
+
+TEST(RunReport, GoesOnWithTheTelemetryFromACheckpoint) {
+  const test_support::Scratch scratch;
+  const std::string csv = scratch.path() / "run.csv";
+  const auto page_of = [&](bool is_interrupted) {
+    torch::manual_seed(0);
+    std::optional<mezzo::Telemetry> telemetry(std::in_place);
+    mezzo::RunReport report("run");
+    telemetry->write_to(std::ref(report));
+    add_overflows(report);
+    for (int step = 1; step <= 6000; ++step) {
+      if (is_interrupted && step == 4500) {
+        const auto file = scratch.path() / "state.pt", steps = scratch.path() / "steps.pt";
+        torch::save(report, file);
+        torch::save(*telemetry, steps);
+        report = mezzo::RunReport("run");
+        telemetry.emplace(7);
+        telemetry->write_to(std::ref(report));
+        torch::load(report, file);
+        torch::load(*telemetry, steps);
+      }
+      record_step_of_two(*telemetry, step);
+    }
+    return std::regex_replace(report.html(), std::regex("<dt>(tokens/s|MiB)</dt><dd>[^<]*</dd>"),
+                              "");
+  };
+  EXPECT_TRUE(page_of(true) == page_of(false));
+  mezzo::RunReport other("other");
+  mezzo::Telemetry telemetry;
+  std::stringstream file;
+  torch::save(torch::ones({2}), file);
+  EXPECT_THAT([&] { torch::load(other, file); },
+              ThrowsMessage<c10::Error>(HasSubstr("not that of a RunReport")));
+  file.seekg(0);
+  EXPECT_THAT([&] { torch::load(telemetry, file); },
+              ThrowsMessage<c10::Error>(HasSubstr("not that of a Telemetry")));
+}
+
+TEST(TelemetryFiles, ACsvFileOfAResumedRunIsAppendedTo) {
+  const test_support::Scratch scratch;
+  const std::string path = scratch.path() / "run.csv";
+  for (int begin : {1, 3}) {
+    mezzo::CsvFile csv(path, {.append = true});
+    csv(sample(begin));
+    csv(sample(begin + 1));
+  }
+  const std::string text = test_support::bytes_of(path);
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 5);
+  EXPECT_EQ(text.rfind("step,wall_time"), 0);
+  mezzo::CsvFile anew(path);
+  EXPECT_EQ(test_support::bytes_of(path).find("1750000001"), std::string::npos);
 }
 
 }  // namespace

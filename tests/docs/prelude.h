@@ -14,6 +14,7 @@
 
 #include <fstream>
 #include <iostream>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -68,7 +69,26 @@ struct Batch {
   torch::Tensor x, y;
 };
 extern std::vector<Batch> batches;
+extern mezzo::Telemetry telemetry;
+extern mezzo::RunReport report;
+extern mezzo::TrainingState state;
+extern mezzo::CheckpointManager checkpoints;
+extern mezzo::StepResult result_g, result_d;
+extern torch::Tensor loss_g, loss_d;
 }  // namespace page_diagnosis
+namespace page_checkpoints {
+struct Loader {
+  std::int64_t position() const;
+  void seek(std::int64_t position);
+};
+extern Loader my_loader;
+extern std::uint32_t seed;
+extern mezzo::TrainingState state;
+extern mezzo::CheckpointManager checkpoints;
+}  // namespace page_checkpoints
+namespace page_optimizers {
+extern Net averaged_model;
+}
 namespace page_doctor {
 extern torch::Tensor batch;
 }

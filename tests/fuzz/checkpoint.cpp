@@ -1,5 +1,6 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -37,6 +38,7 @@ struct Run {
   Run() {
     for (auto& parameter : model->parameters()) parameter.mutable_grad() = at::ones_like(parameter);
     optimizer.step();
+    schedule.step();  // the rates that a file shows are those of its step
     state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
     state.add("scaler", scaler).add("epoch", epoch).add("best", best).add("note", note);
     state.add("order", order).add("kept", kept).with_random_state();

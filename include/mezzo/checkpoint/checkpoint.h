@@ -13,6 +13,8 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/part_of.h>
 
 #include <c10/core/Device.h>
 
@@ -23,15 +25,14 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 namespace detail {
 struct CheckpointAccess;
-class CheckpointPart;
 class CheckpointZip;
-struct NamedPart;
 }  // namespace detail
 
 /// What belongs to a training run, by name. Holds references: the objects must outlive it. Make it
@@ -54,15 +55,29 @@ class TrainingState {
   /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts. The file has to
   ///   be of the same class, over parameters of the same shapes and names in the same order;
   /// - MasterWeights;
-  /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema;
-  /// - an integer, a bool, a float or double, a std::string, a tensor: the position in the data;
-  /// - an at::Generator;
+  /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema, Telemetry,
+  ///   RunReport;
+  /// - an integer, a bool, a float or double, a std::string, a tensor, a std::vector of integers
+  ///   (an epoch's shuffled order, whose length may change): the position in the data;
+  /// - an at::Generator, or an engine of the standard library (std::mt19937);
   /// - a std::vector<at::Tensor>, whose memory is kept and written to.
   /// Other tensors are given other memory by loading, as torch::load does: capture CUDA graphs
   /// after it.
   /// \throws c10::Error for an empty name, and one that was given before
   template <class T>
   TrainingState& add(std::string name, T& object);
+
+  /// Adds what two callables give and take, for an object that is of none of these types:
+  ///
+  ///     state.add("loader", [&] { return loader.position(); },
+  ///               [&](std::int64_t position) { loader.seek(position); });
+  ///
+  /// \param save  called when a state is saved, and before one is loaded, for the case that a later
+  ///   object refuses its part; returns a value of one of the types above that can be copied: a
+  ///   number, string, tensor, vector of integers or engine
+  /// \param load  called with what `save` returned
+  template <class Save, class Load>
+  TrainingState& add(std::string name, Save save, Load load);
 
   /// The same for what differs from rank to rank in a job of several processes, which
   /// DistributedCheckpointManager (distributed/checkpoint_manager.h) saves: the residuals of error
@@ -149,7 +164,8 @@ class CheckpointManager {
   ///   not be loaded again (sparse buffers), and parameters that hold averages (EmaScope)
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
-  /// Loads the newest file that is whole, and says which; none if there are no checkpoints.
+  /// Loads the newest file that is whole, and says which. Returns none if there are no checkpoints,
+  /// and says so once on std::cerr: a folder that was misspelt is no silent fresh start.
   /// A file that is damaged, cannot be opened or is not mezzo's is passed over with a warning that
   /// names it and the reason.
   ///
@@ -163,6 +179,12 @@ class CheckpointManager {
   std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
                                               const LoadOptions& options = {});
 
+  /// Loads the file of this step, of several the one that was saved last.
+  /// \throws c10::Error as `load_newest`, if there is none (naming the steps that there are), and
+  ///   for damage
+  LoadedCheckpoint load(const TrainingState& state, std::int64_t step,
+                        const LoadOptions& options = {});
+
   /// The newest first; damaged ones too.
   std::vector<std::filesystem::path> files() const;
 
@@ -175,6 +197,7 @@ class CheckpointManager {
   void prune(std::int64_t keep);
   void pass_over(const std::filesystem::path& file, const std::string& words);
   void warn(const std::string& text) const;
+  void tell_empty();
 
   friend struct detail::CheckpointAccess;
   friend class DistributedCheckpointManager;
@@ -185,14 +208,56 @@ class CheckpointManager {
   detail::OpenFile lock_;
   bool offers_locks_ = true;
   bool told_hopeless_ = false;                    // that the folder can never be flushed
+  bool told_empty_ = false;                       // that there was nothing to load
   std::vector<std::filesystem::path> unflushed_;  // folders with a new name in them
   std::set<std::filesystem::path> damaged_;
 };
 
-/// The same from one file that you choose. \throws c10::Error as `load_newest`, and for damage
+/// Saves to one file that you choose, as CheckpointManager does: in the place of what was there,
+/// and whole or not at all. Takes no lock: one process at a time.
+/// \throws c10::Error as CheckpointManager::save
+SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const TrainingState& state,
+                                std::int64_t step = 0);
+
+/// Loads one file that you choose. \throws c10::Error as `load_newest`, and for damage
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                  const LoadOptions& options = {});
 
+template <class T>  // moved on, which clang-tidy does not see in a template
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
+TrainingState& TrainingState::add(std::string name, T& object) {
+  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
+}
+
+template <class Save, class Load>
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
+TrainingState& TrainingState::add(std::string name, Save save, Load load) {
+  return add_part(std::move(name), detail::part_of_callables(std::move(save), std::move(load)),
+                  /*is_per_rank=*/false);
+}
+
+template <class T>  // moved on, which clang-tidy does not see in a template
+// NOLINTNEXTLINE(performance-unnecessary-value-param)
+TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
+  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
+}
+
+namespace detail {
+
+/// What tests and classes of mezzo's may do with a state and a manager beside what users may.
+struct CheckpointAccess {
+  static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
+
+  /// With other system calls, for tests of what happens when they fail.
+  static CheckpointManager manager(std::filesystem::path folder, CheckpointManagerOptions options,
+                                   FileCalls calls) {
+    return CheckpointManager(std::move(folder), std::move(options), std::move(calls));
+  }
+};
+
+}  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/checkpoint/detail/checkpoint_impl.h>  // IWYU pragma: export
+#endif

@@ -10,6 +10,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/host_numbers.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -120,6 +121,7 @@ class DivergenceWatch {
   std::int64_t quiet_until_ = 0;  // a step
 };
 
+#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
 namespace detail {
 
 /// The 2-norm of all as one vector.
@@ -139,7 +141,7 @@ inline bool lost_its_loss(const TelemetryRecord& record) {
 
 }  // namespace detail
 
-inline std::string Divergence::message() const {
+MEZZO_INLINE std::string Divergence::message() const {
   const std::string where = rank ? c10::str("rank ", *rank, ", ") : std::string();
   std::string what = c10::str("Training diverges (", where, "step ", record.step, "; ", skips,
                               " skipped in a row; loss scale ", detail::number_text(record.scale));
@@ -147,7 +149,8 @@ inline std::string Divergence::message() const {
   return what + "): " + evidence + "; " + remedy;
 }
 
-inline DivergenceWatch::DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options)
+MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
+                                              DivergenceOptions options)
     : options_(std::move(options)),
       parameters_(name_parameters(model)),
       buffers_(detail::NamedOnce().floating(model.named_buffers())),
@@ -158,7 +161,7 @@ inline DivergenceWatch::DivergenceWatch(const torch::nn::Module& model, Divergen
               options_.skips_in_a_row, "; it should be positive");
 }
 
-inline void DivergenceWatch::note_loss(double loss) {
+MEZZO_INLINE void DivergenceWatch::note_loss(double loss) {
   if (!first_loss_) {
     first_loss_ = loss;
     highest_loss_ = loss_before_rise_ = loss;
@@ -172,9 +175,10 @@ inline void DivergenceWatch::note_loss(double loss) {
   last_loss_ = loss;
 }
 
-inline void DivergenceWatch::operator()(const TelemetryRecord& record) {
+MEZZO_INLINE void DivergenceWatch::operator()(const TelemetryRecord& record) {
   constexpr std::int64_t kRarely = 1000;
   const bool is_lost = detail::lost_its_loss(record);
+  if (before_ && before_->name != record.name) before_.reset();  // another model's
   skips_ = record.skipped ? skips_ + 1 : 0;
   scales_loss_ = scales_loss_ || record.scale != 1;
   if (record.loss && !is_lost) note_loss(*record.loss);
@@ -194,7 +198,7 @@ inline void DivergenceWatch::operator()(const TelemetryRecord& record) {
   before_ = record;
 }
 
-inline void DivergenceWatch::diagnose(Divergence& divergence) const {
+MEZZO_INLINE void DivergenceWatch::diagnose(Divergence& divergence) const {
   const at::NoGradGuard no_grad;
   if (rate_is_high(divergence) || weights_are_bad(divergence) || weight_is_out_of_range(divergence))
     return;
@@ -214,7 +218,7 @@ inline void DivergenceWatch::diagnose(Divergence& divergence) const {
 }
 
 /// The name of the first parameter that holds inf or NaN; empty if there is none.
-inline std::string DivergenceWatch::bad_weight() const {
+MEZZO_INLINE std::string DivergenceWatch::bad_weight() const {
   for (const auto& [name, parameter] : parameters_) {
     if (!parameter.isfinite().all().item<bool>()) return name;
   }
@@ -223,7 +227,7 @@ inline std::string DivergenceWatch::bad_weight() const {
 
 /// Compares with the step before: a step that was applied carries an inf or NaN of its own loss
 /// into the weights, which says nothing about the weights that the loss was computed from.
-inline bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
+MEZZO_INLINE bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
   const std::string bad = bad_weight();
   if (bad.empty()) return false;
   const bool were_bad = detail::nonfinite_bits(first_norm_);
@@ -255,7 +259,7 @@ inline bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
 
 /// Growth of the loss alone may come from the batches, and growth of the weights alone from a small
 /// initialisation. Both together, or weights of a size that no training wants, are the rate's.
-inline bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
+MEZZO_INLINE bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
   constexpr std::int64_t kRise = 3;     // losses in a row, each above all before
   constexpr double kLargeWeights = 10;  // root mean square
   if (detail::nonfinite_bits(first_norm_)) return false;
@@ -284,7 +288,7 @@ inline bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
   return true;
 }
 
-inline bool DivergenceWatch::uses_half() const {
+MEZZO_INLINE bool DivergenceWatch::uses_half() const {
   if (options_.low_precision) return *options_.low_precision == at::kHalf;
   return scales_loss_ || std::any_of(parameters_.begin(), parameters_.end(), [](const auto& named) {
            return named.second.scalar_type() == at::kHalf;
@@ -293,7 +297,7 @@ inline bool DivergenceWatch::uses_half() const {
 
 /// A matrix beyond float16 is inf in each product that autocast lowers. Vectors (norms, biases of
 /// norms) stay in float32.
-inline bool DivergenceWatch::weight_is_out_of_range(Divergence& divergence) const {
+MEZZO_INLINE bool DivergenceWatch::weight_is_out_of_range(Divergence& divergence) const {
   if (!uses_half()) return false;
   for (const auto& [name, parameter] : parameters_) {
     if (parameter.dim() < 2 || parameter.numel() == 0) continue;
@@ -311,7 +315,7 @@ inline bool DivergenceWatch::weight_is_out_of_range(Divergence& divergence) cons
 }
 
 /// Buffers that float16 would make inf. Whether an op reads them in float16 is not known here.
-inline std::string DivergenceWatch::buffers_out_of_range() const {
+MEZZO_INLINE std::string DivergenceWatch::buffers_out_of_range() const {
   std::string found;
   for (const auto& [name, buffer] : buffers_) {
     if (buffer.numel() == 0) continue;
@@ -324,7 +328,7 @@ inline std::string DivergenceWatch::buffers_out_of_range() const {
   return found;
 }
 
-inline void DivergenceWatch::blame_loss(Divergence& divergence) const {
+MEZZO_INLINE void DivergenceWatch::blame_loss(Divergence& divergence) const {
   divergence.cause = DivergenceCause::loss_not_finite;
   divergence.evidence = "the loss is inf or NaN, computed from finite weights";
   if (before_ && before_->loss && !detail::lost_its_loss(*before_)) {
@@ -340,4 +344,5 @@ inline void DivergenceWatch::blame_loss(Divergence& divergence) const {
   divergence.remedy += "an AnomalyTrace around this batch names the op";
 }
 
+#endif
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -30,6 +30,15 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// All parameters of a floating dtype, as `named_parameters` orders them, each once.
 NamedTensors name_parameters(const torch::nn::Module& model);
 
+/// A model with a name of its own among several.
+struct NamedModel {
+  std::string name;
+  std::reference_wrapper<const torch::nn::Module> model;
+};
+
+/// All parameters of a floating dtype of `models`, each once: "generator.0.weight".
+NamedTensors name_parameters(const std::vector<NamedModel>& models);
+
 /// One parameter whose gradient is not finite.
 struct OverflowedParameter {
   std::string name;
@@ -91,7 +100,12 @@ namespace detail {
 class OwnGradients;
 }
 
-/// For `GradScaler::on_skip`. Costs nothing until a step is skipped, and then a find_overflow. Of
+/// For `GradScaler::on_skip`. One report takes all models that a scaler serves, and names their
+/// parameters "generator.0.weight": two reports would write each skip twice.
+///
+///     scaler.on_skip(mezzo::OverflowReport({{"generator", *g}, {"discriminator", *d}}));
+///
+/// Costs nothing until a step is skipped, and then a find_overflow. Of
 /// steps that are skipped at the same scale again and again it tells the first three and then every
 /// 1000th, so that a run that is lost does not fill a disk.
 ///
@@ -110,10 +124,14 @@ class OverflowReport {
  public:
   /// Keeps the parameters, not the model. Those that are registered later are not seen.
   explicit OverflowReport(const torch::nn::Module& model, OverflowReportOptions options = {});
+  explicit OverflowReport(const std::vector<NamedModel>& models,
+                          OverflowReportOptions options = {});
 
   void operator()(const SkippedStep& step);
 
  private:
+  OverflowReport(NamedTensors parameters, OverflowReportOptions options);
+
   NamedTensors parameters_;
   std::shared_ptr<detail::OwnGradients> own_;  // null unless it is asked for
   OverflowReportOptions options_;
@@ -122,4 +140,6 @@ class OverflowReport {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
+#ifndef MEZZO_LEFT_TO_LIBRARY
 #include <mezzo/diagnose/detail/overflow_report_impl.h>  // IWYU pragma: export
+#endif

@@ -25,7 +25,14 @@
 #include <mezzo/diagnose/telemetry_files.h>
 #include <mezzo/diagnose/underflow.h>
 
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/tensor.h>
+#include <c10/util/Exception.h>
+
 #include <algorithm>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <fstream>
@@ -39,7 +46,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Of a long run it keeps some thousand points: each is then the mean loss, the last scale, the
-/// largest norm and the number of skips of as many steps as it takes.
+/// largest norm and the number of skips of as many steps as it takes. Records with a name
+/// (`telemetry.record("generator", result, loss)`) have curves of their own, name by name.
+///
+/// A checkpoint that has the report (`state.add("report", report)`) lets the page of a resumed run
+/// go on where the file was saved; the title is this object's.
 class RunReport {
  public:
   explicit RunReport(std::string title) : title_(std::move(title)) {}
@@ -47,7 +58,7 @@ class RunReport {
   /// One more step: a Telemetry's writer.
   void operator()(const TelemetryRecord& record);
 
-  void add(PrecisionComparison comparison) { comparisons_.push_back(std::move(comparison)); }
+  void add(const PrecisionComparison& comparison);
 
   /// A row of the overflow table, which holds the first 20 and the last 20. An Overflow knows no
   /// step: the row says "about" the one after the last record, and nothing before the first record.
@@ -77,46 +88,69 @@ class RunReport {
     void add(const Point& other);
   };
 
+  /// The records of one name.
+  struct Series {
+    std::string name;
+    std::vector<Point> points = {};
+    std::int64_t steps_a_point = 1;
+    TelemetryRecord last = {};
+
+    void add(const TelemetryRecord& record);
+    void thin();
+    std::string facts_html() const;
+    std::string charts_html() const;
+    std::string html() const;
+  };
+
   static constexpr std::size_t kMostPoints = 4096;
   static constexpr std::size_t kMostOverflows = 40;
 
-  void thin();
-  std::string facts_html() const;
-  std::string charts_html() const;
+  Series& series(const std::string& name);
 
   std::string title_;
-  std::vector<Point> points_;
-  std::int64_t steps_a_point_ = 1;
-  TelemetryRecord last_;
-  std::vector<PrecisionComparison> comparisons_;
+  std::vector<Series> series_;             // in the order of their first records
+  std::optional<std::int64_t> last_step_;  // of the last record, whatever its name
   std::int64_t overflows_ = 0;
   std::vector<std::string> overflow_rows_;  // as HTML, as are these
   std::string anomalies_;
   std::string exponents_;
+  std::string comparisons_;
+
+  template <class Archive>
+  requires std::same_as<Archive, torch::serialize::OutputArchive>
+  friend Archive& operator<<(Archive& archive, const RunReport& report);
+  template <class Archive>
+  requires std::same_as<Archive, torch::serialize::InputArchive>
+  friend Archive& operator>>(Archive& archive, RunReport& report);
 };
 
-inline void RunReport::add(const UnderflowReport& report) {
+#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
+MEZZO_INLINE void RunReport::add(const PrecisionComparison& comparison) {
+  comparisons_ += detail::comparison_html(comparison);
+}
+
+MEZZO_INLINE void RunReport::add(const UnderflowReport& report) {
   exponents_ += detail::exponents_html(report);
 }
 
-inline void RunReport::add(const Overflow& overflow) {
+MEZZO_INLINE void RunReport::add(const Overflow& overflow) {
   ++overflows_;
   if (overflow_rows_.size() == kMostOverflows) {
     overflow_rows_.erase(overflow_rows_.begin() + kMostOverflows / 2);
   }
   std::optional<std::int64_t> step;
-  if (!points_.empty()) step = last_.step + 1;
+  if (last_step_) step = *last_step_ + 1;
   overflow_rows_.push_back(detail::overflow_row_html(overflow, step));
 }
 
-inline void RunReport::add(const AnomalyTrace& trace) {
+MEZZO_INLINE void RunReport::add(const AnomalyTrace& trace) {
   std::ostringstream text;
   text << trace;
   anomalies_ +=
       detail::section_html("Where it began", "<pre>" + detail::html_text(text.str()) + "</pre>");
 }
 
-inline void RunReport::Point::add(const Point& other) {
+MEZZO_INLINE void RunReport::Point::add(const Point& other) {
   last = other.last;
   loss += other.loss;
   losses += other.losses;
@@ -125,7 +159,19 @@ inline void RunReport::Point::add(const Point& other) {
   skips += other.skips;
 }
 
-inline void RunReport::operator()(const TelemetryRecord& record) {
+MEZZO_INLINE RunReport::Series& RunReport::series(const std::string& name) {
+  for (Series& one : series_) {
+    if (one.name == name) return one;
+  }
+  return series_.emplace_back(Series{.name = name});
+}
+
+MEZZO_INLINE void RunReport::operator()(const TelemetryRecord& record) {
+  series(record.name).add(record);
+  last_step_ = record.step;
+}
+
+MEZZO_INLINE void RunReport::Series::add(const TelemetryRecord& record) {
   Point point{.first = record.step,
               .last = record.step,
               .scale = record.scale,
@@ -135,54 +181,54 @@ inline void RunReport::operator()(const TelemetryRecord& record) {
     point.losses = 1;
   }
   if (record.grad_norm && !record.skipped) point.norm = *record.grad_norm;
-  last_ = record;
-  const bool joins = !points_.empty() && record.step - points_.back().first < steps_a_point_ &&
-                     record.step >= points_.back().first;
+  last = record;
+  const bool joins = !points.empty() && record.step - points.back().first < steps_a_point &&
+                     record.step >= points.back().first;
   if (joins) {
-    points_.back().add(point);
+    points.back().add(point);
   } else {
-    points_.push_back(point);
+    points.push_back(point);
   }
-  if (points_.size() > kMostPoints) thin();
+  if (points.size() > kMostPoints) thin();
 }
 
-inline void RunReport::thin() {
-  steps_a_point_ *= 2;
+MEZZO_INLINE void RunReport::Series::thin() {
+  steps_a_point *= 2;
   std::vector<Point> kept;
-  for (const Point& point : points_) {
-    const bool joins = !kept.empty() && point.last - kept.back().first < steps_a_point_;
+  for (const Point& point : points) {
+    const bool joins = !kept.empty() && point.last - kept.back().first < steps_a_point;
     if (joins) {
       kept.back().add(point);
     } else {
       kept.push_back(point);
     }
   }
-  points_ = std::move(kept);
+  points = std::move(kept);
 }
 
-inline std::string RunReport::facts_html() const {
+MEZZO_INLINE std::string RunReport::Series::facts_html() const {
   std::int64_t skips = 0;
-  for (const Point& point : points_) skips += point.skips;
+  for (const Point& point : points) skips += point.skips;
   std::ostringstream html;
-  const auto fact = [&html](const char* name, const std::string& value) {
-    html << "<div><dt>" << name << "</dt><dd>" << value << "</dd></div>";
+  const auto fact = [&html](const char* what, const std::string& value) {
+    html << "<div><dt>" << what << "</dt><dd>" << value << "</dd></div>";
   };
   html << "<dl>";
-  fact("steps", std::to_string(points_.back().last - points_.front().first + 1));
+  fact("steps", std::to_string(points.back().last - points.front().first + 1));
   fact("skipped", std::to_string(skips));
-  if (last_.loss) fact("last loss", detail::digits(*last_.loss, 4));
-  fact("loss scale", detail::digits(last_.scale, 8));
-  if (last_.tokens_per_second) fact("tokens/s", detail::digits(*last_.tokens_per_second, 4));
-  if (last_.memory_bytes) fact("MiB", detail::digits(*last_.memory_bytes / 1048576, 5));
+  if (last.loss) fact("last loss", detail::digits(*last.loss, 4));
+  fact("loss scale", detail::digits(last.scale, 8));
+  if (last.tokens_per_second) fact("tokens/s", detail::digits(*last.tokens_per_second, 4));
+  if (last.memory_bytes) fact("MiB", detail::digits(*last.memory_bytes / 1048576, 5));
   html << "</dl>\n";
   return html.str();
 }
 
-inline std::string RunReport::charts_html() const {
+MEZZO_INLINE std::string RunReport::Series::charts_html() const {
   detail::Chart loss{.title = "loss"};
   detail::Chart scale{.title = "loss scale", .logarithmic = true, .steps = true};
   detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true};
-  for (const Point& point : points_) {
+  for (const Point& point : points) {
     constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
     const auto step = static_cast<double>(point.first);
     const double mean = point.loss / static_cast<double>(point.losses);  // 0 / 0 is a gap
@@ -202,23 +248,129 @@ inline std::string RunReport::charts_html() const {
          detail::chart_html(norm) + "</div>\n";
 }
 
-inline std::string RunReport::html() const {
+MEZZO_INLINE std::string RunReport::Series::html() const {
+  const std::string head = name.empty() ? "" : "<h2>" + detail::html_text(name) + "</h2>\n";
+  return head + facts_html() + charts_html();
+}
+
+MEZZO_INLINE std::string RunReport::html() const {
   const std::string title = detail::html_text(title_);
   std::string page =
       "<!doctype html>\n<html lang=en><meta charset=utf-8>"
       "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
       title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n";
-  if (!points_.empty()) page += facts_html() + charts_html();
+  for (const Series& one : series_) page += one.html();
   if (overflows_ > 0) page += detail::overflows_html(overflow_rows_, overflows_);
-  page += anomalies_ + exponents_;
-  for (const PrecisionComparison& comparison : comparisons_) {
-    page += detail::comparison_html(comparison);
-  }
-  return page;
+  return page + anomalies_ + exponents_ + comparisons_;
 }
 
-inline void RunReport::save(const std::string& path) const {
+MEZZO_INLINE void RunReport::save(const std::string& path) const {
   detail::RecordFile(path, std::ios::trunc).write(html());
+}
+#endif
+
+// The archive of a RunReport:
+//   names, counts, steps_a_point  of each name: the name, how many points, and steps a point
+//   points                        double [sum of counts, 7], the members of Point in their order
+//   last                          double [names, 8]: step, scale, then loss, tokens_per_second and
+//                                 memory_bytes with a 1 before each that is known
+//   overflows, overflow_rows, html, last_step    html: anomalies, exponents, comparisons
+//
+// Templates for the reason that GradScaler's are: the archives' headers take long to compile.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const RunReport& report) {
+  c10::List<std::string> names, rows, html;
+  c10::List<std::int64_t> counts, steps_a_point, last_step;
+  std::vector<double> points, last;
+  for (const RunReport::Series& one : report.series_) {
+    names.push_back(one.name);
+    counts.push_back(static_cast<std::int64_t>(one.points.size()));
+    steps_a_point.push_back(one.steps_a_point);
+    for (const RunReport::Point& point : one.points) {
+      points.insert(points.end(),
+                    {static_cast<double>(point.first), static_cast<double>(point.last), point.loss,
+                     static_cast<double>(point.losses), point.scale, point.norm,
+                     static_cast<double>(point.skips)});
+    }
+    last.insert(last.end(), {static_cast<double>(one.last.step), one.last.scale});
+    for (const auto& number : {one.last.loss, one.last.tokens_per_second, one.last.memory_bytes}) {
+      last.insert(last.end(), {number ? 1.0 : 0.0, number.value_or(0)});
+    }
+  }
+  for (const std::string& row : report.overflow_rows_) rows.push_back(row);
+  for (const std::string* part : {&report.anomalies_, &report.exponents_, &report.comparisons_}) {
+    html.push_back(*part);
+  }
+  if (report.last_step_) last_step.push_back(*report.last_step_);
+  archive.write("names", c10::IValue(names));
+  archive.write("counts", c10::IValue(counts));
+  archive.write("steps_a_point", c10::IValue(steps_a_point));
+  archive.write("points", at::tensor(points, at::kDouble), /*is_buffer=*/true);
+  archive.write("last", at::tensor(last, at::kDouble), /*is_buffer=*/true);
+  archive.write("overflows", c10::IValue(report.overflows_));
+  archive.write("overflow_rows", c10::IValue(rows));
+  archive.write("html", c10::IValue(html));
+  archive.write("last_step", c10::IValue(last_step));
+  return archive;
+}
+
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, RunReport& report) {
+  c10::IValue names, counts, steps_a_point, overflows, rows, html, last_step;
+  at::Tensor points, last;
+  const bool is_read = archive.try_read("names", names) && archive.try_read("counts", counts) &&
+                       archive.try_read("steps_a_point", steps_a_point) &&
+                       archive.try_read("points", points, /*is_buffer=*/true) &&
+                       archive.try_read("last", last, /*is_buffer=*/true) &&
+                       archive.try_read("overflows", overflows) &&
+                       archive.try_read("overflow_rows", rows) && archive.try_read("html", html) &&
+                       archive.try_read("last_step", last_step);
+  TORCH_CHECK(is_read,
+              "This archive is not that of a RunReport: it lacks \"points\" or another part; load "
+              "what torch::save(report, path) wrote");
+  RunReport loaded(report.title_);
+  points = points.to(at::kCPU, at::kDouble).contiguous();
+  last = last.to(at::kCPU, at::kDouble).contiguous();
+  const auto sizes = counts.toIntVector(), widths = steps_a_point.toIntVector();
+  const std::size_t size = names.toListRef().size();
+  std::int64_t all = 0;
+  for (const std::int64_t count : sizes) all += count;
+  TORCH_CHECK(sizes.size() == size && widths.size() == size && points.numel() == all * 7 &&
+                  last.numel() == static_cast<std::int64_t>(size) * 8 &&
+                  html.toListRef().size() == 3,
+              "The archive of a RunReport is damaged: its points are not as many as it says; load "
+              "an earlier file");
+  const double* number = points.const_data_ptr<double>();
+  const double* known = last.const_data_ptr<double>();
+  for (std::size_t i = 0; i < size; ++i) {
+    RunReport::Series& one = loaded.series(names.toListRef()[i].toStringRef());
+    one.steps_a_point = widths[i];
+    for (std::int64_t k = 0; k < sizes[i]; ++k, number += 7) {
+      one.points.push_back({static_cast<std::int64_t>(number[0]),
+                            static_cast<std::int64_t>(number[1]), number[2],
+                            static_cast<std::int64_t>(number[3]), number[4], number[5],
+                            static_cast<std::int64_t>(number[6])});
+    }
+    one.last.step = static_cast<std::int64_t>(known[0]);
+    one.last.scale = known[1];
+    if (known[2] != 0) one.last.loss = known[3];
+    if (known[4] != 0) one.last.tokens_per_second = known[5];
+    if (known[6] != 0) one.last.memory_bytes = known[7];
+    known += 8;
+  }
+  loaded.overflows_ = overflows.toInt();
+  for (const c10::IValue& row : rows.toListRef()) {
+    loaded.overflow_rows_.push_back(row.toStringRef());
+  }
+  loaded.anomalies_ = html.toListRef()[0].toStringRef();
+  loaded.exponents_ = html.toListRef()[1].toStringRef();
+  loaded.comparisons_ = html.toListRef()[2].toStringRef();
+  const auto step = last_step.toIntVector();
+  if (!step.empty()) loaded.last_step_ = step.front();
+  report = std::move(loaded);
+  return archive;
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -19,7 +19,9 @@
 #include <mezzo/diagnose/detail/clip_watch.h>
 #include <mezzo/optim/step_result.h>
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/InferenceMode.h>
@@ -33,6 +35,7 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -40,9 +43,16 @@
 #include <exception>
 #include <functional>
 #include <limits>
+#include <map>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
+
+namespace torch::serialize {
+class InputArchive;
+class OutputArchive;
+}  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -96,8 +106,9 @@ class LateNumber {
 
 /// What is known of one step, once it is. What nobody told or measured is unset.
 struct TelemetryRecord {
-  std::int64_t step = 0;
-  double wall_time = 0;  ///< when `record` was called, in seconds since 1970
+  std::string name = {};  ///< of several optimizers' steps, as it was given to `record`
+  std::int64_t step = 0;  ///< of this name
+  double wall_time = 0;   ///< when `record` was called, in seconds since 1970
   std::optional<double> loss = std::nullopt;
   double scale = 1;      ///< the loss scale that the gradients carried
   bool skipped = false;  ///< whether an inf or NaN in a gradient skipped the step
@@ -141,8 +152,17 @@ struct TelemetryStep {
 /// they still carried the loss scale, to a bound that is thousands of times too tight: when their
 /// norm, or their largest magnitude, is a round number eight times in a row while the gradients
 /// change, one warning (TORCH_WARN) says so. It is known from steps that have a
-/// `StepResult::grad_norm` (with an optimizer of mezzo's, or a `max_norm`). Record several
-/// optimizers with one Telemetry each.
+/// `StepResult::grad_norm` (with an optimizer of mezzo's, or a `max_norm`).
+///
+/// Several optimizers are recorded under a name each. Steps are numbered, timed and checked for
+/// each name by itself, and a RunReport draws its curves for each:
+///
+///     telemetry.record("generator", generator_result, generator_loss);
+///     telemetry.record("discriminator", discriminator_result, discriminator_loss);
+///
+/// A checkpoint that has the Telemetry (`state.add("telemetry", telemetry)`) lets a resumed run
+/// number its steps from where the file was saved. Call `flush` before saving, so that what the
+/// state has of the writers (a RunReport) holds all steps; loading flushes.
 ///
 /// One thread at a time. Writers are called from `record`, `flush` and the destructor.
 class Telemetry {
@@ -160,12 +180,23 @@ class Telemetry {
 
   /// `writer` gets all records that are not handed over yet. A file (telemetry_files.h), a
   /// DivergenceWatch, a `std::ref` to a RunReport (run_report.h), or any callable.
-  void write_to(Writer writer) { writers_.push_back(std::move(writer)); }
+  void write_to(Writer writer) { writers_.push_back({std::nullopt, std::move(writer)}); }
+
+  /// `writer` gets the records of one name: a DivergenceWatch of the model that bears it.
+  void write_to(std::string name, Writer writer) {
+    writers_.push_back({std::move(name), std::move(writer)});
+  }
 
   /// Notes a step. `loss` has one element, is not scaled, and is only read; undefined: no loss.
   /// \throws c10::Error for a loss of several elements; what a step's result throws, whose record
   ///   is then lost; and what the first writer throws that does, once all have had the record
-  void record(const StepResult& result, const at::Tensor& loss, const TelemetryStep& step = {});
+  void record(const StepResult& result, const at::Tensor& loss, const TelemetryStep& step = {}) {
+    record({}, result, loss, step);
+  }
+
+  /// Notes a step of the optimizer or model of this name. \throws as above
+  void record(const std::string& name, const StepResult& result, const at::Tensor& loss,
+              const TelemetryStep& step = {});
 
   /// Waits for the device, and hands over all that was recorded.
   void flush() { deliver(/*waits=*/true); }
@@ -181,19 +212,41 @@ class Telemetry {
     double max_norm;
   };
 
+  /// What is counted for each name by itself.
+  struct Source {
+    std::int64_t next_step;
+    std::optional<std::chrono::steady_clock::time_point> last_call = std::nullopt;
+    detail::ClipWatch clip_watch = {};
+  };
+
+  struct Reader {
+    std::optional<std::string> name;  // whose records it gets; all without one
+    Writer writer;
+  };
+
   void deliver(bool waits);
   void drop_first();
   TelemetryRecord finished(Pending& pending);
+  Source& source(const std::string& name) {
+    return sources_.try_emplace(name, Source{.next_step = first_step_}).first->second;
+  }
 
-  std::int64_t next_step_;
+  std::int64_t first_step_;
   std::size_t most_pending_;
   std::int64_t dropped_ = 0;
-  std::optional<std::chrono::steady_clock::time_point> last_call_;
+  std::map<std::string, Source> sources_;
   std::deque<Pending> pending_;
-  std::vector<Writer> writers_;
-  detail::ClipWatch clip_watch_;
+  std::vector<Reader> writers_;
+
+  template <class Archive>
+  requires std::same_as<Archive, torch::serialize::OutputArchive>
+  friend Archive& operator<<(Archive& archive, const Telemetry& telemetry);
+  template <class Archive>
+  requires std::same_as<Archive, torch::serialize::InputArchive>
+  friend Archive& operator>>(Archive& archive, Telemetry& telemetry);
 };
 
+#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
 namespace detail {
 
 inline std::optional<double> memory_in_use(const at::Tensor& loss) {
@@ -216,12 +269,12 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
 
 }  // namespace detail
 
-inline Telemetry::Telemetry(std::int64_t first_step, std::size_t most_pending)
-    : next_step_(first_step), most_pending_(most_pending) {
+MEZZO_INLINE Telemetry::Telemetry(std::int64_t first_step, std::size_t most_pending)
+    : first_step_(first_step), most_pending_(most_pending) {
   TORCH_CHECK(most_pending > 0, "Telemetry: most_pending is 0; it should be positive");
 }
 
-inline Telemetry::~Telemetry() {
+MEZZO_INLINE Telemetry::~Telemetry() {
   try {
     flush();
   } catch (const std::exception& error) {
@@ -229,21 +282,23 @@ inline Telemetry::~Telemetry() {
   }
 }
 
-inline void Telemetry::record(const StepResult& result, const at::Tensor& loss,
-                              const TelemetryStep& step) {
+MEZZO_INLINE void Telemetry::record(const std::string& name, const StepResult& result,
+                                    const at::Tensor& loss, const TelemetryStep& step) {
   const auto now = std::chrono::steady_clock::now();
+  Source& own = source(name);
   TelemetryRecord record;
+  record.name = name;
   record.wall_time =
       std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
   record.underflow = step.underflow;
   record.memory_bytes = detail::memory_in_use(loss);
-  if (step.tokens > 0 && last_call_.has_value()) {
-    const std::chrono::duration<double> passed = now - *last_call_;
+  if (step.tokens > 0 && own.last_call.has_value()) {
+    const std::chrono::duration<double> passed = now - *own.last_call;
     record.tokens_per_second = static_cast<double>(step.tokens) / passed.count();
   }
-  last_call_ = now;
+  own.last_call = now;
   detail::LateNumber late_loss(loss);
-  record.step = next_step_++;
+  record.step = own.next_step++;
   pending_.push_back({record, result, std::move(late_loss), step.max_norm});
   deliver(/*waits=*/false);
   if (pending_.size() <= most_pending_) return;
@@ -251,7 +306,7 @@ inline void Telemetry::record(const StepResult& result, const at::Tensor& loss,
   deliver(/*waits=*/false);
 }
 
-inline void Telemetry::drop_first() {
+MEZZO_INLINE void Telemetry::drop_first() {
   constexpr std::int64_t kRarely = 1000;
   if (dropped_++ % kRarely == 0) {
     TORCH_WARN("Telemetry: step ", pending_.front().record.step, " is dropped, ", dropped_,
@@ -261,16 +316,17 @@ inline void Telemetry::drop_first() {
   pending_.pop_front();
 }
 
-inline void Telemetry::deliver(bool waits) {
+MEZZO_INLINE void Telemetry::deliver(bool waits) {
   while (!pending_.empty()) {
     if (!waits && !(pending_.front().result.ready() && pending_.front().loss.ready())) return;
     Pending first = std::move(pending_.front());
     pending_.pop_front();  // also where its result, or a writer, throws: the next are not held up
     const TelemetryRecord record = finished(first);
     std::exception_ptr error;
-    for (const Writer& writer : writers_) {
+    for (const Reader& reader : writers_) {
+      if (reader.name && *reader.name != record.name) continue;
       try {
-        writer(record);
+        reader.writer(record);
       } catch (...) {
         if (error == nullptr) error = std::current_exception();
       }
@@ -279,7 +335,7 @@ inline void Telemetry::deliver(bool waits) {
   }
 }
 
-inline TelemetryRecord Telemetry::finished(Pending& pending) {
+MEZZO_INLINE TelemetryRecord Telemetry::finished(Pending& pending) {
   TelemetryRecord record = pending.record;
   record.loss = pending.loss.value();
   record.scale = pending.result.scale();
@@ -287,12 +343,49 @@ inline TelemetryRecord Telemetry::finished(Pending& pending) {
   record.grad_norm = pending.result.grad_norm();
   const std::optional<double> max_abs = pending.result.grad_max_abs();
   if (!pending.result.was_unscaled() && record.grad_norm && max_abs) {
-    clip_watch_.see(record.scale, *record.grad_norm, *max_abs);
+    source(record.name).clip_watch.see(record.scale, *record.grad_norm, *max_abs);
   }
   if (record.grad_norm && !record.skipped && !detail::is_positive_infinity(pending.max_norm)) {
     record.clip_ratio = std::min(1.0, pending.max_norm / (*record.grad_norm + 1e-6));
   }
   return record;
+}
+#endif
+
+// Templates for the reason that GradScaler's are: the archives' headers take long to compile.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+    Archive& archive, const Telemetry& telemetry) {
+  c10::List<std::string> names;
+  c10::List<std::int64_t> next_steps;
+  for (const auto& [name, source] : telemetry.sources_) {
+    names.push_back(name);
+    next_steps.push_back(source.next_step);
+  }
+  archive.write("names", c10::IValue(names));
+  archive.write("next_steps", c10::IValue(next_steps));
+  archive.write("dropped", c10::IValue(telemetry.dropped_));
+  return archive;
+}
+
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, Telemetry& telemetry) {
+  c10::IValue names, next_steps, dropped;
+  const bool is_read =
+      archive.try_read("names", names) && archive.try_read("next_steps", next_steps) &&
+      archive.try_read("dropped", dropped) && names.isList() && next_steps.isIntList() &&
+      dropped.isInt() && names.toListRef().size() == next_steps.toIntVector().size();
+  TORCH_CHECK(is_read,
+              "This archive is not that of a Telemetry: it lacks \"names\", \"next_steps\" or "
+              "\"dropped\"; load what torch::save(telemetry, path) wrote");
+  telemetry.flush();  // steps of before
+  telemetry.sources_.clear();
+  for (std::size_t i = 0; i < names.toListRef().size(); ++i) {
+    telemetry.source(names.toListRef()[i].toStringRef()).next_step = next_steps.toIntVector()[i];
+  }
+  telemetry.dropped_ = dropped.toInt();
+  return archive;
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -36,6 +36,12 @@ class RecordFile {
     TORCH_CHECK(file_->is_open(), path_, ": cannot be written; does its folder exist?");
   }
 
+  /// Whether nothing stands in it; of a file that is appended to.
+  bool is_empty() {
+    file_->seekp(0, std::ios::end);
+    return file_->tellp() == std::streampos(0);
+  }
+
   void write(const std::string& text) {
     file_->write(text.data(), static_cast<std::streamsize>(text.size()));
     file_->flush();
@@ -46,6 +52,14 @@ class RecordFile {
   std::string path_;
   std::shared_ptr<std::ofstream> file_;
 };
+
+/// `text` as a field of a CSV file: in quotes where a comma, a quote or an end of line needs them.
+inline std::string csv_text(const std::string& text) {
+  if (text.find_first_of(",\"\r\n") == std::string::npos) return text;
+  std::string quoted = "\"";
+  for (const char c : text) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
+  return quoted + "\"";
+}
 
 // The few bytes of protocol buffers and TFRecord framing that a TensorBoard event file of scalars
 // is made of (tensorflow/core/util/event.proto, framework/summary.proto, lib/io/record_writer.cc).
@@ -115,14 +129,23 @@ class EventSummary {
 
 }  // namespace detail
 
+struct CsvFileOptions {
+  /// Keeps what is in the file and writes behind it, as a resumed run needs. Steps that ran after
+  /// the checkpoint then stand there twice.
+  bool append = false;
+};
+
 /// A line a step under a line of names; a field is empty where there is no number. "nan", "inf" and
-/// "-inf" are written so. What was in the file goes.
+/// "-inf" are written so. The last column is the record's name. What was in the file goes, unless
+/// the options say `append`.
 class CsvFile {
  public:
-  explicit CsvFile(const std::string& path) : file_(path, std::ios::trunc) {
+  explicit CsvFile(const std::string& path, CsvFileOptions options = {})
+      : file_(path, options.append ? std::ios::app : std::ios::trunc) {
+    if (options.append && !file_.is_empty()) return;
     std::string line = "step,wall_time";
     for (const auto& [name, value] : TelemetryRecord().numbers()) line += std::string(",") + name;
-    file_.write(line + "\n");
+    file_.write(line + ",name\n");
   }
 
   void operator()(const TelemetryRecord& record) {
@@ -131,23 +154,25 @@ class CsvFile {
       line += ",";
       if (value) line += detail::number_text(*value);
     }
-    file_.write(line + "\n");
+    file_.write(line + "," + detail::csv_text(record.name) + "\n");
   }
 
  private:
   detail::RecordFile file_;
 };
 
-/// An object a line, appended to what is in the file. A key is missing where there is no number.
-/// JSON has no NaN and no infinity: they are the strings "nan", "inf" and "-inf", which Python's
-/// `float` reads.
+/// An object a line, appended to what is in the file. A key is missing where there is no number,
+/// and "name" where the record has none. JSON has no NaN and no infinity: they are the strings
+/// "nan", "inf" and "-inf", which Python's `float` reads.
 class JsonLinesFile {
  public:
   explicit JsonLinesFile(const std::string& path) : file_(path, std::ios::app) {}
 
   void operator()(const TelemetryRecord& record) {
-    std::string line = "{\"step\":" + std::to_string(record.step) +
-                       ",\"wall_time\":" + detail::number_text(record.wall_time);
+    std::string line = "{";
+    if (!record.name.empty()) line += "\"name\":" + detail::json_text(record.name) + ",";
+    line += "\"step\":" + std::to_string(record.step) +
+            ",\"wall_time\":" + detail::number_text(record.wall_time);
     for (const auto& [name, value] : record.numbers()) {
       if (value) line += std::string(",\"") + name + "\":" + detail::json_number(*value);
     }
@@ -159,7 +184,8 @@ class JsonLinesFile {
 };
 
 /// A TensorBoard event file in `folder`, which is made where it is missing: `tensorboard --logdir
-/// folder` shows a curve for each number that there is. In float, as TensorBoard's scalars are.
+/// folder` shows a curve for each number that there is: "loss", or "generator/loss" of a record
+/// with a name. In float, as TensorBoard's scalars are.
 class TensorBoardFile {
  public:
   explicit TensorBoardFile(const std::string& folder)
@@ -169,8 +195,9 @@ class TensorBoardFile {
 
   void operator()(const TelemetryRecord& record) {
     detail::EventSummary summary;
+    const std::string source = record.name.empty() ? std::string() : record.name + "/";
     for (const auto& [name, value] : record.numbers()) {
-      if (value) summary.add(name, static_cast<float>(*value));
+      if (value) summary.add(source + name, static_cast<float>(*value));
     }
     file_.write(summary.record(record.wall_time, record.step));
   }

@@ -10,9 +10,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <vector>
+
+namespace torch::nn {
+class Module;
+}  // namespace torch::nn
 
 namespace torch::serialize {
 class InputArchive;
@@ -31,6 +36,9 @@ struct EmaOptions {
   ///     mezzo::Ema ema(model->parameters(),
   ///                    {.masters = [&] { return mezzo::master_params(optimizer); }});
   std::function<std::vector<at::Tensor>()> masters = nullptr;
+  /// Of an Ema of a model: averages its buffers of a floating dtype too, as torch's
+  /// AveragedModel(use_buffers=True) does. Otherwise they stay as training leaves them.
+  bool buffers = false;
 };
 
 /// Keeps an exponential moving average of each parameter, beside any optimizer.
@@ -51,14 +59,20 @@ struct EmaOptions {
 /// AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) after an update_parameters(model)
 /// at construction. Memory: 4 bytes an element (8 of double).
 ///
+/// Made from the model (`mezzo::Ema ema(*model)`), it knows the buffers as well: averages those of
+/// a floating dtype if the options say so, and writes a whole model with `copy_to`.
+///
 /// Holds the parameters, as an optimizer does: they may be written and given other memory. For
-/// parameters that join later make another Ema. Buffers are not averaged. Moved, and not copied,
+/// parameters that join later make another Ema. Moved, and not copied,
 /// for a copy would share the averages. One thread at a time.
 class Ema {
  public:
   /// \throws c10::Error unless decay is in [0, 1), parameters are dense and of floating point, and
   ///   masters, where given, are as many, and of the same shapes
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
+  /// An Ema of the parameters of `model`, and of its buffers if `options.buffers`. The masters of
+  /// the options, where given, are those of the parameters. \throws c10::Error as above
+  explicit Ema(const torch::nn::Module& model, EmaOptions options = {});
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
   Ema(Ema&&) = default;
@@ -75,9 +89,18 @@ class Ema {
   /// a captured CUDA graph (update once before the capture). \throws c10::Error as `update()`
   void update(const StepResult& result);
 
+  /// Writes the averages to a model that is built as the averaged one is: its parameters, and its
+  /// buffers, of which those that are not averaged are copied from the training model. For an
+  /// evaluation model beside training, or a file: `ema.copy_to(*copy); torch::save(copy, path);`.
+  /// \throws c10::Error, and changes nothing, where its parameters or buffers are not as many or
+  ///   have other shapes, and where this Ema was made from parameters and the model has buffers
+  void copy_to(const torch::nn::Module& model) const;
+
   /// Returns how many updates there were. Waits for the device if that decides on steps.
   std::int64_t updates() const;
   double decay() const noexcept { return options_.decay; }
+  /// Returns what is averaged: the parameters and, with `buffers`, the floating buffers behind
+  /// them.
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
   /// Returns the averages, in the order of the parameters.
   const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
@@ -92,7 +115,9 @@ class Ema {
   std::vector<at::Tensor> parameters_;
   EmaOptions options_;
   std::vector<at::Tensor> averages_;
-  std::int64_t updates_on_host_ = 0;  // see StepCount
+  std::size_t averaged_buffers_ = 0;        // the last of parameters_
+  std::vector<at::Tensor> copied_buffers_;  // the model's others
+  std::int64_t updates_on_host_ = 0;        // see StepCount
   at::Tensor updates_on_device_;
 
   template <class Archive>

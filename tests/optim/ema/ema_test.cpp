@@ -386,4 +386,83 @@ TEST(EmaScope, IsWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
   EXPECT_EQ(output(), 8);
 }
 
+/// Weights, two floating buffers and a count.
+torch::nn::Sequential normed_model() {
+  return torch::nn::Sequential(torch::nn::Linear(2, 3), torch::nn::BatchNorm1d(3));
+}
+
+void train_batch(torch::nn::Sequential& model) {
+  torch::optim::SGD optimizer(model->parameters(), 0.5);
+  model->forward(torch::randn({8, 2})).square().sum().backward();
+  optimizer.step();
+  model->zero_grad();
+}
+
+TEST(Ema, OfAModelAveragesItsBuffersIfAskedTo) {
+  torch::manual_seed(2);
+  torch::nn::Sequential model = normed_model();
+  const torch::Tensor mean = model->named_buffers()["1.running_mean"];
+  Ema without(*model, {.decay = 0.5});
+  Ema with(*model, {.decay = 0.5, .buffers = true});
+  EXPECT_EQ(without.averages().size(), 4);
+  EXPECT_EQ(with.averages().size(), 6) << "the count of batches is no number to average";
+  train_batch(model);
+  without.update();
+  with.update();
+  const torch::Tensor trained = mean.clone();
+  {
+    const EmaScope scope(with);
+    EXPECT_TRUE(torch::allclose(mean, trained / 2));
+  }
+  EXPECT_TRUE(torch::equal(mean, trained));
+  const EmaScope scope(without);
+  EXPECT_TRUE(torch::equal(mean, trained)) << "as training left it";
+}
+
+TEST(Ema, CopiesToAModelOfItsOwnWithAllBuffers) {
+  torch::manual_seed(3);
+  for (const bool buffers : {false, true}) {
+    torch::nn::Sequential model = normed_model(), other = normed_model();
+    Ema ema(*model, {.decay = 0.5, .buffers = buffers});
+    for (int step = 0; step < 3; ++step) {
+      train_batch(model);
+      ema.update();
+    }
+    ema.copy_to(*other);
+    model->eval(), other->eval();
+    const torch::Tensor input = torch::randn({4, 2});
+    const EmaScope scope(ema);
+    EXPECT_TRUE(torch::equal(other->forward(input), model->forward(input)));
+    EXPECT_EQ(other->named_buffers()["1.num_batches_tracked"].item<int64_t>(), 3);
+  }
+}
+
+TEST(Ema, CopiesToNoModelThatIsBuiltOtherwise) {
+  torch::nn::Sequential model = normed_model();
+  Ema ema(*model), of_parameters(model->parameters());
+  const auto error = [](const Ema& one, const torch::nn::Module& to) {
+    return error_of([&] { one.copy_to(to); });
+  };
+  EXPECT_THAT(error(ema, *torch::nn::Linear(2, 3)), HasSubstr("has 2 parameters, and this Ema"));
+  EXPECT_THAT(error(of_parameters, *model), HasSubstr("make the Ema from the model, Ema(*model)"));
+  torch::nn::Sequential wider(torch::nn::Linear(2, 4), torch::nn::BatchNorm1d(4));
+  const torch::Tensor before = wider->parameters()[1].detach().clone();
+  EXPECT_THAT(error(ema, *wider), HasSubstr("parameter 0 is"));
+  EXPECT_TRUE(torch::equal(wider->parameters()[1], before));
+  EXPECT_THAT(error_of([&] { Ema(model->parameters(), {.buffers = true}); }),
+              HasSubstr("make it with Ema(*model, options)"));
+}
+
+TEST(Ema, OfAModelTakesTheMastersOfItsParameters) {
+  torch::nn::Sequential model = normed_model();
+  std::vector<torch::Tensor> masters;
+  for (const torch::Tensor& parameter : model->parameters()) {
+    masters.push_back(torch::full_like(parameter, 7).detach());
+  }
+  Ema ema(*model, {.decay = 0.5, .masters = given(masters), .buffers = true});
+  ema.update();
+  EXPECT_EQ(ema.averages()[0][0][0].item<float>(), 7);
+  EXPECT_EQ(ema.averages()[5][0].item<float>(), 1) << "running_var";
+}
+
 }  // namespace

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
@@ -13,96 +12,26 @@
 
 #include <c10/util/Exception.h>
 
-#include <concepts>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <iostream>
 #include <memory>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
-
-template <class T>
-std::shared_ptr<const CheckpointPart> part_of(T& object) {
-  static_assert(!std::is_const_v<T>,
-                "mezzo::TrainingState::add: the object is const, and loading a checkpoint changes "
-                "it; add one that is not const");
-  if constexpr (IsModule<T> || HoldsModule<T> || IsScript<T>) {
-    return std::make_shared<ModulePart<T>>(object);
-  } else if constexpr (IsOptimizer<T>) {
-    return std::make_shared<OptimizerPart>(object);
-  } else if constexpr (std::same_as<T, std::string>) {
-    return std::make_shared<StringPart>(object);
-  } else if constexpr (std::integral<T>) {
-    return std::make_shared<IntegerPart<T>>(object);
-  } else if constexpr (std::floating_point<T>) {
-    return std::make_shared<RealPart<T>>(object);
-  } else if constexpr (std::derived_from<T, at::Tensor>) {
-    return std::make_shared<TensorPart>(object);
-  } else if constexpr (std::same_as<T, std::vector<at::Tensor>>) {
-    return std::make_shared<TensorsPart>(object);
-  } else if constexpr (std::same_as<T, at::Generator>) {
-    return std::make_shared<GeneratorPart>(object);
-  } else {
-    static_assert(
-        GoesThroughArchives<T>,
-        "mezzo::TrainingState::add: torch::save and torch::load cannot take this type; add "
-        "modules, "
-        "optimizers, tensors, numbers, strings and generators, or give the type operator<< "
-        "and operator>> for torch::serialize archives, and include its header and "
-        "<torch/serialize/archive.h>");
-    return std::make_shared<ObjectPart<T>>(object);
-  }
-}
-
-/// What tests and classes of mezzo's may do with a state and a manager beside what users may.
-struct CheckpointAccess {
-  static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
-
-  /// With other system calls, for tests of what happens when they fail.
-  static CheckpointManager manager(std::filesystem::path folder, CheckpointManagerOptions options,
-                                   FileCalls calls) {
-    return CheckpointManager(std::move(folder), std::move(options), std::move(calls));
-  }
-};
-
-/// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
-inline DecodedParts decode_file(const FileCalls& calls, const std::filesystem::path& file,
-                                const TrainingState& state, const LoadOptions& options,
-                                std::int64_t& step, RankOf who = {}) {
-  const CheckpointReader reader(calls, file);
-  step = reader.index().step;
-  return decode_parts(reader, CheckpointAccess::parts(state), options.subset, options.device, who);
-}
-
-}  // namespace detail
-
-template <class T>  // moved on, which clang-tidy does not see in a template
-// NOLINTNEXTLINE(performance-unnecessary-value-param)
-TrainingState& TrainingState::add(std::string name, T& object) {
-  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
-}
-
-template <class T>  // moved on, which clang-tidy does not see in a template
-// NOLINTNEXTLINE(performance-unnecessary-value-param)
-TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
-  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
-}
-
-inline TrainingState& TrainingState::with_random_state() {
-  return add_part("random_state", std::make_shared<detail::RandomStatesPart>(),
+MEZZO_INLINE TrainingState& TrainingState::with_random_state() {
+  return add_part("random_state", detail::random_states_part(),
                   /*is_per_rank=*/true);
 }
 
-inline TrainingState& TrainingState::add_part(std::string name,
-                                              std::shared_ptr<const detail::CheckpointPart> part,
-                                              bool is_per_rank) {
+MEZZO_INLINE TrainingState& TrainingState::add_part(
+    std::string name, std::shared_ptr<const detail::CheckpointPart> part, bool is_per_rank) {
   TORCH_CHECK(!name.empty(), "TrainingState::add: name is empty; give each object one of its own");
   for (const detail::NamedPart& other : parts_) {
     TORCH_CHECK(other.name != name, "TrainingState::add: the name \"", name,
@@ -112,13 +41,13 @@ inline TrainingState& TrainingState::add_part(std::string name,
   return *this;
 }
 
-inline CheckpointManager::CheckpointManager(std::filesystem::path folder,
-                                            CheckpointManagerOptions options)
+MEZZO_INLINE CheckpointManager::CheckpointManager(std::filesystem::path folder,
+                                                  CheckpointManagerOptions options)
     : CheckpointManager(std::move(folder), std::move(options), detail::FileCalls()) {}
 
-inline CheckpointManager::CheckpointManager(std::filesystem::path folder,
-                                            CheckpointManagerOptions options,
-                                            detail::FileCalls calls)
+MEZZO_INLINE CheckpointManager::CheckpointManager(std::filesystem::path folder,
+                                                  CheckpointManagerOptions options,
+                                                  detail::FileCalls calls)
     : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
       options_(std::move(options)),
       calls_(std::move(calls)) {
@@ -126,7 +55,7 @@ inline CheckpointManager::CheckpointManager(std::filesystem::path folder,
               "; it should be at least 1, and 2 to have one to fall back to");
 }
 
-inline void CheckpointManager::warn(const std::string& text) const {
+MEZZO_INLINE void CheckpointManager::warn(const std::string& text) const {
   if (options_.on_warning) {
     options_.on_warning(text);
   } else {
@@ -134,7 +63,7 @@ inline void CheckpointManager::warn(const std::string& text) const {
   }
 }
 
-inline void CheckpointManager::hold_lock() {
+MEZZO_INLINE void CheckpointManager::hold_lock() {
   if (lock_.is_open() || !offers_locks_) return;
   detail::OpenFile file;
   const detail::FolderLock lock = detail::lock_folder(calls_, folder_, file);
@@ -152,30 +81,40 @@ inline void CheckpointManager::hold_lock() {
   }
 }
 
-inline SavedCheckpoint CheckpointManager::save(const TrainingState& state, std::int64_t step) {
-  const auto& parts = detail::CheckpointAccess::parts(state);
-  TORCH_CHECK(!parts.empty(),
-              "CheckpointManager::save: the state is empty; add what training goes on from, as in "
+namespace detail {
+
+inline void check_can_be_saved(const char* caller, const TrainingState& state) {
+  TORCH_CHECK(!CheckpointAccess::parts(state).empty(), caller,
+              ": the state is empty; add what training goes on from, as in "
               "state.add(\"model\", model)");
-  return write(step, [&parts](detail::CheckpointZip& zip) {
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      const auto& [name, part, is_per_rank] = parts[i];
-      try {
-        zip.add({.name = name,
-                 .kind = part->kind(),
-                 .layout = part->layout(),
-                 .identity = part->identity(parts)},
-                detail::pickled(part->save(), detail::key_prefix(i, /*rank=*/0)));
-      } catch (...) {
-        TORCH_CHECK(false, "\"", name,
-                    "\" cannot be saved: ", detail::message_of_current_exception());
-      }
+}
+
+inline void add_parts(const TrainingState& state, CheckpointZip& zip) {
+  const auto& parts = CheckpointAccess::parts(state);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const auto& [name, part, is_per_rank] = parts[i];
+    try {
+      zip.add({.name = name,
+               .kind = part->kind(),
+               .layout = part->layout(),
+               .identity = part->identity(parts)},
+              pickled(part->save(), key_prefix(i, /*rank=*/0)));
+    } catch (...) {
+      TORCH_CHECK(false, "\"", name, "\" cannot be saved: ", message_of_current_exception());
     }
-  });
+  }
+}
+
+}  // namespace detail
+
+MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
+                                                     std::int64_t step) {
+  detail::check_can_be_saved("CheckpointManager::save", state);
+  return write(step, [&state](detail::CheckpointZip& zip) { detail::add_parts(state, zip); });
 }
 
 /// `add` adds the objects.
-inline SavedCheckpoint CheckpointManager::write(
+MEZZO_INLINE SavedCheckpoint CheckpointManager::write(
     std::int64_t step, const std::function<void(detail::CheckpointZip&)>& add) {
   TORCH_CHECK(step >= 0, "CheckpointManager::save: step is ", step, "; it should be at least 0");
   for (auto& parent : detail::make_folder(folder_)) unflushed_.push_back(std::move(parent));
@@ -197,7 +136,7 @@ inline SavedCheckpoint CheckpointManager::write(
 }
 
 /// Old files go where the new one is durable, or no file ever will be: one more stays then.
-inline void CheckpointManager::finish(SavedCheckpoint& saved, int flush_error) {
+MEZZO_INLINE void CheckpointManager::finish(SavedCheckpoint& saved, int flush_error) {
   saved.durable = flush_error == 0;
   const bool is_hopeless = detail::is_never_flushed(flush_error);
   if (!saved.durable && !(is_hopeless && told_hopeless_)) {
@@ -212,7 +151,7 @@ inline void CheckpointManager::finish(SavedCheckpoint& saved, int flush_error) {
 }
 
 /// Removes what is older than the `keep` newest that may be whole.
-inline void CheckpointManager::prune(std::int64_t keep) {
+MEZZO_INLINE void CheckpointManager::prune(std::int64_t keep) {
   std::int64_t kept = 0;
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
     if (kept < keep) {
@@ -223,15 +162,16 @@ inline void CheckpointManager::prune(std::int64_t keep) {
   }
 }
 
-inline void CheckpointManager::pass_over(const std::filesystem::path& file,
-                                         const std::string& words) {
+MEZZO_INLINE void CheckpointManager::pass_over(const std::filesystem::path& file,
+                                               const std::string& words) {
   damaged_.insert(file);
   warn(file.string() + " " + words + "; the checkpoint before it is tried");
 }
 
-inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const TrainingState& state,
-                                                                      const LoadOptions& options) {
-  TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
+MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
+    const TrainingState& state, const LoadOptions& options) {
+  const auto& parts = detail::CheckpointAccess::parts(state);
+  TORCH_CHECK(!parts.empty(),
               "CheckpointManager::load_newest: the state is empty; add what was saved, as in "
               "state.add(\"model\", model)");
   std::string damages;
@@ -239,7 +179,8 @@ inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const Trai
     LoadedCheckpoint loaded{name.path, 0};
     detail::DecodedParts decoded;
     try {
-      decoded = detail::decode_file(calls_, name.path, state, options, loaded.step);
+      decoded = detail::decode_file(calls_, name.path, parts, options.subset, options.device,
+                                    loaded.step);
     } catch (const detail::UnusableCheckpoint& failure) {
       if (!detail::is_there(name.path)) return load_newest(state, options);  // as below
       pass_over(name.path, failure.words());
@@ -255,24 +196,71 @@ inline std::optional<LoadedCheckpoint> CheckpointManager::load_newest(const Trai
   }
   TORCH_CHECK(damages.empty(), folder_.string(), " has no checkpoint that is whole:", damages,
               "\nMove them elsewhere to begin anew");
+  tell_empty();
   return std::nullopt;
 }
 
-inline std::vector<std::filesystem::path> CheckpointManager::files() const {
+MEZZO_INLINE void CheckpointManager::tell_empty() {
+  if (std::exchange(told_empty_, true)) return;
+  const char* const what = detail::is_there(folder_) ? " has no checkpoint" : " does not exist";
+  std::cerr << folder_.string() + what + ": nothing was loaded\n";
+}
+
+MEZZO_INLINE LoadedCheckpoint CheckpointManager::load(const TrainingState& state, std::int64_t step,
+                                                      const LoadOptions& options) {
+  std::string steps;
+  const auto names = detail::checkpoints_in(folder_);
+  const auto found = std::find_if(names.begin(), names.end(), [&](const auto& name) {
+    steps += (steps.empty() ? "" : ", ") + std::to_string(name.step);
+    return name.step == step;
+  });
+  TORCH_CHECK(found != names.end(), folder_.string(), " has no checkpoint of step ", step,
+              steps.empty() ? ", and no other" : "; load one of the steps " + steps);
+  return load_checkpoint(found->path, state, options);
+}
+
+MEZZO_INLINE std::vector<std::filesystem::path> CheckpointManager::files() const {
   std::vector<std::filesystem::path> files;
   for (const auto& name : detail::checkpoints_in(folder_)) files.push_back(name.path);
   return files;
 }
 
-inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
-                                        const TrainingState& state, const LoadOptions& options) {
+MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& file,
+                                             const TrainingState& state, std::int64_t step) {
+  detail::check_can_be_saved("save_checkpoint", state);
+  TORCH_CHECK(step >= 0, "save_checkpoint: step is ", step, "; it should be at least 0");
+  const detail::FileCalls calls;
+  const std::filesystem::path target = file.has_parent_path() ? file : "." / file;
+  auto unflushed = detail::make_folder(target.parent_path());
+  const int folder_error = detail::flush_folders(calls, unflushed);
+  detail::AtomicFile atomic(calls, detail::temporary_of(target), target);
+  {
+    detail::CheckpointZip zip(atomic, step);
+    detail::add_parts(state, zip);
+    zip.finish();
+  }
+  const int commit_error = atomic.commit();
+  const int error = commit_error != 0 ? commit_error : folder_error;
+  if (error != 0) {
+    TORCH_WARN(file.string(),
+               " is in its place, but whether it would survive a crash of the machine is not "
+               "known: the folder cannot be flushed to the disk: ",
+               detail::reason(error));
+  }
+  return {file, atomic.total(), error == 0};
+}
+
+MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
+                                              const TrainingState& state,
+                                              const LoadOptions& options) {
   TORCH_CHECK(
       !detail::CheckpointAccess::parts(state).empty(),
       "load_checkpoint: the state is empty; add what was saved, as in state.add(\"model\", model)");
   LoadedCheckpoint loaded{file, 0};
   detail::DecodedParts decoded;
   try {
-    decoded = detail::decode_file(detail::FileCalls(), file, state, options, loaded.step);
+    decoded = detail::decode_file(detail::FileCalls(), file, detail::CheckpointAccess::parts(state),
+                                  options.subset, options.device, loaded.step);
   } catch (const detail::DamagedCheckpoint& damage) {
     TORCH_CHECK(false, file.string(), " is damaged (", damage.what(),
                 "); load the checkpoint before it");
@@ -282,7 +270,8 @@ inline LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
   } catch (const detail::ForeignCheckpoint&) {
     TORCH_CHECK(false, file.string(),
                 " is no checkpoint of mezzo's, but a file by torch::save; read it with "
-                "torch::load(model, path)");
+                "torch::load(model, path), or with torch::pickle_load if Python's torch.save wrote "
+                "it");
   }
   detail::apply_parts(file.string(), std::move(decoded.pending));
   for (const std::string& note : decoded.notes) {

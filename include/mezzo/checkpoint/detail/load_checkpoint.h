@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/checkpoint_reader.h>
@@ -13,6 +14,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <optional>
@@ -266,6 +268,16 @@ inline void apply_parts(const std::string& file, std::vector<PendingPart> pendin
   if (failure.empty()) return;
   const std::string left = parts.put_back();
   TORCH_CHECK(false, failure, left.empty() ? "; everything is as it was before" : left);
+}
+
+/// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
+inline DecodedParts decode_file(const FileCalls& calls, const std::filesystem::path& file,
+                                const std::vector<NamedPart>& parts, bool subset,
+                                std::optional<at::Device> device, std::int64_t& step,
+                                RankOf who = {}) {
+  const CheckpointReader reader(calls, file);
+  step = reader.index().step;
+  return decode_parts(reader, parts, subset, device, who);
 }
 
 }  // namespace detail

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/optimizer_identity.h>
+#include <mezzo/checkpoint/detail/part_of.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/optimizer_interface.h>
 
@@ -15,12 +15,10 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <concepts>
 #include <functional>
 #include <memory>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,25 +26,6 @@
 // operators that torch::save and torch::load ask for.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-template <class T>
-concept IsModule = std::derived_from<T, torch::nn::Module>;
-
-/// A torch::nn::ModuleHolder (`torch::nn::Linear`), std::shared_ptr or the like.
-template <class T>
-concept HoldsModule = requires(T& holder) {
-  requires IsModule<std::remove_cvref_t<decltype(*holder)>>;
-};
-
-template <class T>
-concept IsOptimizer = std::convertible_to<T&, AnyOptimizer>;
-
-template <class T>
-concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
-                                       torch::serialize::InputArchive& input, T& object) {
-  output << std::as_const(object);
-  input >> object;
-};
 
 /// Averages are no training weights: see averaged_parameters.h.
 inline void check_not_averaged(const std::string& what, const at::Tensor& tensor) {
@@ -75,20 +54,21 @@ class ArchivePart : public CheckpointPart {
   virtual void take(torch::serialize::InputArchive& archive) const = 0;
 };
 
-template <class T>
+/// Whatever torch::save and torch::load take.
 class ObjectPart final : public ArchivePart {
  public:
-  explicit ObjectPart(T& object) : object_(object) {}
+  ObjectPart(std::function<void(torch::serialize::OutputArchive&)> put,
+             std::function<void(torch::serialize::InputArchive&)> take)
+      : put_(std::move(put)), take_(std::move(take)) {}
   const char* kind() const override { return "object"; }
 
  protected:
-  void put(torch::serialize::OutputArchive& archive) const override {
-    archive << std::as_const(object_);
-  }
-  void take(torch::serialize::InputArchive& archive) const override { archive >> object_; }
+  void put(torch::serialize::OutputArchive& archive) const override { put_(archive); }
+  void take(torch::serialize::InputArchive& archive) const override { take_(archive); }
 
  private:
-  T& object_;
+  std::function<void(torch::serialize::OutputArchive&)> put_;
+  std::function<void(torch::serialize::InputArchive&)> take_;
 };
 
 class OptimizerPart final : public ArchivePart {
@@ -140,10 +120,13 @@ inline void check_module_tensor(const std::string& what, const at::Tensor& tenso
 ///
 /// libtorch's own loading takes tensors of any shape and dtype, and leaves out what it does not
 /// know: `layout` sees to it that there are none such.
-template <class Owner>
 class ModulePart final : public ArchivePart {
  public:
-  explicit ModulePart(Owner& owner) : owner_(owner) { module(); }
+  /// `module` returns the module that there is when it is called, or throws.
+  explicit ModulePart(std::function<std::shared_ptr<torch::nn::Module>()> module)
+      : module_(std::move(module)) {
+    module_();
+  }
   const char* kind() const override { return "module"; }
 
   std::string layout() const override {
@@ -155,7 +138,7 @@ class ModulePart final : public ArchivePart {
   }
 
   void each_parameter(const VisitParameter& visit) const override {
-    for (const auto& item : module()->named_parameters()) visit(item.key(), item.value());
+    for (const auto& item : module_()->named_parameters()) visit(item.key(), item.value());
   }
 
   /// Loading gives tensors other memory and leaves their own alone, which so can come back: what
@@ -179,27 +162,14 @@ class ModulePart final : public ArchivePart {
     for_each_tensor([](const char* what, const std::string& name, const at::Tensor& tensor) {
       check_module_tensor(std::string(what) + " \"" + name + "\"", tensor);
     });
-    module()->save(archive);
+    module_()->save(archive);
   }
-  void take(torch::serialize::InputArchive& archive) const override { module()->load(archive); }
+  void take(torch::serialize::InputArchive& archive) const override { module_()->load(archive); }
 
  private:
-  auto module() const {
-    if constexpr (IsModule<Owner>) {
-      return &owner_;
-    } else if constexpr (IsScript<Owner>) {
-      return std::make_shared<ScriptModuleImpl>(owner_);
-    } else {
-      TORCH_CHECK(static_cast<bool>(owner_),
-                  "TrainingState::add: the module holder is empty; construct the module before it "
-                  "is added");
-      return &*owner_;
-    }
-  }
-
   template <class F>
   void for_each_tensor(const F& visit) const {
-    const auto owned = module();
+    const auto owned = module_();
     const auto all = [&visit](const char* what, const auto& tensors) {
       for (const auto& item : tensors) {
         if (item.value().defined()) visit(what, item.key(), item.value());
@@ -209,8 +179,28 @@ class ModulePart final : public ArchivePart {
     all("buffer", owned->named_buffers());
   }
 
-  Owner& owner_;
+  std::function<std::shared_ptr<torch::nn::Module>()> module_;
 };
+
+MEZZO_INLINE PartPointer module_part(std::function<std::shared_ptr<torch::nn::Module>()> module) {
+  return std::make_shared<ModulePart>(std::move(module));
+}
+
+MEZZO_INLINE PartPointer optimizer_part(AnyOptimizer optimizer) {
+  return std::make_shared<OptimizerPart>(optimizer);
+}
+
+MEZZO_INLINE PartPointer archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
+                                      std::function<void(torch::serialize::InputArchive&)> take) {
+  return std::make_shared<ObjectPart>(std::move(put), std::move(take));
+}
+
+MEZZO_INLINE std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module) {
+  TORCH_CHECK(module != nullptr,
+              "TrainingState::add: the module holder is empty; construct the module before it "
+              "is added");
+  return {std::shared_ptr<void>(), module};
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

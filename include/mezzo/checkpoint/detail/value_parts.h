@@ -8,23 +8,27 @@
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/object_parts.h>
+#include <mezzo/checkpoint/detail/part_of.h>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cmath>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <ios>
-#include <limits>
+#include <istream>
+#include <locale>
+#include <memory>
 #include <mutex>
+#include <ostream>
 #include <random>
 #include <sstream>
 #include <string>
@@ -35,62 +39,146 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-template <std::integral T>
-requires(sizeof(T) <= sizeof(std::int64_t)) class IntegerPart final : public CheckpointPart {
+class IntegerPart final : public CheckpointPart {
  public:
-  explicit IntegerPart(T& value) : value_(value) {}
-  const char* kind() const override { return std::same_as<T, bool> ? "boolean" : "integer"; }
-  std::string value_in_common() const override { return std::to_string(wide(value_)); }
+  explicit IntegerPart(IntegerAccess access) : access_(std::move(access)) {}
+  const char* kind() const override { return access_.is_boolean ? "boolean" : "integer"; }
+  std::string value_in_common() const override { return std::to_string(access_.get()); }
 
   SavedValue save() const override {
-    if constexpr (std::same_as<T, bool>) return {c10::IValue(value_)};
-    TORCH_CHECK(std::in_range<std::int64_t>(wide(value_)), "the integer ", wide(value_),
-                " is beyond std::int64_t; save it as a string, or in two parts");
-    return {c10::IValue(static_cast<std::int64_t>(value_))};
+    const std::int64_t value = access_.get();
+    return {access_.is_boolean ? c10::IValue(value != 0) : c10::IValue(value)};
   }
 
   std::function<void()> load(SavedValue saved) const override {
     const std::int64_t number =
         saved.value.isBool() ? std::int64_t{saved.value.toBool()} : saved.value.toInt();
-    TORCH_CHECK(std::cmp_greater_equal(number, wide(std::numeric_limits<T>::min())) &&
-                    std::cmp_less_equal(number, wide(std::numeric_limits<T>::max())),
+    check_fits(number, access_);
+    return [this, number] { access_.set(number); };
+  }
+
+  static void check_fits(std::int64_t number, const IntegerAccess& range) {
+    TORCH_CHECK(number >= range.least && std::cmp_less_equal(number, range.most),
                 "the file has the integer ", number,
                 ", which the variable's type cannot hold; load it into a std::int64_t");
-    return [this, number] { value_ = static_cast<T>(number); };
   }
 
  private:
-  static auto wide(T value) {
-    if constexpr (std::unsigned_integral<T>) {
-      return static_cast<std::uint64_t>(value);
-    } else {
-      return static_cast<std::int64_t>(value);
-    }
-  }
-
-  T& value_;
+  IntegerAccess access_;
 };
 
-template <std::floating_point T>
-requires(sizeof(T) <= sizeof(double)) class RealPart final : public CheckpointPart {
+/// Integers as a tensor, for there may be as many as a data set has samples.
+class IntegersPart final : public CheckpointPart {
  public:
-  explicit RealPart(T& value) : value_(value) {}
-  const char* kind() const override { return "real number"; }
-  std::string value_in_common() const override { return c10::str(std::hexfloat, value_); }
+  IntegersPart(std::function<std::vector<std::int64_t>()> get,
+               std::function<void(const std::vector<std::int64_t>&)> set, IntegerAccess range)
+      : get_(std::move(get)), set_(std::move(set)), range_(std::move(range)) {}
+  const char* kind() const override { return "integers"; }
+  std::string value_in_common() const override {
+    const std::vector<std::int64_t> values = get_();
+    return crc32c_text(values.data(), values.size() * sizeof(std::int64_t));
+  }
 
-  SavedValue save() const override { return {c10::IValue(static_cast<double>(value_))}; }
+  SavedValue save() const override { return {c10::IValue(at::tensor(get_(), at::kLong))}; }
+
+  std::function<void()> load(SavedValue saved) const override {
+    const at::Tensor read = saved.value.toTensor().to(at::kCPU, at::kLong).contiguous();
+    const auto* const begin = read.const_data_ptr<std::int64_t>();
+    std::vector<std::int64_t> values(begin, begin + read.numel());
+    for (const std::int64_t value : values) IntegerPart::check_fits(value, range_);
+    return [this, values = std::move(values)] { set_(values); };
+  }
+
+ private:
+  std::function<std::vector<std::int64_t>()> get_;
+  std::function<void(const std::vector<std::int64_t>&)> set_;
+  IntegerAccess range_;
+};
+
+class RealPart final : public CheckpointPart {
+ public:
+  RealPart(std::function<double()> get, std::function<void(double)> set, double largest)
+      : get_(std::move(get)), set_(std::move(set)), largest_(largest) {}
+  const char* kind() const override { return "real number"; }
+  std::string value_in_common() const override { return c10::str(std::hexfloat, get_()); }
+
+  SavedValue save() const override { return {c10::IValue(get_())}; }
 
   std::function<void()> load(SavedValue saved) const override {
     const double number = saved.value.toDouble();
-    constexpr double kLargest = std::numeric_limits<T>::max();
-    TORCH_CHECK(nonfinite_bits(number) || std::abs(number) <= kLargest,
+    TORCH_CHECK(nonfinite_bits(number) || std::abs(number) <= largest_,
                 "the file has the real number ", number,
                 ", which the variable's type cannot hold; load it into a double");
-    return [this, number] { value_ = static_cast<T>(number); };
+    return [this, number] { set_(number); };
   }
 
  private:
-  T& value_;
+  std::function<double()> get_;
+  std::function<void(double)> set_;
+  double largest_;
+};
+
+/// A generator of the standard library, as the text that it writes.
+class EnginePart final : public CheckpointPart {
+ public:
+  EnginePart(std::function<void(std::ostream&)> write, std::function<void(std::istream&)> read)
+      : write_(std::move(write)), read_(std::move(read)) {}
+  const char* kind() const override { return "engine"; }
+  std::string value_in_common() const override {
+    const std::string state = text();
+    return crc32c_text(state.data(), state.size());
+  }
+
+  SavedValue save() const override { return {c10::IValue(text())}; }
+
+  std::function<void()> load(SavedValue saved) const override {
+    return [this, state = saved.value.toStringRef()] {
+      std::istringstream stream(state);
+      stream.imbue(std::locale::classic());
+      read_(stream);
+      TORCH_CHECK(text() == state,
+                  "the file has the state of another engine; add one of the type that was saved");
+    };
+  }
+
+ private:
+  std::string text() const {
+    std::ostringstream stream;
+    stream.imbue(std::locale::classic());
+    write_(stream);
+    return stream.str();
+  }
+
+  std::function<void(std::ostream&)> write_;
+  std::function<void(std::istream&)> read_;
+};
+
+/// A value that callables of the user's give and take; `part` is the value's, in between.
+class CallablePart final : public CheckpointPart {
+ public:
+  CallablePart(PartPointer part, std::function<void()> get, std::function<void()> set)
+      : part_(std::move(part)), get_(std::move(get)), set_(std::move(set)) {}
+  const char* kind() const override { return part_->kind(); }
+  std::string value_in_common() const override {
+    get_();
+    return part_->value_in_common();
+  }
+
+  SavedValue save() const override {
+    get_();
+    return part_->save();
+  }
+
+  std::function<void()> load(SavedValue saved) const override {
+    return [this, apply = part_->load(std::move(saved))] {
+      apply();
+      set_();
+    };
+  }
+
+ private:
+  PartPointer part_;
+  std::function<void()> get_, set_;
 };
 
 class StringPart final : public CheckpointPart {
@@ -269,6 +357,55 @@ class RandomStatesPart final : public CheckpointPart {
     };
   }
 };
+
+MEZZO_INLINE PartPointer integer_part(IntegerAccess access) {
+  return std::make_shared<IntegerPart>(std::move(access));
+}
+
+MEZZO_INLINE PartPointer integers_part(std::function<std::vector<std::int64_t>()> get,
+                                       std::function<void(const std::vector<std::int64_t>&)> set,
+                                       IntegerAccess range) {
+  return std::make_shared<IntegersPart>(std::move(get), std::move(set), std::move(range));
+}
+
+MEZZO_INLINE PartPointer real_part(std::function<double()> get, std::function<void(double)> set,
+                                   double largest) {
+  return std::make_shared<RealPart>(std::move(get), std::move(set), largest);
+}
+
+MEZZO_INLINE PartPointer string_part(std::string& value) {
+  return std::make_shared<StringPart>(value);
+}
+
+MEZZO_INLINE PartPointer engine_part(std::function<void(std::ostream&)> write,
+                                     std::function<void(std::istream&)> read) {
+  return std::make_shared<EnginePart>(std::move(write), std::move(read));
+}
+
+MEZZO_INLINE PartPointer tensor_part(at::Tensor& tensor) {
+  return std::make_shared<TensorPart>(tensor);
+}
+
+MEZZO_INLINE PartPointer tensors_part(std::vector<at::Tensor>& tensors) {
+  return std::make_shared<TensorsPart>(tensors);
+}
+
+MEZZO_INLINE PartPointer generator_part(at::Generator& generator) {
+  return std::make_shared<GeneratorPart>(generator);
+}
+
+MEZZO_INLINE PartPointer random_states_part() { return std::make_shared<RandomStatesPart>(); }
+
+MEZZO_INLINE PartPointer callable_part(PartPointer part, std::function<void()> get,
+                                       std::function<void()> set) {
+  return std::make_shared<CallablePart>(std::move(part), std::move(get), std::move(set));
+}
+
+MEZZO_INLINE std::int64_t signed_of(std::uint64_t value) {
+  TORCH_CHECK(std::in_range<std::int64_t>(value), "the integer ", value,
+              " is beyond std::int64_t; save it as a string, or in two parts");
+  return static_cast<std::int64_t>(value);
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -31,6 +31,24 @@ inline std::string json_number(double value) {
   return nonfinite_bits(value) ? "\"" + number_text(value) + "\"" : number_text(value);
 }
 
+/// `text` as a string of JSON.
+inline std::string json_text(std::string_view text) {
+  std::string json = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      json += '\\';
+      json += c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      std::array<char, 8> escape{};
+      std::snprintf(escape.data(), escape.size(), "\\u%04x", static_cast<unsigned>(c));
+      json += escape.data();
+    } else {
+      json += c;
+    }
+  }
+  return json + "\"";
+}
+
 /// `value` in so many significant digits: "0.0123", "1.2e-05", "inf", "nan".
 inline std::string digits(double value, int significant = 3) {
   std::array<char, 32> text{};

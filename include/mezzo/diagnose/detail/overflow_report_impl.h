@@ -5,12 +5,12 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/host_numbers.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/overflow_report.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/StringUtil.h>
@@ -37,18 +37,6 @@ struct SeenGradient {
   at::Tensor values;    // of a sparse one the rows that it has
   double norm = 0;
 };
-
-/// The 2-norm, in a type that holds it where `values` are of 16 bits.
-inline at::Tensor norm_of(const at::Tensor& values) {
-  const auto wide = values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return values.norm(2, wide).to(at::kDouble);
-}
-
-/// Tensors of equal sizes, on any devices, as one on the host.
-inline at::Tensor stacked_on_host(std::vector<at::Tensor> tensors) {
-  for (at::Tensor& tensor : tensors) tensor = tensor.to(tensors.front().device());
-  return at::stack(tensors).cpu();
-}
 
 inline std::vector<SeenGradient> seen_gradients(const NamedTensors& parameters) {
   std::vector<SeenGradient> seen;
@@ -179,11 +167,22 @@ class OwnGradients {
 
 }  // namespace detail
 
-inline NamedTensors name_parameters(const torch::nn::Module& model) {
+MEZZO_INLINE NamedTensors name_parameters(const torch::nn::Module& model) {
   return detail::NamedOnce().floating(model.named_parameters());
 }
 
-inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale) {
+MEZZO_INLINE NamedTensors name_parameters(const std::vector<NamedModel>& models) {
+  NamedTensors all;
+  detail::NamedOnce once;
+  for (const auto& [name, model] : models) {
+    for (auto& [own, parameter] : once.floating(model.get().named_parameters())) {
+      all.emplace_back(name + "." + own, std::move(parameter));
+    }
+  }
+  return all;
+}
+
+MEZZO_INLINE Overflow find_overflow(const NamedTensors& parameters, double loss_scale) {
   const at::NoGradGuard no_grad;
   std::vector<detail::SeenGradient> all = detail::seen_gradients(parameters);
   Overflow overflow{.parameters = detail::overflowed(all, 1)};
@@ -194,7 +193,7 @@ inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale)
   return overflow;
 }
 
-inline std::vector<std::string> Overflow::overflowed_layers() const {
+MEZZO_INLINE std::vector<std::string> Overflow::overflowed_layers() const {
   std::vector<std::string> names;
   for (const OverflowedParameter& parameter : parameters) {
     std::string name = detail::layer_name(parameter.name);
@@ -203,7 +202,7 @@ inline std::vector<std::string> Overflow::overflowed_layers() const {
   return names;
 }
 
-inline std::string Overflow::cause() const {
+MEZZO_INLINE std::string Overflow::cause() const {
   std::string where = rank ? c10::str("rank ", *rank, ": ") : std::string();
   if (own && own->empty()) where += "its own gradients were finite; ";
   if (own && !own->empty()) {
@@ -229,12 +228,20 @@ inline std::string Overflow::cause() const {
       largest.layer);
 }
 
-inline OverflowReport::OverflowReport(const torch::nn::Module& model, OverflowReportOptions options)
-    : parameters_(name_parameters(model)), options_(std::move(options)) {
+MEZZO_INLINE OverflowReport::OverflowReport(const torch::nn::Module& model,
+                                            OverflowReportOptions options)
+    : OverflowReport(name_parameters(model), std::move(options)) {}
+
+MEZZO_INLINE OverflowReport::OverflowReport(const std::vector<NamedModel>& models,
+                                            OverflowReportOptions options)
+    : OverflowReport(name_parameters(models), std::move(options)) {}
+
+MEZZO_INLINE OverflowReport::OverflowReport(NamedTensors parameters, OverflowReportOptions options)
+    : parameters_(std::move(parameters)), options_(std::move(options)) {
   if (options_.own_gradients) own_ = std::make_shared<detail::OwnGradients>(parameters_);
 }
 
-inline void OverflowReport::operator()(const SkippedStep& step) {
+MEZZO_INLINE void OverflowReport::operator()(const SkippedStep& step) {
   constexpr std::int64_t kAtFirst = 3;
   constexpr std::int64_t kRarely = 1000;
   skips_at_scale_ = step.scale == step.next_scale ? skips_at_scale_ + 1 : 0;

@@ -7,6 +7,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly.h>
+#include <mezzo/diagnose/detail/host_numbers.h>
 #include <mezzo/diagnose/overflow_report.h>
 
 #include <ATen/core/Tensor.h>

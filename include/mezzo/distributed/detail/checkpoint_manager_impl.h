@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
@@ -217,6 +218,7 @@ inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest
   }
   TORCH_CHECK(damages.empty(), detail::kLoadCaller, ": ", folder_.string(),
               " has no checkpoint that is whole:", damages, "\nMove them elsewhere to begin anew");
+  if (ranks_.rank() == 0) files_.tell_empty();
   return std::nullopt;
 }
 
@@ -240,8 +242,9 @@ inline detail::LoadAttempt DistributedCheckpointManager::try_file(
   detail::LoadAttempt attempt;
   attempt.loaded.file = file;
   try {
-    attempt.decoded = detail::decode_file(calls_, file, state, options, attempt.loaded.step,
-                                          {ranks_.rank(), ranks_.size()});
+    attempt.decoded =
+        detail::decode_file(calls_, file, detail::CheckpointAccess::parts(state), options.subset,
+                            options.device, attempt.loaded.step, {ranks_.rank(), ranks_.size()});
     attempt.words = detail::first_failure(
         state, [](const detail::NamedPart& one) { one.part->check_savable(); });
     if (!attempt.words.empty()) attempt.outcome = Outcome::refused;

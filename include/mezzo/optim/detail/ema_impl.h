@@ -16,6 +16,7 @@
 #include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -26,8 +27,53 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+namespace detail {
+
+/// The buffers of a model, in its order, of a floating dtype or others.
+inline std::vector<at::Tensor> buffers_of(const torch::nn::Module& model, bool is_floating) {
+  std::vector<at::Tensor> buffers = model.buffers();
+  std::erase_if(buffers, [is_floating](const at::Tensor& buffer) {
+    return !buffer.defined() || at::isFloatingType(buffer.scalar_type()) != is_floating;
+  });
+  return buffers;
+}
+
+inline std::vector<at::Tensor> joined(std::vector<at::Tensor> first,
+                                      const std::vector<at::Tensor>& second) {
+  first.insert(first.end(), second.begin(), second.end());
+  return first;
+}
+
+/// The masters of parameters, and none for the buffers behind them.
+inline EmaOptions with_buffers(EmaOptions options, std::size_t buffers) {
+  if (options.masters && buffers > 0) {
+    options.masters = [masters = std::move(options.masters), buffers] {
+      return joined(masters(), std::vector<at::Tensor>(buffers));
+    };
+  }
+  options.buffers = false;
+  return options;
+}
+
+}  // namespace detail
+
+inline Ema::Ema(const torch::nn::Module& model, EmaOptions options)
+    : Ema(options.buffers ? detail::joined(model.parameters(), detail::buffers_of(model, true))
+                          : model.parameters(),
+          detail::with_buffers(options,
+                               options.buffers ? detail::buffers_of(model, true).size() : 0)) {
+  averaged_buffers_ = options.buffers ? detail::buffers_of(model, true).size() : 0;
+  copied_buffers_ = detail::buffers_of(model, false);
+  if (!options.buffers) {
+    copied_buffers_ = detail::joined(detail::buffers_of(model, true), copied_buffers_);
+  }
+}
+
 inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
     : parameters_(std::move(parameters)), options_(std::move(options)) {
+  TORCH_CHECK(!options_.buffers,
+              "Ema: options.buffers is for an Ema of a model; make it with Ema(*model, options), "
+              "or append the buffers to the parameters");
   TORCH_CHECK(detail::is_at_least(options_.decay, 0) && options_.decay < 1, "Ema: decay is ",
               options_.decay, "; it should be at least 0 and less than 1");
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -72,6 +118,31 @@ inline void Ema::follow(const std::vector<at::Tensor>& weights) {
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     averages_[i] = averages_[i].to(weights[i].device(), detail::wide_dtype(weights[i]));
   }
+}
+
+/// Floating buffers stand before the others, both here and there.
+inline void Ema::copy_to(const torch::nn::Module& model) const {
+  const std::vector<at::Tensor> from = detail::joined(averages_, copied_buffers_);
+  const std::vector<at::Tensor> parameters = model.parameters();
+  const std::vector<at::Tensor> buffers =
+      detail::joined(detail::buffers_of(model, true), detail::buffers_of(model, false));
+  const std::size_t own_parameters = parameters_.size() - averaged_buffers_;
+  TORCH_CHECK(parameters.size() == own_parameters, "Ema::copy_to: the model has ",
+              parameters.size(), " parameters, and this Ema averages ", own_parameters,
+              "; give a model that is built as the averaged one is");
+  TORCH_CHECK(buffers.size() == from.size() - own_parameters, "Ema::copy_to: the model has ",
+              buffers.size(), " buffers, and this Ema knows ", from.size() - own_parameters,
+              "; make the Ema from the model, Ema(*model), and give a model that is built alike");
+  const std::vector<at::Tensor> to = detail::joined(parameters, buffers);
+  for (std::size_t i = 0; i < to.size(); ++i) {
+    TORCH_CHECK(to[i].sizes() == from[i].sizes(),
+                "Ema::copy_to: ", i < own_parameters ? "parameter " : "buffer ",
+                i < own_parameters ? i : i - own_parameters, " is ", detail::tensor_words(to[i]),
+                " in the model, and ", detail::tensor_words(from[i]),
+                " here; give a model that is built as the averaged one is");
+  }
+  const detail::NoGraphGuard no_graph;
+  for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
 }
 
 namespace detail {
