@@ -164,6 +164,44 @@ inline void add_accumulation(Diagnosis& diagnosis, const NamedTensors& parameter
        .remedy = "mezzo::optim::AdamWOptions(lr).accumulate_in_float(true)"});
 }
 
+/// The share of values that stay what they are when `step` is added, and when it is subtracted; the
+/// mean of both.
+inline double unmoved_share(const at::Tensor& weight, double step) {
+  const at::Tensor wide = weight.detach().to(at::kFloat);
+  const auto stays = [&](double change) {
+    const at::Tensor moved = (wide + change).to(weight.scalar_type());
+    return moved.eq(weight.detach()).to(at::kFloat).mean().item<double>();
+  };
+  return (stays(step) + stays(-step)) / 2;
+}
+
+/// Weights of 16 bits on which updates of the learning rate's size are lost to rounding. Masters
+/// add them up in float, and stochastic rounding keeps them on average.
+inline void add_updates(Diagnosis& diagnosis, const NamedTensors& parameters, double rate) {
+  constexpr double kNoticeable = 0.1;
+  std::vector<std::string> names;
+  double most = 0;
+  for (const auto& [name, parameter] : parameters) {
+    if (!is_low_precision(parameter) || !parameter.requires_grad() || parameter.numel() == 0) {
+      continue;
+    }
+    const double share = unmoved_share(parameter, rate);
+    if (share < kNoticeable) continue;
+    names.push_back(c10::str(name, " (", digits(100 * share, 2), " %)"));
+    most = std::max(most, share);
+  }
+  if (names.empty()) return;
+  diagnosis.findings.push_back(
+      {.severity = FindingSeverity::warning,
+       .topic = FindingTopic::updates,
+       .where = some_of(names),
+       .reason =
+           c10::str("an update of ", digits(rate), ", as Adam makes, rounds to nothing at up to ",
+                    digits(100 * most, 2), " % of the values with WeightStorage::plain"),
+       .remedy = "mezzo::optim::AdamWOptions(lr).weight_storage("
+                 "mezzo::optim::WeightStorage::master)  // or stochastic"});
+}
+
 inline void add_weight_casts(Diagnosis& diagnosis, const std::vector<SeenWeight>& weights) {
   std::int64_t cast = 0, again = 0, bytes = 0;
   std::vector<std::string> names;

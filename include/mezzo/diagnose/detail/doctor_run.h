@@ -96,6 +96,8 @@ class Doctor {
                 "diagnose: call it outside of Autocast regions, it opens its own");
     TORCH_CHECK(options.micro_batches >= 1, "diagnose: micro_batches is ", options.micro_batches,
                 "; it should be at least 1");
+    TORCH_CHECK(!options.learning_rate || *options.learning_rate > 0, "diagnose: learning_rate is ",
+                options.learning_rate.value_or(0), "; it should be positive");
     TORCH_CHECK(!case_.parameters.empty(),
                 "diagnose: the model has no parameters; register them and its modules, or diagnose "
                 "the model that trains");
@@ -138,6 +140,7 @@ class Doctor {
     }
     for (const JudgedTensors* judged : {&parameters, &buffers, &inputs}) judged->tell(found_);
     add_accumulation(found_, case_.parameters, options_.micro_batches);
+    if (options_.learning_rate) add_updates(found_, case_.parameters, *options_.learning_rate);
   }
 
   struct RunOptions {
