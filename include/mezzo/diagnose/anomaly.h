@@ -181,7 +181,7 @@ inline std::string ValueRange::to_string() const {
     text += c10::str(" ", detail::digits(minimum), " to ", detail::digits(maximum));
     if (minimum < 0 && maximum > 0) text += ", |x| from " + detail::digits(smallest);
   }
-  if (infs > 0) text += c10::str(" ", infs, " inf");
+  if (infs > 0) text += c10::str(" ", infs, negative_infs == infs ? " -inf" : " inf");
   if (nans > 0) text += c10::str(" ", nans, " NaN");
   return text;
 }
