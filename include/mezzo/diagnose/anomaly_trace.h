@@ -18,7 +18,7 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly.h>
-#include <mezzo/diagnose/detail/anomaly_recorder.h>
+#include <mezzo/diagnose/detail/anomaly_trace_impl.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/telemetry.h>
 

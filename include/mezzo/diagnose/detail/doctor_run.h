@@ -7,7 +7,6 @@
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/diagnose/detail/bench_scopes.h>
-#include <mezzo/diagnose/detail/doctor_constants.h>
 #include <mezzo/diagnose/detail/doctor_findings.h>
 #include <mezzo/diagnose/detail/doctor_machine.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
