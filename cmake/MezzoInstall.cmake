@@ -15,6 +15,7 @@ install(FILES "${PROJECT_BINARY_DIR}/mezzo-config.cmake" "${PROJECT_BINARY_DIR}/
               "${PROJECT_SOURCE_DIR}/cmake/MezzoTorch.cmake" "${PROJECT_SOURCE_DIR}/cmake/MezzoCuda.cmake"
               "${PROJECT_SOURCE_DIR}/cmake/MezzoCompiled.cmake"
               "${PROJECT_SOURCE_DIR}/cmake/MezzoMpi.cmake" "${PROJECT_SOURCE_DIR}/cmake/MezzoNccl.cmake"
+              "${PROJECT_SOURCE_DIR}/cmake/MezzoGloo.cmake"
         DESTINATION "${mezzo_package_dir}")
 install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DATADIR}/licenses/mezzo")
 

@@ -1,4 +1,4 @@
-# mezzo::mpi: mezzo::mezzo and MPI, for the communicator that stands on it.
+# mezzo::mpi: mezzo::mezzo and MPI, for the backend of c10d that stands on it.
 #
 #   MEZZO_MPI      whether to look for MPI:
 #     AUTO (default)  yes; as a part of another project, only where that has found MPI before

@@ -1,6 +1,6 @@
 # mezzo::mezzo, the headers and libtorch, builds with the host compiler alone; mezzo::cuda adds the kernels,
-# mezzo::mpi adds MPI, mezzo::nccl what libtorch's NCCL process group is compiled with; mezzo::compiled is mezzo::mezzo
-# with its loops in a library.
+# mezzo::mpi adds MPI, mezzo::gloo and mezzo::nccl what libtorch's Gloo and NCCL process groups are compiled with;
+# mezzo::compiled is mezzo::mezzo with its loops in a library.
 
 add_library(mezzo INTERFACE)
 add_library(mezzo::mezzo ALIAS mezzo)
@@ -30,6 +30,15 @@ endif()
 if(TARGET mezzo::libtorch)
   include(MezzoCompiled)
   mezzo_add_compiled_targets("${PROJECT_SOURCE_DIR}/include")
+endif()
+
+include(MezzoGloo)
+mezzo_find_gloo()
+if(NOT MEZZO_GLOO_WHY_NOT)
+  mezzo_add_gloo()
+  message(STATUS "mezzo: mezzo::gloo with ${GLOO_INCLUDE_DIR}/gloo")
+else()
+  message(STATUS "mezzo: without mezzo::gloo (${MEZZO_GLOO_WHY_NOT})")
 endif()
 
 include(MezzoMpi)

@@ -1,6 +1,6 @@
 // A backward pass whose gradients are averaged over the ranks of mpirun, beside c10d::Reducer (what
-// DistributedDataParallel stands on) over the same MPI, and the loop that libtorch's C++ example
-// has, one all-reduce a parameter after the pass:
+// DistributedDataParallel stands on) over the same MpiBackend and over the plainest one, and the
+// loop that libtorch's C++ example has, one all-reduce a parameter after the pass:
 //
 //     mpiexec -n 4 data_parallel_mpi_bench [ROUNDS]
 //
@@ -10,9 +10,8 @@
 // events, and no claim of speed.
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/mpi_backend.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
@@ -32,8 +31,7 @@
 namespace {
 
 using mezzo::GradBuckets;
-using mezzo::Reduction;
-using mezzo::Work;
+using Group = c10::intrusive_ptr<c10d::Backend>;
 
 constexpr int64_t kBucketBytes = int64_t{25} << 20;  // DistributedDataParallel's default
 
@@ -60,42 +58,39 @@ double bytes_of(const at::Tensor& tensor) { return static_cast<double>(tensor.nb
 /// How much of a bucket a rank of `ranks` sends in a reduce-scatter, or in an all-gather.
 double share_sent(int ranks) { return 1. - 1. / ranks; }
 
-/// Counts what another communicator is given.
-class CountedCommunicator : public mezzo::Communicator {
+/// Counts what another backend is given.
+class CountedBackend : public c10d::Backend {
  public:
-  CountedCommunicator(mezzo::Communicator counted, Traffic& traffic)
-      : Communicator(std::make_shared<Backend>(std::move(counted), traffic)) {}
+  CountedBackend(Group counted, Traffic& traffic)
+      : Backend(counted->getRank(), counted->getSize()),
+        counted_(std::move(counted)),
+        traffic_(traffic) {}
+  const std::string getBackendName() const override { return counted_->getBackendName(); }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    traffic_.begin(2 * share_sent(size_) * bytes_of(tensors[0]));
+    return counted_->allreduce(tensors, options);
+  }
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override {
+    return counted_->broadcast(tensors, options);
+  }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override {
+    traffic_.begin(share_sent(size_) * bytes_of(output));
+    return counted_->_allgather_base(output, input, options);
+  }
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_sizes,
+                                               std::vector<int64_t>& input_sizes,
+                                               const c10d::AllToAllOptions& options) override {
+    traffic_.begin(share_sent(size_) * bytes_of(input));
+    return counted_->alltoall_base(output, input, output_sizes, input_sizes, options);
+  }
 
  private:
-  class Backend : public mezzo::CommunicatorBackend {
-   public:
-    Backend(mezzo::Communicator counted, Traffic& traffic)
-        : counted_(std::move(counted)), traffic_(traffic) {}
-    int rank() const override { return counted_.rank(); }
-    int size() const override { return counted_.size(); }
-    bool serves(c10::DeviceType device) const override { return counted_.serves(device); }
-    Work all_reduce(const at::Tensor& tensor, Reduction reduction) override {
-      traffic_.begin(2 * share_sent(size()) * bytes_of(tensor));
-      return counted_.all_reduce(tensor, reduction);
-    }
-    Work broadcast(const at::Tensor& tensor, int root) override {
-      return counted_.broadcast(tensor, root);
-    }
-    Work all_gather(const at::Tensor& output, const at::Tensor& input) override {
-      traffic_.begin(share_sent(size()) * bytes_of(output));
-      return counted_.all_gather(output, input);
-    }
-    Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                        Reduction reduction) override {
-      traffic_.begin(share_sent(size()) * bytes_of(input));
-      return counted_.reduce_scatter(output, input, reduction);
-    }
-    Work barrier() override { return counted_.barrier(); }
-
-   private:
-    mezzo::Communicator counted_;
-    Traffic& traffic_;
-  };
+  Group counted_;
+  Traffic& traffic_;
 };
 
 /// A model of its own for each way of averaging.
@@ -127,13 +122,14 @@ struct Training {
 std::shared_ptr<Training> alone() { return std::make_shared<Training>(); }
 
 /// As libtorch's examples/cpp/distributed.
-std::shared_ptr<Training> after_the_pass(mezzo::Communicator world) {
+std::shared_ptr<Training> after_the_pass(const Group& world) {
   auto training = std::make_shared<Training>();
-  CountedCommunicator counted(world, *training->traffic);
-  training->after = [counted, self = training.get()]() mutable {
+  const Group counted = c10::make_intrusive<CountedBackend>(world, *training->traffic);
+  training->after = [counted, self = training.get()] {
     for (const auto& parameter : self->model->parameters()) {
-      counted.all_reduce(parameter.grad(), Reduction::sum).wait();
-      parameter.grad().div_(counted.size());
+      std::vector<at::Tensor> gradients = {parameter.grad()};
+      counted->allreduce(gradients)->wait();
+      parameter.grad().div_(counted->getSize());
     }
   };
   return training;
@@ -159,27 +155,22 @@ std::shared_ptr<Training> with_reducer(const c10::intrusive_ptr<c10d::ProcessGro
   return training;
 }
 
-std::shared_ptr<Training> with_mezzo(mezzo::Communicator world,
+std::shared_ptr<Training> with_mezzo(const Group& world,
                                      const mezzo::GradAllReduceOptions& options) {
   auto training = std::make_shared<Training>();
   auto buckets = std::make_shared<GradBuckets>(
       training->model->parameters(), mezzo::GradBucketsOptions{.bucket_bytes = kBucketBytes});
   auto reduce = std::make_shared<mezzo::GradAllReduce>(
-      *buckets, CountedCommunicator(world, *training->traffic), options);
+      *buckets, c10::make_intrusive<CountedBackend>(world, *training->traffic), options);
   training->after = [buckets, reduce] {};
   return training;
 }
 
 using Peers = std::vector<std::pair<std::string, std::shared_ptr<Training>>>;
 
-/// `on_all_reduce` hears of the bytes that are reduced.
-c10::intrusive_ptr<c10d::ProcessGroup> mpi_group(const mezzo::Communicator& world,
-                                                 std::function<void(int64_t)> on_all_reduce) {
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(world.rank(), world.size());
-  auto backend =
-      c10::make_intrusive<bench::MpiBackend>(world.rank(), world.size(), std::move(on_all_reduce));
-  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                    c10::intrusive_ptr<c10d::Backend>(backend));
+c10::intrusive_ptr<c10d::ProcessGroup> group_of(const Group& backend) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(backend->getRank(), backend->getSize());
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   return group;
 }
@@ -205,26 +196,28 @@ void print(const Peers& peers, const Interleaved& turns, int ranks, int rounds) 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 9;
   const mezzo::MpiEnvironment mpi;
-  mezzo::Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Group world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
   at::set_num_threads(1);
-  torch::manual_seed(world.rank());
+  torch::manual_seed(world->getRank());
   const at::Tensor tokens = torch::randint(bench::kVocabulary, {4, 64});
 
-  Traffic* reducers_traffic = nullptr;
-  const auto group = mpi_group(world, [&](int64_t bytes) {
-    if (reducers_traffic == nullptr) return;
-    reducers_traffic->begin(2 * share_sent(world.size()) * static_cast<double>(bytes));
-  });
+  Traffic* plain_traffic = nullptr;
+  const Group plain = c10::make_intrusive<bench::MpiBackend>(
+      world->getRank(), world->getSize(), [&](int64_t bytes) {
+        if (plain_traffic == nullptr) return;
+        plain_traffic->begin(2 * share_sent(world->getSize()) * static_cast<double>(bytes));
+      });
   const Peers peers = {
       {"no communication", alone()},
       {"one all-reduce a parameter, afterwards", after_the_pass(world)},
-      {"c10d::Reducer, MPI in a thread", with_reducer(group)},
+      {"c10d::Reducer, plain MPI in a thread", with_reducer(group_of(plain))},
+      {"c10d::Reducer, mezzo::MpiBackend", with_reducer(group_of(world))},
       {"mezzo, averages", with_mezzo(world, {})},
       {"mezzo, sums", with_mezzo(world, {.average = false})},
       {"mezzo, in bfloat16", with_mezzo(world, {.compress_dtype = at::kBFloat16})},
       {"mezzo, in bfloat16, error feedback",
        with_mezzo(world, {.compress_dtype = at::kBFloat16, .error_feedback = true})}};
-  reducers_traffic = peers[2].second->traffic.get();
+  plain_traffic = peers[2].second->traffic.get();
   Interleaved turns(/*by_thread_clock=*/false);
   for (const auto& [name, training] : peers) {
     turns.add(
@@ -233,10 +226,10 @@ int main(int argc, char** argv) {
           for (const auto& parameter : training->model->parameters()) {
             if (parameter.grad().defined()) parameter.mutable_grad().zero_();
           }
-          world.barrier().wait();
+          world->barrier()->wait();
         });
   }
   turns.run(rounds);
-  world.barrier().wait();
-  if (world.rank() == 0) print(peers, turns, world.size(), rounds);
+  world->barrier()->wait();
+  if (world->getRank() == 0) print(peers, turns, world->getSize(), rounds);
 }

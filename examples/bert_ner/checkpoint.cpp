@@ -38,8 +38,8 @@ auto with_checkpoints(const fs::path& dir, const Ranks& ranks, const Use& use) {
   const mezzo::CheckpointManagerOptions options{
       .on_warning = [](const std::string& text) { std::cerr << "note: " << text << std::endl; }};
   try {
-    if (const auto world = ranks.communicator()) {
-      return use(mezzo::DistributedCheckpointManager(checkpoints_of(dir), *world, options));
+    if (const auto world = ranks.group()) {
+      return use(mezzo::DistributedCheckpointManager(checkpoints_of(dir), world, options));
     }
     return use(mezzo::CheckpointManager(checkpoints_of(dir), options));
   } catch (const c10::Error& error) {

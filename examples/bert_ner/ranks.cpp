@@ -3,12 +3,12 @@
 #include <mezzo/distributed/process_group_environment.h>
 
 #ifdef BERT_NER_MPI
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/mpi_backend.h>
 #include <mezzo/distributed/mpi_rendezvous.h>
 #include <mezzo/distributed/watchdog.h>
 #endif
 #ifdef BERT_NER_NCCL
-#include <mezzo/distributed/nccl_communicator.h>
+#include <mezzo/distributed/nccl_backend.h>
 #endif
 
 #include <algorithm>
@@ -36,11 +36,11 @@ bool is_started_by_torchrun() {
 
 namespace {
 
-/// MPI, and who sees to it that no rank waits for one that is gone.
+/// MPI, and the watchdog that ends a rank which waits for one that is gone.
 struct MpiJob {
   mezzo::MpiEnvironment environment;
-  mezzo::MpiCommunicator world{MPI_COMM_WORLD};
-  mezzo::Watchdog watchdog{mezzo::rendezvous(MPI_COMM_WORLD), world.rank(), world.size()};
+  c10::intrusive_ptr<c10d::Backend> world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
+  mezzo::Watchdog watchdog{mezzo::rendezvous(MPI_COMM_WORLD), world->getRank(), world->getSize()};
 };
 
 }  // namespace
@@ -49,7 +49,7 @@ Ranks::Job Ranks::join_with_mpi() {
   auto job = std::make_shared<MpiJob>();
   MPI_Comm machine = MPI_COMM_NULL;
   int count = 1, place = 0;
-  MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, job->world.rank(), MPI_INFO_NULL,
+  MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, job->world->getRank(), MPI_INFO_NULL,
                       &machine);
   MPI_Comm_size(machine, &count);
   MPI_Comm_rank(machine, &place);
@@ -79,7 +79,7 @@ Ranks::Job Ranks::join_with_nccl() {
                      " on this machine, which has fewer GPUs; start one process a GPU");
   }
   const torch::Device device(torch::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
-  auto world = mezzo::nccl_communicator(environment);
+  auto world = mezzo::nccl_backend(environment, mezzo::rendezvous(environment));
   const auto here = mezzo::ProcessGroupEnvironment::from_env("LOCAL_WORLD_SIZE");
   return {nullptr,
           std::move(world),
@@ -116,10 +116,7 @@ void Ranks::check_device(const std::string& name) const {
                          "one process a GPU with torchrun --no-python");
 }
 
-std::optional<mezzo::Communicator> Ranks::communicator() const {
-  if (!job_) return std::nullopt;
-  return job_->communicator;
-}
+c10::intrusive_ptr<c10d::Backend> Ranks::group() const { return job_ ? job_->group : nullptr; }
 
 void Ranks::together(const std::function<void()>& work) const {
   if (!job_) return work();
@@ -153,9 +150,13 @@ std::vector<std::string> Ranks::texts_of_all(const std::string& text) const {
   std::memcpy(own.mutable_data_ptr(), &length, sizeof length);
   std::memcpy(own.mutable_data_ptr<uint8_t>() + kLengthBytes, text.data(), text.size());
   const auto on_device = own.to(job_->device);
-  const auto all_on_device = torch::empty({size(), own.numel()}, on_device.options());
-  job_->communicator.all_gather(all_on_device, on_device).wait();
-  const auto all = all_on_device.cpu();
+  std::vector<std::vector<torch::Tensor>> all_on_device(1);
+  for (int rank = 0; rank < size(); ++rank) {
+    all_on_device[0].push_back(torch::empty_like(on_device));
+  }
+  std::vector<torch::Tensor> given = {on_device};
+  job_->group->allgather(all_on_device, given)->wait();
+  const auto all = torch::stack(all_on_device[0]).cpu();
   std::vector<std::string> texts;
   for (int rank = 0; rank < size(); ++rank) {
     const auto* const begin = all.const_data_ptr<uint8_t>() + rank * own.numel();
@@ -169,21 +170,25 @@ std::vector<std::string> Ranks::texts_of_all(const std::string& text) const {
 
 int64_t Ranks::largest(int64_t value) const {
   if (!job_) return value;
-  const auto largest = torch::full({1}, value, torch::dtype(torch::kInt64).device(job_->device));
-  job_->communicator.all_reduce(largest, mezzo::Reduction::max).wait();
-  return largest.item<int64_t>();
+  std::vector<torch::Tensor> largest = {
+      torch::full({1}, value, torch::dtype(torch::kInt64).device(job_->device))};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  job_->group->allreduce(largest, options)->wait();
+  return largest[0].item<int64_t>();
 }
 
 torch::Tensor Ranks::sum(const torch::Tensor& tensor) const {
   if (!job_) return tensor;
   const auto sum = tensor.to(job_->device, /*non_blocking=*/false, /*copy=*/true);
-  begin_sum(sum).wait();
+  begin_sum(sum)->wait();
   return sum.to(tensor.device());
 }
 
-mezzo::Work Ranks::begin_sum(const torch::Tensor& tensor) const {
-  if (!job_) return {};
-  return job_->communicator.all_reduce(tensor, mezzo::Reduction::sum);
+c10::intrusive_ptr<c10d::Work> Ranks::begin_sum(const torch::Tensor& tensor) const {
+  if (!job_) return nullptr;
+  std::vector<torch::Tensor> tensors = {tensor};
+  return job_->group->allreduce(tensors);
 }
 
 void Ranks::end_all(int status) const {

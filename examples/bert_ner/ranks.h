@@ -3,14 +3,12 @@
 /// and NCCL.
 #pragma once
 
-#include <mezzo/distributed/communicator.h>
-
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/torch.h>
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,8 +35,8 @@ class Ranks {
   static Ranks join();
 
   bool is_distributed() const { return job_ != nullptr; }
-  int rank() const { return job_ ? job_->communicator.rank() : 0; }
-  int size() const { return job_ ? job_->communicator.size() : 1; }
+  int rank() const { return job_ ? job_->group->getRank() : 0; }
+  int size() const { return job_ ? job_->group->getSize() : 1; }
   bool is_first() const { return rank() == 0; }
 
   /// Ranks that share this machine's cores, and this one's place among them.
@@ -48,8 +46,8 @@ class Ranks {
   /// \throws InputError if the ranks cannot exchange tensors of this device ("cpu" or "cuda")
   void check_device(const std::string& name) const;
 
-  /// None for a process alone.
-  std::optional<mezzo::Communicator> communicator() const;
+  /// The ranks, for mezzo; null for a process alone.
+  c10::intrusive_ptr<c10d::Backend> group() const;
 
   /// Does `work`, which calls nothing of Ranks, on every rank, and waits until all are done.
   /// \throws RanksFailed on every rank if one of them threw; alone, what `work` throws
@@ -63,8 +61,9 @@ class Ranks {
   /// The sum of the ranks' tensors.
   torch::Tensor sum(const torch::Tensor& tensor) const;
 
-  /// Begins to add up the ranks' tensors, in place, on the device that the ranks compute on.
-  mezzo::Work begin_sum(const torch::Tensor& tensor) const;
+  /// Begins to add up the ranks' tensors, in place, on the device that the ranks compute on. Null
+  /// for a process alone.
+  c10::intrusive_ptr<c10d::Work> begin_sum(const torch::Tensor& tensor) const;
 
   /// Ends all ranks at once, whatever they are doing: after a failure that the others know nothing
   /// of. A process alone goes on.
@@ -72,8 +71,8 @@ class Ranks {
 
  private:
   struct Job {
-    std::shared_ptr<void> launched;  ///< what must live as long as the communicator
-    mezzo::Communicator communicator;
+    std::shared_ptr<void> launched;  ///< what must live as long as the group
+    c10::intrusive_ptr<c10d::Backend> group;
     torch::Device device;  ///< of the tensors that the ranks exchange
     int on_this_machine, place_on_this_machine;
     std::function<void(int)> end_all;

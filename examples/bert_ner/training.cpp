@@ -94,7 +94,7 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
                  mezzo::AutocastSetting precision, std::vector<double> class_weights,
                  int64_t epoch_steps, const Ranks& ranks)
     : model(stored_as(options.precision, std::move(trained_model))),
-      all_ranks_(ranks.is_distributed() ? std::make_unique<AllRanks>(model, *ranks.communicator())
+      all_ranks_(ranks.is_distributed() ? std::make_unique<AllRanks>(model, ranks.group())
                                         : nullptr),
       optimizer(make_optimizer(model, options)),
       schedule(optimizer, learning_rate_curve(options, epoch_steps)),
@@ -169,7 +169,7 @@ StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
   scaler.update();
   schedule.step(result);  // a skipped step spends no learning rate
   optimizer.zero_grad();
-  loss_of_all.wait();
+  if (loss_of_all) loss_of_all->wait();
   return {.loss = loss_sum / static_cast<double>(micro_batches.size()),
           .tokens = tokens,
           .result = std::move(result)};

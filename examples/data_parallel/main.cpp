@@ -4,40 +4,51 @@
 //
 // Exits with 1 if the loss did not fall, or if the processes end with different weights.
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/mpi_backend.h>
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
 
 #include <cstdio>
+#include <vector>
 
 namespace {
 
 constexpr int kSteps = 60;
 constexpr int kBatchSize = 64;  // of all ranks together
 
+using Group = c10::intrusive_ptr<c10d::Backend>;
+
+/// Waits until `tensor` is the reduction of all ranks' tensors.
+void all_reduce(const Group& world, const torch::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
+  std::vector<torch::Tensor> tensors = {tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  world->allreduce(tensors, options)->wait();
+}
+
 struct Batch {
   torch::Tensor input, target;
 };
 
 /// This rank's part of a batch that all ranks draw alike: they have the same seed.
-Batch next_batch(const torch::Tensor& teacher, const mezzo::MpiCommunicator& world) {
+Batch next_batch(const torch::Tensor& teacher, const Group& world) {
   const auto input = torch::randn({kBatchSize, 16});
-  const auto own = input.tensor_split(world.size())[static_cast<std::size_t>(world.rank())];
+  const auto own = input.tensor_split(world->getSize())[static_cast<std::size_t>(world->getRank())];
   return {own, own.mm(teacher).argmax(1)};
 }
 
-double mean_over_ranks(const torch::Tensor& loss, mezzo::MpiCommunicator& world) {
+double mean_over_ranks(const torch::Tensor& loss, const Group& world) {
   const auto sum = loss.detach().clone();
-  world.all_reduce(sum, mezzo::Reduction::sum).wait();
-  return sum.item<double>() / world.size();
+  all_reduce(world, sum, c10d::ReduceOp::SUM);
+  return sum.item<double>() / world->getSize();
 }
 
-bool is_alike_on_all_ranks(const torch::Tensor& tensor, mezzo::MpiCommunicator& world) {
+bool is_alike_on_all_ranks(const torch::Tensor& tensor, const Group& world) {
   const auto largest = tensor.detach().clone();
-  world.all_reduce(largest, mezzo::Reduction::max).wait();
+  all_reduce(world, largest, c10d::ReduceOp::MAX);
   const auto differs = torch::tensor(torch::equal(largest, tensor) ? 0 : 1);
-  world.all_reduce(differs, mezzo::Reduction::max).wait();
+  all_reduce(world, differs, c10d::ReduceOp::MAX);
   return differs.item<int>() == 0;
 }
 
@@ -45,7 +56,7 @@ bool is_alike_on_all_ranks(const torch::Tensor& tensor, mezzo::MpiCommunicator& 
 
 int main() {
   const mezzo::MpiEnvironment mpi;
-  mezzo::MpiCommunicator world(MPI_COMM_WORLD);
+  const Group world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
 
   torch::manual_seed(
       0);  // all ranks draw the same data; with other weights they would begin alike too
@@ -81,7 +92,7 @@ int main() {
     if (step == 0) first_loss = loss.detach();
     if (step % 10 == 9) {  // on all ranks, for the mean is a collective
       const double mean = mean_over_ranks(loss, world);
-      if (world.rank() == 0) {
+      if (world->getRank() == 0) {
         std::printf("step %2d  loss %.3f  scale %g\n", step + 1, mean, scaler.get_scale());
       }
     }

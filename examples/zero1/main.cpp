@@ -3,7 +3,7 @@
 //     mpirun -np 2 ./zero1
 //
 // Exits with 1 if the loss did not fall, or if a process keeps more than its part.
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/mpi_backend.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/mezzo.h>
 
@@ -13,7 +13,7 @@
 
 int main() {
   const mezzo::MpiEnvironment mpi;
-  mezzo::MpiCommunicator world(MPI_COMM_WORLD);
+  const auto world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
 
   torch::manual_seed(
       0);  // all ranks draw the same data; with other weights they would begin alike too
@@ -27,7 +27,8 @@ int main() {
   torch::Tensor first_loss, loss;
   for (int step = 0; step < 60; ++step) {
     const auto batch = torch::randn({64, 16});
-    const auto input = batch.tensor_split(world.size())[static_cast<std::size_t>(world.rank())];
+    const auto input =
+        batch.tensor_split(world->getSize())[static_cast<std::size_t>(world->getRank())];
     optimizer.zero_grad();
     loss = mezzo::autocast({.device = torch::kCPU}, [&] {
       return torch::nn::functional::cross_entropy(model->forward(input),
@@ -43,9 +44,9 @@ int main() {
   const auto bytes = optimizer.bytes();
   const double before = first_loss.item<double>(), after = loss.item<double>();
   std::printf("rank %d of %d: loss %.3f -> %.3f, %lld bytes of state for %lld bytes of weights\n",
-              world.rank(), world.size(), before, after, static_cast<long long>(bytes.state),
-              static_cast<long long>(bytes.weights));
+              world->getRank(), world->getSize(), before, after,
+              static_cast<long long>(bytes.state), static_cast<long long>(bytes.weights));
   // Two moments, shared by the ranks; padding adds some.
-  const bool is_shared = bytes.state <= 2 * bytes.weights / world.size() + 4096;
+  const bool is_shared = bytes.state <= 2 * bytes.weights / world->getSize() + 4096;
   return is_shared && after < before / 2 ? 0 : 1;
 }

@@ -83,6 +83,8 @@ TEST(AutocastFromEnv, SwitchesAGuardThatAsksForIt) {
   EXPECT_EQ(dtype_under("off"), torch::kFloat);
   EXPECT_EQ(dtype_under("bf16"), torch::kBFloat16);
   EXPECT_EQ(dtype_under("fp16"), torch::kHalf);
+  EXPECT_EQ(dtype_under("bfloat16"), torch::kBFloat16);
+  EXPECT_EQ(dtype_under("float16"), torch::kHalf);
 }
 
 TEST(AutocastFromEnv, TakesOffAsAnAnswerOnEveryDevice) {
@@ -108,7 +110,7 @@ TEST(AutocastFromEnv, SeesOnednnsCapInAuto) {
 }
 
 TEST(AutocastFromEnv, ListsTheValuesWhenItIsGivenAnother) {
-  for (const char* value : {"1", "on", "BF16", "bfloat16", "off "}) {
+  for (const char* value : {"1", "on", "BF16", "half", "off "}) {
     const ScopedVariable variable = environment(value);
     EXPECT_THAT([] { autocast_from_env(torch::kCPU); },
                 ThrowsMessage<c10::Error>(HasSubstr("MEZZO_AUTOCAST=" + std::string(value) +

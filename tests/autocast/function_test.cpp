@@ -5,13 +5,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <cmath>
 #include <concepts>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "dtype_of_product.h"
 
@@ -195,6 +199,98 @@ TEST(AutocastCall, RunsAnExpressionNowAndReturnsWhatItReturns) {
   int value = 0;
   static_assert(std::is_same_v<decltype(autocast(half, [&]() -> int& { return value; })), int&>);
   static_assert(std::is_void_v<decltype(autocast(half, [] {}))>);
+}
+
+// --- The dtype of results
+// --------------------------------------------------------------------------
+
+Tensor product() { return torch::ones({2, 2}).mm(torch::ones({2, 2})); }
+
+const AutocastSetting kFloatOutput{.device = torch::kCPU, .output = torch::kFloat};
+
+TEST(AutocastOutput, IsOfTheDtypeThatTheSettingNames) {
+  EXPECT_EQ(autocast({.device = torch::kCPU}, product).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(autocast(kFloatOutput, product).scalar_type(), torch::kFloat);
+  EXPECT_EQ(autocast(product, kFloatOutput)().scalar_type(), torch::kFloat);
+  EXPECT_EQ(autocast<torch::kCPU>(product, {.output = torch::kFloat})().scalar_type(),
+            torch::kFloat);
+}
+
+TEST(AutocastOutput, LeavesOtherDtypesAlone) {
+  const auto [wide, count, low, none] = autocast(kFloatOutput, [] {
+    return std::tuple(torch::ones({2}, torch::kDouble), torch::ones({2}, torch::kLong), product(),
+                      Tensor());
+  });
+  EXPECT_EQ(wide.scalar_type(), torch::kDouble);
+  EXPECT_EQ(count.scalar_type(), torch::kLong);
+  EXPECT_EQ(low.scalar_type(), torch::kFloat);
+  EXPECT_FALSE(none.defined());
+}
+
+TEST(AutocastOutput, ReachesTensorsInContainers) {
+  const auto [pair, numbers] = autocast(kFloatOutput, [] {
+    return std::pair(std::vector<Tensor>{product(), product()},
+                     std::pair(std::optional(product()), std::array{product()}));
+  });
+  EXPECT_EQ(pair[1].scalar_type(), torch::kFloat);
+  EXPECT_EQ(numbers.first->scalar_type(), torch::kFloat);
+  EXPECT_EQ(numbers.second[0].scalar_type(), torch::kFloat);
+  const auto value = autocast(kFloatOutput, [] {
+    return c10::IValue(c10::ivalue::Tuple::create({product(), std::vector<Tensor>{product()}}));
+  });
+  EXPECT_EQ(value.toTupleRef().elements()[0].toTensor().scalar_type(), torch::kFloat);
+  EXPECT_EQ(value.toTupleRef().elements()[1].toTensorVector()[0].scalar_type(), torch::kFloat);
+}
+
+TEST(AutocastOutput, ReachesTensorsThatAStructLists) {
+  struct Output {
+    Tensor logits;
+    auto tensors() { return std::tie(logits); }
+  };
+  const Output output = autocast(kFloatOutput, [] { return Output{product()}; });
+  EXPECT_EQ(output.logits.scalar_type(), torch::kFloat);
+}
+
+TEST(AutocastOutput, LetsGradientsThrough) {
+  const Tensor x = torch::ones({2, 2}).requires_grad_();
+  autocast(kFloatOutput, [&] { return x.mm(x); }).sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({2, 2}, 4.0F)));
+}
+
+TEST(AutocastOutput, OfNumbersAndNothingIsWhatItIs) {
+  EXPECT_EQ(autocast(kFloatOutput, [] { return 3; }), 3);
+  autocast(kFloatOutput, [] {});
+}
+
+TEST(AutocastOutput, RefusesResultsThatItCannotReach) {
+  struct Output {
+    Tensor logits;
+  };
+  const auto refused = [](const char* what) {
+    return testing::ThrowsMessage<c10::Error>(testing::HasSubstr(what));
+  };
+  EXPECT_THAT([] { (void)autocast(kFloatOutput, [] { return Output{product()}; }); },
+              refused("returns a type that lists no tensors"));
+  Tensor kept = product();
+  EXPECT_THAT([&] { (void)autocast(kFloatOutput, [&]() -> Tensor& { return kept; }); },
+              refused("returns a reference"));
+  EXPECT_THAT([] { (void)autocast({.device = torch::kCPU, .output = torch::kLong}, product); },
+              refused("output: results cannot be of Long; use torch::kFloat"));
+}
+
+// Where the logged loss of a language model is a number of bfloat16: 6.28125 for 6.2846.
+TEST(AutocastOutput, KeepsTheDigitsOfALossThatIsComputedOutside) {
+  torch::manual_seed(0);
+  const Tensor x = torch::randn({64, 32});
+  const Tensor w = torch::randn({32, 500}) * 0.3;
+  const Tensor target = torch::randint(500, {64});
+  const auto forward = [&] { return x.mm(w); };
+  const double exact = torch::cross_entropy_loss(forward(), target).item<double>();
+  const Tensor low = torch::cross_entropy_loss(autocast({.device = torch::kCPU}, forward), target);
+  const Tensor wide = torch::cross_entropy_loss(autocast(kFloatOutput, forward), target);
+  EXPECT_EQ(low.scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(wide.scalar_type(), torch::kFloat);
+  EXPECT_LT(std::abs(wide.item<double>() - exact), std::abs(low.item<double>() - exact));
 }
 
 TEST(AutocastCall, RestoresTheStateWhenTheExpressionThrows) {

@@ -161,6 +161,37 @@ TEST(AutocastGuard, TakesDtypeAndOptionsAtRunTimeAndRestoresThem) {
   EXPECT_EQ(Found(), before);
 }
 
+TEST(AutocastGuard, TakesDeviceAndDtypeAsPythonDoes) {
+  {
+    const mezzo::AutocastGuard autocast(torch::kCPU, torch::kHalf);
+    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+  }
+  const mezzo::AutocastGuard autocast(torch::Device("cpu"));
+  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+}
+
+TEST(Autocast, EndsBeforeItsScopeDoes) {
+  const mezzo::Autocast<torch::kCPU, torch::kHalf> outer;
+  {
+    mezzo::Autocast<torch::kCPU> autocast;
+    mezzo::AutocastGuard exact({.device = torch::kCPU, .enabled = false});
+    EXPECT_EQ(dtype_of_product(), torch::kFloat);
+    exact.end();
+    EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
+    autocast.end();
+    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+    autocast.end();
+    EXPECT_EQ(dtype_of_product(), torch::kHalf) << "once is enough";
+  }
+  EXPECT_EQ(dtype_of_product(), torch::kHalf);
+}
+
+TEST(Autocast, RefusesAnOutputDtypeThatAGuardCannotGive) {
+  EXPECT_THAT([] { mezzo::Autocast<torch::kCPU> guard({.output = torch::kFloat}); },
+              testing::ThrowsMessage<c10::Error>(testing::HasSubstr("a guard returns nothing")));
+  EXPECT_EQ(dtype_of_product(), torch::kFloat);
+}
+
 TEST(AutocastGuard, TakesASetting) {
   const AutocastGuard guard({.device = torch::kCPU, .dtype = torch::kHalf});
   EXPECT_EQ(dtype_of_product(), torch::kHalf);

@@ -65,6 +65,15 @@ std::vector<std::string> keys(const torch::OrderedDict<std::string, Tensor>& dic
   return dict.keys();
 }
 
+TEST(AutocastModule, GivesResultsOfTheOutputDtype) {
+  mezzo::AutocastModule net(torch::nn::Linear(4, 2),
+                            {.device = torch::kCPU, .output = torch::kFloat});
+  EXPECT_EQ(net(torch::ones({3, 4})).scalar_type(), torch::kFloat);
+  const auto copy =
+      std::dynamic_pointer_cast<mezzo::AutocastModuleImpl<torch::nn::LinearImpl>>(net->clone());
+  EXPECT_EQ(copy->forward(torch::ones({3, 4})).scalar_type(), torch::kFloat);
+}
+
 TEST(AutocastModule, RunsForwardUnderTheSettingAndNothingElse) {
   AutocastModule<torch::nn::Linear> wrapped(torch::nn::Linear(4, 2), kBf16);
   EXPECT_EQ(wrapped(torch::rand({3, 4})).scalar_type(), torch::kBFloat16);

@@ -2,6 +2,7 @@
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/checkpoint_reader.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
 

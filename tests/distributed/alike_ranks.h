@@ -1,46 +1,66 @@
-// A communicator of one process that stands for several ranks doing just the same.
+// A group of one process that stands for several ranks doing just the same.
 #pragma once
 
-#include <mezzo/distributed/communicator.h>
-
 #include <ATen/ATen.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <memory>
+#include <chrono>
+#include <string>
+#include <vector>
 
 namespace distributed_test {
 
+struct DoneWork : c10d::Work {
+  bool isCompleted() override { return true; }
+  bool wait(std::chrono::milliseconds /*timeout*/ = kNoTimeout) override { return true; }
+};
+
 /// Maxima and averages of values that are all alike are those values.
-class AlikeBackend : public mezzo::CommunicatorBackend {
+class AlikeBackend : public c10d::Backend {
  public:
-  explicit AlikeBackend(int size) : size_(size) {}
-  int rank() const override { return 0; }
-  int size() const override { return size_; }
-  bool serves(c10::DeviceType device) const override { return device == at::kCPU; }
-  mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) override {
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  explicit AlikeBackend(int size) : Backend(0, size) {}
+  /// As MPI's: it averages by itself.
+  const std::string getBackendName() const override { return "mpi"; }
+
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
+                    const c10d::AllreduceOptions& options) override {
     const at::NoGradGuard no_grad;
-    if (reduction == mezzo::Reduction::sum) at::Tensor(tensor).mul_(size_);
-    return {};
+    if (options.reduceOp == c10d::ReduceOp::SUM) tensors[0].mul_(size_);
+    return done();
   }
-  mezzo::Work broadcast(const at::Tensor& /*tensor*/, int /*root*/) override { return {}; }
-  mezzo::Work all_gather(const at::Tensor& output, const at::Tensor& input) override {
-    at::Tensor(output).view({size_, -1}).copy_(input.view({1, -1}).expand({size_, -1}));
-    return {};
+  WorkPtr broadcast(std::vector<at::Tensor>& /*tensors*/,
+                    const c10d::BroadcastOptions& /*options*/) override {
+    return done();
   }
-  mezzo::Work reduce_scatter(const at::Tensor& output, const at::Tensor& input,
-                             mezzo::Reduction reduction) override {
-    at::Tensor(output).copy_(input.view({size_, -1})[0].view_as(output));
-    if (reduction == mezzo::Reduction::sum) at::Tensor(output).mul_(size_);
-    return {};
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& /*options*/) override {
+    output.view({size_, -1}).copy_(input.view({1, -1}).expand({size_, -1}));
+    return done();
   }
-  mezzo::Work barrier() override { return {}; }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    output.copy_(input.view({size_, -1})[0].view_as(output));
+    if (options.reduceOp == c10d::ReduceOp::SUM) output.mul_(size_);
+    return done();
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input,
+                        std::vector<int64_t>& /*output_sizes*/,
+                        std::vector<int64_t>& /*input_sizes*/,
+                        const c10d::AllToAllOptions& /*options*/) override {
+    output.view({size_, -1}).copy_(input.view({size_, -1}).narrow(0, 0, 1).expand({size_, -1}));
+    return done();
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& /*options*/) override { return done(); }
 
- private:
-  int size_;
+ protected:
+  static WorkPtr done() { return c10::make_intrusive<DoneWork>(); }
 };
 
-class AlikeRanks : public mezzo::Communicator {
- public:
-  explicit AlikeRanks(int size) : Communicator(std::make_shared<AlikeBackend>(size)) {}
-};
+inline c10::intrusive_ptr<c10d::Backend> alike_ranks(int size) {
+  return c10::make_intrusive<AlikeBackend>(size);
+}
 
 }  // namespace distributed_test

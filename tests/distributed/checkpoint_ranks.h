@@ -4,7 +4,6 @@
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
 
@@ -24,15 +23,18 @@
 
 #include "../support/error_of.h"
 #include "../support/scratch.h"
+#include "ranks.h"
 #include "some_ranks.h"
 
 namespace checkpoint_ranks {
 
+using distributed_test::broadcast;
+using distributed_test::everyone;
 using distributed_test::numbers_of_ranks;
+using distributed_test::Ranks;
 using distributed_test::SomeRanks;
 using distributed_test::world_size;
 using mezzo::CheckpointManager;
-using mezzo::Communicator;
 using mezzo::DistributedCheckpointManager;
 using mezzo::TrainingState;
 using mezzo::detail::FileCalls;
@@ -63,26 +65,23 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   return archive;
 }
 
-/// To be made by all ranks together.
-inline Communicator everyone() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
-
 /// `text` of the world's rank 0, on all ranks.
 inline std::string text_of_rank_0(const std::string& text) {
-  Communicator world = everyone();
+  const Ranks world = everyone();
   const at::Tensor bytes = at::zeros({4096}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), text.data(), std::min<std::size_t>(text.size(), 4095));
-  world.broadcast(bytes, 0).wait();
+  broadcast(world, bytes, 0);
   return static_cast<const char*>(bytes.const_data_ptr());
 }
 
-inline std::vector<std::string> texts_of(Communicator ranks, const std::string& own) {
-  return mezzo::detail::RankAgreement(std::move(ranks)).gather(own);
+inline std::vector<std::string> texts_of(const Ranks& ranks, const std::string& own) {
+  return mezzo::detail::RankAgreement(ranks).gather(own);
 }
 
 /// What all ranks throw, if those are the same words; what two of them throw otherwise.
 template <class Call>
-std::string common_error_of(Communicator ranks, const Call& call) {
-  const std::vector<std::string> errors = texts_of(std::move(ranks), error_of(call));
+std::string common_error_of(const Ranks& ranks, const Call& call) {
+  const std::vector<std::string> errors = texts_of(ranks, error_of(call));
   for (const std::string& error : errors) {
     if (error != errors[0]) return "different words:\n" + errors[0] + "\nand\n" + error;
   }
@@ -121,7 +120,7 @@ inline mezzo::CheckpointManagerOptions warning_into(std::vector<std::string>& wa
 }
 
 /// With other system calls.
-inline DistributedCheckpointManager manager(const std::filesystem::path& folder, Communicator ranks,
+inline DistributedCheckpointManager manager(const std::filesystem::path& folder, Ranks ranks,
                                             mezzo::CheckpointManagerOptions options,
                                             FileCalls calls) {
   return mezzo::detail::DistributedCheckpointAccess::manager(folder, std::move(ranks),
@@ -176,14 +175,14 @@ struct Alike {
 
 using AlikeAlone = Alike<AdamW>;
 struct AlikeShard : Alike<ShardedAdamW> {
-  AlikeShard(uint64_t seed, Communicator ranks)
+  AlikeShard(uint64_t seed, Ranks ranks)
       : Alike(seed, std::move(ranks), AdamWOptions(1e-2), kSmallShards) {}
 };
 
 /// What each rank has of its own, and nothing else.
 struct Own {
-  explicit Own(Communicator ranks) : position(10 + ranks.rank()) {
-    torch::manual_seed(40 + static_cast<uint64_t>(ranks.rank()));
+  explicit Own(Ranks ranks) : position(10 + ranks->getRank()) {
+    torch::manual_seed(40 + static_cast<uint64_t>(ranks->getRank()));
     state.add("epoch", epoch).add_per_rank("position", position).with_random_state();
   }
   int64_t epoch = 1;
@@ -193,8 +192,8 @@ struct Own {
 
 /// A state with a collective in it, and some of each rank's own.
 struct Mixed {
-  explicit Mixed(Communicator ranks, int64_t elements = 100)
-      : run(3, ranks), own{torch::full({elements}, ranks.rank(), at::kFloat)} {
+  explicit Mixed(Ranks ranks, int64_t elements = 100)
+      : run(3, ranks), own{torch::full({elements}, ranks->getRank(), at::kFloat)} {
     run.state.add_per_rank("own", own).add("fussy", fussy);
     run.run(0, 2);
   }

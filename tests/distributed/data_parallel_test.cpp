@@ -23,8 +23,8 @@
 
 namespace {
 
-using distributed_test::AlikeRanks;
-using distributed_test::RecordingRanks;
+using distributed_test::alike_ranks;
+using distributed_test::recording_ranks;
 using mezzo::DataParallel;
 using test_support::error_of;
 using testing::HasSubstr;
@@ -56,26 +56,26 @@ void expect_passes_all_arguments(Ddp& ddp) {
 
 TEST(DataParallel, ForwardTakesAndGivesWhatTheModelsDoes) {
   const ManyArguments model;
-  DataParallel ddp(model, AlikeRanks(2));
+  DataParallel ddp(model, alike_ranks(2));
   expect_passes_all_arguments(ddp);
-  DataParallel autocast(mezzo::AutocastModule(model, {.device = torch::kCPU}), AlikeRanks(2));
+  DataParallel autocast(mezzo::AutocastModule(model, {.device = torch::kCPU}), alike_ranks(2));
   expect_passes_all_arguments(autocast);
 
   std::shared_ptr<torch::nn::LinearImpl> pointer = torch::nn::Linear(2, 1).ptr();
-  DataParallel of_pointer(pointer, AlikeRanks(2));
+  DataParallel of_pointer(pointer, alike_ranks(2));
   EXPECT_EQ(of_pointer(torch::ones({3, 2})).size(1), 1);
   torch::nn::Sequential layers(torch::nn::Linear(2, 4), torch::nn::ReLU());
-  DataParallel of_layers(layers, AlikeRanks(2));
+  DataParallel of_layers(layers, alike_ranks(2));
   EXPECT_EQ(of_layers(torch::ones({3, 2})).size(1), 4);
 }
 
 TEST(DataParallel, SharesTheModelUnderItsOwnNames) {
   torch::nn::Linear model(2, 1);
-  DataParallel ddp(model, AlikeRanks(2));
+  DataParallel ddp(model, alike_ranks(2));
   EXPECT_EQ(ddp->weight.unsafeGetTensorImpl(), model->weight.unsafeGetTensorImpl());
   EXPECT_EQ(ddp->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
   EXPECT_EQ(ddp.module().get(), model.get());
-  DataParallel autocast(mezzo::AutocastModule(model, {.device = torch::kCPU}), AlikeRanks(2));
+  DataParallel autocast(mezzo::AutocastModule(model, {.device = torch::kCPU}), alike_ranks(2));
   EXPECT_EQ(autocast->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
 }
 
@@ -88,16 +88,16 @@ TEST(DataParallel, ComputesUnderAutocastInAThreadThatKnowsNothingOfIt) {
   };
   torch::nn::Linear model(2, 1);
   DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),
-                   AlikeRanks(2));
+                   alike_ranks(2));
   EXPECT_EQ(dtype_in_a_thread(ddp), at::kBFloat16);
-  DataParallel without(model, AlikeRanks(2));
+  DataParallel without(model, alike_ranks(2));
   const mezzo::Autocast<torch::kCPU> autocast;
   EXPECT_EQ(dtype_in_a_thread(without), at::kFloat) << "a guard reaches its own thread alone";
 }
 
 TEST(DataParallel, BackwardMayRunInAnotherThread) {
   torch::nn::Linear model(2, 1);
-  DataParallel ddp(model, AlikeRanks(4));
+  DataParallel ddp(model, alike_ranks(4));
   std::thread([&] { ddp(torch::ones({3, 2})).sum().backward(); }).join();
   EXPECT_TRUE(at::equal(model->weight.grad(), torch::full({1, 2}, 3.)));
 }
@@ -119,7 +119,7 @@ TORCH_MODULE(TwoLayers);
 TEST(DataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
   std::vector<std::string> log;
   TwoLayers model;
-  DataParallel ddp(model, RecordingRanks(AlikeRanks(2), log), {.bucket_bytes = 64 * 64 * 4});
+  DataParallel ddp(model, recording_ranks(alike_ranks(2), log), {.bucket_bytes = 64 * 64 * 4});
   model->first->weight.register_hook([&](const at::Tensor&) { log.push_back("first layer"); });
   model->second->weight.register_hook([&](const at::Tensor&) { log.push_back("second layer"); });
   const at::Tensor loss = ddp(torch::randn({8, 64})).square().sum();
@@ -133,7 +133,7 @@ TEST(DataParallel, ReducesBucketsBeforeTheBackwardPassHasMadeTheOthers) {
 TEST(DataParallel, DecidesWithoutACollectiveOfItsOwn) {
   std::vector<std::string> log;
   TwoLayers model;
-  DataParallel ddp(model, RecordingRanks(AlikeRanks(2), log));
+  DataParallel ddp(model, recording_ranks(alike_ranks(2), log));
   mezzo::optim::AdamW optimizer(model->parameters());
   mezzo::GradScaler scaler;
   log.clear();
@@ -151,7 +151,7 @@ TEST(DataParallel, DecidesWithoutACollectiveOfItsOwn) {
 TEST(DataParallel, BroadcastsBuffersInTrainingAlone) {
   std::vector<std::string> log;
   TwoLayers model;
-  DataParallel ddp(model, RecordingRanks(AlikeRanks(2), log));
+  DataParallel ddp(model, recording_ranks(alike_ranks(2), log));
   const at::Tensor x = torch::randn({8, 64});
   log.clear();
   {
@@ -171,7 +171,7 @@ TEST(DataParallel, BroadcastsBuffersInTrainingAlone) {
   ddp.broadcast_buffers();
   EXPECT_EQ(log.size(), 4U);
 
-  DataParallel never(model, RecordingRanks(AlikeRanks(2), log), {.broadcast_buffers = false});
+  DataParallel never(model, recording_ranks(alike_ranks(2), log), {.broadcast_buffers = false});
   log.clear();
   never(x);
   EXPECT_TRUE(log.empty());
@@ -180,7 +180,7 @@ TEST(DataParallel, BroadcastsBuffersInTrainingAlone) {
 TEST(DataParallel, NamesAParameterThatWasFrozenAndIsNoMore) {
   TwoLayers model;
   model->first->bias.requires_grad_(false);
-  DataParallel ddp(model, AlikeRanks(2));
+  DataParallel ddp(model, alike_ranks(2));
   EXPECT_EQ(ddp.buckets().parameters().size(), model->parameters().size() - 1);
   ddp(torch::randn({8, 64})).sum().backward();
   EXPECT_FALSE(model->first->bias.grad().defined());
@@ -203,23 +203,23 @@ TEST(DataParallel, TakesATiedWeightOnce) {
     torch::nn::Linear in{nullptr}, out{nullptr};
   };
   auto model = std::make_shared<Tied>();
-  DataParallel ddp(model, AlikeRanks(2));
+  DataParallel ddp(model, alike_ranks(2));
   EXPECT_EQ(ddp.buckets().parameters().size(), 2U);
   ddp(torch::ones({1, 3})).sum().backward();
   EXPECT_TRUE(model->in->weight.grad().defined());
 }
 
 TEST(DataParallel, RefusesWhatItCannotTrain) {
-  EXPECT_THAT(error_of([] { DataParallel(torch::nn::Linear(nullptr), AlikeRanks(2)); }),
+  EXPECT_THAT(error_of([] { DataParallel(torch::nn::Linear(nullptr), alike_ranks(2)); }),
               HasSubstr("`model` is empty"));
-  EXPECT_THAT(error_of([] { DataParallel(torch::nn::ReLU(), AlikeRanks(2)); }),
+  EXPECT_THAT(error_of([] { DataParallel(torch::nn::ReLU(), alike_ranks(2)); }),
               HasSubstr("no parameter of the model requires grad"));
   torch::nn::Linear model(2, 1);
-  EXPECT_THAT(error_of([&] { DataParallel(model, AlikeRanks(2), {.bucket_bytes = 0}); }),
+  EXPECT_THAT(error_of([&] { DataParallel(model, alike_ranks(2), {.bucket_bytes = 0}); }),
               HasSubstr("bucket_bytes is 0"));
-  EXPECT_THAT(error_of([&] { DataParallel(model, AlikeRanks(2), {.root = 2}); }),
+  EXPECT_THAT(error_of([&] { DataParallel(model, alike_ranks(2), {.root = 2}); }),
               HasSubstr("`root` must be 0 to 1, but is 2"));
-  DataParallel ddp(model, AlikeRanks(2));
+  DataParallel ddp(model, alike_ranks(2));
   EXPECT_THAT(error_of([&] {
                 ddp(torch::ones({1, 2}))
                     .square()
@@ -233,10 +233,10 @@ TEST(DataParallel, RefusesWhatItCannotTrain) {
 TEST(DataParallel, TrainsTorchScriptAsTheSameModelInCpp) {
   const auto script = test_support::script_model();
   const auto model = test_support::twin();
-  DataParallel ddp(script, AlikeRanks(2));
-  DataParallel of_twin(model, AlikeRanks(2));
+  DataParallel ddp(script, alike_ranks(2));
+  DataParallel of_twin(model, alike_ranks(2));
   DataParallel wrapped(mezzo::AutocastModule(test_support::script_model(), {.device = torch::kCPU}),
-                       AlikeRanks(2));
+                       alike_ranks(2));
   const auto x = torch::randn({4, 3, 6, 6});
   {
     const mezzo::Autocast<torch::kCPU> autocast;

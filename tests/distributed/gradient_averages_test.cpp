@@ -30,7 +30,7 @@
 // them is training alone, bit for bit.
 namespace {
 
-using distributed_test::AlikeRanks;
+using distributed_test::alike_ranks;
 using mezzo::DataParallel;
 using mezzo::GradBuckets;
 using mezzo::GradScaler;
@@ -104,7 +104,7 @@ Training train_together(int ranks, const MakeOptimizer& make, const Loop& loop,
                         at::ScalarType dtype) {
   Training training;
   training.net->to(dtype);
-  DataParallel ddp(training.net, AlikeRanks(ranks), {.bucket_bytes = 128});
+  DataParallel ddp(training.net, alike_ranks(ranks), {.bucket_bytes = 128});
   EXPECT_GT(ddp.buckets().buckets().size(), 2U);
   const auto optimizer = make(training.net);
   training.buckets = &ddp.buckets();
@@ -448,7 +448,7 @@ TEST(GradientsAreAverages, WhereBucketsAreRead) {
   AveragedNet net, alone;
   GradBuckets wanted(alone->parameters(), flat());
   loss_of(alone, 0).backward();
-  DataParallel ddp(net, AlikeRanks(4), {.bucket_bytes = 128});
+  DataParallel ddp(net, alike_ranks(4), {.bucket_bytes = 128});
   loss_of(net, 0).backward();
   EXPECT_TRUE(at::equal(ddp.buckets().buckets().at(0).flat, wanted.buckets().at(0).flat));
 }
@@ -458,7 +458,7 @@ TEST(GradientsAreAverages, InFloatOfABfloat16ModelWhoseGradientsAreFloat) {
   AveragedNet net;
   net->to(at::kBFloat16);
   for (const at::Tensor& parameter : net->parameters()) parameter.set_grad_dtype(at::kFloat);
-  DataParallel ddp(net, AlikeRanks(4));
+  DataParallel ddp(net, alike_ranks(4));
   ASSERT_EQ(ddp.buckets().buckets().size(), 1U);
   EXPECT_EQ(ddp.buckets().buckets()[0].dtype, at::kFloat);
   for (int i = 0; i < 512; ++i) net->tail.to(at::kFloat).sum().backward();

@@ -25,8 +25,8 @@
 // harm.
 namespace {
 
-using distributed_test::AlikeRanks;
-using distributed_test::RecordingRanks;
+using distributed_test::alike_ranks;
+using distributed_test::recording_ranks;
 using mezzo::DataParallel;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
@@ -55,9 +55,9 @@ at::Tensor throwing(const at::Tensor& x) {
 TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
   const at::Tensor weight = leaf(1);
   GradBuckets buckets({weight}, hard_buckets());
-  auto all_reduce = std::make_unique<GradAllReduce>(buckets, AlikeRanks(2));
+  auto all_reduce = std::make_unique<GradAllReduce>(buckets, alike_ranks(2));
   // The new one is there before the old one goes.
-  all_reduce = std::make_unique<GradAllReduce>(buckets, AlikeRanks(2),
+  all_reduce = std::make_unique<GradAllReduce>(buckets, alike_ranks(2),
                                                mezzo::GradAllReduceOptions{.average = false});
   weight.sum().backward();
   EXPECT_EQ(weight.grad()[0].item<double>(), 2);
@@ -68,7 +68,7 @@ TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
   for (const bool by_buckets : {false, true}) {
     const at::Tensor first = leaf(1), second = leaf(2), unused = leaf(3);
     GradBuckets buckets({first, second, unused}, hard_buckets(1 << 20));
-    const GradAllReduce all_reduce(buckets, AlikeRanks(2));
+    const GradAllReduce all_reduce(buckets, alike_ranks(2));
     EXPECT_THAT(hard_error([&] { (throwing(first) * second).sum().backward(); }),
                 testing::HasSubstr("on purpose"));
     if (by_buckets) buckets.zero_grad();
@@ -83,7 +83,7 @@ TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
   const at::Tensor late = leaf(1), early = leaf(2);
   GradBuckets buckets({late, early}, hard_buckets());
   ASSERT_EQ(buckets.buckets()[0].parameters[0], 1U);
-  const GradAllReduce all_reduce(buckets, AlikeRanks(2));
+  const GradAllReduce all_reduce(buckets, alike_ranks(2));
   EXPECT_THAT(hard_error([&] { (throwing(early) * late).sum().backward(); }),
               testing::HasSubstr("on purpose"));
   buckets.zero_grad();
@@ -95,22 +95,21 @@ TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
 class OtherOrder : public distributed_test::AlikeBackend {
  public:
   using AlikeBackend::AlikeBackend;
-  mezzo::Work all_reduce(const at::Tensor& tensor, mezzo::Reduction reduction) override {
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
+                    const c10d::AllreduceOptions& options) override {
+    if (options.reduceOp != c10d::ReduceOp::MAX) return AlikeBackend::allreduce(tensors, options);
     const at::NoGradGuard no_grad;
-    if (reduction == mezzo::Reduction::max) {
-      const at::Tensor others = tensor.clone();
-      others.narrow(0, 2, 16).bitwise_xor_(torch::arange(16).to(at::kByte));
-      at::maximum_out(const_cast<at::Tensor&>(tensor), tensor, others);
-      return {};
-    }
-    return AlikeBackend::all_reduce(tensor, reduction);
+    const at::Tensor others = tensors[0].clone();
+    others.narrow(0, 2, 16).bitwise_xor_(torch::arange(16).to(at::kByte));
+    at::maximum_out(tensors[0], tensors[0], others);
+    return done();
   }
 };
 
 TEST(HardUse, RanksWhoseBucketsAreLaidOutDifferentlyAreTold) {
   const at::Tensor first = leaf(1), second = leaf(2);
   GradBuckets buckets({first, second}, hard_buckets());
-  const GradAllReduce all_reduce(buckets, mezzo::Communicator(std::make_shared<OtherOrder>(2)));
+  const GradAllReduce all_reduce(buckets, c10::make_intrusive<OtherOrder>(2));
   EXPECT_THAT(hard_error([&] { (first * second).sum().backward(); }),
               testing::HasSubstr("the ranks' buckets hold other parameters"));
 }
@@ -118,9 +117,9 @@ TEST(HardUse, RanksWhoseBucketsAreLaidOutDifferentlyAreTold) {
 TEST(HardUse, AParameterThatTwoReduceIsNamed) {
   const at::Tensor shared = leaf(1), left = leaf(2), right = leaf(3);
   GradBuckets of_left({left, shared}, hard_buckets()), of_right({right, shared}, hard_buckets());
-  const GradAllReduce first(of_left, AlikeRanks(2));
+  const GradAllReduce first(of_left, alike_ranks(2));
   (shared * left).sum().backward();
-  const GradAllReduce second(of_right, AlikeRanks(2));
+  const GradAllReduce second(of_right, alike_ranks(2));
   EXPECT_THAT(hard_error([&] { (shared * left * right).sum().backward(); }),
               testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
                              testing::HasSubstr("on cpu) is reduced by another")));
@@ -128,8 +127,8 @@ TEST(HardUse, AParameterThatTwoReduceIsNamed) {
 
 TEST(HardUse, AShardedOptimizerOfADataParallelsModelIsRefused) {
   torch::nn::Linear net(3, 3);
-  DataParallel ddp(net, AlikeRanks(2));
-  const mezzo::ShardedOptimizer<mezzo::optim::AdamW> optimizer(net->parameters(), AlikeRanks(2),
+  DataParallel ddp(net, alike_ranks(2));
+  const mezzo::ShardedOptimizer<mezzo::optim::AdamW> optimizer(net->parameters(), alike_ranks(2),
                                                                mezzo::optim::AdamWOptions(1e-2));
   EXPECT_THAT(hard_error([&] {
                 ddp(torch::ones({2, 3})).sum().backward();
@@ -162,7 +161,7 @@ void expect_same_as_alone(const HardTrain& train) {
   std::vector<at::Tensor> wanted;
   for (const int ranks : {1, 2, 4}) {
     HardNet net;
-    auto ddp = std::make_unique<HardDdp>(net, AlikeRanks(ranks),
+    auto ddp = std::make_unique<HardDdp>(net, alike_ranks(ranks),
                                          mezzo::DataParallelOptions{.bucket_bytes = 128});
     train(net, ddp, ranks);
     std::vector<at::Tensor> got;
@@ -234,7 +233,7 @@ TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
       net->loss(i).backward();
       if (i == 1) {
         ddp.reset(
-            new HardDdp(net, AlikeRanks(ranks), mezzo::DataParallelOptions{.bucket_bytes = 128}));
+            new HardDdp(net, alike_ranks(ranks), mezzo::DataParallelOptions{.bucket_bytes = 128}));
       }
       GradScaler scaler({.enabled = false});
       scaler.step(optimizer, {.max_norm = 0.5, .zero_grad = false});
@@ -287,7 +286,7 @@ TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kDouble}) {
     torch::nn::Linear net(3, 3);
     GradBuckets buckets(net->parameters(), hard_buckets());
-    const GradAllReduce all_reduce(buckets, AlikeRanks(2));
+    const GradAllReduce all_reduce(buckets, alike_ranks(2));
     net->to(dtype);
     EXPECT_THAT(hard_error([&] {
                   net(torch::ones({2, 3}, dtype)).sum().backward();
@@ -302,7 +301,7 @@ TEST(HardUse, LossesOfAmpAddUpOnMasters) {
     mezzo::optim::SGD optimizer(net->parameters(), kSgd);
     auto amp = mezzo::initialize(net, optimizer, mezzo::OptLevel::O2_bf16(),
                                  {.num_losses = 2, .verbosity = 0});
-    ddp = std::make_unique<HardDdp>(net, AlikeRanks(ranks),
+    ddp = std::make_unique<HardDdp>(net, alike_ranks(ranks),
                                     mezzo::DataParallelOptions{.bucket_bytes = 128});
     EXPECT_EQ(net->parameters()[0].scalar_type(), at::kBFloat16);
     for (int64_t i = 0; i < 4; ++i) {
@@ -321,7 +320,7 @@ TEST(HardUse, LossesOfAmpAddUpOnMasters) {
 TEST(HardUse, CheckpointedLayersHaveTheAveragesOfTheRanks) {
   std::vector<std::string> log;
   HardNet net, like;
-  DataParallel ddp(net, RecordingRanks(AlikeRanks(2), log), {.bucket_bytes = 128});
+  DataParallel ddp(net, recording_ranks(alike_ranks(2), log), {.bucket_bytes = 128});
   log.clear();
   at::Tensor x = torch::ones({4, 6}).requires_grad_();
   x = mezzo::activation_checkpoint(net->body, x);
@@ -342,7 +341,7 @@ TEST(HardUse, WeightsMayBeLoadedInAnotherLayout) {
     torch::nn::Conv2d conv(torch::nn::Conv2dOptions(3, 4, 3));
     conv->to(at::kFloat);
     conv->weight.set_data(conv->weight.detach().contiguous(at::MemoryFormat::ChannelsLast));
-    DataParallel ddp(conv, AlikeRanks(ranks));
+    DataParallel ddp(conv, alike_ranks(ranks));
     mezzo::optim::SGD optimizer(conv->parameters(), kSgd);
     for (int64_t i = 0; i < 4; ++i) {
       if (i == 2) conv->weight.set_data(conv->weight.detach().contiguous().clone());

@@ -3,10 +3,9 @@
 // does, a line each, on stdout.
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/c10d_communicator.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/rendezvous.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/distributed/watchdog.h>
 #include <mezzo/optim/adamw.h>
@@ -23,9 +22,13 @@
 #include <string>
 #include <vector>
 
+#include "ranks.h"
+
 namespace {
 
 using namespace std::chrono_literals;
+using distributed_test::everyone;
+using distributed_test::Ranks;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 
@@ -50,7 +53,7 @@ std::string digest_of(const std::vector<at::Tensor>& tensors) {
 
 /// `forward` and `optimizer` stand for either way to train together.
 template <class Forward>
-void train(mezzo::Communicator world, const std::filesystem::path& folder, int64_t steps,
+void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
            torch::nn::Sequential model, torch::optim::Optimizer& optimizer,
            const Forward& forward) {
   mezzo::GradScaler scaler({.init_scale = 64, .growth_interval = 10});
@@ -59,28 +62,28 @@ void train(mezzo::Communicator world, const std::filesystem::path& folder, int64
   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
   std::vector<at::Tensor> own{at::zeros({1'200'000})};  // of rank 1 it goes in two pieces
   state.add("step", step).add_per_rank("own", own).with_random_state();
-  torch::manual_seed(static_cast<uint64_t>(100 + world.rank()));
+  torch::manual_seed(static_cast<uint64_t>(100 + world->getRank()));
 
   mezzo::DistributedCheckpointManager checkpoints(folder, world);
   checkpoints.load_newest(state);
-  if (world.rank() == 0) say("from " + std::to_string(step));
+  if (world->getRank() == 0) say("from " + std::to_string(step));
   while (step < steps) {
     optimizer.zero_grad();
     scaler.scale(forward(torch::randn({8, 32})).square().mean()).backward();
     scaler.step(optimizer, {.max_norm = 1.0});
     scaler.update();
     ++step;
-    own[0].add_(static_cast<double>(step * (world.rank() + 1)));
-    if (world.rank() == 0) say("did " + std::to_string(step));
+    own[0].add_(static_cast<double>(step * (world->getRank() + 1)));
+    if (world->getRank() == 0) say("did " + std::to_string(step));
     if (step % kStepsBetweenFiles == 0 || step == steps) {
-      if (world.rank() == 0) say("saving " + std::to_string(step));
+      if (world->getRank() == 0) say("saving " + std::to_string(step));
       checkpoints.save(state, step);
-      if (world.rank() == 0) say("saved " + std::to_string(step));
+      if (world->getRank() == 0) say("saved " + std::to_string(step));
     }
   }
   own.push_back(torch::rand({3}));
   say("end " + digest_of(model->parameters()));
-  say("own " + std::to_string(world.rank()) + ' ' + digest_of(own));
+  say("own " + std::to_string(world->getRank()) + ' ' + digest_of(own));
 }
 
 int run(const std::string& way, const std::filesystem::path& folder, int64_t steps) {
@@ -88,7 +91,7 @@ int run(const std::string& way, const std::filesystem::path& folder, int64_t ste
   const auto environment = mezzo::ProcessGroupEnvironment::read();
   mezzo::Watchdog watchdog(mezzo::rendezvous(environment, 60s), environment.rank,
                            environment.world_size, {.interval = 200ms, .heartbeat_timeout = 10s});
-  auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
+  auto world = watchdog.watch(everyone());
   watchdog.run([&] {
     const torch::nn::Sequential model = make_model();
     if (way == "zero") {

@@ -1,7 +1,6 @@
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/broadcast_parameters.h>
-#include <mezzo/distributed/mpi_communicator.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,10 +8,12 @@
 #include <string>
 
 #include "../support/error_of.h"
+#include "ranks.h"
 
 namespace {
 
-using mezzo::Communicator;
+using distributed_test::everyone;
+using distributed_test::Ranks;
 using mezzo::NamedTensors;
 using test_support::error_of;
 using testing::AllOf;
@@ -27,9 +28,9 @@ NamedTensors some_tensors() {
 }
 
 TEST(BroadcastParameters, EveryRankHasTheRootsValuesAfterwards) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  for (int root = 0; root < world.size(); ++root) {
-    torch::manual_seed(world.rank());
+  const Ranks world = everyone();
+  for (int root = 0; root < world->getSize(); ++root) {
+    torch::manual_seed(world->getRank());
     const NamedTensors tensors = some_tensors();
     mezzo::broadcast_parameters(tensors, world, root);
     torch::manual_seed(root);
@@ -43,20 +44,20 @@ TEST(BroadcastParameters, EveryRankHasTheRootsValuesAfterwards) {
 }
 
 TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWritten) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  if (world.size() == 1) GTEST_SKIP() << "one rank agrees with itself";
-  const int last = world.size() - 1;
+  const Ranks world = everyone();
+  if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  const int last = world->getSize() - 1;
   const auto expect_error = [&](const NamedTensors& of_the_last, const std::string& its_words,
                                 const std::string& the_roots_words) {
     NamedTensors tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
-    if (world.rank() == last) tensors = of_the_last;
+    if (world->getRank() == last) tensors = of_the_last;
     EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, world); }),
-                AllOf(HasSubstr("broadcast_parameters on rank " + std::to_string(world.rank())),
+                AllOf(HasSubstr("broadcast_parameters on rank " + std::to_string(world->getRank())),
                       HasSubstr("rank " + std::to_string(last) + " has another model than rank 0"),
                       HasSubstr("it has \"" + its_words + "\" where rank 0 has \"" +
                                 the_roots_words + "\"")));
     if (!tensors.empty()) {
-      EXPECT_EQ(tensors[0].second.flatten()[0].item<float>(), world.rank() == last ? 1.F : 7.F);
+      EXPECT_EQ(tensors[0].second.flatten()[0].item<float>(), world->getRank() == last ? 1.F : 7.F);
     }
   };
   const at::Tensor one = torch::ones({2, 3});
@@ -72,8 +73,8 @@ TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWrit
 }
 
 TEST(BroadcastParameters, ARootThatIsNoRankIsRefused) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters({}, world, world.size()); }),
+  const Ranks world = everyone();
+  EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters({}, world, world->getSize()); }),
               HasSubstr("`root` must be 0 to"));
 }
 

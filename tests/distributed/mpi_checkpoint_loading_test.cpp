@@ -2,7 +2,6 @@
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
-#include <mezzo/distributed/mpi_communicator.h>
 
 #include <torch/torch.h>
 
@@ -20,8 +19,13 @@
 
 #include "../support/scratch.h"
 #include "checkpoint_ranks.h"
+#include "ranks.h"
 
 namespace checkpoint_ranks {
+using distributed_test::barrier;
+using distributed_test::everyone;
+using distributed_test::Ranks;
+
 namespace {
 
 using testing::AllOf;
@@ -31,19 +35,19 @@ using testing::SizeIs;
 
 TEST(DistributedCheckpoints, WhereOneRankRefusesToLoadAllGetBackWhatTheyHad) {
   const SharedFolder folder;
-  Communicator world = everyone();
+  const Ranks world = everyone();
   {
     Mixed mixed(world);
     mixed.set(2);
     DistributedCheckpointManager(folder.path(), world).save(mixed.run.state, 2);
   }
-  for (int victim = 0; victim < world.size(); ++victim) {
+  for (int victim = 0; victim < world->getSize(); ++victim) {
     Mixed mixed(world), untouched(world);
     mixed.run.run(2, 4);
     untouched.run.run(2, 4);
     mixed.set(9);
-    mixed.own[0].fill_(50 + world.rank());
-    mixed.fussy.refuses_loading = world.rank() == victim;
+    mixed.own[0].fill_(50 + world->getRank());
+    mixed.fussy.refuses_loading = world->getRank() == victim;
     DistributedCheckpointManager checkpoints(folder.path(), world);
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
                 AllOf(HasSubstr("rank " + std::to_string(victim) + " of"), HasSubstr("\"fussy\""),
@@ -51,7 +55,7 @@ TEST(DistributedCheckpoints, WhereOneRankRefusesToLoadAllGetBackWhatTheyHad) {
                       HasSubstr("\"fussy\" could not be put back")));  // it refuses that too
     EXPECT_EQ(mixed.run.position, 9);
     EXPECT_EQ(mixed.fussy.value, 9);
-    EXPECT_EQ(mixed.own[0][0].item<float>(), static_cast<float>(50 + world.rank()));
+    EXPECT_EQ(mixed.own[0][0].item<float>(), static_cast<float>(50 + world->getRank()));
     mixed.run.run(4, 6);
     untouched.run.run(4, 6);
     mixed.run.expect_weights_of(untouched.run.net, "as if nothing had been");
@@ -63,7 +67,7 @@ TEST(DistributedCheckpoints, WhereOneRankRefusesToLoadAllGetBackWhatTheyHad) {
 
 TEST(DistributedCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
   const SharedFolder folder;
-  Communicator world = everyone();
+  const Ranks world = everyone();
   Mixed mixed(world);
   std::vector<std::string> warnings;
   DistributedCheckpointManager checkpoints(folder.path(), world, warning_into(warnings));
@@ -71,25 +75,25 @@ TEST(DistributedCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
   checkpoints.save(mixed.run.state, 1);
   mixed.set(2);
   const auto newest = checkpoints.save(mixed.run.state, 2);
-  if (world.rank() == 0) {
+  if (world->getRank() == 0) {
     std::string bytes = test_support::bytes_of(newest.file);
     bytes[bytes.size() / 2] ^= 1;
     test_support::put_bytes(newest.file, bytes);
   }
-  world.barrier().wait();
+  barrier(world);
   EXPECT_EQ(checkpoints.load_newest(mixed.run.state)->step, 1);
   EXPECT_TRUE(mixed.is(1));
-  EXPECT_THAT(warnings, SizeIs(world.rank() == 0 ? 1 : 0));
+  EXPECT_THAT(warnings, SizeIs(world->getRank() == 0 ? 1 : 0));
   // A damaged file is none of those that stay.
   checkpoints.save(mixed.run.state, 3);
-  world.barrier().wait();
+  barrier(world);
   EXPECT_THAT(checkpoints.files(), SizeIs(3));
 }
 
 TEST(DistributedCheckpoints, OfAFileThatOneRankCannotReadAllFallBack) {
   const SharedFolder folder;
-  Communicator world = everyone();
-  const int last = world.size() - 1;
+  const Ranks world = everyone();
+  const int last = world->getSize() - 1;
   Mixed mixed(world);
   std::vector<std::string> warnings;
   FileCalls calls;
@@ -105,18 +109,18 @@ TEST(DistributedCheckpoints, OfAFileThatOneRankCannotReadAllFallBack) {
   checkpoints.save(mixed.run.state, 1);
   mixed.set(2);
   checkpoints.save(mixed.run.state, 2);
-  is_broken = world.rank() == last;
+  is_broken = world->getRank() == last;
   EXPECT_EQ(checkpoints.load_newest(mixed.run.state)->step, 1);
   EXPECT_TRUE(mixed.is(1));
-  if (world.rank() == 0) {
+  if (world->getRank() == 0) {
     EXPECT_THAT(warnings, ElementsAre(AllOf(HasSubstr("Input/output error"),
                                             HasSubstr("on rank " + std::to_string(last)))));
   }
-  world.barrier().wait();
-  if (world.rank() == 0) {
+  barrier(world);
+  if (world->getRank() == 0) {
     for (const auto& file : checkpoints.files()) test_support::put_bytes(file, "nothing");
   }
-  world.barrier().wait();
+  barrier(world);
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
               HasSubstr("has no checkpoint that is whole"));
 }
@@ -128,13 +132,13 @@ TEST(DistributedCheckpoints, AnEmptyFolderIsNoCheckpointOnAllRanks) {
 }
 
 TEST(DistributedCheckpoints, ARankWithAnotherFolderIsNamed) {
-  Communicator world = everyone();
-  const int last = world.size() - 1;
+  const Ranks world = everyone();
+  const int last = world->getSize() - 1;
   if (last == 0) return;
   const SharedFolder folder;
   Own own(world);
   DistributedCheckpointManager checkpoints(
-      folder.path() / (world.rank() == last ? "elsewhere" : ""), world);
+      folder.path() / (world->getRank() == last ? "elsewhere" : ""), world);
   checkpoints.save(own.state, 1);
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(own.state); }),
               AllOf(HasSubstr("rank " + std::to_string(last) + " of"),

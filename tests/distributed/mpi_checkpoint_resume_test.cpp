@@ -3,7 +3,6 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
@@ -24,8 +23,12 @@
 
 #include "../support/scratch.h"
 #include "checkpoint_ranks.h"
+#include "ranks.h"
 
 namespace checkpoint_ranks {
+using distributed_test::everyone;
+using distributed_test::Ranks;
+
 namespace {
 
 using testing::AllOf;
@@ -45,7 +48,7 @@ torch::nn::Sequential make_net(bool has_buffers) {
 
 /// Gradients in bfloat16 with error feedback, averaged; running statistics.
 struct Averaging {
-  Averaging(Communicator world, const std::function<at::Tensor()>& loss_scale)
+  Averaging(Ranks world, const std::function<at::Tensor()>& loss_scale)
       : net(make_net(true)),
         ddp(net, std::move(world),
             {.bucket_bytes = 512,
@@ -63,7 +66,7 @@ struct Averaging {
 };
 
 struct Sharding {
-  Sharding(Communicator world, const std::function<at::Tensor()>& /*loss_scale*/)
+  Sharding(Ranks world, const std::function<at::Tensor()>& /*loss_scale*/)
       : net(make_net(false)),
         optimizer(net->parameters(), std::move(world), AdamWOptions(1e-2), kSmallShards) {}
   at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
@@ -77,8 +80,8 @@ struct Sharding {
 template <class Way>
 class EachRanksTraining {
  public:
-  EachRanksTraining(Communicator world, uint64_t seed)
-      : rank_(world.rank()),
+  EachRanksTraining(Ranks world, uint64_t seed)
+      : rank_(world->getRank()),
         way((torch::manual_seed(seed), world), [this] { return scaler.scale(torch::ones({})); }) {
     torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
     own_random.set_current_seed(seed + static_cast<uint64_t>(rank_));
@@ -129,7 +132,7 @@ class EachRanksTraining {
 template <class Way>
 void expect_the_same_bits_after_resuming() {
   const SharedFolder folder;
-  Communicator world = everyone();
+  const Ranks world = everyone();
   EachRanksTraining<Way> whole(world, 1);
   whole.scaler.on_skip(nullptr);
   for (int i = 0; i < 7; ++i) whole.step();
@@ -195,7 +198,7 @@ TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersF
         EXPECT_EQ(run.position, 3);
         run.run(3, 5);
         run.expect_weights_of(whole.net, from + " to " + std::to_string(loaders));
-        const bool is_told = group.ranks().rank() == 0 && loaders != savers;
+        const bool is_told = group.ranks()->getRank() == 0 && loaders != savers;
         EXPECT_THAT(warnings, SizeIs(is_told ? 1 : 0));
       }
       std::vector<std::string> warnings;
@@ -214,8 +217,7 @@ TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersF
 }
 
 /// Loads into ranks with other values. \returns what each draws first then
-std::vector<std::string> draws_after_loading(const std::filesystem::path& folder,
-                                             Communicator ranks) {
+std::vector<std::string> draws_after_loading(const std::filesystem::path& folder, Ranks ranks) {
   std::vector<std::string> warnings;
   Own run(ranks);
   run.position = 77;
@@ -223,9 +225,9 @@ std::vector<std::string> draws_after_loading(const std::filesystem::path& folder
   DistributedCheckpointManager(folder, ranks, warning_into(warnings)).load_newest(run.state);
   EXPECT_EQ(run.epoch, 1);
   EXPECT_EQ(run.position, 77);
-  if (ranks.rank() == 0) {
+  if (ranks->getRank() == 0) {
     const std::string numbers = "has what " + std::to_string(world_size()) +
-                                " ranks had, and here are " + std::to_string(ranks.size());
+                                " ranks had, and here are " + std::to_string(ranks->getSize());
     EXPECT_THAT(warnings,
                 UnorderedElementsAre(
                     AllOf(HasSubstr("\"position\" is left as it is"), HasSubstr(numbers)),
@@ -261,8 +263,8 @@ TEST(DistributedCheckpoints, WhatTheFileHasNotGotOfEachRankIsLeftAndNamed) {
   DistributedCheckpointManager(folder.path(), everyone(), warning_into(warnings))
       .load_newest(run.state);
   EXPECT_EQ(run.epoch, 3);
-  EXPECT_EQ(run.position, 10 + everyone().rank());
-  EXPECT_THAT(warnings, SizeIs(everyone().rank() == 0 ? 2 : 0));
+  EXPECT_EQ(run.position, 10 + everyone()->getRank());
+  EXPECT_THAT(warnings, SizeIs(everyone()->getRank() == 0 ? 2 : 0));
 
   // And the other way round: what the state does not name is left out, with a word.
   DistributedCheckpointManager(folder.path(), everyone()).save(run.state, 2);
@@ -270,7 +272,7 @@ TEST(DistributedCheckpoints, WhatTheFileHasNotGotOfEachRankIsLeftAndNamed) {
   if (world_size() == 1) return;  // an object like others then
   DistributedCheckpointManager(folder.path(), everyone(), warning_into(warnings))
       .load_newest(common);
-  EXPECT_THAT(warnings, SizeIs(everyone().rank() == 0 ? 2 : 0));
+  EXPECT_THAT(warnings, SizeIs(everyone()->getRank() == 0 ? 2 : 0));
   for (const std::string& warning : warnings) EXPECT_THAT(warning, HasSubstr("is left out"));
 }
 

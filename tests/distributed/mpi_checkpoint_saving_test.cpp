@@ -2,7 +2,6 @@
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/checkpoint_manager.h>
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/optim/ema.h>
 
 #include <torch/torch.h>
@@ -21,8 +20,13 @@
 
 #include "../support/scratch.h"
 #include "checkpoint_ranks.h"
+#include "ranks.h"
 
 namespace checkpoint_ranks {
+using distributed_test::barrier;
+using distributed_test::everyone;
+using distributed_test::Ranks;
+
 namespace {
 
 using testing::AllOf;
@@ -35,7 +39,7 @@ constexpr int64_t kTwoPieces = 1'100'000;
 
 TEST(DistributedCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) {
   const SharedFolder folder;
-  Communicator world = everyone();
+  const Ranks world = everyone();
   Mixed mixed(world, kTwoPieces);
   mixed.set(2);
   DistributedCheckpointManager(folder.path(), world).save(mixed.run.state, 2);
@@ -57,14 +61,14 @@ TEST(DistributedCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) 
     ++failures;
     EXPECT_THAT(error, AllOf(HasSubstr("DistributedCheckpointManager::save: rank 0 of"),
                              HasSubstr("No space left on device")));
-    world.barrier().wait();
+    barrier(world);
     EXPECT_THAT(folder.temporaries(), IsEmpty());
     EXPECT_THAT(checkpoints.files(), SizeIs(1));
     EXPECT_THAT(checkpoints.files()[0].filename().string(), HasSubstr("step-2"));
     left = std::numeric_limits<int>::max();
     if (number != 2) continue;
     const auto saved = checkpoints.save(mixed.run.state, 2);
-    world.barrier().wait();
+    barrier(world);
     EXPECT_EQ(std::filesystem::file_size(saved.file), saved.bytes);
     Mixed other(world, kTwoPieces);
     other.own[0].zero_();
@@ -77,7 +81,7 @@ TEST(DistributedCheckpoints, AFullDiskOfRank0IsToldToAllAndTheNextSaveGoesWell) 
 
 TEST(DistributedCheckpoints, OnlyRank0Writes) {
   const SharedFolder folder;
-  Communicator world = everyone();
+  const Ranks world = everyone();
   int calls_made = 0;
   FileCalls calls;
   calls.open = [&, real = calls.open](const char* path, int flags) {
@@ -89,7 +93,7 @@ TEST(DistributedCheckpoints, OnlyRank0Writes) {
   Mixed mixed(world);
   DistributedCheckpointManager checkpoints = manager(folder.path(), world, {}, calls);
   const auto saved = checkpoints.save(mixed.run.state, 1);
-  EXPECT_EQ(calls_made > 0, world.rank() == 0);
+  EXPECT_EQ(calls_made > 0, world->getRank() == 0);
   EXPECT_TRUE(std::filesystem::exists(saved.file)) << "when save returns, on any rank";
   EXPECT_TRUE(saved.durable);
   EXPECT_EQ(std::filesystem::file_size(saved.file), saved.bytes);
@@ -97,8 +101,8 @@ TEST(DistributedCheckpoints, OnlyRank0Writes) {
 
 TEST(DistributedCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWell) {
   const SharedFolder folder;
-  Communicator world = everyone();
-  const int last = world.size() - 1;
+  const Ranks world = everyone();
+  const int last = world->getSize() - 1;
   for (int victim = 0; victim <= last; ++victim) {
     TrainingState state;
     Fussy fussy;
@@ -110,32 +114,32 @@ TEST(DistributedCheckpoints, WhereOneRankCannotSaveNoneDoesAndTheNextSaveGoesWel
     state.add("behind", other.optimizer);
     DistributedCheckpointManager checkpoints(folder.path(), world);
     const std::size_t files = checkpoints.files().size();
-    world.barrier().wait();
-    fussy.refuses_saving = world.rank() == victim;
+    barrier(world);
+    fussy.refuses_saving = world->getRank() == victim;
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(state, 1); }),
                 AllOf(HasSubstr("rank " + std::to_string(victim) + " of"), HasSubstr("\"fussy\""),
                       HasSubstr("I will not be saved")));
     EXPECT_EQ(checkpoints.files().size(), files);
-    world.barrier().wait();
+    barrier(world);
     fussy.refuses_saving = false;
     checkpoints.save(state, 1);
     EXPECT_GE(checkpoints.files().size(), 1U);
-    world.barrier().wait();
+    barrier(world);
   }
 }
 
 /// Which is found before a ShardedOptimizer waits for the rank that has them.
 TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
   const SharedFolder folder;
-  Communicator world = everyone();
+  const Ranks world = everyone();
   Mixed mixed(world);
   mezzo::Ema ema(mixed.run.net->parameters());
   DistributedCheckpointManager checkpoints(folder.path(), world);
   checkpoints.save(mixed.run.state, 1);
   {
     std::optional<mezzo::EmaScope> averages;
-    if (world.rank() == world.size() - 1) averages.emplace(ema);
-    const std::string who = "rank " + std::to_string(world.size() - 1) + " of";
+    if (world->getRank() == world->getSize() - 1) averages.emplace(ema);
+    const std::string who = "rank " + std::to_string(world->getSize() - 1) + " of";
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
                 AllOf(HasSubstr(who), HasSubstr("an EmaScope is alive")));
     EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
@@ -145,12 +149,12 @@ TEST(DistributedCheckpoints, AveragesInTheWeightsOfOneRankAreToldToAll) {
 }
 
 TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
-  Communicator world = everyone();
-  if (world.size() == 1) return;
+  const Ranks world = everyone();
+  if (world->getSize() == 1) return;
   const SharedFolder folder;
   DistributedCheckpointManager checkpoints(folder.path(), world);
-  const bool is_last = world.rank() == world.size() - 1;
-  const std::string who = "rank " + std::to_string(world.size() - 1) + " has ";
+  const bool is_last = world->getRank() == world->getSize() - 1;
+  const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
   Own own(world);
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, is_last ? 4 : 3); }),
               HasSubstr(who + "\"step 4\" where rank 0 has \"step 3\""));
@@ -179,13 +183,13 @@ TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
               HasSubstr(who + "\"model: module"));
   own.epoch = 7;
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
-              HasSubstr("rank 0 of " + std::to_string(world.size()) +
+              HasSubstr("rank 0 of " + std::to_string(world->getSize()) +
                         ": CheckpointManager::save: step is -1"));
 }
 
 TEST(DistributedCheckpoints, ANameThatEntriesOfRanksTakeIsRefusedByAll) {
-  Communicator world = everyone();
-  if (world.size() == 1) return;
+  const Ranks world = everyone();
+  if (world->getSize() == 1) return;
   const SharedFolder folder;
   Own own(world);
   int64_t other = 0;

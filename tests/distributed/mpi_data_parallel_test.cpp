@@ -2,7 +2,6 @@
 //
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -20,13 +19,15 @@
 
 #include "../support/error_of.h"
 #include "../support/script_model.h"
+#include "ranks.h"
 #include "same_bits.h"
 
 namespace {
 
+using distributed_test::everyone;
 using distributed_test::expect_same_bits_on_all_ranks;
 using distributed_test::expect_same_weights_on_all_ranks;
-using mezzo::Communicator;
+using distributed_test::Ranks;
 using mezzo::DataParallel;
 using test_support::error_of;
 using testing::HasSubstr;
@@ -66,8 +67,8 @@ at::Tensor whole_batch(int64_t step) {
   torch::manual_seed(100 + static_cast<uint64_t>(step));
   return torch::randn({12, 6});  // parts for 1, 2, 3 and 4 ranks
 }
-at::Tensor own_part(const Communicator& world, int64_t step) {
-  return whole_batch(step).chunk(world.size())[static_cast<std::size_t>(world.rank())];
+at::Tensor own_part(const Ranks& world, int64_t step) {
+  return whole_batch(step).chunk(world->getSize())[static_cast<std::size_t>(world->getRank())];
 }
 
 using MakesOptimizer =
@@ -86,7 +87,7 @@ struct Trained {
 };
 
 /// Six steps on the parts of the batches; two micro-batches a step, the first of which stays here.
-Trained train(Communicator world, const MakesOptimizer& make) {
+Trained train(Ranks world, const MakesOptimizer& make) {
   WithoutNorm model;
   DataParallel ddp(model, world, {.bucket_bytes = 128});
   const auto optimizer = make(model);
@@ -136,7 +137,7 @@ void expect_close(const Trained& trained, const Trained& wanted, double toleranc
 }
 
 TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimizer) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   const std::vector<MakesOptimizer> optimizers = {
       makes<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
       makes<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2).eps(1e-3)),
@@ -152,12 +153,32 @@ TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimiz
   }
 }
 
+// Each half of the ranks trains a model of its own on the same batches: as many ranks fewer would.
+TEST(MpiDataParallel, HalvesOfTheRanksTrainModelsOfTheirOwn) {
+  const Ranks world = everyone();
+  if (world->getSize() < 4) GTEST_SKIP() << "for two halves of two ranks";
+  const int half = world->getRank() * 2 / world->getSize();
+  MPI_Comm communicator = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, half, world->getRank(), &communicator);
+  {
+    const Ranks group = distributed_test::ranks_of(communicator);
+    ASSERT_EQ(group->getSize(), world->getSize() / 2);
+    const double rate = half == 0 ? 1e-2 : 3e-2;
+    const auto make = makes<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(rate).eps(1e-3));
+    const Trained trained = train(group, make);
+    WithoutNorm model;
+    const auto optimizer = make(model);
+    expect_close(trained, train_on_whole_batches(*optimizer, model), 2e-5);
+  }
+  MPI_Comm_free(&communicator);
+}
+
 TEST(MpiDataParallel, StartsWithTheRootsWeightsAndBuffers) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  const int root = world.size() - 1;
-  Replicated model(world.rank()), roots(root);
-  model->norm->running_mean.fill_(world.rank());
-  model->norm->num_batches_tracked.fill_(world.rank());
+  const Ranks world = everyone();
+  const int root = world->getSize() - 1;
+  Replicated model(world->getRank()), roots(root);
+  model->norm->running_mean.fill_(world->getRank());
+  model->norm->num_batches_tracked.fill_(world->getRank());
   const DataParallel ddp(model, world, {.root = root});
   for (const auto& item : model->named_parameters()) {
     EXPECT_TRUE(at::equal(item.value(), roots->named_parameters()[item.key()])) << item.key();
@@ -167,12 +188,12 @@ TEST(MpiDataParallel, StartsWithTheRootsWeightsAndBuffers) {
 }
 
 TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  if (world.size() == 1) GTEST_SKIP() << "one rank is like itself";
-  const int last = world.size() - 1;
+  const Ranks world = everyone();
+  if (world->getSize() == 1) GTEST_SKIP() << "one rank is like itself";
+  const int last = world->getSize() - 1;
   const auto error_with = [&](const std::function<void(Replicated&)>& change) {
     Replicated model;
-    if (world.rank() == last) change(model);
+    if (world->getRank() == last) change(model);
     return error_of([&] { DataParallel(model, world); });
   };
   const std::string of_last = "rank " + std::to_string(last) + " has another model than rank 0";
@@ -189,14 +210,14 @@ TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
               testing::AllOf(HasSubstr("in.weight: BFloat16"), HasSubstr("in.weight: Float")));
   EXPECT_THAT(error_with([](Replicated& model) { model->in->bias.requires_grad_(false); }),
               testing::AllOf(HasSubstr("in.bias"), HasSubstr("not trained")));
-  // The communicator is as good as before.
+  // The group is as good as before.
   Replicated model;
   DataParallel ddp(model, world);
   ddp(own_part(world, 0)).sum().backward();
 }
 
 TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   Replicated model, roots_alone;
   DataParallel ddp(model, world);
   mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(0.1));
@@ -208,10 +229,10 @@ TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
     for (std::size_t i = 0; i < model->parameters().size(); ++i) {
       roots_alone->parameters()[i].copy_(model->parameters()[i]);
     }
-    roots_alone->forward(whole_batch(step).chunk(world.size())[0]);
+    roots_alone->forward(whole_batch(step).chunk(world->getSize())[0]);
     optimizer.step();
   }
-  if (world.rank() == 0) {
+  if (world->getRank() == 0) {
     ddp->eval();
     ddp(own_part(world, 0));  // alone
     ddp->train();
@@ -229,7 +250,7 @@ TEST(MpiDataParallel, BuffersAreTheRootsAsOneProcessWithItsBatchesHasThem) {
 
 // In PyTorch the second forward's broadcast breaks the first one's backward on all ranks but one.
 TEST(MpiDataParallel, TwoForwardsMayComeBeforeOneBackward) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   Replicated model;
   DataParallel ddp(model, world);
   const at::Tensor first = ddp(own_part(world, 0));
@@ -239,7 +260,7 @@ TEST(MpiDataParallel, TwoForwardsMayComeBeforeOneBackward) {
 }
 
 TEST(MpiDataParallel, TrainsUnderAutocast) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   WithoutNorm model;
   const at::Tensor before = model->in->weight.detach().clone();
   DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),
@@ -257,8 +278,8 @@ TEST(MpiDataParallel, TrainsUnderAutocast) {
 }
 
 TEST(MpiDataParallel, GivesTorchScriptTheRootsWeightsAndAveragedGradients) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  const auto rank = static_cast<std::uint64_t>(world.rank());
+  const Ranks world = everyone();
+  const auto rank = static_cast<std::uint64_t>(world->getRank());
   const auto script = test_support::script_model(rank);  // other weights on each rank
   DataParallel ddp(script, world);
   mezzo::optim::AdamW optimizer(ddp->parameters(), 1e-2);

@@ -1,7 +1,6 @@
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/distributed/mpi_communicator.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,16 +11,19 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "ranks.h"
 #include "same_bits.h"
 
 namespace {
 
+using distributed_test::all_reduce;
+using distributed_test::everyone;
 using distributed_test::expect_same_weights_on_all_ranks;
-using mezzo::Communicator;
+using distributed_test::Ranks;
+using distributed_test::ReduceOp;
 using mezzo::GradAllReduce;
 using mezzo::GradBuckets;
 using mezzo::GradBucketsOptions;
-using mezzo::Reduction;
 using test_support::error_of;
 
 /// Two branches, a parameter that only some ranks use, one that nobody does, and a frozen one.
@@ -100,7 +102,7 @@ void train_alone(Branches model, const std::vector<Batch>& data, int ranks) {
 }
 
 TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   Branches model, alone;
   GradBuckets buckets(model->parameters(), small_buckets());
   ASSERT_GT(buckets.buckets().size(), 3U);
@@ -109,26 +111,29 @@ TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
   for (const Batch& batch : batches()) {
     optimizer.zero_grad();
     // Odd ranks make their gradients in another order.
-    loss_of(model, batch.part(world.rank(), world.size()), world.rank(), world.rank() % 2 == 1)
+    loss_of(model, batch.part(world->getRank(), world->getSize()), world->getRank(),
+            world->getRank() % 2 == 1)
         .backward();
     optimizer.step();
   }
-  train_alone(alone, batches(), world.size());
+  train_alone(alone, batches(), world->getSize());
   expect_close(model, alone, 2e-6);
   expect_same_weights_on_all_ranks(world, model);
   EXPECT_FALSE(model->never.grad().defined());
   EXPECT_FALSE(model->frozen.grad().defined());
-  EXPECT_TRUE(model->sometimes.grad().defined()) << "rank 0 has one, so has rank " << world.rank();
+  EXPECT_TRUE(model->sometimes.grad().defined())
+      << "rank 0 has one, so has rank " << world->getRank();
 }
 
 TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   Branches model, alone;
   GradBuckets buckets(model->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
   const auto data = batches();
   const auto backward = [&](const Batch& batch) {
-    (loss_of(model, batch.part(world.rank(), world.size()), world.rank(), false) / 2).backward();
+    (loss_of(model, batch.part(world->getRank(), world->getSize()), world->getRank(), false) / 2)
+        .backward();
   };
   {
     const auto no_sync = buckets.no_sync();
@@ -137,9 +142,9 @@ TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
   const at::Tensor local = model->out->bias.grad().clone();
   backward(data[1]);
 
-  for (int rank = 0; rank < world.size(); ++rank) {
+  for (int rank = 0; rank < world->getSize(); ++rank) {
     for (const std::size_t i : {0, 1}) {
-      (loss_of(alone, data[i].part(rank, world.size()), rank, false) / (2 * world.size()))
+      (loss_of(alone, data[i].part(rank, world->getSize()), rank, false) / (2 * world->getSize()))
           .backward();
     }
   }
@@ -153,8 +158,8 @@ TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
 
   // The first micro-batch stayed here: with several ranks no two of them are alike.
   const at::Tensor sum = local.clone();
-  world.all_reduce(sum, Reduction::sum).wait();
-  EXPECT_EQ(at::allclose(sum, local), world.size() == 1);
+  distributed_test::all_reduce(world, sum, ReduceOp::SUM);
+  EXPECT_EQ(at::allclose(sum, local), world->getSize() == 1);
 }
 
 /// A weight whose gradient is what it is multiplied by.
@@ -174,9 +179,9 @@ struct OneWeight {
 
 // Numbers that 1 to 4 ranks divide without rounding.
 TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  const auto own = [&](double value) { return value * (world.rank() + 1); };
-  const double mean = (world.size() + 1) / 2.;
+  const Ranks world = everyone();
+  const auto own = [&](double value) { return value * (world->getRank() + 1); };
+  const double mean = (world->getSize() + 1) / 2.;
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     OneWeight one(dtype);
     const GradAllReduce all_reduce(one.buckets, world);
@@ -202,29 +207,29 @@ TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
 
 // The loss scale is on the gradients while they are averaged.
 TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   for (const bool average : {true, false}) {
     OneWeight one(at::kHalf);
     const GradAllReduce all_reduce(one.buckets, world, {.average = average});
     one.backward(60'000);
-    const bool fits = average || world.size() == 1;
+    const bool fits = average || world->getSize() == 1;
     one.expect_gradient(fits ? 60'000 : std::numeric_limits<double>::infinity());
   }
 }
 
 TEST(GradAllReduce, LeavesTheSumWhereItIsAskedTo) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets buckets({weight}, small_buckets());
   const GradAllReduce all_reduce(buckets, world, {.average = false});
-  (weight * (world.rank() + 1)).sum().backward();
-  const int ranks = world.size();
+  (weight * (world->getRank() + 1)).sum().backward();
+  const int ranks = world->getSize();
   EXPECT_TRUE(
       at::equal(weight.grad(), torch::full({3}, static_cast<float>(ranks * (ranks + 1) / 2))));
 }
 
 TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Branches model;
     model->to(dtype);
@@ -233,7 +238,8 @@ TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     for (const Batch& batch : batches(dtype)) {
       optimizer.zero_grad();
-      loss_of(model, batch.part(world.rank(), world.size()), world.rank(), false).backward();
+      loss_of(model, batch.part(world->getRank(), world->getSize()), world->getRank(), false)
+          .backward();
       optimizer.step();
     }
     expect_same_weights_on_all_ranks(world, model);
@@ -241,16 +247,16 @@ TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
 }
 
 TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   GradBuckets buckets({weight}, small_buckets());
   { const GradAllReduce all_reduce(buckets, world); }
-  (weight * (world.rank() + 1)).sum().backward();
-  EXPECT_EQ(weight.grad()[0].item<int>(), world.rank() + 1);
+  (weight * (world->getRank() + 1)).sum().backward();
+  EXPECT_EQ(weight.grad()[0].item<int>(), world->getRank() + 1);
 }
 
 TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   Branches model;
   GradBuckets buckets(model->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -266,23 +272,23 @@ TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
 
 // Their buckets are of the same lengths all the same.
 TEST(GradAllReduce, RanksThatRebuildBucketsDifferentlyAreTold) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   const at::Tensor one = torch::ones({3}).requires_grad_(),
                    other = torch::ones({3}).requires_grad_();
   GradBuckets buckets({one, other}, small_buckets());
   const GradAllReduce all_reduce(buckets, world);
-  const bool one_first = world.rank() == 0;
+  const bool one_first = world->getRank() == 0;
   const auto loss = [&] { return one_first ? one * (other * 2) : other * (one * 2); };
   loss().sum().backward();
   buckets.rebuild_buckets();
   const std::string error = error_of([&] { loss().sum().backward(); });
   EXPECT_EQ(error.find("the ranks' buckets hold other parameters") != std::string::npos,
-            world.size() > 1)
+            world->getSize() > 1)
       << error;
 }
 
 TEST(GradAllReduce, SparseGradientsAreRefused) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
   GradBuckets buckets(embedding->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -293,8 +299,8 @@ TEST(GradAllReduce, SparseGradientsAreRefused) {
 }
 
 TEST(GradAllReduce, WhatOneRankRefusesThrowsOnAllOfThem) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
-  const bool is_sparse = world.rank() == 0;
+  const Ranks world = everyone();
+  const bool is_sparse = world->getRank() == 0;
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(is_sparse));
   GradBuckets buckets(embedding->parameters(), small_buckets());
   const GradAllReduce all_reduce(buckets, world);
@@ -307,14 +313,14 @@ TEST(GradAllReduce, WhatOneRankRefusesThrowsOnAllOfThem) {
 
 // In bfloat16 256 + 1 is 256.
 TEST(GradAllReduce, ReducesFloatGradientsOfABfloat16ParameterInFloat) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
   weight.set_grad_dtype(at::kFloat);
   GradBuckets buckets({weight}, small_buckets());
   const GradAllReduce all_reduce(buckets, world, {.average = false});
   EXPECT_EQ(buckets.buckets()[0].dtype, at::kFloat);
-  (weight.to(at::kFloat) * (world.rank() == 0 ? 256 : 1)).sum().backward();
-  const auto expected = static_cast<float>(256 + world.size() - 1);
+  (weight.to(at::kFloat) * (world->getRank() == 0 ? 256 : 1)).sum().backward();
+  const auto expected = static_cast<float>(256 + world->getSize() - 1);
   EXPECT_TRUE(at::equal(weight.grad(), torch::full({3}, expected))) << weight.grad();
 }
 

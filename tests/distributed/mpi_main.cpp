@@ -1,7 +1,6 @@
 // Runs the tests in each process that mpirun starts. A process whose test fails says so and takes
 // the others along: they may be waiting for it in a collective. Given
 // --the-program-initialises-mpi, MPI is initialised as a program would that knows nothing of mezzo.
-#include <mezzo/distributed/mpi_communicator.h>
 
 #include <torch/torch.h>
 
@@ -12,7 +11,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "ranks.h"
+
 namespace {
+
+using distributed_test::barrier;
+using distributed_test::everyone;
+using distributed_test::Ranks;
 
 class EndAllRanks : public testing::EmptyTestEventListener {
  public:
@@ -48,14 +53,29 @@ int run_tests() {
 int throw_on_the_last_rank() {
   try {
     const mezzo::MpiEnvironment mpi;
-    mezzo::MpiCommunicator world(MPI_COMM_WORLD);
-    if (world.rank() == world.size() - 1) throw std::runtime_error("the words of the exception");
-    world.barrier().wait();
-    std::cerr << "rank " << world.rank() << " got past a barrier that not all called" << std::endl;
+    const Ranks world = everyone();
+    if (world->getRank() == world->getSize() - 1)
+      throw std::runtime_error("the words of the exception");
+    barrier(world);
+    std::cerr << "rank " << world->getRank() << " got past a barrier that not all called"
+              << std::endl;
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
   }
   return 1;
+}
+
+int make_a_group_without_threads() {
+  MPI_Init(nullptr, nullptr);
+  int status = 1;
+  try {
+    const mezzo::MpiBackend world(MPI_COMM_WORLD);
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    status = 0;
+  }
+  MPI_Finalize();
+  return status;
 }
 
 }  // namespace
@@ -63,8 +83,12 @@ int throw_on_the_last_rank() {
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   if (argc > 1 && argv[1] == std::string("--the-last-rank-throws")) return throw_on_the_last_rank();
+  if (argc > 1 && argv[1] == std::string("--mpi-has-no-threads")) {
+    return make_a_group_without_threads();
+  }
   if (argc > 1 && argv[1] == std::string("--the-program-initialises-mpi")) {
-    MPI_Init(&argc, &argv);
+    int level = MPI_THREAD_SINGLE;
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
     const int failed = run_tests();
     MPI_Finalize();
     return failed;

@@ -1,6 +1,5 @@
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/mpi_rendezvous.h>
 #include <mezzo/distributed/watchdog.h>
 
@@ -10,38 +9,47 @@
 #include <string>
 #include <vector>
 
+#include "ranks.h"
+
 namespace {
+
+using distributed_test::all_reduce;
+using distributed_test::barrier;
+using distributed_test::everyone;
+using distributed_test::Ranks;
+using distributed_test::ReduceOp;
 
 std::vector<std::uint8_t> bytes(const std::string& text) { return {text.begin(), text.end()}; }
 
 TEST(MpiRendezvous, RanksFindEachOthersWordsInTheStore) {
-  mezzo::MpiCommunicator world(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   const auto store = mezzo::rendezvous(MPI_COMM_WORLD);
-  store->set("of " + std::to_string(world.rank()), bytes("word " + std::to_string(world.rank())));
-  for (int rank = 0; rank < world.size(); ++rank) {
+  store->set("of " + std::to_string(world->getRank()),
+             bytes("word " + std::to_string(world->getRank())));
+  for (int rank = 0; rank < world->getSize(); ++rank) {
     EXPECT_EQ(store->get("of " + std::to_string(rank)), bytes("word " + std::to_string(rank)));
   }
-  world.barrier().wait();  // rank 0 serves until all have read
+  barrier(world);  // rank 0 serves until all have read
 }
 
 TEST(MpiRendezvous, JobsOnOneMachineHaveStoresOfTheirOwn) {
-  mezzo::MpiCommunicator world(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   const auto store = mezzo::rendezvous(MPI_COMM_WORLD), other = mezzo::rendezvous(MPI_COMM_WORLD);
-  const std::string own = "of " + std::to_string(world.rank());
+  const std::string own = "of " + std::to_string(world->getRank());
   store->set(own, bytes("one"));
   other->set(own, bytes("two"));
   EXPECT_EQ(store->get(own), bytes("one"));
   EXPECT_EQ(other->get(own), bytes("two"));
-  world.barrier().wait();
+  barrier(world);
 }
 
 TEST(MpiRendezvous, AWatchdogStandsOnIt) {
-  mezzo::MpiCommunicator world(MPI_COMM_WORLD);
-  mezzo::Watchdog watchdog(mezzo::rendezvous(MPI_COMM_WORLD), world.rank(), world.size());
+  const Ranks world = everyone();
+  mezzo::Watchdog watchdog(mezzo::rendezvous(MPI_COMM_WORLD), world->getRank(), world->getSize());
   auto watched = watchdog.watch(world);
   const at::Tensor one = torch::ones({3});
-  watched.all_reduce(one, mezzo::Reduction::sum).wait();
-  EXPECT_EQ(one[0].item<float>(), static_cast<float>(world.size()));
+  all_reduce(watched, one, ReduceOp::SUM);
+  EXPECT_EQ(one[0].item<float>(), static_cast<float>(world->getSize()));
 }
 
 }  // namespace

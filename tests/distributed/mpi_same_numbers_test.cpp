@@ -4,7 +4,6 @@
 //
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
@@ -25,12 +24,14 @@
 #include <utility>
 #include <vector>
 
+#include "ranks.h"
 #include "same_bits.h"
 
 namespace {
 
+using distributed_test::everyone;
 using distributed_test::expect_same_bits_on_all_ranks;
-using mezzo::Communicator;
+using distributed_test::Ranks;
 using mezzo::DataParallel;
 using mezzo::ShardedOptimizer;
 using mezzo::StepOptions;
@@ -137,19 +138,20 @@ at::Tensor train_alone(const Case& of, const Options& options) {
 }
 
 template <class Optimizer, class Options>
-at::Tensor train_together(Communicator& world, const Case& of, const Options& options) {
+at::Tensor train_together(const Ranks& world, const Case& of, const Options& options) {
   const Sequential model = make_model(of.level);
   if constexpr (!std::is_same_v<Optimizer, mezzo::optim::LAMB>) {
     if (of.is_sharded) {
       ShardedOptimizer<Optimizer> optimizer(model->parameters(), world, options,
                                             {.bucket_bytes = 2048});
-      train(model, optimizer, of, world.rank(), world.size(), [&] { return optimizer.no_sync(); });
+      train(model, optimizer, of, world->getRank(), world->getSize(),
+            [&] { return optimizer.no_sync(); });
       return weights_after(model);
     }
   }
   DataParallel ddp(model, world, mezzo::DataParallelOptions{.bucket_bytes = 2048});
   Optimizer optimizer(model->parameters(), options);
-  train(model, optimizer, of, world.rank(), world.size(), [&] { return ddp.no_sync(); });
+  train(model, optimizer, of, world->getRank(), world->getSize(), [&] { return ddp.no_sync(); });
   return weights_after(model);
 }
 
@@ -170,7 +172,7 @@ double tolerance(Level level) {
 
 template <class Optimizer, class Options>
 void expect_same_numbers(const Case& of, Options options) {
-  Communicator world = mezzo::MpiCommunicator(MPI_COMM_WORLD);
+  const Ranks world = everyone();
   if (of.level == Level::O2) options.weight_storage(WeightStorage::master);
   const at::Tensor wanted = train_alone<Optimizer>(of, options);
   const at::Tensor weights = train_together<Optimizer>(world, of, options);

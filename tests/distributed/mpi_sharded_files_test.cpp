@@ -1,6 +1,5 @@
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
@@ -14,15 +13,18 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "ranks.h"
 #include "sharded_model.h"
 #include "some_ranks.h"
 
 namespace sharded_files_test {
 namespace {
 
+using distributed_test::broadcast;
+using distributed_test::everyone;
 using distributed_test::numbers_of_ranks;
+using distributed_test::Ranks;
 using distributed_test::SomeRanks;
-using mezzo::Communicator;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
@@ -34,12 +36,12 @@ using test_support::error_of;
 using testing::HasSubstr;
 
 std::string from_rank_0(const std::string& text) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor length = at::tensor({static_cast<int64_t>(text.size())});
-  ranks.broadcast(length, 0).wait();
+  broadcast(ranks, length, 0);
   const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
-  if (ranks.rank() == 0) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  ranks.broadcast(bytes, 0).wait();
+  if (ranks->getRank() == 0) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  broadcast(ranks, bytes, 0);
   return {static_cast<const char*>(bytes.const_data_ptr()),
           static_cast<std::size_t>(bytes.numel())};
 }
@@ -213,7 +215,7 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
 
 /// Of rank 0's file for all, and of each rank's own.
 TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.5), kSmallBuckets);
   optimizer.set_lr_factors({1., 0.5, 0.25});
@@ -232,8 +234,8 @@ TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
 
 /// Buckets of gradients are of float, and the moments have more bits.
 TEST(ShardedFiles, MomentsInDoubleAreGatheredInDouble) {
-  Communicator ranks = world();
-  if ((ranks.size() & (ranks.size() - 1)) != 0) GTEST_SKIP() << "1/N is rounded";
+  Ranks ranks = world();
+  if ((ranks->getSize() & (ranks->getSize() - 1)) != 0) GTEST_SKIP() << "1/N is rounded";
   const at::Tensor weight = torch::zeros({301}, at::kDouble).requires_grad_();
   const at::Tensor alone = torch::zeros({301}, at::kDouble).requires_grad_();
   for (const at::Tensor& one : {weight, alone}) one.set_grad_dtype(at::kFloat);
@@ -249,7 +251,7 @@ TEST(ShardedFiles, MomentsInDoubleAreGatheredInDouble) {
 }
 
 TEST(ShardedFiles, LibtorchsFileCanBeRead) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model alone;
   torch::optim::AdamW theirs(alone->parameters(), torch::optim::AdamWOptions(0.01));
   train(alone, theirs, 0, 3);
@@ -264,7 +266,7 @@ TEST(ShardedFiles, LibtorchsFileCanBeRead) {
 
 /// A later run may train it again.
 TEST(ShardedFiles, WhatIsFrozenKeepsTheStateThatItHad) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model alone;
   AdamW whole(alone->parameters(), AdamWOptions(0.01));
   train(alone, whole, 0, 3);
@@ -289,7 +291,7 @@ TEST(ShardedFiles, WhatIsFrozenKeepsTheStateThatItHad) {
 
 /// Such as a checkpoint makes in memory to be able to go back.
 TEST(ShardedFiles, EachRankTakesItsOwnArchiveBackAndNoOther) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   train(model, optimizer, 0, 2);
@@ -305,13 +307,13 @@ TEST(ShardedFiles, EachRankTakesItsOwnArchiveBackAndNoOther) {
   train(model, optimizer, 2, 4);
   EXPECT_EQ(archive_of(model->out->weight) == wanted, true);
 
-  if (ranks.size() == 1) return;
+  if (ranks->getSize() == 1) return;
   const at::Tensor length = at::tensor({static_cast<int64_t>(own.size())});
-  ranks.broadcast(length, 1).wait();
+  broadcast(ranks, length, 1);
   const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
-  if (ranks.rank() == 1) std::memcpy(bytes.mutable_data_ptr(), own.data(), own.size());
-  ranks.broadcast(bytes, 1).wait();
-  if (ranks.rank() != 0) return;
+  if (ranks->getRank() == 1) std::memcpy(bytes.mutable_data_ptr(), own.data(), own.size());
+  broadcast(ranks, bytes, 1);
+  if (ranks->getRank() != 0) return;
   const std::string of_rank_1(static_cast<const char*>(bytes.const_data_ptr()),
                               static_cast<std::size_t>(bytes.numel()));
   EXPECT_THAT(error_of([&] { load_archive(optimizer, of_rank_1); }),
@@ -319,7 +321,7 @@ TEST(ShardedFiles, EachRankTakesItsOwnArchiveBackAndNoOther) {
 }
 
 TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model, alone;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   ShardedOptimizer<AdamW> undisturbed(alone->parameters(), ranks, AdamWOptions(0.01),

@@ -14,13 +14,16 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "ranks.h"
 #include "sharded_model.h"
 
 namespace sharded_optimizer_test {
 namespace {
 
-using mezzo::Communicator;
-using mezzo::Reduction;
+using distributed_test::all_reduce;
+using distributed_test::everyone;
+using distributed_test::Ranks;
+using distributed_test::ReduceOp;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::WeightStorage;
 using sharded_test::batches;
@@ -50,15 +53,15 @@ std::vector<OptimizerParamGroup> groups_of(Model model, const Options& options) 
 
 /// The gradients of `to` become the average of what the ranks have of `from`'s: a part each, and
 /// zeros elsewhere.
-void give_averages(Communicator& ranks, Model from, Model to) {
+void give_averages(const Ranks& ranks, Model from, Model to) {
   const auto sources = from->named_parameters();
   for (auto& item : to->named_parameters()) {
     const at::Tensor& part = sources[item.key()].grad();
     item.value().mutable_grad() = at::Tensor();
     if (!part.defined()) continue;
     const at::Tensor sum = part.clone();
-    ranks.all_reduce(sum, Reduction::sum).wait();
-    item.value().mutable_grad() = sum.div_(ranks.size());
+    all_reduce(ranks, sum, ReduceOp::SUM);
+    item.value().mutable_grad() = sum.div_(ranks->getSize());
   }
 }
 
@@ -66,7 +69,7 @@ void give_averages(Communicator& ranks, Model from, Model to) {
 /// rates that move, and once without the scaler.
 template <class Optimizer, class Options>
 void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model, alone;
   model->to(dtype);
   alone->to(dtype);
@@ -81,7 +84,8 @@ void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const 
   int number = 0;
   for (const auto& batch : batches(6, dtype)) {
     sharded.zero_grad();
-    const at::Tensor loss = loss_of(model, batch.part(ranks.rank(), ranks.size()), ranks.rank());
+    const at::Tensor loss =
+        loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
     if (number == 3) {
       loss.backward();
       give_averages(ranks, model, alone);

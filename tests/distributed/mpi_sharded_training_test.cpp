@@ -23,12 +23,16 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "ranks.h"
 #include "sharded_model.h"
 
 namespace sharded_training_test {
 namespace {
 
-using mezzo::Communicator;
+using distributed_test::all_reduce;
+using distributed_test::everyone;
+using distributed_test::Ranks;
+using distributed_test::ReduceOp;
 using mezzo::GradScaler;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
@@ -54,8 +58,8 @@ concept StepsWithAten = requires(Optimizer& optimizer, mezzo::StepPlan plan) {
 static_assert(StepsWithAten<AdamW> && !StepsWithAten<Sharded>);
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-at::Tensor own_loss(Model model, const sharded_test::Batch& batch, Communicator& ranks) {
-  return loss_of(model, batch.part(ranks.rank(), ranks.size()), ranks.rank());
+at::Tensor own_loss(Model model, const sharded_test::Batch& batch, const Ranks& ranks) {
+  return loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
 }
 
 /// The loss of the whole batch as the mean of its parts', as ranks make it.
@@ -68,7 +72,7 @@ at::Tensor whole_loss(Model model, const sharded_test::Batch& batch, int ranks) 
 }
 
 TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model, alone;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.003), {.bucket_bytes = 8192});
   AdamW whole(alone->parameters(), AdamWOptions(0.003));
@@ -81,7 +85,7 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
     const auto result = scaler.step(optimizer, {.max_norm = 0.5});
     scaler.update();
     whole.zero_grad();
-    scaler_alone.scale(whole_loss(alone, batch, ranks.size())).backward();
+    scaler_alone.scale(whole_loss(alone, batch, ranks->getSize())).backward();
     const auto result_alone = scaler_alone.step(whole, {.max_norm = 0.5});
     scaler_alone.update();
     if (i < data.size()) {
@@ -96,7 +100,7 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
 }
 
 TEST(ShardedTraining, AddsUpMicroBatchesOf16BitWeightsInFloat) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}, torch::kBFloat16).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer(
       {weight}, ranks, mezzo::optim::SGDOptions(1.).accumulate_in_float(true));
@@ -111,33 +115,33 @@ TEST(ShardedTraining, AddsUpMicroBatchesOf16BitWeightsInFloat) {
 
 /// Known gradients: what is summed, clipped and reported can be computed by hand.
 TEST(ShardedTraining, ClipsByTheNormOfTheWholeAverage) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   GradScaler scaler({.init_scale = 8.});
   // Averages are (ranks + 1) / 2 everywhere.
-  scaler.scale((weight * (ranks.rank() + 1)).sum()).backward();
+  scaler.scale((weight * (ranks->getRank() + 1)).sum()).backward();
   const auto result = scaler.step(optimizer, {.max_norm = 2.});
-  const double norm = (ranks.size() + 1) / 2. * std::sqrt(301.);
+  const double norm = (ranks->getSize() + 1) / 2. * std::sqrt(301.);
   EXPECT_NEAR(*result.grad_norm(), norm, 1e-7 * norm);
   const at::Tensor wanted = torch::full({301}, -2. / std::sqrt(301.));
   EXPECT_TRUE(at::allclose(weight, wanted, 1e-5)) << weight[0] << wanted[0];
 }
 
 TEST(ShardedTraining, ADisabledScalerClipsToo) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   GradScaler scaler({.enabled = false});
-  (weight * (ranks.rank() + 1)).sum().backward();
+  (weight * (ranks->getRank() + 1)).sum().backward();
   const auto result = scaler.step(optimizer, {.max_norm = 2.});
-  const double norm = (ranks.size() + 1) / 2. * std::sqrt(301.);
+  const double norm = (ranks->getSize() + 1) / 2. * std::sqrt(301.);
   EXPECT_NEAR(*result.grad_norm(), norm, 1e-7 * norm);
   EXPECT_TRUE(at::allclose(weight, torch::full({301}, -2. / std::sqrt(301.)), 1e-5));
 }
 
 TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     Model model;
     model->to(dtype);
@@ -154,7 +158,7 @@ TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
       // Every other step one rank is at fault, each in its turn, with one element, which is in the
       // part of one rank, mostly another.
       const bool is_bad = number % 2 == 1;
-      if (is_bad && number / 2 % ranks.size() == ranks.rank()) {
+      if (is_bad && number / 2 % ranks->getSize() == ranks->getRank()) {
         loss = loss + model->out->bias[0] * kInf;
       }
       loss.backward();
@@ -175,8 +179,8 @@ TEST(ShardedTraining, AnInfOnOneRankSkipsTheStepOnAll) {
 
 /// The sum of the ranks' finite gradients is beyond half.
 TEST(ShardedTraining, AnOverflowOfTheSumItselfIsFound) {
-  Communicator ranks = world();
-  if (ranks.size() == 1) GTEST_SKIP() << "takes two ranks";
+  Ranks ranks = world();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "takes two ranks";
   const at::Tensor weight = torch::zeros({301}, at::kHalf).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(1.).weight_storage(WeightStorage::master));
   GradScaler scaler({.init_scale = 1024.});
@@ -191,7 +195,7 @@ TEST(ShardedTraining, AnOverflowOfTheSumItselfIsFound) {
 }
 
 TEST(ShardedTraining, MicroBatchesStayLocalUntilTheLast) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model, alone;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   AdamW whole(alone->parameters(), AdamWOptions(0.01));
@@ -205,8 +209,8 @@ TEST(ShardedTraining, MicroBatchesStayLocalUntilTheLast) {
     (own_loss(model, data[i + 1], ranks) / 2).backward();
     optimizer.step();
     whole.zero_grad();
-    (whole_loss(alone, data[i], ranks.size()) / 2).backward();
-    (whole_loss(alone, data[i + 1], ranks.size()) / 2).backward();
+    (whole_loss(alone, data[i], ranks->getSize()) / 2).backward();
+    (whole_loss(alone, data[i + 1], ranks->getSize()) / 2).backward();
     whole.step();
   }
   sharded_test::expect_close(model, alone, 1e-4);
@@ -214,22 +218,22 @@ TEST(ShardedTraining, MicroBatchesStayLocalUntilTheLast) {
 }
 
 TEST(ShardedTraining, APassMoreAddsToTheSum) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
-  (weight * (ranks.rank() + 1)).sum().backward();
+  (weight * (ranks->getRank() + 1)).sum().backward();
   (weight * 10).sum().backward();
   const at::Tensor gradient = weight.grad().clone();
-  ranks.all_reduce(gradient, mezzo::Reduction::sum).wait();
+  all_reduce(ranks, gradient, ReduceOp::SUM);
   EXPECT_EQ(gradient.max().item<double>(),
-            (ranks.size() + 1) * ranks.size() / 2. + 10 * ranks.size())
+            (ranks->getSize() + 1) * ranks->getSize() / 2. + 10 * ranks->getSize())
       << "a part a rank, and zeros elsewhere";
   optimizer.step();
-  EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks.size() + 1) / 2. - 10)));
+  EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks->getSize() + 1) / 2. - 10)));
 }
 
 TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(1.));
   {
@@ -259,24 +263,24 @@ TEST(ShardedTraining, GradientsThatNobodySummedAreRefused) {
 }
 
 TEST(ShardedTraining, ClosuresRunOnce) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   const c10::NoGradGuard no_grad;
   const at::Tensor loss = optimizer.step([&] {
-    const at::Tensor sum = ((weight + 2) * (ranks.rank() + 1)).sum();
+    const at::Tensor sum = ((weight + 2) * (ranks->getRank() + 1)).sum();
     sum.backward();
     return sum;
   });
-  EXPECT_EQ(loss.item<double>(), 602. * (ranks.rank() + 1));
-  EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks.size() + 1) / 2.)));
+  EXPECT_EQ(loss.item<double>(), 602. * (ranks->getRank() + 1));
+  EXPECT_TRUE(at::equal(weight, torch::full({301}, -(ranks->getSize() + 1) / 2.)));
 }
 
 /// Gradients are whole numbers, whose sums are exact in all of them, and so are averages where the
 /// number of ranks is a power of two: a step multiplies the sum by 1/N.
 TEST(ShardedTraining, DtypesGoTogether) {
-  Communicator ranks = world();
-  if ((ranks.size() & (ranks.size() - 1)) != 0) GTEST_SKIP() << "1/N is rounded";
+  Ranks ranks = world();
+  if ((ranks->getSize() & (ranks->getSize() - 1)) != 0) GTEST_SKIP() << "1/N is rounded";
   const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
   const auto parameters = [] {
     torch::manual_seed(5);
@@ -300,8 +304,8 @@ TEST(ShardedTraining, DtypesGoTogether) {
   GradScaler scaler({.init_scale = 8.});
   GradScaler scaler_alone({.init_scale = 8.});
   for (int i = 0; i < 3; ++i) {
-    backward(scaler, sharded, 2. * (ranks.rank() + 1));
-    backward(scaler_alone, alone, ranks.size() + 1.);
+    backward(scaler, sharded, 2. * (ranks->getRank() + 1));
+    backward(scaler_alone, alone, ranks->getSize() + 1.);
     const auto result = scaler.step(optimizer, {.zero_grad = true});
     const auto wanted = scaler_alone.step(whole, {.zero_grad = true});
     EXPECT_EQ(*result.grad_norm(), *wanted.grad_norm()) << "whole numbers add up exactly";
@@ -316,7 +320,7 @@ TEST(ShardedTraining, DtypesGoTogether) {
 
 /// With four ranks some have nothing of a parameter of 3 elements.
 TEST(ShardedTraining, ARankWithoutAnyPartGoesAlong) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   optimizer.set_lr_factors({1., 0.5, 0.25});
@@ -337,7 +341,7 @@ TEST(ShardedTraining, ARankWithoutAnyPartGoesAlong) {
 }
 
 TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   for (const bool enabled : {true, false}) {
@@ -356,7 +360,7 @@ TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
 }
 
 TEST(ShardedTraining, WhatItCannotShardIsRefused) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const auto made = [&](const AdamWOptions& options) {
     return error_of([&] {
       const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
@@ -391,7 +395,7 @@ TEST(ShardedTraining, WhatItCannotShardIsRefused) {
 }
 
 TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01));
   own_loss(model, batches(1)[0], ranks).backward();
@@ -424,7 +428,7 @@ TEST(ShardedTraining, ParametersStayTheOnesItWasMadeWith) {
 }
 
 TEST(ShardedTraining, AFrozenParameterStaysAsItIs) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   model->wide->weight.set_requires_grad(false);
@@ -437,14 +441,14 @@ TEST(ShardedTraining, AFrozenParameterStaysAsItIs) {
 }
 
 TEST(ShardedTraining, RanksBeginWithTheValuesOfRank0) {
-  Communicator ranks = world();
-  const at::Tensor trained = torch::full({301}, ranks.rank() + 1.).requires_grad_();
-  const at::Tensor frozen = torch::full({3}, ranks.rank() + 1.);
+  Ranks ranks = world();
+  const at::Tensor trained = torch::full({301}, ranks->getRank() + 1.).requires_grad_();
+  const at::Tensor frozen = torch::full({3}, ranks->getRank() + 1.);
   const Sharded optimizer({trained, frozen}, ranks, AdamWOptions(0.01));
   EXPECT_TRUE(at::equal(trained, torch::ones({301})));
   EXPECT_TRUE(at::equal(frozen, torch::ones({3})));
-  if (ranks.size() == 1) return;
-  const at::Tensor other = torch::zeros({ranks.rank() == 1 ? 4 : 3}).requires_grad_();
+  if (ranks->getSize() == 1) return;
+  const at::Tensor other = torch::zeros({ranks->getRank() == 1 ? 4 : 3}).requires_grad_();
   EXPECT_THAT(error_of([&] { Sharded({other}, ranks, AdamWOptions(0.01)); }),
               testing::AllOf(HasSubstr("rank 1 has another model"),
                              HasSubstr("parameter 0 of group 0: Float [4]")));
@@ -452,7 +456,7 @@ TEST(ShardedTraining, RanksBeginWithTheValuesOfRank0) {
 
 /// As far as anybody can see, a parameter has memory of its own, in the format that it had.
 TEST(ShardedTraining, ParametersLookAsTheyDidBefore) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   Model model;
   const at::Tensor spread = torch::arange(12.).view({4, 3}).slice(1, 0, 2).requires_grad_();
   const at::Tensor values = spread.clone();
@@ -471,7 +475,7 @@ TEST(ShardedTraining, ParametersLookAsTheyDidBefore) {
 
 template <class Write>
 void expect_write_counts(const Write& write) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     Model model, alone;
     model->to(dtype);
@@ -505,7 +509,7 @@ TEST(ShardedTraining, WhatOthersWriteToAParameterCounts) {
 
 /// Autograd, and caches of weights, are told that they are others.
 TEST(ShardedTraining, AStepShowsInTheVersionsOfParameters) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::ones({301}).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(0.01));
   const at::Tensor saves_weight = (weight * weight).sum();
@@ -532,7 +536,7 @@ TEST(ShardedTraining, AModelThatIsLoadedCounts) {
 
 /// Users find, read and drop the state of a parameter as with any optimizer.
 TEST(ShardedTraining, TheStateOfASliceIsKeptAsItsParameters) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   Sharded optimizer({weight}, ranks, AdamWOptions(0.01));
   const auto step = [&] {
@@ -547,7 +551,7 @@ TEST(ShardedTraining, TheStateOfASliceIsKeptAsItsParameters) {
   (void)step();
   const auto* const state = step();
   const at::Tensor elements = at::tensor({state == nullptr ? 0 : state->exp_avg().numel()});
-  ranks.all_reduce(elements, mezzo::Reduction::sum).wait();
+  all_reduce(ranks, elements, ReduceOp::SUM);
   EXPECT_EQ(elements.item<int64_t>(), 301);
   if (state != nullptr) {
     EXPECT_EQ(state->step(), 2);
@@ -567,7 +571,7 @@ struct Counted {
 };
 
 Counted count_bytes(at::ScalarType dtype, WeightStorage storage) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   std::vector<at::Tensor> parameters;
   for (const int64_t size : {9999, 9991, 10}) {
     parameters.push_back(torch::zeros({size}, dtype).requires_grad_());
@@ -581,7 +585,7 @@ Counted count_bytes(at::ScalarType dtype, WeightStorage storage) {
 }
 
 TEST(ShardedTraining, ARankKeepsItsPartOfTheState) {
-  Communicator ranks = world();
+  Ranks ranks = world();
   constexpr int64_t kParameters = 20000;
   struct Case {
     const char* name;
@@ -597,17 +601,18 @@ TEST(ShardedTraining, ARankKeepsItsPartOfTheState) {
     EXPECT_EQ(counted.bytes.weights, one.weight_bytes * counted.elements) << one.name;
     EXPECT_EQ(counted.bytes.gradients, one.weight_bytes * counted.elements) << one.name;
     // A bucket's end is padded to 64 bytes a rank, and each of the three to 64.
-    EXPECT_LE((counted.elements - kParameters) * one.weight_bytes, 64 * (ranks.size() + 3));
+    EXPECT_LE((counted.elements - kParameters) * one.weight_bytes, 64 * (ranks->getSize() + 3));
     const at::Tensor state = at::tensor({counted.bytes.state});
-    ranks.all_reduce(state, mezzo::Reduction::sum).wait();
+    all_reduce(ranks, state, ReduceOp::SUM);
     EXPECT_EQ(state.item<int64_t>(), one.state_bytes * kParameters)
         << one.name << ": of every element one rank has the state, and none of the padding";
-    EXPECT_LE(counted.bytes.state, one.state_bytes * counted.elements / ranks.size());
-    if (ranks.rank() != 0) continue;
+    EXPECT_LE(counted.bytes.state, one.state_bytes * counted.elements / ranks->getSize());
+    if (ranks->getRank() != 0) continue;
     const auto each = [&](int64_t bytes) { return static_cast<double>(bytes) / kParameters; };
-    std::cout << ranks.size() << " ranks, " << one.name << ": bytes a parameter on rank 0: weights "
-              << each(counted.bytes.weights) << ", gradients " << each(counted.bytes.gradients)
-              << ", state " << each(counted.bytes.state) << ", together "
+    std::cout << ranks->getSize() << " ranks, " << one.name
+              << ": bytes a parameter on rank 0: weights " << each(counted.bytes.weights)
+              << ", gradients " << each(counted.bytes.gradients) << ", state "
+              << each(counted.bytes.state) << ", together "
               << each(counted.bytes.weights + counted.bytes.gradients + counted.bytes.state)
               << std::endl;
   }

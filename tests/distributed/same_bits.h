@@ -1,30 +1,30 @@
 // All ranks have the same bits.
 #pragma once
 
-#include <mezzo/distributed/communicator.h>
-
 #include <ATen/ATen.h>
 
 #include <gtest/gtest.h>
 
 #include <string>
 
+#include "ranks.h"
+
 namespace distributed_test {
 
 /// All ranks call it; `name` says what differs, should it.
-inline void expect_same_bits_on_all_ranks(mezzo::Communicator& world, const at::Tensor& tensor,
+inline void expect_same_bits_on_all_ranks(const Ranks& world, const at::Tensor& tensor,
                                           const std::string& name) {
   const at::Tensor bits = tensor.detach().flatten().view(at::kByte);
-  const at::Tensor all = at::empty({world.size(), bits.numel()}, at::kByte);
-  world.all_gather(all, bits).wait();
-  for (int rank = 0; rank < world.size(); ++rank) {
+  const at::Tensor all = at::empty({world->getSize(), bits.numel()}, at::kByte);
+  all_gather(world, all, bits);
+  for (int rank = 0; rank < world->getSize(); ++rank) {
     EXPECT_TRUE(at::equal(all[rank], bits)) << name << " on rank " << rank;
   }
 }
 
 /// The same of all parameters of `model`, a module holder.
 template <class Holder>
-void expect_same_weights_on_all_ranks(mezzo::Communicator& world, const Holder& model) {
+void expect_same_weights_on_all_ranks(const Ranks& world, const Holder& model) {
   for (const auto& item : model->named_parameters()) {
     expect_same_bits_on_all_ranks(world, item.value(), item.key());
   }

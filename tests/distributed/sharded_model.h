@@ -1,7 +1,6 @@
 // What the tests of ShardedOptimizer train.
 #pragma once
 
-#include <mezzo/distributed/mpi_communicator.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 
 #include <torch/nn.h>
@@ -13,13 +12,15 @@
 #include <string>
 #include <vector>
 
+#include "ranks.h"
 #include "same_bits.h"
 
 namespace sharded_test {
 
 using distributed_test::expect_same_weights_on_all_ranks;
+using distributed_test::Ranks;
 
-inline mezzo::Communicator world() { return mezzo::MpiCommunicator(MPI_COMM_WORLD); }
+inline distributed_test::Ranks world() { return distributed_test::everyone(); }
 
 /// So that the model below takes several.
 inline constexpr mezzo::ShardedOptimizerOptions kSmallBuckets{.bucket_bytes = 1024};

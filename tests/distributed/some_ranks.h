@@ -2,9 +2,11 @@
 /// Fewer ranks than there are.
 #pragma once
 
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mpi.h>
 
 #include <vector>
+
+#include "ranks.h"
 
 namespace distributed_test {
 
@@ -30,7 +32,7 @@ class SomeRanks {
   SomeRanks& operator=(const SomeRanks&) = delete;
 
   bool has_this() const { return communicator_ != MPI_COMM_NULL; }
-  mezzo::Communicator ranks() const { return mezzo::MpiCommunicator(communicator_); }
+  Ranks ranks() const { return ranks_of(communicator_); }
 
  private:
   MPI_Comm communicator_ = MPI_COMM_NULL;

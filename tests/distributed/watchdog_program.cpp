@@ -2,8 +2,7 @@
 // by watchdog_faults_test.cpp under mpirun.
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/c10d_communicator.h>
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/rendezvous.h>
 #include <mezzo/distributed/watchdog.h>
 
 #include <signal.h>
@@ -16,7 +15,14 @@
 #include <string>
 #include <thread>
 
+#include "ranks.h"
+
 namespace {
+
+using distributed_test::all_reduce;
+using distributed_test::everyone;
+using distributed_test::Ranks;
+using distributed_test::ReduceOp;
 
 using namespace std::chrono_literals;
 
@@ -30,13 +36,13 @@ void go_wrong(const std::string& what) {
   if (what == "slow") std::this_thread::sleep_for(2500ms);
 }
 
-void train(mezzo::Communicator world, const std::string& what, int victim) {
+void train(Ranks world, const std::string& what, int victim) {
   for (int step = 0; step < 8; ++step) {
-    if (step == 5 && world.rank() == victim) go_wrong(what);
+    if (step == 5 && world->getRank() == victim) go_wrong(what);
     if (step == 5 && what == "compute") std::this_thread::sleep_for(4s);
-    if (step == 5 && what == "leave" && world.rank() == victim) return;
+    if (step == 5 && what == "leave" && world->getRank() == victim) return;
     const at::Tensor gradient = at::ones({64});
-    world.all_reduce(gradient, mezzo::Reduction::sum).wait();
+    all_reduce(world, gradient, ReduceOp::SUM);
   }
 }
 
@@ -48,7 +54,7 @@ int run(const std::string& what, int victim) {
                            {.interval = 200ms,
                             .heartbeat_timeout = 2s,
                             .collective_timeout = what == "slow" ? 20000ms : 2200ms});
-  auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
+  auto world = watchdog.watch(everyone());
   watchdog.run([&] { train(world, what, victim); });
   std::cerr << "rank " << environment.rank << " is done" << std::endl;
   return 0;

@@ -26,12 +26,9 @@ namespace watchdog_test {
 namespace {
 
 using namespace std::chrono_literals;
-using mezzo::Communicator;
-using mezzo::Reduction;
 using mezzo::Watchdog;
 using mezzo::WatchdogFault;
 using mezzo::WatchdogOptions;
-using mezzo::Work;
 using mezzo::detail::Heartbeat;
 using mezzo::detail::PeerWatch;
 using test_support::error_of;
@@ -57,14 +54,14 @@ Heartbeat running(int64_t count, int64_t calls, bool waits = false) {
 
 TEST(CollectiveLog, OfARefusedCallLeavesWhatAnotherThreadCalledMeanwhile) {
   mezzo::detail::CollectiveLog log;
-  const int64_t one = log.add_communicator(), other = log.add_communicator();
-  const mezzo::detail::CollectiveCall barrier = mezzo::detail::Collective::barrier;
+  const int64_t one = log.add_group(), other = log.add_group();
+  const mezzo::detail::CollectiveCall barrier = c10d::OpType::BARRIER;
   log.called(one, barrier);
   const auto refused = log.called(one, barrier);
   log.called(other, barrier);
   log.refused(refused);
   EXPECT_THAT(log.activity().calls, ElementsAre(1, 1));
-  EXPECT_EQ(log.activity().communicator, other);
+  EXPECT_EQ(log.activity().group, other);
   EXPECT_EQ(log.activity().sequence, 1);
 }
 
@@ -186,7 +183,7 @@ TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
                  .activity = {.calls = {3, 0, 9},
                               .waits = true,
                               .waited_ms = 1234,
-                              .communicator = 2,
+                              .group = 2,
                               .sequence = 9,
                               .collective = "all_gather\nof 3 Float"}};
   const Heartbeat read = mezzo::detail::decode<Heartbeat>(mezzo::detail::encode(beat));
@@ -194,7 +191,7 @@ TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
   EXPECT_EQ(read.state, beat.state);
   EXPECT_EQ(read.activity.calls, beat.activity.calls);
   EXPECT_EQ(read.activity.doing(),
-            "is waiting for all_gather of 3 Float (collective 9 of communicator 2) since 1.2 s");
+            "is waiting for all_gather of 3 Float (collective 9 of group 2) since 1.2 s");
   EXPECT_TRUE(read.activity.has_called(2, 9));
   EXPECT_FALSE(read.activity.has_called(2, 10));
   EXPECT_FALSE(read.activity.has_called(3, 1));
@@ -206,47 +203,45 @@ TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
 
 // The threads, with ranks that share a store in one process.
 
-/// A communicator whose collectives never end, until they are told to.
-class Held : public mezzo::CommunicatorBackend {
+/// A group whose collectives never end, until they are told to.
+class Held : public c10d::Backend {
  public:
   struct Gate {
     std::mutex mutex;
     std::condition_variable opened;
     bool open = false;
   };
-  explicit Held(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
-  int rank() const override { return 0; }
-  int size() const override { return 2; }
-  bool serves(c10::DeviceType device) const override { return device == at::kCPU; }
-  Work all_reduce(const at::Tensor& tensor, Reduction /*reduction*/) override {
-    TORCH_CHECK(tensor.numel() > 0, "empty");
+  explicit Held(std::shared_ptr<Gate> gate) : Backend(0, 2), gate_(std::move(gate)) {}
+  const std::string getBackendName() const override { return "held"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& /*options*/) override {
+    TORCH_CHECK(tensors[0].numel() > 0, "empty");
     return held();
   }
-  Work broadcast(const at::Tensor& /*tensor*/, int /*root*/) override { return held(); }
-  Work all_gather(const at::Tensor& /*output*/, const at::Tensor& /*input*/) override {
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& /*output*/, at::Tensor& /*input*/,
+      const c10d::AllgatherOptions& /*options*/) override {
     return held();
   }
-  Work reduce_scatter(const at::Tensor& /*output*/, const at::Tensor& /*input*/,
-                      Reduction /*reduction*/) override {
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& /*options*/) override {
     return held();
   }
-  Work barrier() override { return held(); }
 
  private:
-  struct Pending : Work::Pending {
-    explicit Pending(std::shared_ptr<Gate> of) : gate(std::move(of)) {}
-    bool ready() override {
+  struct HeldWork : c10d::Work {
+    explicit HeldWork(std::shared_ptr<Gate> of) : gate(std::move(of)) {}
+    bool isCompleted() override {
       const std::lock_guard lock(gate->mutex);
       return gate->open;
     }
-    void wait() override {
+    bool wait(std::chrono::milliseconds /*timeout*/) override {
       std::unique_lock lock(gate->mutex);
       gate->opened.wait(lock, [&] { return gate->open; });
+      return true;
     }
-    std::string name() const override { return "held"; }
     std::shared_ptr<Gate> gate;
   };
-  Work held() { return Work(std::make_unique<Pending>(gate_)); }
+  c10::intrusive_ptr<c10d::Work> held() { return c10::make_intrusive<HeldWork>(gate_); }
   std::shared_ptr<Gate> gate_;
 };
 
@@ -288,7 +283,9 @@ struct TwoRanks {
   std::unique_ptr<Watchdog> watchdog(int rank) {
     return std::make_unique<Watchdog>(store, rank, 2, saying(said[rank]));
   }
-  Communicator world(Watchdog& of) { return of.watch(Communicator(std::make_shared<Held>(gate))); }
+  c10::intrusive_ptr<c10d::Backend> world(Watchdog& of) {
+    return of.watch(c10::make_intrusive<Held>(gate));
+  }
   void open() {
     const std::lock_guard lock(gate->mutex);
     gate->open = true;
@@ -300,7 +297,7 @@ TEST(Watchdog, WordsOfAnExceptionReachTheOtherRanksWithTheCollectiveTheyWaitFor)
   TwoRanks ranks;
   auto first = ranks.watchdog(0), second = ranks.watchdog(1);
   auto world = ranks.world(*first);
-  std::thread waiting([&] { world.barrier().wait(); });
+  std::thread waiting([&] { world->barrier()->wait(); });
   while (ranks.store->get_to_str("mezzo/watchdog/1/0").find("barrier") == std::string::npos) {
     std::this_thread::sleep_for(1ms);
   }
@@ -320,7 +317,10 @@ TEST(Watchdog, ARankThatNeverCallsTheCollectiveIsNamedOnAllRanks) {
   auto first = ranks.watchdog(0), second = ranks.watchdog(1);
   auto world = ranks.world(*first);
   auto unused = ranks.world(*second);
-  std::thread waiting([&] { world.all_reduce(at::ones({8}), Reduction::sum).wait(); });
+  std::thread waiting([&] {
+    std::vector<at::Tensor> tensors = {at::ones({8})};
+    world->allreduce(tensors)->wait();
+  });
   for (Said& said : ranks.said) {
     EXPECT_THAT(said.wait_for_end(),
                 AllOf(HasSubstr("rank 1 has not called all_reduce(sum) of 8 Float (collective 1), "
@@ -382,16 +382,16 @@ TEST(Watchdog, CollectivesPassThroughAndRefusedOnesDoNotCount) {
   TwoRanks ranks;
   auto watchdog = std::make_unique<Watchdog>(ranks.store, 0, 1, saying(ranks.said[0]));
   auto world = ranks.world(*watchdog);
-  EXPECT_EQ(world.size(), 2);
-  EXPECT_TRUE(world.serves(at::kCPU));
-  EXPECT_FALSE(world.serves(at::kCUDA));
-  EXPECT_THAT(error_of([&] { world.all_reduce(at::zeros({0}), Reduction::sum).wait(); }),
-              HasSubstr("empty"));
-  auto request = world.all_gather(at::ones({4}), at::ones({2}));
-  EXPECT_FALSE(request.ready());
+  EXPECT_EQ(world->getSize(), 2);
+  EXPECT_EQ(world->getBackendName(), "held");
+  std::vector<at::Tensor> empty = {at::zeros({0})};
+  EXPECT_THAT(error_of([&] { world->allreduce(empty)->wait(); }), HasSubstr("empty"));
+  at::Tensor output = at::ones({4}), input = at::ones({2});
+  const auto work = world->_allgather_base(output, input);
+  EXPECT_FALSE(work->isCompleted());
   ranks.open();
-  EXPECT_TRUE(request.ready());
-  request.wait();
+  EXPECT_TRUE(work->isCompleted());
+  work->wait();
   watchdog->fail("to see what it says");
   const std::string fault = ranks.store->get_to_str("mezzo/watchdog/1/fault");
   EXPECT_THAT(fault, HasSubstr("it last called all_gather of 2 Float (collective 1)"));

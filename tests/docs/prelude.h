@@ -49,7 +49,7 @@ extern mezzo::StepResult result;
 extern mezzo::AutocastSetting setting;
 extern const mezzo::OpPolicy policy;
 extern const mezzo::WeightCache cache;
-extern mezzo::Communicator world;
+extern c10::intrusive_ptr<c10d::Backend> world;
 extern mezzo::DataParallel<Net> ddp;
 
 extern std::int64_t step, epoch, accumulate;
@@ -93,7 +93,7 @@ namespace page_doctor {
 extern torch::Tensor batch;
 }
 
-void train(mezzo::Communicator& world);
+void train(const c10::intrusive_ptr<c10d::Backend>& world);
 double evaluate(const Net& model);
 torch::Tensor loss_of(const Net& model, const Batch& batch);
 void all_reduce(const torch::Tensor& tensor);

@@ -14,6 +14,7 @@
 
 #include <concepts>
 #include <functional>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -56,8 +57,12 @@ class Autocast {
   [[nodiscard]] explicit Autocast(const AutocastSetting& setting = {})
       : region_(detail::checked_region(setting, Device, Dtype)) {}
 
+  /// Ends the region here, for code without a block: before `backward()`. The end of the scope then
+  /// does nothing.
+  void end() noexcept { region_.end(); }
+
  private:
-  detail::Region region_;
+  detail::GuardedRegion region_;
 };
 
 /// Autocast's twin for a device and dtype that are known at run time only: a flag, a file, the
@@ -65,6 +70,7 @@ class Autocast {
 ///
 ///     mezzo::AutocastGuard autocast(mezzo::recommended(device));
 ///     mezzo::AutocastGuard autocast({.device = device.type(), .enabled = flags.amp});
+///     mezzo::AutocastGuard autocast(torch::kCUDA, torch::kBFloat16);
 ///
 /// Everything said of Autocast holds.
 class AutocastGuard {
@@ -74,8 +80,19 @@ class AutocastGuard {
   [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting)
       : region_(detail::checked_region(setting)) {}
 
+  /// `torch.autocast(device, dtype)`: the device, or its type, and the dtype of the lowered ops;
+  /// without a dtype default_autocast_dtype(device).
+  template <class Device>
+  requires(std::same_as<Device, c10::Device> || std::same_as<Device, c10::DeviceType>)
+      [[nodiscard]] explicit AutocastGuard(Device device,
+                                           std::optional<at::ScalarType> dtype = std::nullopt)
+      : AutocastGuard(AutocastSetting{.device = c10::Device(device).type(), .dtype = dtype}) {}
+
+  /// As Autocast's.
+  void end() noexcept { region_.end(); }
+
  private:
-  detail::Region region_;
+  detail::GuardedRegion region_;
 };
 
 /// Runs `function()` in a region of `setting`, now, and returns what it returns:
@@ -85,12 +102,18 @@ class AutocastGuard {
 /// Throws as AutocastGuard does.
 template <class F>
 decltype(auto) autocast(const AutocastSetting& setting, F&& function) {
-  static_assert(
-      std::invocable<F>,
-      "mezzo::autocast(setting, f) calls f at once and without arguments; capture them, or "
-      "make a callable that takes them: mezzo::autocast(f, setting)");
-  const detail::Region region(detail::checked_region(setting));
-  return std::invoke(std::forward<F>(function));
+  if constexpr (std::invocable<F>) {
+    const detail::RegionState state = detail::checked_region(setting);
+    const detail::Region region(state);
+    return detail::with_output(
+        state.output, [&]() -> decltype(auto) { return std::invoke(std::forward<F>(function)); });
+  } else {
+    static_assert(std::invocable<F>,
+                  "mezzo::autocast(setting, f): f cannot be called without arguments. If there is "
+                  "an error inside f above, mend that; otherwise capture the arguments, or make a "
+                  "callable that takes them: mezzo::autocast(f, setting)");
+    return at::Tensor();  // so that nothing more is said of what the caller does with it
+  }
 }
 
 /// `function` as a callable that runs under autocast in whatever thread calls it, and is otherwise

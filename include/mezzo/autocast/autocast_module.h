@@ -126,7 +126,9 @@ class AutocastModuleImpl : public torch::nn::Module,
   template <class... Args>
   decltype(auto) call(Args&&... args) {
     const detail::Region region(region_);
-    return detail::run_forward(*module_, std::forward<Args>(args)...);
+    return detail::with_output(region_.output, [&]() -> decltype(auto) {
+      return detail::run_forward(*module_, std::forward<Args>(args)...);
+    });
   }
 
   /// The wrapped module, for its other members.
@@ -140,6 +142,7 @@ class AutocastModuleImpl : public torch::nn::Module,
         AutocastSetting{.device = region_.device,
                         .dtype = region_.dtype,
                         .enabled = region_.enabled,
+                        .output = region_.output,
                         .cache = region_.cache,
                         .policy = region_.policy});
   }

@@ -138,6 +138,13 @@ struct AutocastSetting {
   /// surrounding region lowered stay as they are: cast them (`x.to(torch::kFloat)`) before use.
   bool enabled = true;
 
+  /// Dtype of the results of a callable, expression or module that runs under this setting: tensors
+  /// of bfloat16 and half in them are cast to it. With torch::kFloat a loss that is computed
+  /// outside of the region has float32's digits. Tensors are found in containers, pairs, tuples,
+  /// optionals, IValues, and structs with `tensors()`; other results throw. None: results stay as
+  /// they are. A guard, which returns nothing, refuses it.
+  std::optional<at::ScalarType> output = std::nullopt;
+
   /// What keeps the casts of weights: `true`, `false` or a WeightCache.
   AutocastCache cache = {};
 
@@ -171,9 +178,10 @@ struct AutocastSetting {
 /// \throws c10::Error for a device type without autocast, and for a CUDA index that does not exist
 inline AutocastSetting recommended(c10::Device device);
 
-/// The setting that the environment variable `MEZZO_AUTOCAST` asks for: `off`, `bf16`, `fp16`, or
-/// `auto`, which is `recommended(device)`. **Unset or empty** means `when_unset`, and in the short
-/// form autocast on, in the device's default dtype, whether this machine is fast at it or not.
+/// The setting that the environment variable `MEZZO_AUTOCAST` asks for: `off`, `bf16` (or
+/// `bfloat16`), `fp16` (or `float16`), or `auto`, which is `recommended(device)`. **Unset or
+/// empty** means `when_unset`, and in the short form autocast on, in the device's default dtype,
+/// whether this machine is fast at it or not.
 ///
 /// It is what `TF_ENABLE_AUTO_MIXED_PRECISION` is in TensorFlow, and only code that calls this
 /// function honours it. `.reason` warns when the hardware emulates what was asked for. Call it

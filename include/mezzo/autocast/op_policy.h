@@ -132,8 +132,9 @@ class OpPolicy {
 
   /// CUDA's lists, on either device: softmax, layer_norm, exp and sum in float32 also on the CPU,
   /// mv and einsum in the region's dtype, binary_cross_entropy banned. Edits every op on which the
-  /// two devices differ, 179 in libtorch 2.11. An op that the CPU has no low-precision kernel for
-  /// (many linear algebra ops and Fourier transforms) then refuses such inputs, as CUDA does.
+  /// two devices differ, 178 in libtorch 2.11; LSTMs stay in 16 bits, as CUDA runs them. An op that
+  /// the CPU has no low-precision kernel for (many linear algebra ops and Fourier transforms) then
+  /// refuses such inputs, as CUDA does.
   static OpPolicy cuda_like() { return like(c10::DeviceType::CUDA); }
 
   /// The CPU's lists, on either device.

@@ -4,13 +4,15 @@
 
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -27,7 +29,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// Waits until the values are there.
 /// \throws c10::Error, on every rank and before anything is written, naming the first rank that
 /// differs from `root` and the tensor in which it does
-void broadcast_parameters(const NamedTensors& tensors, Communicator communicator, int root = 0);
+void broadcast_parameters(const NamedTensors& tensors, c10::intrusive_ptr<c10d::Backend> group,
+                          int root = 0);
 
 namespace detail {
 
@@ -46,26 +49,27 @@ inline std::string describe(const NamedTensors& tensors) {
   return lines.str();
 }
 
-/// Every rank's text, on every rank. `device` is one that the communicator serves.
-inline std::vector<std::string> gather_texts(const std::string& own, Communicator& communicator,
+/// Every rank's text, on every rank. `device` is one that the group takes.
+inline std::vector<std::string> gather_texts(const std::string& own,
+                                             const c10::intrusive_ptr<c10d::Backend>& group,
                                              at::Device device) {
   const auto on_device = [&](at::ScalarType dtype) {
     return at::TensorOptions().dtype(dtype).device(device);
   };
-  const at::Tensor lengths = at::empty({communicator.size()}, on_device(at::kLong));
-  communicator
-      .all_gather(lengths, at::tensor({static_cast<int64_t>(own.size())}, on_device(at::kLong)))
+  const at::Tensor lengths = at::empty({group->getSize()}, on_device(at::kLong));
+  detail::all_gather(group, lengths,
+                     at::tensor({static_cast<int64_t>(own.size())}, on_device(at::kLong)))
       .wait();
   const at::Tensor lengths_here = lengths.cpu();
   const int64_t longest = lengths_here.max().item<int64_t>();
   const at::Tensor padded = at::zeros({longest}, at::kByte);
   std::copy(own.begin(), own.end(), static_cast<char*>(padded.mutable_data_ptr()));
-  const at::Tensor all = at::empty({communicator.size(), longest}, on_device(at::kByte));
-  communicator.all_gather(all, padded.to(device)).wait();
+  const at::Tensor all = at::empty({group->getSize(), longest}, on_device(at::kByte));
+  detail::all_gather(group, all, padded.to(device)).wait();
 
   const at::Tensor all_here = all.cpu();
   std::vector<std::string> texts;
-  for (int rank = 0; rank < communicator.size(); ++rank) {
+  for (int rank = 0; rank < group->getSize(); ++rank) {
     const auto length = static_cast<std::size_t>(lengths_here.const_data_ptr<int64_t>()[rank]);
     const auto* const begin = static_cast<const char*>(all_here.const_data_ptr()) + rank * longest;
     texts.emplace_back(begin, length);
@@ -89,23 +93,26 @@ inline std::pair<std::string, std::string> first_difference(const std::string& a
 
 }  // namespace detail
 
-inline void broadcast_parameters(const NamedTensors& tensors, Communicator communicator, int root) {
-  detail::CollectiveArguments("broadcast_parameters", communicator).check_root(root);
-  at::Device device = communicator.serves(at::kCPU) ? at::kCPU : at::kCUDA;
+inline void broadcast_parameters(const NamedTensors& tensors,
+                                 c10::intrusive_ptr<c10d::Backend> group, int root) {
+  const int rank_here = detail::checked(group, "broadcast_parameters")->getRank();
+  TORCH_CHECK(root >= 0 && root < group->getSize(), "broadcast_parameters on rank ", rank_here,
+              ": `root` must be 0 to ", group->getSize() - 1, ", but is ", root);
+  at::Device device = detail::device_of(*group);
   if (!tensors.empty() && tensors[0].second.defined()) device = tensors[0].second.device();
-  const auto texts = detail::gather_texts(detail::describe(tensors), communicator, device);
+  const auto texts = detail::gather_texts(detail::describe(tensors), group, device);
   const std::string& of_root = texts[static_cast<std::size_t>(root)];
   for (std::size_t rank = 0; rank < texts.size(); ++rank) {
     if (texts[rank] == of_root) continue;
     const auto [theirs, roots] = detail::first_difference(texts[rank], of_root);
-    TORCH_CHECK(false, "broadcast_parameters on rank ", communicator.rank(), ": rank ", rank,
+    TORCH_CHECK(false, "broadcast_parameters on rank ", group->getRank(), ": rank ", rank,
                 " has another model than rank ", root, ": it has \"", theirs, "\" where rank ",
                 root, " has \"", roots, "\"");
   }
 
   detail::PendingRequests requests;
   for (const auto& [name, tensor] : tensors) {
-    if (tensor.defined()) requests.add(communicator.broadcast(tensor, root));
+    if (tensor.defined()) requests.add(detail::broadcast(group, tensor, root));
   }
   requests.wait();
 }

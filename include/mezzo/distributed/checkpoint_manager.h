@@ -5,7 +5,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/rank_agreement.h>
 
 #include <cstdint>
@@ -22,8 +21,8 @@ struct DistributedCheckpointAccess;
 struct LoadAttempt;
 }  // namespace detail
 
-/// What CheckpointManager (mezzo/checkpoint/checkpoint.h) is to one process, for the ranks of a
-/// communicator:
+/// Checkpoints of the ranks of a c10d group, as CheckpointManager (mezzo/checkpoint/checkpoint.h)
+/// makes them of one process:
 ///
 /// \code
 ///   mezzo::TrainingState state;
@@ -59,13 +58,14 @@ struct LoadAttempt;
 /// exceed that. Warnings come from rank 0 alone.
 ///
 /// A kill of any rank at any moment leaves the last file whole, and beside it at most a temporary
-/// file, which the next `save` removes. After a kill or a failed collective the communicator cannot
+/// file, which the next `save` removes. After a kill or a failed collective the group cannot
 /// be used again: end the job (Watchdog) and start a new one.
 class DistributedCheckpointManager {
  public:
-  /// Touches nothing yet. `communicator` may serve the CPU or CUDA devices alone.
-  /// \throws c10::Error unless keep is at least 1
-  DistributedCheckpointManager(std::filesystem::path folder, Communicator communicator,
+  /// Touches nothing yet. `group` may take tensors on the CPU or on CUDA devices alone.
+  /// \throws c10::Error if `group` is null, or unless keep is at least 1
+  DistributedCheckpointManager(std::filesystem::path folder,
+                               c10::intrusive_ptr<c10d::Backend> group,
                                CheckpointManagerOptions options = {});
 
   /// As CheckpointManager::save; all return when the file is in its place. Sends, beside what the
@@ -89,7 +89,8 @@ class DistributedCheckpointManager {
  private:
   friend struct detail::DistributedCheckpointAccess;
 
-  DistributedCheckpointManager(std::filesystem::path folder, Communicator communicator,
+  DistributedCheckpointManager(std::filesystem::path folder,
+                               c10::intrusive_ptr<c10d::Backend> group,
                                CheckpointManagerOptions options, detail::FileCalls calls);
 
   // Saving

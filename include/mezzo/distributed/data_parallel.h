@@ -7,11 +7,12 @@
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/jit/api/module.h>
 
 #include <cstdint>
@@ -39,7 +40,10 @@ namespace detail {
 class Replica;
 }
 
-/// What torch's DistributedDataParallel is, for any Communicator:
+/// Trains one model on all ranks of a c10d group, as torch's DistributedDataParallel does. The
+/// group is a backend: a MpiBackend, gloo_backend's, a ProcessGroupNCCL with the program's own
+/// options and time-outs, or `process_group->getBackend(torch::kCUDA)`. A group of some of the
+/// ranks trains a model on those ranks alone.
 ///
 /// \code
 ///   mezzo::DataParallel ddp(model, world);               // all ranks have rank 0's weights
@@ -80,7 +84,7 @@ class DataParallel {
   /// parameters. Waits until the ranks have `root`'s values.
   /// \throws c10::Error, on every rank, naming the first rank whose model is another and where; for
   ///   an empty holder, and for a model without a parameter to train
-  explicit DataParallel(M model, Communicator communicator,
+  explicit DataParallel(M model, c10::intrusive_ptr<c10d::Backend> group,
                         const DataParallelOptions& options = {});
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
@@ -126,11 +130,12 @@ class DataParallel {
 };
 
 template <class M>
-DataParallel(M, Communicator) -> DataParallel<M>;
+DataParallel(M, c10::intrusive_ptr<c10d::Backend>) -> DataParallel<M>;
 template <class M>
-DataParallel(M, Communicator, DataParallelOptions) -> DataParallel<M>;
-DataParallel(torch::jit::Module, Communicator)->DataParallel<ScriptModule>;
-DataParallel(torch::jit::Module, Communicator, DataParallelOptions)->DataParallel<ScriptModule>;
+DataParallel(M, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions) -> DataParallel<M>;
+DataParallel(torch::jit::Module, c10::intrusive_ptr<c10d::Backend>)->DataParallel<ScriptModule>;
+DataParallel(torch::jit::Module, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions)
+    ->DataParallel<ScriptModule>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

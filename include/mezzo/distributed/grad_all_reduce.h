@@ -4,7 +4,7 @@
 
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/detail/compressed_exchange.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/grad_buckets.h>
@@ -12,6 +12,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <cstddef>
 #include <cstdint>
@@ -24,8 +26,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 struct GradAllReduceOptions {
-  /// Gradients become averages over the ranks (`Reduction::average`): NCCL divides as it reads, and
-  /// so does `compress_dtype`; gradients of float and double cost MPI one more pass over the
+  /// Gradients become averages over the ranks (`c10d::ReduceOp::AVG`): NCCL divides as it reads,
+  /// and so does `compress_dtype`; gradients of float and double cost MPI one more pass over the
   /// bucket, 8 bytes an element of float. The loss scale is still on them: in half, where the
   /// scaled average fits no rank overflows, for each divides before it adds, or all add in float.
   /// False leaves sums, which overflow half `ranks` times earlier, and which nobody divides; each
@@ -34,7 +36,7 @@ struct GradAllReduceOptions {
 
   /// bfloat16 or half: gradients of float and double travel in it, half of float's bytes. Each rank
   /// sends its gradients divided by the number of ranks, rounded to nearest (one pass over the
-  /// bucket reads 4 bytes and writes 2); sums are rounded as the communicator does it (MPI: once);
+  /// bucket reads 4 bytes and writes 2); sums are rounded as the backend does it (MPI: once);
   /// another pass writes the result back to the buffer (reads 2, writes 4), times the number of
   /// ranks where the sum is wanted. So only an average that the dtype cannot hold overflows, to an
   /// inf that the scaler's check then finds; inf and NaN arrive as what they are. half has more
@@ -92,18 +94,19 @@ struct GradAllReduceOptions {
 /// It takes the callback of `GradBuckets::on_ready`, and gives it back unless another has taken it
 /// since. A parameter's gradient is reduced by one alone: the first pass throws where another
 /// GradAllReduce, DataParallel or ShardedOptimizer is there for it too. Several whose parameters
-/// one `backward()` reaches want a communicator each, for ranks may come to them in different
+/// one `backward()` reaches want a group each, for ranks may come to them in different
 /// orders.
 ///
-/// Errors of the communicator are thrown by `backward()`; after one, and after a backward pass that
+/// Errors of the group are thrown by `backward()`; after one, and after a backward pass that
 /// threw, the ranks are no longer in step, and the next pass says so. What one rank alone throws, for
 /// a gradient that it refuses, say, the others do not hear of: they wait for it in their next
 /// collective, until a Watchdog (or NCCL's timeout) ends them. Host syncs: none of its own, unless
 /// a parameter went without gradient on this rank.
 class GradAllReduce {
  public:
-  /// \throws c10::Error if the communicator does not serve the buckets' device, or an option is wrong
-  GradAllReduce(GradBuckets& buckets, Communicator communicator,
+  /// \throws c10::Error if `group` is null or does not take tensors on the buckets' device, or if an
+  ///   option is wrong
+  GradAllReduce(GradBuckets& buckets, c10::intrusive_ptr<c10d::Backend> group,
                 const GradAllReduceOptions& options = {});
   ~GradAllReduce();
   GradAllReduce(const GradAllReduce&) = delete;
@@ -123,12 +126,10 @@ class GradAllReduce {
 
 namespace detail {
 
-inline void check_can_be_reduced(const GradBuckets& buckets, const Communicator& communicator) {
+inline void check_can_be_reduced(const GradBuckets& buckets,
+                                 const c10::intrusive_ptr<c10d::Backend>& group) {
   for (const GradBucket& bucket : buckets.buckets()) {
-    TORCH_CHECK(
-        communicator.serves(bucket.device.type()), "GradAllReduce on rank ", communicator.rank(),
-        ": gradients lie on ", bucket.device,
-        ", which `communicator` does not serve; move the model (MPI takes cpu, NCCL takes cuda)");
+    check_device("GradAllReduce", *group, bucket.device);
   }
 }
 
@@ -147,22 +148,21 @@ inline void check_options(const GradAllReduceOptions& options) {
 
 }  // namespace detail
 
-inline GradAllReduce::GradAllReduce(GradBuckets& buckets, Communicator communicator,
+inline GradAllReduce::GradAllReduce(GradBuckets& buckets, c10::intrusive_ptr<c10d::Backend> group,
                                     const GradAllReduceOptions& options)
     : gradients_(detail::shared(buckets)) {
-  detail::check_can_be_reduced(buckets, communicator);
+  detail::check_can_be_reduced(buckets, detail::checked(group, "GradAllReduce"));
   detail::check_options(options);
   std::shared_ptr<detail::BucketExchange> exchange;
   if (options.compress_dtype) {
     exchange = compressed_ = std::make_shared<detail::CompressedExchange>(
-        *gradients_, communicator, *options.compress_dtype, options.average, options.error_feedback,
+        *gradients_, group, *options.compress_dtype, options.average, options.error_feedback,
         options.loss_scale);
   } else {
-    exchange =
-        std::make_shared<detail::AllReduceExchange>(*gradients_, communicator, options.average);
+    exchange = std::make_shared<detail::AllReduceExchange>(*gradients_, group, options.average);
   }
   auto reduction = std::make_shared<detail::GradientReduction>(
-      "GradAllReduce", *gradients_, std::move(communicator), std::move(exchange));
+      "GradAllReduce", *gradients_, std::move(group), std::move(exchange));
   callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 

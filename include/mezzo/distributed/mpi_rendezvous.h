@@ -4,8 +4,9 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
-#include <mezzo/distributed/detail/mpi_calls.h>
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/detail/mpi_thread.h>
+#include <mezzo/distributed/mpi_backend.h>
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
@@ -18,16 +19,16 @@
 #include <cstddef>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Where the ranks of `communicator` meet, for a Watchdog say: libtorch's TCPStore, which rank 0
-/// serves on a port that is free there and that the others are told through MPI. So several jobs on
-/// one machine are no trouble, as they are with a port from the environment. Ranks on one machine
-/// use its loopback; on several, the name that MPI_Get_processor_name has for rank 0's.
+/// Returns a store in which the ranks of `communicator` meet, for a Watchdog say: libtorch's
+/// TCPStore, which rank 0 serves on a port that is free there and that the others are told through
+/// MPI. So several jobs on one machine are no trouble, as they are with a port from the
+/// environment. Ranks on one machine use its loopback; on several, the name that
+/// MPI_Get_processor_name has for rank 0's.
 ///
 /// All ranks call it together; it returns when all are connected.
 /// \throws c10::Error, on every rank, naming one that could not serve or connect within `timeout`
@@ -38,7 +39,6 @@ namespace detail {
 
 /// How the ranks of `communicator` reach this process.
 inline std::string address_for(MPI_Comm communicator) {
-  const std::lock_guard lock(mpi_mutex());
   MPI_Comm machine = MPI_COMM_NULL;
   int ranks = 1, ranks_here = 1, length = 0;
   std::string name(MPI_MAX_PROCESSOR_NAME, '\0');
@@ -54,8 +54,8 @@ inline std::string address_for(MPI_Comm communicator) {
   return name;
 }
 
-/// Does `attempt` on this rank; throws on all ranks if it threw on one.
-inline void on_all_ranks(Communicator& ranks, const std::function<void()>& attempt) {
+/// Calls `attempt` on this rank; throws on all ranks if it threw on one.
+inline void on_all_ranks(const GroupPtr& ranks, const std::function<void()>& attempt) {
   std::string words;
   try {
     attempt();
@@ -65,8 +65,9 @@ inline void on_all_ranks(Communicator& ranks, const std::function<void()>& attem
   }
   const std::vector<std::string> all = gather_texts(words, ranks, at::kCPU);
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    TORCH_CHECK(all[rank].empty(), "mezzo::rendezvous on rank ", ranks.rank(), " of ", ranks.size(),
-                ": rank ", rank, " could not ", rank == 0 ? "serve" : "connect", ": ", all[rank]);
+    TORCH_CHECK(all[rank].empty(), "mezzo::rendezvous on rank ", ranks->getRank(), " of ",
+                ranks->getSize(), ": rank ", rank, " could not ", rank == 0 ? "serve" : "connect",
+                ": ", all[rank]);
   }
 }
 
@@ -74,14 +75,14 @@ inline void on_all_ranks(Communicator& ranks, const std::function<void()>& attem
 
 inline c10::intrusive_ptr<c10d::Store> rendezvous(MPI_Comm communicator,
                                                   std::chrono::milliseconds timeout) {
-  MpiCommunicator ranks(communicator);
+  const detail::GroupPtr ranks = c10::make_intrusive<MpiBackend>(communicator);
   const std::string address = detail::address_for(communicator);
   c10::intrusive_ptr<c10d::TCPStore> store;
   c10d::TCPStoreOptions options;
   options.timeout = timeout;
   options.waitWorkers = false;  // the exchange of words below does that
   options.port = 0;
-  options.isServer = ranks.rank() == 0;
+  options.isServer = ranks->getRank() == 0;
   detail::on_all_ranks(ranks, [&] {
     if (options.isServer) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
   });

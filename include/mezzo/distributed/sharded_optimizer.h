@@ -4,12 +4,14 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/detail/sharded_weights.h>
 #include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
@@ -114,7 +116,7 @@ struct ShellOf {
 /// throws), WeightStorage::stochastic, publish_to, or LAMB.
 ///
 /// All ranks make it together, with the same parameters in the same order, and begin with the
-/// values of rank 0. All call `step`, `save` and backward alike. Errors of the communicator are
+/// values of rank 0. All call `step`, `save` and backward alike. Errors of the group are
 /// thrown by these; after one, and after a backward pass that threw, begin again from a checkpoint.
 /// Neither copied nor moved. One thread at a time.
 template <class OptimizerType>
@@ -126,14 +128,14 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   using typename Shell::State;
 
   /// \throws c10::Error as OptimizerType does; naming the rank whose parameters differ; for what is
-  ///   listed above; and where the communicator does not serve a parameter's device
+  ///   listed above; and where the group is null or does not take tensors on a parameter's device
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                   Communicator communicator, const Options& defaults,
+                   c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
                    const ShardedOptimizerOptions& options = {});
-  ShardedOptimizer(std::vector<at::Tensor> parameters, Communicator communicator,
+  ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
                    const Options& defaults, const ShardedOptimizerOptions& options = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
-                         std::move(communicator), defaults, options) {}
+                         std::move(group), defaults, options) {}
   ~ShardedOptimizer() override { buckets_.on_ready(nullptr); }
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
@@ -149,7 +151,7 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
 
   /// Steps this rank's slices and gathers the weights of all ranks.
   /// \throws c10::Error for a plan that has been used up; as OptimizerType does; and what the
-  ///   communicator throws
+  ///   group throws
   void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override;
 
   /// Returns a guard under which backward passes add to this rank's own gradients and sum nothing:
@@ -203,7 +205,7 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
 
   using Shell::apply_with_aten;  // private: it gathers no weights
 
-  mutable Communicator communicator_;
+  c10::intrusive_ptr<c10d::Backend> group_;
   std::vector<Known> known_;  // all parameters, group by group
   GradBuckets buckets_;
   std::shared_ptr<detail::ShardExchange> exchange_;

@@ -5,7 +5,7 @@
 #include <mezzo/autocast/autograd_function.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -19,7 +19,9 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/pimpl.h>
 
@@ -38,7 +40,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// \code
 ///   struct NetImpl : torch::nn::Module {
-///     explicit NetImpl(const mezzo::Communicator& statistics)
+///     explicit NetImpl(const c10::intrusive_ptr<c10d::Backend>& statistics)
 ///         : norm(torch::nn::BatchNormOptions(64), statistics) { register_module("norm", norm); }
 ///     mezzo::SyncBatchNorm norm;
 ///   };
@@ -58,19 +60,21 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// BatchNorm and calls nobody.
 ///
 /// All ranks run forward, and backward, of the same SyncBatchNorms in the same order. Give them a
-/// communicator that nothing else uses (`mezzo::MpiCommunicator statistics(MPI_COMM_WORLD)` beside
-/// the one for DataParallel): backward calls it between the buckets of gradients, which ranks may
+/// group that nothing else uses (with MPI
+/// `auto statistics = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD)`, beside the group of
+/// DataParallel): backward calls it between the buckets of gradients, which ranks may
 /// fill in different orders. Host syncs: none of its own on a GPU; with `momentum(std::nullopt)`
 /// one in forward, as in torch.
 ///
-/// \throws c10::Error for an input of another shape or of a device that the communicator does not
-/// serve; in training, if one rank alone has a single value for a channel; in backward, if its own
+/// \throws c10::Error for an input of another shape or of a device that the group does not
+/// take; in training, if one rank alone has a single value for a channel; in backward, if its own
 /// gradient is wanted (`create_graph`)
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
-  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options, Communicator communicator)
-      : NormImplBase(norm_options), communicator_(std::move(communicator)) {}
+  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
+                    c10::intrusive_ptr<c10d::Backend> group)
+      : NormImplBase(norm_options), group_(detail::checked(std::move(group), "SyncBatchNorm")) {}
 
   at::Tensor forward(const at::Tensor& input);
 
@@ -83,7 +87,7 @@ class SyncBatchNormImpl
  private:
   at::Tensor normalise(const at::Tensor& input);
 
-  Communicator communicator_;
+  c10::intrusive_ptr<c10d::Backend> group_;
 };
 TORCH_MODULE(SyncBatchNorm);
 
@@ -110,7 +114,7 @@ inline at::Tensor spread(const at::Tensor& of_channel, const at::Tensor& input) 
 }
 
 inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
-                                                 Communicator& communicator) {
+                                                 const c10::intrusive_ptr<c10d::Backend>& group) {
   const int64_t channels = wide_input.size(1);
   const int64_t count = wide_input.numel() / std::max<int64_t>(channels, 1);
   at::Tensor variance = at::zeros({channels}, wide_input.options());
@@ -121,8 +125,8 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
   }
   const at::Tensor own =
       at::cat({mean, variance, at::full({1}, static_cast<double>(count), wide_input.options())});
-  const at::Tensor all = at::empty({communicator.size(), own.numel()}, own.options());
-  communicator.all_gather(all, own).wait();
+  const at::Tensor all = at::empty({group->getSize(), own.numel()}, own.options());
+  detail::all_gather(group, all, own).wait();
 
   const at::Tensor means = all.narrow(1, 0, channels);
   const at::Tensor variances = all.narrow(1, channels, channels);
@@ -133,11 +137,6 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
   return {joint_mean, squares.sum(0).div(total), total};
 }
 
-struct HeldCommunicator : torch::CustomClassHolder {
-  explicit HeldCommunicator(Communicator held) : communicator(std::move(held)) {}
-  Communicator communicator;
-};
-
 /// (x - mean) / sqrt(variance + eps) * weight + bias of all ranks' statistics; beside it mean,
 /// variance and count, without gradient.
 struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
@@ -145,17 +144,17 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 
   static torch::autograd::variable_list forward(Context* context, const at::Tensor& input,
                                                 const at::Tensor& weight, const at::Tensor& bias,
-                                                double eps, Communicator communicator) {
+                                                double eps,
+                                                c10::intrusive_ptr<c10d::Backend> group) {
     const AutocastOff autocast_off;
     const at::Tensor wide = input.to(wide_dtype(input));
-    const ChannelStatistics statistics = statistics_of_all_ranks(wide, communicator);
+    const ChannelStatistics statistics = statistics_of_all_ranks(wide, group);
     const at::Tensor inverse = statistics.variance.add(eps).rsqrt();
     at::Tensor output = wide.sub(spread(statistics.mean, input));
     output.mul_(spread(inverse.mul(weight), input));
     output.add_(spread(bias, input));
     context->save_for_backward({input, weight, statistics.mean, inverse, statistics.count});
-    context->saved_data["communicator"] =
-        at::IValue::make_capsule(c10::make_intrusive<HeldCommunicator>(std::move(communicator)));
+    context->saved_data["group"] = at::IValue::make_capsule(group);
     context->mark_non_differentiable({statistics.mean, statistics.variance, statistics.count});
     return {output.to(input.scalar_type()), statistics.mean, statistics.variance, statistics.count};
   }
@@ -178,9 +177,9 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
     torch::autograd::variable_list results(5);  // autograd brings them to the inputs' dtypes
     if (context->needs_input_grad(0)) {
       const at::Tensor sums = at::cat({own_sum, own_product});
-      auto held = context->saved_data["communicator"].toCapsule();
-      auto& communicator = static_cast<HeldCommunicator&>(*held).communicator;
-      communicator.all_reduce(sums, Reduction::sum).wait();
+      const auto group = c10::static_intrusive_pointer_cast<c10d::Backend>(
+          context->saved_data["group"].toCapsule());
+      detail::all_reduce(group, sums, c10d::ReduceOp::SUM).wait();
       sums.div_(saved[4]);
       const at::Tensor mean_gradient = sums.narrow(0, 0, input.size(1));
       const at::Tensor mean_product = sums.narrow(0, input.size(1), input.size(1));
@@ -198,19 +197,15 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 }  // namespace detail
 
 inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
-  TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", communicator_.rank(),
+  TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", group_->getRank(),
               ": `input` must be [N, C] or [N, C, ...], but has ", input.dim(),
               " dimensions; give it a batch dimension");
-  TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm on rank ",
-              communicator_.rank(), ": `input` has ", input.size(1),
-              " channels, and num_features is ", options.num_features(),
-              "; make it with the number of channels");
-  TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", communicator_.rank(),
+  TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm on rank ", group_->getRank(),
+              ": `input` has ", input.size(1), " channels, and num_features is ",
+              options.num_features(), "; make it with the number of channels");
+  TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", group_->getRank(),
               ": `input` is ", input.scalar_type(), "; it must be of a floating dtype");
-  TORCH_CHECK(communicator_.serves(input.device().type()), "SyncBatchNorm on rank ",
-              communicator_.rank(), ": `input` is on ", input.device(),
-              ", which the communicator does not serve; move the model and its input (MPI takes "
-              "cpu, NCCL takes cuda)");
+  detail::check_device("SyncBatchNorm", *group_, input.device());
 }
 
 inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
@@ -222,14 +217,14 @@ inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
 
 inline at::Tensor SyncBatchNormImpl::normalise(const at::Tensor& input) {
   TORCH_CHECK(
-      communicator_.size() > 1 || input.numel() != input.size(1),
+      group_->getSize() > 1 || input.numel() != input.size(1),
       "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
       input.sizes(),
       ". In C++: give all ranks together more than one value per channel, or call eval()");
   const bool affine = options.affine();
   const auto results = detail::NormaliseOverRanks::apply(
       input, affine ? weight : at::ones({input.size(1)}, input.options()),
-      affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), communicator_);
+      affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), group_);
   if (is_training() && options.track_running_stats()) {
     const c10::NoGradGuard no_grad;
     const at::Tensor &mean = results[1], &variance = results[2], &count = results[3];

@@ -4,13 +4,14 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/watchdog_threads.h>
+#include <mezzo/distributed/detail/watched_backend.h>
 #include <mezzo/distributed/watchdog_options.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
@@ -31,7 +32,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   const auto environment = mezzo::ProcessGroupEnvironment::read();
 ///   mezzo::Watchdog watchdog(mezzo::rendezvous(environment), environment.rank,
 ///                            environment.world_size);
-///   auto world = watchdog.watch(mezzo::MpiCommunicator(MPI_COMM_WORLD));
+///   auto world = watchdog.watch(c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD));
 ///   watchdog.run([&] { train(world); });
 /// \endcode
 ///
@@ -85,8 +86,10 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// `communicator`, watched. All ranks watch the same communicators in the same order.
-  Communicator watch(Communicator communicator);
+  /// Returns a backend that passes every collective on to `group`, and is watched: give it to
+  /// whatever calls collectives in place of `group`. All ranks watch the same groups in the same
+  /// order.
+  c10::intrusive_ptr<c10d::Backend> watch(c10::intrusive_ptr<c10d::Backend> group);
 
   /// Calls `f`; of an exception that leaves it the other ranks get the words, and end. It goes on
   /// its way when they have, four intervals later at most.
@@ -156,10 +159,9 @@ inline Watchdog::~Watchdog() {
   threads_->join();
 }
 
-inline Communicator Watchdog::watch(Communicator communicator) {
-  communicator.log_ = log_;
-  communicator.number_ = log_->add_communicator();
-  return communicator;
+inline c10::intrusive_ptr<c10d::Backend> Watchdog::watch(c10::intrusive_ptr<c10d::Backend> group) {
+  return c10::make_intrusive<detail::WatchedBackend>(
+      detail::checked(std::move(group), "Watchdog::watch"), log_);
 }
 
 inline void Watchdog::fail(const std::string& what) noexcept { threads_->fail(what); }

@@ -1,12 +1,14 @@
 // A user's program, one process of it: MPI makes a world of one rank for whoever starts alone.
-#include <mezzo/distributed/mpi_communicator.h>
+#include <mezzo/distributed/mpi_backend.h>
 
 #include <ATen/ops/ones.h>
 
+#include <vector>
+
 int main() {
   const mezzo::MpiEnvironment mpi;
-  mezzo::MpiCommunicator world(MPI_COMM_WORLD);
-  const at::Tensor ranks = at::ones({3});
-  world.all_reduce(ranks, mezzo::Reduction::sum).wait();
-  return ranks.sum().item<int>() == 3 * world.size() ? 0 : 1;
+  const auto world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
+  std::vector<at::Tensor> ranks = {at::ones({3})};
+  world->allreduce(ranks)->wait();
+  return ranks[0].sum().item<int>() == 3 * world->getSize() ? 0 : 1;
 }

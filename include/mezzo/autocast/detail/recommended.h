@@ -152,9 +152,10 @@ inline AutocastSetting parse_autocast(std::string_view value, c10::Device device
   if (value == "auto") {
     return recommended(device);
   }
-  TORCH_CHECK(value == "bf16" || value == "fp16", kAutocastVariable, "=", value,
+  const bool is_bfloat16 = value == "bf16" || value == "bfloat16";
+  TORCH_CHECK(is_bfloat16 || value == "fp16" || value == "float16", kAutocastVariable, "=", value,
               " is not a known value; use off, bf16, fp16 or auto");
-  return asked_for(device.type(), value == "bf16" ? at::ScalarType::BFloat16 : at::ScalarType::Half,
+  return asked_for(device.type(), is_bfloat16 ? at::ScalarType::BFloat16 : at::ScalarType::Half,
                    value, cpu);
 }
 

@@ -6,6 +6,7 @@
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/output_dtype.h>
 #include <mezzo/autocast/detail/recommended.h>
 #include <mezzo/base/version.h>
 
@@ -33,6 +34,7 @@ struct RegionState {
   bool enabled;
   AutocastCache cache;
   PolicyRef policy;
+  std::optional<at::ScalarType> output = std::nullopt;  ///< of results, where there are some
 };
 
 /// Throws unless libtorch can autocast on `device` to `dtype`, which a guard's type says; also for
@@ -49,10 +51,12 @@ inline RegionState checked_region(const AutocastSetting& setting, c10::DeviceTyp
   check_has_autocast(device);
   TORCH_CHECK(autocast_accepts(device, dtype), "dtype: autocast on ", device, " cannot lower to ",
               dtype, "; use Half or BFloat16, or a disabled region for full precision");
+  TORCH_CHECK(!setting.output || at::isFloatingType(*setting.output),
+              "output: results cannot be of ", *setting.output, "; use torch::kFloat");
   PolicyScope::check_installed(device, setting.policy);
   CacheScope::check_installed(setting.cache);
   if (setting.enabled) warn_of_hardware(device, dtype);
-  return {device, dtype, setting.enabled, setting.cache, setting.policy};
+  return {device, dtype, setting.enabled, setting.cache, setting.policy, setting.output};
 }
 
 /// The same where the setting alone says device and dtype.
@@ -159,6 +163,21 @@ class Region {
   CacheScope cache_;
 };
 
+/// The region of a guard, which returns nothing and may end before its scope does.
+class GuardedRegion {
+ public:
+  explicit GuardedRegion(const RegionState& region) {
+    TORCH_CHECK(!region.output,
+                "output: a guard returns nothing whose dtype it could change; give the setting to "
+                "mezzo::autocast(setting, [&] { return ...; }) or to mezzo::AutocastModule");
+    region_.emplace(region);
+  }
+  void end() noexcept { region_.reset(); }
+
+ private:
+  std::optional<Region> region_;
+};
+
 /// All of a thread's autocast state as a value. libtorch keeps "autocast is off for this device
 /// type" as an excluded dispatch key, and asking it type by type throws for those that its version
 /// has no autocast for; the keys and dtypes are there for all.
@@ -218,7 +237,7 @@ class ThreadStateScope {
 
 /// Calls `F` exactly as a plain `F` would be called: same overloads, arguments, value category,
 /// result and noexcept. A `Scope` is built from `State` before the call and destroyed after it.
-/// `Scope`'s constructor must not throw.
+/// `Scope`'s constructor must not throw. A state with an `output` has it applied to results.
 template <class F, class Scope, class State>
 class ScopedFunction {
  public:
@@ -229,25 +248,36 @@ class ScopedFunction {
   template <class... Args>
   requires std::invocable<F&, Args...> std::invoke_result_t<F&, Args...>
   operator()(Args&&... args) & noexcept(std::is_nothrow_invocable_v<F&, Args...>) {
-    const Scope scope(state_);
-    return std::invoke(function_, std::forward<Args>(args)...);
+    return run(
+        [&]() -> decltype(auto) { return std::invoke(function_, std::forward<Args>(args)...); });
   }
 
   template <class... Args>
   requires std::invocable<const F&, Args...> std::invoke_result_t<const F&, Args...>
   operator()(Args&&... args) const& noexcept(std::is_nothrow_invocable_v<const F&, Args...>) {
-    const Scope scope(state_);
-    return std::invoke(function_, std::forward<Args>(args)...);
+    return run(
+        [&]() -> decltype(auto) { return std::invoke(function_, std::forward<Args>(args)...); });
   }
 
   template <class... Args>
   requires std::invocable<F, Args...> std::invoke_result_t<F, Args...>
   operator()(Args&&... args) && noexcept(std::is_nothrow_invocable_v<F, Args...>) {
-    const Scope scope(state_);
-    return std::invoke(std::move(function_), std::forward<Args>(args)...);
+    return run([&]() -> decltype(auto) {
+      return std::invoke(std::move(function_), std::forward<Args>(args)...);
+    });
   }
 
  private:
+  template <class Call>
+  decltype(auto) run(Call&& call) const {
+    const Scope scope(state_);
+    if constexpr (requires { state_.output; }) {
+      return with_output(state_.output, call);
+    } else {
+      return call();
+    }
+  }
+
   F function_;
   State state_;
 };

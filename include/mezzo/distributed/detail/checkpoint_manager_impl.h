@@ -37,10 +37,9 @@ struct LoadAttempt {
 
 struct DistributedCheckpointAccess {
   /// With other system calls, for tests of what happens when they fail.
-  static DistributedCheckpointManager manager(std::filesystem::path folder,
-                                              Communicator communicator,
+  static DistributedCheckpointManager manager(std::filesystem::path folder, GroupPtr group,
                                               CheckpointManagerOptions options, FileCalls calls) {
-    return {std::move(folder), std::move(communicator), std::move(options), std::move(calls)};
+    return {std::move(folder), std::move(group), std::move(options), std::move(calls)};
   }
 };
 
@@ -49,18 +48,17 @@ inline constexpr const char* kLoadCaller = "DistributedCheckpointManager::load_n
 
 }  // namespace detail
 
-inline DistributedCheckpointManager::DistributedCheckpointManager(std::filesystem::path folder,
-                                                                  Communicator communicator,
-                                                                  CheckpointManagerOptions options)
-    : DistributedCheckpointManager(std::move(folder), std::move(communicator), std::move(options),
+inline DistributedCheckpointManager::DistributedCheckpointManager(
+    std::filesystem::path folder, c10::intrusive_ptr<c10d::Backend> group,
+    CheckpointManagerOptions options)
+    : DistributedCheckpointManager(std::move(folder), std::move(group), std::move(options),
                                    detail::FileCalls()) {}
 
-inline DistributedCheckpointManager::DistributedCheckpointManager(std::filesystem::path folder,
-                                                                  Communicator communicator,
-                                                                  CheckpointManagerOptions options,
-                                                                  detail::FileCalls calls)
+inline DistributedCheckpointManager::DistributedCheckpointManager(
+    std::filesystem::path folder, c10::intrusive_ptr<c10d::Backend> group,
+    CheckpointManagerOptions options, detail::FileCalls calls)
     : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
-      ranks_(std::move(communicator)),
+      ranks_(detail::checked(std::move(group), "DistributedCheckpointManager")),
       calls_(calls),
       files_(folder_, std::move(options), std::move(calls)) {}
 

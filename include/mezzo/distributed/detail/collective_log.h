@@ -1,17 +1,17 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/work.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <list>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -20,24 +20,34 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-enum class Collective : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, barrier };
-
-inline const char* name_of(Reduction reduction) {
-  if (reduction == Reduction::average) return "average";
-  return reduction == Reduction::sum ? "sum" : "max";
+/// The reduction's name in errors: "sum", "average", ...
+inline const char* name_of(c10d::ReduceOp::RedOpType reduction) {
+  switch (reduction) {
+    case c10d::ReduceOp::SUM:
+      return "sum";
+    case c10d::ReduceOp::AVG:
+      return "average";
+    case c10d::ReduceOp::MIN:
+      return "min";
+    case c10d::ReduceOp::MAX:
+      return "max";
+    default:
+      return "other";
+  }
 }
 
-/// One rank's call as ranks compare it and errors name it. `numel` counts what goes in.
+/// One rank's call of a collective, as ranks compare it and errors name it. `numel` counts the
+/// elements that go in.
 struct CollectiveCall {
-  Collective collective;
+  c10d::OpType collective;
   at::ScalarType dtype = at::kByte;
   int64_t numel = 0;
-  Reduction reduction = Reduction::sum;
+  c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM;
   int root = 0;
 
-  CollectiveCall(Collective of) : collective(of) {}  // implicit, for a barrier
-  CollectiveCall(Collective of, const at::Tensor& input, Reduction by = Reduction::sum,
-                 int from = 0)
+  CollectiveCall(c10d::OpType of) : collective(of) {}  // implicit, for a barrier
+  CollectiveCall(c10d::OpType of, const at::Tensor& input,
+                 c10d::ReduceOp::RedOpType by = c10d::ReduceOp::SUM, int from = 0)
       : collective(of),
         dtype(input.scalar_type()),
         numel(input.numel()),
@@ -47,20 +57,27 @@ struct CollectiveCall {
   bool operator==(const CollectiveCall&) const = default;
 
   std::string name() const {
+    using c10d::OpType;
     const std::string of = c10::str(" of ", numel, " ", c10::toString(dtype));
     switch (collective) {
-      case Collective::all_reduce:
+      case OpType::ALLREDUCE:
         return c10::str("all_reduce(", name_of(reduction), ")", of);
-      case Collective::broadcast:
+      case OpType::BROADCAST:
         return c10::str("broadcast from rank ", root, of);
-      case Collective::all_gather:
+      case OpType::ALLGATHER:
+      case OpType::_ALLGATHER_BASE:
         return "all_gather" + of;
-      case Collective::reduce_scatter:
+      case OpType::REDUCE_SCATTER:
+      case OpType::_REDUCE_SCATTER_BASE:
         return c10::str("reduce_scatter(", name_of(reduction), ")", of);
-      case Collective::barrier:
-        break;
+      case OpType::ALLTOALL:
+      case OpType::ALLTOALL_BASE:
+        return "all_to_all" + of;
+      case OpType::BARRIER:
+        return "barrier";
+      default:
+        return c10d::opTypeToString(collective) + of;
     }
-    return "barrier";
   }
   std::string name_on(int rank, int size) const {
     return c10::str(name(), " on rank ", rank, " of ", size);
@@ -74,12 +91,12 @@ inline std::string in_seconds(std::chrono::milliseconds time) {
 
 /// Which collectives a rank has called, and for which it waits.
 struct RankActivity {
-  std::vector<int64_t> calls = {};  ///< a communicator: how many collectives this rank has called
+  std::vector<int64_t> calls = {};  ///< by group: how many collectives this rank has called
 
   // The collective that it waits for longest, or has called last.
   bool waits = false;
   int64_t waited_ms = 0;
-  int64_t communicator = 0;
+  int64_t group = 0;
   int64_t sequence = 0;  ///< from 1; 0: it has called none
   std::string collective = {};
 
@@ -87,10 +104,10 @@ struct RankActivity {
     return of < static_cast<int64_t>(calls.size()) && calls[static_cast<std::size_t>(of)] >= number;
   }
 
-  /// "all_reduce(sum) of 8 Float (collective 3)", and of further communicators which.
+  /// "all_reduce(sum) of 8 Float (collective 3)"; of any group but the first, with its number.
   std::string place() const {
     std::string where = collective + " (collective " + std::to_string(sequence);
-    if (communicator > 0) where += " of communicator " + std::to_string(communicator);
+    if (group > 0) where += " of group " + std::to_string(group);
     return where + ')';
   }
 
@@ -112,42 +129,41 @@ struct RankActivity {
   }
 };
 
-/// What this rank calls and waits for through the communicators that a watchdog watches. Called
-/// from any thread.
+/// What this rank calls and waits for in the groups that a watchdog watches. Called from any
+/// thread.
 class CollectiveLog {
  public:
-  /// A call, by its number among those of its communicator.
+  /// A call, by its number among the calls of its group.
   struct Entry {
-    int64_t communicator = 0;
+    int64_t group = 0;
     int64_t sequence = 0;
-    CollectiveCall call = Collective::barrier;
+    CollectiveCall call = c10d::OpType::BARRIER;
 
     bool operator==(const Entry&) const = default;
   };
 
-  int64_t add_communicator() {
+  int64_t add_group() {
     const std::lock_guard lock(mutex_);
     calls_.push_back(0);
     return static_cast<int64_t>(calls_.size()) - 1;
   }
 
-  Entry called(int64_t communicator, const CollectiveCall& call) {
+  Entry called(int64_t group, const CollectiveCall& call) {
     const std::lock_guard lock(mutex_);
     before_last_ = last_;
-    last_ = {communicator, ++calls_[static_cast<std::size_t>(communicator)], call};
+    last_ = {group, ++calls_[static_cast<std::size_t>(group)], call};
     return last_;
   }
 
-  /// It was refused, and this rank has not called it after all. Another thread may have called
-  /// another communicator's meanwhile.
+  /// Takes back a call that was refused. Another thread may have called another group meanwhile.
   void refused(const Entry& entry) {
     const std::lock_guard lock(mutex_);
-    --calls_[static_cast<std::size_t>(entry.communicator)];
+    --calls_[static_cast<std::size_t>(entry.group)];
     if (last_ == entry) last_ = before_last_;
     if (before_last_ == entry) before_last_ = {};
   }
 
-  /// While one lives this thread waits for the entry.
+  /// Marks the entry as waited for, for as long as the object lives.
   class Waiting {
    public:
     Waiting(CollectiveLog& log, const Entry& entry) : log_(log) {
@@ -177,7 +193,7 @@ class CollectiveLog {
                                std::chrono::steady_clock::now() - since)
                                .count();
     }
-    activity.communicator = entry.communicator;
+    activity.group = entry.group;
     activity.sequence = entry.sequence;
     activity.collective = entry.sequence > 0 ? entry.call.name() : "";
     return activity;
@@ -189,31 +205,6 @@ class CollectiveLog {
   Entry last_;
   Entry before_last_;
   std::list<std::pair<Entry, std::chrono::steady_clock::time_point>> waits_;  ///< the oldest first
-};
-
-/// A collective under way whose waiting is logged.
-class LoggedPending final : public Work::Pending {
- public:
-  LoggedPending(Work under, std::shared_ptr<CollectiveLog> log, const CollectiveLog::Entry& entry,
-                int rank, int size)
-      : under_(std::move(under)), log_(std::move(log)), entry_(entry), rank_(rank), size_(size) {}
-  ~LoggedPending() override { under_.abandon(); }  // who holds this one has warned
-  LoggedPending(const LoggedPending&) = delete;
-  LoggedPending& operator=(const LoggedPending&) = delete;
-
-  bool ready() override { return under_.ready(); }
-  void wait() override {
-    const CollectiveLog::Waiting waiting(*log_, entry_);
-    under_.wait();
-  }
-  std::string name() const override { return entry_.call.name_on(rank_, size_); }
-
- private:
-  Work under_;
-  std::shared_ptr<CollectiveLog> log_;
-  CollectiveLog::Entry entry_;
-  int rank_;
-  int size_;
 };
 
 }  // namespace detail

@@ -2,9 +2,10 @@
 
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/grad_buckets.h>
+#include <mezzo/distributed/reduce_scatter_float.h>
 #include <mezzo/kernels/compress_tensors.h>
 
 #include <ATen/core/Tensor.h>
@@ -34,18 +35,17 @@ namespace detail {
 class CompressedExchange final : public BucketExchange {
  public:
   /// `loss_scale` is null where nothing scales.
-  CompressedExchange(BucketedGradients& gradients, const Communicator& communicator,
-                     at::ScalarType dtype, bool average, bool error_feedback,
-                     std::function<at::Tensor()> loss_scale)
+  CompressedExchange(BucketedGradients& gradients, const GroupPtr& group, at::ScalarType dtype,
+                     bool average, bool error_feedback, std::function<at::Tensor()> loss_scale)
       : gradients_(gradients),
-        communicator_(communicator),
-        plain_(gradients, communicator, average),
+        group_(group),
+        plain_(gradients, group, average),
         dtype_(dtype),
-        times_(average ? 1. : communicator.size()),
+        times_(average ? 1. : group->getSize()),
         error_feedback_(error_feedback),
         loss_scale_(std::move(loss_scale)) {}
 
-  /// Those that there are, in the order of the buckets.
+  /// Error-feedback residuals of all compressed buckets, in bucket order.
   std::vector<at::Tensor> residuals() {
     std::vector<at::Tensor> all;
     for (std::size_t bucket = 0; error_feedback_ && bucket < gradients_.buckets().size();
@@ -68,19 +68,16 @@ class CompressedExchange final : public BucketExchange {
     begun_.push_back(bucket);
     const Beside& beside = beside_bucket(bucket);
     const at::Tensor sent = beside.sent.narrow(0, 0, of.flat.numel());
-    const double share = 1. / communicator_.size();
+    const double share = 1. / group_->getSize();
     if (error_feedback_) {
       narrow_into(sent, of.flat, beside.residual, {share, scale_like(of.flat)});
-      requests_.add(communicator_.reduce_scatter(beside.own_sum, beside.sent, Reduction::sum));
+      requests_.add(
+          request(CollectiveCall(c10d::OpType::_REDUCE_SCATTER_BASE, beside.sent), *group_,
+                  [&] { return reduce_scatter_float(group_, beside.own_sum, beside.sent); }));
     } else {
       narrow_into(sent, of.flat, share);
-      requests_.add(communicator_.all_reduce(beside.sent, Reduction::sum));
+      requests_.add(all_reduce(group_, beside.sent, c10d::ReduceOp::SUM));
     }
-  }
-
-  void poll() override {
-    plain_.poll();
-    requests_.poll();
   }
 
   void finish() override {
@@ -127,11 +124,11 @@ class CompressedExchange final : public BucketExchange {
     Beside& beside = beside_[number];
     const at::Tensor& flat = gradients_.buckets()[number].flat;
     if (beside.flat.is_same(flat)) return beside;
-    const int64_t ranks = communicator_.size();
+    const int64_t ranks = group_->getSize();
     const int64_t part = (flat.numel() + ranks - 1) / ranks;
     beside = {.flat = flat, .sent = at::zeros({part * ranks}, flat.options().dtype(dtype_))};
     if (!error_feedback_) return beside;
-    beside.own_part = beside.sent.narrow(0, communicator_.rank() * part, part);
+    beside.own_part = beside.sent.narrow(0, group_->getRank() * part, part);
     beside.residual = at::zeros_like(flat);
     beside.own_sum = at::empty({part}, flat.options().dtype(at::kFloat));
     beside.own_sum_residual = at::zeros_like(beside.own_sum);
@@ -145,7 +142,7 @@ class CompressedExchange final : public BucketExchange {
       const Beside& beside = beside_bucket(begun_[i]);
       narrow_into(beside.own_part, beside.own_sum, beside.own_sum_residual,
                   {1., scale_like(beside.own_sum)});
-      gathers_.add(communicator_.all_gather(beside.sent, beside.own_part));
+      gathers_.add(all_gather(group_, beside.sent, beside.own_part));
     }
   }
 
@@ -153,11 +150,11 @@ class CompressedExchange final : public BucketExchange {
     if (!loss_scale_) return;
     scale_ = loss_scale_();
     TORCH_CHECK(scale_.defined() && scale_.numel() == 1, "GradAllReduce on rank ",
-                communicator_.rank(),
+                group_->getRank(),
                 ": `loss_scale` must return a tensor of one element, but returned ",
                 tensor_words(scale_), "; return scaler.scale(torch::ones({}, device))");
     TORCH_CHECK(!scale_.is_cpu() || scale_.item<double>() > 0., "GradAllReduce on rank ",
-                communicator_.rank(), ": `loss_scale` must return a positive number, but returned ",
+                group_->getRank(), ": `loss_scale` must return a positive number, but returned ",
                 scale_.item<double>(), "; return scaler.scale(torch::ones({}, device))");
     scale_ = scale_.detach().reshape(at::IntArrayRef());
   }
@@ -183,7 +180,7 @@ class CompressedExchange final : public BucketExchange {
   }
 
   BucketedGradients& gradients_;
-  Communicator communicator_;
+  GroupPtr group_;
   AllReduceExchange plain_;
   at::ScalarType dtype_;
   double times_;

@@ -3,8 +3,8 @@
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
-#include <mezzo/distributed/communicator.h>
 #include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/grad_buckets.h>
 
@@ -26,55 +26,55 @@ namespace detail {
 /// hundreds, of a few bytes each.
 class BufferBroadcast {
  public:
-  BufferBroadcast(const NamedTensors& buffers, Communicator communicator, int root)
-      : communicator_(std::move(communicator)), root_(root) {
-    if (communicator_.size() == 1) return;
-    for (const auto& [name, buffer] : buffers) group_for(buffer).buffers.push_back(buffer);
-    for (Group& group : groups_) {
+  BufferBroadcast(const NamedTensors& buffers, GroupPtr group, int root)
+      : group_(std::move(group)), root_(root) {
+    if (group_->getSize() == 1) return;
+    for (const auto& [name, buffer] : buffers) pack_for(buffer).buffers.push_back(buffer);
+    for (Pack& pack : packs_) {
       int64_t count = 0;
-      for (const at::Tensor& buffer : group.buffers) count += buffer.numel();
-      group.packed = at::empty({count}, group.buffers.front().options().requires_grad(false));
+      for (const at::Tensor& buffer : pack.buffers) count += buffer.numel();
+      pack.packed = at::empty({count}, pack.buffers.front().options().requires_grad(false));
     }
   }
 
   /// All ranks call it; returns when the buffers may be read.
   void run() {
     const c10::NoGradGuard no_grad;
-    const bool is_root = communicator_.rank() == root_;
+    const bool is_root = group_->getRank() == root_;
     PendingRequests requests;
-    for (const Group& group : groups_) {
-      if (is_root) copy(group, Direction::pack);
-      requests.add(communicator_.broadcast(group.packed, root_));
+    for (const Pack& pack : packs_) {
+      if (is_root) copy(pack, Direction::pack);
+      requests.add(broadcast(group_, pack.packed, root_));
     }
     requests.wait();
     if (is_root) return;
-    for (const Group& group : groups_) copy(group, Direction::unpack);
+    for (const Pack& pack : packs_) copy(pack, Direction::unpack);
   }
 
  private:
   enum class Direction : uint8_t { pack, unpack };
 
-  struct Group {
+  struct Pack {
     std::vector<at::Tensor> buffers;
     at::Tensor packed;
   };
 
-  Group& group_for(const at::Tensor& buffer) {
-    for (Group& group : groups_) {
-      const at::Tensor& first = group.buffers.front();
+  Pack& pack_for(const at::Tensor& buffer) {
+    for (Pack& pack : packs_) {
+      const at::Tensor& first = pack.buffers.front();
       if (first.device() == buffer.device() && first.scalar_type() == buffer.scalar_type()) {
-        return group;
+        return pack;
       }
     }
-    return groups_.emplace_back();
+    return packs_.emplace_back();
   }
 
   /// Written as modules write their running statistics, without a word to autograd: a second
   /// forward may come before the first one's backward.
-  static void copy(const Group& group, Direction direction) {
+  static void copy(const Pack& pack, Direction direction) {
     int64_t offset = 0;
-    for (const at::Tensor& buffer : group.buffers) {
-      const at::Tensor part = group.packed.narrow(0, offset, buffer.numel()).view(buffer.sizes());
+    for (const at::Tensor& buffer : pack.buffers) {
+      const at::Tensor part = pack.packed.narrow(0, offset, buffer.numel()).view(buffer.sizes());
       offset += buffer.numel();
       if (direction == Direction::pack) {
         part.copy_(buffer);
@@ -84,23 +84,23 @@ class BufferBroadcast {
     }
   }
 
-  Communicator communicator_;
+  GroupPtr group_;
   int root_;
-  std::vector<Group> groups_;
+  std::vector<Pack> packs_;
 };
 
 /// One rank's copy of the model: what of DataParallel does not depend on the model's type.
 class Replica {
  public:
-  Replica(const torch::nn::Module& module, const Communicator& communicator,
+  Replica(const torch::nn::Module& module, const GroupPtr& group,
           const DataParallelOptions& options)
       : parameters_(once_.all(module.named_parameters())),
         module_buffers_(once_.all(module.named_buffers())),
-        buckets_(broadcast_and_select_trained(communicator, options.root),
+        buckets_(broadcast_and_select_trained(group, options.root),
                  {.bucket_bytes = options.bucket_bytes}),
-        all_reduce_(buckets_, communicator, options.all_reduce),
-        buffers_(module_buffers_, communicator, options.root),
-        rank_(communicator.rank()),
+        all_reduce_(buckets_, group, options.all_reduce),
+        buffers_(module_buffers_, group, options.root),
+        rank_(group->getRank()),
         broadcasts_(options.broadcast_buffers) {
     for (const auto& named : parameters_) {
       if (!named.second.requires_grad()) frozen_.push_back(named);
@@ -124,16 +124,15 @@ class Replica {
 
  private:
   /// Gives all ranks the root's values; returns the parameters that require grad.
-  std::vector<at::Tensor> broadcast_and_select_trained(const Communicator& communicator,
-                                                       int root) const {
+  std::vector<at::Tensor> broadcast_and_select_trained(const GroupPtr& group, int root) const {
     NamedTensors all = parameters_;
     all.insert(all.end(), module_buffers_.begin(), module_buffers_.end());
-    broadcast_parameters(all, communicator, root);
+    broadcast_parameters(all, group, root);
     std::vector<at::Tensor> trained;
     for (const auto& [name, parameter] : parameters_) {
       if (parameter.requires_grad()) trained.push_back(parameter);
     }
-    TORCH_CHECK(!trained.empty(), "DataParallel on rank ", communicator.rank(),
+    TORCH_CHECK(!trained.empty(), "DataParallel on rank ", group->getRank(),
                 ": no parameter of the model requires grad, so there is nothing to train together; "
                 "call the model itself");
     return trained;
@@ -173,11 +172,10 @@ decltype(auto) call_forward(M& model, Args&&... args) {
 }  // namespace detail
 
 template <detail::ModelHandle M>
-DataParallel<M>::DataParallel(M model, Communicator communicator,
+DataParallel<M>::DataParallel(M model, c10::intrusive_ptr<c10d::Backend> group,
                               const DataParallelOptions& options)
     : model_(std::move(model)),
-      replica_(
-          std::make_unique<detail::Replica>(detail::module_of(model_), communicator, options)) {}
+      replica_(std::make_unique<detail::Replica>(detail::module_of(model_), group, options)) {}
 
 template <detail::ModelHandle M>
 GradBuckets& DataParallel<M>::buckets() noexcept {

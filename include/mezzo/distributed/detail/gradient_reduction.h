@@ -2,7 +2,7 @@
 
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// How the gradients of one bucket after another become those of all ranks. One backward pass:
-/// `begin` for each bucket, in the same order on all ranks, `poll` in between, then `finish`.
+/// `begin` for each bucket, in the same order on all ranks, then `finish`.
 class BucketExchange {
  public:
   BucketExchange() = default;
@@ -34,8 +34,6 @@ class BucketExchange {
 
   /// The bucket is full; its `flat` is not touched by others until `finish` has returned.
   virtual void begin(std::size_t bucket) = 0;
-  /// Moves on what is under way, without waiting.
-  virtual void poll() = 0;
   /// Returns when every bucket that has begun holds what it is to hold.
   virtual void finish() = 0;
 };
@@ -44,21 +42,20 @@ class BucketExchange {
 /// the same on all ranks, so the average of it and of what was added to it counts it once.
 class AllReduceExchange : public BucketExchange {
  public:
-  AllReduceExchange(BucketedGradients& gradients, Communicator communicator, bool average)
+  AllReduceExchange(BucketedGradients& gradients, GroupPtr group, bool average)
       : gradients_(gradients),
-        communicator_(std::move(communicator)),
-        reduction_(average ? Reduction::average : Reduction::sum) {}
+        group_(std::move(group)),
+        reduction_(average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM) {}
 
   void begin(std::size_t bucket) override {
-    requests_.add(communicator_.all_reduce(gradients_.buckets()[bucket].flat, reduction_));
+    requests_.add(all_reduce(group_, gradients_.buckets()[bucket].flat, reduction_));
   }
-  void poll() override { requests_.poll(); }
   void finish() override { requests_.wait(); }
 
  private:
   BucketedGradients& gradients_;
-  Communicator communicator_;
-  Reduction reduction_;
+  GroupPtr group_;
+  c10d::ReduceOp::RedOpType reduction_;
   PendingRequests requests_;
 };
 
@@ -91,11 +88,11 @@ inline std::vector<std::uint8_t> fingerprint(const std::vector<GradBucket>& buck
 class GradientReduction {
  public:
   /// `caller` is the name that errors begin with.
-  GradientReduction(const char* caller, BucketedGradients& gradients, Communicator communicator,
+  GradientReduction(const char* caller, BucketedGradients& gradients, GroupPtr group,
                     std::shared_ptr<BucketExchange> exchange)
       : caller_(caller),
         gradients_(gradients),
-        communicator_(std::move(communicator)),
+        group_(std::move(group)),
         exchange_(std::move(exchange)),
         passes_(gradients.passes()) {
     gradients_.add_reductions(1);
@@ -116,13 +113,12 @@ class GradientReduction {
       ++passes_;
     }
     TORCH_CHECK(!is_broken_ && passes_ == gradients_.passes() && !is_ready_[bucket], caller_,
-                " on rank ", communicator_.rank(),
+                " on rank ", group_->getRank(),
                 ": an earlier backward pass did not end, so the ranks are no longer in step; begin "
                 "again from a checkpoint on all ranks");
     is_ready_[bucket] = true;
     is_under_way_ = true;
     is_broken_ = true;  // unless this ends well
-    exchange_->poll();
     while (next_ < count && is_ready_[next_]) exchange_->begin(next_++);
     if (next_ == count) finish();
     is_broken_ = false;
@@ -135,7 +131,7 @@ class GradientReduction {
     for (std::size_t number = 0; number < gradients_.parameters().size(); ++number) {
       const bool is_alone = !gradients_.is_reduced_elsewhere(number);
       is_known_alone_ = is_alone;
-      TORCH_CHECK(is_alone, caller_, " on rank ", communicator_.rank(), ": the gradient of ",
+      TORCH_CHECK(is_alone, caller_, " on rank ", group_->getRank(), ": the gradient of ",
                   parameter_words(number, gradients_.parameters()[number]),
                   " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; "
                   "leave it to one of them, and destroy the other");
@@ -174,10 +170,10 @@ class GradientReduction {
     const at::Tensor anywhere = at::tensor(
         has_gradient, at::TensorOptions().dtype(at::kByte).device(gradients_.buckets()[0].device));
     PendingRequests request;
-    request.add(communicator_.all_reduce(anywhere, Reduction::max));
+    request.add(all_reduce(group_, anywhere, c10d::ReduceOp::MAX));
     exchange_->finish();
     request.wait();
-    TORCH_CHECK(refused.empty(), caller_, " on rank ", communicator_.rank(), ": ", refused);
+    TORCH_CHECK(refused.empty(), caller_, " on rank ", group_->getRank(), ": ", refused);
     check_ranks(anywhere, layout);
     if (!all) adopt(anywhere.cpu());
     next_ = 0;
@@ -192,12 +188,12 @@ class GradientReduction {
     constexpr int64_t kBytes = 1 + kFingerprintBytes;
     const at::Tensor largest = anywhere.narrow(0, anywhere.numel() - kBytes, kBytes).cpu();
     const std::uint8_t* const bytes = largest.const_data_ptr<std::uint8_t>();
-    TORCH_CHECK(bytes[0] == 0, caller_, " on rank ", communicator_.rank(),
+    TORCH_CHECK(bytes[0] == 0, caller_, " on rank ", group_->getRank(),
                 ": another rank refuses a gradient, which is sparse or has a history, and says "
                 "which; begin again from a checkpoint on all ranks");
     TORCH_CHECK(
         std::equal(layout.begin(), layout.end(), bytes + 1), caller_, " on rank ",
-        communicator_.rank(),
+        group_->getRank(),
         ": the ranks' buckets hold other parameters, so that their gradients were mixed up. "
         "All ranks give the same parameters and bucket_bytes; rebuild_buckets() only where "
         "backward passes take the same way on all. Begin again from a checkpoint on all ranks");
@@ -218,7 +214,7 @@ class GradientReduction {
 
   const char* caller_;
   BucketedGradients& gradients_;
-  Communicator communicator_;
+  GroupPtr group_;
   std::shared_ptr<BucketExchange> exchange_;
   std::mutex mutex_;
   std::vector<bool> is_ready_;              ///< a bucket, in this pass

@@ -159,7 +159,7 @@ class PeerWatch {
       waited_ = Time(0);
       return;
     }
-    const std::pair place(own()->communicator, own()->sequence);
+    const std::pair place(own()->group, own()->sequence);
     waited_ = place == waits_for_ ? std::min(waited_ + passed, Time(own()->waited_ms)) : Time(0);
     waits_for_ = place;
   }
@@ -189,8 +189,7 @@ class PeerWatch {
     std::string each;
     for (int rank = 0; rank < size(); ++rank) {
       const auto& last = peers_[static_cast<std::size_t>(rank)].last;
-      if (rank == rank_ ||
-          (last && last->activity.has_called(own()->communicator, own()->sequence))) {
+      if (rank == rank_ || (last && last->activity.has_called(own()->group, own()->sequence))) {
         continue;
       }
       finished = finished || (last && last->state == Heartbeat::State::finished);

@@ -10,7 +10,7 @@
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/load_checkpoint.h>
 #include <mezzo/distributed/broadcast_parameters.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
@@ -53,16 +53,14 @@ std::string failure_of(const F& f) {
 /// What ranks tell each other so that they throw, or go on, together.
 class RankAgreement {
  public:
-  explicit RankAgreement(Communicator communicator)
-      : communicator_(std::move(communicator)),
-        device_(communicator_.serves(at::kCPU) ? at::kCPU : at::kCUDA) {}
+  explicit RankAgreement(GroupPtr group) : group_(std::move(group)), device_(device_of(*group_)) {}
 
-  int rank() const { return communicator_.rank(); }
-  int size() const { return communicator_.size(); }
+  int rank() const { return group_->getRank(); }
+  int size() const { return group_->getSize(); }
 
   /// Every rank's text, on every rank.
   std::vector<std::string> gather(const std::string& own) {
-    return gather_texts(own, communicator_, device_);
+    return gather_texts(own, group_, device_);
   }
 
   /// Throws on all ranks what the first one with a text says.
@@ -111,7 +109,7 @@ class RankAgreement {
       const at::Tensor piece = at::empty({static_cast<int64_t>(count)}, at::kByte);
       if (rank() == from) std::memcpy(piece.mutable_data_ptr(), bytes + begin, count);
       const at::Tensor sent = piece.to(device_);
-      communicator_.broadcast(sent, from).wait();
+      broadcast(group_, sent, from).wait();
       if (rank() == 0) take(sent.cpu().const_data_ptr(), count);
     }
     return true;
@@ -124,14 +122,14 @@ class RankAgreement {
   bool asks_for_more(bool does) {
     const at::Tensor flag =
         at::full({1}, does ? 1 : 0, at::TensorOptions(at::kByte).device(device_));
-    communicator_.broadcast(flag, 0).wait();
+    broadcast(group_, flag, 0).wait();
     return flag.item<uint8_t>() != 0;
   }
 
  private:
   static constexpr std::uint64_t kPieceBytes = std::uint64_t{4} << 20;
 
-  Communicator communicator_;
+  GroupPtr group_;
   at::Device device_;
 };
 

@@ -42,12 +42,12 @@ inline at::Tensor sum_of_rows(const at::Tensor& numbers) {
 
 /// Combines what the ranks found in their parts of the gradients: an inf of one of them, the sum of
 /// all squares, the largest magnitude. One collective; waits for no device.
-inline Verdict agreed(const Verdict& own, Communicator& communicator) {
-  if (communicator.size() == 1) return own;
+inline Verdict agreed(const Verdict& own, const GroupPtr& group) {
+  if (group->getSize() == 1) return own;
   const auto wide = own.sum_of_squares.scalar_type();
   const at::Tensor row = at::stack({own.found_inf.to(wide), own.sum_of_squares, own.max_abs});
-  const at::Tensor rows = at::empty({communicator.size(), row.numel()}, row.options());
-  communicator.all_gather(rows, row).wait();
+  const at::Tensor rows = at::empty({group->getSize(), row.numel()}, row.options());
+  all_gather(group, rows, row).wait();
   return {own.inv_scale, rows.select(1, 0).amax().to(own.found_inf.scalar_type()),
           sum_of_rows(rows.select(1, 1)), rows.select(1, 2).amax()};
 }
@@ -84,7 +84,7 @@ inline std::vector<at::Tensor*> kept_tensors(ParamSlot& slot) {
 /// the dtypes of master and moments, each one higher than it is and 0 where no rank has any. One
 /// collective. `own` has the slot of each of this rank's slices, null where there is none.
 inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vector<ParamSlot*>& own,
-                                 Communicator& communicator) {
+                                 const GroupPtr& group) {
   const auto parameters = static_cast<int64_t>(weights.parameters().size());
   const at::Tensor table = at::zeros({parameters, 2 + kMostMoments}, at::kLong);
   const auto entries = table.accessor<int64_t, 2>();
@@ -99,7 +99,7 @@ inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vecto
     }
   }
   const at::Tensor largest = table.to(weights.buckets().front().device);
-  communicator.all_reduce(largest, Reduction::max).wait();
+  all_reduce(group, largest, c10d::ReduceOp::MAX).wait();
   return largest.cpu();
 }
 
@@ -112,10 +112,10 @@ inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vecto
 /// `own` is as for table_of_slots. `make`, null on the other ranks, returns a new slot for
 /// parameter `number`, to be filled on the CPU.
 inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamSlot*>& own,
-                         Communicator& communicator,
+                         const GroupPtr& group,
                          const std::function<ParamSlot&(std::size_t number)>& make) {
   if (weights.parameters().empty()) return;
-  const at::Tensor table = table_of_slots(weights, own, communicator);
+  const at::Tensor table = table_of_slots(weights, own, group);
   const auto entry = [entries = table.accessor<int64_t, 2>()](std::size_t number,
                                                               std::size_t column) {
     return entries[static_cast<int64_t>(number)][static_cast<int64_t>(column)];
@@ -141,7 +141,7 @@ inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamS
         if (!tensor.defined()) continue;
         buffer.narrow(0, slice.weights.storage_offset(), slice.weights.numel()).copy_(tensor);
       }
-      communicator.all_gather(buffer, own_part(buffer, communicator)).wait();
+      all_gather(group, buffer, own_part(buffer, group)).wait();
       for (const std::size_t number : like.parameters) {
         if (wholes[number].empty() || !has(number)) continue;
         const at::Tensor& place = weights.place(number);
@@ -179,14 +179,14 @@ inline void cut_slot(ParamSlot& whole, ParamSlot& part, const ShardSlice& slice,
 
 template <class OptimizerType>
 ShardedOptimizer<OptimizerType>::ShardedOptimizer(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups, Communicator communicator,
-    const Options& defaults, const ShardedOptimizerOptions& options)
+    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
+    const ShardedOptimizerOptions& options)
     : Shell(groups, defaults),
-      communicator_(std::move(communicator)),
-      buckets_(start_alike(),
-               {.bucket_bytes = options.bucket_bytes, .parts = communicator_.size()}),
-      exchange_(std::make_shared<detail::ShardExchange>(*detail::shared(buckets_), communicator_)),
-      weights_(detail::shared(buckets_), communicator_),
+      group_(detail::checked(std::move(group), "ShardedOptimizer")),
+      buckets_(start_alike(), {.bucket_bytes = options.bucket_bytes, .parts = group_->getSize()}),
+      exchange_(std::make_shared<detail::ShardExchange>(*detail::shared(buckets_), group_)),
+      weights_(detail::shared(buckets_), group_),
       slices_(this->param_groups_.size()) {
   std::vector<std::size_t> groups_of;  // of the buckets' parameters
   for (const Known& known : known_) {
@@ -196,7 +196,7 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     slices_[groups_of[slice.parameter]].push_back(&slice);
   }
   auto reduction = std::make_shared<detail::GradientReduction>(
-      "ShardedOptimizer", *detail::shared(buckets_), communicator_, exchange_);
+      "ShardedOptimizer", *detail::shared(buckets_), group_, exchange_);
   buckets_.on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 
@@ -210,16 +210,15 @@ std::vector<at::Tensor> ShardedOptimizer<OptimizerType>::start_alike() {
     const std::vector<at::Tensor>& parameters = this->param_groups_[group].params();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor& parameter = parameters[i];
-      TORCH_CHECK(communicator_.serves(parameter.device().type()), "ShardedOptimizer: parameter ",
-                  i, " of group ", group, " (", detail::tensor_words(parameter),
-                  ") is on a device that `communicator` does not serve; move the model (MPI takes "
-                  "cpu, NCCL takes cuda)");
+      const std::string which = c10::str("ShardedOptimizer: parameter ", i, " of group ", group,
+                                         " (", detail::tensor_words(parameter), ")");
+      detail::check_device(which, *group_, parameter.device());
       named.emplace_back(c10::str("parameter ", i, " of group ", group), parameter);
       known_.push_back({parameter, group, parameter.requires_grad()});
       if (parameter.requires_grad()) trained.push_back(parameter);
     }
   }
-  broadcast_parameters(named, communicator_);
+  broadcast_parameters(named, group_);
   return trained;
 }
 
@@ -301,9 +300,9 @@ template <class OptimizerType>
 Verdict ShardedOptimizer<OptimizerType>::read(const StepPlan& plan, const at::Tensor& inv_scale) {
   const c10::NoGradGuard no_grad;
   const std::optional<at::Device> device = weights_.device_of_gradients();
-  const at::Tensor inverse = inv_scale.mul(1. / communicator_.size());
+  const at::Tensor inverse = inv_scale.mul(1. / group_->getSize());
   const Verdict own = Shell::read(plan, inverse).on(device.value_or(inv_scale.device()));
-  return device ? detail::agreed(own, communicator_) : own;
+  return device ? detail::agreed(own, group_) : own;
 }
 
 template <class OptimizerType>
@@ -317,7 +316,7 @@ void ShardedOptimizer<OptimizerType>::apply(StepPlan plan, const Verdict& verdic
   const std::optional<at::Device> device = weights_.device_of_gradients();
   const bool needs_average = !verdict.defined() && device;
   Shell::apply(std::move(plan),
-               needs_average ? detail::average_of_sums(communicator_.size(), *device) : verdict,
+               needs_average ? detail::average_of_sums(group_->getSize(), *device) : verdict,
                options);
   weights_.gather();
   exchange_->set_has_summed(false);
@@ -402,7 +401,7 @@ void ShardedOptimizer<OptimizerType>::save(torch::serialize::OutputArchive& arch
     copy = detail::filed_state(slice.weights, *state);
     own.back() = static_cast<State*>(copy.get());
   }
-  const bool is_first = communicator_.rank() == 0;
+  const bool is_first = group_->getRank() == 0;
   std::function<detail::ParamSlot&(std::size_t)> make;
   if (is_first) {
     make = [&](std::size_t number) -> detail::ParamSlot& {
@@ -412,7 +411,7 @@ void ShardedOptimizer<OptimizerType>::save(torch::serialize::OutputArchive& arch
       return made;
     };
   }
-  detail::gather_slots(weights_, own, communicator_, make);
+  detail::gather_slots(weights_, own, group_, make);
   for (std::size_t group = 0; group < slices_.size(); ++group) {
     (void)this->group_numbers(group);  // of this kind, or it throws
     const torch::optim::OptimizerParamGroup& given = this->param_groups_[group];
@@ -429,8 +428,8 @@ void ShardedOptimizer<OptimizerType>::save(torch::serialize::OutputArchive& arch
   torch::serialize::OutputArchive own_archive(archive.compilation_unit());
   this->write_file(own_archive, part);
   archive.write(detail::kShardKey, own_archive);
-  archive.write(detail::kShardRankKey, c10::IValue(int64_t{communicator_.rank()}));
-  archive.write(detail::kShardCountKey, c10::IValue(int64_t{communicator_.size()}));
+  archive.write(detail::kShardRankKey, c10::IValue(int64_t{group_->getRank()}));
+  archive.write(detail::kShardCountKey, c10::IValue(int64_t{group_->getSize()}));
   archive.write(detail::kShardAppliedKey, c10::IValue(this->applied_steps()));
 }
 
@@ -447,10 +446,9 @@ void ShardedOptimizer<OptimizerType>::load(torch::serialize::InputArchive& archi
   }
   const int64_t rank = saved_rank.toInt();
   const auto ranks = detail::read_key<int64_t>(archive, detail::kShardCountKey);
-  TORCH_CHECK(rank == communicator_.rank() && ranks == communicator_.size(),
-              "ShardedOptimizer on rank ", communicator_.rank(), " of ", communicator_.size(),
-              ": the archive holds the part of rank ", rank, " of ", ranks,
-              ", which no other rank can use; load what rank 0 saved");
+  TORCH_CHECK(rank == group_->getRank() && ranks == group_->getSize(), "ShardedOptimizer on rank ",
+              group_->getRank(), " of ", group_->getSize(), ": the archive holds the part of rank ",
+              rank, " of ", ranks, ", which no other rank can use; load what rank 0 saved");
   const auto applied = detail::read_key<int64_t>(archive, detail::kShardAppliedKey);
   torch::serialize::InputArchive part;
   archive.read(detail::kShardKey, part);

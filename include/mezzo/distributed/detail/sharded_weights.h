@@ -3,7 +3,7 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/communicator.h>
+#include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
 #include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/kernels/dense_memory.h>
@@ -32,9 +32,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Returns this rank's part of `flat`, which is as many equal parts as there are ranks.
-inline at::Tensor own_part(const at::Tensor& flat, const Communicator& communicator) {
-  const int64_t length = flat.numel() / communicator.size();
-  return flat.narrow(0, communicator.rank() * length, length);
+inline at::Tensor own_part(const at::Tensor& flat, const GroupPtr& group) {
+  const int64_t length = flat.numel() / group->getSize();
+  return flat.narrow(0, group->getRank() * length, length);
 }
 
 /// Sums each bucket over the ranks by a reduce-scatter: a rank gets the sum of its own part, and
@@ -42,22 +42,13 @@ inline at::Tensor own_part(const at::Tensor& flat, const Communicator& communica
 /// and no sum is summed again.
 class ShardExchange : public BucketExchange {
  public:
-  ShardExchange(BucketedGradients& gradients, Communicator communicator)
-      : gradients_(gradients), communicator_(std::move(communicator)) {}
-
-  ~ShardExchange() override {
-    for (Scatter& scatter : under_way_) scatter.request.abandon();
-  }
+  ShardExchange(BucketedGradients& gradients, GroupPtr group)
+      : gradients_(gradients), group_(std::move(group)) {}
 
   void begin(std::size_t bucket) override {
-    if (communicator_.size() == 1) return;
+    if (group_->getSize() == 1) return;
     const at::Tensor& flat = gradients_.buckets()[bucket].flat;
-    under_way_.push_back(
-        {flat, communicator_.reduce_scatter(own_part(flat, communicator_), flat, Reduction::sum)});
-  }
-  /// Ends the requests that are done, so that the transport can free its memory for them.
-  void poll() override {
-    while (!under_way_.empty() && under_way_.front().request.ready()) end_first();
+    under_way_.push_back({flat, reduce_scatter(group_, own_part(flat, group_), flat)});
   }
   void finish() override {
     while (!under_way_.empty()) end_first();
@@ -71,21 +62,21 @@ class ShardExchange : public BucketExchange {
  private:
   struct Scatter {
     at::Tensor flat;
-    Work request;
+    Request request;
   };
 
   void end_first() {
     Scatter& first = under_way_.front();
     first.request.wait();
-    const int64_t length = first.flat.numel() / communicator_.size();
-    const int64_t begin = communicator_.rank() * length;
+    const int64_t length = first.flat.numel() / group_->getSize();
+    const int64_t begin = group_->getRank() * length;
     first.flat.narrow(0, 0, begin).zero_();
     first.flat.narrow(0, begin + length, first.flat.numel() - begin - length).zero_();
     under_way_.pop_front();
   }
 
   BucketedGradients& gradients_;
-  Communicator communicator_;
+  GroupPtr group_;
   std::deque<Scatter> under_way_;
   bool has_summed_ = false;
 };
@@ -110,9 +101,9 @@ inline at::Tensor stretch_of(const at::Tensor& flat, int64_t begin, int64_t coun
 class ShardedWeights {
  public:
   /// Moves the parameters into the buffers; their values stay.
-  ShardedWeights(std::shared_ptr<BucketedGradients> gradients, Communicator communicator)
+  ShardedWeights(std::shared_ptr<BucketedGradients> gradients, GroupPtr group)
       : gradients_(std::move(gradients)),
-        communicator_(std::move(communicator)),
+        group_(std::move(group)),
         bucket_of_(parameters().size()),
         stamps_(parameters().size()),
         slice_of_(parameters().size()) {
@@ -162,10 +153,10 @@ class ShardedWeights {
   /// Gives every rank the slices of all ranks. Waits for the collectives.
   void gather() {
     const c10::NoGradGuard no_grad;
-    if (communicator_.size() > 1) {
+    if (group_->getSize() > 1) {
       PendingRequests requests;
       for (const at::Tensor& flat : flats_) {
-        requests.add(communicator_.all_gather(flat, own_part(flat, communicator_)));
+        requests.add(all_gather(group_, flat, own_part(flat, group_)));
       }
       requests.wait();
     }
@@ -184,12 +175,12 @@ class ShardedWeights {
  private:
   /// A parameter without elements gets an empty slice on rank 0, so that one rank keeps its state.
   void add_slice(std::size_t number, std::size_t bucket) {
-    const at::Tensor own = own_part(flats_[bucket], communicator_);
+    const at::Tensor own = own_part(flats_[bucket], group_);
     const int64_t first = place(number).storage_offset();
     const int64_t numel = place(number).numel();
     const int64_t begin = std::max(first, own.storage_offset());
     const int64_t end = std::min(first + numel, own.storage_offset() + own.numel());
-    if (numel == 0 ? communicator_.rank() != 0 : begin >= end) return;
+    if (numel == 0 ? group_->getRank() != 0 : begin >= end) return;
     const int64_t count = numel == 0 ? 0 : end - begin;
     slice_of_[number] = stretch_of(flats_[bucket], begin, count);
     slices_.push_back({number, bucket, begin - first, slice_of_[number],
@@ -236,7 +227,7 @@ class ShardedWeights {
   }
 
   std::shared_ptr<BucketedGradients> gradients_;
-  Communicator communicator_;
+  GroupPtr group_;
   std::vector<at::Tensor> flats_;       // of each bucket
   std::vector<std::size_t> bucket_of_;  // of each parameter
   std::vector<WriteStamp> stamps_;      // of each parameter, when it last agreed with the buffers

@@ -104,7 +104,7 @@ void visit_fields(Fields& fields, Value& value) {
     fields.numbers(value.activity.calls);
     fields.number(value.activity.waits);
     fields.number(value.activity.waited_ms);
-    fields.number(value.activity.communicator);
+    fields.number(value.activity.group);
     fields.number(value.activity.sequence);
     fields.text(value.activity.collective);
   }

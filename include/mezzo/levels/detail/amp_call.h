@@ -4,6 +4,7 @@
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/detail/script_values.h>
 #include <mezzo/base/precision.h>
 #include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
@@ -21,35 +22,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// `value` with its floating tensors in `dtype`, in tuples, lists and dicts too, which are copied.
+/// Returns `value` with its floating tensors in `dtype`.
 inline c10::IValue cast_script_value(const c10::IValue& value, at::ScalarType dtype) {
-  if (value.isTensor()) {
-    const at::Tensor& tensor = value.toTensor();
-    const bool casts = tensor.defined() && is_training_dtype(tensor.scalar_type());
-    return casts ? tensor.to(dtype) : tensor;
-  }
-  if (value.isTuple()) {
-    std::vector<c10::IValue> elements;
-    for (const c10::IValue& element : value.toTupleRef().elements()) {
-      elements.push_back(cast_script_value(element, dtype));
-    }
-    return c10::ivalue::Tuple::createNamed(std::move(elements), value.toTupleRef().type());
-  }
-  if (value.isList()) {
-    const c10::List<c10::IValue> list = value.toList();
-    c10::List<c10::IValue> copy(list.elementType());
-    for (const c10::IValue& element : list) copy.push_back(cast_script_value(element, dtype));
-    return copy;
-  }
-  if (value.isGenericDict()) {
-    const auto dict = value.toGenericDict();
-    c10::impl::GenericDict copy(dict.keyType(), dict.valueType());
-    for (const auto& entry : dict) {
-      copy.insert(entry.key(), cast_script_value(entry.value(), dtype));
-    }
-    return copy;
-  }
-  return value;
+  return map_script_tensors(value, [dtype](const at::Tensor& tensor) {
+    return is_training_dtype(tensor.scalar_type()) ? tensor.to(dtype) : tensor;
+  });
 }
 
 /// What a level makes of a call.

@@ -193,6 +193,8 @@ MEZZO_INLINE OpPolicy OpPolicy::like(c10::DeviceType device) {
       names.insert(entry.name);
     }
   }
+  // CUDA runs LSTMs in 16 bits too, by an op of its own that is on no list.
+  if (device == c10::DeviceType::CUDA) names.erase("aten::mkldnn_rnn_layer");
   OpPolicy policy;
   for (const auto& name : names) {
     const auto category = wanted.category(name);

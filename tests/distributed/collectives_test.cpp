@@ -1,8 +1,11 @@
-// Ranks are threads here, and their backend a blackboard: libtorch's wheel has none that runs on
-// the CPU and can be compiled against. What is tested is the way to c10d and back.
+// Ranks are threads here, and their backend a blackboard, as simple as a backend of c10d's can be:
+// what is tested is what mezzo adds to it.
 #include <torch/torch.h>
 //
-#include <mezzo/distributed/c10d_communicator.h>
+#include <mezzo/distributed/broadcast_parameters.h>
+#include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/reduce_scatter_float.h>
+#include <mezzo/distributed/rendezvous.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -16,26 +19,24 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "alike_ranks.h"
 #include "free_port.h"
 
 namespace {
 
+using c10d::ReduceOp;
 using distributed_test::free_port;
-using mezzo::C10dCommunicator;
-using mezzo::Reduction;
+using Ranks = c10::intrusive_ptr<c10d::Backend>;
+using distributed_test::alike_ranks;
+using distributed_test::DoneWork;
+namespace detail = mezzo::detail;
 using test_support::error_of;
-using testing::AllOf;
 using testing::HasSubstr;
 
 struct Blackboard {
   explicit Blackboard(int ranks) : tensors(static_cast<std::size_t>(ranks)), all(ranks) {}
   std::vector<at::Tensor> tensors;
   std::barrier<> all;
-};
-
-struct DoneWork : c10d::Work {
-  bool isCompleted() override { return true; }
-  bool wait(std::chrono::milliseconds /*timeout*/) override { return true; }
 };
 
 struct FailedWork : DoneWork {
@@ -122,136 +123,104 @@ void in_threads(const std::function<void(int rank)>& f) {
 
 enum class Door { backend, process_group };
 
-/// The same ranks as c10d's Backend, and behind a ProcessGroup, which goes through the dispatcher.
-class C10dCommunicatorTest : public testing::TestWithParam<Door> {
- protected:
-  void on_each_rank(const std::function<void(C10dCommunicator)>& f) {
-    const auto board = std::make_shared<Blackboard>(kRanks);
-    in_threads([&](int rank) {
-      auto backend = c10::make_intrusive<ThreadsBackend>(rank, kRanks, board);
-      if (GetParam() == Door::backend) {
-        f(C10dCommunicator(backend, {at::kCPU}));
-        return;
-      }
-      auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, kRanks);
-      group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM,
-                        c10::intrusive_ptr<c10d::Backend>(backend));
-      group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
-      f(C10dCommunicator(group, {at::kCPU}));
-    });
-  }
-};
+void on_each_rank(const std::function<void(const Ranks&)>& f) {
+  const auto board = std::make_shared<Blackboard>(kRanks);
+  in_threads([&](int rank) { f(c10::make_intrusive<ThreadsBackend>(rank, kRanks, board)); });
+}
 
-INSTANTIATE_TEST_SUITE_P(, C10dCommunicatorTest,
-                         testing::Values(Door::backend, Door::process_group), [](const auto& test) {
-                           return test.param == Door::backend ? "Backend" : "ProcessGroup";
-                         });
-
-TEST_P(C10dCommunicatorTest, EachCollectiveReachesTheBackendAndItsResultTheTensor) {
-  on_each_rank([](C10dCommunicator world) {
-    EXPECT_EQ(world.size(), kRanks);
-    const float rank = static_cast<float>(world.rank());
+TEST(Collectives, EachReachesTheBackendAndItsResultTheTensor) {
+  on_each_rank([](const Ranks& world) {
+    const float rank = static_cast<float>(world->getRank());
     const at::Tensor sum = at::full({2, 3}, rank);
     const at::Tensor max = at::full({2, 3}, rank);
     const at::Tensor given = at::full({4}, rank);
     const auto version = sum._version();
-    world.all_reduce(sum, Reduction::sum).wait();
-    world.all_reduce(max, Reduction::max).wait();
-    world.broadcast(given, 1).wait();
+    detail::all_reduce(world, sum, ReduceOp::SUM).wait();
+    detail::all_reduce(world, max, ReduceOp::MAX).wait();
+    detail::broadcast(world, given, 1).wait();
     EXPECT_TRUE(at::equal(sum, at::full({2, 3}, 3.F)));
     EXPECT_GT(sum._version(), version);
     EXPECT_TRUE(at::equal(max, at::full({2, 3}, 2.F)));
     EXPECT_TRUE(at::equal(given, at::full({4}, 1.F)));
 
     const at::Tensor all = at::empty({kRanks, 2});
-    world.all_gather(all, at::full({2}, rank)).wait();
+    detail::all_gather(world, all, at::full({2}, rank)).wait();
     EXPECT_TRUE(at::equal(all, at::arange(3).to(at::kFloat).view({3, 1}).expand({3, 2})));
 
     const at::Tensor parts = at::arange(6).to(at::kFloat) + rank;
     at::Tensor part = at::empty({2});
-    world.reduce_scatter(part, parts, Reduction::sum).wait();
-    EXPECT_TRUE(at::equal(part, (at::arange(6).to(at::kFloat) * 3 + 3).view({3, 2})[world.rank()]));
+    detail::reduce_scatter(world, part, parts).wait();
+    EXPECT_TRUE(
+        at::equal(part, (at::arange(6).to(at::kFloat) * 3 + 3).view({3, 2})[world->getRank()]));
   });
 }
 
-TEST_P(C10dCommunicatorTest, TensorsWithGapsAndPartsOfTheirOwnOutputAreTaken) {
-  on_each_rank([](C10dCommunicator world) {
-    const float rank = static_cast<float>(world.rank());
+TEST(Collectives, ABroadcastTakesTensorsInAnyMemoryFormat) {
+  on_each_rank([](const Ranks& world) {
+    const float rank = static_cast<float>(world->getRank());
     const at::Tensor memory = at::full({4, 6}, -1.F);
     const at::Tensor tensor = memory.slice(1, 0, 6, 2).t();
-    tensor.fill_(rank);
-    world.all_reduce(tensor, Reduction::sum).wait();
-    EXPECT_TRUE(at::equal(tensor, at::full({3, 4}, 3.F)));
+    tensor.copy_(at::arange(12).view({3, 4}) + 100 * rank);
+    const at::Tensor image =  // one rank's lies otherwise than the others'
+        (at::arange(24).view({1, 2, 3, 4}).to(at::kFloat) + 100 * rank)
+            .contiguous(rank == 0 ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+    const auto version = image._version();
+    detail::broadcast(world, tensor, 2).wait();
+    detail::broadcast(world, image, 2).wait();
+    EXPECT_TRUE(at::equal(tensor, at::arange(12).view({3, 4}).to(at::kFloat) + 200));
     EXPECT_TRUE((memory.slice(1, 1, 6, 2) == -1).all().item<bool>());
-
-    const at::Tensor all = at::zeros({kRanks, 2});
-    all[world.rank()].fill_(rank);
-    world.all_gather(all, all[world.rank()]).wait();
-    EXPECT_TRUE(at::equal(all, at::arange(3).to(at::kFloat).view({3, 1}).expand({3, 2})));
-
-    world.reduce_scatter(all[world.rank()], all, Reduction::sum).wait();
-    EXPECT_TRUE(at::equal(all[world.rank()], at::full({2}, 3 * rank)));
+    EXPECT_TRUE(at::equal(image, at::arange(24).view({1, 2, 3, 4}).to(at::kFloat) + 200));
+    EXPECT_GT(image._version(), version);
   });
 }
 
-TEST_P(C10dCommunicatorTest, SumsOfLowPrecisionAreNotRoundedWhereFloatIsWanted) {
-  on_each_rank([](C10dCommunicator world) {
-    const at::Tensor parts = (at::arange(6) + (world.rank() == 0 ? 256 : 1)).to(at::kBFloat16);
+TEST(Collectives, SumsOfLowPrecisionAreNotRoundedWhereFloatIsWanted) {
+  on_each_rank([](const Ranks& world) {
+    const at::Tensor parts = (at::arange(6) + (world->getRank() == 0 ? 256 : 1)).to(at::kBFloat16);
     const at::Tensor part = at::zeros({2});
     const auto version = part._version();
-    world.reduce_scatter(part, parts, Reduction::sum).wait();
+    const auto work = mezzo::reduce_scatter_float(world, part, parts);
+    work->wait();
+    work->wait();
+    EXPECT_TRUE(work->isCompleted());
     at::Tensor wanted = at::zeros({6});
     for (int rank = 0; rank < kRanks; ++rank) {
       wanted += (at::arange(6) + (rank == 0 ? 256 : 1)).to(at::kBFloat16).to(at::kFloat);
     }
-    EXPECT_TRUE(at::equal(part, wanted.view({3, 2})[world.rank()])) << part;
+    EXPECT_TRUE(at::equal(part, wanted.view({3, 2})[world->getRank()])) << part;
     EXPECT_GT(part._version(), version);
   });
 }
 
-TEST_P(C10dCommunicatorTest, AveragesAreDividedBeforeTheyAreSent) {
-  on_each_rank([](C10dCommunicator world) {
-    const at::Tensor all = at::full({2, 3}, 60'000. - 3. * world.rank(), at::kFloat);
-    world.all_reduce(all, Reduction::average).wait();
+TEST(Collectives, AveragesAreDividedBeforeTheyAreSentWhereTheBackendKnowsNone) {
+  on_each_rank([](const Ranks& world) {
+    const at::Tensor all = at::full({2, 3}, 60'000. - 3. * world->getRank(), at::kFloat);
+    detail::all_reduce(world, all, ReduceOp::AVG).wait();
     EXPECT_TRUE(at::allclose(all, at::full({2, 3}, 59'997.)));
-    const at::Tensor half = at::full({6}, 60'000., at::kHalf), part = at::zeros({2}, at::kHalf);
-    world.reduce_scatter(part, half, Reduction::average).wait();
-    EXPECT_TRUE(at::allclose(part, at::full({2}, 60'000., at::kHalf), 1e-2)) << part;
-    EXPECT_TRUE(at::equal(half, at::full({6}, 60'000., at::kHalf))) << "an input is only read";
-    const at::Tensor wide = at::zeros({2});
-    world.reduce_scatter(wide, half, Reduction::average).wait();
-    EXPECT_TRUE(at::allclose(wide, at::full({2}, 60'000.)));
+    const at::Tensor half = at::full({6}, 60'000., at::kHalf);
+    detail::all_reduce(world, half, ReduceOp::AVG).wait();
+    EXPECT_TRUE(at::allclose(half, at::full({6}, 60'000., at::kHalf), 1e-2)) << half;
   });
 }
 
-TEST_P(C10dCommunicatorTest, WhatTheBackendThrowsCarriesTheRankAndTheCollective) {
-  on_each_rank([](C10dCommunicator world) {
-    auto request = world.barrier();
-    EXPECT_TRUE(request.ready());
+TEST(Collectives, WhatTheBackendThrowsCarriesTheRankAndTheCollective) {
+  on_each_rank([](const Ranks& world) {
+    auto request = detail::request(c10d::OpType::BARRIER, *world, [&] { return world->barrier(); });
     EXPECT_THAT(error_of([&] { request.wait(); }),
-                HasSubstr("barrier on rank " + std::to_string(world.rank()) +
+                HasSubstr("barrier on rank " + std::to_string(world->getRank()) +
                           " of 3: the cable was pulled"));
   });
 }
 
-TEST_P(C10dCommunicatorTest, WrongArgumentsAreNamedAsEverywhere) {
-  on_each_rank([](C10dCommunicator world) {
-    EXPECT_THAT(error_of([&] { world.broadcast(at::zeros({3}), -1).wait(); }),
-                HasSubstr("`root` must be 0 to 2, but is -1"));
-    EXPECT_THAT(
-        error_of([&] { world.all_reduce(at::zeros({3}).to(at::kMeta), Reduction::sum).wait(); }),
-        HasSubstr("does not serve"));
-  });
-}
-
-TEST(C10dCommunicator, ANullGroupAndNoDevicesAreRefused) {
+TEST(Collectives, ANullGroupAndADeviceThatMpiDoesNotTakeAreRefused) {
+  const mezzo::NamedTensors tensors = {{"weight", at::zeros({2})}};
+  EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, nullptr); }),
+              HasSubstr("broadcast_parameters: `group` is null"));
+  EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, alike_ranks(2), -1); }),
+              HasSubstr("`root` must be 0 to 1, but is -1"));
   EXPECT_THAT(
-      error_of([] { C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup>(), {at::kCPU}); }),
-      HasSubstr("`group` is null"));
-  const auto board = std::make_shared<Blackboard>(1);
-  EXPECT_THAT(
-      error_of([&] { C10dCommunicator(c10::make_intrusive<ThreadsBackend>(0, 1, board), {}); }),
-      HasSubstr("`devices` is empty"));
+      error_of([] { detail::check_device("X", *alike_ranks(2), at::kMeta); }),
+      HasSubstr("X on rank 0: a tensor is on meta, which the group's backend mpi does not"));
 }
 
 TEST(Rendezvous, RanksMeetAtTheStoreOfRankZero) {

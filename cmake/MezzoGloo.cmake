@@ -1,0 +1,20 @@
+# mezzo::gloo: mezzo::mezzo and what libtorch's Gloo process group is compiled with, for mezzo/distributed/gloo_backend.h.
+# Gloo itself is a part of libtorch; only its headers are not (Debian and Ubuntu: apt-get install libgloo-dev).
+#
+#   GLOO_INCLUDE_DIR   the folder that holds gloo/context.h, where it is not one that CMake searches
+
+# Finds Gloo's headers; MEZZO_GLOO_WHY_NOT says in words why mezzo::gloo cannot be, and is empty where it can.
+macro(mezzo_find_gloo)
+  set(MEZZO_GLOO_WHY_NOT "")
+  find_path(GLOO_INCLUDE_DIR gloo/context.h DOC "The folder that holds gloo/context.h")
+  if(NOT GLOO_INCLUDE_DIR)
+    set(MEZZO_GLOO_WHY_NOT "no gloo/context.h was found; install libgloo-dev, or set GLOO_INCLUDE_DIR")
+  endif()
+endmacro()
+
+function(mezzo_add_gloo)
+  add_library(mezzo::gloo INTERFACE IMPORTED GLOBAL)
+  target_compile_definitions(mezzo::gloo INTERFACE USE_C10D_GLOO)
+  target_include_directories(mezzo::gloo INTERFACE "${GLOO_INCLUDE_DIR}")
+  target_link_libraries(mezzo::gloo INTERFACE mezzo::mezzo)
+endfunction()

@@ -1,0 +1,281 @@
+/// \file
+/// How mezzo calls the collectives of a c10d backend: one spelling for all versions of libtorch,
+/// averages on every backend, and errors that name the rank and the collective.
+#pragma once
+
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/detail/collective_log.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <c10/core/Device.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+using GroupPtr = c10::intrusive_ptr<c10d::Backend>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+/// Returns `group`. \throws c10::Error if it is null
+inline GroupPtr checked(GroupPtr group, const char* caller) {
+  TORCH_CHECK(group, caller,
+              ": `group` is null; give a c10d backend, such as a MpiBackend, a ProcessGroupNCCL or "
+              "process_group->getBackend(torch::kCUDA)");
+  return group;
+}
+
+/// The backend's name; empty where it has none.
+inline std::string name_of(const c10d::Backend& group) {
+  try {
+    return group.getBackendName();
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
+/// A device whose tensors the group takes, for what mezzo itself has to tell other ranks.
+inline at::Device device_of(const c10d::Backend& group) {
+  return name_of(group) == "nccl" ? at::kCUDA : at::kCPU;
+}
+
+/// \throws c10::Error where the group is known not to take tensors on `device`
+inline void check_device(const std::string& caller, const c10d::Backend& group, at::Device device) {
+  const std::string name = name_of(group);
+  const bool wrong = (name == "mpi" && !device.is_cpu()) || (name == "nccl" && !device.is_cuda()) ||
+                     (name == "gloo" && !device.is_cpu() && !device.is_cuda());
+  TORCH_CHECK(!wrong, caller, " on rank ", group.getRank(), ": a tensor is on ", device,
+              ", which the group's backend ", name,
+              " does not take; move the model (MPI and Gloo take cpu, NCCL takes cuda)");
+}
+
+/// Raises the version counter of a tensor that a collective writes.
+inline void note_write(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+/// Divides a sum, so that it is rounded once; multiplied by 1 / ranks, it would be rounded twice.
+inline void divide_by(const at::Tensor& sum, int64_t ranks) {
+  const c10::NoGradGuard no_grad;
+  if (ranks > 1) sum.div_(ranks);
+}
+
+/// Returns in float the reduction of `rows`, a row a rank, in the order of the ranks.
+inline at::Tensor reduce_rows(const at::Tensor& rows, c10d::ReduceOp::RedOpType op) {
+  const c10::NoGradGuard no_grad;
+  at::Tensor reduced = rows[0].to(at::kFloat);
+  for (int64_t rank = 1; rank < rows.size(0); ++rank) {
+    if (op == c10d::ReduceOp::MAX) {
+      const at::Tensor row = rows[rank].to(at::kFloat);
+      at::maximum_out(reduced, reduced, row);
+    } else if (op == c10d::ReduceOp::MIN) {
+      const at::Tensor row = rows[rank].to(at::kFloat);
+      at::minimum_out(reduced, reduced, row);
+    } else {
+      reduced.add_(rows[rank]);  // widened element by element
+    }
+  }
+  if (op == c10d::ReduceOp::AVG) divide_by(reduced, rows.size(0));
+  return reduced;
+}
+
+/// Returns what `f` returns; what `f` throws, as c10::Error with `context` before its words.
+template <class F>
+auto with_context(const std::string& context, F f) {
+  const auto rethrow = [&](const std::string& words) {
+    TORCH_CHECK(false, words.starts_with(context) ? "" : context + ": ", words);
+  };
+  try {
+    return f();
+  } catch (const c10::Error& error) {
+    rethrow(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    rethrow(error.what());
+  }
+  throw;  // not reached
+}
+
+/// One collective under way, with its name for errors and what is left to do when it is done.
+class Request {
+ public:
+  Request(WorkPtr work, std::string name, std::function<void()> after)
+      : work_(std::move(work)), name_(std::move(name)), after_(std::move(after)) {}
+
+  /// Returns when the result may be used: tensors on the CPU may be read; of tensors on a GPU the
+  /// current stream has been told to wait, and the host has not waited. Later calls do nothing.
+  /// \throws c10::Error naming the rank, the collective and what the backend said
+  void wait() {
+    if (is_over_) return;
+    is_over_ = true;
+    const bool done = with_context(name_, [&] { return !work_ || work_->wait(); });
+    TORCH_CHECK(
+        done, name_,
+        ": it was aborted: look at what the other ranks say, and begin again from a checkpoint");
+    if (after_) after_();
+    work_.reset();
+    after_ = nullptr;
+  }
+
+ private:
+  WorkPtr work_;
+  std::string name_;
+  std::function<void()> after_;  ///< null: nothing
+  bool is_over_ = false;
+};
+
+/// Collectives under way, in the order of their calls.
+class PendingRequests {
+ public:
+  void add(Request request) { requests_.push_back(std::move(request)); }
+  /// Waits for the request that was added as number `index`.
+  void wait_for(std::size_t index) { requests_[index].wait(); }
+  void wait() {
+    for (Request& request : requests_) request.wait();
+    requests_.clear();
+  }
+
+ private:
+  std::vector<Request> requests_;
+};
+
+/// Calls `start`, which begins one collective and returns its work.
+template <class Start>
+Request request(const CollectiveCall& call, const c10d::Backend& group, const Start& start,
+                std::function<void()> after = nullptr) {
+  std::string name = call.name_on(group.getRank(), group.getSize());
+  WorkPtr work = with_context(name, start);
+  return {std::move(work), std::move(name), std::move(after)};
+}
+
+/// Does the backend average without losing digits? MPI's divides the sum. NCCL multiplies by
+/// 1 / ranks as it reads, in the tensor's own dtype: a third rounded to bfloat16 is wrong by a
+/// thousandth for all elements alike. Other backends know no averages.
+inline bool averages(const c10d::Backend& group, const at::Tensor& tensor) {
+  const std::string name = name_of(group);
+  const int size = group.getSize();
+  const bool is_power_of_two = (size & (size - 1)) == 0;
+  return name == "mpi" || (name == "nccl" && (is_power_of_two || !is_low_precision(tensor)));
+}
+
+// libtorch renamed three collectives of a backend in 2.15: the newer name where there is one.
+
+template <class Group>
+WorkPtr all_gather_single(Group& group, at::Tensor& output, at::Tensor& input) {
+  if constexpr (requires { group.all_gather_single(output, input); }) {
+    return group.all_gather_single(output, input);
+  } else {
+    return group._allgather_base(output, input);
+  }
+}
+
+template <class Group>
+WorkPtr reduce_scatter_single(Group& group, at::Tensor& output, at::Tensor& input) {
+  if constexpr (requires { group.reduce_scatter_single(output, input); }) {
+    return group.reduce_scatter_single(output, input);
+  } else {
+    return group._reduce_scatter_base(output, input);
+  }
+}
+
+/// Parts of one size.
+template <class Group>
+WorkPtr all_to_all_single(Group& group, at::Tensor& output, at::Tensor& input) {
+  std::vector<int64_t> sizes;
+  if constexpr (requires { group.all_to_all_single(output, input, sizes, sizes); }) {
+    return group.all_to_all_single(output, input, sizes, sizes);
+  } else {
+    return group.alltoall_base(output, input, sizes, sizes);
+  }
+}
+
+/// Each rank's `tensor`, which is contiguous, becomes the sum, the average or the maximum of all.
+inline Request all_reduce(const GroupPtr& group, const at::Tensor& tensor,
+                          c10d::ReduceOp::RedOpType op) {
+  const CollectiveCall call(c10d::OpType::ALLREDUCE, tensor, op);
+  const c10::NoGradGuard no_grad;
+  const at::Tensor written = tensor.detach();
+  if (op == c10d::ReduceOp::AVG && !averages(*group, tensor)) {
+    divide_by(written, group->getSize());
+    op = c10d::ReduceOp::SUM;
+  }
+  note_write(tensor);
+  return request(call, *group, [&] {
+    std::vector<at::Tensor> tensors = {written};
+    c10d::AllreduceOptions options;
+    options.reduceOp = op;
+    return group->allreduce(tensors, options);
+  });
+}
+
+/// Each rank's `tensor`, contiguous or not, becomes the root's.
+inline Request broadcast(const GroupPtr& group, const at::Tensor& tensor, int root) {
+  const c10::NoGradGuard no_grad;
+  const at::Tensor flat = tensor.detach().contiguous();
+  std::function<void()> after;
+  if (root != group->getRank()) {
+    note_write(tensor);
+    if (!flat.is_alias_of(tensor)) {
+      after = [flat, written = tensor.detach()] {
+        const c10::NoGradGuard no_grad_then;
+        written.copy_(flat);
+      };
+    }
+  }
+  return request(
+      CollectiveCall(c10d::OpType::BROADCAST, tensor, c10d::ReduceOp::SUM, root), *group,
+      [&] {
+        std::vector<at::Tensor> tensors = {flat};
+        c10d::BroadcastOptions options;
+        options.rootRank = root;
+        return group->broadcast(tensors, options);
+      },
+      std::move(after));
+}
+
+/// `output`, `size` times as long, becomes the inputs in the order of the ranks. Both are
+/// contiguous; `input` may be the rank's own part of `output`.
+inline Request all_gather(const GroupPtr& group, const at::Tensor& output,
+                          const at::Tensor& input) {
+  at::Tensor to = output.detach().view({-1}), from = input.detach().view({-1});
+  note_write(output);
+  return request(CollectiveCall(c10d::OpType::_ALLGATHER_BASE, input), *group,
+                 [&] { return all_gather_single(*group, to, from); });
+}
+
+/// `output` becomes the sum of the ranks' part number `rank` of `input`, `size` times as long. Both
+/// are contiguous; `output` may be that part.
+inline Request reduce_scatter(const GroupPtr& group, const at::Tensor& output,
+                              const at::Tensor& input) {
+  at::Tensor to = output.detach().view({-1}), from = input.detach().view({-1});
+  note_write(output);
+  return request(CollectiveCall(c10d::OpType::_REDUCE_SCATTER_BASE, input), *group,
+                 [&] { return reduce_scatter_single(*group, to, from); });
+}
+
+/// Part number r of `output` becomes rank r's part for this rank. Parts are equal.
+inline Request all_to_all(const GroupPtr& group, const at::Tensor& output,
+                          const at::Tensor& input) {
+  at::Tensor to = output.view({-1}), from = input.view({-1});
+  return request(CollectiveCall(c10d::OpType::ALLTOALL_BASE, input), *group,
+                 [&] { return all_to_all_single(*group, to, from); });
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

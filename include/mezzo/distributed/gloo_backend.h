@@ -1,0 +1,45 @@
+/// \file
+/// Gloo for the processes of a job, for tensors on the CPU without MPI. Part of the target
+/// mezzo::gloo.
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <utility>
+
+#if !defined(USE_C10D_GLOO) || !__has_include(<gloo/context.h>)
+#error \
+    "this header needs Gloo's headers: link the target mezzo::gloo, find_package(mezzo COMPONENTS gloo)"
+#endif
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// Returns libtorch's Gloo backend over `size` processes, of which this one is number `rank`.
+/// Several groups may use one store, if each has a c10d::PrefixStore of its own.
+///
+/// \code
+///   const auto environment = mezzo::ProcessGroupEnvironment::read();   // torchrun, srun, mpirun
+///   const auto world = mezzo::gloo_backend(mezzo::rendezvous(environment), environment.rank,
+///                                          environment.world_size);
+///   mezzo::DataParallel ddp(model, world);
+/// \endcode
+///
+/// Gloo listens at the address of this machine's name, or at GLOO_SOCKET_IFNAME's where that is set
+/// (both as in PyTorch). Sums of bfloat16 and half are rounded at each rank; averages are divided
+/// before they are added. Ranks that call different collectives are not compared.
+/// \param timeout of a collective, and of the meeting
+/// \throws c10::Error if the others do not come within `timeout`
+inline c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_backend(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout = std::chrono::minutes(30)) {
+  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,166 @@
+/// \file
+/// MPI as a backend of libtorch's c10d, for tensors on the CPU. Part of the target mezzo::mpi.
+#pragma once
+
+#if !__has_include(<mpi.h>)
+#error "this header needs MPI: link the target mezzo::mpi, find_package(mezzo COMPONENTS mpi)"
+#endif
+
+#include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <mpi.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+namespace detail {
+class MpiThread;
+struct CollectiveCall;
+}  // namespace detail
+
+/// Initialises MPI with MPI_THREAD_MULTIPLE, unless the program has done so, and finalises MPI if
+/// it initialised it. Put one at the top of main, before every group:
+///
+/// \code
+///   int main() {
+///     mezzo::MpiEnvironment mpi;
+///     auto world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
+/// \endcode
+///
+/// Left by an exception it does not finalise MPI, which would wait for ranks that wait for this
+/// one: the exception goes its way, and when the process ends `mpirun` ends the other ranks. Where
+/// a collective is still under way when the scope ends, the destructor waits 30 s for it, says
+/// which it is, and calls MPI_Abort.
+class MpiEnvironment {
+ public:
+  /// \throws c10::Error if MPI has been finalised, or has no MPI_THREAD_MULTIPLE
+  MpiEnvironment();
+  ~MpiEnvironment();
+  MpiEnvironment(const MpiEnvironment&) = delete;
+  MpiEnvironment& operator=(const MpiEnvironment&) = delete;
+
+  /// Did this object initialise MPI?
+  bool initialised_it() const noexcept { return initialised_it_; }
+
+ private:
+  bool initialised_it_ = false;
+  int exceptions_;
+};
+
+/// Options of MpiBackend.
+struct MpiBackendOptions {
+  /// Compare the ranks' calls (collective, dtype, number of elements, reduction, root) before any
+  /// data moves: where they differ, each rank gets an error that names two that do, and the group
+  /// goes on. One all-gather of 48 bytes a rank for each collective. Without it, ranks that
+  /// disagree hang or get each other's data, and a rank that waits keeps a core busy in MPI.
+  bool check_calls = true;
+  /// The most bytes that one call of MPI is given; a larger collective takes several, so that
+  /// tensors of more than 2^31 elements need nothing of MPI. 1 to 2^30.
+  int64_t max_bytes = int64_t{1} << 30;
+};
+
+/// The ranks of an MPI communicator as a c10d backend, which DataParallel and the rest of mezzo
+/// take, and any other program of libtorch's, by itself or through a ProcessGroup:
+///
+/// \code
+///   auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
+///   group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::MPI, world);
+///   group->setDefaultBackend(c10d::ProcessGroup::BackendType::MPI);
+/// \endcode
+///
+/// Every rank makes the same calls in the same order, with tensors of the same dtype and number of
+/// elements, from any thread. A call returns at once: a thread of the backend's own makes MPI's
+/// blocking calls, one collective after another. Until the work has been waited for, its tensors
+/// are neither read nor written; the backend keeps them alive. A rank that waits for the others
+/// sleeps. Tensors are dense, contiguous, and on the CPU. A written tensor's version counter goes
+/// up; autograd sees nothing of it. Every rank ends with the same bits.
+///
+/// Reductions are SUM, AVG (of floating dtypes: the sum, divided, and rounded once), MIN and MAX,
+/// which keep a NaN; of bools MIN and MAX, "and" and "or". bfloat16 and half are added up in float,
+/// in the order of the ranks, and rounded once: by an all-to-all and an all-gather, since MPI's
+/// reduction would round each partial sum. That takes a second copy of their bytes.
+///
+/// Wrong arguments throw c10::Error at the call, naming the rank. `wait` throws what goes wrong
+/// later, naming the rank and the collective. After an error that MPI reported, the group refuses
+/// further calls with the same words, for its ranks are no longer in step.
+///
+/// The backend communicates on a duplicate of `communicator`, and never meets other messages. It
+/// may outlive the MpiEnvironment, but can do nothing then. Subgroups: MPI_Comm_split, and a
+/// backend of what that makes.
+class MpiBackend final : public c10d::Backend {
+ public:
+  /// All ranks of `communicator` call this together.
+  /// \throws c10::Error if MPI is not initialised with MPI_THREAD_MULTIPLE, or `options` are out of
+  ///   range
+  explicit MpiBackend(MPI_Comm communicator, const MpiBackendOptions& options = {});
+  ~MpiBackend() override;
+
+  const std::string getBackendName() const override { return "mpi"; }
+
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  /// Each rank's tensor becomes the reduction of all ranks'. Takes one tensor.
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
+                    const c10d::AllreduceOptions& options = {}) override;
+  /// Each rank's tensor becomes the root's. Takes one tensor.
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors,
+                    const c10d::BroadcastOptions& options = {}) override;
+  /// `outputs[0]`, a tensor a rank, becomes the ranks' `inputs[0]`.
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                    const c10d::AllgatherOptions& options = {}) override;
+  /// `output` becomes the inputs in the order of the ranks. `input` may be a part of `output`.
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options = {}) override;
+  /// `output` becomes the reduction of the ranks' part number `rank` of `input`. `output` may be a
+  /// part of `input`, whose other parts stay as they are.
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options = {}) override;
+  /// Part number r of `output` becomes rank r's part for this rank. Parts are equal; both lists of
+  /// sizes are empty.
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes,
+                        const c10d::AllToAllOptions& options = {}) override;
+  /// The work is done when all ranks have called it.
+  WorkPtr barrier(const c10d::BarrierOptions& options = {}) override;
+
+  // Newer names of the same calls, from libtorch 2.13 on.
+  WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input,
+                            const c10d::AllgatherOptions& options = {}) {
+    return _allgather_base(output, input, options);
+  }
+  WorkPtr reduce_scatter_single(at::Tensor& output, at::Tensor& input,
+                                const c10d::ReduceScatterOptions& options = {}) {
+    return _reduce_scatter_base(output, input, options);
+  }
+  WorkPtr all_to_all_single(at::Tensor& output, at::Tensor& input,
+                            std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
+                            const c10d::AllToAllOptions& options = {}) {
+    return alltoall_base(output, input, output_sizes, input_sizes, options);
+  }
+
+ private:
+  MpiBackend(std::shared_ptr<detail::MpiThread> thread, const MpiBackendOptions& options);
+
+  /// Calls `run(begin, length)` on the backend's thread for each run of elements that MPI takes at
+  /// a time.
+  template <class Run>
+  WorkPtr launch(const detail::CollectiveCall& call, std::vector<at::Tensor> results, int64_t numel,
+                 int64_t bytes_each, Run run);
+
+  std::shared_ptr<detail::MpiThread> thread_;
+  int64_t max_bytes_;
+};
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#include <mezzo/distributed/detail/mpi_backend_impl.h>  // IWYU pragma: export

@@ -1,0 +1,603 @@
+#include <torch/torch.h>
+//
+#include <mezzo/distributed/mpi_backend.h>
+#include <mezzo/distributed/reduce_scatter_float.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <complex>
+#include <ctime>
+#include <functional>
+#include <limits>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../support/error_of.h"
+
+namespace {
+
+using mezzo::MpiBackend;
+using mezzo::MpiBackendOptions;
+using RedOp = c10d::ReduceOp::RedOpType;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using test_support::error_of;
+using testing::AllOf;
+using testing::HasSubstr;
+
+using Group = c10::intrusive_ptr<MpiBackend>;
+
+Group group(const MpiBackendOptions& options = {}, MPI_Comm communicator = MPI_COMM_WORLD) {
+  return c10::make_intrusive<MpiBackend>(communicator, options);
+}
+
+WorkPtr all_reduce(const Group& ranks, const at::Tensor& tensor, RedOp reduction) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = reduction;
+  return ranks->allreduce(tensors, options);
+}
+WorkPtr broadcast(const Group& ranks, const at::Tensor& tensor, int root) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  return ranks->broadcast(tensors, options);
+}
+WorkPtr all_gather(const Group& ranks, at::Tensor output, at::Tensor input) {
+  return ranks->_allgather_base(output, input);
+}
+WorkPtr reduce_scatter(const Group& ranks, at::Tensor output, at::Tensor input, RedOp reduction) {
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = reduction;
+  return ranks->_reduce_scatter_base(output, input, options);
+}
+
+const std::vector<at::ScalarType> kReducible = {at::kFloat,    at::kDouble, at::kHalf,
+                                                at::kBFloat16, at::kByte,   at::kChar,
+                                                at::kShort,    at::kInt,    at::kLong};
+const std::vector<int64_t> kLengths = {0, 1, 3, 64, 1021};
+
+/// What rank `rank` brings along: no two ranks the same, small enough for sums of bytes.
+at::Tensor contribution(int rank, at::IntArrayRef shape, at::ScalarType dtype) {
+  const at::Tensor numbers = torch::arange(c10::multiply_integers(shape), at::kLong);
+  const at::Tensor values = ((numbers * 7 + rank * 5) % 23).view(shape);
+  return at::isFloatingType(dtype) ? (values.to(at::kDouble) / 3).to(dtype) : values.to(dtype);
+}
+
+/// The reduction of all ranks' tensors as it should be: in rank order, low precision in float and
+/// rounded once.
+at::Tensor expected(int ranks, RedOp reduction,
+                    const std::function<at::Tensor(int rank)>& tensor_of) {
+  const at::ScalarType dtype = tensor_of(0).scalar_type();
+  const at::ScalarType wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
+  at::Tensor reduced = tensor_of(0).to(wide).clone();
+  for (int rank = 1; rank < ranks; ++rank) {
+    const at::Tensor next = tensor_of(rank).to(wide);
+    reduced = reduction == c10d::ReduceOp::MAX   ? at::maximum(reduced, next)
+              : reduction == c10d::ReduceOp::MIN ? at::minimum(reduced, next)
+                                                 : reduced + next;
+  }
+  if (reduction == c10d::ReduceOp::AVG) reduced = reduced / ranks;
+  return reduced.to(dtype);
+}
+
+/// Bits as integers, so that NaNs and signed zeros count.
+at::Tensor bits(const at::Tensor& tensor) { return tensor.contiguous().view(at::kByte); }
+
+void expect_same(const at::Tensor& actual, const at::Tensor& wanted) {
+  ASSERT_EQ(actual.scalar_type(), wanted.scalar_type());
+  ASSERT_EQ(actual.sizes(), wanted.sizes());
+  if (actual.scalar_type() == at::kFloat || actual.scalar_type() == at::kDouble) {
+    const double tolerance = actual.scalar_type() == at::kFloat ? 1e-6 : 1e-14;
+    EXPECT_TRUE(at::allclose(actual, wanted, tolerance)) << actual << wanted;
+  } else {
+    EXPECT_TRUE(at::equal(actual, wanted)) << actual << wanted;
+  }
+}
+
+/// As a user has it; in runs of 1000 bytes, as beyond 2^31 elements; and without comparing calls.
+class MpiBackendTest : public testing::TestWithParam<MpiBackendOptions> {
+ protected:
+  const Group world = group(GetParam());
+  const int rank = world->getRank();
+  const int size = world->getSize();
+};
+
+INSTANTIATE_TEST_SUITE_P(, MpiBackendTest,
+                         testing::Values(MpiBackendOptions{}, MpiBackendOptions{.max_bytes = 1000},
+                                         MpiBackendOptions{.check_calls = false}),
+                         [](const auto& test) {
+                           return test.param.max_bytes == 1000 ? "InRuns"
+                                  : test.param.check_calls   ? "AsGiven"
+                                                             : "Unchecked";
+                         });
+
+TEST_P(MpiBackendTest, SumsAndMaximaOfEveryDtypeAreThoseOfAllRanks) {
+  for (const auto dtype : kReducible) {
+    for (const auto length : kLengths) {
+      for (const auto reduction : {c10d::ReduceOp::SUM, c10d::ReduceOp::MAX, c10d::ReduceOp::MIN}) {
+        const at::Tensor tensor = contribution(rank, {length}, dtype);
+        all_reduce(world, tensor, reduction)->wait();
+        expect_same(tensor, expected(size, reduction,
+                                     [&](int of) { return contribution(of, {length}, dtype); }));
+      }
+    }
+  }
+}
+
+TEST_P(MpiBackendTest, AveragesOfEveryFloatingDtypeAreThoseOfAllRanks) {
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    for (const auto length : kLengths) {
+      const at::Tensor tensor = contribution(rank, {length}, dtype);
+      all_reduce(world, tensor, c10d::ReduceOp::AVG)->wait();
+      expect_same(tensor, expected(size, c10d::ReduceOp::AVG,
+                                   [&](int of) { return contribution(of, {length}, dtype); }));
+
+      const auto parts = [&](int of) { return contribution(of, {size, length}, dtype); };
+      const at::Tensor input = parts(rank), part = at::empty({length}, dtype);
+      reduce_scatter(world, part, input, c10d::ReduceOp::AVG)->wait();
+      expect_same(part, expected(size, c10d::ReduceOp::AVG, parts)[rank]);
+      EXPECT_TRUE(at::equal(input, parts(rank)));
+    }
+  }
+  EXPECT_THAT(error_of([&] {
+                all_reduce(world, torch::ones({3}, at::kLong), c10d::ReduceOp::AVG)->wait();
+              }),
+              HasSubstr("Long has no average"));
+}
+
+/// Multiplied by 1 / 3 about a third of them would be off in the last bit.
+TEST_P(MpiBackendTest, AnAverageIsASumThatIsDividedAndRoundedOnce) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kDouble}) {
+    const at::Tensor sum = torch::arange(1, 1001).to(dtype);  // whose sums are exact
+    const at::Tensor wanted = sum / size;
+    const at::Tensor own = rank == 0 ? sum.clone() : torch::zeros_like(sum);
+    all_reduce(world, own, c10d::ReduceOp::AVG)->wait();
+    EXPECT_TRUE(at::equal(own, wanted)) << dtype;
+    const at::Tensor all = rank == 0 ? sum.repeat({size}) : torch::zeros({1000 * size}, dtype);
+    const at::Tensor part = torch::empty({1000}, dtype);
+    reduce_scatter(world, part, all, c10d::ReduceOp::AVG)->wait();
+    EXPECT_TRUE(at::equal(part, wanted)) << dtype;
+  }
+}
+
+TEST_P(MpiBackendTest, AnAverageOfHalfOverflowsOnlyWhereItDoesNotFit) {
+  const at::Tensor tensor = torch::full({5}, 60'000., at::kHalf);
+  all_reduce(world, tensor, c10d::ReduceOp::AVG)->wait();
+  EXPECT_TRUE(at::equal(tensor, torch::full({5}, 60'000., at::kHalf))) << tensor;
+}
+
+TEST_P(MpiBackendTest, BoolsAreReducedToWhetherOneIsTrue) {
+  const at::Tensor flags = torch::arange(9) % (size + 1) == rank;
+  all_reduce(world, flags, c10d::ReduceOp::MAX)->wait();
+  EXPECT_TRUE(at::equal(flags, torch::arange(9) % (size + 1) < size));
+}
+
+TEST_P(MpiBackendTest, LowPrecisionIsSummedInFloatAndRoundedOnce) {
+  // In bfloat16, 256 + 1 is 256, however often one is added.
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const double large = dtype == at::kBFloat16 ? 256. : 2048.;
+    const at::Tensor tensor = torch::full({33}, rank == 0 ? large : 1., dtype);
+    all_reduce(world, tensor, c10d::ReduceOp::SUM)->wait();
+    EXPECT_TRUE(at::equal(tensor, torch::full({33}, large + (size - 1), dtype))) << tensor;
+  }
+}
+
+TEST_P(MpiBackendTest, SumsOfLowPrecisionAreNotRoundedWhereFloatIsWanted) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const double large = dtype == at::kBFloat16 ? 256. : 2048.;
+    const at::Tensor input = torch::full({33 * size}, rank == 0 ? large : 1., dtype);
+    const at::Tensor output = torch::empty({33});
+    mezzo::reduce_scatter_float(world, output, input)->wait();
+    EXPECT_TRUE(at::equal(output, torch::full({33}, large + (size - 1)))) << output;
+    const at::Tensor wide = torch::empty({33}, at::kDouble);
+    EXPECT_THAT(error_of([&] { mezzo::reduce_scatter_float(world, wide, input)->wait(); }),
+                HasSubstr("`output` float, but they are"));
+    EXPECT_THAT(error_of([&] { mezzo::reduce_scatter_float(world, output, input[0])->wait(); }),
+                HasSubstr("times the 33 elements of `output`, but has 1"));
+  }
+}
+
+TEST_P(MpiBackendTest, EveryRankEndsWithTheSameBits) {
+  torch::manual_seed(17 + rank);
+  for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+    for (const auto reduction : {c10d::ReduceOp::SUM, c10d::ReduceOp::MAX, c10d::ReduceOp::MIN}) {
+      at::Tensor tensor = torch::randn({1021}, at::kDouble).to(dtype);
+      if (rank == 0) tensor[5] = std::numeric_limits<double>::quiet_NaN();
+      if (rank == size - 1) tensor[7] = -std::numeric_limits<double>::infinity();
+      all_reduce(world, tensor, reduction)->wait();
+      const at::Tensor all = at::empty({size, 1021}, dtype);
+      all_gather(world, all, tensor)->wait();
+      for (int other = 0; other < size; ++other) {
+        EXPECT_TRUE(at::equal(bits(all[other]), bits(tensor))) << dtype << ", rank " << other;
+      }
+      EXPECT_TRUE(tensor[5].isnan().item<bool>()) << dtype << ": a NaN was lost";
+    }
+  }
+}
+
+TEST_P(MpiBackendTest, BroadcastGivesEachRootsValuesInEveryDtype) {
+  for (const auto dtype : {at::kFloat, at::kHalf, at::kLong, at::kBool, at::kComplexDouble}) {
+    for (int root = 0; root < size; ++root) {
+      const at::Tensor tensor = contribution(rank, {5, 7}, at::kLong).to(dtype);
+      broadcast(world, tensor, root)->wait();
+      EXPECT_TRUE(at::equal(tensor, contribution(root, {5, 7}, at::kLong).to(dtype)));
+    }
+  }
+}
+
+TEST_P(MpiBackendTest, AllGatherPutsTheInputsInTheOrderOfTheRanks) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexFloat, at::kLong}) {
+    for (const auto length : kLengths) {
+      const auto of = [&](int other) { return contribution(other, {length}, at::kLong).to(dtype); };
+      const at::Tensor output = at::empty({size, length}, dtype);
+      all_gather(world, output, of(rank))->wait();
+      for (int other = 0; other < size; ++other) EXPECT_TRUE(at::equal(output[other], of(other)));
+    }
+  }
+}
+
+TEST_P(MpiBackendTest, AllGatherWorksInPlaceAndFromAnotherPartOfItsOutput) {
+  const at::Tensor output = at::zeros({size, 31});
+  output[rank].copy_(contribution(rank, {31}, at::kFloat));
+  all_gather(world, output, output[rank])->wait();
+  for (int other = 0; other < size; ++other) {
+    EXPECT_TRUE(at::equal(output[other], contribution(other, {31}, at::kFloat)));
+  }
+
+  const int next = (rank + 1) % size;
+  all_gather(world, output, output[next])->wait();
+  for (int other = 0; other < size; ++other) {
+    EXPECT_TRUE(at::equal(output[other], contribution((other + 1) % size, {31}, at::kFloat)));
+  }
+}
+
+TEST_P(MpiBackendTest, ReduceScatterGivesEachRankItsPart) {
+  for (const auto dtype : kReducible) {
+    for (const auto length : kLengths) {
+      for (const auto reduction : {c10d::ReduceOp::SUM, c10d::ReduceOp::MAX, c10d::ReduceOp::MIN}) {
+        const at::Tensor output = at::empty({length}, dtype);
+        const at::Tensor input = contribution(rank, {size, length}, dtype);
+        reduce_scatter(world, output, input, reduction)->wait();
+        expect_same(output, expected(size, reduction, [&](int of) {
+                      return contribution(of, {size, length}, dtype);
+                    })[rank]);
+        EXPECT_TRUE(at::equal(input, contribution(rank, {size, length}, dtype)));
+      }
+    }
+  }
+}
+
+TEST_P(MpiBackendTest, ReduceScatterIntoItsOwnPartLeavesTheOthers) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    const auto of = [&](int other) { return contribution(other, {size, 19}, dtype); };
+    const at::Tensor input = of(rank);
+    reduce_scatter(world, input[rank], input, c10d::ReduceOp::SUM)->wait();
+    at::Tensor wanted = of(rank);
+    wanted[rank].copy_(expected(size, c10d::ReduceOp::SUM, of)[rank]);
+    expect_same(input, wanted);
+  }
+}
+
+TEST_P(MpiBackendTest, TensorsThatAreNotContiguousAreRefused) {
+  const at::Tensor transposed = torch::zeros({11, 6}).t();
+  EXPECT_THAT(error_of([&] { all_reduce(world, transposed, c10d::ReduceOp::SUM)->wait(); }),
+              HasSubstr("must be a dense and contiguous tensor"));
+  EXPECT_THAT(error_of([&] {
+                all_gather(world, torch::zeros({11 * size, 6}).t(), transposed)->wait();
+              }),
+              HasSubstr("`output` must be a dense and contiguous tensor"));
+}
+
+TEST_P(MpiBackendTest, AllToAllAndListsOfTensorsAreExchanged) {
+  at::Tensor input = torch::arange(size * 5) + 1000 * rank, output = torch::empty_like(input);
+  std::vector<int64_t> equal;
+  world->alltoall_base(output, input, equal, equal)->wait();
+  std::vector<std::vector<at::Tensor>> gathered(1);
+  for (int of = 0; of < size; ++of) {
+    EXPECT_TRUE(at::equal(output.view({size, 5})[of], torch::arange(5) + 5 * rank + 1000 * of));
+    gathered[0].push_back(torch::empty({5 * size}, at::kLong));
+  }
+  std::vector<at::Tensor> inputs = {input};
+  world->allgather(gathered, inputs)->wait();
+  for (int of = 0; of < size; ++of) {
+    EXPECT_TRUE(
+        at::equal(gathered[0][static_cast<std::size_t>(of)], torch::arange(size * 5) + 1000 * of));
+  }
+}
+
+TEST_P(MpiBackendTest, ServesAProcessGroup) {
+  const auto ranks = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
+  ranks->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::MPI,
+                    c10::intrusive_ptr<c10d::Backend>(world));
+  ranks->setDefaultBackend(c10d::ProcessGroup::BackendType::MPI);
+  std::vector<at::Tensor> tensors = {torch::ones({7})};
+  const auto work = ranks->allreduce(tensors);
+  work->getFuture()->wait();
+  EXPECT_TRUE(at::equal(work->getFuture()->value().toTensorVector()[0],
+                        torch::full({7}, static_cast<float>(size))));
+  EXPECT_TRUE(work->wait());
+}
+
+TEST_P(MpiBackendTest, ManyMayBeUnderWayAndBeAskedForInAnyOrder) {
+  // Ranks ask in different orders.
+  const auto of = [&](int other, int64_t number) {
+    return contribution(other, {200 + number}, number % 3 == 0 ? at::kFloat : at::kBFloat16);
+  };
+  constexpr int64_t kRequests = 24;
+  std::vector<at::Tensor> tensors;
+  std::vector<WorkPtr> requests;
+  for (int64_t i = 0; i < kRequests; ++i) {
+    tensors.push_back(of(rank, i));
+    requests.push_back(all_reduce(world, tensors.back(), c10d::ReduceOp::SUM));
+    if (rank % 2 == 1) requests[static_cast<std::size_t>(i / 2)]->isCompleted();
+  }
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    requests[rank % 2 == 0 ? requests.size() - 1 - i : i]->wait();
+  }
+  for (int64_t i = 0; i < kRequests; ++i) {
+    expect_same(tensors[static_cast<std::size_t>(i)],
+                expected(size, c10d::ReduceOp::SUM, [&](int other) { return of(other, i); }));
+  }
+}
+
+TEST_P(MpiBackendTest, ReadyComesTrueByAskingAlone) {
+  const at::Tensor tensor = contribution(rank, {1000}, at::kBFloat16);
+  WorkPtr request = all_reduce(world, tensor, c10d::ReduceOp::SUM);
+  while (!request->isCompleted()) std::this_thread::yield();
+  expect_same(tensor, expected(size, c10d::ReduceOp::SUM, [](int other) {
+                return contribution(other, {1000}, at::kBFloat16);
+              }));
+  request->wait();
+  request->wait();
+}
+
+TEST_P(MpiBackendTest, TensorsThatTheCallerDropsStayUntilTheyAreDone) {
+  at::Tensor kept = contribution(rank, {4000}, at::kDouble);
+  std::vector<WorkPtr> requests;
+  for (int i = 0; i < 8; ++i) {
+    requests.push_back(
+        all_reduce(world, contribution(rank, {4000}, at::kDouble), c10d::ReduceOp::SUM));
+    const at::Tensor takes_its_place = at::full({4000}, 1e300, at::kDouble);
+  }
+  requests.push_back(all_reduce(world, kept, c10d::ReduceOp::SUM));
+  for (auto& request : requests) request->wait();
+  expect_same(kept, expected(size, c10d::ReduceOp::SUM,
+                             [](int other) { return contribution(other, {4000}, at::kDouble); }));
+}
+
+TEST_P(MpiBackendTest, BarrierHoldsUntilAllHaveCome) {
+  WorkPtr request;
+  if (rank != size - 1 || size == 1) request = world->barrier();
+  int arrived = 0;
+  if (rank == size - 1 && size > 1) {
+    // The others cannot be ready: this rank has not called.
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    arrived = 1;
+    request = world->barrier();
+  } else if (size > 1) {
+    EXPECT_FALSE(request->isCompleted());
+  }
+  request->wait();
+  const at::Tensor flag = torch::tensor({arrived});
+  all_reduce(world, flag, c10d::ReduceOp::MAX)->wait();
+  EXPECT_EQ(flag.item<int>(), size > 1 ? 1 : 0);
+}
+
+TEST_P(MpiBackendTest, WhatIsWrittenCountsAsAnInPlaceOperation) {
+  const at::Tensor weight = torch::ones({3}).requires_grad_();
+  const at::Tensor factor = torch::ones({3});
+  const at::Tensor product = weight * factor;  // keeps `factor` for backward
+  const auto version = factor._version();
+  all_reduce(world, factor, c10d::ReduceOp::SUM)->wait();
+  EXPECT_GT(factor._version(), version);
+  EXPECT_THAT(error_of([&] { product.sum().backward(); }),
+              HasSubstr("modified by an inplace operation"));
+
+  broadcast(world, weight, 0)->wait();  // a leaf, outside of NoGradGuard
+  EXPECT_TRUE(weight.is_leaf());
+}
+
+TEST_P(MpiBackendTest, WrongArgumentsAreNamedBeforeAnythingIsSent) {
+  const at::Tensor three = torch::zeros({3});
+  EXPECT_THAT(
+      error_of([&] { broadcast(world, three, size)->wait(); }),
+      AllOf(HasSubstr("broadcast on rank " + std::to_string(rank)), HasSubstr("`rootRank`")));
+  EXPECT_THAT(error_of([&] { all_reduce(world, {}, c10d::ReduceOp::SUM)->wait(); }),
+              HasSubstr("`tensor` is undefined"));
+  EXPECT_THAT(
+      error_of([&] { all_reduce(world, three.to(at::kBool), c10d::ReduceOp::SUM)->wait(); }),
+      HasSubstr("bools have no sum"));
+  EXPECT_THAT(error_of([&] {
+                all_reduce(world, three.to(at::kComplexFloat), c10d::ReduceOp::SUM)->wait();
+              }),
+              HasSubstr("ComplexFloat cannot be reduced"));
+  EXPECT_THAT(
+      error_of([&] { all_reduce(world, three[0].expand({4}), c10d::ReduceOp::SUM)->wait(); }),
+      HasSubstr("contiguous"));
+  EXPECT_THAT(error_of([&] { all_reduce(world, three.to_sparse(), c10d::ReduceOp::SUM)->wait(); }),
+              HasSubstr("dense"));
+  EXPECT_THAT(
+      error_of([&] { all_reduce(world, three.to(at::kMeta), c10d::ReduceOp::SUM)->wait(); }),
+      HasSubstr("MPI takes tensors on the CPU"));
+  EXPECT_THAT(error_of([&] { all_gather(world, at::zeros({3 * size + 1}), three)->wait(); }),
+              AllOf(HasSubstr("`output` must have " + std::to_string(size) + " times"),
+                    HasSubstr("but has " + std::to_string(3 * size + 1))));
+  EXPECT_THAT(error_of([&] { all_gather(world, at::zeros({3 * size}, at::kHalf), three)->wait(); }),
+              HasSubstr("of one dtype"));
+  EXPECT_THAT(
+      error_of([&] { reduce_scatter(world, three, three[0], c10d::ReduceOp::SUM)->wait(); }),
+      HasSubstr("`input` must have"));
+  world->barrier()->wait();  // and the ranks are still in step
+}
+
+TEST(MpiBackendOptions, OutOfRangeAreNamed) {
+  EXPECT_THAT(error_of([] { group({.max_bytes = 0}); }),
+              HasSubstr("`max_bytes` must be 1 to 2^30, but is 0"));
+}
+
+TEST(MpiBackend, RanksThatCallDifferentThingsAllLearnWhichAndGoOn) {
+  const Group world = group({}, MPI_COMM_WORLD);
+  if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
+  const int last = world->getSize() - 1;
+  const std::string self = "on rank " + std::to_string(world->getRank());
+  const std::string other = "rank " + std::to_string(last) + " called ";
+  const at::Tensor tensor = torch::ones({10});
+
+  const auto expect_error = [&](auto of_the_last, auto of_the_others, const std::string& words) {
+    EXPECT_THAT(error_of([&] {
+                  WorkPtr request = world->getRank() == last ? of_the_last() : of_the_others();
+                  request->wait();
+                }),
+                AllOf(HasSubstr(self), HasSubstr(other + words)));
+  };
+  const auto sum = [&] { return all_reduce(world, tensor, c10d::ReduceOp::SUM); };
+  expect_error([&] { return broadcast(world, tensor, 0); }, sum,
+               "broadcast from rank 0 of 10 Float where rank 0 called all_reduce(sum) of 10 Float "
+               "(collective number 1 of this group)");
+  expect_error([&] { return all_reduce(world, tensor, c10d::ReduceOp::MAX); }, sum,
+               "all_reduce(max) of 10 Float where rank 0 called all_reduce(sum) of 10 Float");
+  expect_error([&] { return all_reduce(world, tensor.narrow(0, 0, 9), c10d::ReduceOp::SUM); }, sum,
+               "all_reduce(sum) of 9 Float where rank 0 called all_reduce(sum) of 10 Float");
+  expect_error([&] { return all_reduce(world, tensor.to(at::kHalf), c10d::ReduceOp::SUM); }, sum,
+               "all_reduce(sum) of 10 Half where");
+  expect_error([&] { return world->barrier(); }, sum, "barrier where");
+  expect_error([&] { return broadcast(world, tensor, 1); },
+               [&] { return broadcast(world, tensor, 0); }, "broadcast from rank 1 of 10 Float");
+
+  EXPECT_TRUE(at::equal(tensor, torch::ones({10}))) << "nothing was sent";
+  sum()->wait();
+  EXPECT_TRUE(at::equal(tensor, torch::full({10}, static_cast<float>(world->getSize()))));
+}
+
+TEST(MpiBackend, WhatMpiReportsIsThrownWithItsWordsAndEndsTheGroup) {
+  const Group world = group({.check_calls = false}, MPI_COMM_WORLD);
+  if (world->getSize() != 2) GTEST_SKIP() << "for two ranks";
+  const at::Tensor tensor = torch::ones({world->getRank() == 0 ? 100 : 10});
+  WorkPtr request = broadcast(world, tensor, 0);
+  if (world->getRank() == 0) {
+    request->wait();
+  } else {
+    EXPECT_THAT(error_of([&] { request->wait(); }),
+                AllOf(HasSubstr("broadcast from rank 0 of 10 Float on rank 1 of 2: MPI_"),
+                      HasSubstr("MPI_ERR_TRUNCATE")));
+    EXPECT_THAT(error_of([&] { world->barrier()->wait(); }),
+                AllOf(HasSubstr("barrier on rank 1 of 2: this group failed earlier"),
+                      HasSubstr("MPI_ERR_TRUNCATE")));
+  }
+}
+
+TEST(MpiBackend, WorkThatNobodyWaitsForDoesNoHarm) {
+  const Group world = group();
+  all_reduce(world, torch::ones({5000}, at::kBFloat16), c10d::ReduceOp::SUM);
+  const at::Tensor next = torch::ones({2}, at::kBFloat16);
+  all_reduce(world, next, c10d::ReduceOp::SUM)->wait();
+  EXPECT_EQ(next[0].item<float>(), static_cast<float>(world->getSize()));
+}
+
+TEST(MpiBackend, AWaitWithATimeOutNamesTheRankAndTheCollective) {
+  const Group world = group();
+  if (world->getSize() == 1) GTEST_SKIP() << "one rank waits for nobody";
+  if (world->getRank() == 0) {
+    const WorkPtr work = world->barrier();
+    EXPECT_THAT(error_of([&] { work->wait(std::chrono::milliseconds(30)); }),
+                HasSubstr("barrier on rank 0 of " + std::to_string(world->getSize()) +
+                          ": it is not done after 0.0 s"));
+    MPI_Barrier(MPI_COMM_WORLD);
+    EXPECT_TRUE(work->wait());
+  } else {
+    MPI_Barrier(MPI_COMM_WORLD);
+    EXPECT_TRUE(world->barrier()->wait());
+  }
+}
+
+// A quarter of a second of waiting, of which a busy core would take all.
+TEST(MpiBackend, ARankThatWaitsLeavesItsCoreToOthers) {
+  const Group world = group();
+  if (world->getSize() == 1) GTEST_SKIP() << "one rank waits for nobody";
+  world->barrier()->wait();
+  const auto cpu_seconds = [] { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; };
+  const double before = cpu_seconds();
+  if (world->getRank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(250));
+  world->barrier()->wait();
+  EXPECT_LT(cpu_seconds() - before, 0.1);
+}
+
+TEST(MpiBackend, OneThatGoesWithACollectiveUnderWayEndsIt) {
+  WorkPtr request;
+  const at::Tensor tensor = torch::ones({3000});
+  {
+    const Group soon_gone = group({}, MPI_COMM_WORLD);
+    request = all_reduce(soon_gone, tensor, c10d::ReduceOp::SUM);
+  }
+  request->wait();
+  int size = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  EXPECT_TRUE(at::equal(tensor, torch::full({3000}, static_cast<float>(size))));
+}
+
+TEST(MpiBackend, GroupsDoNotMeetEachOther) {
+  const Group world = group({}, MPI_COMM_WORLD);
+  MPI_Comm half_comm = MPI_COMM_NULL;
+  MPI_Comm_split(MPI_COMM_WORLD, world->getRank() % 2, world->getRank(), &half_comm);
+  {
+    const Group half = group({}, half_comm);
+    const at::Tensor in_half = torch::ones({100});
+    const at::Tensor in_world = torch::ones({100});
+    WorkPtr first, second;
+    if (world->getRank() % 2 == 0) {
+      first = all_reduce(half, in_half, c10d::ReduceOp::SUM);
+      second = all_reduce(world, in_world, c10d::ReduceOp::SUM);
+    } else {
+      second = all_reduce(world, in_world, c10d::ReduceOp::SUM);
+      first = all_reduce(half, in_half, c10d::ReduceOp::SUM);
+    }
+    first->wait();
+    second->wait();
+    EXPECT_EQ(in_half[0].item<int>(), half->getSize());
+    EXPECT_EQ(in_world[0].item<int>(), world->getSize());
+  }
+  MPI_Comm_free(&half_comm);
+}
+
+TEST(MpiThreads, CollectivesAreCalledFromAnyThread) {
+  const Group world = group({}, MPI_COMM_WORLD);
+  const Group other = group({}, MPI_COMM_WORLD);
+  const auto sum_twenty_times = [](Group communicator, at::Tensor sum) {
+    for (int i = 0; i < 20; ++i) all_reduce(communicator, sum, c10d::ReduceOp::MAX)->wait();
+    all_reduce(communicator, sum, c10d::ReduceOp::SUM)->wait();
+  };
+  const at::Tensor a = torch::ones({300}), b = torch::ones({300}, at::kBFloat16);
+  std::thread thread(sum_twenty_times, other, a);
+  sum_twenty_times(world, b);
+  thread.join();
+  EXPECT_EQ(a[0].item<int>(), world->getSize());
+  EXPECT_EQ(b[0].item<int>(), world->getSize());
+}
+
+// Run alone, by a test that wants it to fail (CMakeLists.txt): the others wait for the last rank.
+TEST(MpiTests, DISABLED_TheLastRankFails) {
+  const Group world = group({}, MPI_COMM_WORLD);
+  if (world->getRank() == world->getSize() - 1) {
+    FAIL() << "on purpose";
+  }
+  world->barrier()->wait();
+}
+
+TEST(MpiEnvironment, LeavesMpiToWhomeverInitialisedIt) {
+  {
+    const mezzo::MpiEnvironment inner;
+    EXPECT_FALSE(inner.initialised_it());
+  }
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  EXPECT_FALSE(finalized);
+  group()->barrier()->wait();
+}
+
+}  // namespace

@@ -1,0 +1,70 @@
+/// \file
+/// The groups that tests of several processes run on, and their collectives in a word each.
+#pragma once
+
+#include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/mpi_backend.h>
+#include <mezzo/distributed/mpi_rendezvous.h>
+#if defined(USE_C10D_GLOO)
+#include <mezzo/distributed/gloo_backend.h>
+#endif
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <mpi.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <string>
+
+namespace distributed_test {
+
+using Ranks = c10::intrusive_ptr<c10d::Backend>;
+using c10d::ReduceOp;
+
+/// Which transport the tests use: MEZZO_TEST_TRANSPORT is "mpi" (also where it is not set) or
+/// "gloo". mpirun starts the ranks in either case.
+inline bool is_over_gloo() {
+  const char* const transport = std::getenv("MEZZO_TEST_TRANSPORT");
+  return transport != nullptr && transport == std::string("gloo");
+}
+
+/// A new group of the ranks of `communicator`, which all of them make together.
+inline Ranks ranks_of(MPI_Comm communicator) {
+  if (!is_over_gloo()) return c10::make_intrusive<mezzo::MpiBackend>(communicator);
+#if defined(USE_C10D_GLOO)
+  int rank = 0, size = 0;
+  MPI_Comm_rank(communicator, &rank);
+  MPI_Comm_size(communicator, &size);
+  const auto store = mezzo::rendezvous(communicator);
+  Ranks ranks = mezzo::gloo_backend(store, rank, size, std::chrono::minutes(2));
+  MPI_Barrier(communicator);  // rank 0 serves the store until all have met
+  return ranks;
+#else
+  TORCH_CHECK(false, "the tests were built without Gloo");
+#endif
+}
+
+inline Ranks everyone() { return ranks_of(MPI_COMM_WORLD); }
+
+// Collectives that wait; an all-reduce takes tensors in any memory format.
+
+inline void all_reduce(const Ranks& ranks, const at::Tensor& tensor, ReduceOp::RedOpType op) {
+  const c10::NoGradGuard no_grad;
+  const at::Tensor flat = tensor.contiguous();
+  mezzo::detail::all_reduce(ranks, flat, op).wait();
+  if (!flat.is_same(tensor)) at::Tensor(tensor).copy_(flat);
+}
+inline void broadcast(const Ranks& ranks, const at::Tensor& tensor, int root) {
+  mezzo::detail::broadcast(ranks, tensor, root).wait();
+}
+inline void all_gather(const Ranks& ranks, const at::Tensor& output, const at::Tensor& input) {
+  mezzo::detail::all_gather(ranks, output, input).wait();
+}
+inline void barrier(const Ranks& ranks) { ranks->barrier()->wait(); }
+
+}  // namespace distributed_test
