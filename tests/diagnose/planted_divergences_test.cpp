@@ -123,8 +123,8 @@ std::string watch_of_gradient(const std::string& parameter, double init_scale) {
 /// What rank 0 of two says when the gradients of rank 1, which it averages with, are bad.
 std::string watch_beside_a_bad_rank() {
   Patient model;
-  distributed_test::RecordingRanks ranks(
-      distributed_test::AlikeRanks(2), [](const std::string& collective, const Tensor& tensor) {
+  const auto ranks = distributed_test::recording_ranks(
+      distributed_test::alike_ranks(2), [](const std::string& collective, const Tensor& tensor) {
         const bool is_gradient = collective == "average" || collective == "sum";
         if (is_gradient && tensor.is_floating_point()) plant(tensor, 0, kInf);
       });

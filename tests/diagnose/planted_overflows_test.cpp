@@ -119,8 +119,8 @@ std::string report_of_unscaled() {
 /// fine (`is_own`), or the other way round.
 std::string report_of_rank(bool is_own) {
   Patient model;
-  distributed_test::RecordingRanks ranks(
-      distributed_test::AlikeRanks(2), [&](const std::string& collective, const Tensor& tensor) {
+  const auto ranks = distributed_test::recording_ranks(
+      distributed_test::alike_ranks(2), [&](const std::string& collective, const Tensor& tensor) {
         const bool is_gradient = collective == "average" || collective == "sum";
         if (!is_own && is_gradient && tensor.is_floating_point()) plant(tensor, 0, kInf);
       });

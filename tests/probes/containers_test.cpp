@@ -156,7 +156,7 @@ TEST(Containers, TrainInDataParallelAsAlone) {
   mezzo::optim::SGD optimizer(alone->parameters(), mezzo::optim::SGDOptions(1e-2));
   alone->forward(batch()).square().sum().backward();
   optimizer.step();
-  mezzo::DataParallel ddp(model, distributed_test::AlikeRanks(2));
+  mezzo::DataParallel ddp(model, distributed_test::alike_ranks(2));
   mezzo::optim::SGD shared(model->parameters(), mezzo::optim::SGDOptions(1e-2));
   ddp(batch()).square().sum().backward();
   shared.step();
