@@ -354,6 +354,62 @@ TEST(ComparePrecisions, SaysWhatItCannotCompare) {
   EXPECT_THAT(compare, ThrowsMessage<c10::Error>(HasSubstr("is bfloat16 [")));
 }
 
+/// In float32 by policy, a model is as fast as in float32, and timing noise does not make it the
+/// fastest.
+TEST(ComparePrecisions, ProposesNoSettingThatLowersNoProduct) {
+  auto model = classifier();
+  PrecisionSetting exact = kBf16;
+  exact.name = "bf16 without products";
+  exact.policy = mezzo::install_op_overrides(
+      mezzo::OpPolicy().deny("aten::linear").deny("aten::addmm").deny("aten::mm"));
+  auto comparison = mezzo::compare_precisions(model, kCrossEntropy, batches_of(2), {kBf16, exact});
+  ASSERT_EQ(comparison.rows.size(), 3);
+  EXPECT_FALSE(comparison.rows[0].lowers_products);
+  EXPECT_TRUE(comparison.rows[1].lowers_products);
+  EXPECT_FALSE(comparison.rows[2].lowers_products);
+  comparison.rows[2].step_seconds = 0;
+  EXPECT_NE(comparison.proposal().setting.name, exact.name);
+  std::ostringstream text;
+  text << comparison;
+  EXPECT_THAT(text.str(), HasSubstr("; bf16 without products runs no product in low precision\n"));
+}
+
+/// A policy that takes the last product out of low precision is no repair.
+TEST(ComparePrecisions, RepairsNoSettingByFloat32) {
+  torch::nn::Linear model(8, 4);
+  const auto comparison = mezzo::compare_precisions(model, kCrossEntropy, batches_of(2), {kBf16},
+                                                    {.max_gradient_error = 1e-6});
+  ASSERT_EQ(comparison.rows.size(), 2) << comparison;
+  EXPECT_EQ(comparison.proposal().setting.name, "float32");
+}
+
+/// The first layer's result in float32 makes the additions of a residual stream run in float32 too,
+/// and the second layer's does not.
+TEST(ComparePrecisions, SaysWhatElseRunsInFloat32BesideACause) {
+  struct Stream : torch::nn::Module {
+    Stream() {
+      register_module("first", first);
+      register_module("second", second);
+    }
+    torch::Tensor forward(const torch::Tensor& x) {
+      torch::Tensor h = first->forward(x);
+      for (int i = 0; i < 3; ++i) h = h + h;
+      return second->forward(h);
+    }
+    torch::nn::Linear first{8, 8}, second{8, 4};
+  };
+  auto model = std::make_shared<Stream>();
+  const auto comparison = mezzo::compare_precisions(model, kCrossEntropy, batches_of(2), {kBf16});
+  const auto others = [&](const std::string& module) {
+    for (const auto& cause : comparison.rows[1].modules) {
+      if (cause.name == module) return cause.others;
+    }
+    return std::int64_t{-1};
+  };
+  EXPECT_EQ(others("first"), 3);
+  EXPECT_EQ(others("second"), 0);
+}
+
 TEST(ComparePrecisions, PrintsATableAndTheProposal) {
   PrecisionComparison comparison;
   comparison.max_gradient_error = 0.05;
@@ -364,7 +420,7 @@ TEST(ComparePrecisions, PrintsATableAndTheProposal) {
                              .cosine = 0.9999,
                              .step_seconds = 1,
                              .single_batch_error = 0.02,
-                             .ops = {{"aten::mm", 0.001}, {"aten::add.Tensor", 0.02}},
+                             .ops = {{"aten::mm", 0.001, 3}, {"aten::add.Tensor", 0.02}},
                              .modules = {{"head", 0.005}}});
   comparison.rows.push_back({.setting = kFp16, .failure = "no kernel"});
   std::ostringstream text;
@@ -373,7 +429,10 @@ TEST(ComparePrecisions, PrintsATableAndTheProposal) {
   EXPECT_THAT(text.str(), HasSubstr("fp16: no kernel\n"));
   EXPECT_THAT(text.str(),
               HasSubstr("proposed: bf16, the fastest with a gradient error of at most 0.05\n"));
-  EXPECT_THAT(text.str(), HasSubstr("  0.001      with the op aten::mm in float32\n"));
+  EXPECT_THAT(
+      text.str(),
+      HasSubstr("  0.001      with the op aten::mm in float32, and with it 3 calls of other ops "
+                "that read its result\n"));
   EXPECT_THAT(text.str(), HasSubstr("  0.005      with the module head in float32\n"));
   EXPECT_THAT(text.str(), Not(HasSubstr("add.Tensor"))) << "it is as bad without";
 }

@@ -207,6 +207,50 @@ TEST(Doctor, AdvisesFloatForTheGradientsOfManyMicroBatches) {
   EXPECT_THAT(error_of([&] { found(torch::kFloat, 0); }), HasSubstr("micro_batches is 0"));
 }
 
+/// The share that the doctor foretells is that of a run, and its remedy makes all weights move.
+TEST(Doctor, ForetellsTheUpdatesThatRoundToNothing) {
+  torch::manual_seed(0);
+  torch::nn::Linear layer(64, 64);
+  layer->to(torch::kBFloat16);
+  const auto found = [&](at::ScalarType dtype, std::optional<double> rate) {
+    layer->to(dtype);
+    mezzo::DoctorOptions options = kInBfloat16;
+    options.learning_rate = rate;
+    return diagnose(layer, torch::ones({8, 64}).to(dtype), torch::kCPU, options).findings;
+  };
+  const auto says_nothing = Not(Contains(about(FindingTopic::updates)));
+  EXPECT_THAT(found(torch::kBFloat16, std::nullopt), says_nothing);
+  EXPECT_THAT(found(torch::kBFloat16, 1e-2), says_nothing);
+  EXPECT_THAT(error_of([&] { found(torch::kBFloat16, -1.0); }), HasSubstr("learning_rate is -1"));
+  const auto findings = found(torch::kBFloat16, 1e-4);
+  const auto finding = std::find_if(findings.begin(), findings.end(), [](const auto& one) {
+    return one.topic == FindingTopic::updates;
+  });
+  ASSERT_NE(finding, findings.end());
+  EXPECT_THAT(finding->remedy, HasSubstr("WeightStorage::master"));
+
+  const torch::Tensor start = layer->weight.detach().clone();
+  const auto unmoved = [&](mezzo::optim::WeightStorage storage, double gradient) {
+    layer->weight.detach().copy_(start);
+    mezzo::optim::AdamW optimizer(
+        layer->parameters(),
+        mezzo::optim::AdamWOptions(1e-4).weight_decay(0).weight_storage(storage));
+    for (int step = 0; step < 100; ++step) {
+      layer->weight.mutable_grad() = torch::full_like(start, gradient);
+      optimizer.step();
+      if (step == 0 && storage == mezzo::optim::WeightStorage::plain) break;
+    }
+    return layer->weight.detach().eq(start).to(torch::kFloat).mean().item<double>();
+  };
+  const double share = (unmoved(mezzo::optim::WeightStorage::plain, 1) +
+                        unmoved(mezzo::optim::WeightStorage::plain, -1)) /
+                       2;
+  EXPECT_GT(share, 0.5);
+  EXPECT_THAT(finding->where, HasSubstr(c10::str("weight (", std::lround(100 * share), " %)")));
+  EXPECT_EQ(unmoved(mezzo::optim::WeightStorage::master, 1), 0);
+  EXPECT_THAT(found(torch::kFloat, 1e-4), says_nothing);
+}
+
 TEST(Doctor, TellsAFaultOfPrecisionFromOneOfTheModel) {
   struct Large : torch::nn::Module {
     torch::nn::Linear layer{8, 8};

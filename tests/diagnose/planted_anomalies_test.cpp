@@ -90,6 +90,60 @@ std::string trace_of_micro_batches() {
   return said;
 }
 
+/// Infs that reach no result.
+void harmless(const Tensor& x) {
+  const Tensor half = x.detach().to(torch::kHalf);
+  half.sum() / 131072;
+  half * 0.01 * 1e6;
+  torch::minimum(torch::full_like(half, kInf), half);
+  torch::full_like(x, -kInf).logsumexp(-1).exp();
+  1 / (1 + (half * 0 + 12).exp());
+}
+
+Tensor deviation_by_hand(const Tensor& x) {
+  const Tensor shifted = x * 0.02 + torch::linspace(7, 9, 8, x.options()).unsqueeze(1);
+  return (shifted.square().mean(-1, true) - shifted.mean(-1, true).square()).sqrt() * x;
+}
+
+/// What a model's own step says under autocast to `dtype`, or in float32.
+template <class Model>
+std::string trace_of_step(Model& model, at::ScalarType dtype, const std::function<Tensor()>& loss) {
+  return trace_of(*model, [&] {
+    Tensor value;
+    {
+      const mezzo::AutocastGuard autocast({.device = torch::kCPU,
+                                           .dtype = dtype == torch::kFloat ? torch::kHalf : dtype,
+                                           .enabled = dtype != torch::kFloat});
+      value = loss();
+    }
+    value.to(torch::kFloat).backward();
+  });
+}
+
+std::string trace_of_padded_encoder(at::ScalarType dtype) {
+  torch::manual_seed(0);
+  nn::TransformerEncoder model(
+      nn::TransformerEncoderOptions(nn::TransformerEncoderLayerOptions(16, 2).dropout(0), 2));
+  const Tensor batch = torch::randn({5, 3, 16});
+  // libtorch's masked_fill of the padding throws where scores have 16 bits.
+  const Tensor padding = dtype == torch::kFloat
+                             ? torch::arange(5).ge(torch::tensor({5, 3, 2}).unsqueeze(1))
+                             : Tensor();
+  const Tensor causal = nn::TransformerImpl::generate_square_subsequent_mask(5);
+  return trace_of_step(model, dtype,
+                       [&] { return model->forward(batch, causal, padding).square().mean(); });
+}
+
+std::string trace_of_harmless(at::ScalarType dtype) {
+  Patient model(Op([](const Tensor& x) {
+    harmless(x);
+    const Tensor lowest = torch::full_like(x, kInf).minimum(x);
+    const Tensor causal = torch::full({8, 8}, -kInf).triu(1);
+    return (x.matmul(x.t()) + causal).softmax(-1).matmul(x.to(x.scalar_type())) + lowest * 1e-6;
+  }));
+  return trace_of_step(model, dtype, [&] { return squares(*model); });
+}
+
 const std::vector<PlantedFault> kAnomalies = {
     {"LogOfZero",
      "a log of 0 in the forward pass",
@@ -126,7 +180,7 @@ const std::vector<PlantedFault> kAnomalies = {
        return trace_in_half(
            [](const Tensor& x) { return (1 - torch::zeros_like(x, torch::kHalf)) * -1e9; });
      },
-     {"(in aten::mul), after norm", "In float32 it is finite, up to 1e+09"}},
+     {"aten::mul, after norm", "In float32 it is finite, up to 1e+09"}},
     {"EpsLostInHalf",
      "0 / (0 + 1e-12) in half",
      [] {
@@ -207,6 +261,33 @@ const std::vector<PlantedFault> kAnomalies = {
        });
      },
      {"aten::nll_loss", "after head"}},
+    {"LogBehindFourOfNoHarm",
+     "a log of 0 behind large scalars, a running minimum, a masked row and a sigmoid by hand",
+     [] {
+       return trace_of_op([](const Tensor& x) {
+         for (int repeat = 0; repeat < 5; ++repeat) harmless(x);
+         return (x * 0).log();
+       });
+     },
+     {"forward pass: aten::log, after norm made float32"}},
+    {"LogOfNegativeNumbers",
+     "a log of numbers of both signs",
+     [] { return trace_of_op([](const Tensor& x) { return (x * 0 - 1.5).log(); }); },
+     {"It read float32 [8, 8] -1.5 to -1.5", "it read negative numbers"}},
+    {"RootOfBothSigns",
+     "a root of numbers of both signs",
+     [] {
+       return trace_of_op([](const Tensor&) {
+         return torch::linspace(-2, 3, 64).view({8, 8}).sqrt();
+       });
+     },
+     {"-2 to 3, |x| from 0.0", "it read negative numbers"}},
+    {"CancellationInHalf",
+     "E[x^2] - E[x]^2 in half, which rounding makes negative",
+     [] {
+       return trace_in_half([](const Tensor& x) { return deviation_by_hand(x.to(torch::kHalf)); });
+     },
+     {"it read negative numbers", "trace the step in float32 to know"}},
     {"OneBadRankTraced",
      "a log of 0 on rank 2",
      [] { return trace_of_op([](const Tensor& x) { return (x * 0).log(); }, batch_of_ones(), 2); },
@@ -235,6 +316,37 @@ TEST(PlantedAnomaliesNowhere, AreNotFound) {
   EXPECT_EQ(trace_of_op({}), "nothing");
   EXPECT_EQ(trace_in_half({}), "nothing");
   EXPECT_EQ(trace_of_ctc(), "nothing");
+  for (const at::ScalarType dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+    EXPECT_EQ(trace_of_padded_encoder(dtype), "nothing") << dtype;
+    EXPECT_EQ(trace_of_harmless(dtype), "nothing") << dtype;
+  }
+}
+
+/// What the trace tells to do cures each fault of precision.
+TEST(PlantedAnomaliesRemedies, CureTheFault) {
+  const auto exp_in = [](at::ScalarType dtype) {
+    Patient model(Op([dtype](const Tensor& x) { return (x.to(dtype) * 0 + 12).exp(); }));
+    return trace_of_step(model, dtype, [&] { return squares(*model); });
+  };
+  EXPECT_THAT(exp_in(torch::kHalf), testing::HasSubstr("use bfloat16"));
+  EXPECT_EQ(exp_in(torch::kBFloat16), "nothing");
+  const auto guarded = [](double eps, at::ScalarType dtype) {
+    Patient model(Op([=](const Tensor& x) {
+      const Tensor zero = x.to(dtype) * 0;
+      return (zero + 1) / (zero + eps);
+    }));
+    return trace_of_step(model, dtype, [&] { return model->forward(batch_of_ones()).mean(); });
+  };
+  EXPECT_THAT(guarded(1e-12, torch::kHalf),
+              testing::HasSubstr("use float32, or a larger eps: numerator / eps, and numerator "
+                                 "/ eps^2 in the backward pass, have to stay within the range of "
+                                 "float16"));
+  EXPECT_NE(guarded(1e-6, torch::kHalf), "nothing") << "1 / 1e-6 is beyond float16";
+  EXPECT_THAT(guarded(1e-4, torch::kHalf), testing::HasSubstr("backward pass: aten::div"));
+  EXPECT_EQ(guarded(0.01, torch::kHalf), "nothing");
+  EXPECT_EQ(guarded(1e-12, torch::kFloat), "nothing");
+  EXPECT_EQ(trace_of_op([](const Tensor& x) { return deviation_by_hand(x); }), "nothing");
+  EXPECT_EQ(trace_of_scale(256), "nothing");
 }
 
 }  // namespace

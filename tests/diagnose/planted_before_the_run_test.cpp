@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,8 @@ namespace {
 std::string findings_of(const mezzo::Diagnosis& diagnosis) {
   std::string said;
   for (const auto& finding : diagnosis.findings) {
-    said += c10::str(to_string(finding.severity), " ", finding.where, ": ", finding.reason, "\n");
+    said += c10::str(to_string(finding.severity), " ", finding.where, ": ", finding.reason, " | ",
+                     finding.remedy, "\n");
   }
   return said;
 }
@@ -171,9 +173,73 @@ TEST_P(PlantedBeforeTheRun, AreNamed) {
 
 INSTANTIATE_TEST_SUITE_P(, PlantedBeforeTheRun, testing::ValuesIn(kBeforeTheRun), name_of_fault);
 
+/// What has `word` in it, where each finding is a line.
+std::string lines_with(const std::string& word, const std::string& said) {
+  std::istringstream lines(said);
+  std::string found;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.find(word) != std::string::npos) found += line + "\n";
+  }
+  return found;
+}
+
 TEST(PlantedBeforeTheRunNowhere, AreNotFound) {
   PatientImpl model;
-  EXPECT_EQ(doctor_of(model).find("error"), std::string::npos) << doctor_of(model);
+  EXPECT_EQ(lines_with("error", doctor_of(model)), "");
+  // Large numbers whose results half holds.
+  for (const Op& op : {Op([](const Tensor& x) { return x + x.to(torch::kHalf).sum() / 131072; }),
+                       Op([](const Tensor& x) { return x.to(torch::kHalf) * 0.01 * 1e6; }),
+                       Op([](const Tensor& x) { return x.to(torch::kHalf) * 1e3 * 1e-9 * 1e6; })}) {
+    EXPECT_EQ(lines_with("error", doctor_of_op(op)), "");
+    EXPECT_EQ(lines_with("warning", doctor_of_op(op)), "");
+  }
+}
+
+/// What is advised is done, and the finding is gone.
+TEST(PlantedBeforeTheRunRemedies, CureTheFault) {
+  struct Cure {
+    Op faulty;
+    const char* remedy;
+    Op cured;
+  };
+  const auto half = [](const Tensor& x) { return x.to(torch::kHalf); };
+  const std::vector<Cure> cures = {
+      {[=](const Tensor& x) { return half(x).clamp(-1e30, 10); }, "x.clamp_min(-65504.0)",
+       [=](const Tensor& x) { return half(x).clamp_min(-65504.0).clamp_max(10); }},
+      {[=](const Tensor& x) { return half(x) * 1e6; }, "around it and what reads its result",
+       [](const Tensor& x) { return x.to(torch::kFloat) * 1e6 * 1e-6; }},
+      {[=](const Tensor& x) { return (half(x) * 0 + 0.1) / (half(x) * 0 + 1e-10); },
+       "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps)",
+       [=](const Tensor& x) {
+         return (half(x) * 0 + 0.1) / (half(x).to(torch::kFloat) * 0 + 1e-10) * 1e-9;
+       }},
+      {[=](const Tensor& x) { return x / (half(x) * 0).norm().clamp_min(1e-12); },
+       "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps)",
+       [=](const Tensor& x) {
+         return x.to(torch::kFloat) / (half(x) * 0).norm().to(torch::kFloat).clamp_min(1e-12) *
+                1e-12;
+       }},
+  };
+  for (const Cure& cure : cures) {
+    const std::string before = doctor_of_op(cure.faulty), after = doctor_of_op(cure.cured);
+    EXPECT_THAT(before, testing::HasSubstr(cure.remedy));
+    EXPECT_EQ(lines_with("error", after) + lines_with("warning", after), "") << before;
+  }
+}
+
+TEST(PlantedBeforeTheRunRemedies, CureWeightsBuffersAndInputsBeyondHalf) {
+  PatientImpl model;
+  const Tensor mask = model.register_buffer("mask", torch::tensor({0.F, -1e9F}));
+  EXPECT_THAT(lines_with("mask", doctor_of(model)), testing::HasSubstr("mask.clamp_min(-65504.0)"));
+  mask.copy_(mask.clamp_min(-65504.0));
+  EXPECT_EQ(lines_with("mask", doctor_of(model)), "");
+  model.register_buffer("seen", torch::tensor({3e6F}));
+  EXPECT_THAT(lines_with("seen", doctor_of(model)), testing::HasSubstr("torch::kBFloat16"));
+  EXPECT_THAT(lines_with("input 0", doctor_of(model, batch_of_ones() * -1e5)),
+              testing::HasSubstr("torch::kBFloat16"));
+  plant(model.parameter("body.weight"), 0, -1e5F);
+  EXPECT_THAT(lines_with("body.weight", doctor_of(model)), testing::HasSubstr("torch::kBFloat16"));
+  EXPECT_EQ(lines_with("beyond", doctor_of(model, batch_of_ones() * -1e5, torch::kBFloat16)), "");
 }
 
 }  // namespace

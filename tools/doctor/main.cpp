@@ -34,6 +34,7 @@ struct Request {
   std::vector<std::string> inputs;
   int threads = 0;
   std::int64_t micro_batches = 1;
+  double learning_rate = 0;
   bool json = false, quick = false;
 };
 
@@ -138,6 +139,7 @@ int examine(const Request& request) {
   torch::manual_seed(0);  // the same inputs each time
   const torch::jit::Module model = torch::jit::load(request.model, device);
   mezzo::DoctorOptions options{.measure = !request.quick, .micro_batches = request.micro_batches};
+  if (request.learning_rate > 0) options.learning_rate = request.learning_rate;
   if (!request.dtype.empty()) {
     options.dtype = request.dtype == "fp16" ? torch::kHalf : torch::kBFloat16;
   }
@@ -175,6 +177,9 @@ void add_flags(CLI::App& app, Request& request) {
   app.add_option("--micro-batches", request.micro_batches,
                  "backward passes that add to the gradients before a step (default: 1)")
       ->check(CLI::Range(1, 1000000));
+  app.add_option("--lr", request.learning_rate,
+                 "learning rate of weights of 16 bits: are Adam's updates lost to rounding?")
+      ->check(CLI::PositiveNumber);
   app.add_flag("--json", request.json, "write JSON in place of the report");
   app.add_flag("--quick", request.quick, "do not time the hardware");
   app.set_version_flag("--version", "mezzo-doctor " + kVersion);

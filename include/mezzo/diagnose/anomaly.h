@@ -26,14 +26,16 @@ struct ValueRange {
   /// Undefined of what holds no floating numbers, which is not read.
   at::ScalarType dtype = at::ScalarType::Undefined;
   std::vector<std::int64_t> sizes = {};
-  double smallest = 0;  ///< magnitude of those that are finite; 0 where there are none
-  double largest = 0;
-  std::int64_t infs = 0;  ///< of either sign
+  /// Of the values that are finite, with sign (of complex ones the magnitudes); 0 where there are
+  /// none.
+  double minimum = 0, maximum = 0;
+  double smallest = 0, largest = 0;  ///< magnitudes of the values that are finite
+  std::int64_t infs = 0;             ///< of either sign
   std::int64_t negative_infs = 0;
   std::int64_t nans = 0;
 
   bool is_finite() const { return infs + nans == 0; }
-  /// "encoder.weight float16 [8, 4] 0.001 to 3.2, 1 inf".
+  /// "encoder.weight float16 [8, 4] -3.1 to 3.2, |x| from 0.001, 1 inf".
   std::string to_string() const;
 };
 
@@ -64,8 +66,10 @@ enum class AnomalyCause : std::uint8_t {
   /// scaler lowers it, and nothing is wrong with the model.
   loss_scale,
   low_precision,  ///< the op's dtype does not hold the result; float32 does
-  model,          ///< a wider type gives an inf or NaN too, or a gradient too large for the dtype
-  unknown,        ///< the op could not be run again
+  /// A wider type gives an inf or NaN of the same inputs too. The inputs themselves may come from
+  /// rounding where `after_low_precision`.
+  model,
+  unknown,  ///< the op could not be run again
 };
 
 /// An op whose result has an inf or NaN that was not in what it read.
@@ -80,6 +84,8 @@ struct Anomaly {
   double loss_scale = 1;  ///< at that time; 1 in the forward pass
   /// An eps that was added to an input, or that it was clamped to, and that its dtype rounds to 0.
   std::optional<double> lost_scalar = std::nullopt;
+  /// Whether a floating op ran in 16 bits before: what this op read may carry its rounding.
+  bool after_low_precision = false;
   std::optional<int> rank = std::nullopt;
 
   /// All of this as one line.
@@ -103,6 +109,20 @@ inline std::string ranges_text(const std::vector<ValueRange>& ranges) {
     text += (text.empty() ? "" : "; ") + range.to_string();
   }
   return text.empty() ? "nothing" : text;
+}
+
+/// Of an op that has no finite result in a wider type either: what about its inputs is to blame.
+inline std::string fault_of_inputs(const Anomaly& anomaly) {
+  const std::string& op = anomaly.frame.op;
+  const bool needs_positive = op.find("log") != std::string::npos ||
+                              op.find("sqrt") != std::string::npos ||
+                              op.find("pow") != std::string::npos;
+  const bool is_negative = std::any_of(anomaly.inputs.begin(), anomaly.inputs.end(),
+                                       [](const ValueRange& range) { return range.minimum < 0; });
+  if (needs_positive && is_negative && !anomaly.frame.is_backward()) {
+    return "it read negative numbers, which have no logarithm, root or broken power";
+  }
+  return "look for a log or a division of 0, an exp, or a root of 0 in the backward pass";
 }
 
 /// Why, and what to do.
@@ -131,15 +151,21 @@ inline std::string cause_text(const Anomaly& anomaly) {
       return c10::str("In ", wide, " it is finite, up to ", digits(largest),
                       anomaly.loss_scale > 1 ? ", too large even without the loss scale: " : ": ",
                       dtype == "float32" ? "keep what it reads smaller"
-                                         : "run this op in float32, or use bfloat16");
+                                         : "use bfloat16, or run this op and those that read its "
+                                           "result in float32");
     case AnomalyCause::model:
       if (anomaly.lost_scalar) {
-        return c10::str("An input was made with ", digits(*anomaly.lost_scalar), ", which ", dtype,
-                        " rounds to 0: take an eps that it holds, or float32");
+        return c10::str(
+            "An input was made with ", digits(*anomaly.lost_scalar), ", which ", dtype,
+            " rounds to 0: use float32, or a larger eps: numerator / eps, and numerator / eps^2 in "
+            "the backward pass, have to stay within the range of ",
+            dtype);
       }
-      return "In " + wide +
-             " it is not finite either: look for a log or a division of 0, an exp, or a root of 0 "
-             "in the backward pass";
+      return "In " + wide + " it is not finite either: " + fault_of_inputs(anomaly) +
+             (anomaly.after_low_precision
+                  ? ". Ops before it ran in 16 bits, and rounding can make 0 or a negative number "
+                    "of a small positive one: trace the step in float32 to know"
+                  : "");
     case AnomalyCause::unknown:
       break;
   }
@@ -152,9 +178,10 @@ inline std::string ValueRange::to_string() const {
   std::string text = parameter.empty() ? std::string() : parameter + " ";
   text += c10::str(detail::dtype_name(dtype), " [", c10::Join(", ", sizes), "]");
   if (infs + nans < c10::multiply_integers(sizes)) {
-    text += c10::str(" ", detail::digits(smallest), " to ", detail::digits(largest));
+    text += c10::str(" ", detail::digits(minimum), " to ", detail::digits(maximum));
+    if (minimum < 0 && maximum > 0) text += ", |x| from " + detail::digits(smallest);
   }
-  if (infs > 0) text += c10::str(" ", infs, " inf");
+  if (infs > 0) text += c10::str(" ", infs, negative_infs == infs ? " -inf" : " inf");
   if (nans > 0) text += c10::str(" ", nans, " NaN");
   return text;
 }

@@ -18,7 +18,7 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly.h>
-#include <mezzo/diagnose/detail/anomaly_recorder.h>
+#include <mezzo/diagnose/detail/anomaly_trace_impl.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/telemetry.h>
 
@@ -40,8 +40,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// While it exists, reads what each op of the creating thread returns, and each op and node of the
 /// backward passes that this thread calls for what it computed, on whatever thread autograd runs
-/// them. -inf that the program asks for by a scalar (the mask of attention) is no anomaly, nor
-/// where it is carried on.
+/// them. An inf that the program asks for by a scalar (the mask of attention, the start of a
+/// running minimum) is no anomaly, nor where it is carried on; nor is what later ops made finite
+/// again.
 ///
 /// A debugging tool: a read of every result, on a device a host sync an op, and a copy of what an
 /// op overwrites. Not for a thread that captures a CUDA graph. Results, gradients and random
@@ -63,8 +64,9 @@ class AnomalyTrace {
   AnomalyTrace(const AnomalyTrace&) = delete;
   AnomalyTrace& operator=(const AnomalyTrace&) = delete;
 
-  /// The anomalies so far, in their order. Results that read a bad one are not listed again. After
-  /// four anomalies no result is read any more.
+  /// The first four anomalies so far, in their order. Results that read a bad one are not listed
+  /// again. An anomaly goes from the list when every result that carries it was read by ops whose
+  /// results are finite.
   std::vector<Anomaly> anomalies() const { return recorder_->anomalies(); }
 
   /// The last ops before the first anomaly, or so far, the earliest first. Views are left out.
@@ -83,12 +85,12 @@ inline std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace)
   std::ostringstream text;
   if (anomalies.empty()) text << "no op made an inf or NaN\n";
   for (const Anomaly& anomaly : anomalies) text << anomaly.message() << "\n";
-  text << (anomalies.empty() ? "the last ops" : "the ops before the first") << ", |x| from to:\n";
+  text << (anomalies.empty() ? "the last ops" : "the ops before the first") << ", from to:\n";
   for (const AnomalyFrame& frame : trace.frames()) {
     for (const ValueRange& range : frame.outputs) {
       if (range.dtype == at::ScalarType::Undefined) continue;
       text << detail::table_line({10, 10, 0},
-                                 {detail::digits(range.smallest), detail::digits(range.largest),
+                                 {detail::digits(range.minimum), detail::digits(range.maximum),
                                   c10::str("  ", detail::dtype_name(range.dtype), " [",
                                            c10::Join(", ", range.sizes), "]  ", frame.place())});
     }

@@ -81,6 +81,9 @@ struct ParameterError {
 struct PrecisionCause {
   std::string name;
   double error_without = 0;
+  /// Calls of ops on no list of autocast's that then run in float32 too, because they read its
+  /// result: what they cost in low precision is gone as well, and the cause may be theirs.
+  std::int64_t others = 0;
 };
 
 /// What one setting came to.
@@ -98,6 +101,8 @@ struct PrecisionRow {
   /// Most bytes in use at a time in training: weights, gradients, activations and the optimizer's
   /// state, on all devices. Unset under libtorch's profiler.
   std::optional<int64_t> peak_bytes = std::nullopt;
+  /// Whether a matrix product runs in another precision than float32's; if not it cannot be faster.
+  bool lowers_products = true;
   double single_batch_error = 0;  ///< gradient_error of the first batch: what the causes are of
   std::vector<PrecisionCause> ops = {};  ///< where autocast is on: the costliest first
   std::vector<PrecisionCause> modules = {};
@@ -112,9 +117,9 @@ struct PrecisionComparison {
   /// one: the same setting with a policy that keeps the costliest ops in float32.
   std::vector<PrecisionRow> rows;
 
-  /// The fastest row whose gradient error is at most `max_gradient_error` and whose losses are
-  /// finite; float32's if there is no other. `setting.policy` is an OpPolicy: `to_string` and
-  /// `from_file` save and load it.
+  /// The fastest row that lowers products, whose gradient error is at most `max_gradient_error` and
+  /// whose losses are finite; float32's if there is no other. `setting.policy` is an OpPolicy:
+  /// `to_string` and `from_file` save and load it.
   const PrecisionRow& proposal() const;
 };
 

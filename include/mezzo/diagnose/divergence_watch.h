@@ -1,5 +1,5 @@
 /// \file
-/// Is this run lost, and why? A writer for a Telemetry:
+/// DivergenceWatch says when a run is lost, and why. It is a writer for a Telemetry:
 ///
 ///     mezzo::Telemetry telemetry;
 ///     telemetry.write_to(mezzo::DivergenceWatch(*model, {.policy = mezzo::DivergencePolicy::stop}));
@@ -7,7 +7,6 @@
 ///     telemetry.record(result, loss);                // each step, after scaler.update()
 #pragma once
 
-#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
@@ -24,7 +23,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -37,23 +35,23 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// What is most likely wrong, in the order in which it is asked.
+/// What is not finite first, or what made it so where the evidence decides.
 enum class DivergenceCause : std::uint8_t {
-  weights_not_finite,     ///< a parameter holds inf or NaN
-  learning_rate,          ///< the loss doubled, or the weights' norm grew tenfold, since the start
-  constant_out_of_range,  ///< a buffer holds what is not NaN or inf, and is in low_precision
-  loss_not_finite,        ///< the loss itself, with weights and buffers that are fine
-  one_layer,              ///< gradients are inf or NaN in one layer alone
-  unknown,
+  weights_not_finite,  ///< a parameter holds inf or NaN, and no loss before it did
+  learning_rate,       ///< loss and weights grew together, or the weights alone grew beyond measure
+  out_of_range,        ///< a weight is beyond what float16 holds, in a run that uses float16
+  loss_not_finite,     ///< the loss, computed from finite weights; the message names the suspects
+  unknown,             ///< gradients, from a finite loss; the message names what decides
 };
 
-/// That a run is lost, or about to be.
+/// A run that is lost, or about to be.
 struct Divergence {
   TelemetryRecord record = {};  ///< of the step that showed it
   std::int64_t skips = 0;       ///< in a row, that step included
   std::optional<int> rank = std::nullopt;
   DivergenceCause cause = DivergenceCause::unknown;
   std::string evidence = {};  ///< what was seen: names and numbers
+  std::string remedy = {};    ///< what to do, or what to try next where the cause is not known
 
   /// What happened, the evidence, and what to do, in one line.
   std::string message() const;
@@ -68,7 +66,9 @@ enum class DivergencePolicy : std::uint8_t {
 struct DivergenceOptions {
   std::int64_t skips_in_a_row = 10;  ///< so many are a sign
   double min_scale = 0.5;            ///< a step that is skipped at or below this scale is a sign
-  at::ScalarType low_precision = at::kHalf;  ///< whose range buffers are held against
+  /// The dtype that autocast lowers to. Unset: float16 in a run that scales its loss or holds
+  /// parameters of float16, and otherwise none whose range matters.
+  std::optional<at::ScalarType> low_precision = std::nullopt;
   DivergencePolicy policy = DivergencePolicy::keep_going;
   /// Hears the diagnosis in place of std::cerr, before a `stop`.
   std::function<void(const Divergence&)> callback = {};
@@ -76,13 +76,17 @@ struct DivergenceOptions {
 };
 
 /// Watches for skips in a row, for a skip at a scale of `min_scale` or less, and for a loss that is
-/// inf or NaN. Then it looks at weights, buffers and gradients, which waits for the device, and
-/// tells what it found; in 1000 steps once at most. Until then a step costs a few comparisons on
-/// the host.
+/// inf or NaN. After such a sign it reads weights, buffers and gradients, which waits for the
+/// device, and tells what it found; in 1000 steps once at most. Until then a step costs a few
+/// comparisons on the host.
 ///
-/// Gradients are looked at as find_overflow does, and are a later step's where a device decides. A
-/// constant that is no buffer, such as an eps or a mask made in `forward`, is not seen. In a job of
-/// several each rank watches its own loss; one that stops alone leaves the others waiting.
+/// A record comes after its step. A step that was not skipped has written an inf or NaN of its loss
+/// into the weights by then, so the watch compares with the step before to tell which came first.
+/// It names a cause only where the evidence excludes the others, and otherwise what to try next:
+/// most often an AnomalyTrace of the step, which names the op.
+///
+/// Gradients are read as find_overflow does, and are a later step's where a device decides. In a
+/// job of several each rank watches its own loss; one that stops alone leaves the others waiting.
 class DivergenceWatch {
  public:
   /// Keeps the parameters and buffers, not the model. Reads the weights once, which
@@ -93,15 +97,26 @@ class DivergenceWatch {
   void operator()(const TelemetryRecord& record);
 
  private:
+  void note_loss(double loss);
   void diagnose(Divergence& divergence) const;
   bool weights_are_bad(Divergence& divergence) const;
   bool rate_is_high(Divergence& divergence) const;
-  bool constant_is_bad(Divergence& divergence) const;
+  bool weight_is_out_of_range(Divergence& divergence) const;
+  void blame_loss(Divergence& divergence) const;
+  bool uses_half() const;
+  std::string bad_weight() const;
+  std::string buffers_out_of_range() const;
 
   DivergenceOptions options_;
   NamedTensors parameters_, buffers_;
   double first_norm_;                             // of all weights, when the watch was made
+  double elements_ = 0;                           // of all weights
+  std::optional<TelemetryRecord> before_;         // the record before this one
   std::optional<double> first_loss_, last_loss_;  // that were finite
+  double highest_loss_ = 0;                       // of all that were finite
+  double loss_before_rise_ = 0;                   // the highest before the rise that goes on now
+  std::int64_t rises_ = 0;    // finite losses in a row that are each above all before
+  bool scales_loss_ = false;  // whether a loss scale other than 1 was seen
   std::int64_t skips_ = 0;
   std::int64_t quiet_until_ = 0;  // a step
 };
@@ -116,15 +131,13 @@ inline double norm_of_all(const NamedTensors& tensors) {
   return norms.empty() ? 0 : stacked_on_host(std::move(norms)).norm().item<double>();
 }
 
-/// What to do, by cause.
-inline constexpr std::array<const char*, 6> kRemedies = {
-    "no step repairs it: load a checkpoint from before",
-    "the learning rate is too high: load a checkpoint from before, try a tenth of the rate or a "
-    "longer warmup",
-    "make it -inf (a mask) or a number that the type holds, or run its op in float32",
-    "weights and buffers are fine: look for a log of 0, a division by 0 or bad data",
-    "run it in float32, inside an AutocastGuard with enabled = false",
-    "compare_precisions says which ops are to blame; bfloat16 needs no loss scale"};
+/// The least magnitude that rounds to inf in float16.
+inline constexpr double kHalfOverflow = 65520;
+
+/// Whether a loss was recorded that is inf or NaN.
+inline bool lost_its_loss(const TelemetryRecord& record) {
+  return record.loss && nonfinite_bits(*record.loss);
+}
 
 }  // namespace detail
 
@@ -133,7 +146,7 @@ MEZZO_INLINE std::string Divergence::message() const {
   std::string what = c10::str("Training diverges (", where, "step ", record.step, "; ", skips,
                               " skipped in a row; loss scale ", detail::number_text(record.scale));
   if (record.loss) what += "; loss " + detail::digits(*record.loss, 4);
-  return what + "): " + evidence + "; " + detail::kRemedies.at(static_cast<std::size_t>(cause));
+  return what + "): " + evidence + "; " + remedy;
 }
 
 MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
@@ -142,91 +155,194 @@ MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
       parameters_(name_parameters(model)),
       buffers_(detail::NamedOnce().floating(model.named_buffers())),
       first_norm_(detail::norm_of_all(parameters_)) {
+  for (const auto& [name, parameter] : parameters_)
+    elements_ += static_cast<double>(parameter.numel());
   TORCH_CHECK(options_.skips_in_a_row > 0, "DivergenceWatch: skips_in_a_row is ",
               options_.skips_in_a_row, "; it should be positive");
 }
 
+MEZZO_INLINE void DivergenceWatch::note_loss(double loss) {
+  if (!first_loss_) {
+    first_loss_ = loss;
+    highest_loss_ = loss_before_rise_ = loss;
+  } else if (loss > highest_loss_) {
+    highest_loss_ = loss;
+    ++rises_;
+  } else if (loss < highest_loss_) {  // an equal one is that of a skipped step, repeated
+    loss_before_rise_ = highest_loss_;
+    rises_ = 0;
+  }
+  last_loss_ = loss;
+}
+
 MEZZO_INLINE void DivergenceWatch::operator()(const TelemetryRecord& record) {
   constexpr std::int64_t kRarely = 1000;
-  const bool is_lost = record.loss && detail::nonfinite_bits(*record.loss);
+  const bool is_lost = detail::lost_its_loss(record);
+  if (before_ && before_->name != record.name) before_.reset();  // another model's
   skips_ = record.skipped ? skips_ + 1 : 0;
-  if (record.loss && !is_lost) {
-    if (!first_loss_) first_loss_ = record.loss;
-    last_loss_ = record.loss;
-  }
+  scales_loss_ = scales_loss_ || record.scale != 1;
+  if (record.loss && !is_lost) note_loss(*record.loss);
   const bool is_sign = is_lost || skips_ >= options_.skips_in_a_row ||
                        (record.skipped && record.scale <= options_.min_scale);
-  if (!is_sign || record.step < quiet_until_) return;
-  quiet_until_ = record.step + kRarely;
-  Divergence divergence{.record = record, .skips = skips_, .rank = options_.rank};
-  diagnose(divergence);
-  if (options_.callback) {
-    options_.callback(divergence);
-  } else if (options_.policy == DivergencePolicy::keep_going) {
-    std::cerr << divergence.message() + "\n";
+  if (is_sign && record.step >= quiet_until_) {
+    quiet_until_ = record.step + kRarely;
+    Divergence divergence{.record = record, .skips = skips_, .rank = options_.rank};
+    diagnose(divergence);
+    if (options_.callback) {
+      options_.callback(divergence);
+    } else if (options_.policy == DivergencePolicy::keep_going) {
+      std::cerr << divergence.message() + "\n";
+    }
+    TORCH_CHECK(options_.policy != DivergencePolicy::stop, divergence.message());
   }
-  TORCH_CHECK(options_.policy != DivergencePolicy::stop, divergence.message());
+  before_ = record;
 }
 
 MEZZO_INLINE void DivergenceWatch::diagnose(Divergence& divergence) const {
   const at::NoGradGuard no_grad;
-  if (weights_are_bad(divergence) || rate_is_high(divergence) || constant_is_bad(divergence))
+  if (rate_is_high(divergence) || weights_are_bad(divergence) || weight_is_out_of_range(divergence))
     return;
-  if (divergence.record.loss && detail::nonfinite_bits(*divergence.record.loss)) {
-    divergence.cause = DivergenceCause::loss_not_finite;
-    divergence.evidence = "the loss itself is inf or NaN";
+  if (detail::lost_its_loss(divergence.record)) {
+    blame_loss(divergence);
     return;
   }
-  const Overflow overflow = find_overflow(parameters_, divergence.record.scale);
-  const bool is_alone = overflow.overflowed_layers().size() == 1 && overflow.layers.size() > 1;
-  if (is_alone) divergence.cause = DivergenceCause::one_layer;
-  divergence.evidence = overflow.cause();
+  divergence.evidence =
+      "the weights are finite; " + find_overflow(parameters_, divergence.record.scale).cause();
   if (options_.rank) {  // what ranks average has an inf on all of them
     divergence.evidence +=
-        "; with OverflowReportOptions::own_gradients each rank says whether it "
-        "was its own";
+        "; with OverflowReportOptions::own_gradients each rank says whether it was its own";
   }
+  divergence.remedy =
+      "why is not known: an AnomalyWatch traces a step and names the op, and whether a wider type "
+      "holds its result";
 }
 
+/// The name of the first parameter that holds inf or NaN; empty if there is none.
+MEZZO_INLINE std::string DivergenceWatch::bad_weight() const {
+  for (const auto& [name, parameter] : parameters_) {
+    if (!parameter.isfinite().all().item<bool>()) return name;
+  }
+  return {};
+}
+
+/// Compares with the step before: a step that was applied carries an inf or NaN of its own loss
+/// into the weights, which says nothing about the weights that the loss was computed from.
 MEZZO_INLINE bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
-  const auto bad = std::find_if(parameters_.begin(), parameters_.end(), [](const auto& named) {
-    return !named.second.isfinite().all().template item<bool>();
-  });
-  if (bad == parameters_.end()) return false;
+  const std::string bad = bad_weight();
+  if (bad.empty()) return false;
+  const bool were_bad = detail::nonfinite_bits(first_norm_);
+  const bool lost_before = before_ && detail::lost_its_loss(*before_);
+  const bool broke_before = before_ && !before_->skipped && before_->grad_norm &&
+                            detail::nonfinite_bits(*before_->grad_norm);
+  const TelemetryRecord& record = divergence.record;
+  if (!were_bad && !record.skipped && !lost_before && !broke_before &&
+      detail::lost_its_loss(record)) {
+    blame_loss(divergence);
+    divergence.evidence += c10::str("; the step was applied, and ", bad, " holds inf or NaN since");
+    divergence.remedy =
+        "load a checkpoint from before this step, and step through a GradScaler, which skips such "
+        "a step (in bfloat16 with an init_scale of 1); " +
+        divergence.remedy;
+    return true;
+  }
   divergence.cause = DivergenceCause::weights_not_finite;
-  divergence.evidence = bad->first + " holds inf or NaN";
+  divergence.evidence = bad + " holds inf or NaN";
+  if (were_bad) divergence.evidence += "; the weights were not finite when the watch was made";
+  if (broke_before) {
+    divergence.evidence += c10::str("; the gradients of step ", before_->step,
+                                    " were not finite, and that step was applied");
+  }
+  divergence.remedy = were_bad ? "no step repairs it: initialise or load it again"
+                               : "no step repairs it: load a checkpoint from before";
   return true;
 }
 
+/// Growth of the loss alone may come from the batches, and growth of the weights alone from a small
+/// initialisation. Both together, or weights of a size that no training wants, are the rate's.
 MEZZO_INLINE bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
-  const double now = detail::norm_of_all(parameters_);
-  const bool loss_rose = first_loss_ && *last_loss_ > 2 * std::abs(*first_loss_);
-  if (!loss_rose && !(now > 10 * first_norm_)) return false;
+  constexpr std::int64_t kRise = 3;     // losses in a row, each above all before
+  constexpr double kLargeWeights = 10;  // root mean square
+  if (detail::nonfinite_bits(first_norm_)) return false;
+  const double now = detail::norm_of_all(parameters_);  // inf where float cannot hold it
+  const bool is_known = bad_weight().empty();  // if not, a step that was applied overwrote them
+  const double factor = is_known ? 2 : 100;    // what the loss has to rise by
+  const bool loss_rose = rises_ >= kRise && *last_loss_ > factor * std::abs(loss_before_rise_);
+  const bool loss_fell = first_loss_ && *last_loss_ < *first_loss_;
+  const bool is_vast = is_known && now > 10 * first_norm_ && !loss_fell &&
+                       now > kLargeWeights * std::sqrt(elements_);
+  if (!is_vast && !(loss_rose && (!is_known || now > 2 * first_norm_))) return false;
   divergence.cause = DivergenceCause::learning_rate;
-  divergence.evidence = c10::str("since the start the norm of all weights went from ",
-                                 detail::digits(first_norm_), " to ", detail::digits(now));
+  divergence.remedy =
+      "the learning rate is too high: load a checkpoint from before, try a tenth of the rate or a "
+      "longer warmup";
+  if (is_known) {
+    divergence.evidence = c10::str("since the start the norm of all weights went from ",
+                                   detail::digits(first_norm_), " to ", detail::digits(now));
+  }
   if (first_loss_) {
     divergence.evidence +=
-        c10::str(" and the loss, while it was finite, from ", detail::digits(*first_loss_), " to ",
-                 detail::digits(*last_loss_));
+        c10::str(is_known ? " and " : "", "the loss, while it was finite, went from ",
+                 detail::digits(*first_loss_), " to ", detail::digits(*last_loss_));
+    if (rises_ >= kRise) divergence.evidence += c10::str(", rising in ", rises_, " steps on end");
   }
   return true;
 }
 
-MEZZO_INLINE bool DivergenceWatch::constant_is_bad(Divergence& divergence) const {
-  for (const auto& [name, buffer] : buffers_) {
-    const at::Tensor lowered = buffer.to(options_.low_precision);
-    const at::Tensor is_bad = lowered.isfinite().logical_not().logical_and(buffer.isfinite());
-    if (!is_bad.any().item<bool>()) continue;
-    const double value = buffer.masked_select(is_bad)[0].item<double>();
-    divergence.cause = DivergenceCause::constant_out_of_range;
-    divergence.evidence =
-        c10::str("the buffer ", name, " holds ", detail::digits(value), ", which is beyond ",
-                 detail::dtype_name(options_.low_precision));
+MEZZO_INLINE bool DivergenceWatch::uses_half() const {
+  if (options_.low_precision) return *options_.low_precision == at::kHalf;
+  return scales_loss_ || std::any_of(parameters_.begin(), parameters_.end(), [](const auto& named) {
+           return named.second.scalar_type() == at::kHalf;
+         });
+}
+
+/// A matrix beyond float16 is inf in each product that autocast lowers. Vectors (norms, biases of
+/// norms) stay in float32.
+MEZZO_INLINE bool DivergenceWatch::weight_is_out_of_range(Divergence& divergence) const {
+  if (!uses_half()) return false;
+  for (const auto& [name, parameter] : parameters_) {
+    if (parameter.dim() < 2 || parameter.numel() == 0) continue;
+    const double largest = parameter.abs().max().item<double>();
+    if (largest < detail::kHalfOverflow) continue;
+    divergence.cause = DivergenceCause::out_of_range;
+    divergence.evidence = c10::str(name, " holds ", detail::digits(largest),
+                                   " in magnitude, which float16 makes inf");
+    divergence.remedy =
+        "use bfloat16, or run its layer in float32, inside an AutocastGuard with "
+        "enabled = false";
     return true;
   }
   return false;
 }
-#endif
 
+/// Buffers that float16 would make inf. Whether an op reads them in float16 is not known here.
+MEZZO_INLINE std::string DivergenceWatch::buffers_out_of_range() const {
+  std::string found;
+  for (const auto& [name, buffer] : buffers_) {
+    if (buffer.numel() == 0) continue;
+    const at::Tensor is_bad = buffer.abs().ge(detail::kHalfOverflow).logical_and(buffer.isfinite());
+    if (!is_bad.any().item<bool>()) continue;
+    const double value = buffer.masked_select(is_bad)[0].item<double>();
+    found += c10::str("; the buffer ", name, " holds ", detail::digits(value),
+                      ", which is inf where an op reads it in float16");
+  }
+  return found;
+}
+
+MEZZO_INLINE void DivergenceWatch::blame_loss(Divergence& divergence) const {
+  divergence.cause = DivergenceCause::loss_not_finite;
+  divergence.evidence = "the loss is inf or NaN, computed from finite weights";
+  if (before_ && before_->loss && !detail::lost_its_loss(*before_)) {
+    divergence.evidence += "; the loss of the step before was " + detail::digits(*before_->loss);
+  }
+  divergence.remedy = "why is not known: look at this batch, and for a log or a division of 0; ";
+  if (uses_half()) {
+    divergence.evidence += buffers_out_of_range();
+    divergence.remedy +=
+        "or a number is beyond float16 in the forward pass, which is so if the batch has a finite "
+        "loss in float32: then use bfloat16, or float32 for that op; ";
+  }
+  divergence.remedy += "an AnomalyTrace around this batch names the op";
+}
+
+#endif
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

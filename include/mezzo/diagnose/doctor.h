@@ -49,6 +49,7 @@ enum class FindingTopic : std::uint8_t {
   dimensions,    ///< sizes that are no multiple of 8
   threads,       ///< too many, too few, or a machine that is busy
   accumulation,  ///< gradients of many micro-batches that are added up in 16 bits
+  updates,  ///< weights of 16 bits that an update of the learning rate's size leaves as they are
 };
 
 /// "forward", "range", ...: the enumerator's own name.
@@ -108,6 +109,9 @@ struct DoctorOptions {
   bool measure = true;       ///< whether to time the hardware, which takes a second
   /// How many backward passes add to the gradients before a step.
   std::int64_t micro_batches = 1;
+  /// Of training with weights of 16 bits and WeightStorage::plain. Adam moves a weight by about the
+  /// rate; unset: updates are not looked at.
+  std::optional<double> learning_rate = std::nullopt;
 };
 
 /// A module holder, a std::shared_ptr to a torch::nn::Module, or a module that is a variable.

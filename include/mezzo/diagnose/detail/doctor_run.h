@@ -7,7 +7,6 @@
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/diagnose/detail/bench_scopes.h>
-#include <mezzo/diagnose/detail/doctor_constants.h>
 #include <mezzo/diagnose/detail/doctor_findings.h>
 #include <mezzo/diagnose/detail/doctor_machine.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
@@ -96,6 +95,8 @@ class Doctor {
                 "diagnose: call it outside of Autocast regions, it opens its own");
     TORCH_CHECK(options.micro_batches >= 1, "diagnose: micro_batches is ", options.micro_batches,
                 "; it should be at least 1");
+    TORCH_CHECK(!options.learning_rate || *options.learning_rate > 0, "diagnose: learning_rate is ",
+                options.learning_rate.value_or(0), "; it should be positive");
     TORCH_CHECK(!case_.parameters.empty(),
                 "diagnose: the model has no parameters; register them and its modules, or diagnose "
                 "the model that trains");
@@ -138,6 +139,7 @@ class Doctor {
     }
     for (const JudgedTensors* judged : {&parameters, &buffers, &inputs}) judged->tell(found_);
     add_accumulation(found_, case_.parameters, options_.micro_batches);
+    if (options_.learning_rate) add_updates(found_, case_.parameters, *options_.learning_rate);
   }
 
   struct RunOptions {
@@ -243,7 +245,7 @@ class Doctor {
           "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
     } else if (!outcome.finite) {
       tell_forward("the output has inf or NaN in float32 already: precision is not the cause",
-                   "torch::log(x.clamp_min(1e-6));  // look for a log of 0, a division by 0");
+                   "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
     }
     exact_is_finite_ = outcome.finite;
     estimate_batch(outcome, std::nullopt, 0, 1);

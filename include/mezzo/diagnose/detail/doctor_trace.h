@@ -13,6 +13,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
@@ -214,12 +215,14 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   void note_constants(const c10::OperatorHandle& op, OpArguments inputs) {
     if (compares(op_.name)) return;  // also the copy that it makes of the constant
     if (compares(op.operator_name().name)) return;
+    if (is_product(op_.name) && !is_product(op.operator_name().name)) return;
     const auto& arguments = op.schema().arguments();
     for (std::size_t i = 0; i < std::min(arguments.size(), inputs.size()); ++i) {
       const auto value = constant_in(inputs[i], arguments[i]);
       if (!value || !SeenConstant::is_worth_noting(*value)) continue;
-      const auto dtype = computed_in(op, inputs);
+      auto dtype = computed_in(op, inputs);
       if (!dtype) continue;
+      if (holds_result(op.operator_name().name, inputs, i, *value, *dtype)) dtype = at::kFloat;
       add_once(constants_, SeenConstant{.op = full_name(op_),  // the user's, whatever it is made of
                                         .module = place(),
                                         .value = *value,
@@ -242,6 +245,27 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     if (tensor.scalar_type() == at::kDouble) return *tensor.const_data_ptr<double>();
     if (tensor.scalar_type() == at::kFloat) return *tensor.const_data_ptr<float>();
     return std::nullopt;
+  }
+
+  /// Products with a number, which make a copy of it that their kernels do not read.
+  static bool is_product(std::string_view op) {
+    return op == "aten::mul" || op == "aten::mul_" || op == "aten::div" || op == "aten::div_";
+  }
+
+  /// Whether input i is a factor or divisor of a tensor of 16 bits, and `dtype` holds the result:
+  /// libtorch's kernels compute with the number in float32.
+  static bool holds_result(std::string_view op, OpArguments inputs, std::size_t i, double value,
+                           at::ScalarType dtype) {
+    if (!is_product(op) || i > 1 || inputs.size() < 2 || !inputs[1 - i].isTensor()) return false;
+    const bool multiplies = op.starts_with("aten::mul");
+    if (!multiplies && i == 0) return false;
+    const at::NoGradGuard no_grad;
+    const at::DisableRecordFunctionGuard untraced;
+    const at::Tensor& tensor = inputs[1 - i].toTensor();
+    if (!is_readable(tensor) || tensor.scalar_type() != dtype) return false;
+    const double largest = value_ranges({tensor}).front().largest;
+    const double result = multiplies ? largest * value : largest / value;
+    return !overflows(result, dtype) && !vanishes(result, dtype);
   }
 
   /// The dtype in which the op meets its constants; none where it has no floating tensor.

@@ -89,7 +89,7 @@ inline std::string causes_html(const PrecisionRow& row) {
     for (const PrecisionCause& cause : worst_causes(causes, row.single_batch_error, 5)) {
       rows +=
           c10::str("<tr>", td(html_text(row.setting.name)),
-                   td(c10::str(what, " ", html_text(cause.name)), " class=name"),
+                   td(html_text(cause_words(what, cause)), " class=name"),
                    td(digits(row.single_batch_error)), td(digits(cause.error_without)), "</tr>\n");
     }
   };
@@ -113,7 +113,7 @@ inline std::string comparison_html(const PrecisionComparison& comparison) {
   if (!causes.empty()) {
     html += "<h2 style='margin-top:1.2rem'>What costs accuracy</h2>" +
             table_html(
-                "<th>setting</th><th class=name>in float32</th><th>gradient error</th>"
+                "<th>setting</th><th class=name>what runs in float32</th><th>gradient error</th>"
                 "<th>without it</th>",
                 causes);
   }

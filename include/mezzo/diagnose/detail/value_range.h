@@ -20,6 +20,7 @@
 #include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -45,32 +46,40 @@ inline std::vector<at::Tensor> tensors_in(OpArguments values) {
   return tensors;
 }
 
-/// The magnitudes, in a type that has the functions below and holds them.
-inline at::Tensor magnitudes(const at::Tensor& tensor) {
+/// The values, in a type that has the functions below and holds them; of complex ones the
+/// magnitudes.
+inline at::Tensor ordered_values(const at::Tensor& tensor) {
   const at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor;
+  if (values.is_complex()) return values.abs();
   const bool is_narrow = values.element_size() == 1;  // float8 has no arithmetic
-  return (is_narrow ? values.to(at::kFloat) : values).abs();
+  return is_narrow ? values.to(at::kFloat) : values;
+}
+
+inline at::Tensor magnitudes(const at::Tensor& tensor) { return ordered_values(tensor).abs(); }
+
+inline void set_ends(ValueRange& range, double minimum, double maximum, double smallest) {
+  range.minimum = minimum;
+  range.maximum = maximum;
+  range.smallest = smallest;
+  range.largest = std::max(std::abs(minimum), std::abs(maximum));
 }
 
 /// Counts what is not finite, and takes the range of the rest. A second read, of few tensors.
 inline void count_non_finite(const at::Tensor& tensor, ValueRange& range) {
-  const at::Tensor values = magnitudes(tensor);
+  const at::Tensor values = ordered_values(tensor);
   const at::Tensor is_finite = values.isfinite();
-  const at::Tensor negative = tensor.is_complex()
-                                  ? values.ne(values)
-                                  : (tensor.is_sparse() ? tensor._values() : tensor) < 0;
   constexpr double kInf = std::numeric_limits<double>::infinity();
   const at::Tensor known =
       stacked_on_host({values.isinf().sum().to(at::kDouble), values.isnan().sum().to(at::kDouble),
-                       values.isinf().logical_and(negative).sum().to(at::kDouble),
+                       values.isneginf().sum().to(at::kDouble),
                        at::where(is_finite, values, kInf).min().to(at::kDouble),
-                       at::where(is_finite, values, 0.0).max().to(at::kDouble)});
+                       at::where(is_finite, values, -kInf).max().to(at::kDouble),
+                       at::where(is_finite, values.abs(), kInf).min().to(at::kDouble)});
   const double* const number = known.const_data_ptr<double>();
   range.infs = static_cast<std::int64_t>(number[0]);
   range.nans = static_cast<std::int64_t>(number[1]);
   range.negative_infs = static_cast<std::int64_t>(number[2]);
-  range.smallest = nonfinite_bits(number[3]) ? 0 : number[3];
-  range.largest = number[4];
+  if (!nonfinite_bits(number[3])) set_ends(range, number[3], number[4], number[5]);
 }
 
 /// One range a tensor; those that are not readable have no sizes. Waits for the device once, and
@@ -80,9 +89,11 @@ inline std::vector<ValueRange> value_ranges(const std::vector<at::Tensor>& tenso
   std::vector<at::Tensor> ends;
   for (const at::Tensor& tensor : tensors) {
     if (!is_readable(tensor)) continue;
-    const auto [low, high] = at::aminmax(magnitudes(tensor));
+    const at::Tensor values = ordered_values(tensor);
+    const auto [low, high] = at::aminmax(values);
     ends.push_back(low.to(at::kDouble));
     ends.push_back(high.to(at::kDouble));
+    ends.push_back(values.abs().min().to(at::kDouble));
   }
   if (ends.empty()) return ranges;
   const at::Tensor known = stacked_on_host(std::move(ends));
@@ -92,9 +103,13 @@ inline std::vector<ValueRange> value_ranges(const std::vector<at::Tensor>& tenso
     ValueRange& range = ranges[i];
     range.dtype = tensors[i].scalar_type();
     range.sizes = tensors[i].sizes().vec();
-    range.smallest = *number++;
-    range.largest = *number++;
-    if (nonfinite_bits(range.largest)) count_non_finite(tensors[i], range);
+    const double minimum = number[0], maximum = number[1];
+    if (nonfinite_bits(minimum) || nonfinite_bits(maximum)) {
+      count_non_finite(tensors[i], range);
+    } else {
+      set_ends(range, minimum, maximum, number[2]);
+    }
+    number += 3;
   }
   return ranges;
 }

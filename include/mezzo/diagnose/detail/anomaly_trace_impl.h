@@ -1,0 +1,803 @@
+/// \file
+/// What an AnomalyTrace knows of ops and memory, how it judges results, and how it listens.
+#pragma once
+
+#include <mezzo/autocast/detail/op_listener.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/version.h>
+#include <mezzo/diagnose/anomaly.h>
+#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/value_range.h>
+#include <mezzo/diagnose/overflow_report.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+class AnomalyRecorder;
+
+/// What is known of memory, by the bytes that a tensor takes: gradients in a flat bucket share
+/// their storage. While something is known of it memory is not given to other tensors.
+template <class Fact>
+class KnownMemory {
+ public:
+  void note(const at::Tensor& tensor, Fact fact) {
+    if (!tensor.has_storage()) return;
+    forget(tensor);
+    const auto [known, is_new] =
+        known_.try_emplace(tensor.storage().unsafeGetStorageImpl(),
+                           Storage{tensor.storage().getWeakStorageImpl(), {}});
+    const Bytes bytes = bytes_of(tensor);
+    auto& stretches = known->second.stretches;
+    std::erase_if(stretches, [&](const Stretch& one) { return one.bytes == bytes; });
+    stretches.push_back({bytes, std::move(fact)});
+  }
+
+  /// What was noted last of a tensor that shares a byte with this one.
+  const Fact* find(const at::Tensor& tensor) const {
+    if (!tensor.has_storage()) return nullptr;
+    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+    if (found == known_.end()) return nullptr;
+    const Bytes bytes = bytes_of(tensor);
+    const auto& stretches = found->second.stretches;
+    const auto last = std::find_if(stretches.rbegin(), stretches.rend(), [&](const Stretch& one) {
+      return one.bytes.begin < bytes.end && bytes.begin < one.bytes.end;
+    });
+    return last == stretches.rend() ? nullptr : &last->fact;
+  }
+
+  /// Nothing is known any more of what the tensor holds. Does nothing where it has gaps.
+  void forget(const at::Tensor& tensor) {
+    if (!tensor.has_storage() || tensor.is_nested()) return;
+    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+    if (found == known_.end() || !tensor.is_non_overlapping_and_dense()) return;
+    const Bytes gone = bytes_of(tensor);
+    std::vector<Stretch> left;
+    for (const auto& [bytes, fact] : found->second.stretches) {
+      const Bytes before{bytes.begin, std::min(bytes.end, gone.begin)};
+      const Bytes behind{std::max(bytes.begin, gone.end), bytes.end};
+      if (before.begin < before.end) left.push_back({before, fact});
+      if (behind.begin < behind.end) left.push_back({behind, fact});
+    }
+    if (left.empty()) {
+      known_.erase(found);
+    } else {
+      found->second.stretches = std::move(left);
+    }
+  }
+
+ private:
+  struct Bytes {
+    std::int64_t begin = 0, end = 0;  // in the storage
+    bool operator==(const Bytes&) const = default;
+  };
+  struct Stretch {
+    Bytes bytes;
+    Fact fact;
+  };
+  struct Storage {
+    c10::weak_intrusive_ptr<c10::StorageImpl> held;
+    std::vector<Stretch> stretches;
+  };
+
+  /// From a tensor's first element to its last.
+  static Bytes bytes_of(const at::Tensor& tensor) {
+    if (tensor.is_nested()) return {0, static_cast<std::int64_t>(tensor.storage().nbytes())};
+    const auto each = static_cast<std::int64_t>(tensor.element_size());
+    std::int64_t elements = tensor.numel() > 0 ? 1 : 0;
+    for (std::int64_t i = 0; elements > 0 && i < tensor.dim(); ++i) {
+      elements += (tensor.size(i) - 1) * tensor.stride(i);
+    }
+    const std::int64_t begin = tensor.storage_offset() * each;
+    return {begin, begin + elements * each};
+  }
+
+  std::unordered_map<const c10::StorageImpl*, Storage> known_;
+};
+
+/// Parameters by their memory, and by that of copies in another dtype.
+class ParameterMemory {
+ public:
+  explicit ParameterMemory(NamedTensors parameters) : parameters_(std::move(parameters)) {}
+
+  /// The name of the parameter that the tensor is, is a view of, or is a cast copy of.
+  std::string name_of(const at::Tensor& tensor) const {
+    if (!tensor.defined() || !tensor.has_storage()) return {};
+    if (const std::string* const copied = copies_.find(tensor)) return *copied;
+    const c10::StorageImpl* const memory = tensor.storage().unsafeGetStorageImpl();
+    for (const auto& [name, parameter] : parameters_) {
+      if (!parameter.has_storage()) continue;
+      if (parameter.storage().unsafeGetStorageImpl() != memory) continue;
+      const std::int64_t offset = tensor.storage_offset() - parameter.storage_offset();
+      if (offset >= 0 && offset < std::max<std::int64_t>(parameter.numel(), 1)) return name;
+    }
+    return {};
+  }
+
+  /// Calls `copy` what `original` is called.
+  void note_copy(const at::Tensor& original, const at::Tensor& copy) {
+    std::string name = name_of(original);
+    if (!name.empty()) copies_.note(copy, std::move(name));
+  }
+
+ private:
+  NamedTensors parameters_;
+  KnownMemory<std::string> copies_;
+};
+
+/// An op that has begun and not returned.
+struct OpenOp final : at::ObserverContext {
+  OpenOp(std::shared_ptr<AnomalyRecorder> watcher, c10::OperatorHandle called)
+      : recorder(std::move(watcher)), handle(std::move(called)) {}
+
+  std::shared_ptr<AnomalyRecorder> recorder;
+  c10::OperatorHandle handle;
+  OpenOp* outer = nullptr;
+  std::size_t found_before = 0;          // anomalies, when the op began
+  std::vector<c10::IValue> inputs = {};  // as they were, in copies where the op overwrites them
+  std::vector<bool> is_read = {};        // not where the op only writes
+  std::string module = {};
+  bool reads_module = false;
+
+  const std::string& name() const { return handle.schema().name(); }
+};
+
+/// An autograd node that runs, on this thread.
+struct OpenNode final : at::ObserverContext {
+  std::shared_ptr<AnomalyRecorder> outer_recorder = nullptr;
+  OpenNode* outer_node = nullptr;
+  OpenOp* outer_op = nullptr;
+  std::string name = {};
+  std::string module = {};
+  bool reads_module = false;
+};
+
+/// Copies: what they are made of would be named in their place.
+inline bool is_copy(const OpenOp& op) {
+  return op.name() == "aten::_to_copy" || op.name() == "aten::clone";
+}
+
+/// A cast of a number that the program wrote beside a tensor (x * 1e6). Kernels read the number
+/// itself, so that a cast of it to inf reaches no result.
+inline bool casts_number(const OpenOp& op) {
+  return op.name() == "aten::_to_copy" &&
+         op.inputs[0].toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+/// Ops that read the shape of a tensor, not its values: ones_like, new_zeros.
+inline bool reads_shape_alone(const OpenOp& op) {
+  const std::string_view name = op.name();
+  return name.ends_with("_like") || name.starts_with("aten::new_");
+}
+
+/// Ops whose result is somebody else's: a view, uninitialised memory, or that of ops inside.
+inline bool computes(const c10::OperatorHandle& op) {
+  const c10::FunctionSchema& schema = op.schema();
+  const std::string_view name = schema.name();
+  for (const std::string_view other : {"aten::empty", "aten::new_empty", "aten::resize",
+                                       "aten::set_", "aten::_efficientzerotensor"}) {
+    if (name.starts_with(other)) return false;
+  }
+  if (op.hasTag(at::Tag::inplace_view)) return false;
+  const auto& returns = schema.returns();
+  if (!schema.is_mutable() && !returns.empty() && returns[0].alias_info() != nullptr) {
+    return false;
+  }
+  return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+/// Whether the op's first output alone is its result. The others are for its backward pass and may
+/// hold -inf by design: log_alpha of paths that CTC rules out, logsumexp of rows that are masked.
+inline bool results_in_first(const OpenOp& op) {
+  const std::string_view name = op.name();
+  constexpr std::array<std::string_view, 5> kOps = {
+      "aten::_ctc_loss", "aten::_cudnn_ctc_loss", "aten::_efficient_attention_forward",
+      "aten::_flash_attention_forward", "aten::_cudnn_attention_forward"};
+  if (std::find(kOps.begin(), kOps.end(), name) != kOps.end()) return true;
+  return name.starts_with("aten::_scaled_dot_product_") && !name.ends_with("_backward");
+}
+
+/// An eps that was added, or clamped to, and that a dtype of 16 bits rounds to 0: float32 would
+/// hold it.
+inline std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype) {
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return std::nullopt;
+  constexpr std::array<std::string_view, 8> kOps = {
+      "aten::add",   "aten::add_",   "aten::sub",       "aten::sub_",
+      "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_"};
+  if (std::find(kOps.begin(), kOps.end(), op.name()) == kOps.end()) return std::nullopt;
+  for (const c10::IValue& input : op.inputs) {
+    if (input.isDouble() && vanishes(input.toDouble(), dtype)) return input.toDouble();
+  }
+  return std::nullopt;
+}
+
+/// Takes what ops and nodes return, in their order.
+///
+/// What an op made is found at once. It counts while some memory carries it that no op has read
+/// and made finite: 1 / (1 + exp(100)) is 0, and nothing is wrong.
+class AnomalyJudge {
+ public:
+  static constexpr std::size_t kMostTold = 4;
+  static constexpr std::size_t kMostCarried = 32;  // then nothing is read any more
+
+  AnomalyJudge(const torch::nn::Module& model, AnomalyTraceOptions options)
+      : parameters_(name_parameters(model)), options_(std::move(options)) {
+    note_old_gradients(model);
+  }
+
+  std::vector<Anomaly> anomalies() const {
+    std::vector<Anomaly> told;
+    for (const Found& found : found_) {
+      if (!found.carriers.empty() && told.size() < kMostTold) told.push_back(found.anomaly);
+    }
+    return told;
+  }
+  std::deque<AnomalyFrame> frames() const {
+    for (const Found& found : found_) {
+      if (!found.carriers.empty()) return found.frames;
+    }
+    return frames_;
+  }
+  std::size_t found() const { return found_.size(); }
+  bool is_full() const {
+    const auto counts = [](const Found& found) { return !found.carriers.empty(); };
+    return std::count_if(found_.begin(), found_.end(), counts) >= std::ptrdiff_t{kMostCarried};
+  }
+  std::string parameter_of(const at::Tensor& tensor) const { return parameters_.name_of(tensor); }
+
+  /// A copy of which all is known that is known of the original.
+  at::Tensor copied(const at::Tensor& tensor) {
+    at::Tensor copy = tensor.clone();
+    if (const Memory* const known = memory_.find(tensor)) memory_.note(copy, *known);
+    originals_.note(copy, memory_of(tensor));
+    parameters_.note_copy(tensor, copy);
+    return copy;
+  }
+
+  /// What `op` returned, in this node.
+  void take(const OpenOp& op, const OpenNode* node, std::vector<at::Tensor> outputs) {
+    if (results_in_first(op) && outputs.size() > 1) outputs.resize(1);
+    if (is_copy(op) && outputs.size() == 1) {
+      parameters_.note_copy(op.inputs[0].toTensor(), outputs[0]);
+    }
+    if (!computes(op.handle) || !std::any_of(outputs.begin(), outputs.end(), is_readable)) return;
+    if (casts_number(op)) return;
+    AnomalyFrame frame = frame_of(op, node);
+    frame.outputs = value_ranges(outputs);
+    if (const auto scalar = lost_scalar(op, frame.outputs[0].dtype)) {
+      lost_scalars_.note(outputs[0], *scalar);
+    }
+    const at::ScalarType dtype = frame.outputs[0].dtype;
+    ran_in_16_bits_ = ran_in_16_bits_ || dtype == at::kHalf || dtype == at::kBFloat16;
+    if (all_finite(frame.outputs)) {
+      forgive(op);
+      for (const at::Tensor& output : outputs)
+        memory_.forget(output);  // gradients set to zero, say
+      keep(op, std::move(frame));
+    } else {
+      judge(op, frame, outputs);
+    }
+  }
+
+  /// What came into a node.
+  void take(const OpenNode& node, const std::vector<at::Tensor>& gradients) {
+    const std::vector<ValueRange> ranges = value_ranges(gradients);
+    bool is_new = false;
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      if (ranges[i].is_finite() || is_bad(gradients[i])) continue;
+      is_new = true;
+    }
+    if (!is_new) return;
+    AnomalyFrame frame{.op = node.name,
+                       .node = node.name,
+                       .module = node.module,
+                       .reads_module = node.reads_module,
+                       .outputs = ranges};
+    add({.frame = std::move(frame), .inputs = ranges, .cause = AnomalyCause::arrived}, gradients);
+  }
+
+ private:
+  enum class Memory : std::uint8_t {
+    bad,     // an anomaly, or what it spread to
+    masked,  // holds inf that the program asked for
+  };
+  struct Found {
+    Anomaly anomaly;
+    std::deque<AnomalyFrame> frames;                       // before it
+    std::unordered_set<const c10::StorageImpl*> carriers;  // that no op has made finite
+  };
+
+  static AnomalyFrame frame_of(const OpenOp& op, const OpenNode* node) {
+    const OpenOp* outermost = &op;
+    while (outermost->outer != nullptr) outermost = outermost->outer;
+    const std::string& name = op.name();
+    const std::string& caller = outermost->name();
+    return {.op = name,
+            .caller = caller == name ? std::string() : caller,
+            .node = node != nullptr ? node->name : std::string(),
+            .module = op.module,
+            .reads_module = op.reads_module};
+  }
+
+  /// What the step before left in `.grad` is no anomaly of this one.
+  void note_old_gradients(const torch::nn::Module& model) {
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& parameter : model.parameters()) {
+      if (parameter.defined()) gradients.push_back(parameter.grad());
+    }
+    const std::vector<ValueRange> ranges = value_ranges(gradients);
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
+    }
+  }
+
+  /// Not of ops inside one that computes: they are how it does so.
+  void keep(const OpenOp& op, AnomalyFrame frame) {
+    if (options_.frames == 0) return;
+    for (const OpenOp* outer = op.outer; outer != nullptr; outer = outer->outer) {
+      if (computes(outer->handle)) return;
+    }
+    if (frames_.size() == options_.frames) frames_.pop_front();
+    frames_.push_back(std::move(frame));
+  }
+
+  /// Whether what is not finite began here.
+  void judge(const OpenOp& op, AnomalyFrame& frame, const std::vector<at::Tensor>& outputs) {
+    const std::vector<at::Tensor> read = tensors_read(op);
+    const auto bad = [this](const at::Tensor& tensor) { return is_bad(tensor); };
+    Anomaly anomaly;
+    if (std::any_of(read.begin(), read.end(), bad)) {
+      spread(read, outputs, frame.outputs);
+      return;
+    }
+    anomaly.inputs = value_ranges(read);
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      anomaly.inputs[i].parameter = parameter_of(read[i]);
+    }
+    if (is_asked_for(op, frame.outputs, read, anomaly.inputs)) {
+      forgive(op);
+      for (std::size_t i = 0; i < outputs.size(); ++i) {
+        if (!frame.outputs[i].is_finite()) memory_.note(outputs[i], Memory::masked);
+      }
+      keep(op, std::move(frame));
+      return;
+    }
+    if (std::any_of(outputs.begin(), outputs.end(), bad)) {  // by an op inside of this one
+      spread(outputs, outputs, frame.outputs);
+      return;
+    }
+    if (reads_scratch(op, read, anomaly.inputs)) return;
+    anomaly.frame = std::move(frame);
+    anomaly.after_low_precision = ran_in_16_bits_;
+    for (const at::Tensor& tensor : read) {
+      if (const double* const lost = lost_scalars_.find(tensor)) anomaly.lost_scalar = *lost;
+    }
+    if (!arrived(read, anomaly)) find_cause(op, anomaly);
+    add(std::move(anomaly), outputs);
+  }
+
+  /// The outputs carry what the op read.
+  void spread(const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& outputs,
+              const std::vector<ValueRange>& ranges) {
+    for (Found& found : found_) {
+      bool was_read = false;
+      for (const at::Tensor& tensor : read)
+        was_read = found.carriers.erase(memory_of(tensor)) > 0 || was_read;
+      if (was_read) carry(found, outputs, ranges);
+    }
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (!ranges[i].is_finite()) memory_.note(outputs[i], Memory::bad);
+    }
+  }
+
+  void carry(Found& found, const std::vector<at::Tensor>& tensors,
+             const std::vector<ValueRange>& ranges) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      if (ranges[i].is_finite()) continue;
+      memory_.note(tensors[i], Memory::bad);
+      found.carriers.insert(memory_of(tensors[i]));
+    }
+  }
+
+  /// The op's result is finite, or a mask: what it read is no anomaly on that account, and what ops
+  /// inside of it made is none.
+  void forgive(const OpenOp& op) {
+    for (std::size_t i = op.found_before; i < found_.size(); ++i) found_[i].carriers.clear();
+    if (op.found_before == 0 || reads_shape_alone(op)) return;
+    for (const at::Tensor& tensor : tensors_read(op)) {
+      if (!is_bad(tensor)) continue;
+      for (Found& found : found_) found.carriers.erase(memory_of(tensor));
+    }
+  }
+
+  static std::vector<at::Tensor> tensors_read(const OpenOp& op) {
+    std::vector<at::Tensor> read;
+    for (std::size_t i = 0; i < op.inputs.size(); ++i) {
+      if (!op.is_read[i]) continue;
+      for_each_tensor(OpArguments(&op.inputs[i], 1), [&](const at::Tensor& tensor) {
+        if (is_readable(tensor)) read.push_back(tensor);
+      });
+    }
+    return read;
+  }
+
+  /// Whether what is not finite was in memory that the op around this one made itself: mean in half
+  /// copies its result before it is written, for one.
+  bool reads_scratch(const OpenOp& op, const std::vector<at::Tensor>& read,
+                     const std::vector<ValueRange>& ranges) const {
+    const OpenOp* around = nullptr;  // not autocast's own kernel of the same op
+    for (const OpenOp* outer = op.outer; outer != nullptr; outer = outer->outer) {
+      if (outer->name() != op.name() && computes(outer->handle)) around = outer;
+    }
+    if (around == nullptr) return false;
+    std::vector<const c10::StorageImpl*> given;
+    for_each_tensor(OpArguments(around->inputs.data(), around->inputs.size()),
+                    [&](const at::Tensor& tensor) { given.push_back(memory_of(tensor)); });
+    bool is_scratch = false;
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      if (ranges[i].is_finite() || memory_.find(read[i]) != nullptr) continue;
+      if (std::find(given.begin(), given.end(), memory_of(read[i])) != given.end()) return false;
+      is_scratch = true;
+    }
+    return is_scratch;
+  }
+
+  /// The tensor's memory; of what `copied` made, that of the original.
+  const c10::StorageImpl* memory_of(const at::Tensor& tensor) const {
+    if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+    const c10::StorageImpl* const* const original = originals_.find(tensor);
+    return original != nullptr ? *original : tensor.storage().unsafeGetStorageImpl();
+  }
+
+  /// Whether an input was not finite already, other than by what the program asked for.
+  bool arrived(const std::vector<at::Tensor>& read, Anomaly& anomaly) {
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      const bool is_mask = memory_.find(read[i]) != nullptr;  // bad ones do not come here
+      if (anomaly.inputs[i].is_finite() || is_mask) continue;
+      anomaly.cause = AnomalyCause::arrived;
+      memory_.note(read[i], Memory::bad);
+    }
+    return anomaly.cause == AnomalyCause::arrived;
+  }
+
+  /// Whether each inf of the result came as a scalar or is carried on. Of memory that no op wrote
+  /// -inf alone is taken for a mask.
+  bool is_asked_for(const OpenOp& op, const std::vector<ValueRange>& outputs,
+                    const std::vector<at::Tensor>& read,
+                    const std::vector<ValueRange>& inputs) const {
+    bool asks_for_low = false, asks_for_high = false;
+    for (const c10::IValue& input : op.inputs) {
+      const double value = input.isDouble() ? input.toDouble() : 0;
+      asks_for_low = asks_for_low || (nonfinite_bits(value) && value < 0);
+      asks_for_high = asks_for_high || (nonfinite_bits(value) && value > 0);
+    }
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].is_finite()) continue;
+      const bool is_known = memory_.find(read[i]) != nullptr;
+      const bool is_high = inputs[i].infs > inputs[i].negative_infs;
+      if (inputs[i].nans > 0 || !inputs[i].parameter.empty()) return false;
+      if (is_high && !is_known) return false;
+      asks_for_low = asks_for_low || is_known || inputs[i].negative_infs > 0;
+      asks_for_high = asks_for_high || is_known;
+    }
+    return std::all_of(outputs.begin(), outputs.end(), [&](const ValueRange& range) {
+      const bool is_high = range.infs > range.negative_infs;
+      return range.nans == 0 && (!is_high || asks_for_high) &&
+             (range.negative_infs == 0 || asks_for_low);
+    });
+  }
+
+  void find_cause(const OpenOp& op, Anomaly& anomaly) const {
+    const auto bad = std::find_if(anomaly.frame.outputs.begin(), anomaly.frame.outputs.end(),
+                                  [](const ValueRange& range) { return !range.is_finite(); });
+    const at::ScalarType wide = wider_dtype(bad->dtype);
+    auto outputs = run_again(op.handle, op.inputs, wide);
+    if (!outputs.has_value()) return;
+    if (results_in_first(op)) outputs->resize(1);
+    anomaly.wide_dtype = wide;
+    anomaly.wide_outputs = std::move(*outputs);
+    if (!all_finite(anomaly.wide_outputs)) {
+      anomaly.cause = AnomalyCause::model;
+      return;
+    }
+    anomaly.cause = AnomalyCause::low_precision;
+    if (!anomaly.frame.is_backward() || options_.loss_scale == nullptr) return;
+    anomaly.loss_scale = options_.loss_scale();
+    double largest = 0;
+    for (const ValueRange& range : anomaly.wide_outputs) largest = std::max(largest, range.largest);
+    if (anomaly.loss_scale > 1 && !overflows(largest / anomaly.loss_scale, bad->dtype)) {
+      anomaly.cause = AnomalyCause::loss_scale;
+    }
+  }
+
+  void add(Anomaly anomaly, const std::vector<at::Tensor>& carriers) {
+    anomaly.rank = options_.rank;
+    const std::vector<ValueRange> ranges = anomaly.frame.outputs;
+    found_.push_back({std::move(anomaly), frames_, {}});
+    carry(found_.back(), carriers, ranges);
+  }
+
+  bool is_bad(const at::Tensor& tensor) const {
+    const Memory* const known = memory_.find(tensor);
+    return known != nullptr && *known == Memory::bad;
+  }
+
+  ParameterMemory parameters_;
+  AnomalyTraceOptions options_;
+  KnownMemory<Memory> memory_;
+  KnownMemory<const c10::StorageImpl*> originals_;
+  KnownMemory<double> lost_scalars_;  // what an op read that its dtype does not hold
+  std::deque<AnomalyFrame> frames_;
+  std::vector<Found> found_;
+  bool ran_in_16_bits_ = false;
+};
+
+/// What a thread is in the midst of.
+struct WatchedThread {
+  std::shared_ptr<AnomalyRecorder> recorder = nullptr;
+  OpenOp* op = nullptr;
+  OpenNode* node = nullptr;
+  OpenNode last_node = {};
+
+  /// The node that ops belong to. Between two nodes autograd itself runs some: it sums a gradient
+  /// to its shape, or adds two.
+  const OpenNode* node_of_ops() const {
+    if (node != nullptr) return node;
+    const bool is_backward = torch::autograd::get_current_graph_task_id() >= 0;
+    return is_backward && !last_node.name.empty() ? &last_node : nullptr;
+  }
+};
+
+inline WatchedThread& watched_thread() {
+  static thread_local WatchedThread thread;
+  return thread;
+}
+
+/// Makes what a callback computes invisible: to callbacks, autograd and autocast.
+class Unwatched {
+ private:
+  at::DisableRecordFunctionGuard no_callbacks_;
+  at::NoGradGuard no_grad_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+};
+
+class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
+ public:
+  AnomalyRecorder(const torch::nn::Module& model, AnomalyTraceOptions options)
+      : judge_(model, std::move(options)) {}
+
+  void start() {
+    WatchedThread& thread = watched_thread();
+    TORCH_CHECK(
+        thread.recorder == nullptr,
+        "AnomalyTrace: this thread has one already; let that one end before another is made");
+    thread.recorder = shared_from_this();
+    {
+      const std::scoped_lock lock(of_threads().mutex);
+      of_threads().recorders[thread_] = shared_from_this();
+    }
+    callback_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&AnomalyRecorder::begin, &AnomalyRecorder::end)
+            .needsInputs(true)
+            .needsOutputs(true)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
+  }
+
+  void stop() {
+    at::removeCallback(callback_);
+    const std::scoped_lock lock(of_threads().mutex);
+    of_threads().recorders.erase(thread_);
+    watched_thread().recorder = nullptr;
+  }
+
+  std::vector<Anomaly> anomalies() const {
+    const std::scoped_lock lock(mutex_);
+    return judge_.anomalies();
+  }
+  std::vector<AnomalyFrame> frames() const {
+    const std::scoped_lock lock(mutex_);
+    const std::deque<AnomalyFrame> frames = judge_.frames();
+    return {frames.begin(), frames.end()};
+  }
+  bool saw_backward() const { return saw_backward_; }
+
+ private:
+  /// Autograd runs nodes of a device on a thread of its own, with this thread's callbacks. A node
+  /// knows the thread that made it.
+  struct Threads {
+    std::mutex mutex;
+    std::map<std::uint64_t, std::shared_ptr<AnomalyRecorder>> recorders;
+  };
+  static Threads& of_threads() {
+    static Threads threads;
+    return threads;
+  }
+  static std::shared_ptr<AnomalyRecorder> recorder_of(std::uint64_t thread) {
+    const std::scoped_lock lock(of_threads().mutex);
+    const auto found = of_threads().recorders.find(thread);
+    return found == of_threads().recorders.end() ? nullptr : found->second;
+  }
+
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+    if (function.scope() == at::RecordScope::BACKWARD_FUNCTION) return begin_node(function);
+    return begin_op(function);
+  }
+
+  static void end(const at::RecordFunction& function, at::ObserverContext* context) {
+    WatchedThread& thread = watched_thread();
+    if (auto* const op = dynamic_cast<OpenOp*>(context)) {
+      thread.op = op->outer;
+      if (op->recorder->is_full_) return;
+      const Unwatched unwatched;
+      op->recorder->leave(*op, thread.node_of_ops(), function.outputs());
+    } else if (auto* const node = dynamic_cast<OpenNode*>(context)) {
+      thread.recorder = node->outer_recorder;
+      thread.last_node.name = node->name;
+      thread.last_node.module = node->module;
+      thread.last_node.reads_module = node->reads_module;
+      thread.node = node->outer_node;
+      thread.op = node->outer_op;
+    }
+  }
+
+  static std::unique_ptr<at::ObserverContext> begin_node(const at::RecordFunction& function) {
+    WatchedThread& thread = watched_thread();
+    auto node = std::make_unique<OpenNode>();
+    node->outer_recorder = thread.recorder;
+    node->outer_node = thread.node;
+    node->outer_op = thread.op;
+    node->name = function.name();
+    auto recorder = thread.recorder;
+    if (recorder == nullptr) recorder = recorder_of(function.forwardThreadId());
+    if (recorder != nullptr) {
+      const Unwatched unwatched;
+      recorder->enter_node(*node, function);
+    }
+    // Not before: libtorch swallows what is thrown here, and then nothing of the node is kept.
+    thread.recorder = std::move(recorder);
+    thread.node = node.get();
+    thread.op = nullptr;
+    return node;
+  }
+
+  static std::unique_ptr<at::ObserverContext> begin_op(const at::RecordFunction& function) {
+    WatchedThread& thread = watched_thread();
+    if (thread.recorder == nullptr || thread.recorder->is_full_) return nullptr;
+    const auto name = function.operator_name();
+    if (!name.has_value() || (thread.op != nullptr && is_copy(*thread.op))) return nullptr;
+    const auto handle = c10::Dispatcher::singleton().findSchema(*name);
+    if (!handle.has_value()) return nullptr;
+    auto op = std::make_unique<OpenOp>(thread.recorder, *handle);
+    op->outer = thread.op;
+    const Unwatched unwatched;
+    op->recorder->enter(*op, recorded_inputs(function), function.seqNr(), thread.node_of_ops());
+    thread.op = op.get();
+    return op;
+  }
+
+  void enter_node(OpenNode& node, const at::RecordFunction& function) {
+    saw_backward_ = true;
+    const std::scoped_lock lock(mutex_);
+    const auto made = made_by_.find(function.seqNr());
+    if (made != made_by_.end()) std::tie(node.module, node.reads_module) = made->second;
+    if (is_full_) return;
+    judge_.take(node, tensors_in(recorded_inputs(function)));
+    is_full_ = judge_.is_full();
+  }
+
+  void enter(OpenOp& op, OpArguments inputs, std::int64_t sequence, const OpenNode* node) {
+    const std::scoped_lock lock(mutex_);
+    op.found_before = judge_.found();
+    op.inputs.assign(inputs.begin(), inputs.end());
+    op.is_read.assign(inputs.size(), true);
+    const c10::FunctionSchema& schema = op.handle.schema();
+    if (schema.is_mutable() && schema.arguments().size() == inputs.size()) keep_overwritten(op);
+    find_module(op, inputs, node);
+    if (sequence >= 0 && node == nullptr) made_by_[sequence] = {op.module, op.reads_module};
+  }
+
+  void leave(const OpenOp& op, const OpenNode* node, const std::vector<c10::IValue>& returned) {
+    const std::scoped_lock lock(mutex_);
+    judge_.take(op, node, tensors_in(OpArguments(returned.data(), returned.size())));
+    is_full_ = judge_.is_full();
+  }
+
+  /// Copies what the op writes to, as what it reads: by its schema, or because an out argument is
+  /// the same tensor.
+  void keep_overwritten(OpenOp& op) {
+    const c10::FunctionSchema& schema = op.handle.schema();
+    std::vector<const c10::StorageImpl*> written;
+    const auto memory_of = [](const c10::IValue& value) -> const c10::StorageImpl* {
+      const bool has_memory =
+          value.isTensor() && is_readable(value.toTensor()) && value.toTensor().has_storage();
+      return has_memory ? value.toTensor().storage().unsafeGetStorageImpl() : nullptr;
+    };
+    for (std::size_t i = 0; i < op.inputs.size(); ++i) {
+      const c10::Argument& argument = schema.arguments()[i];
+      if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) continue;
+      written.push_back(memory_of(op.inputs[i]));
+      op.is_read[i] = !argument.is_out() && op.name() != "aten::copy_" &&
+                      op.name() != "aten::fill_" && op.name() != "aten::zero_";
+    }
+    for (std::size_t i = 0; i < op.inputs.size(); ++i) {
+      const c10::StorageImpl* const memory = memory_of(op.inputs[i]);
+      const bool is_written = std::find(written.begin(), written.end(), memory) != written.end();
+      if (memory != nullptr && is_written && op.is_read[i]) {
+        op.inputs[i] = judge_.copied(op.inputs[i].toTensor());
+      }
+    }
+  }
+
+  void find_module(OpenOp& op, OpArguments inputs, const OpenNode* node) {
+    for_each_tensor(inputs, [&](const at::Tensor& tensor) {
+      if (op.reads_module) return;
+      const std::string parameter = judge_.parameter_of(tensor);
+      if (parameter.empty()) return;
+      op.module = layer_name(parameter);
+      op.reads_module = true;
+    });
+    if (!op.reads_module && op.outer != nullptr) {
+      op.module = op.outer->module;
+      op.reads_module = op.outer->reads_module;
+    }
+    if (node != nullptr) {
+      if (node->module.empty()) return;
+      op.module = node->module;
+      op.reads_module = node->reads_module;
+    } else if (op.reads_module) {
+      last_module_ = op.module;
+    } else {
+      op.module = last_module_;
+    }
+  }
+
+  std::uint64_t thread_ = at::RecordFunction::currentThreadId();
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
+  std::atomic<bool> saw_backward_ = false;
+  std::atomic<bool> is_full_ = false;
+
+  mutable std::mutex mutex_;  // of what follows: devices have threads of their own
+  AnomalyJudge judge_;
+  // By a node's number: the module of the op that made it, and whether that reads its parameters.
+  std::unordered_map<std::int64_t, std::pair<std::string, bool>> made_by_;
+  std::string last_module_;
+};
+
+}  // namespace detail
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
