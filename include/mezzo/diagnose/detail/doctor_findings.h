@@ -180,9 +180,9 @@ inline void add_output(Diagnosis& diagnosis) {
                           ": a loss that is computed outside of the region is rounded to it, or "
                           "backward throws; compute the loss inside, or let results leave the "
                           "region as float32"),
-       .remedy = c10::str("auto result = mezzo::autocast({.device = ",
-                          cpp_name(diagnosis.device.type()),
-                          ", .output = torch::kFloat}, [&] { return model->forward(x); });")});
+       .remedy =
+           c10::str("auto result = mezzo::autocast({.device = ", cpp_name(diagnosis.device.type()),
+                    ", .output = torch::kFloat}, [&] { return model->forward(x); });")});
 }
 
 /// The share of values that stay what they are when `step` is added, and when it is subtracted; the
