@@ -91,6 +91,24 @@ inline std::pair<std::string, std::string> first_difference(const std::string& a
   }
 }
 
+/// Throws for the first rank whose `words_of_step` are not rank 0's. All ranks, of which one at
+/// least has other words, call it together.
+[[noreturn]] inline void throw_other_step(const char* caller, const std::string& words,
+                                          const c10::intrusive_ptr<c10d::Backend>& group,
+                                          at::Device device) {
+  const std::vector<std::string> texts = gather_texts(words, group, device);
+  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
+    if (texts[rank] == texts[0]) continue;
+    const auto [theirs, firsts] = first_difference(texts[rank], texts[0]);
+    TORCH_CHECK(false, caller, " on rank ", group->getRank(), ": rank ", rank,
+                " steps with another \"", theirs, "\" than rank 0, which has \"", firsts,
+                "\"; give the loss scale and the optimizer the same options, schedule and file on "
+                "all ranks, and begin again from a checkpoint");
+  }
+  TORCH_CHECK(false, caller, " on rank ", group->getRank(),
+              ": the ranks' steps differ; begin again from a checkpoint on all ranks");
+}
+
 }  // namespace detail
 
 inline void broadcast_parameters(const NamedTensors& tensors,
