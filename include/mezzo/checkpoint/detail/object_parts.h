@@ -2,12 +2,15 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/optimizer_identity.h>
 #include <mezzo/checkpoint/detail/part_of.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
+#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/optimizer_interface.h>
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -58,9 +61,11 @@ class ArchivePart : public CheckpointPart {
 class ObjectPart final : public ArchivePart {
  public:
   ObjectPart(std::function<void(torch::serialize::OutputArchive&)> put,
-             std::function<void(torch::serialize::InputArchive&)> take)
-      : put_(std::move(put)), take_(std::move(take)) {}
+             std::function<void(torch::serialize::InputArchive&)> take,
+             std::function<bool()> differs_by_rank)
+      : put_(std::move(put)), take_(std::move(take)), differs_(std::move(differs_by_rank)) {}
   const char* kind() const override { return "object"; }
+  std::string value_in_common() const override { return differs_() ? "" : crc_of(save()); }
 
  protected:
   void put(torch::serialize::OutputArchive& archive) const override { put_(archive); }
@@ -69,6 +74,7 @@ class ObjectPart final : public ArchivePart {
  private:
   std::function<void(torch::serialize::OutputArchive&)> put_;
   std::function<void(torch::serialize::InputArchive&)> take_;
+  std::function<bool()> differs_;
 };
 
 class OptimizerPart final : public ArchivePart {
@@ -77,6 +83,13 @@ class OptimizerPart final : public ArchivePart {
   const char* kind() const override { return "optimizer"; }
   std::string identity(const std::vector<NamedPart>& parts) const override {
     return optimizer_identity(optimizer_, parts);
+  }
+
+  /// The options and the number of steps, and a checksum of a state that is not shared out.
+  std::string value_in_common() const override {
+    std::string words = words_of_step(optimizer_, /*scale=*/{});
+    const bool is_sharded = optimizer_.mezzos() != nullptr && optimizer_.mezzos()->is_sharded();
+    return is_sharded ? words : words + "state " + crc_of(save());
   }
 
   /// A split master is the parameter and the rest of it: an average with that rest would be none.
@@ -137,6 +150,16 @@ class ModulePart final : public ArchivePart {
     return lines.str();
   }
 
+  /// Of the parameters alone: each rank's forward passes change its buffers.
+  std::string value_in_common() const override {
+    c10::impl::GenericList list(c10::AnyType::get());
+    for (const auto& item : module_()->named_parameters()) {
+      check_module_tensor("parameter \"" + item.key() + '"', item.value());
+      list.push_back(savable(item.value()));
+    }
+    return "parameters " + crc_of({c10::IValue(list)});
+  }
+
   void each_parameter(const VisitParameter& visit) const override {
     for (const auto& item : module_()->named_parameters()) visit(item.key(), item.value());
   }
@@ -191,8 +214,9 @@ MEZZO_INLINE PartPointer optimizer_part(AnyOptimizer optimizer) {
 }
 
 MEZZO_INLINE PartPointer archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
-                                      std::function<void(torch::serialize::InputArchive&)> take) {
-  return std::make_shared<ObjectPart>(std::move(put), std::move(take));
+                                      std::function<void(torch::serialize::InputArchive&)> take,
+                                      std::function<bool()> differs_by_rank) {
+  return std::make_shared<ObjectPart>(std::move(put), std::move(take), std::move(differs_by_rank));
 }
 
 MEZZO_INLINE std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module) {

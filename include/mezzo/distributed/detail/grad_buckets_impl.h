@@ -703,6 +703,8 @@ inline GradBuckets::NoSync::NoSync(GradBuckets& buckets) : buckets_(detail::shar
   buckets_->add_no_sync(1);
 }
 
-inline GradBuckets::NoSync::~NoSync() { buckets_->add_no_sync(-1); }
+inline GradBuckets::NoSync::~NoSync() {
+  if (buckets_ != nullptr) buckets_->add_no_sync(-1);
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
