@@ -18,10 +18,13 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <sstream>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -48,11 +51,13 @@ class ArchivePart : public CheckpointPart {
   }
 
   std::function<void()> load(SavedValue saved) const final {
+    check(saved);
     const auto archive = std::make_shared<torch::serialize::InputArchive>(archive_of(saved));
     return [this, archive] { take(*archive); };
   }
 
  protected:
+  virtual void check(const SavedValue& saved) const { (void)saved; }
   virtual void put(torch::serialize::OutputArchive& archive) const = 0;
   virtual void take(torch::serialize::InputArchive& archive) const = 0;
 };
@@ -189,7 +194,41 @@ class ModulePart final : public ArchivePart {
   }
   void take(torch::serialize::InputArchive& archive) const override { module_()->load(archive); }
 
+  /// \throws c10::Error where the file has two values for a parameter that this module has under
+  ///   two names: the value that is read last would be taken for both
+  void check(const SavedValue& saved) const override {
+    std::unordered_map<const c10::TensorImpl*, std::pair<std::string, std::string>> seen;
+    for_each_tensor([&](const char*, const std::string& name, const at::Tensor& tensor) {
+      const at::Tensor read = tensor_at(saved.value, name);
+      if (!read.defined()) return;
+      auto& [first, crc] = seen[tensor.unsafeGetTensorImpl()];
+      if (first.empty()) {
+        first = name;
+        return;
+      }
+      if (crc.empty()) crc = crc_of({c10::IValue(savable(tensor_at(saved.value, first)))});
+      TORCH_CHECK(crc == crc_of({c10::IValue(savable(read))}), "the file has one value for \"",
+                  first, "\" and another for \"", name,
+                  "\", which are one tensor in this model; load it into a model that does not "
+                  "tie them, and copy the value that you want");
+    });
+  }
+
  private:
+  /// Returns the tensor at a name with dots, undefined where the file has none.
+  static at::Tensor tensor_at(c10::IValue value, std::string_view name) {
+    while (value.isGenericDict()) {
+      const auto dict = value.toGenericDict();
+      const std::size_t dot = name.find('.');
+      const auto found = dict.find(std::string(name.substr(0, dot)));
+      if (found == dict.end()) return {};
+      value = found->value();
+      if (dot == std::string_view::npos) break;
+      name.remove_prefix(dot + 1);
+    }
+    return value.isTensor() ? value.toTensor() : at::Tensor();
+  }
+
   template <class F>
   void for_each_tensor(const F& visit) const {
     const auto owned = module_();
