@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <signal.h>
 #include <sys/wait.h>
 
 #include <array>
@@ -91,6 +92,12 @@ TEST_P(WatchdogFaults, EveryRankThatIsLeftEndsInTimeNamingRankAndCollective) {
   const std::string victim = "rank " + std::to_string(fault.victim);
   // Of mpirun that recovers 0 is all that can be had.
   EXPECT_EQ(outcome.status == 0, fault.recovery);
+  if (!fault.recovery && fault.what == "kill") {
+    EXPECT_EQ(outcome.status, 128 + SIGKILL);
+  }
+  if (fault.what == "stop" || fault.what == "hang") {
+    EXPECT_EQ(outcome.status, 75) << "try again";
+  }
   // heartbeat_timeout is 2 s, collective_timeout 2.2, and an interval 0.2; the rest is mpirun's and
   // the machine's.
   ASSERT_GE(outcome.seconds, 0.) << "no rank went wrong";

@@ -32,6 +32,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 void broadcast_parameters(const NamedTensors& tensors, c10::intrusive_ptr<c10d::Backend> group,
                           int root = 0);
 
+/// Compares a number that is to be the same on all ranks, such as of an epoch's batches: a rank
+/// with fewer would leave the others waiting, or meet them an epoch further. All ranks call it.
+///
+///     mezzo::require_equal(world, "batches", batches_of_this_rank);
+///
+/// \throws c10::Error, on every rank, naming the first rank whose number is not rank 0's
+void require_equal(c10::intrusive_ptr<c10d::Backend> group, const std::string& what, int64_t own);
+
 namespace detail {
 
 /// A line a tensor; a name with a line break of its own only makes a line more.
@@ -110,6 +118,17 @@ inline std::pair<std::string, std::string> first_difference(const std::string& a
 }
 
 }  // namespace detail
+
+inline void require_equal(c10::intrusive_ptr<c10d::Backend> group, const std::string& what,
+                          int64_t own) {
+  const int here = detail::checked(group, "require_equal")->getRank();
+  const auto all = detail::gather_texts(std::to_string(own), group, detail::device_of(*group));
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    TORCH_CHECK(all[rank] == all[0], "require_equal on rank ", here, ": rank ", rank, " has ",
+                all[rank], " ", what, " where rank 0 has ", all[0],
+                "; give all ranks as many: DistributedRandomSampler deals samples so");
+  }
+}
 
 inline void broadcast_parameters(const NamedTensors& tensors,
                                  c10::intrusive_ptr<c10d::Backend> group, int root) {
