@@ -65,20 +65,6 @@ int throw_on_the_last_rank() {
   return 1;
 }
 
-/// The last rank takes fewer steps than the others, and ends; or throws, and somebody catches it.
-int leave_the_others(bool throws) {
-  const mezzo::MpiEnvironment mpi;
-  const Ranks world = everyone();
-  try {
-    const bool is_last = world->getRank() == world->getSize() - 1;
-    for (int step = 0; step < (is_last ? 3 : 4); ++step) barrier(world);
-    if (throws && is_last) throw std::runtime_error("the words of the exception");
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
-  }
-  return 0;
-}
-
 int make_a_group_without_threads() {
   MPI_Init(nullptr, nullptr);
   int status = 1;
@@ -97,8 +83,6 @@ int make_a_group_without_threads() {
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
   if (argc > 1 && argv[1] == std::string("--the-last-rank-throws")) return throw_on_the_last_rank();
-  if (argc > 1 && argv[1] == std::string("--the-last-rank-leaves")) return leave_the_others(false);
-  if (argc > 1 && argv[1] == std::string("--the-last-rank-catches")) return leave_the_others(true);
   if (argc > 1 && argv[1] == std::string("--mpi-has-no-threads")) {
     return make_a_group_without_threads();
   }

@@ -153,6 +153,25 @@ INSTANTIATE_TEST_SUITE_P(Quick, WatchdogFaults,
                          name_of);
 INSTANTIATE_TEST_SUITE_P(Full, WatchdogFaults, testing::ValuesIn(all_faults()), name_of);
 
+/// A rank that has fewer batches than the others, or whose exception the program catches.
+TEST(WithoutAWatchdog, ARankThatLeavesTheOthersEndsAllAndIsNamed) {
+  for (const char* const what : {"unwatched_leave", "unwatched_throw"}) {
+    for (const int victim : {0, 1}) {
+      const Fault fault{what, victim, 2};
+      const Outcome outcome = outcome_of(fault);
+      SCOPED_TRACE(outcome.printed);
+      EXPECT_EQ(outcome.status, 75);
+      ASSERT_GE(outcome.seconds, 0.) << "no rank went wrong";
+      EXPECT_LT(outcome.seconds, 15.);
+      const std::string end = "the end of this group on rank " + std::to_string(victim);
+      EXPECT_THAT(outcome.printed, AllOf(HasSubstr("mezzo: MpiEnvironment ends, but " + end),
+                                         HasSubstr("caught: all_reduce(sum) of 64 Float on rank " +
+                                                   std::to_string(1 - victim)),
+                                         HasSubstr("has a rank fewer batches, or thrown?")));
+    }
+  }
+}
+
 class WatchdogHealthy : public testing::TestWithParam<Fault> {};
 
 TEST_P(WatchdogHealthy, RanksThatAreSlowAreLeftAlone) {
