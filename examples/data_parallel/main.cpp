@@ -9,12 +9,17 @@
 
 #include <torch/torch.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace {
 
-constexpr int kSteps = 60;
+constexpr int kEpochs = 8;
+constexpr int64_t kSamples = 1024;
 constexpr int kBatchSize = 64;  // of all ranks together
 
 using Group = c10::intrusive_ptr<c10d::Backend>;
@@ -31,12 +36,34 @@ struct Batch {
   torch::Tensor input, target;
 };
 
-/// This rank's part of a batch that all ranks draw alike: they have the same seed.
-Batch next_batch(const torch::Tensor& teacher, const Group& world) {
-  const auto input = torch::randn({kBatchSize, 16});
-  const auto own = input.tensor_split(world->getSize())[static_cast<std::size_t>(world->getRank())];
-  return {own, own.mm(teacher).argmax(1)};
-}
+/// The data, of which each rank gets another part in each epoch, and all ranks equally many: what
+/// Python's DistributedSampler does.
+class RankedData {
+ public:
+  RankedData(Batch all, const Group& world)
+      : all_(std::move(all)),
+        batch_size_(static_cast<std::size_t>(kBatchSize / world->getSize())),
+        sampler_(static_cast<std::size_t>(all_.input.size(0)),
+                 static_cast<std::size_t>(world->getSize()),
+                 static_cast<std::size_t>(world->getRank())) {}
+
+  void begin_epoch(int epoch) {
+    sampler_.set_epoch(static_cast<std::size_t>(epoch));  // other parts, alike on all ranks
+    sampler_.reset();
+  }
+  /// None at the end of the epoch, after as many batches on all ranks.
+  std::optional<Batch> next() {
+    const auto chosen = sampler_.next(batch_size_);
+    if (!chosen) return std::nullopt;
+    const auto indices = torch::tensor(std::vector<int64_t>(chosen->begin(), chosen->end()));
+    return Batch{all_.input.index_select(0, indices), all_.target.index_select(0, indices)};
+  }
+
+ private:
+  Batch all_;
+  std::size_t batch_size_;
+  torch::data::samplers::DistributedRandomSampler sampler_;
+};
 
 double mean_over_ranks(const torch::Tensor& loss, const Group& world) {
   const auto sum = loss.detach().clone();
@@ -58,9 +85,10 @@ int main() {
   const mezzo::MpiEnvironment mpi;
   const Group world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
 
-  torch::manual_seed(
-      0);  // all ranks draw the same data; with other weights they would begin alike too
+  torch::manual_seed(0);  // all ranks have the same data, and each takes a part of it
   const auto teacher = torch::randn({16, 4});  // which class each input belongs to
+  const auto inputs = torch::randn({kSamples, 16});
+  RankedData data({inputs, inputs.mm(teacher).argmax(1)}, world);
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
                               torch::nn::Linear(64, 4));
 
@@ -79,22 +107,24 @@ int main() {
   };
 
   torch::Tensor first_loss, loss;  // of this rank
-  for (int step = 0; step < kSteps; ++step) {
-    optimizer.zero_grad();
-    {
-      const auto no_sync = ddp.no_sync();  // all micro-batches but the last only accumulate
-      backward(next_batch(teacher, world));
-    }
-    loss = backward(next_batch(teacher, world));  // and this one sums over the ranks
-    scaler.step(optimizer, {.max_norm = 1.0});    // or skips, on all ranks alike
-    scaler.update();
-
-    if (step == 0) first_loss = loss.detach();
-    if (step % 10 == 9) {  // on all ranks, for the mean is a collective
-      const double mean = mean_over_ranks(loss, world);
-      if (world->getRank() == 0) {
-        std::printf("step %2d  loss %.3f  scale %g\n", step + 1, mean, scaler.get_scale());
+  for (int epoch = 0; epoch < kEpochs; ++epoch) {
+    data.begin_epoch(epoch);
+    while (const auto first = data.next()) {
+      const auto second = data.next();
+      if (!second) break;
+      optimizer.zero_grad();
+      {
+        const auto no_sync = ddp.no_sync();  // all micro-batches but the last only accumulate
+        backward(*first);
       }
+      loss = backward(*second);                   // and this one sums over the ranks
+      scaler.step(optimizer, {.max_norm = 1.0});  // or skips, on all ranks alike
+      scaler.update();
+      if (!first_loss.defined()) first_loss = loss.detach();
+    }
+    const double mean = mean_over_ranks(loss, world);  // on all ranks, for it is a collective
+    if (world->getRank() == 0) {
+      std::printf("epoch %d  loss %.3f  scale %g\n", epoch + 1, mean, scaler.get_scale());
     }
   }
   bool is_alike = true;

@@ -7,6 +7,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <iterator>
@@ -127,6 +131,61 @@ TEST(CheckpointManager, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
   }
   second.save(state, 2);
   EXPECT_EQ(second.load_newest(state)->step, 2);
+}
+
+TEST(CheckpointManager, AForkedChildHasNoLockOfItsParents) {
+  const Scratch scratch;
+  int64_t value = 1;
+  const auto state = TrainingState().add("value", value);
+  CheckpointManager checkpoints(scratch.path());
+  checkpoints.save(state, 1);
+  const auto saves_in_child = [&] {
+    const pid_t child = fork();
+    if (child == 0) {
+      _exit(error_of([&] { checkpoints.save(state, 2); }) == "no error" ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  };
+  EXPECT_FALSE(saves_in_child());
+  checkpoints.save(state, 3);
+  EXPECT_EQ(checkpoints.files().size(), 2U);
+}
+
+TEST(CheckpointManager, LocksAnewWhereTheFolderOrItsLockWasRemoved) {
+  const Scratch scratch;
+  const auto folder = scratch.path() / "run";
+  int64_t value = 1;
+  const auto state = TrainingState().add("value", value);
+  CheckpointManager first(folder), second(folder);
+  first.save(state, 1);
+  std::filesystem::remove_all(folder);
+  first.save(state, 2);
+  EXPECT_EQ(first.files().size(), 1U);
+  EXPECT_THAT(error_of([&] { second.save(state, 3); }), HasSubstr("is being saved to by another"));
+  std::filesystem::remove(folder / ".lock");
+  second.save(state, 4);
+  EXPECT_THAT(error_of([&] { first.save(state, 5); }), HasSubstr("is being saved to by another"));
+}
+
+TEST(CheckpointManager, ARelativeFolderStaysWhereItWasAtConstruction) {
+  const Scratch scratch;
+  int64_t value = 1;
+  const auto state = TrainingState().add("value", value);
+  const auto before = std::filesystem::current_path();
+  std::filesystem::current_path(scratch.path());
+  CheckpointManager checkpoints("run");
+  checkpoints.save(state, 1);
+  std::filesystem::create_directory("elsewhere");
+  std::filesystem::current_path("elsewhere");
+  const auto saved = checkpoints.save(state, 2);
+  const auto loaded = checkpoints.load_newest(state);
+  std::filesystem::current_path(before);
+  EXPECT_TRUE(std::filesystem::exists(saved.file));
+  EXPECT_EQ(saved.file.parent_path(), scratch.path() / "run");
+  EXPECT_EQ(loaded->step, 2);
+  EXPECT_EQ(checkpoints.files().size(), 2U);
 }
 
 TEST(CheckpointManager, LeaveOtherFilesAlone) {

@@ -1,6 +1,6 @@
 // One rank of a run that is killed again and again: killed_program ddp|zero FOLDER STEPS. Started
-// by kills_test.cpp under mpirun, it goes on from the last checkpoint in FOLDER, and says what it
-// does, a line each, on stdout.
+// by kills_test.cpp under mpirun, or by torchrun_kills_test.cpp under torchrun, it goes on from the
+// last checkpoint in FOLDER, and says what it does, a line each, on stdout.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/checkpoint_manager.h>
@@ -19,6 +19,7 @@
 #include <exception>
 #include <filesystem>
 #include <iostream>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -86,12 +87,24 @@ void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
   say("own " + std::to_string(world->getRank()) + ' ' + digest_of(own));
 }
 
+/// The ranks that torchrun has started.
+Ranks over_gloo([[maybe_unused]] const mezzo::ProcessGroupEnvironment& environment) {
+#if defined(USE_C10D_GLOO)
+  return mezzo::gloo_backend(mezzo::rendezvous(environment, 20s), environment.rank,
+                             environment.world_size, 60s);
+#else
+  TORCH_CHECK(false, "killed_program was built without Gloo");
+#endif
+}
+
 int run(const std::string& way, const std::filesystem::path& folder, int64_t steps) {
-  const mezzo::MpiEnvironment mpi;
+  std::optional<mezzo::MpiEnvironment> mpi;
+  const bool is_over_mpi = std::getenv("TORCHELASTIC_RUN_ID") == nullptr;
+  if (is_over_mpi) mpi.emplace();
   const auto environment = mezzo::ProcessGroupEnvironment::read();
   mezzo::Watchdog watchdog(mezzo::rendezvous(environment, 60s), environment.rank,
                            environment.world_size, {.interval = 200ms, .heartbeat_timeout = 10s});
-  auto world = watchdog.watch(everyone());
+  auto world = watchdog.watch(is_over_mpi ? everyone() : over_gloo(environment));
   watchdog.run([&] {
     const torch::nn::Sequential model = make_model();
     if (way == "zero") {
@@ -116,7 +129,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   at::set_num_threads(1);
-  const char* const rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  if (rank == nullptr) rank = std::getenv("RANK");
   say("rank " + std::string(rank == nullptr ? "?" : rank) + " is " + std::to_string(::getpid()));
   try {
     return run(argv[1], argv[2], std::atoll(argv[3]));

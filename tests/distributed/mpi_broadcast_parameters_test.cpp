@@ -78,4 +78,14 @@ TEST(BroadcastParameters, ARootThatIsNoRankIsRefused) {
               HasSubstr("`root` must be 0 to"));
 }
 
+TEST(BroadcastParameters, UnequalNumbersOfBatchesAreNamedOnAllRanks) {
+  const Ranks world = everyone();
+  mezzo::require_equal(world, "batches", 10);
+  if (world->getSize() == 1) return;
+  const int last = world->getSize() - 1;
+  EXPECT_THAT(
+      error_of([&] { mezzo::require_equal(world, "batches", world->getRank() == last ? 9 : 10); }),
+      testing::HasSubstr("rank " + std::to_string(last) + " has 9 batches where rank 0 has 10"));
+}
+
 }  // namespace

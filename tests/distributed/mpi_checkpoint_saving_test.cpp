@@ -1,8 +1,10 @@
 // Saving a checkpoint of several ranks: all of them succeed, or all throw the same words.
 
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/diagnose/run_report.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
 
@@ -15,8 +17,10 @@
 #include <cstddef>
 #include <filesystem>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../support/scratch.h"
 #include "checkpoint_ranks.h"
@@ -185,6 +189,84 @@ TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, -1); }),
               HasSubstr("rank 0 of " + std::to_string(world->getSize()) +
                         ": CheckpointManager::save: step is -1"));
+}
+
+/// What one rank has of each kind of object that all share.
+struct Shared {
+  explicit Shared(const Ranks& ranks) : net(net_without_dropout(3)) {
+    optimizer = std::make_unique<AdamW>(net->parameters(), AdamWOptions(1e-2));
+    sharded_net = net_without_dropout(4);
+    sharded = std::make_unique<ShardedAdamW>(sharded_net->parameters(), ranks, AdamWOptions(1e-2));
+    plain_net = net_without_dropout(5);
+    plain = std::make_unique<torch::optim::Adam>(plain_net->parameters(), 1e-2);
+    take_steps(net, *optimizer, 0, 2);
+    take_steps(sharded_net, *sharded, 0, 2);
+    take_steps(plain_net, *plain, 0, 2);
+    ema = std::make_unique<mezzo::Ema>(net->parameters());
+    state.add("model", net).add("optimizer", *optimizer).add("sharded", *sharded);
+    state.add("plain", *plain).add("scaler", scaler).add("ema", *ema);
+    state.add("mean", mean).add("list", list).add("norm", norm).add("report", report);
+  }
+  torch::nn::Sequential net, sharded_net, plain_net;
+  torch::nn::BatchNorm1d norm{3};
+  std::unique_ptr<AdamW> optimizer;
+  std::unique_ptr<ShardedAdamW> sharded;
+  std::unique_ptr<torch::optim::Adam> plain;
+  std::unique_ptr<mezzo::Ema> ema;
+  mezzo::GradScaler scaler;
+  mezzo::RunReport report{"report"};
+  at::Tensor mean = torch::ones({3});
+  std::vector<at::Tensor> list{torch::ones({2}), torch::ones({4})};
+  TrainingState state;
+};
+
+TEST(DistributedCheckpoints, ARankWithOtherBitsOfAnyObjectIsNamedOnAllAndNothingIsSaved) {
+  const Ranks world = everyone();
+  if (world->getSize() == 1) return;
+  const SharedFolder folder;
+  DistributedCheckpointManager checkpoints(folder.path(), world);
+  const bool is_last = world->getRank() == world->getSize() - 1;
+  const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
+  const auto error_after = [&](const auto& change) {
+    Shared shared(world);
+    const torch::NoGradGuard no_grad;
+    if (is_last) change(shared);
+    return common_error_of(world, [&] { checkpoints.save(shared.state, 1); });
+  };
+  EXPECT_THAT(error_after([](Shared& own) { own.net->parameters()[1].flatten()[2].add_(1e-6); }),
+              HasSubstr(who + "\"model: module"));
+  EXPECT_THAT(error_after([](Shared& own) {
+                auto* const first = own.net->parameters()[0].unsafeGetTensorImpl();
+                auto& state = *own.optimizer->state().at(first);
+                static_cast<mezzo::optim::AdamWParamState&>(state).exp_avg().mul_(2);
+              }),
+              HasSubstr(who + "\"optimizer: state with the CRC-32C"));
+  EXPECT_THAT(
+      error_after([](Shared& own) { own.optimizer->param_groups()[0].options().set_lr(0.5); }),
+      HasSubstr(who + "\"optimizer: optimizer group 0 lr: 0.5\" where rank 0 has \"optimizer: "
+                      "optimizer group 0 lr: 0.01\""));
+  EXPECT_THAT(
+      error_after([](Shared& own) { own.sharded->param_groups()[0].options().set_lr(0.5); }),
+      HasSubstr(who + "\"sharded: optimizer group 0 lr: 0.5\""));
+  EXPECT_THAT(error_after([](Shared& own) { own.plain->state().clear(); }),
+              HasSubstr(who + "\"plain: state with the CRC-32C"));
+  EXPECT_THAT(error_after([](Shared& own) {
+                auto state = own.scaler.state_dict();
+                state["_growth_tracker"] = 7;
+                own.scaler.load_state_dict(state);
+              }),
+              HasSubstr(who + "\"scaler: object"));
+  EXPECT_THAT(error_after([](Shared& own) { own.ema->update(); }),
+              HasSubstr(who + "\"ema: object"));
+  EXPECT_THAT(error_after([](Shared& own) { own.mean[1] = 3; }), HasSubstr(who + "\"mean: tensor"));
+  EXPECT_THAT(error_after([](Shared& own) { own.list[1][3] = 3; }),
+              HasSubstr(who + "\"list: tensors"));
+  EXPECT_THAT(checkpoints.files(), IsEmpty());
+  EXPECT_EQ(error_after([](Shared& own) {
+              own.norm->running_mean.add_(1);  // each rank's own, until the next forward pass
+              own.report(mezzo::TelemetryRecord());
+            }),
+            "no error");
 }
 
 TEST(DistributedCheckpoints, ANameThatEntriesOfRanksTakeIsRefusedByAll) {

@@ -84,7 +84,10 @@ TEST(ProcessGroupEnvironment, ReadsWhatOpenMpiSets) {
 }
 
 TEST(ProcessGroupEnvironment, ReadsWhatSlurmSets) {
-  EXPECT_EQ(read(kSlurm), (ProcessGroupEnvironment{9, 16, 1, "gpu003", 12000 + 14567}));
+  EXPECT_EQ(read(kSlurm), (ProcessGroupEnvironment{9, 16, 1, "gpu003", 12000 + 11577}));
+  EXPECT_EQ(read(with(kSlurm, {{"SLURM_STEP_ID", "0"}})), read(kSlurm));
+  EXPECT_EQ(read(with(kSlurm, {{"SLURM_STEP_ID", "2"}})).master_port, 12000 + 11579)
+      << "two steps of a job meet at different ports";
   EXPECT_EQ(read(without(kSlurm, "SLURM_STEP_NODELIST")).master_addr, "login1");
   EXPECT_EQ(read(with(kSlurm, {{"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "65535"}})),
             (ProcessGroupEnvironment{9, 16, 1, "10.0.0.1", 65535}));
@@ -109,6 +112,22 @@ TEST(ProcessGroupEnvironment, TheInnermostLauncherCounts) {
   // Both start torchrun, once a machine.
   const Environment torchrun = with(kTorchrun, {{"TORCHELASTIC_RUN_ID", "none"}});
   EXPECT_EQ(read(with(with(kSlurm, kOpenMpi), torchrun)).rank, 5);
+}
+
+TEST(ProcessGroupEnvironment, AWorldSizeThatIsLeftInTheShellIsNoLauncher) {
+  EXPECT_EQ(read(with(kSlurm, {{"WORLD_SIZE", "4"}})), read(kSlurm));
+  EXPECT_EQ(read(with(kOpenMpi, {{"WORLD_SIZE", "8"}})), read(kOpenMpi));
+  EXPECT_FALSE(ProcessGroupEnvironment::is_launched(variables_of({{"WORLD_SIZE", "4"}})));
+}
+
+TEST(ProcessGroupEnvironment, ReadsHowTorchrunStartsAnew) {
+  const auto again = read(with(
+      kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "3"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}));
+  EXPECT_EQ(again.restart_count, 3);
+  EXPECT_TRUE(again.has_agent_store);
+  EXPECT_FALSE(read(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "False"}})).has_agent_store);
+  EXPECT_THAT(error_in(with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "once"}})),
+              HasSubstr("TORCHELASTIC_RESTART_COUNT must be a number"));
 }
 
 TEST(ProcessGroupEnvironment, RanksThatContradictEachOtherAreNamed) {

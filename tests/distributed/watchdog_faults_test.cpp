@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <signal.h>
 #include <sys/wait.h>
 
 #include <array>
@@ -91,6 +92,12 @@ TEST_P(WatchdogFaults, EveryRankThatIsLeftEndsInTimeNamingRankAndCollective) {
   const std::string victim = "rank " + std::to_string(fault.victim);
   // Of mpirun that recovers 0 is all that can be had.
   EXPECT_EQ(outcome.status == 0, fault.recovery);
+  if (!fault.recovery && fault.what == "kill") {
+    EXPECT_EQ(outcome.status, 128 + SIGKILL);
+  }
+  if (fault.what == "stop" || fault.what == "hang") {
+    EXPECT_EQ(outcome.status, 75) << "try again";
+  }
   // heartbeat_timeout is 2 s, collective_timeout 2.2, and an interval 0.2; the rest is mpirun's and
   // the machine's.
   ASSERT_GE(outcome.seconds, 0.) << "no rank went wrong";
@@ -145,6 +152,25 @@ INSTANTIATE_TEST_SUITE_P(Quick, WatchdogFaults,
                                          Fault{"hang", 1, 2}, Fault{"throw", 0, 2}),
                          name_of);
 INSTANTIATE_TEST_SUITE_P(Full, WatchdogFaults, testing::ValuesIn(all_faults()), name_of);
+
+/// A rank that has fewer batches than the others, or whose exception the program catches.
+TEST(WithoutAWatchdog, ARankThatLeavesTheOthersEndsAllAndIsNamed) {
+  for (const char* const what : {"unwatched_leave", "unwatched_throw"}) {
+    for (const int victim : {0, 1}) {
+      const Fault fault{what, victim, 2};
+      const Outcome outcome = outcome_of(fault);
+      SCOPED_TRACE(outcome.printed);
+      EXPECT_EQ(outcome.status, 75);
+      ASSERT_GE(outcome.seconds, 0.) << "no rank went wrong";
+      EXPECT_LT(outcome.seconds, 15.);
+      const std::string end = "the end of this group on rank " + std::to_string(victim);
+      EXPECT_THAT(outcome.printed, AllOf(HasSubstr("mezzo: MpiEnvironment ends, but " + end),
+                                         HasSubstr("caught: all_reduce(sum) of 64 Float on rank " +
+                                                   std::to_string(1 - victim)),
+                                         HasSubstr("has a rank fewer batches, or thrown?")));
+    }
+  }
+}
 
 class WatchdogHealthy : public testing::TestWithParam<Fault> {};
 

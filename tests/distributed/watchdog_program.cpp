@@ -1,5 +1,5 @@
-// What one rank does of a job in which one rank goes wrong: watchdog_program WHAT VICTIM. Started
-// by watchdog_faults_test.cpp under mpirun.
+// What one rank does of a job in which one rank goes wrong: watchdog_program WHAT VICTIM, or
+// unwatched_WHAT without a watchdog. Started by watchdog_faults_test.cpp under mpirun.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/rendezvous.h>
@@ -40,10 +40,25 @@ void train(Ranks world, const std::string& what, int victim) {
   for (int step = 0; step < 8; ++step) {
     if (step == 5 && world->getRank() == victim) go_wrong(what);
     if (step == 5 && what == "compute") std::this_thread::sleep_for(4s);
-    if (step == 5 && what == "leave" && world->getRank() == victim) return;
+    if (step == 5 && what == "leave" && world->getRank() == victim) {
+      std::cerr << "rank goes wrong: leave\n" << std::flush;
+      return;
+    }
     const at::Tensor gradient = at::ones({64});
     all_reduce(world, gradient, ReduceOp::SUM);
   }
+}
+
+/// Whatever a rank throws is caught, as by a program that goes on to save its logs.
+int run_unwatched(const std::string& what, int victim) {
+  const mezzo::MpiEnvironment mpi;
+  const Ranks world = everyone();
+  try {
+    train(world, what, victim);
+  } catch (const std::exception& error) {
+    std::cerr << std::string("caught: ") + error.what() + '\n' << std::flush;
+  }
+  return 0;
 }
 
 int run(const std::string& what, int victim) {
@@ -68,7 +83,9 @@ int main(int argc, char** argv) {
     return 2;
   }
   try {
-    return run(argv[1], std::atoi(argv[2]));
+    const std::string what = argv[1], unwatched = "unwatched_";
+    if (!what.starts_with(unwatched)) return run(what, std::atoi(argv[2]));
+    return run_unwatched(what.substr(unwatched.size()), std::atoi(argv[2]));
   } catch (const std::exception& error) {
     std::cerr << "caught: " << error.what() << std::endl;
     return 1;

@@ -55,6 +55,37 @@ LossScaleOptions unusual_options() {
           .hysteresis = 3};
 }
 
+/// Python's scaler takes what is read from a file, and refuses a growth_interval that is a float.
+TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
+  GradScaler scaler(unusual_options());
+  std::stringstream file;
+  torch::save(scaler, file);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  for (const char* const key : mezzo::detail::kScalerStateKeys) {
+    torch::Tensor value;
+    archive.read(key, value, /*is_buffer=*/true);
+    const bool is_count = std::string(key).find("interval") != std::string::npos ||
+                          std::string(key).find("hysteresis") != std::string::npos ||
+                          std::string(key) == "_growth_tracker" ||
+                          std::string(key) == "_loss_scale_kind";
+    EXPECT_EQ(value.scalar_type(), is_count ? torch::kLong : torch::kDouble) << key;
+  }
+}
+
+/// As files were before.
+TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
+  std::stringstream file;
+  torch::serialize::OutputArchive written;
+  for (const auto& [key, value] : GradScaler(unusual_options()).state_dict()) {
+    written.write(key, torch::tensor(value, torch::kDouble), /*is_buffer=*/true);
+  }
+  written.save_to(file);
+  GradScaler scaler;
+  torch::load(scaler, file);
+  EXPECT_EQ(scaler.get_growth_interval(), 5);
+}
+
 TEST(GradScalerState, HasTorchsKeys) {
   const auto state = GradScaler().state_dict();
   EXPECT_EQ(state.at("scale"), 65536.0);

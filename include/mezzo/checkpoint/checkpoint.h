@@ -13,6 +13,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/part_of.h>
 
@@ -147,7 +148,9 @@ struct CheckpointManagerOptions {
 /// that was saved last, whatever its step.
 ///
 /// One writer a folder: from the first `save` on an object holds a lock until it goes; killed
-/// processes hold none. Of several processes let one save, or take
+/// processes hold none. A forked child has to take the lock itself, and where the folder or its
+/// lock was removed, the next `save` makes them anew. A relative folder is found from the working
+/// directory at construction. Of several processes let one save, or take
 /// DistributedCheckpointManager. Reading takes
 /// no lock, and may be done by any. One thread at a time, and an iteration's end: after
 /// `scaler.update()`.
@@ -205,7 +208,7 @@ class CheckpointManager {
   std::filesystem::path folder_;
   CheckpointManagerOptions options_;
   detail::FileCalls calls_;
-  detail::OpenFile lock_;
+  detail::FolderLock lock_;
   bool offers_locks_ = true;
   bool told_hopeless_ = false;                    // that the folder can never be flushed
   bool told_empty_ = false;                       // that there was nothing to load

@@ -32,6 +32,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 void broadcast_parameters(const NamedTensors& tensors, c10::intrusive_ptr<c10d::Backend> group,
                           int root = 0);
 
+/// Compares a number that is to be the same on all ranks, such as of an epoch's batches: a rank
+/// with fewer would leave the others waiting, or meet them an epoch further. All ranks call it.
+///
+///     mezzo::require_equal(world, "batches", batches_of_this_rank);
+///
+/// \throws c10::Error, on every rank, naming the first rank whose number is not rank 0's
+void require_equal(c10::intrusive_ptr<c10d::Backend> group, const std::string& what, int64_t own);
+
 namespace detail {
 
 /// A line a tensor; a name with a line break of its own only makes a line more.
@@ -91,7 +99,36 @@ inline std::pair<std::string, std::string> first_difference(const std::string& a
   }
 }
 
+/// Throws for the first rank whose `words_of_step` are not rank 0's. All ranks, of which one at
+/// least has other words, call it together.
+[[noreturn]] inline void throw_other_step(const char* caller, const std::string& words,
+                                          const c10::intrusive_ptr<c10d::Backend>& group,
+                                          at::Device device) {
+  const std::vector<std::string> texts = gather_texts(words, group, device);
+  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
+    if (texts[rank] == texts[0]) continue;
+    const auto [theirs, firsts] = first_difference(texts[rank], texts[0]);
+    TORCH_CHECK(false, caller, " on rank ", group->getRank(), ": rank ", rank,
+                " steps with another \"", theirs, "\" than rank 0, which has \"", firsts,
+                "\"; give the loss scale and the optimizer the same options, schedule and file on "
+                "all ranks, and begin again from a checkpoint");
+  }
+  TORCH_CHECK(false, caller, " on rank ", group->getRank(),
+              ": the ranks' steps differ; begin again from a checkpoint on all ranks");
+}
+
 }  // namespace detail
+
+inline void require_equal(c10::intrusive_ptr<c10d::Backend> group, const std::string& what,
+                          int64_t own) {
+  const int here = detail::checked(group, "require_equal")->getRank();
+  const auto all = detail::gather_texts(std::to_string(own), group, detail::device_of(*group));
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    TORCH_CHECK(all[rank] == all[0], "require_equal on rank ", here, ": rank ", rank, " has ",
+                all[rank], " ", what, " where rank 0 has ", all[0],
+                "; give all ranks as many: DistributedRandomSampler deals samples so");
+  }
+}
 
 inline void broadcast_parameters(const NamedTensors& tensors,
                                  c10::intrusive_ptr<c10d::Backend> group, int root) {

@@ -42,8 +42,10 @@ struct LoadAttempt;
 /// throw, in the same words that name the rank.
 ///
 /// **What is common** is what rank 0 has: model, optimizer (a ShardedOptimizer is gathered),
-/// scaler, schedule. Numbers, strings and generators are compared, and a rank that has another is
-/// named; models are not, for ranks in step have the same bits. So the file is the one that a
+/// scaler, schedule. Checksums (CRC-32C) of numbers, generators, models' parameters, optimizers'
+/// options and states, and of all other objects are compared before anything is written, and a rank
+/// that has other bits is named; not those of buffers, which forward passes change on each rank,
+/// nor of objects for which `differs_by_rank(object)` is true. So the file is the one that a
 /// single process would have written. It loads on any number of ranks, and, with CheckpointManager
 /// and the optimizer that ShardedOptimizer shards, in a process without any.
 ///
@@ -71,7 +73,7 @@ class DistributedCheckpointManager {
   /// As CheckpointManager::save; all return when the file is in its place. Sends, beside what the
   /// objects send themselves, what is each rank's own to rank 0, in pieces of 4 MiB. Needs memory
   /// for the own on each rank, and on rank 0 for one tensor of another rank's at a time and for
-  /// what a ShardedOptimizer gathers.
+  /// what a ShardedOptimizer gathers. Reads each object once more, for its checksum.
   /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
   ///   numbers differ; what was there before is then untouched, and the next `save` may go well
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);

@@ -8,6 +8,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -32,14 +33,16 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// Gloo listens at the address of this machine's name, or at GLOO_SOCKET_IFNAME's where that is set
 /// (both as in PyTorch). Sums of bfloat16 and half are rounded at each rank; averages are divided
 /// before they are added. Ranks that call different collectives are not compared.
-/// \param timeout of a collective, and of the meeting
-/// \throws c10::Error if the others do not come within `timeout`
+/// \param timeout of a collective
+/// \throws c10::Error if the others do not come within the store's time-out
 inline c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout = std::chrono::minutes(30)) {
-  auto options = c10d::ProcessGroupGloo::Options::create(timeout);
+  auto options = c10d::ProcessGroupGloo::Options::create(std::min(timeout, store->getTimeout()));
   options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
-  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
+  auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
+  group->setTimeout(timeout);
+  return group;
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -97,6 +97,11 @@ struct GradAllReduceOptions {
 /// one `backward()` reaches want a group each, for ranks may come to them in different
 /// orders.
 ///
+/// Loss scale, options and number of steps are the same on all ranks. mezzo's optimizers and
+/// GradScaler::step note them, and the next pass compares them, in a collective that it makes
+/// anyway: after each step on the CPU, and on a GPU, where reading them waits for the device, after
+/// the first and then each hundredth. A difference throws on all ranks, naming rank and option.
+///
 /// Errors of the group are thrown by `backward()`; after one, and after a backward pass that
 /// threw, the ranks are no longer in step, and the next pass says so. What one rank alone throws, for
 /// a gradient that it refuses, say, the others do not hear of: they wait for it in their next
@@ -161,8 +166,10 @@ inline GradAllReduce::GradAllReduce(GradBuckets& buckets, c10::intrusive_ptr<c10
   } else {
     exchange = std::make_shared<detail::AllReduceExchange>(*gradients_, group, options.average);
   }
+  const int group_size = group->getSize();
   auto reduction = std::make_shared<detail::GradientReduction>(
       "GradAllReduce", *gradients_, std::move(group), std::move(exchange));
+  if (group_size > 1) gradients_->begin_noting_steps();
   callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 

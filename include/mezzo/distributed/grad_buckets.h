@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -135,12 +136,18 @@ class GradBuckets {
   std::shared_ptr<detail::BucketedGradients> state_;
 };
 
-/// See GradBuckets::no_sync. It may outlive its buckets.
+/// See GradBuckets::no_sync. It may outlive its buckets, and may be moved: into a std::optional or
+/// out of a function, say.
 class [[nodiscard]] GradBuckets::NoSync {
  public:
-  /// Does what `no_sync()` does; for a guard in a std::optional.
+  /// Does what `no_sync()` does.
   explicit NoSync(GradBuckets& buckets);
   ~NoSync();
+  NoSync(NoSync&&) noexcept = default;
+  NoSync& operator=(NoSync&& other) noexcept {
+    NoSync(std::move(other)).buckets_.swap(buckets_);
+    return *this;
+  }
   NoSync(const NoSync&) = delete;
   NoSync& operator=(const NoSync&) = delete;
 

@@ -39,8 +39,10 @@ struct CollectiveCall;
 ///
 /// Left by an exception it does not finalise MPI, which would wait for ranks that wait for this
 /// one: the exception goes its way, and when the process ends `mpirun` ends the other ranks. Where
-/// a collective is still under way when the scope ends, the destructor waits 30 s for it, says
-/// which it is, and calls MPI_Abort.
+/// the scope ends in peace, and another rank calls a collective of a group that this one has ended
+/// (a rank with fewer batches, or one whose exception somebody caught), all ranks of the group
+/// throw, and the destructor says which collective it is and calls MPI_Abort with status 75. The
+/// same after 30 s in which a collective has not ended.
 class MpiEnvironment {
  public:
   /// \throws c10::Error if MPI has been finalised, or has no MPI_THREAD_MULTIPLE

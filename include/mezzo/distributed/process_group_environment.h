@@ -26,21 +26,27 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// - SLURM (srun): SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID.
 ///
 /// Of several launchers the first in this list counts, being the inner one: Open MPI may itself be
-/// started by SLURM, and torchrun by both. One is there if it has set its rank or its world size;
-/// SLURM if it has set its rank, for it tells a shell in an allocation the number of tasks too.
+/// started by SLURM, and torchrun by both. A launcher is there if it has set its rank: a WORLD_SIZE
+/// that is left in the shell, or the number of tasks that SLURM tells a shell in an allocation, is
+/// none.
 ///
 /// MASTER_ADDR and MASTER_PORT say where the processes meet; torchrun and Kubernetes set them.
 /// Where they are not set, it is
 ///
 /// - of Open MPI this machine, if all ranks are on it, and port 29500;
 /// - of SLURM the first host of the step's node list, or else of the job's, and port
-///   12000 + job id modulo 20000.
+///   12000 + (31 * job id + step id) modulo 20000, so that steps of a job meet at different ports.
+///
+/// torchrun says too how often it has started the processes anew, and whether its own store is
+/// where they meet.
 struct ProcessGroupEnvironment {
   int rank = 0;                  ///< 0 to world_size - 1, unlike any other process's
   int world_size = 1;            ///< processes of the job
   int local_rank = 0;            ///< among the processes on this machine: which of its GPUs to take
   std::string master_addr = {};  ///< host name or address of rank 0
   std::uint16_t master_port = 0;
+  int restart_count = 0;         ///< TORCHELASTIC_RESTART_COUNT: how often torchrun started anew
+  bool has_agent_store = false;  ///< TORCHELASTIC_USE_AGENT_STORE: torchrun serves the store
 
   bool operator==(const ProcessGroupEnvironment&) const = default;
 
@@ -88,10 +94,17 @@ class LaunchReader {
     return value && !value->empty() ? value : std::nullopt;
   }
 
-  /// SLURM tells a shell in an allocation the number of tasks too; only tasks have a rank.
-  bool speaks(const LauncherVariables& launcher) const {
-    return find(launcher.rank) ||
-           (launcher.launcher != kSlurm.launcher && find(launcher.world_size));
+  bool speaks(const LauncherVariables& launcher) const { return find(launcher.rank).has_value(); }
+  /// The launcher that has set its rank; or else one, but for SLURM, that has only set the number
+  /// of ranks, so that what is missing is named; null where there is none.
+  const LauncherVariables* launcher() const {
+    for (const auto* each : {&kTorchrun, &kOpenMpi, &kSlurm}) {
+      if (speaks(*each)) return each;
+    }
+    for (const auto* each : {&kTorchrun, &kOpenMpi}) {
+      if (find(each->world_size)) return each;
+    }
+    return nullptr;
   }
 
   std::string text(const char* name, const char* launcher) const {
@@ -195,10 +208,14 @@ inline void find_master_of_slurm(const LaunchReader& reader, ProcessGroupEnviron
   if (reader.find("MASTER_PORT")) {
     environment.master_port = reader.port(launcher);
   } else {
-    // Jobs that share a machine meet at different ports, below those that systems give away.
-    const int64_t job =
-        reader.number("SLURM_JOB_ID", launcher, 0, std::numeric_limits<int64_t>::max());
-    environment.master_port = static_cast<std::uint16_t>(12000 + job % 20000);
+    // Jobs, and steps of a job, that share a machine meet at different ports, below those that
+    // systems give away.
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
+    const int64_t job = reader.number("SLURM_JOB_ID", launcher, 0, kMost);
+    const int64_t step =
+        reader.find("SLURM_STEP_ID") ? reader.number("SLURM_STEP_ID", launcher, 0, kMost) : 0;
+    environment.master_port =
+        static_cast<std::uint16_t>(12000 + (31 * (job % 20000) + step) % 20000);
   }
 }
 
@@ -211,30 +228,33 @@ inline std::optional<std::string> ProcessGroupEnvironment::from_env(const char* 
 
 inline bool ProcessGroupEnvironment::is_launched(const Variables& variables) {
   const detail::LaunchReader reader(variables);
-  return reader.speaks(detail::kTorchrun) || reader.speaks(detail::kOpenMpi) ||
-         reader.speaks(detail::kSlurm);
+  const detail::LauncherVariables* const launcher = reader.launcher();
+  return launcher != nullptr && reader.speaks(*launcher);
 }
 
 inline ProcessGroupEnvironment ProcessGroupEnvironment::read(const Variables& variables) {
   const detail::LaunchReader reader(variables);
-  ProcessGroupEnvironment environment;
-  if (reader.speaks(detail::kTorchrun)) {
-    const char* const launcher = detail::kTorchrun.launcher;
-    environment = reader.ranks(detail::kTorchrun, false);
-    environment.master_addr = reader.text("MASTER_ADDR", launcher);
-    environment.master_port = reader.port(launcher);
-    detail::check_that_launchers_agree(reader, environment);
-  } else if (reader.speaks(detail::kOpenMpi)) {
-    environment = reader.ranks(detail::kOpenMpi, true);
+  const detail::LauncherVariables* const launcher = reader.launcher();
+  TORCH_CHECK(launcher != nullptr,
+              "ProcessGroupEnvironment: no launcher has started this process; start it with "
+              "torchrun, mpirun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+              "MASTER_PORT");
+  const bool is_torchrun = launcher == &detail::kTorchrun;
+  ProcessGroupEnvironment environment = reader.ranks(*launcher, /*local_rank_needed=*/!is_torchrun);
+  if (launcher == &detail::kOpenMpi) {
     detail::find_master_of_open_mpi(reader, environment);
-  } else if (reader.speaks(detail::kSlurm)) {
-    environment = reader.ranks(detail::kSlurm, true);
+  } else if (launcher == &detail::kSlurm) {
     detail::find_master_of_slurm(reader, environment);
   } else {
-    TORCH_CHECK(false,
-                "ProcessGroupEnvironment: no launcher has started this process; start it with "
-                "torchrun, mpirun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
-                "MASTER_PORT");
+    environment.master_addr = reader.text("MASTER_ADDR", launcher->launcher);
+    environment.master_port = reader.port(launcher->launcher);
+    detail::check_that_launchers_agree(reader, environment);
+    if (reader.find("TORCHELASTIC_RESTART_COUNT")) {
+      constexpr int kMost = std::numeric_limits<int>::max();
+      environment.restart_count = static_cast<int>(
+          reader.number("TORCHELASTIC_RESTART_COUNT", launcher->launcher, 0, kMost));
+    }
+    environment.has_agent_store = reader.find("TORCHELASTIC_USE_AGENT_STORE") == "True";
   }
   return environment;
 }

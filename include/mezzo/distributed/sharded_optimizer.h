@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -97,7 +98,10 @@ struct ShellOf {
 /// three numbers a rank, without a host sync, tells all ranks alike whether to skip and by which
 /// norm to clip. `scaler.unscale_` and `clip_grad_norm_(scaler, ...)` throw, and libtorch's
 /// clipping clips by the norm of this rank's part. Without a loss scale, use a disabled GradScaler.
-/// A sum that overflows in half where the average would not is found as any inf is.
+/// A sum that overflows in half where the average would not is found as any inf is. Ranks compare
+/// loss scale, options and number of steps in the same collective, each time on the CPU and each
+/// hundredth time on a GPU; a difference throws on all ranks before anything is written, and names
+/// rank and option. `optimizer.step()` without a loss scale makes a collective of its own for it.
 ///
 /// **Micro-batches** before the last run under `no_sync()`. A pass after gradients were summed adds
 /// to the sum.
@@ -161,6 +165,8 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   /// The parameters that are trained, and how they lie.
   const GradBuckets& buckets() const noexcept { return buckets_; }
 
+  bool is_sharded() const noexcept override { return true; }
+
   /// Returns the bytes that this rank keeps. The first step makes the state.
   ShardedOptimizerBytes bytes() const;
 
@@ -198,6 +204,7 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   std::vector<at::Tensor> start_alike();
   void check_groups() const;
   void prepare();
+  std::string words_to_compare(at::Device device, const at::Tensor& inv_scale);
   State* state_of(const detail::ShardSlice& slice) const;
   void take_whole(detail::FiledOptimizer& read) const;
   void take_part(detail::FiledOptimizer& read) const;
@@ -211,6 +218,7 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   std::shared_ptr<detail::ShardExchange> exchange_;
   detail::ShardedWeights weights_;
   std::vector<std::vector<const detail::ShardSlice*>> slices_;  // of each group
+  int64_t steps_ = 0;  // on other devices than the CPU, which compare some
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -120,6 +120,9 @@ class Ema {
   std::int64_t updates_on_host_ = 0;        // see StepCount
   at::Tensor updates_on_device_;
 
+  /// A checkpoint of several ranks does not compare averages of buffers, which differ by rank.
+  friend bool differs_by_rank(const Ema& ema) { return ema.averaged_buffers_ > 0; }
+
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::InputArchive>
   friend Archive& operator>>(Archive& archive, Ema& ema);

@@ -108,6 +108,9 @@ class OptimizerInterface {
   /// steps.
   virtual torch::optim::Optimizer& optimizer() noexcept = 0;
 
+  /// Returns whether the ranks of a group share the state, and `save` gathers it: ShardedOptimizer.
+  virtual bool is_sharded() const noexcept { return false; }
+
   /// These three do what the functions of torch::optim::Optimizer with their names do.
   virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) = 0;
   virtual void save(torch::serialize::OutputArchive& archive) const = 0;

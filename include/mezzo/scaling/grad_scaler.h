@@ -17,6 +17,7 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <array>
 #include <concepts>
 #include <cstddef>
@@ -27,6 +28,7 @@
 #include <optional>
 #include <ranges>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -249,6 +251,15 @@ inline constexpr std::array<const char*, 10> kScalerStateKeys{
     "scale",     "growth_factor", "backoff_factor", "growth_interval",  "_growth_tracker",
     "min_scale", "max_scale",     "hysteresis",     "_hysteresis_left", "_loss_scale_kind"};
 
+/// The tensor that files hold of a state's number: of int64 for counts, since Python's scaler
+/// refuses a growth_interval of 2000.0 at its next update, all else in float64.
+inline at::Tensor tensor_of_scaler_state(std::string_view key, double value) {
+  constexpr std::array<std::string_view, 5> kCounts{
+      "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
+  const bool is_count = std::find(kCounts.begin(), kCounts.end(), key) != kCounts.end();
+  return at::scalar_tensor(value, is_count ? at::kLong : at::kDouble);
+}
+
 template <class T>
 consteval bool is_scalable();
 
@@ -335,7 +346,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
       "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
   for (const auto& [key, value] : scaler.state_dict()) {
-    archive.write(key, at::scalar_tensor(value, at::kDouble), /*is_buffer=*/true);
+    archive.write(key, detail::tensor_of_scaler_state(key, value), /*is_buffer=*/true);
   }
   return archive;
 }

@@ -8,14 +8,10 @@
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <array>
 #include <map>
 #include <string>
-#include <string_view>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -39,22 +35,10 @@ std::map<std::string, at::Tensor> scaler_tensors(const GradScaler::StateDict& st
 /// \throws c10::Error for a tensor that is no single number, naming its key
 GradScaler::StateDict scaler_state(const std::map<std::string, at::Tensor>& tensors);
 
-namespace detail {
-
-/// Whether the state's `key` is a whole number.
-inline bool is_count_of_scaler(std::string_view key) {
-  constexpr std::array<std::string_view, 5> kCounts{
-      "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
-  return std::find(kCounts.begin(), kCounts.end(), key) != kCounts.end();
-}
-
-}  // namespace detail
-
 inline std::map<std::string, at::Tensor> scaler_tensors(const GradScaler::StateDict& state) {
   std::map<std::string, at::Tensor> tensors;
   for (const auto& [key, value] : state) {
-    const auto dtype = detail::is_count_of_scaler(key) ? at::kLong : at::kDouble;
-    tensors[key] = at::scalar_tensor(value, dtype);
+    tensors[key] = detail::tensor_of_scaler_state(key, value);
   }
   return tensors;
 }

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -296,6 +297,22 @@ TEST(GradBuckets, RefusesToAddUpIn16BitsWhatAutogradAddsUpInFloat) {
   buckets.rebuild_buckets();
   for (int i = 0; i < 1000; ++i) parameter.sum().backward();
   EXPECT_EQ(parameter.grad()[0].item<double>(), 1000);
+}
+
+TEST(GradBuckets, NoSyncMovesAndEndsOnce) {
+  const auto parameter = leaf({4});
+  GradBuckets buckets({parameter});
+  const auto stays_local = [&] { return mezzo::detail::shared(buckets)->is_no_sync(); };
+  std::optional<GradBuckets::NoSync> guard;
+  guard = buckets.no_sync();
+  EXPECT_TRUE(stays_local());
+  GradBuckets::NoSync other = *std::move(guard);
+  guard.reset();
+  EXPECT_TRUE(stays_local());
+  other = buckets.no_sync();
+  EXPECT_TRUE(stays_local());
+  { const GradBuckets::NoSync last = std::move(other); }
+  EXPECT_FALSE(stays_local());
 }
 
 TEST(GradBuckets, LeavesAGradientThatWasUnscaledInFloatToItsStep) {

@@ -154,6 +154,24 @@ inline PickledValue pickled(const SavedValue& saved, const std::string& key_pref
   return object;
 }
 
+/// The tensor as it is written: without the rest of a storage that it is a view of.
+inline at::Tensor savable(const at::Tensor& tensor) {
+  const at::Tensor detached = tensor.detach();
+  const bool is_whole =
+      detached.layout() != at::kStrided || detached.storage().nbytes() == detached.nbytes();
+  return is_whole ? detached : detached.clone();
+}
+
+/// Returns the CRC-32C of all bytes that a file would have of `saved`. Reads tensors of devices.
+inline std::string crc_of(const SavedValue& saved) {
+  const PickledValue object = pickled(saved, "");
+  std::uint32_t crc = crc32c(object.instructions.data(), object.instructions.size());
+  for (const PickledStorage& storage : object.storages) {
+    storage.read([&crc](const void* data, std::size_t size) { crc = crc32c(data, size, crc); });
+  }
+  return "with the CRC-32C " + crc_text(crc);
+}
+
 /// Of the state's object number `part` on `rank`.
 inline std::string key_prefix(std::size_t part, std::int64_t rank) {
   return std::to_string(part) + '.' + std::to_string(rank) + '.';

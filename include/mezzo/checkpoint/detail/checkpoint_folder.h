@@ -6,6 +6,9 @@
 #include <c10/util/Exception.h>
 
 #include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -135,6 +138,11 @@ inline std::uint64_t next_sequence(const std::vector<CheckpointName>& newest_fir
   return newest.sequence + 1;
 }
 
+/// Returns the folder by a path that a later chdir does not change.
+inline std::filesystem::path absolute_folder(const std::filesystem::path& folder) {
+  return std::filesystem::absolute(folder.empty() ? std::filesystem::path(".") : folder);
+}
+
 /// Whether there is something of that name, if only a link to nowhere.
 inline bool is_there(const std::filesystem::path& path) {
   std::error_code error;
@@ -142,17 +150,43 @@ inline bool is_there(const std::filesystem::path& path) {
          std::filesystem::file_type::not_found;
 }
 
-enum class FolderLock { held, taken_by_another, not_offered };
+/// The lock of a folder of checkpoints: of its file ".lock", and of the process that took it.
+class FolderLock {
+ public:
+  enum class Outcome { held, taken_by_another, not_offered };
 
-/// The lock goes when `file` is closed, also by a kill.
-inline FolderLock lock_folder(const FileCalls& calls, const std::filesystem::path& folder,
-                              OpenFile& file) {
-  const auto path = folder / ".lock";
-  file = OpenFile(calls, path, O_RDWR | O_CREAT);
-  TORCH_CHECK(file.is_open(), path.string(), " cannot be opened: ", reason(errno));
-  if (::flock(file.descriptor(), LOCK_EX | LOCK_NB) == 0) return FolderLock::held;
-  return errno == EWOULDBLOCK ? FolderLock::taken_by_another : FolderLock::not_offered;
-}
+  /// Takes the lock, unless this object holds it: before each save, for in the meantime the folder
+  /// or its lock may have been removed, and a forked child has its parent's lock only by name. The
+  /// lock goes when the object does, also by a kill.
+  Outcome hold(const FileCalls& calls, const std::filesystem::path& folder) {
+    const auto path = folder / ".lock";
+    if (is_held() && process_ == ::getpid() && is_of(path)) return Outcome::held;
+    do {
+      file_ = OpenFile();  // closed first: of a child's two descriptors the old one has the lock
+      file_ = OpenFile(calls, path, O_RDWR | O_CREAT);
+      TORCH_CHECK(file_.is_open(), path.string(), " cannot be opened: ", reason(errno));
+      if (::flock(file_.descriptor(), LOCK_EX | LOCK_NB) != 0) {
+        const bool is_taken = errno == EWOULDBLOCK;
+        file_ = OpenFile();
+        return is_taken ? Outcome::taken_by_another : Outcome::not_offered;
+      }
+    } while (!is_of(path));  // removed, and perhaps made anew, before it was locked
+    process_ = ::getpid();
+    return Outcome::held;
+  }
+  bool is_held() const noexcept { return file_.is_open(); }
+
+ private:
+  bool is_of(const std::filesystem::path& path) const {
+    struct stat own {
+    }, there{};
+    return ::fstat(file_.descriptor(), &own) == 0 && ::stat(path.c_str(), &there) == 0 &&
+           own.st_dev == there.st_dev && own.st_ino == there.st_ino;
+  }
+
+  OpenFile file_;
+  pid_t process_ = 0;
+};
 
 /// For who holds the lock: nobody else is writing, so their writers were killed.
 inline void remove_stale_temporaries(const FileCalls& calls, const std::filesystem::path& folder) {

@@ -48,7 +48,7 @@ MEZZO_INLINE CheckpointManager::CheckpointManager(std::filesystem::path folder,
 MEZZO_INLINE CheckpointManager::CheckpointManager(std::filesystem::path folder,
                                                   CheckpointManagerOptions options,
                                                   detail::FileCalls calls)
-    : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
+    : folder_(detail::absolute_folder(folder)),
       options_(std::move(options)),
       calls_(std::move(calls)) {
   TORCH_CHECK(options_.keep >= 1, "CheckpointManager: keep is ", options_.keep,
@@ -64,17 +64,15 @@ MEZZO_INLINE void CheckpointManager::warn(const std::string& text) const {
 }
 
 MEZZO_INLINE void CheckpointManager::hold_lock() {
-  if (lock_.is_open() || !offers_locks_) return;
-  detail::OpenFile file;
-  const detail::FolderLock lock = detail::lock_folder(calls_, folder_, file);
+  using Outcome = detail::FolderLock::Outcome;
+  if (!offers_locks_) return;
+  const Outcome outcome = lock_.hold(calls_, folder_);
   TORCH_CHECK(
-      lock != detail::FolderLock::taken_by_another, folder_.string(),
+      outcome != Outcome::taken_by_another, folder_.string(),
       " is being saved to by another process, or by another CheckpointManager of this one; give "
       "each a folder of its own, or let one of them save");
-  offers_locks_ = lock == detail::FolderLock::held;
-  if (offers_locks_) {
-    lock_ = std::move(file);
-  } else {
+  offers_locks_ = outcome == Outcome::held;
+  if (!offers_locks_) {
     warn(folder_.string() +
          " lies on a file system without locks: see to it that one process "
          "saves there, and remove what a kill leaves, .checkpoint-*.tmp, yourself");
@@ -120,7 +118,7 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(
   for (auto& parent : detail::make_folder(folder_)) unflushed_.push_back(std::move(parent));
   const int folder_error = detail::flush_folders(calls_, unflushed_);
   hold_lock();
-  if (lock_.is_open()) detail::remove_stale_temporaries(calls_, folder_);
+  if (lock_.is_held()) detail::remove_stale_temporaries(calls_, folder_);
   const std::uint64_t sequence = detail::next_sequence(detail::checkpoints_in(folder_));
   SavedCheckpoint saved{detail::checkpoint_path(folder_, sequence, step), 0, false};
   detail::AtomicFile file(calls_, detail::temporary_of(saved.file), saved.file);

@@ -84,7 +84,8 @@ class CheckpointPart {
     return nullptr;
   }
 
-  /// A short text for the value, where ranks that share it can be compared by one.
+  /// A short text for the value, by which ranks compare what they share: a checksum, or a line for
+  /// each number. Empty where ranks may differ, or another rank would be needed.
   virtual std::string value_in_common() const { return {}; }
 
   /// Copies the object as it is now; the function that comes back restores it.

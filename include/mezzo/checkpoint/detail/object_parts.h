@@ -2,12 +2,15 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/optimizer_identity.h>
 #include <mezzo/checkpoint/detail/part_of.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
+#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/optimizer_interface.h>
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -15,10 +18,13 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <sstream>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -45,11 +51,13 @@ class ArchivePart : public CheckpointPart {
   }
 
   std::function<void()> load(SavedValue saved) const final {
+    check(saved);
     const auto archive = std::make_shared<torch::serialize::InputArchive>(archive_of(saved));
     return [this, archive] { take(*archive); };
   }
 
  protected:
+  virtual void check(const SavedValue& saved) const { (void)saved; }
   virtual void put(torch::serialize::OutputArchive& archive) const = 0;
   virtual void take(torch::serialize::InputArchive& archive) const = 0;
 };
@@ -58,9 +66,11 @@ class ArchivePart : public CheckpointPart {
 class ObjectPart final : public ArchivePart {
  public:
   ObjectPart(std::function<void(torch::serialize::OutputArchive&)> put,
-             std::function<void(torch::serialize::InputArchive&)> take)
-      : put_(std::move(put)), take_(std::move(take)) {}
+             std::function<void(torch::serialize::InputArchive&)> take,
+             std::function<bool()> differs_by_rank)
+      : put_(std::move(put)), take_(std::move(take)), differs_(std::move(differs_by_rank)) {}
   const char* kind() const override { return "object"; }
+  std::string value_in_common() const override { return differs_() ? "" : crc_of(save()); }
 
  protected:
   void put(torch::serialize::OutputArchive& archive) const override { put_(archive); }
@@ -69,6 +79,7 @@ class ObjectPart final : public ArchivePart {
  private:
   std::function<void(torch::serialize::OutputArchive&)> put_;
   std::function<void(torch::serialize::InputArchive&)> take_;
+  std::function<bool()> differs_;
 };
 
 class OptimizerPart final : public ArchivePart {
@@ -77,6 +88,13 @@ class OptimizerPart final : public ArchivePart {
   const char* kind() const override { return "optimizer"; }
   std::string identity(const std::vector<NamedPart>& parts) const override {
     return optimizer_identity(optimizer_, parts);
+  }
+
+  /// The options and the number of steps, and a checksum of a state that is not shared out.
+  std::string value_in_common() const override {
+    std::string words = words_of_step(optimizer_, /*scale=*/{});
+    const bool is_sharded = optimizer_.mezzos() != nullptr && optimizer_.mezzos()->is_sharded();
+    return is_sharded ? words : words + "state " + crc_of(save());
   }
 
   /// A split master is the parameter and the rest of it: an average with that rest would be none.
@@ -137,6 +155,16 @@ class ModulePart final : public ArchivePart {
     return lines.str();
   }
 
+  /// Of the parameters alone: each rank's forward passes change its buffers.
+  std::string value_in_common() const override {
+    c10::impl::GenericList list(c10::AnyType::get());
+    for (const auto& item : module_()->named_parameters()) {
+      check_module_tensor("parameter \"" + item.key() + '"', item.value());
+      list.push_back(savable(item.value()));
+    }
+    return "parameters " + crc_of({c10::IValue(list)});
+  }
+
   void each_parameter(const VisitParameter& visit) const override {
     for (const auto& item : module_()->named_parameters()) visit(item.key(), item.value());
   }
@@ -166,7 +194,41 @@ class ModulePart final : public ArchivePart {
   }
   void take(torch::serialize::InputArchive& archive) const override { module_()->load(archive); }
 
+  /// \throws c10::Error where the file has two values for a parameter that this module has under
+  ///   two names: the value that is read last would be taken for both
+  void check(const SavedValue& saved) const override {
+    std::unordered_map<const c10::TensorImpl*, std::pair<std::string, std::string>> seen;
+    for_each_tensor([&](const char*, const std::string& name, const at::Tensor& tensor) {
+      const at::Tensor read = tensor_at(saved.value, name);
+      if (!read.defined()) return;
+      auto& [first, crc] = seen[tensor.unsafeGetTensorImpl()];
+      if (first.empty()) {
+        first = name;
+        return;
+      }
+      if (crc.empty()) crc = crc_of({c10::IValue(savable(tensor_at(saved.value, first)))});
+      TORCH_CHECK(crc == crc_of({c10::IValue(savable(read))}), "the file has one value for \"",
+                  first, "\" and another for \"", name,
+                  "\", which are one tensor in this model; load it into a model that does not "
+                  "tie them, and copy the value that you want");
+    });
+  }
+
  private:
+  /// Returns the tensor at a name with dots, undefined where the file has none.
+  static at::Tensor tensor_at(c10::IValue value, std::string_view name) {
+    while (value.isGenericDict()) {
+      const auto dict = value.toGenericDict();
+      const std::size_t dot = name.find('.');
+      const auto found = dict.find(std::string(name.substr(0, dot)));
+      if (found == dict.end()) return {};
+      value = found->value();
+      if (dot == std::string_view::npos) break;
+      name.remove_prefix(dot + 1);
+    }
+    return value.isTensor() ? value.toTensor() : at::Tensor();
+  }
+
   template <class F>
   void for_each_tensor(const F& visit) const {
     const auto owned = module_();
@@ -191,8 +253,9 @@ MEZZO_INLINE PartPointer optimizer_part(AnyOptimizer optimizer) {
 }
 
 MEZZO_INLINE PartPointer archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
-                                      std::function<void(torch::serialize::InputArchive&)> take) {
-  return std::make_shared<ObjectPart>(std::move(put), std::move(take));
+                                      std::function<void(torch::serialize::InputArchive&)> take,
+                                      std::function<bool()> differs_by_rank) {
+  return std::make_shared<ObjectPart>(std::move(put), std::move(take), std::move(differs_by_rank));
 }
 
 MEZZO_INLINE std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module) {

@@ -48,7 +48,8 @@ struct IntegerAccess {
 PartPointer module_part(std::function<std::shared_ptr<torch::nn::Module>()> module);
 PartPointer optimizer_part(AnyOptimizer optimizer);
 PartPointer archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
-                         std::function<void(torch::serialize::InputArchive&)> take);
+                         std::function<void(torch::serialize::InputArchive&)> take,
+                         std::function<bool()> differs_by_rank);
 PartPointer integer_part(IntegerAccess access);
 PartPointer integers_part(std::function<std::vector<std::int64_t>()> get,
                           std::function<void(const std::vector<std::int64_t>&)> set,
@@ -196,7 +197,11 @@ PartPointer part_of(T& object) {
         "<torch/serialize/archive.h>");
     return archive_part(
         [&object](torch::serialize::OutputArchive& archive) { archive << std::as_const(object); },
-        [&object](torch::serialize::InputArchive& archive) { archive >> object; });
+        [&object](torch::serialize::InputArchive& archive) { archive >> object; },
+        [&object] {
+          if constexpr (requires { differs_by_rank(object); }) return differs_by_rank(object);
+          return false;
+        });
   }
 }
 

@@ -5,7 +5,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/object_parts.h>
 #include <mezzo/checkpoint/detail/part_of.h>
@@ -197,18 +197,11 @@ class StringPart final : public CheckpointPart {
   std::string& value_;
 };
 
-/// The tensor as it is written: without the rest of a storage that it is a view of.
-inline at::Tensor savable(const at::Tensor& tensor) {
-  const at::Tensor detached = tensor.detach();
-  const bool is_whole =
-      detached.layout() != at::kStrided || detached.storage().nbytes() == detached.nbytes();
-  return is_whole ? detached : detached.clone();
-}
-
 class TensorPart final : public CheckpointPart {
  public:
   explicit TensorPart(at::Tensor& tensor) : tensor_(tensor) {}
   const char* kind() const override { return "tensor"; }
+  std::string value_in_common() const override { return crc_of(save()); }
 
   SavedValue save() const override {
     TORCH_CHECK(tensor_.defined(), "the tensor is undefined; give it a value before saving");
@@ -262,6 +255,8 @@ class TensorsPart final : public CheckpointPart {
     }
     return lines.str();
   }
+
+  std::string value_in_common() const override { return crc_of(save()); }
 
   SavedValue save() const override {
     c10::impl::GenericList list(c10::AnyType::get());

@@ -57,7 +57,7 @@ inline DistributedCheckpointManager::DistributedCheckpointManager(
 inline DistributedCheckpointManager::DistributedCheckpointManager(
     std::filesystem::path folder, c10::intrusive_ptr<c10d::Backend> group,
     CheckpointManagerOptions options, detail::FileCalls calls)
-    : folder_(folder.empty() ? std::filesystem::path(".") : std::move(folder)),
+    : folder_(detail::absolute_folder(folder)),
       ranks_(detail::checked(std::move(group), "DistributedCheckpointManager")),
       calls_(calls),
       files_(folder_, std::move(options), std::move(calls)) {}

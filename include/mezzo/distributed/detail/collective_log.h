@@ -75,6 +75,8 @@ struct CollectiveCall {
         return "all_to_all" + of;
       case OpType::BARRIER:
         return "barrier";
+      case OpType::UNKNOWN:
+        return "the end of this group";
       default:
         return c10d::opTypeToString(collective) + of;
     }

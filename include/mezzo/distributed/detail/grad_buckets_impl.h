@@ -4,6 +4,7 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/grad_buckets.h>
+#include <mezzo/optim/detail/step_witness.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -26,6 +27,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <string>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
@@ -165,6 +167,18 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
   /// Whether a reduction over other buckets changes the gradient of parameter `number` too.
   bool is_reduced_elsewhere(std::size_t number) const;
 
+  /// Notes each step of the parameters from here on, in words that ranks can compare
+  /// (GradientReduction): on the CPU. On a device the words wait for it, so that only the step
+  /// after one backward pass of a hundred is noted.
+  void begin_noting_steps() noexcept { notes_steps_ = true; }
+  void note_step(AnyOptimizer optimizer, const at::Tensor& scale);
+  /// Returns the words of the steps since the last call.
+  std::string take_steps() { return std::exchange(steps_, {}); }
+  /// Whether the steps before backward pass number `pass` were noted.
+  bool noted_steps_before(int64_t pass) const {
+    return notes_steps_ && (buckets_.front().device.is_cpu() || pass % 100 == 2);
+  }
+
   /// From the hook of parameter `number`, on one of autograd's threads.
   void arrived(std::size_t number);
 
@@ -196,6 +210,8 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
   std::vector<GradientSlot> slots_;
   std::vector<GradBucket> buckets_;
 
+  bool notes_steps_ = false;
+  std::string steps_;
   std::atomic<int> reductions_ = 0;
   std::atomic<int64_t> passes_ = 0;
 
@@ -211,7 +227,7 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
 
 /// Hears that a parameter's gradient is there. A tensor has one slot for such a hook, so this hook
 /// keeps, and calls first, the one that it found there.
-class BucketHook final : public torch::autograd::PostAccumulateGradHook {
+class BucketHook final : public torch::autograd::PostAccumulateGradHook, public StepWitness {
  public:
   using Hook = torch::autograd::PostAccumulateGradHook;
 
@@ -222,6 +238,12 @@ class BucketHook final : public torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& parameter) override {
     if (previous_ != nullptr) (*previous_)(parameter);
     if (const auto state = state_.lock()) state->arrived(number_);
+  }
+
+  void note_step(AnyOptimizer optimizer, const at::Tensor& scale) override {
+    if (const auto state = state_.lock()) state->note_step(optimizer, scale);
+    auto* const next = dynamic_cast<StepWitness*>(previous_.get());
+    if (next != nullptr) next->note_step(optimizer, scale);
   }
 
   static void install(const std::shared_ptr<BucketedGradients>& state, std::size_t number,
@@ -370,6 +392,10 @@ inline int64_t BucketedGradients::on_ready(std::function<void(std::size_t)> call
 inline void BucketedGradients::end_ready(int64_t callback) {
   const std::lock_guard lock(mutex_);
   if (callback == ready_number_) on_ready_ = nullptr;
+}
+
+inline void BucketedGradients::note_step(AnyOptimizer optimizer, const at::Tensor& scale) {
+  if (noted_steps_before(passes_ + 1)) steps_ += words_of_step(optimizer, scale);
 }
 
 inline bool BucketedGradients::is_reduced_elsewhere(std::size_t number) const {
@@ -677,6 +703,8 @@ inline GradBuckets::NoSync::NoSync(GradBuckets& buckets) : buckets_(detail::shar
   buckets_->add_no_sync(1);
 }
 
-inline GradBuckets::NoSync::~NoSync() { buckets_->add_no_sync(-1); }
+inline GradBuckets::NoSync::~NoSync() {
+  if (buckets_ != nullptr) buckets_->add_no_sync(-1);
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/grad_buckets.h>
 
@@ -12,6 +14,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -59,28 +62,30 @@ class AllReduceExchange : public BucketExchange {
   PendingRequests requests_;
 };
 
-inline constexpr int64_t kFingerprintBytes = 16;
+inline constexpr std::size_t kFingerprintBytes = 8;
+using Fingerprint = std::array<std::uint8_t, kFingerprintBytes>;
 
-/// Of which parameters lie in which bucket: a hash (FNV-1a), and its complement. Ranks' largest
-/// bytes are each rank's own where all are alike, and not otherwise.
-inline std::vector<std::uint8_t> fingerprint(const std::vector<GradBucket>& buckets) {
-  std::uint64_t hash = 14695981039346656037U;
-  const auto add = [&hash](std::uint64_t value) {
-    for (int byte = 0; byte < 8; ++byte, value >>= 8U)
-      hash = (hash ^ (value & 255U)) * 1099511628211U;
-  };
-  for (const GradBucket& bucket : buckets) {
-    add(static_cast<std::uint64_t>(bucket.dtype));
-    add(static_cast<std::uint64_t>(bucket.flat.numel()));
-    for (const std::size_t number : bucket.parameters) add(number);
-  }
-  std::vector<std::uint8_t> bytes;
-  for (const std::uint64_t part : {hash, ~hash}) {
-    for (unsigned byte = 0; byte < 8; ++byte) {
-      bytes.push_back(static_cast<std::uint8_t>(part >> (8 * byte)));
-    }
+/// Returns a checksum (CRC-32C) of `size` bytes, and its complement: the ranks' largest bytes are
+/// each rank's own where all ranks are alike, and not otherwise.
+inline Fingerprint fingerprint(const void* data, std::size_t size) {
+  const std::uint32_t crc = crc32c(data, size);
+  Fingerprint bytes;
+  for (unsigned byte = 0; byte < 4; ++byte) {
+    bytes[byte] = static_cast<std::uint8_t>(crc >> (8 * byte));
+    bytes[4 + byte] = static_cast<std::uint8_t>(~crc >> (8 * byte));
   }
   return bytes;
+}
+
+/// The fingerprint of which parameters lie in which bucket.
+inline Fingerprint fingerprint(const std::vector<GradBucket>& buckets) {
+  std::vector<int64_t> numbers;
+  for (const GradBucket& bucket : buckets) {
+    numbers.push_back(static_cast<int64_t>(bucket.dtype));
+    numbers.push_back(bucket.flat.numel());
+    numbers.insert(numbers.end(), bucket.parameters.begin(), bucket.parameters.end());
+  }
+  return fingerprint(numbers.data(), numbers.size() * sizeof(int64_t));
 }
 
 /// One backward pass after another ends with what `exchange` makes of the ranks' gradients. Of
@@ -165,8 +170,11 @@ class GradientReduction {
       all = all && (gradient.defined() || !parameter.requires_grad());
     }
     has_gradient.push_back(refused.empty() ? 0 : 1);
-    const std::vector<std::uint8_t> layout = fingerprint(gradients_.buckets());
+    const Fingerprint layout = fingerprint(gradients_.buckets());
+    const std::string steps = gradients_.take_steps();
+    const Fingerprint of_steps = fingerprint(steps.data(), steps.size());
     has_gradient.insert(has_gradient.end(), layout.begin(), layout.end());
+    has_gradient.insert(has_gradient.end(), of_steps.begin(), of_steps.end());
     const at::Tensor anywhere = at::tensor(
         has_gradient, at::TensorOptions().dtype(at::kByte).device(gradients_.buckets()[0].device));
     PendingRequests request;
@@ -174,18 +182,21 @@ class GradientReduction {
     exchange_->finish();
     request.wait();
     TORCH_CHECK(refused.empty(), caller_, " on rank ", group_->getRank(), ": ", refused);
-    check_ranks(anywhere, layout);
+    check_ranks(anywhere, layout, of_steps, steps);
     if (!all) adopt(anywhere.cpu());
     next_ = 0;
     is_under_way_ = false;
   }
 
-  /// Whether a rank refuses a gradient, and whether all have the same buckets, for those of other
-  /// parameters may be as long. Read where that waits for nothing, and of a layout that is new; on
-  /// a device a rank that goes on without knowing waits in its next pass, until a Watchdog ends it.
-  void check_ranks(const at::Tensor& anywhere, const std::vector<std::uint8_t>& layout) {
-    if (!anywhere.is_cpu() && layout == known_layout_) return;
-    constexpr int64_t kBytes = 1 + kFingerprintBytes;
+  /// Whether a rank refuses a gradient, whether all have the same buckets, for those of other
+  /// parameters may be as long, and whether all have taken the same steps. Read where that waits
+  /// for nothing, of a layout that is new, and where the steps before were noted; on a device a
+  /// rank that goes on without knowing waits in its next pass, until a Watchdog ends it.
+  void check_ranks(const at::Tensor& anywhere, const Fingerprint& layout,
+                   const Fingerprint& of_steps, const std::string& steps) {
+    const bool noted_steps = gradients_.noted_steps_before(passes_);
+    if (!anywhere.is_cpu() && layout == known_layout_ && !noted_steps) return;
+    constexpr int64_t kBytes = 1 + 2 * kFingerprintBytes;
     const at::Tensor largest = anywhere.narrow(0, anywhere.numel() - kBytes, kBytes).cpu();
     const std::uint8_t* const bytes = largest.const_data_ptr<std::uint8_t>();
     TORCH_CHECK(bytes[0] == 0, caller_, " on rank ", group_->getRank(),
@@ -198,6 +209,9 @@ class GradientReduction {
         "All ranks give the same parameters and bucket_bytes; rebuild_buckets() only where "
         "backward passes take the same way on all. Begin again from a checkpoint on all ranks");
     known_layout_ = layout;
+    if (!std::equal(of_steps.begin(), of_steps.end(), bytes + 1 + kFingerprintBytes)) {
+      throw_other_step(caller_, steps, group_, anywhere.device());
+    }
   }
 
   /// What other ranks had a gradient of, this one has too.
@@ -217,10 +231,10 @@ class GradientReduction {
   GroupPtr group_;
   std::shared_ptr<BucketExchange> exchange_;
   std::mutex mutex_;
-  std::vector<bool> is_ready_;              ///< a bucket, in this pass
-  std::vector<std::uint8_t> known_layout_;  ///< the fingerprint that all ranks had last
-  std::size_t next_ = 0;  ///< ranks reduce in the order of the buckets, however they fill
-  int64_t passes_;        ///< of the buckets' that this has seen: all, if none threw
+  std::vector<bool> is_ready_;  ///< a bucket, in this pass
+  Fingerprint known_layout_{};  ///< the fingerprint that all ranks had last
+  std::size_t next_ = 0;        ///< ranks reduce in the order of the buckets, however they fill
+  int64_t passes_;              ///< of the buckets' that this has seen: all, if none threw
   bool is_known_alone_ = false;
   bool is_under_way_ = false;
   bool is_broken_ = false;

@@ -7,6 +7,7 @@
 #include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/detail/mpi_thread.h>
 #include <mezzo/distributed/mpi_backend.h>
+#include <mezzo/distributed/watchdog_options.h>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
@@ -22,6 +23,7 @@
 #include <iostream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -141,6 +143,7 @@ inline MpiEnvironment::MpiEnvironment() : exceptions_(std::uncaught_exceptions()
   detail::check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided),
                     "MPI_Init_thread", "MpiEnvironment");
   initialised_it_ = true;
+  detail::MpiThreads::all().set_is_awaited(true);
   if (provided < MPI_THREAD_MULTIPLE) {
     MPI_Finalize();
     TORCH_CHECK(false,
@@ -152,12 +155,12 @@ inline MpiEnvironment::MpiEnvironment() : exceptions_(std::uncaught_exceptions()
 inline MpiEnvironment::~MpiEnvironment() {
   if (!initialised_it_ || std::uncaught_exceptions() > exceptions_) return;
   if (detail::mpi_is_finalized()) return;
-  const std::string left = detail::MpiThreads::all().wait_for_end(std::chrono::seconds(30));
-  if (!left.empty()) {
-    std::cerr << "mezzo: MpiEnvironment ends, but " << left
-              << " is still under way: other ranks have not called it. MPI_Abort ends all ranks\n"
+  const std::string trouble = detail::MpiThreads::all().wait_for_end(std::chrono::seconds(30));
+  if (!trouble.empty()) {
+    std::cerr << "mezzo: MpiEnvironment ends, but " + trouble + ". MPI_Abort ends all ranks\n"
               << std::flush;
-    MPI_Abort(MPI_COMM_WORLD, 1);
+    std::this_thread::sleep_for(std::chrono::seconds(2));  // in which they say where they are
+    MPI_Abort(MPI_COMM_WORLD, kWatchdogExitStatus);
   }
   MPI_Finalize();
 }

@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -163,7 +164,7 @@ class MpiWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-/// Threads that may still call MPI, for whoever finalises it.
+/// Threads that may still call MPI, for the MpiEnvironment that finalises it.
 class MpiThreads {
  public:
   /// The process's. Exported, so that shared libraries count the same threads; never destroyed.
@@ -172,34 +173,64 @@ class MpiThreads {
     return threads;
   }
 
+  /// Whether an MpiEnvironment finalises MPI, and so waits for the threads.
+  void set_is_awaited(bool is_awaited) { is_awaited_ = is_awaited; }
+  bool is_awaited() const { return is_awaited_; }
+
   void begin() {
-    const std::lock_guard lock(mutex_);
-    ++count_;
+    change([this] { ++count_; });
   }
   void end() {
-    const std::lock_guard lock(mutex_);
-    --count_;
-    changed_.notify_all();
+    change([this] { --count_; });
   }
-  /// Names the collective that a thread is in, after its backend has gone; empty: none.
+  /// A thread has done all of its collectives, and waits until the other ranks have.
+  void begin_leaving() {
+    change([this] { ++leaving_; });
+  }
+  /// `words` say who has not ended; empty: all ranks have.
+  void end_leaving(const std::string& words) {
+    change([&] {
+      --leaving_;
+      if (!words.empty()) trouble_ = words;
+    });
+  }
+  /// Names the collective that a thread is in, after its backend has gone.
   void leaves_behind(const std::string& name) {
-    const std::lock_guard lock(mutex_);
-    left_behind_ = name;
+    change([&] { left_behind_ = name; });
   }
 
-  /// Waits until no thread is left. \returns the name of a collective that one is in; empty if none
+  /// Waits until no thread is left: for a collective for `timeout`, for other ranks that have not
+  /// ended their groups as long as they take, as MPI_Finalize does. Returns why MPI cannot be
+  /// finalised; empty if it can.
   std::string wait_for_end(std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex_);
-    const bool ended = changed_.wait_for(lock, timeout, [this] { return count_ == 0; });
-    if (ended) return {};
-    return left_behind_.empty() ? "a group that still lives" : left_behind_;
+    const auto until = std::chrono::steady_clock::now() + timeout;
+    const auto has_ended = [this] { return count_ == 0 || !trouble_.empty(); };
+    while (!has_ended()) {
+      if (count_ == leaving_) {
+        changed_.wait(lock);
+      } else if (changed_.wait_until(lock, until) == std::cv_status::timeout && !has_ended()) {
+        return (left_behind_.empty() ? "a group that still lives" : left_behind_) +
+               " is still under way: other ranks have not called it";
+      }
+    }
+    return trouble_;
   }
 
  private:
+  template <class Change>
+  void change(const Change& make) {
+    const std::lock_guard lock(mutex_);
+    make();
+    changed_.notify_all();
+  }
+
   std::mutex mutex_;
   std::condition_variable changed_;
+  std::atomic<bool> is_awaited_ = false;
   int count_ = 0;
-  std::string left_behind_;
+  int leaving_ = 0;
+  std::string left_behind_, trouble_;
 };
 
 /// The thread that does one backend's collectives, in the order of their calls.
@@ -208,7 +239,8 @@ class MpiThreads {
 /// algorithms for the latter), but a rank that waits in one keeps a core busy. So ranks announce
 /// each call by a small non-blocking all-gather, look for its end now and then, and enter the
 /// blocking call when all of them have come. The announcements say what is called, and are
-/// compared.
+/// compared. A rank that ends its group announces that too, so that ranks which call it once more
+/// throw instead of waiting.
 class MpiThread : public std::enable_shared_from_this<MpiThread> {
  public:
   MpiThread(MPI_Comm communicator, bool check_calls)
@@ -241,7 +273,7 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
     MpiThreads::all().begin();
     thread_ = std::thread([self = shared_from_this()] {
       self->work_until_closed();
-      if (!self->is_abandoned_ && !mpi_is_finalized()) MPI_Comm_free(&self->communicator_);
+      if (self->leave() && !mpi_is_finalized()) MPI_Comm_free(&self->communicator_);
       {
         const std::lock_guard lock(self->mutex_);
         self->has_ended_ = true;
@@ -263,8 +295,9 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
       MpiThreads::all().leaves_behind(current_ ? current_->name() : queue_.front().work->name());
     }
     // A thread that calls no MPI ends at once, and one that waits for an announcement soon.
-    const auto patience =
-        is_idle || is_abandoned_ ? std::chrono::seconds(10) : std::chrono::seconds(0);
+    const auto patience = (is_idle || is_abandoned_) && !MpiThreads::all().is_awaited()
+                              ? std::chrono::seconds(10)
+                              : std::chrono::seconds(0);
     const bool has_ended = changed_.wait_for(lock, patience, [this] { return has_ended_; });
     lock.unlock();
     has_ended ? thread_.join() : thread_.detach();
@@ -331,13 +364,38 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
       break_down(error);
       throw;
     }
-    if (check_calls_) compare(*operation.work);
+    try {
+      if (check_calls_) compare(*operation.work);
+    } catch (const c10::Error& error) {
+      if (has_lost_ranks_) break_down(error);
+      throw;
+    }
     try {
       operation.run(name);
     } catch (const c10::Error& error) {
       break_down(error);
       throw;
     }
+  }
+
+  /// Announces that this rank has ended the group, and waits until all have, which may take until
+  /// the MpiEnvironment ends. Where MPI is the program's, it announces nothing: nobody would wait
+  /// for this thread before MPI is finalised. Returns whether the communicator can be freed.
+  bool leave() {
+    MpiThreads& threads = MpiThreads::all();
+    if (has_given_up_ || !broken_words_.empty()) return false;
+    if (!check_calls_ || !threads.is_awaited()) return !is_abandoned_;
+    threads.begin_leaving();
+    std::string words;
+    try {
+      const MpiWork end(c10d::OpType::UNKNOWN, rank_, size_, {});
+      announce(end);
+      compare(end);
+    } catch (const c10::Error& error) {
+      words = error.what_without_backtrace();
+    }
+    threads.end_leaving(words);
+    return words.empty();
   }
 
   void break_down(const c10::Error& error) {
@@ -372,21 +430,23 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
         std::this_thread::yield();
         continue;
       }
-      give_up_if_abandoned();
+      const bool is_end = call.collective == c10d::OpType::UNKNOWN;
+      if (!is_end) give_up_if_abandoned();
       std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, std::chrono::microseconds(160));
+      pause = std::min(2 * pause, std::chrono::microseconds(is_end ? 5000 : 160));
     }
   }
 
   void give_up_if_abandoned() {
     const std::lock_guard lock(mutex_);
     if (!is_abandoned_) return;
+    has_given_up_ = true;
     [[maybe_unused]] const auto* kept = new std::shared_ptr<MpiThread>(shared_from_this());
     throw GivenUp();  // MPI may still write to `all_`, which is never freed
   }
 
   /// Every rank reads the same announcements, so all throw or none does, and the next calls match.
-  void compare(const MpiWork& work) const {
+  void compare(const MpiWork& work) {
     const auto call_of = [&](int rank) {
       const int64_t* const words = all_.data() + std::ptrdiff_t{6} * rank;
       CollectiveCall call(static_cast<c10d::OpType>(words[0]));
@@ -399,10 +459,18 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
     const CollectiveCall first = call_of(0);
     for (int rank = 1; rank < size_; ++rank) {
       const CollectiveCall other = call_of(rank);
+      if (is_end_of(other) != is_end_of(first)) has_lost_ranks_ = true;
       TORCH_CHECK(other == first, work.name(), ": rank ", rank, " called ", other.name(),
                   " where rank 0 called ", first.name(), " (collective number ", calls_,
-                  " of this group); every rank must make the same calls in the same order");
+                  " of this group); every rank must make the same calls in the same order",
+                  is_end_of(other) || is_end_of(first)
+                      ? ", and as many: has a rank fewer batches, or thrown?"
+                      : "");
     }
+  }
+
+  static bool is_end_of(const CollectiveCall& call) {
+    return call.collective == c10d::OpType::UNKNOWN;
   }
 
   int rank_ = 0;
@@ -414,6 +482,8 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
 
   // The thread's
   int64_t calls_ = 0;
+  bool has_lost_ranks_ = false;   ///< some have ended the group
+  bool has_given_up_ = false;     ///< left an announcement under way
   std::array<int64_t, 6> own_{};  ///< the announcement of this rank
   std::vector<int64_t> all_;      ///< of all ranks
 

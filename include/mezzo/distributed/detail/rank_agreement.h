@@ -18,6 +18,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <algorithm>
@@ -181,7 +182,13 @@ inline std::string describe(const TrainingState& state, bool with_values) {
     if (!layout.empty()) {
       lines << ", names and shapes with the CRC-32C " << crc32c_text(layout.data(), layout.size());
     }
-    if (with_values && !is_per_rank) lines << ' ' << part->value_in_common();
+    if (with_values && !is_per_rank) {
+      std::string value;
+      const std::string failure = failure_of([&, &of = *part] { value = of.value_in_common(); });
+      TORCH_CHECK(failure.empty(), '"', name, "\": ", failure);
+      c10::ReplaceAll(value, "\n", "\n" + name + ": ");
+      lines << ' ' << value;
+    }
     lines << '\n';
   }
   return lines.str();

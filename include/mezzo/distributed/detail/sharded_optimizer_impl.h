@@ -1,5 +1,7 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
@@ -9,6 +11,7 @@
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/param_slot.h>
+#include <mezzo/optim/detail/step_witness.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -22,9 +25,12 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -40,14 +46,39 @@ inline at::Tensor sum_of_rows(const at::Tensor& numbers) {
   return sum;
 }
 
-/// Combines what the ranks found in their parts of the gradients: an inf of one of them, the sum of
-/// all squares, the largest magnitude. One collective; waits for no device.
-inline Verdict agreed(const Verdict& own, const GroupPtr& group) {
-  if (group->getSize() == 1) return own;
-  const auto wide = own.sum_of_squares.scalar_type();
-  const at::Tensor row = at::stack({own.found_inf.to(wide), own.sum_of_squares, own.max_abs});
+/// Returns a row for each rank, which gives the numbers of `own`. Behind them travels a checksum of
+/// `words`, unless these are empty on all ranks.
+/// \throws c10::Error, on all ranks, where one has other words
+inline at::Tensor gather_rows(std::vector<at::Tensor> own, const std::string& words,
+                              const GroupPtr& group) {
+  const auto count = static_cast<int64_t>(own.size());
+  const at::TensorOptions like = own.front().options();
+  if (!words.empty()) {  // in halves, which float holds exactly
+    const std::uint32_t crc = crc32c(words.data(), words.size());
+    for (const std::uint32_t half : {crc >> 16U, crc & 0xFFFFU}) {
+      own.push_back(at::full({}, static_cast<double>(half), like));
+    }
+  }
+  const at::Tensor row = at::stack(own);
   const at::Tensor rows = at::empty({group->getSize(), row.numel()}, row.options());
   all_gather(group, rows, row).wait();
+  if (!words.empty()) {
+    const at::Tensor sums = rows.slice(1, count);
+    if (!sums.equal(sums.narrow(0, 0, 1).expand_as(sums))) {
+      throw_other_step("ShardedOptimizer", words, group, like.device());
+    }
+  }
+  return rows;
+}
+
+/// Combines what the ranks found in their parts of the gradients: an inf of one of them, the sum of
+/// all squares, the largest magnitude. One collective; waits for no device, unless there are
+/// `words` to compare.
+inline Verdict agreed(const Verdict& own, const std::string& words, const GroupPtr& group) {
+  if (group->getSize() == 1) return own;
+  const auto wide = own.sum_of_squares.scalar_type();
+  const at::Tensor rows =
+      gather_rows({own.found_inf.to(wide), own.sum_of_squares, own.max_abs.to(wide)}, words, group);
   return {own.inv_scale, rows.select(1, 0).amax().to(own.found_inf.scalar_type()),
           sum_of_rows(rows.select(1, 1)), rows.select(1, 2).amax()};
 }
@@ -302,7 +333,20 @@ Verdict ShardedOptimizer<OptimizerType>::read(const StepPlan& plan, const at::Te
   const std::optional<at::Device> device = weights_.device_of_gradients();
   const at::Tensor inverse = inv_scale.mul(1. / group_->getSize());
   const Verdict own = Shell::read(plan, inverse).on(device.value_or(inv_scale.device()));
-  return device ? detail::agreed(own, group_) : own;
+  if (!device) return own;
+  return detail::agreed(own, words_to_compare(*device, inv_scale), group_);
+}
+
+/// Returns the words of this step, of which each is compared on the CPU, and on other devices,
+/// where the words wait, the first and then each hundredth; otherwise nothing. A step without a
+/// verdict is compared as well.
+template <class OptimizerType>
+std::string ShardedOptimizer<OptimizerType>::words_to_compare(at::Device device,
+                                                              const at::Tensor& inv_scale) {
+  if (group_->getSize() == 1 || detail::capture_on(device) != 0) return {};
+  if (!device.is_cpu() && steps_++ % 100 != 0) return {};
+  const at::Tensor scale = inv_scale.defined() ? inv_scale.reciprocal() : inv_scale;
+  return detail::words_of_step(*this, scale);
 }
 
 template <class OptimizerType>
@@ -315,6 +359,13 @@ void ShardedOptimizer<OptimizerType>::apply(StepPlan plan, const Verdict& verdic
   if (!exchange_->has_summed()) prepare();  // which throws for a plan that has been used up
   const std::optional<at::Device> device = weights_.device_of_gradients();
   const bool needs_average = !verdict.defined() && device;
+  if (needs_average) {
+    const std::string words = words_to_compare(*device, /*inv_scale=*/{});
+    if (!words.empty()) {
+      (void)detail::gather_rows({at::zeros({}, at::TensorOptions().device(*device))}, words,
+                                group_);
+    }
+  }
   Shell::apply(std::move(plan),
                needs_average ? detail::average_of_sums(group_->getSize(), *device) : verdict,
                options);

@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/detail/update_rule.h>
 #include <mezzo/optim/fused_optimizer.h>
@@ -40,7 +41,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
 
-  at::Tensor step(LossClosure closure = nullptr) override { return step_with(closure); }
+  at::Tensor step(LossClosure closure = nullptr) override {
+    tell_witness(*this, /*scale=*/{});
+    return step_with(closure);
+  }
   MEZZO_INLINE StepPlan plan() override;
   MEZZO_INLINE void apply(StepPlan plan, const Verdict& verdict = {},
                           const StepOptions& options = {}) override;

@@ -1,0 +1,168 @@
+#include <torch/torch.h>
+//
+#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lr_schedule.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "ranks.h"
+#include "recording_ranks.h"
+
+// Loss scale, options and number of steps are the same on all ranks, or all ranks throw.
+namespace {
+
+using distributed_test::everyone;
+using distributed_test::Ranks;
+using mezzo::GradScaler;
+using mezzo::ShardedOptimizer;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using test_support::error_of;
+using testing::AllOf;
+using testing::HasSubstr;
+
+/// The model of the last rank differs in what a test gives `own`.
+double on_last(const Ranks& ranks, double others, double own) {
+  return ranks->getRank() == ranks->getSize() - 1 ? own : others;
+}
+
+torch::nn::Linear small_model() {
+  torch::manual_seed(3);
+  return torch::nn::Linear(4, 2);
+}
+
+/// What all ranks say where the last one differs.
+auto names_last(const Ranks& ranks, const std::string& theirs, const std::string& firsts) {
+  return AllOf(HasSubstr("rank " + std::to_string(ranks->getSize() - 1) + " steps with"),
+               HasSubstr(theirs), HasSubstr(firsts));
+}
+
+template <class Optimizer>
+void train(mezzo::DataParallel<torch::nn::Linear>& ddp, GradScaler& scaler, Optimizer& optimizer) {
+  optimizer.zero_grad();
+  scaler.scale(ddp(torch::ones({2, 4})).sum()).backward();
+  scaler.step(optimizer);
+  scaler.update();
+}
+
+TEST(ShardedSteps, RefuseAnotherLossScaleOnAllRanksAndWriteNothing) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  auto model = small_model();
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1));
+  const at::Tensor before = model->weight.detach().clone();
+  GradScaler scaler({.init_scale = on_last(ranks, 65536, 1024)});
+  scaler.scale(model(torch::ones({2, 4})).sum()).backward();
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+              names_last(ranks, "loss scale: 1024", "loss scale: 65536"));
+  EXPECT_TRUE(model->weight.equal(before));
+}
+
+TEST(ShardedSteps, RefuseAnotherRateWithAndWithoutALossScale) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  for (const bool scales : {false, true}) {
+    auto model = small_model();
+    ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1));
+    GradScaler scaler({.enabled = scales});
+    const auto step = [&] {
+      optimizer.zero_grad();
+      scaler.scale(model(torch::ones({2, 4})).sum()).backward();
+      scales ? (void)scaler.step(optimizer) : (void)optimizer.step();
+      if (scales) scaler.update();
+    };
+    step();
+    optimizer.param_groups()[0].options().set_lr(on_last(ranks, 0.1, 0.025));
+    const at::Tensor before = model->weight.detach().clone();
+    EXPECT_THAT(error_of(step), names_last(ranks, "group 0 lr: 0.025", "group 0 lr: 0.1"));
+    EXPECT_TRUE(model->weight.equal(before));
+  }
+}
+
+TEST(ShardedSteps, RefuseAnotherNumberOfSteps) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  auto model = small_model();
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1));
+  optimizer.set_applied_steps(static_cast<int64_t>(on_last(ranks, 0, 7)));
+  model(torch::ones({2, 4})).sum().backward();
+  EXPECT_THAT(error_of([&] { optimizer.step(); }),
+              names_last(ranks, "applied steps: 7", "applied steps: 0"));
+}
+
+TEST(MpiDataParallelSteps, AnotherLossScaleIsToldInTheNextPass) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  mezzo::DataParallel ddp(small_model(), ranks);
+  AdamW optimizer(ddp->parameters(), AdamWOptions(0.1));
+  GradScaler scaler({.init_scale = on_last(ranks, 65536, 1024)});
+  train(ddp, scaler, optimizer);
+  EXPECT_THAT(error_of([&] { train(ddp, scaler, optimizer); }),
+              names_last(ranks, "loss scale: 1024", "loss scale: 65536"));
+}
+
+TEST(MpiDataParallelSteps, AnotherRateOfLibtorchsOptimizerIsToldInTheNextPass) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  mezzo::DataParallel ddp(small_model(), ranks);
+  torch::optim::SGD optimizer(ddp->parameters(), on_last(ranks, 0.1, 0.2));
+  GradScaler scaler;
+  train(ddp, scaler, optimizer);
+  EXPECT_THAT(error_of([&] { train(ddp, scaler, optimizer); }),
+              names_last(ranks, "group 0 lr: 0.2", "group 0 lr: 0.1"));
+}
+
+TEST(MpiDataParallelSteps, AnotherOptionIsToldWithoutALossScale) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  mezzo::DataParallel ddp(small_model(), ranks);
+  AdamW optimizer(ddp->parameters(),
+                  AdamWOptions(0.1).weight_decay(on_last(ranks, 0.01, 0.5)).seed(1));
+  const auto step = [&] {
+    ddp(torch::ones({2, 4})).sum().backward();
+    optimizer.step();
+  };
+  step();
+  EXPECT_THAT(error_of(step),
+              names_last(ranks, "group 0 weight_decay: 0.5", "group 0 weight_decay: 0.01"));
+}
+
+TEST(MpiDataParallelSteps, AStepThatOneRankAloneTookIsToldInTheNextPass) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  mezzo::DataParallel ddp(small_model(), ranks);
+  AdamW optimizer(ddp->parameters(), AdamWOptions(0.1));
+  ddp(torch::ones({2, 4})).sum().backward();
+  if (ranks->getRank() == ranks->getSize() - 1) optimizer.step();
+  EXPECT_THAT(error_of([&] {
+                ddp(torch::ones({2, 4})).sum().backward();
+              }),
+              names_last(ranks, "group 0 lr: 0.1", "nothing more"));
+}
+
+TEST(MpiDataParallelSteps, AreComparedWithoutACollectiveOfTheirOwn) {
+  std::vector<std::string> log;
+  const Ranks ranks = distributed_test::recording_ranks(everyone(), log);
+  auto model = small_model();
+  mezzo::DataParallel ddp(model, ranks);
+  AdamW optimizer(ddp->parameters(), AdamWOptions(0.1));
+  mezzo::LrSchedule schedule(optimizer, mezzo::LinearCurve{.warmup_steps = 0, .total_steps = 4});
+  GradScaler scaler;
+  for (int step = 0; step < 4; ++step) {
+    log.clear();
+    train(ddp, scaler, optimizer);
+    schedule.step();
+    EXPECT_EQ(log.size(), 2U) << "one of the bucket, one of who has which gradient";
+  }
+}
+
+}  // namespace

@@ -1,0 +1,113 @@
+// A run of two ranks under torchrun, which starts them anew each time that one is killed: it comes
+// to the weights of one that nobody disturbed. MEZZO_TORCHRUN and MEZZO_KILLED_PROGRAM are
+// commands; MEZZO_KILL_ROUNDS is how often it is killed, 3 times if not given.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../support/scratch.h"
+#include "free_port.h"
+
+namespace {
+
+using distributed_test::free_port;
+using test_support::Scratch;
+using Clock = std::chrono::steady_clock;
+
+constexpr int kRanks = 2;
+
+struct Outcome {
+  int status = -1;
+  int kills = 0;
+  std::vector<std::string> digests{};  ///< of the weights at the end
+  double longest_recovery = 0;         ///< seconds from a kill to the next step
+  std::string printed{};
+};
+
+/// Runs to the end, and kills a rank in each of the first `kills` attempts, within a step after its
+/// fifth.
+Outcome run(const std::string& launcher, const Scratch& folder, int steps, int kills) {
+  const std::string command = "exec env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo " +
+                              (MEZZO_TORCHRUN + (' ' + launcher)) + " --nproc-per-node " +
+                              std::to_string(kRanks) + " --max-restarts 99 --no-python " +
+                              MEZZO_KILLED_PROGRAM + " ddp " + folder.path().string() + ' ' +
+                              std::to_string(steps) + " 2>&1";
+  std::mt19937 random(7);  // NOLINT: the same each time
+  Outcome outcome;
+  std::array<pid_t, kRanks> processes{};
+  int did = 0;
+  Clock::time_point killed{};
+  FILE* const pipe = popen(command.c_str(), "r");
+  std::array<char, 4096> block{};
+  while (std::fgets(block.data(), static_cast<int>(block.size()), pipe) != nullptr) {
+    const std::string line = block.data();
+    outcome.printed += line;
+    int rank = 0, process = 0;
+    if (std::sscanf(line.c_str(), "rank %d is %d", &rank, &process) == 2 && rank < kRanks) {
+      processes.at(static_cast<std::size_t>(rank)) = process;
+    }
+    if (line.starts_with("from ")) did = 0;
+    if (line.starts_with("end ")) outcome.digests.push_back(line.substr(4));
+    if (!line.starts_with("did ")) continue;
+    if (++did == 1 && outcome.kills > 0) {
+      const double seconds = std::chrono::duration<double>(Clock::now() - killed).count();
+      outcome.longest_recovery = std::max(outcome.longest_recovery, seconds);
+    }
+    if (did == 5 && outcome.kills < kills) {
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 12'000));
+      killed = Clock::now();
+      if (kill(processes.at(random() % kRanks), SIGKILL) == 0) ++outcome.kills;
+    }
+  }
+  const int status = pclose(pipe);
+  outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return outcome;
+}
+
+class TorchrunKills : public testing::TestWithParam<std::string> {};
+
+TEST_P(TorchrunKills, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedRun) {
+  if (std::system((std::string(MEZZO_TORCHRUN) + " --help > /dev/null 2>&1").c_str()) != 0) {
+    GTEST_SKIP() << "no torchrun that runs (pip install torch); " << MEZZO_TORCHRUN << " does not";
+  }
+  const char* const wanted = std::getenv("MEZZO_KILL_ROUNDS");
+  const int kills = wanted == nullptr ? 3 : std::atoi(wanted);
+  const int steps = 3 * kills + 8;
+  const bool is_static = GetParam() == "Static";
+  const auto launcher = [&] {
+    return is_static ? "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port " +
+                           std::to_string(free_port())
+                     : std::string("--standalone");
+  };
+  const Scratch undisturbed_folder, folder;
+  const Outcome undisturbed = run(launcher(), undisturbed_folder, steps, 0);
+  ASSERT_EQ(undisturbed.status, 0) << undisturbed.printed;
+  ASSERT_EQ(undisturbed.digests.size(), 2U);
+  EXPECT_THAT(undisturbed.printed, testing::Not(testing::HasSubstr("ailed to bind")));
+  const Outcome outcome = run(launcher(), folder, steps, kills);
+  SCOPED_TRACE(outcome.printed);
+  EXPECT_EQ(outcome.status, 0);
+  EXPECT_EQ(outcome.kills, kills);
+  EXPECT_EQ(outcome.digests, undisturbed.digests);
+  EXPECT_LT(outcome.longest_recovery, 60.) << "seconds, in which the ranks met again";
+  std::cout << outcome.kills << " kills, at most " << outcome.longest_recovery
+            << " s until the next step\n";
+}
+
+INSTANTIATE_TEST_SUITE_P(Of, TorchrunKills, testing::Values("Standalone", "Static"),
+                         [](const auto& test) { return test.param; });
+
+}  // namespace
