@@ -50,13 +50,15 @@ TelemetryRecord step_record(std::int64_t number, double loss, bool skipped = fal
   return {.step = number, .loss = loss, .scale = scale, .skipped = skipped};
 }
 
-/// What a watch says about `patient` at a step with this loss, the first having had 1.
-Divergence diagnosed(const Patient& patient, double loss, DivergenceOptions options = {}) {
+/// What a watch says about `patient` at a step with this loss, the first having had `first_loss`,
+/// if any.
+Divergence diagnosed(const Patient& patient, double loss, DivergenceOptions options = {},
+                     std::optional<double> first_loss = 1.0) {
   std::vector<Divergence> heard;
   options.callback = told_to(heard).callback;
   options.skips_in_a_row = 1;
   DivergenceWatch watch(patient, options);
-  watch(step_record(1, 1.0));
+  if (first_loss) watch(step_record(1, *first_loss));
   watch(step_record(2, loss, /*skipped=*/true));
   EXPECT_EQ(heard.size(), 1);
   return heard.empty() ? Divergence() : heard.front();
@@ -151,27 +153,31 @@ TEST(DivergenceWatch, BlamesTheRateForWeightsBeyondMeasure) {
   EXPECT_EQ(heard[0].evidence.find("the loss"), std::string::npos) << "it was never finite";
 }
 
-TEST(DivergenceWatch, SuspectsABufferInHalfAloneAndNamesAWeightBeyondIt) {
+TEST(DivergenceWatch, SuspectsBuffersAndWeightsBeyondHalfInARunOfHalfAlone) {
   Patient patient;
   patient.mask[2] = -std::numeric_limits<float>::infinity();
   EXPECT_THAT(diagnosed(patient, kInfiniteLoss).evidence, testing::Not(HasSubstr("buffer")));
   patient.mask[1] = -1e9;
-  const Divergence divergence = diagnosed(patient, kInfiniteLoss);
+  const Divergence divergence = diagnosed(patient, kInfiniteLoss, {}, std::nullopt);
   EXPECT_EQ(divergence.cause, DivergenceCause::loss_not_finite);
   EXPECT_THAT(divergence.message(),
               AllOf(HasSubstr("the buffer mask holds -1e+09, which is inf where an op reads it in "
                               "float16"),
                     HasSubstr("why is not known")));
+  EXPECT_THAT(diagnosed(patient, kInfiniteLoss).message(), testing::Not(HasSubstr("buffer")))
+      << "the same mask has let a loss be finite";
   const Divergence in_bfloat16 =
-      diagnosed(patient, kInfiniteLoss, {.low_precision = at::kBFloat16});
+      diagnosed(patient, kInfiniteLoss, {.low_precision = at::kBFloat16}, std::nullopt);
   EXPECT_THAT(in_bfloat16.message(), testing::Not(HasSubstr("float16")));
   {
     const torch::NoGradGuard no_grad;
     patient.head->weight[1][1] = 1.06e5;
   }
-  const Divergence of_weight = diagnosed(patient, kInfiniteLoss);
-  EXPECT_EQ(of_weight.cause, DivergenceCause::out_of_range);
-  EXPECT_THAT(of_weight.message(), HasSubstr("head.weight holds 1.06e+05 in magnitude"));
+  const Divergence of_weight = diagnosed(patient, kInfiniteLoss, {}, std::nullopt);
+  EXPECT_EQ(of_weight.cause, DivergenceCause::loss_not_finite);
+  EXPECT_THAT(
+      of_weight.message(),
+      HasSubstr("the weight head.weight holds 1.06e+05, which is inf where an op reads it"));
 }
 
 /// Records come after the step: what a step wrote does not make the weights the first to break.

@@ -39,7 +39,6 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 enum class DivergenceCause : std::uint8_t {
   weights_not_finite,  ///< a parameter holds inf or NaN, and no loss before it did
   learning_rate,       ///< loss and weights grew together, or the weights alone grew beyond measure
-  out_of_range,        ///< a weight is beyond what float16 holds, in a run that uses float16
   loss_not_finite,     ///< the loss, computed from finite weights; the message names the suspects
   unknown,             ///< gradients, from a finite loss; the message names what decides
 };
@@ -101,15 +100,15 @@ class DivergenceWatch {
   void diagnose(Divergence& divergence) const;
   bool weights_are_bad(Divergence& divergence) const;
   bool rate_is_high(Divergence& divergence) const;
-  bool weight_is_out_of_range(Divergence& divergence) const;
   void blame_loss(Divergence& divergence) const;
   bool uses_half() const;
   std::string bad_weight() const;
-  std::string buffers_out_of_range() const;
+  std::string beyond_half() const;
 
   DivergenceOptions options_;
   NamedTensors parameters_, buffers_;
   double first_norm_;                             // of all weights, when the watch was made
+  std::vector<std::string> first_beyond_half_;    // names, when the watch was made
   double elements_ = 0;                           // of all weights
   std::optional<TelemetryRecord> before_;         // the record before this one
   std::optional<double> first_loss_, last_loss_;  // that were finite
@@ -131,8 +130,13 @@ inline double norm_of_all(const NamedTensors& tensors) {
   return norms.empty() ? 0 : stacked_on_host(std::move(norms)).norm().item<double>();
 }
 
-/// The least magnitude that rounds to inf in float16.
-inline constexpr double kHalfOverflow = 65520;
+/// A finite value of `tensor` that float16 makes inf; none if there is none.
+inline std::optional<double> value_beyond_half(const at::Tensor& tensor) {
+  constexpr double kHalfOverflow = 65520;  // the least magnitude that rounds to inf
+  const at::Tensor is_bad = tensor.abs().ge(kHalfOverflow).logical_and(tensor.isfinite());
+  if (tensor.numel() == 0 || !is_bad.any().item<bool>()) return std::nullopt;
+  return tensor.masked_select(is_bad)[0].item<double>();
+}
 
 /// Whether a loss was recorded that is inf or NaN.
 inline bool lost_its_loss(const TelemetryRecord& record) {
@@ -155,8 +159,15 @@ MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
       parameters_(name_parameters(model)),
       buffers_(detail::NamedOnce().floating(model.named_buffers())),
       first_norm_(detail::norm_of_all(parameters_)) {
-  for (const auto& [name, parameter] : parameters_)
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, parameter] : parameters_) {
     elements_ += static_cast<double>(parameter.numel());
+  }
+  for (const NamedTensors* tensors : {&parameters_, &buffers_}) {
+    for (const auto& [name, tensor] : *tensors) {
+      if (detail::value_beyond_half(tensor)) first_beyond_half_.push_back(name);
+    }
+  }
   TORCH_CHECK(options_.skips_in_a_row > 0, "DivergenceWatch: skips_in_a_row is ",
               options_.skips_in_a_row, "; it should be positive");
 }
@@ -200,14 +211,14 @@ MEZZO_INLINE void DivergenceWatch::operator()(const TelemetryRecord& record) {
 
 MEZZO_INLINE void DivergenceWatch::diagnose(Divergence& divergence) const {
   const at::NoGradGuard no_grad;
-  if (rate_is_high(divergence) || weights_are_bad(divergence) || weight_is_out_of_range(divergence))
-    return;
+  if (rate_is_high(divergence) || weights_are_bad(divergence)) return;
   if (detail::lost_its_loss(divergence.record)) {
     blame_loss(divergence);
     return;
   }
   divergence.evidence =
       "the weights are finite; " + find_overflow(parameters_, divergence.record.scale).cause();
+  if (uses_half()) divergence.evidence += beyond_half();
   if (options_.rank) {  // what ranks average has an inf on all of them
     divergence.evidence +=
         "; with OverflowReportOptions::own_gradients each rank says whether it was its own";
@@ -295,36 +306,23 @@ MEZZO_INLINE bool DivergenceWatch::uses_half() const {
          });
 }
 
-/// A matrix beyond float16 is inf in each product that autocast lowers. Vectors (norms, biases of
-/// norms) stay in float32.
-MEZZO_INLINE bool DivergenceWatch::weight_is_out_of_range(Divergence& divergence) const {
-  if (!uses_half()) return false;
-  for (const auto& [name, parameter] : parameters_) {
-    if (parameter.dim() < 2 || parameter.numel() == 0) continue;
-    const double largest = parameter.abs().max().item<double>();
-    if (largest < detail::kHalfOverflow) continue;
-    divergence.cause = DivergenceCause::out_of_range;
-    divergence.evidence = c10::str(name, " holds ", detail::digits(largest),
-                                   " in magnitude, which float16 makes inf");
-    divergence.remedy =
-        "use bfloat16, or run its layer in float32, inside an AutocastGuard with "
-        "enabled = false";
-    return true;
-  }
-  return false;
-}
-
-/// Buffers that float16 would make inf. Whether an op reads them in float16 is not known here.
-MEZZO_INLINE std::string DivergenceWatch::buffers_out_of_range() const {
+/// Weights and buffers that float16 makes inf. Whether an op reads them in float16 is not known
+/// here; but one that held such a value when the watch was made has let a loss be finite since.
+MEZZO_INLINE std::string DivergenceWatch::beyond_half() const {
   std::string found;
-  for (const auto& [name, buffer] : buffers_) {
-    if (buffer.numel() == 0) continue;
-    const at::Tensor is_bad = buffer.abs().ge(detail::kHalfOverflow).logical_and(buffer.isfinite());
-    if (!is_bad.any().item<bool>()) continue;
-    const double value = buffer.masked_select(is_bad)[0].item<double>();
-    found += c10::str("; the buffer ", name, " holds ", detail::digits(value),
-                      ", which is inf where an op reads it in float16");
-  }
+  const auto look_at = [&](const char* kind, const NamedTensors& tensors) {
+    for (const auto& [name, tensor] : tensors) {
+      const bool was_there = std::find(first_beyond_half_.begin(), first_beyond_half_.end(),
+                                       name) != first_beyond_half_.end();
+      if (was_there && first_loss_) continue;
+      const std::optional<double> value = detail::value_beyond_half(tensor);
+      if (!value) continue;
+      found += c10::str("; the ", kind, name, " holds ", detail::digits(*value),
+                        ", which is inf where an op reads it in float16");
+    }
+  };
+  look_at("weight ", parameters_);
+  look_at("buffer ", buffers_);
   return found;
 }
 
@@ -336,7 +334,7 @@ MEZZO_INLINE void DivergenceWatch::blame_loss(Divergence& divergence) const {
   }
   divergence.remedy = "why is not known: look at this batch, and for a log or a division of 0; ";
   if (uses_half()) {
-    divergence.evidence += buffers_out_of_range();
+    divergence.evidence += beyond_half();
     divergence.remedy +=
         "or a number is beyond float16 in the forward pass, which is so if the batch has a finite "
         "loss in float32: then use bfloat16, or float32 for that op; ";
