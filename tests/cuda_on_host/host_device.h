@@ -14,6 +14,7 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -62,8 +63,10 @@ struct Index {
   unsigned x = 0;
 };
 
-// For what is below. A launch on one of host_gpu.h's devices, and the capture of its stream.
-void put_launch(c10::Device device, std::function<void()> run);
+// For what is below: the stream of a device that work goes to now, a launch on one of host_gpu.h's
+// with the bytes of its arguments, and the capture of the stream. The CPU has one stream.
+c10::Stream current_stream(c10::Device device);
+void put_launch(const c10::Stream& stream, std::size_t bytes, std::function<void()> run);
 uint64_t capture_on(c10::Device device);
 int64_t& register_kernel(const char* name);
 void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread);
@@ -161,23 +164,24 @@ class DeviceGuard {
 
 inline c10::Device current_device() { return DeviceGuard::current(); }
 
-/// The CPU has none: what is launched on it runs at once.
+/// What is launched on the CPU runs at once.
 struct Stream {
-  c10::Device device = c10::kCPU;
+  c10::Stream stream{c10::Stream::DEFAULT, c10::kCPU};
 };
 
-inline Stream current_stream() { return {current_device()}; }
+inline Stream current_stream() { return {host_device::current_stream(current_device())}; }
 inline uint64_t capture_id() { return host_device::capture_on(current_device()); }
 
 template <auto kKernel, class... Args>
 void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
-  static_assert(host_device::bytes_of_parameters(kKernel) <= 32764, "what a launch can carry");
+  constexpr std::size_t kBytes = host_device::bytes_of_parameters(kKernel);
+  static_assert(kBytes <= 32764, "what a launch can carry");
   ++host_device::Launches<kKernel>::count;
-  if (stream.device.is_cpu()) {
+  if (stream.stream.device_type() == c10::kCPU) {
     host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
     return;
   }
-  host_device::put_launch(stream.device, [blocks, threads, args...] {
+  host_device::put_launch(stream.stream, kBytes, [blocks, threads, args...] {
     host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
   });
 }

@@ -363,8 +363,16 @@ Counts counts() { return Machine::the().counts; }
 
 }  // namespace host_gpu
 
-void host_device::put_launch(c10::Device device, std::function<void()> run) {
-  host_gpu::enqueue(host_gpu::current_stream(device), std::move(run), host_gpu::Kind::launch);
+c10::Stream host_device::current_stream(c10::Device device) {
+  if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
+  return host_gpu::current_stream(device);
+}
+void host_device::put_launch(const c10::Stream& stream, std::size_t bytes,
+                             std::function<void()> run) {
+  host_gpu::Machine& machine = host_gpu::Machine::the();
+  const std::lock_guard lock(machine.mutex);
+  machine.counts.argument_bytes += static_cast<int64_t>(bytes);
+  host_gpu::enqueue(stream, std::move(run), host_gpu::Kind::launch);
 }
 uint64_t host_device::capture_on(c10::Device device) {
   return device.is_cpu() ? 0 : host_gpu::capture_of(host_gpu::current_stream(device));

@@ -51,8 +51,9 @@ class Held {
 
 /// What was asked of the devices since `begin`.
 struct Counts {
-  int64_t launches = 0;  ///< of mezzo's kernels
-  int64_t ops = 0;       ///< of ATen's, copies on a device among them
+  int64_t launches = 0;        ///< of mezzo's kernels
+  int64_t argument_bytes = 0;  ///< of these launches
+  int64_t ops = 0;             ///< of ATen's, copies on a device among them
   int64_t copies_from_host = 0;
   int64_t copies_to_host = 0;  ///< recorded ones count once
   int64_t events = 0;          ///< recorded ones

@@ -283,6 +283,40 @@ struct Twice : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x) { return layer->forward(layer->forward(x)); }
 };
 
+TEST(Doctor, NamesAResultOf16BitsThatALossOutsideOfTheRegionWouldRead) {
+  Attention model;
+  const auto about_result = about(FindingTopic::output);
+  const auto said = diagnose(model, rows(), torch::kCPU, kInBfloat16).findings;
+  EXPECT_THAT(said, Contains(finding(FindingSeverity::note, FindingTopic::output, "(model)",
+                                     "the result is of bfloat16")));
+  const auto told = std::find_if(said.begin(), said.end(),
+                                 [](const auto& one) { return one.topic == FindingTopic::output; });
+  EXPECT_EQ(told->remedy,
+            "auto result = mezzo::autocast({.device = torch::kCPU, .output = torch::kFloat}, [&] { "
+            "return model->forward(x); });");
+  struct Remedied : torch::nn::Module {
+    explicit Remedied(Attention& attention) : model(attention) {
+      for (auto& parameter : model.parameters()) register_parameter(c10::str(i++), parameter);
+    }
+    torch::Tensor forward(const torch::Tensor& x) {
+      return mezzo::autocast({.device = torch::kCPU, .output = torch::kFloat},
+                             [&] { return model.forward(x); });
+    }
+    Attention& model;
+    int i = 0;
+  };
+  Remedied remedied(model);
+  EXPECT_THAT(diagnose(remedied, rows(), torch::kCPU, kInBfloat16).findings,
+              Not(Contains(about_result)));
+}
+
+TEST(Doctor, SaysNothingOfAResultThatHas16BitsInFloat32Too) {
+  Attention model;
+  model.to(torch::kBFloat16);
+  EXPECT_THAT(diagnose(model, rows().to(torch::kBFloat16), torch::kCPU, kInBfloat16).findings,
+              Not(Contains(about(FindingTopic::output))));
+}
+
 TEST(Doctor, CountsWeightsThatAreCastAgainAndAgain) {
   Twice model;
   const auto casts = FindingTopic::weight_casts;

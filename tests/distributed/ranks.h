@@ -14,9 +14,11 @@
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <mpi.h>
 
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <string>
@@ -37,13 +39,19 @@ inline bool is_over_gloo() {
 inline Ranks ranks_of(MPI_Comm communicator) {
   if (!is_over_gloo()) return c10::make_intrusive<mezzo::MpiBackend>(communicator);
 #if defined(USE_C10D_GLOO)
-  int rank = 0, size = 0;
+  // One store for all groups: each connection looks up names, which takes a DNS time-out (5 s) now
+  // and then.
+  static const auto store = mezzo::rendezvous(MPI_COMM_WORLD);
+  static int groups_made = 0;
+  int rank = 0, size = 0, in_world = 0;
   MPI_Comm_rank(communicator, &rank);
   MPI_Comm_size(communicator, &size);
-  const auto store = mezzo::rendezvous(communicator);
-  Ranks ranks = mezzo::gloo_backend(store, rank, size, std::chrono::minutes(2));
-  MPI_Barrier(communicator);  // rank 0 serves the store until all have met
-  return ranks;
+  MPI_Comm_rank(MPI_COMM_WORLD, &in_world);
+  std::array<int, 2> name{in_world, ++groups_made};  // of the group: its first rank's
+  MPI_Bcast(name.data(), 2, MPI_INT, 0, communicator);
+  const auto own = c10::make_intrusive<c10d::PrefixStore>(
+      std::to_string(name[0]) + "/" + std::to_string(name[1]), store);
+  return mezzo::gloo_backend(own, rank, size, std::chrono::minutes(2));
 #else
   TORCH_CHECK(false, "the tests were built without Gloo");
 #endif

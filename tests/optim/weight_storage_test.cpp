@@ -7,6 +7,7 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
+#include <c10/util/Exception.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -17,6 +18,8 @@
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include "../support/warnings.h"
 
 namespace {
 
@@ -354,6 +357,27 @@ TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
   ours.step();
   EXPECT_EQ(state_of<AdamWParamState>(ours, models.low[0]).exp_avg().scalar_type(), torch::kFloat);
   EXPECT_EQ(state_of<AdamWParamState>(ours, models.low[0]).step(), 2);
+}
+
+TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  const Models models;
+  const auto warnings_of = [&models](WeightStorage storage, const std::vector<at::Tensor>& model) {
+    AdamW optimizer(model, AdamWOptions(1e-3).weight_storage(storage));
+    models.set_gradients();
+    test_support::Warnings warnings;
+    optimizer.step();
+    return warnings.texts;
+  };
+  EXPECT_THAT(
+      warnings_of(WeightStorage::plain, models.low),
+      testing::Contains(testing::AllOf(HasSubstr("AdamW: parameter 0 of group 0 (bfloat16"),
+                                       HasSubstr("Use WeightStorage::master, or stochastic"))));
+  for (const auto storage :
+       {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
+    EXPECT_THAT(warnings_of(storage, models.low), testing::IsEmpty());
+  }
+  EXPECT_THAT(warnings_of(WeightStorage::plain, models.floats), testing::IsEmpty());
 }
 
 }  // namespace

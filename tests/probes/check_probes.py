@@ -14,8 +14,8 @@ def tests_in(folder: Path) -> set[str]:
         names.update(f"{suite}.{test}" for suite, test in re.findall(pattern, source.read_text()))
     for listing in folder.rglob("CMakeLists.txt"):
         names.update(re.findall(r"add_test\(NAME\s+(\w+\.\w+)", listing.read_text()))
-    names.update(f"autocast/illegal/{source.stem}"
-                 for source in folder.glob("autocast/compile_fail/*.cpp"))
+    names.update(f"illegal/{source.stem}"
+                 for source in folder.glob("compile_fail/*.cpp"))
     return names
 
 

@@ -49,6 +49,7 @@ enum class FindingTopic : std::uint8_t {
   dimensions,    ///< sizes that are no multiple of 8
   threads,       ///< too many, too few, or a machine that is busy
   accumulation,  ///< gradients of many micro-batches that are added up in 16 bits
+  output,        ///< a result of 16 bits, which a loss outside of the region would be computed from
   updates,  ///< weights of 16 bits that an update of the learning rate's size leaves as they are
 };
 

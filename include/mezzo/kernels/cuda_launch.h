@@ -79,7 +79,7 @@ MEZZO_CUDA_LAUNCHER void pack_letter_(const at::Tensor& scale, const at::Tensor&
 MEZZO_CUDA_LAUNCHER void begin_step_(at::Device device, TableMemory& memory);
 
 /// Adds 1 to each counter, unless `found_inf`, where not null, points to another value than 0: one
-/// launch; where there are more than 4,000, their addresses are copied unless they lie there.
+/// launch; where there are more than 480, their addresses are copied unless they lie there.
 MEZZO_CUDA_LAUNCHER void count_steps_(at::Device device, const std::vector<float*>& counters,
                                       const float* found_inf, TableMemory& memory);
 

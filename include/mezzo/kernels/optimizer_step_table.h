@@ -114,11 +114,11 @@ class StepTable : public LaunchTable<StepTableRow, kRows> {
 template <class Constants>
 using DeviceStepTable = StepTable<Constants, 300>;
 
-/// The counters of the launch that counts a step: by value, or where in the device's memory there
-/// are more than that.
+/// The counters of the launch that counts a step: by value in the 4 KB that every launch can carry
+/// cheaply, or where in the device's memory there are more of them.
 class CounterTable {
  public:
-  static constexpr std::size_t kCapacity = 4000;
+  static constexpr std::size_t kCapacity = 480;
 
   static bool holds(const std::vector<float*>& counters) { return counters.size() <= kCapacity; }
 
@@ -144,7 +144,7 @@ class CounterTable {
   float* const* there_;
   int64_t size_;
 };
-static_assert(sizeof(CounterTable) < 32700, "with the pointer beside it within 32,764 bytes");
+static_assert(sizeof(CounterTable) < 4000, "with the pointer beside it within 4 KB");
 
 /// The kernel's arguments.
 template <class Constants>

@@ -89,8 +89,9 @@ struct PolynomialCurve {
 ///
 /// The groups' `lr` options show the rates: `options().get_lr()` is the rate of the next step, as
 /// with libtorch's schedulers. The rates at construction are the base rates. A rate that you write
-/// to an option later is taken for the next step, and scales the steps that follow. A group that is
-/// added later has its own `lr` as its base.
+/// to an option later is taken for the next step, and scales the steps that follow; while the
+/// factor is 0 (the first step of a warm-up, or after a fall to 0) it becomes the base rate, and
+/// the next step's rate stays 0. A group that is added later has its own `lr` as its base.
 ///
 /// **With an optimizer of mezzo's or a MasterWeights** the constructor hands over the whole curve
 /// as a table (`set_lr_factors`, 8 bytes a step). Where a device decides whether a step is applied,

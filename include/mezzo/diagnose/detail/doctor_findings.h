@@ -169,6 +169,22 @@ inline void add_accumulation(Diagnosis& diagnosis, const NamedTensors& parameter
        .remedy = "mezzo::optim::AdamWOptions(lr).accumulate_in_float(true)"});
 }
 
+/// A result of 16 bits where float32's has 32: a loss that is computed outside of the region is a
+/// number of 16 bits too.
+inline void add_output(Diagnosis& diagnosis) {
+  diagnosis.findings.push_back(
+      {.severity = FindingSeverity::note,
+       .topic = FindingTopic::output,
+       .where = "(model)",
+       .reason = c10::str("the result is of ", dtype_name(diagnosis.dtype),
+                          ": a loss that is computed outside of the region is rounded to it, or "
+                          "backward throws; compute the loss inside, or let results leave the "
+                          "region as float32"),
+       .remedy =
+           c10::str("auto result = mezzo::autocast({.device = ", cpp_name(diagnosis.device.type()),
+                    ", .output = torch::kFloat}, [&] { return model->forward(x); });")});
+}
+
 /// The share of values that stay what they are when `step` is added, and when it is subtracted; the
 /// mean of both.
 inline double unmoved_share(const at::Tensor& weight, double step) {

@@ -125,6 +125,7 @@ class Doctor {
   struct Outcome {
     std::string thrown;
     bool finite = true;
+    bool is_low = false;  ///< a floating output has 16 bits
     std::optional<std::int64_t> bytes;
     std::vector<at::Tensor> floats;  ///< copies of the floating outputs, where they are kept
   };
@@ -175,6 +176,7 @@ class Doctor {
       for (const at::Tensor& output : outputs) {
         if (output.defined() && output.is_floating_point()) {
           outcome.finite &= output.isfinite().all().item<bool>();
+          outcome.is_low |= is_low_precision(output);
           if (how.keeps_outputs)
             outcome.floats.push_back(output.detach().to(at::kDouble, false, /*copy=*/true));
         }
@@ -248,6 +250,7 @@ class Doctor {
                    "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
     }
     exact_is_finite_ = outcome.finite;
+    exact_is_low_ = outcome.is_low;
     estimate_batch(outcome, std::nullopt, 0, 1);
     return true;
   }
@@ -263,6 +266,7 @@ class Doctor {
                               dtype_name(found_.dtype), " and none in float32"),
                      "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
       }
+      if (first.is_low && !exact_is_low_) add_output(found_);
       estimate_batch(first, found_.dtype, 1, found_.memory.size());
       trace(found_.dtype, constants, error_of(first));
       return;
@@ -372,6 +376,7 @@ class Doctor {
   PeakMemory memory_;
   KeptBuffers kept_{case_.buffers};
   bool exact_is_finite_ = true;
+  bool exact_is_low_ = false;
   std::vector<at::Tensor> exact_;  // the floating outputs in float32
 
   static constexpr double kSmallError = 0.1;  // of outputs in 16 bits

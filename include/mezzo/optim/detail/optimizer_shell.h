@@ -236,6 +236,19 @@ struct RuleOf {
 
 // --- The shell ---------------------------------------------------------------------------------
 
+/// What `{.lr = 1e-3}` would be: a deleted constructor takes it, whose comment the compiler prints.
+struct OptionsAreSetByCalls {
+  double lr = 0;
+  std::tuple<double, double> betas{};
+  double eps = 0;
+  double momentum = 0;
+  double dampening = 0;
+  double weight_decay = 0;
+  bool nesterov = false;
+  bool amsgrad = false;
+  optim::WeightStorage weight_storage{};
+};
+
 /// The parts of an optimizer that libtorch's users see: constructors, options and files. StepEngine
 /// takes the steps.
 template <class Traits>
@@ -263,6 +276,10 @@ class OptimizerShell : public StepEngine {
       : OptimizerShell({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
     check_has_parameters(!param_groups_.front().params().empty());
   }
+
+  /// Refuses `{.lr = 1e-3}`: options are set as libtorch's are, AdamWOptions(1e-3).eps(1e-7).
+  template <class = void>  // a template, so that {1e-3} and {} still mean Options
+  OptimizerShell(std::vector<at::Tensor> parameters, const OptionsAreSetByCalls&) = delete;
 
   /// Adds a group with all of its options. libtorch's own function, called through
   /// `torch::optim::Optimizer&`, takes the options that mezzo adds from the defaults, from 2.12 on.
