@@ -9,13 +9,17 @@
 #include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/flatten_dense_tensors.h>
+#include <ATen/ops/unflatten_dense_tensors.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
-#include <cstdint>
+#include <cstddef>
+#include <map>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -23,71 +27,33 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Gives all ranks the root's buffers, those of one device and dtype in one broadcast: models have
-/// hundreds, of a few bytes each.
-class BufferBroadcast {
- public:
-  BufferBroadcast(const NamedTensors& buffers, GroupPtr group, int root)
-      : group_(std::move(group)), root_(root) {
-    if (group_->getSize() == 1) return;
-    for (const auto& [name, buffer] : buffers) pack_for(buffer).buffers.push_back(buffer);
-    for (Pack& pack : packs_) {
-      int64_t count = 0;
-      for (const at::Tensor& buffer : pack.buffers) count += buffer.numel();
-      pack.packed = at::empty({count}, pack.buffers.front().options().requires_grad(false));
+/// hundreds, of a few bytes each. All ranks call it; returns when the buffers may be read.
+///
+/// Buffers are written as modules write their running statistics, without a word to autograd: a
+/// second forward may come before the first one's backward.
+inline void broadcast_buffers(const NamedTensors& buffers, const GroupPtr& group, int root) {
+  if (group->getSize() == 1) return;
+  const c10::NoGradGuard no_grad;
+  std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> packs;
+  for (const auto& [name, buffer] : buffers) {
+    packs[{buffer.device().str(), buffer.scalar_type()}].push_back(buffer.variable_data());
+  }
+  std::vector<at::Tensor> flats;
+  PendingRequests requests;
+  for (const auto& [key, pack] : packs) {
+    flats.push_back(at::flatten_dense_tensors(pack));
+    requests.add(broadcast(group, flats.back(), root));
+  }
+  requests.wait();
+  if (group->getRank() == root) return;
+  auto flat = flats.begin();
+  for (const auto& [key, pack] : packs) {
+    const auto parts = at::unflatten_dense_tensors(*flat++, pack);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (!parts[i].is_alias_of(pack[i])) pack[i].copy_(parts[i]);
     }
   }
-
-  /// All ranks call it; returns when the buffers may be read.
-  void run() {
-    const c10::NoGradGuard no_grad;
-    const bool is_root = group_->getRank() == root_;
-    PendingRequests requests;
-    for (const Pack& pack : packs_) {
-      if (is_root) copy(pack, Direction::pack);
-      requests.add(broadcast(group_, pack.packed, root_));
-    }
-    requests.wait();
-    if (is_root) return;
-    for (const Pack& pack : packs_) copy(pack, Direction::unpack);
-  }
-
- private:
-  enum class Direction : uint8_t { pack, unpack };
-
-  struct Pack {
-    std::vector<at::Tensor> buffers;
-    at::Tensor packed;
-  };
-
-  Pack& pack_for(const at::Tensor& buffer) {
-    for (Pack& pack : packs_) {
-      const at::Tensor& first = pack.buffers.front();
-      if (first.device() == buffer.device() && first.scalar_type() == buffer.scalar_type()) {
-        return pack;
-      }
-    }
-    return packs_.emplace_back();
-  }
-
-  /// Written as modules write their running statistics, without a word to autograd: a second
-  /// forward may come before the first one's backward.
-  static void copy(const Pack& pack, Direction direction) {
-    int64_t offset = 0;
-    for (const at::Tensor& buffer : pack.buffers) {
-      const at::Tensor part = pack.packed.narrow(0, offset, buffer.numel()).view(buffer.sizes());
-      offset += buffer.numel();
-      if (direction == Direction::pack) {
-        part.copy_(buffer);
-      } else {
-        at::Tensor(buffer.variable_data()).copy_(part);
-      }
-    }
-  }
-
-  GroupPtr group_;
-  int root_;
-  std::vector<Pack> packs_;
-};
+}
 
 /// One rank's copy of the model: what of DataParallel does not depend on the model's type.
 class Replica {
@@ -99,8 +65,8 @@ class Replica {
         buckets_(broadcast_and_select_trained(group, options.root),
                  {.bucket_bytes = options.bucket_bytes}),
         all_reduce_(buckets_, group, options.all_reduce),
-        buffers_(module_buffers_, group, options.root),
-        rank_(group->getRank()),
+        group_(group),
+        root_(options.root),
         broadcasts_(options.broadcast_buffers) {
     for (const auto& named : parameters_) {
       if (!named.second.requires_grad()) frozen_.push_back(named);
@@ -108,18 +74,18 @@ class Replica {
   }
 
   GradBuckets& buckets() noexcept { return buckets_; }
-  void broadcast_buffers() { buffers_.run(); }
+  void broadcast_buffers() { detail::broadcast_buffers(module_buffers_, group_, root_); }
   std::vector<at::Tensor> residuals() const { return all_reduce_.residuals(); }
 
   void begin_forward(bool is_training) {
     if (!is_training || !c10::GradMode::is_enabled()) return;
     for (const auto& [name, parameter] : frozen_) {
-      TORCH_CHECK(!parameter.requires_grad(), "DataParallel on rank ", rank_, ": the parameter ",
-                  name,
+      TORCH_CHECK(!parameter.requires_grad(), "DataParallel on rank ", group_->getRank(),
+                  ": the parameter ", name,
                   " was frozen when this was made, and now requires grad; make a new "
                   "DataParallel, so that its gradients are reduced too");
     }
-    if (broadcasts_ && !shared(buckets_)->is_no_sync()) buffers_.run();
+    if (broadcasts_ && !shared(buckets_)->is_no_sync()) broadcast_buffers();
   }
 
  private:
@@ -143,9 +109,9 @@ class Replica {
   NamedTensors module_buffers_;
   GradBuckets buckets_;
   GradAllReduce all_reduce_;
-  BufferBroadcast buffers_;
   NamedTensors frozen_;
-  int rank_;
+  GroupPtr group_;
+  int root_;
   bool broadcasts_;
 };
 

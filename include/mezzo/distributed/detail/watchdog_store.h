@@ -9,17 +9,15 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
-#include <charconv>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <istream>
 #include <optional>
+#include <ostream>
+#include <sstream>
 #include <string>
 #include <string_view>
-#include <system_error>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -36,92 +34,63 @@ inline std::string one_line(std::string_view words) {
   return line;
 }
 
-/// Fields of text, a line each.
-class FieldWriter {
- public:
-  template <class Number>
-  void number(Number value) {
-    text(std::to_string(static_cast<int64_t>(value)));
-  }
-  template <class Number>
-  void numbers(const std::vector<Number>& values) {
-    number(values.size());
-    for (const Number value : values) number(value);
-  }
-  void text(std::string_view value) { (all_ += one_line(value)) += '\n'; }
-  const std::string& all() const noexcept { return all_; }
+// Signs of life and faults as text: numbers, and words of one line.
 
- private:
-  std::string all_;
-};
+template <class Number>
+void write_all(std::ostream& to, const std::vector<Number>& values) {
+  to << values.size() << ' ';
+  for (const Number value : values) to << value << ' ';
+}
+template <class Number>
+void read_all(std::istream& from, std::vector<Number>& values) {
+  std::size_t left = 0;
+  for (from >> left; left > 0 && from; --left) from >> values.emplace_back();
+}
 
-class FieldReader {
- public:
-  explicit FieldReader(std::string_view all) : rest_(all) {}
+inline std::string encode(const WatchdogFault& fault) {
+  std::ostringstream to;
+  to << static_cast<int>(fault.kind) << ' ';
+  write_all(to, fault.ranks);
+  to << '\n' << one_line(fault.what) << '\n';
+  return to.str();
+}
+inline std::string encode(const Heartbeat& own) {
+  const RankActivity& activity = own.activity;
+  std::ostringstream to;
+  to << own.count << ' ' << static_cast<int>(own.state) << ' ';
+  write_all(to, activity.calls);
+  to << activity.waits << ' ' << activity.waited_ms << ' ' << activity.group << ' '
+     << activity.sequence << '\n'
+     << one_line(activity.collective) << '\n';
+  return to.str();
+}
 
-  void text(std::string& value) {
-    const std::size_t end = rest_.find('\n');
-    check(end != std::string_view::npos);
-    value = rest_.substr(0, end);
-    rest_.remove_prefix(end + 1);
-  }
-  template <class Number>
-  void number(Number& value) {
-    std::string digits;
-    text(digits);
-    int64_t number = 0;
-    const char* const end = digits.data() + digits.size();
-    const auto [read_to, error] = std::from_chars(digits.data(), end, number);
-    check(error == std::errc() && read_to == end);
-    value = static_cast<Number>(number);
-  }
-  template <class Number>
-  void numbers(std::vector<Number>& values) {
-    int64_t left = 0;
-    for (number(left); left > 0; --left) number(values.emplace_back());
-  }
-
- private:
-  static void check(bool is_ours) {
-    TORCH_CHECK(is_ours,
-                "Watchdog: the store holds something else under a key of the watchdog's; give it a "
-                "store of its own, as mezzo::rendezvous makes");
-  }
-
-  std::string_view rest_;
-};
-
-/// What is written and read of each, in one order.
-template <class Fields, class Value>
-void visit_fields(Fields& fields, Value& value) {
-  if constexpr (std::same_as<std::remove_const_t<Value>, WatchdogFault>) {
-    fields.number(value.kind);
-    fields.numbers(value.ranks);
-    fields.text(value.what);
-  } else {
-    fields.number(value.count);
-    fields.number(value.state);
-    fields.numbers(value.activity.calls);
-    fields.number(value.activity.waits);
-    fields.number(value.activity.waited_ms);
-    fields.number(value.activity.group);
-    fields.number(value.activity.sequence);
-    fields.text(value.activity.collective);
-  }
+inline void read(std::istream& from, WatchdogFault& fault) {
+  int kind = 0;
+  from >> kind;
+  fault.kind = static_cast<WatchdogFault::Kind>(kind);
+  read_all(from, fault.ranks);
+  std::getline(from >> std::ws, fault.what);
+}
+inline void read(std::istream& from, Heartbeat& other) {
+  RankActivity& activity = other.activity;
+  int state = 0;
+  from >> other.count >> state;
+  other.state = static_cast<Heartbeat::State>(state);
+  read_all(from, activity.calls);
+  from >> activity.waits >> activity.waited_ms >> activity.group >> activity.sequence;
+  from.ignore();
+  std::getline(from, activity.collective);
 }
 
 template <class Value>
-std::string encode(const Value& value) {
-  FieldWriter to;
-  visit_fields(to, value);
-  return to.all();
-}
-
-template <class Value>
-Value decode(std::string_view text) {
-  FieldReader from(text);
+Value decode(const std::string& text) {
+  std::istringstream from(text);
   Value value;
-  visit_fields(from, value);
+  read(from, value);
+  TORCH_CHECK(!from.fail(),
+              "Watchdog: the store holds something else under a key of the watchdog's; give it a "
+              "store of its own, as mezzo::rendezvous makes");
   return value;
 }
 
