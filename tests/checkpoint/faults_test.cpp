@@ -281,7 +281,7 @@ TEST(CheckpointDamage, AFileByTorchSaveIsNotCalledDamaged) {
                     HasSubstr("torch::load"), Not(HasSubstr("damaged"))));
   put_pipe(scratch.path() / "pipe");
   EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(scratch.path() / "pipe", run.state); }),
-              HasSubstr("it is no regular file"));
+              HasSubstr("it is not a regular file"));
 }
 
 TEST(CheckpointDamage, AFileOfAnotherKindIsNotCalledDamaged) {

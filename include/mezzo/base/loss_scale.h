@@ -246,7 +246,7 @@ inline LossScale LossScale::dynamic(const LossScaleOptions& options) {
                                options.loss_id == 0;
   TORCH_CHECK(is_dynamic_rule,
               "LossScale::dynamic: kind, enabled, recheck, allow_fp16_gradients and loss_id are "
-              "no numbers of a dynamic scale; give them to GradScaler({...})");
+              "not options of a dynamic scale; give them to GradScaler({...})");
   return of(options);
 }
 
@@ -264,7 +264,7 @@ inline LossScale LossScale::of(const LossScaleOptions& options) {
     case LossScaleKind::dynamic:
       return LossScale(options);
   }
-  TORCH_CHECK(false, "kind is no LossScaleKind; use LossScaleKind::none, fixed or dynamic");
+  TORCH_CHECK(false, "kind is not a LossScaleKind; use LossScaleKind::none, fixed or dynamic");
 }
 
 inline LossScaleState LossScale::initial_state() const noexcept {

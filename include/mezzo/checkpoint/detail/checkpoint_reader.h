@@ -39,7 +39,7 @@ class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
     if (!file_.is_open()) throw UnopenedCheckpoint(reason(errno));
     struct stat status {};
     if (::fstat(file_.descriptor(), &status) != 0) throw UnopenedCheckpoint(reason(errno));
-    if (!S_ISREG(status.st_mode)) throw UnopenedCheckpoint("it is no regular file");
+    if (!S_ISREG(status.st_mode)) throw UnopenedCheckpoint("it is not a regular file");
     size_ = static_cast<std::size_t>(status.st_size);
   }
 
